@@ -1,0 +1,1 @@
+"""Advantages, losses, KL estimators and filters: pure functions of tensors."""

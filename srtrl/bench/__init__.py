@@ -1,0 +1,1 @@
+"""Benchmarks: what is measured, alternating, in one run on one machine."""

@@ -1,0 +1,1 @@
+"""Draft trees and the drafters that propose them, one file a drafter."""

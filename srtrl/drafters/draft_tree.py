@@ -1,0 +1,58 @@
+"""A draft tree: guessed continuations of one sequence that a single forward pass verifies."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+ROOT = -1
+"""Parent of the nodes that continue the sequence directly."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class DraftTree:
+    """Guesses of what follows a sequence's last committed token (the root, which is not a node of the tree).
+
+    Nodes are in topological order: a parent comes before its children. Siblings carry different tokens, so that at
+    most one of them can be accepted.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    """[num_nodes]."""
+    parents: npt.NDArray[np.int32]
+    """[num_nodes], index of the parent node, or `ROOT`."""
+    scores: npt.NDArray[np.float32]
+    """[num_nodes], the drafter's estimate that the node is accepted; at most its parent's."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of drafted tokens."""
+        return len(self.token_ids)
+
+    def depths(self) -> npt.NDArray[np.int32]:
+        """[num_nodes]: 1 for a child of the root, and one more for each generation."""
+        depths = np.ones(self.num_nodes, dtype=np.int32)
+        for node, parent in enumerate(self.parents):
+            if parent != ROOT:
+                depths[node] = depths[parent] + 1
+        return depths
+
+    def first(self, num_nodes: int) -> "DraftTree":
+        """Return the tree of its first `num_nodes` nodes (a tree again, for parents come first)."""
+        return DraftTree(
+            token_ids=self.token_ids[:num_nodes], parents=self.parents[:num_nodes], scores=self.scores[:num_nodes]
+        )
+
+    def check(self, vocab_size: int) -> None:
+        """Assert what the engine relies on: order, distinct siblings, known tokens."""
+        assert len(self.parents) == len(self.scores) == self.num_nodes
+        seen: set[tuple[int, int]] = set()
+        for node, (token, parent) in enumerate(zip(self.token_ids.tolist(), self.parents.tolist(), strict=True)):
+            assert ROOT <= parent < node, f"node {node} has parent {parent}: parents come before their children"
+            assert 0 <= token < vocab_size, f"node {node} drafts token {token} of a vocabulary of {vocab_size}"
+            assert (parent, token) not in seen, f"two children of node {parent} carry token {token}"
+            seen.add((parent, token))
+
+
+EMPTY_TREE = DraftTree(token_ids=np.empty(0, np.int32), parents=np.empty(0, np.int32), scores=np.empty(0, np.float32))
+"""No draft: the step decodes one token, on the same code path."""

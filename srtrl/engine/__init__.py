@@ -1,0 +1,1 @@
+"""The decoder: pages, continuous batching, one forward pass, sampling, verification."""

@@ -1,0 +1,233 @@
+"""The rollout engine: requests in, completions out as they finish; one decode step reads like a list."""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from srtrl.drafters.base import Drafter
+from srtrl.drafters.draft_tree import DraftTree
+from srtrl.drafters.none import Drafter as NoDrafter
+from srtrl.engine.page_pool import PagePool
+from srtrl.engine.runner import ModelRunner
+from srtrl.engine.scheduler import ScheduledStep, Scheduler
+from srtrl.engine.stats import EngineStats
+from srtrl.engine.stopping import Tokenizer
+from srtrl.engine.verify import Walk, verify_trees
+from srtrl.model.paged_attention import KVCache
+from srtrl.model.transformer import Transformer
+from srtrl.types import Completion, Request
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EngineOptions:
+    """See `RolloutSection` of the recipe for the meaning of the fields of the same name."""
+
+    slots: int = 64
+    page_size: int = 16
+    num_pages: int | None = None
+    kv_memory_gib: float = 4.0
+    prefill_chunk_tokens: int = 512
+    deterministic: bool = True
+    decode_dtype: torch.dtype | None = None
+    """None: the policy's own type and tensors."""
+    max_sequence_tokens: int | None = None
+    """Longest prompt and response together; by default what the model was made for."""
+    max_draft_nodes: int = 16
+    """Most draft nodes of one sequence in one step."""
+
+
+class Engine:
+    """Paged-KV decoder with continuous batching and draft-tree verification, on the policy's own weights."""
+
+    def __init__(
+        self,
+        policy: Transformer,
+        options: EngineOptions,
+        *,
+        tokenizer: Tokenizer | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.options = options
+        self.tokenizer = tokenizer
+        self.drafter = drafter or NoDrafter()
+        self.vocab_size = policy.config.vocab_size
+        self.max_sequence_tokens = options.max_sequence_tokens or policy.config.max_position_embeddings
+        if self.max_sequence_tokens > policy.config.max_position_embeddings:
+            raise ValueError(
+                f"sequences of up to {self.max_sequence_tokens} tokens are asked for, but the model was made for "
+                f"{policy.config.max_position_embeddings} (max_position_embeddings in its config.json): lower "
+                "rollout.max_prompt_tokens or rollout.max_new_tokens"
+            )
+        num_pages = options.num_pages or default_num_pages(policy, options, self.max_sequence_tokens)
+        self.pool = PagePool(num_pages, options.page_size)
+        self.scheduler = Scheduler(
+            self.pool, num_slots=options.slots, prefill_chunk_tokens=options.prefill_chunk_tokens
+        )
+        self.runner = ModelRunner(
+            policy,
+            num_pages=num_pages,
+            page_size=options.page_size,
+            decode_dtype=options.decode_dtype,
+            deterministic=options.deterministic,
+        )
+        self.policy_version = 0
+        self.stats = EngineStats()
+        self._next_sequence_id = 0
+
+    def check_request(self, request: Request) -> None:
+        """Raise ValueError, naming the request, where it can never be decoded."""
+        who = f"prompt {request.prompt_id!r}, sample {request.sample_index}"
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        if not prompt:
+            raise ValueError(f"{who}: the prompt is empty; at least one token is needed")
+        unknown = [token for token in prompt if not 0 <= token < self.vocab_size]
+        if unknown:
+            raise ValueError(f"{who}: token id {unknown[0]} is not in the vocabulary of {self.vocab_size}")
+        if sampling.max_new_tokens < 1:
+            raise ValueError(f"{who}: max_new_tokens is {sampling.max_new_tokens}, expected at least 1")
+        if sampling.temperature < 0 or sampling.top_k < 0 or not 0 < sampling.top_p <= 1:
+            raise ValueError(
+                f"{who}: expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1, found {sampling.temperature}, "
+                f"{sampling.top_k} and {sampling.top_p}"
+            )
+        if sampling.stop_strings and self.tokenizer is None:
+            raise ValueError(f"{who}: stop strings need a tokenizer")
+        longest = len(prompt) + sampling.max_new_tokens
+        if longest > self.max_sequence_tokens:
+            raise ValueError(
+                f"{who}: {len(prompt)} prompt tokens and max_new_tokens {sampling.max_new_tokens} exceed the limit of "
+                f"{self.max_sequence_tokens} tokens: shorten the prompt or lower max_new_tokens"
+            )
+        if self.pool.pages_for(longest) > self.pool.num_pages:
+            raise ValueError(
+                f"{who}: up to {longest} tokens need {self.pool.pages_for(longest)} pages of {self.pool.page_size}, "
+                f"but there are {self.pool.num_pages}: raise num_pages or kv_memory_gib"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises ValueError (see `check_request`) and leaves the others alone."""
+        self.check_request(request)
+        self.scheduler.add(self._next_sequence_id, request)
+        self.drafter.start(self._next_sequence_id, request.prompt_token_ids)
+        self._next_sequence_id += 1
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Decode the requests; yields each completion as it finishes, in no particular order.
+
+        A consumer that stops early drops the rest: no sample and no page is left behind.
+
+        Raises:
+            ValueError: A request can never be decoded; raised before anything is decoded.
+        """
+        requests = list(requests)
+        for request in requests:
+            self.check_request(request)
+        try:
+            for request in requests:
+                self.add(request)
+            while self.scheduler.has_work:
+                yield from self.step()
+        finally:
+            self.scheduler.clear()
+
+    def step(self) -> list[Completion]:
+        """One decode step for all running samples; returns those that finished."""
+        started = time.perf_counter()
+        scheduled = self.scheduler.schedule()
+        trees = self._propose(scheduled)
+        drafted = time.perf_counter()
+        logits = self.runner.execute(scheduled, trees)
+        computed = time.perf_counter()
+        for chunk in scheduled.prefills:
+            chunk.holder.num_computed += chunk.count
+        walks = verify_trees(scheduled.decodes, trees, logits, self.tokenizer)
+        sampled = time.perf_counter()
+        self.runner.commit(walks)
+        completions = self._observe(walks)
+        finished = time.perf_counter()
+        self.stats.add_step(
+            scheduled,
+            trees,
+            walks,
+            num_pages_used=self.pool.num_used,
+            seconds=(drafted - started, computed - drafted, sampled - computed, finished - sampled),
+        )
+        return completions
+
+    def on_policy_update(self) -> None:
+        """The policy's weights have changed: KV is stale, drafts are not."""
+        assert not self.scheduler.has_work, "the policy changed while samples were decoding"
+        self.scheduler.clear()
+        self.runner.refresh_weights()
+        self.drafter.on_policy_update()
+        self.policy_version += 1
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics since the last call, all under `engine/`: they may depend on slots, pages and drafter."""
+        metrics = self.stats.metrics(
+            num_slots=self.options.slots,
+            num_pages=self.pool.num_pages,
+            num_preemptions=self.scheduler.num_preemptions,
+        )
+        self.stats = EngineStats()
+        self.scheduler.num_preemptions = 0
+        return metrics
+
+    def _propose(self, scheduled: ScheduledStep) -> list[DraftTree]:
+        """One draft tree a decoding sequence, no larger than its free pages and no deeper than is of use."""
+        sequences = scheduled.decodes
+        # A sample that ends with its next token, whatever is guessed, needs no draft.
+        room = [self.options.max_draft_nodes if sequence.num_remaining > 1 else 0 for sequence in sequences]
+        trees = self.drafter.propose([sequence.sequence_id for sequence in sequences], room)
+        return [
+            tree.first(self.scheduler.grow_for_drafts(sequence, tree.num_nodes)) if tree.num_nodes else tree
+            for sequence, tree in zip(sequences, trees, strict=True)
+        ]
+
+    def _observe(self, walks: list[Walk]) -> list[Completion]:
+        """Tell the drafter what was committed, and take out the finished samples."""
+        completions = []
+        for walk in walks:
+            sequence = walk.sequence
+            num_new = 1 + len(walk.accepted)
+            self.drafter.observe(sequence.sequence_id, sequence.token_ids[-num_new:])
+            if walk.finish is None:
+                self.scheduler.trim(sequence)
+                continue
+            self.drafter.finish(sequence.sequence_id)
+            self.scheduler.finish(sequence)
+            completions.append(
+                Completion(
+                    request=sequence.request,
+                    token_ids=sequence.generated_token_ids,
+                    rollout_logprobs=sequence.rollout_logprobs,
+                    finish_reason=walk.finish,
+                    policy_version=self.policy_version,
+                )
+            )
+        return completions
+
+
+def default_num_pages(policy: Transformer, options: EngineOptions, max_sequence_tokens: int) -> int:
+    """Pages for all slots at full length (and one more each, for prompts), as far as `kv_memory_gib` goes.
+
+    Raises:
+        ValueError: That memory does not hold one sequence.
+    """
+    of_one = -(-max_sequence_tokens // options.page_size)
+    page_bytes = KVCache.bytes_per_page(
+        num_layers=policy.config.num_hidden_layers,
+        page_size=options.page_size,
+        num_kv_heads=policy.config.num_key_value_heads,
+        head_dim=policy.config.head_dim,
+        dtype=options.decode_dtype or policy.dtype,
+    )
+    affordable = int(options.kv_memory_gib * 2**30) // page_bytes
+    if affordable < of_one:
+        raise ValueError(
+            f"rollout.kv_memory_gib ({options.kv_memory_gib}) holds {affordable} pages, but one sequence of "
+            f"{max_sequence_tokens} tokens needs {of_one}: at least {of_one * page_bytes / 2**30:.2f} GiB"
+        )
+    return min(affordable, options.slots * (of_one + 1))

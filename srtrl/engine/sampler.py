@@ -1,0 +1,118 @@
+"""Exact sampling by Gumbel-max with counter-based noise (DESIGN: "Exact sampling").
+
+The token at position p of a sample is argmax over the vocabulary of logit / temperature + Gumbel noise, where the
+noise of entry v is a hash of (stream, p, v). That is a draw from the softmax (Gumbel 1954; Maddison et al. 2014,
+"A* sampling"), and a pure function of (logits, temperature, stream, position): it knows nothing of the batch, of the
+drafter or of how many tokens a step verified.
+
+`sample_rows_reference` is the definition, in plain PyTorch; on a CPU `sampling_kernel.py` gives the same tokens faster.
+Letters: N rows, V vocabulary.
+"""
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from srtrl.types import Purpose
+
+GOLDEN = 0x9E3779B97F4A7C15
+"""Increment of the SplitMix64 sequence (Steele, Lea and Flood 2014)."""
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+"""Multipliers of the SplitMix64 finaliser."""
+
+
+def stream_of(seed: int, purpose: Purpose, step: int, draw_index: int, sample_index: int) -> int:
+    """Return the unsigned 64-bit random stream of one sample: a hash of everything that names it.
+
+    Two draws of one prompt in a step are two draws and have different streams; so have training and evaluation.
+    """
+    name = f"{seed}/{purpose}/{step}/{draw_index}/{sample_index}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same 64 bits: PyTorch multiplies and adds those modulo 2**64."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64 tensors (shifts are logical: the sign is masked away)."""
+    bits = (bits ^ ((bits >> 30) & ((1 << 34) - 1))) * _signed(MIX_1)
+    bits = (bits ^ ((bits >> 27) & ((1 << 37) - 1))) * _signed(MIX_2)
+    return bits ^ ((bits >> 31) & ((1 << 33) - 1))
+
+
+def uniform_noise(streams: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Uniform numbers strictly between 0 and 1, [N, V] float64, of `streams` and `positions` [N] int64.
+
+    53 bits each: hash (stream, position) to a row key, then (row key, vocabulary index) to a number.
+    """
+    row_keys = _mix(_mix(positions + _signed(GOLDEN)) ^ streams)  # [N]
+    index = torch.arange(1, vocab_size + 1, device=streams.device, dtype=torch.int64)
+    bits = _mix(row_keys[:, None] + index * _signed(GOLDEN))  # [N, V]
+    return (((bits >> 11) & ((1 << 53) - 1)).double() + 0.5) * 2.0**-53
+
+
+def sample_rows_reference(logits: Tensor, temperatures: Tensor, streams: Tensor, positions: Tensor) -> Tensor:
+    """Sample one token a row.
+
+    Args:
+        logits: [N, V], any float type; -inf excludes a token.
+        temperatures: [N] float32; 0 takes the most likely token (the first of equals).
+        streams: [N] int64, the bits of the unsigned streams.
+        positions: [N] int64, index of the token within the response.
+
+    Returns:
+        [N] int64.
+    """
+    scaled = logits.float() / torch.where(temperatures > 0, temperatures, 1.0)[:, None]  # as in the trainer
+    gumbel = -torch.log(-torch.log(uniform_noise(streams, positions, logits.shape[1])))  # [N, V] float64
+    noisy = torch.where(temperatures[:, None] > 0, scaled.double() + gumbel, scaled.double())
+    return noisy.argmax(dim=-1)
+
+
+def row_logprobs_reference(logits: Tensor, temperatures: Tensor, token_ids: Tensor) -> Tensor:
+    """Log-probs [N] float32 of `token_ids` [N] under the tempered softmax (of temperature 1 where it is 0)."""
+    scaled = logits.float() / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+    return scaled.log_softmax(-1).gather(1, token_ids[:, None]).squeeze(1)
+
+
+def filter_top_k_top_p(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Set all but the most likely tokens to -inf: first the `top_k` [N] (0: all), of those the `top_p` [N] of mass.
+
+    Ties at the border are cut by token index, so that exactly k remain. Never leaves a row without a token.
+    """
+    scaled = logits.float() / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+    sorted_logits, order = scaled.sort(dim=-1, descending=True, stable=True)  # [N, V]
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    keep = (top_k[:, None] == 0) | (rank < top_k[:, None])
+    probs = sorted_logits.masked_fill(~keep, -torch.inf).softmax(-1)
+    mass_before = probs.cumsum(-1) - probs
+    keep &= (mass_before < top_p[:, None]) | (rank == 0)
+    keep_by_token = torch.zeros_like(keep).scatter_(1, order, keep)
+    return logits.masked_fill(~keep_by_token, -torch.inf)
+
+
+def sample_rows(
+    logits: Tensor,
+    temperatures: npt.NDArray[np.float32],
+    streams: npt.NDArray[np.uint64],
+    positions: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Sample one token a row and its log-prob; see `sample_rows_reference` and `row_logprobs_reference`."""
+    if logits.device.type == "cpu":
+        from srtrl.engine.sampling_kernel import sample_rows_on_cpu
+
+        token_ids = np.empty(len(logits), np.int64)
+        logprobs = np.empty(len(logits), np.float32)
+        sample_rows_on_cpu(logits.float().numpy(), temperatures, streams, positions, token_ids, logprobs)
+        return token_ids, logprobs
+    device = logits.device
+    temperature = torch.from_numpy(temperatures).to(device)
+    stream, position = torch.from_numpy(streams.view(np.int64)).to(device), torch.from_numpy(positions).to(device)
+    tokens = sample_rows_reference(logits, temperature, stream, position)
+    return tokens.cpu().numpy(), row_logprobs_reference(logits, temperature, tokens).cpu().numpy()

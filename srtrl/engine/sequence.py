@@ -1,0 +1,87 @@
+"""What the scheduler moves around: the pages of a prompt, and the samples that decode from them."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from srtrl.types import Request
+
+
+@dataclass(slots=True, eq=False)
+class PageHolder:
+    """Something whose KV lies in pages: position p is in `page_ids[p // page_size]`."""
+
+    token_ids: list[int]
+    page_ids: list[int] = field(default_factory=list)
+    page_table: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    """`page_ids` once more, as the array that the attention plan wants."""
+    num_computed: int = 0
+    """Positions whose KV is in the pages: always a prefix."""
+
+    def set_pages(self, page_ids: SequenceOf[int]) -> None:
+        """Hold these pages instead of the present ones (references are the caller's business)."""
+        self.page_ids = list(page_ids)
+        self.page_table = np.array(self.page_ids, dtype=np.int32)
+
+    def drop_pages(self) -> list[int]:
+        """Hold no page and no KV any more; returns the pages, to be released or handed on."""
+        page_ids = self.page_ids
+        self.set_pages([])
+        self.num_computed = 0
+        return page_ids
+
+
+@dataclass(slots=True, eq=False)
+class PromptPages(PageHolder):
+    """KV of one prompt but for its last token, shared by the group's samples.
+
+    The last prompt token is each sample's own first row: it gives the first sampled token, on the same code path as
+    every later one.
+    """
+
+    num_users: int = 0
+    """Unfinished samples of this prompt, waiting ones included."""
+
+    @property
+    def num_missing(self) -> int:
+        """Positions whose KV is still to be computed."""
+        return len(self.token_ids) - 1 - self.num_computed
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence(PageHolder):
+    """One sample on its way. `token_ids` holds the prompt and the generated tokens.
+
+    The last token is the root of the next draft tree: its KV is computed together with the tree's.
+    """
+
+    sequence_id: int
+    request: Request
+    prompt: PromptPages
+    rollout_logprobs: list[float] = field(default_factory=list)
+    has_started: bool = False
+    """Whether the sample has its share of the prompt's pages (not while it waits, nor after a preemption)."""
+    admission: int = -1
+    """Counts admissions: the highest is the first to be preempted."""
+
+    @property
+    def num_missing(self) -> int:
+        """Positions before the root whose KV is still to be computed: more than zero only after a preemption."""
+        return len(self.token_ids) - 1 - self.num_computed
+
+    @property
+    def num_generated(self) -> int:
+        """Number of generated tokens."""
+        return len(self.rollout_logprobs)
+
+    @property
+    def generated_token_ids(self) -> list[int]:
+        """Generated tokens only."""
+        return self.token_ids[len(self.request.prompt_token_ids) :]
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens it may still generate; at least 1 while it is live."""
+        return self.request.sampling.max_new_tokens - self.num_generated

@@ -1,0 +1,1 @@
+"""One transformer for decode and update, its attention plans, log-probs and weights."""

@@ -1,0 +1,1 @@
+"""Groups of graded rollouts from the engine, and their packing into batches."""

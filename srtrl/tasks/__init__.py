@@ -1,0 +1,1 @@
+"""Prompts and rewards, one file a task; grading in killable worker processes."""

@@ -1,0 +1,1 @@
+"""The training step, the update, checkpoints, evaluation and the supervised warm start."""

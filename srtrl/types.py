@@ -1,0 +1,143 @@
+"""The small records that travel between the packages. They hold data and no behaviour.
+
+Dimension letters used in the whole project: B sequences, L tokens of one sequence, T packed tokens of a micro-batch,
+R response tokens of a micro-batch (those with a loss), N rows of one decode step, V vocabulary, D model width,
+H query heads, K key-value heads, E width of one head.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+FinishReason = Literal["stop", "length"]
+"""`stop`: an end token or a stop string; `length`: `max_new_tokens` was reached."""
+
+GradeOutcome = Literal["correct", "wrong", "timeout", "crash", "error"]
+"""How grading ended. The last three are failures of the grader, counted apart from wrong answers."""
+
+Purpose = Literal["train", "eval", "generate"]
+"""What a sample is for; part of its random stream, so that evaluation never shares noise with training."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Prompt:
+    """One problem, rendered and tokenised."""
+
+    prompt_id: str
+    """Unique within its data source."""
+    text: str
+    """What the policy reads, after the template."""
+    token_ids: tuple[int, ...]
+    """Tokens of `text`, special tokens included; never empty."""
+    answer: str
+    """Reference answer, as the grader wants it."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The row's other fields (`problem`, `solution`, ...), for reward functions."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SamplingParams:
+    """How one request is sampled and when it ends."""
+
+    max_new_tokens: int
+    """Most tokens to generate, the end token included; at least 1."""
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy. Log-probs are of the tempered distribution (of temperature 1 when greedy)."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all. Evaluation and `generate` only."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens with this mass; 1 keeps all. Evaluation and `generate` only."""
+    end_token_ids: tuple[int, ...] = ()
+    """A token that ends the sequence; it is kept as the last token of the completion."""
+    stop_strings: tuple[str, ...] = ()
+    """A string that ends the sequence once the decoded completion contains it."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Request:
+    """One sample that the engine shall decode."""
+
+    prompt_id: str
+    prompt_token_ids: tuple[int, ...]
+    """Requests with equal prompt tokens share the prompt's pages."""
+    draw_index: int
+    """Which draw of the step this is: the admission order, and the first half of the sort key of what is learned."""
+    sample_index: int
+    """Which sample of the draw's group."""
+    stream: int
+    """Unsigned 64-bit random stream, from `srtrl.engine.sampler.stream_of`."""
+    sampling: SamplingParams
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Completion:
+    """A finished request."""
+
+    request: Request
+    token_ids: list[int]
+    """Generated tokens; the end token, if one was sampled, is the last."""
+    rollout_logprobs: list[float]
+    """Log-prob of each generated token under the decoder's policy (temperature applied, no top-k or top-p)."""
+    finish_reason: FinishReason
+    policy_version: int
+    """Number of policy updates before this completion was decoded."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Grade:
+    """What the rewards said of one completion."""
+
+    reward: float
+    """Weighted sum of `parts`."""
+    parts: Mapping[str, float]
+    """Unweighted value of each named reward."""
+    outcome: GradeOutcome
+    detail: str = ""
+    """For failures: what happened (shown in the log)."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Rollout:
+    """One graded sample of a prompt."""
+
+    prompt: Prompt
+    draw_index: int
+    sample_index: int
+    token_ids: list[int]
+    """Response tokens, [L]."""
+    rollout_logprobs: list[float]
+    """[L], by the decoder; see `Completion`."""
+    text: str
+    """Decoded response without special tokens, cut before a stop string."""
+    finish_reason: FinishReason
+    policy_version: int
+    grade: Grade
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RolloutGroup:
+    """All samples of one draw of a prompt, sorted by `sample_index`."""
+
+    prompt: Prompt
+    draw_index: int
+    rollouts: list[Rollout]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrainSequence:
+    """One rollout as the update reads it: prompt and response with one number a response token."""
+
+    token_ids: npt.NDArray[np.int64]
+    """Prompt then response, [L]."""
+    num_prompt_tokens: int
+    rollout_logprobs: npt.NDArray[np.float32]
+    """[L - num_prompt_tokens]."""
+    advantages: npt.NDArray[np.float32]
+    """[L - num_prompt_tokens]."""
+    old_logprobs: npt.NDArray[np.float32] | None = None
+    """[L - num_prompt_tokens], PPO's snapshot; filled before the first mini-batch."""
+    ref_logprobs: npt.NDArray[np.float32] | None = None
+    """[L - num_prompt_tokens], by the frozen reference; None where the recipe asks for no KL."""

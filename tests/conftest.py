@@ -1,0 +1,17 @@
+"""Fixtures and paths that several test files use."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Folder of the real data; tests that need it are skipped where it is absent."""
+    folder = Path(os.environ.get("SRTRL_SHARED_DATA", REPOSITORY.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no shared data at {folder}: set SRTRL_SHARED_DATA to its folder")
+    return folder
