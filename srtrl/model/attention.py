@@ -1,0 +1,131 @@
+"""How the tokens of one forward pass attend to each other: the protocol, and the plan of the policy update.
+
+A plan is built once for a forward pass and reused by each layer. `PackedPlan` lays whole sequences end to end (the
+update); `paged_attention.py` has the decoder's plan. Dimension letters: see `srtrl/types.py`.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class AttentionPlan(Protocol):
+    """What a `Transformer` needs to know of the tokens in one forward pass."""
+
+    @property
+    def positions(self) -> Tensor:
+        """Rotary position of each token, [T] int64."""
+
+    @property
+    def num_positions(self) -> int:
+        """More than every position, known on the host: the rotary table is grown to it without asking the device."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend in one layer, with scale E**-0.5.
+
+        Args:
+            layer: Index of the layer (plans with a KV cache keep one cache a layer).
+            q: Rotated queries, [T, H, E]; like `k` and `v` possibly a view with strides.
+            k: Rotated keys, [T, K, E].
+            v: Values, [T, K, E].
+
+        Returns:
+            Attention output, [T, H, E], in the dtype of `v`.
+        """
+
+
+class PackedPlan:
+    """Whole sequences end to end, each causal within itself; differentiable (the update).
+
+    Nothing is padded but the attention itself: sequences of similar length go through one causal
+    `scaled_dot_product_attention` together, the shorter ones padded on the right, where causality alone keeps the
+    padding out of what real tokens see. Gathers lay the tokens out and back; their indices are made once for all
+    layers. This runs on any device; where a device has a kernel for packed sequences, it belongs in `attend`.
+    """
+
+    def __init__(self, lengths: tuple[int, ...], device: torch.device | str) -> None:
+        self.lengths = lengths
+        self.num_positions = max(lengths)
+        counts = torch.tensor(lengths)  # [B]
+        starts = counts.cumsum(0) - counts  # [B]
+        positions = torch.arange(sum(lengths)) - starts.repeat_interleave(counts)  # [T]
+        self._shapes: list[tuple[int, int]] = []
+        """(B, L) of each bucket."""
+        to_padded = []
+        to_packed = torch.empty_like(positions)
+        num_padded = 0
+        for bucket in bucket_by_length(lengths):
+            width = lengths[bucket[0]]
+            members = torch.tensor(bucket)
+            steps = torch.arange(width)
+            last = counts[members, None] - 1  # [B, 1]
+            rows = starts[members, None] + torch.minimum(steps, last)  # [B, L]; padding repeats the last token
+            real = steps <= last  # [B, L]
+            to_packed[rows[real]] = num_padded + real.flatten().nonzero().squeeze(1)
+            to_padded.append(rows.flatten())
+            self._shapes.append((len(bucket), width))
+            num_padded += rows.numel()
+        self._sizes = [count * width for count, width in self._shapes]
+        self._to_padded = torch.cat(to_padded).to(device)  # [P]: packed row of each padded row
+        self._to_packed = to_packed.to(device)  # [T]: padded row of each packed row
+        self.positions = positions.to(device)
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int], device: torch.device | str) -> Self:
+        """Plan of sequences of `lengths` tokens, in this order in the packed tensors.
+
+        Raises:
+            ValueError: There is no sequence, or an empty one.
+        """
+        if not lengths or min(lengths) < 1:
+            raise ValueError(
+                f"a packed batch needs sequences of at least one token each, not of lengths {list(lengths)}"
+            )
+        return cls(tuple(lengths), device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention within each sequence; see `AttentionPlan.attend`."""
+        padded = (heads.index_select(0, self._to_padded) for heads in (q, k, v))  # [P, H | K, E]
+        outputs = []
+        for shape, *blocks in zip(
+            self._shapes, *(heads.split_with_sizes(self._sizes) for heads in padded), strict=True
+        ):
+            q_block, k_block, v_block = (block.unflatten(0, shape).transpose(1, 2) for block in blocks)  # [B, ., L, E]
+            out = functional.scaled_dot_product_attention(q_block, k_block, v_block, is_causal=True, enable_gqa=True)
+            outputs.append(out.transpose(1, 2).flatten(0, 1))  # [B L, H, E]
+        return torch.cat(outputs).index_select(0, self._to_packed)
+
+
+def bucket_by_length(lengths: Sequence[int], shortest_share: float = 0.875) -> list[list[int]]:
+    """Group sequences for padding: indices into `lengths`, longest first, in each bucket and among buckets.
+
+    A bucket takes sequences down to `shortest_share` of its longest, so padding never adds more than an eighth.
+    Measured on CPU, 200 sequences of 20-120 tokens: shares of 0.85 to 0.95 are equally fast, one of 0.5 takes 1.4-1.8
+    times and a single bucket 1.8-2.2 times as long.
+    """
+    buckets: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if buckets and lengths[index] >= shortest_share * lengths[buckets[-1][0]]:
+            buckets[-1].append(index)
+        else:
+            buckets.append([index])
+    return buckets
+
+
+def packed_attention_reference(lengths: Sequence[int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What `PackedPlan.attend` computes, written out: one sequence and one explicit softmax at a time.
+
+    q [T, H, E], k and v [T, K, E] -> [T, H, E].
+    """
+    num_shared = q.shape[1] // k.shape[1]  # query heads on one key-value head
+    outputs = []
+    for q_one, k_one, v_one in zip(*(heads.split_with_sizes(list(lengths)) for heads in (q, k, v)), strict=True):
+        keys, values = (heads.repeat_interleave(num_shared, dim=1) for heads in (k_one, v_one))  # [L, H, E]
+        scores = torch.einsum("ihe,jhe->hij", q_one, keys) * q.shape[-1] ** -0.5  # [H, L, L]
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+        outputs.append(torch.einsum("hij,jhe->ihe", weights, values))
+    return torch.cat(outputs)

@@ -1,0 +1,325 @@
+"""Models and tokenizers in and out, in the Hugging Face layout; `transformers` loads what `save_model` writes."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import huggingface_hub
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from srtrl.model.hf_config import config_from_hf
+from srtrl.model.transformer import Layer, ModelConfig, Transformer
+
+__all__ = [
+    "config_from_hf",
+    "end_token_ids",
+    "init_model",
+    "load_model",
+    "load_tokenizer",
+    "locate",
+    "read_config",
+    "save_model",
+]
+
+BUNDLED_FOLDER = Path(__file__).parent / "bundled"
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_INIT_STD = 0.02
+
+
+def locate(path: str | Path) -> Path:
+    """Folder of a model or tokenizer: `bundled:NAME`, a local folder, or a hub name (downloaded to the hub's cache).
+
+    Raises:
+        ValueError: There is no such bundled model, local folder or hub repository, or the hub cannot be reached.
+    """
+    name = str(path)
+    if name.startswith("bundled:"):
+        folder = BUNDLED_FOLDER / name.removeprefix("bundled:")
+        if not folder.is_dir() or folder.parent != BUNDLED_FOLDER:
+            bundled = sorted(entry.name for entry in BUNDLED_FOLDER.glob("*/")) if BUNDLED_FOLDER.is_dir() else []
+            raise ValueError(f"{name}: no such bundled model; bundled are: {', '.join(bundled) or 'none'}")
+        return folder
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ValueError(f"{name}: a file; expected a folder in Hugging Face layout (config.json, *.safetensors, ...)")
+    try:
+        snapshot = huggingface_hub.snapshot_download(
+            name,
+            allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
+            ignore_patterns=["*/*", "consolidated*"],  # other formats of the same weights
+        )
+    except (OSError, ValueError) as error:  # every error of the hub and of the network is one of the two
+        raise ValueError(
+            f"{name}: no local folder, and not to be had from the Hugging Face hub; give a folder that exists, "
+            f"bundled:NAME, or the name of a hub model that this machine can reach ({type(error).__name__}: {error})"
+        ) from error
+    return Path(snapshot)
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """Shape of the model at `path` (see `locate`), without loading weights.
+
+    Raises:
+        ValueError: No such model, no readable `config.json`, or a model that is not supported.
+    """
+    folder = locate(path)
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise ValueError(f"{folder}: no config.json; expected a model folder in Hugging Face layout")
+    config = config_from_hf(_read_json(config_file), str(config_file))
+    generation_file = folder / "generation_config.json"
+    return replace(config, hf_generation_config=_read_json(generation_file) if generation_file.is_file() else None)
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """Tokenizer of the model or tokenizer folder at `path` (see `locate`).
+
+    Raises:
+        ValueError: No such folder, or no tokenizer in it that `transformers` reads.
+    """
+    folder = locate(path)
+    if not any((folder / name).is_file() for name in _VOCABULARY_FILES):  # transformers would make an empty tokenizer
+        raise ValueError(f"{folder}: no tokenizer in this folder; expected one of {', '.join(_VOCABULARY_FILES)}")
+    try:
+        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder}: transformers reads no tokenizer from this folder: {error}") from error
+
+
+def end_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Tokens that end a response: those of the generation config, of the config and of the tokenizer, sorted.
+
+    Raises:
+        ValueError: No such folder, or an `eos_token_id` that is neither an integer nor a list of integers.
+    """
+    folder = locate(path)
+    ids = set()
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        value = _read_json(file).get("eos_token_id") if file.is_file() else None
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token, int) for token in values):
+            raise ValueError(f"{file}: eos_token_id is {value!r}; expected an integer or a list of integers")
+        ids.update(values)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(ids))
+
+
+def init_model(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device | str) -> Transformer:
+    """Random model: weights N(0, 0.02), those that write to the residual stream divided by sqrt(2 layers) (GPT-2).
+
+    Norms are one and biases zero. The same seed gives the same model on every device, rounded to `dtype`; the global
+    random state is neither read nor moved.
+    """
+    model = Transformer(config, dtype, device)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm"):
+                parameter.fill_(1)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                std = _INIT_STD / (2 * config.num_hidden_layers) ** 0.5 if residual else _INIT_STD
+                parameter.copy_(torch.empty(parameter.shape).normal_(0, std, generator=generator))
+    return model
+
+
+def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | str) -> Transformer:
+    """The model at `path` (see `locate`), its weights rounded to `dtype`.
+
+    Tensors are copied one at a time into their place, so that the weights are in memory once.
+
+    Raises:
+        ValueError: The model is not supported, or a tensor is missing, unexpected, of another shape than the config
+            says, or not a floating-point tensor; the message names tensor and file.
+    """
+    folder = locate(path)
+    model = Transformer(read_config(folder), dtype, device)
+    places = named_tensors(model)
+    missing = dict.fromkeys(places)
+    redundant_heads = []
+    for file in _weight_files(folder):
+        for name, tensor in _read_tensors(file):
+            if name.endswith("rotary_emb.inv_freq"):  # old Llama files; recomputed from the config
+                continue
+            if name == "lm_head.weight" and model.head is None:
+                redundant_heads.append(file)
+                continue
+            if name not in places:
+                raise ValueError(
+                    f"{file}: unexpected tensor {name} (a {model.config.model_type} has none of this name)"
+                )
+            if tensor.shape != places[name].shape:
+                raise ValueError(
+                    f"{file}: tensor {name} has shape {list(tensor.shape)}; "
+                    f"by {folder / 'config.json'} it should be {list(places[name].shape)}"
+                )
+            places[name].copy_(tensor)
+            missing.pop(name, None)
+    if missing:
+        names = ", ".join(list(missing)[:5]) + (", ..." if len(missing) > 5 else "")
+        raise ValueError(f"{folder}: its safetensors files lack {len(missing)} of {len(places)} tensors: {names}")
+    for file in redundant_heads:
+        _check_tied(file, model.embedding.detach())
+    return model
+
+
+def _check_tied(file: Path, embedding: Tensor) -> None:
+    """Refuse a head that differs from the embedding it is tied to: it is unclear which of the two was trained."""
+    with safe_open(file, framework="pt", device="cpu") as tensors:
+        head = tensors.get_tensor("lm_head.weight")
+    if not torch.equal(head.to(embedding.dtype), embedding.cpu()):
+        raise ValueError(
+            f"{file}: tensor lm_head.weight differs from model.embed_tokens.weight, but the config has "
+            "tie_word_embeddings true; set it to false if the head was trained apart"
+        )
+
+
+def named_tensors(model: Transformer) -> dict[str, Tensor]:
+    """Each tensor by its name in a Hugging Face checkpoint, as a view into the model's own (fused) parameter."""
+    tensors: dict[str, Tensor] = {"model.embed_tokens.weight": model.embedding, "model.norm.weight": model.final_norm}
+    if model.head is not None:
+        tensors["lm_head.weight"] = model.head
+    for index, module in enumerate(model.layers):
+        layer = cast(Layer, module)
+        q_width, kv_width = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        mlp_width = model.config.intermediate_size
+        prefix = f"model.layers.{index}"
+        tensors[f"{prefix}.input_layernorm.weight"] = layer.attention_norm
+        tensors[f"{prefix}.post_attention_layernorm.weight"] = layer.mlp_norm
+        if layer.q_norm is not None and layer.k_norm is not None:
+            tensors[f"{prefix}.self_attn.q_norm.weight"] = layer.q_norm
+            tensors[f"{prefix}.self_attn.k_norm.weight"] = layer.k_norm
+        for linear, parts in (
+            (layer.qkv_proj, {"self_attn.q_proj": q_width, "self_attn.k_proj": kv_width, "self_attn.v_proj": kv_width}),
+            (layer.o_proj, {"self_attn.o_proj": model.config.hidden_size}),
+            (layer.gate_up_proj, {"mlp.gate_proj": mlp_width, "mlp.up_proj": mlp_width}),
+            (layer.down_proj, {"mlp.down_proj": model.config.hidden_size}),
+        ):
+            for kind, fused in linear.named_parameters():  # weight [out, in], and bias [out] where there is one
+                views = fused.detach().split_with_sizes(list(parts.values()))
+                tensors |= {f"{prefix}.{part}.{kind}": view for part, view in zip(parts, views, strict=True)}
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def save_model(
+    model: Transformer,
+    folder: str | Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 1000**3,
+) -> None:
+    """Write a folder in Hugging Face layout: weights, config and, if given, the tokenizer.
+
+    A caller that must never leave half a model writes to a new folder and renames it.
+
+    Args:
+        model: What to save.
+        folder: Made if it does not exist.
+        tokenizer: Saved beside the weights.
+        dtype: Type of the saved weights; by default the model's.
+        max_shard_bytes: Weights beyond this go to several files with an index (a single larger tensor has its own).
+
+    Raises:
+        ValueError: The folder already holds weights: files of two models must not mix.
+    """
+    folder = Path(folder)
+    if folder.is_dir() and any(folder.glob("*.safetensors*")):
+        raise ValueError(f"{folder}: already holds weights; save to a new folder, or delete it first")
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = dtype or model.dtype
+    _write_weights(named_tensors(model), folder, dtype, max_shard_bytes)
+    config = model.config
+    fields = dict(config.hf_config) | {"architectures": [_ARCHITECTURES[config.model_type]]}
+    fields["dtype"] = str(dtype).removeprefix("torch.")
+    if "torch_dtype" in fields:  # its name before transformers 5
+        fields["torch_dtype"] = fields["dtype"]
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            fields.setdefault(key, getattr(tokenizer, key))  # an absent one would be read as the family's default
+    _write_json(folder / "config.json", fields)
+    if config.hf_generation_config is not None:
+        _write_json(folder / "generation_config.json", config.hf_generation_config)
+
+
+def _write_weights(tensors: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+    shards: list[list[str]] = [[]]
+    room = max_shard_bytes
+    for name, tensor in tensors.items():
+        size = tensor.numel() * dtype.itemsize
+        if size > room and shards[-1]:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(name)
+        room -= size
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    files = [_SINGLE_FILE] if len(shards) == 1 else names
+    for file, shard in zip(files, shards, strict=True):
+        copies = {name: tensors[name].to(device="cpu", dtype=dtype) for name in shard}
+        save_file(copies, folder / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        total = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
+        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        _write_json(folder / _INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _weight_files(folder: Path) -> Sequence[Path]:
+    """The safetensors files of a model folder, the single file before an index, as in `transformers`."""
+    if (folder / _SINGLE_FILE).is_file():
+        return [folder / _SINGLE_FILE]
+    index = folder / _INDEX_FILE
+    if not index.is_file():
+        raise ValueError(f"{folder}: neither {_SINGLE_FILE} nor {_INDEX_FILE}; only safetensors weights are read")
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{index}: no weight_map from tensors to files")
+    files = [folder / name for name in sorted(set(weight_map.values()))]
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{index}: names {file.name}, which is not in the folder; is the download complete?")
+    return files
+
+
+def _read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) one at a time."""
+    try:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
+                tensor = tensors.get_tensor(name)
+                if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+                    raise ValueError(
+                        f"{file}: tensor {name} is {tensor.dtype}; supported: unquantised weights "
+                        "(float32, bfloat16, float16, float64)"
+                    )
+                yield name, tensor
+    except SafetensorError as error:
+        raise ValueError(f"{file}: no readable safetensors file ({error}); is the download complete?") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise ValueError(f"{file}: no readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: expected a JSON object, found a {type(value).__name__}")
+    return value
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")

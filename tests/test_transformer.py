@@ -1,0 +1,259 @@
+"""The transformer and the packed plan against `transformers` and against written-out references."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_cases import CASES, ModelCase, hf_logits, load_ours, make_hf_model, random_sequences
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from srtrl.model.attention import PackedPlan, bucket_by_length, packed_attention_reference
+from srtrl.model.hf_config import config_from_hf
+from srtrl.model.transformer import RotaryTable, Transformer, inverse_frequencies, rms_norm, rotate, silu
+from srtrl.model.weights import init_model, load_model, named_tensors
+
+LENGTHS = (5, 1, 41, 23, 5, 64, 1)
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+all_cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+class CountingPlan(PackedPlan):
+    """A packed plan that counts its calls."""
+
+    num_calls = 0
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: D102
+        self.num_calls += 1
+        return super().attend(layer, q, k, v)
+
+
+class RowPlan:
+    """A plan in which no token sees another: what is left of the model must be a function of each row."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions
+        self.num_positions = int(positions.max()) + 1
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: D102
+        num_shared = q.shape[1] // k.shape[1]
+        return q + k.repeat_interleave(num_shared, 1) * v.repeat_interleave(num_shared, 1) * (layer + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@all_cases
+def test_packed_logits_equal_transformers(case: ModelCase, dtype: torch.dtype, tmp_path: Path) -> None:
+    hf_model = make_hf_model(case, dtype)
+    model = load_ours(hf_model, tmp_path, dtype)
+    sequences = random_sequences(case.fields["vocab_size"], LENGTHS)
+    plan = PackedPlan.from_lengths(LENGTHS, "cpu")
+    with torch.no_grad():
+        expected = hf_logits(hf_model, sequences)
+        logits = model.logits(model(torch.cat(sequences), plan))
+    assert expected.std() > 0.1  # else nearness would say little
+    torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[8], CASES[15]], ids=lambda case: case.name)
+def test_gradients_equal_transformers(case: ModelCase, tmp_path: Path) -> None:
+    hf_model = make_hf_model(case, torch.float64)
+    model = load_ours(hf_model, tmp_path, torch.float64)
+    sequences = random_sequences(case.fields["vocab_size"], LENGTHS)
+    targets = torch.cat(random_sequences(case.fields["vocab_size"], LENGTHS, seed=1))
+    torch.autograd.backward(functional.cross_entropy(hf_logits(hf_model, sequences), targets))
+    hidden = model(torch.cat(sequences), PackedPlan.from_lengths(LENGTHS, "cpu"))
+    torch.autograd.backward(functional.cross_entropy(model.logits(hidden), targets))
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.data = parameter.grad
+    gradients = named_tensors(model)
+    for name, parameter in hf_model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-10, msg=name)
+
+
+def test_real_model_equals_transformers(shared_data: Path) -> None:
+    folder = shared_data / "models" / "stories260K"
+    hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_model(folder, dtype=torch.float32, device="cpu")
+    sequences = random_sequences(512, (200, 3, 90, 512))
+    with torch.no_grad():
+        logits = model.logits(model(torch.cat(sequences), PackedPlan.from_lengths([200, 3, 90, 512], "cpu")))
+        torch.testing.assert_close(logits, hf_logits(hf_model, sequences), rtol=0, atol=1e-4)
+
+
+def test_bfloat16_is_as_near_to_float32_as_transformers(tmp_path: Path) -> None:
+    case = CASES[-1]
+    exact, rounded = make_hf_model(case, torch.float32), make_hf_model(case, torch.bfloat16)
+    model = load_ours(rounded, tmp_path, torch.bfloat16)
+    sequences = random_sequences(case.fields["vocab_size"], LENGTHS)
+    with torch.no_grad():
+        expected = hf_logits(exact, sequences)
+        hf_error = (hf_logits(rounded, sequences) - expected).pow(2).mean().sqrt()
+        logits = model.logits(model(torch.cat(sequences), PackedPlan.from_lengths(LENGTHS, "cpu")))
+    assert logits.dtype == torch.bfloat16
+    assert (logits - expected).pow(2).mean().sqrt() < 1.2 * hf_error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norm_and_rotation_round_as_transformers(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    heads = torch.randn(50, 6, 12, generator=generator).to(dtype)
+    norm = LlamaRMSNorm(12, eps=1e-5).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(12, generator=generator))
+        assert torch.equal(rms_norm(heads, norm.weight, 1e-5), norm(heads))
+
+    hf_config = LlamaConfig(hidden_size=72, num_attention_heads=6, head_dim=12)
+    positions = torch.arange(50) * 7
+    cosines, sines = RotaryTable(config_from_hf(hf_config.to_dict()).rope, 12).rows(positions, 344, dtype)
+    hf_cosines, hf_sines = LlamaRotaryEmbedding(hf_config)(heads, positions[None])
+    expected, _ = apply_rotary_pos_emb(heads, heads, hf_cosines[0], hf_sines[0])
+    assert torch.equal(rotate(heads, cosines, sines), expected)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 1000000.0},
+        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rotary_table_equals_transformers_at_real_sizes(rope: dict[str, float | str]) -> None:
+    hf_config = LlamaConfig(head_dim=64, max_position_embeddings=131072, rope_parameters=rope)
+    config = config_from_hf(hf_config.to_dict())
+    rotary = LlamaRotaryEmbedding(hf_config)
+    assert torch.equal(inverse_frequencies(config.rope, 64), rotary.inv_freq)
+    table = RotaryTable(config.rope, 64)
+    for positions in (torch.arange(40), torch.arange(9000), torch.arange(300, 500)):  # grows once, then is reused
+        cosines, sines = table.rows(positions, int(positions[-1]) + 1, torch.float32)
+        hf_cosines, hf_sines = rotary(torch.zeros(()), positions[None])
+        assert torch.equal(cosines[:, 0], hf_cosines[0])
+        assert torch.equal(sines[:, 0, 32:], hf_sines[0, :, 32:])
+        assert torch.equal(sines[:, 0, :32], -hf_sines[0, :, :32])
+
+
+def _small_model(dtype: torch.dtype = torch.float32) -> Transformer:
+    fields = CASES[3].fields | {"intermediate_size": 61, "num_hidden_layers": 2, "model_type": "llama"}
+    model = init_model(config_from_hf(fields), 0, dtype, "cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():  # the start is too tame: norms of one, no biases, small weights
+            parameter.add_(torch.empty_like(parameter).normal_(0, 0.2, generator=torch.Generator().manual_seed(1)))
+    return model
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    model = _small_model()
+    sequences = random_sequences(97, LENGTHS)
+    gradients = []
+    for recompute, num_calls in ((False, 2), (True, 4)):  # two layers
+        model.gradient_checkpointing = recompute
+        model.zero_grad()
+        plan = CountingPlan.from_lengths(LENGTHS, "cpu")
+        torch.autograd.backward(model(torch.cat(sequences), plan).pow(2).sum())
+        assert plan.num_calls == num_calls
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert all(torch.equal(kept, again) for kept, again in zip(*gradients, strict=True))
+
+
+def test_decoding_first_does_not_spoil_the_update() -> None:
+    model = _small_model()
+    plan = PackedPlan.from_lengths((9,), "cpu")
+    with torch.inference_mode():
+        decoded = model(torch.arange(9), plan)
+    hidden = model(torch.arange(9), plan)
+    torch.autograd.backward(hidden.sum())
+    torch.testing.assert_close(hidden.detach(), decoded.clone())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_bits_of_a_row_do_not_depend_on_the_batch(dtype: torch.dtype, num_threads: int) -> None:
+    model = _small_model(dtype)  # odd widths
+    token_ids = torch.cat(random_sequences(97, [2048]))
+    positions = torch.arange(2048) % 200
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        with torch.inference_mode():
+            whole = model(token_ids, RowPlan(positions))
+            for start, size in ((0, 16), (16, 48), (112, 1024), (528, 112)):
+                part = slice(start, start + size)
+                assert torch.equal(model(token_ids[part], RowPlan(positions[part])), whole[part])
+    finally:
+        torch.set_num_threads(threads_before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [5, 61, 1000, 40_001])
+def test_silu_of_a_row_does_not_depend_on_the_batch(width: int, dtype: torch.dtype) -> None:
+    num_rows = 1 + 70_000 // width
+    gate_up = torch.randn(num_rows, 2 * width, generator=torch.Generator().manual_seed(0)).to(dtype) * 10
+    gate, _ = gate_up.chunk(2, dim=-1)
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with torch.no_grad():
+            values = silu(gate)
+            for row in range(0, num_rows, 1 + num_rows // 500):
+                assert torch.equal(silu(gate[row : row + 1])[0], values[row])
+    finally:
+        torch.set_num_threads(threads_before)
+    torch.testing.assert_close(values, functional.silu(gate))
+
+
+lengths_strategy = st.lists(st.integers(1, 40), min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(lengths_strategy, st.integers(1, 3), st.integers(1, 3), st.sampled_from([2, 5, 8]), st.integers(0, 99))
+def test_packed_attention_equals_the_reference(
+    lengths: list[int], num_kv_heads: int, num_shared: int, head_dim: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    num_heads = num_kv_heads * num_shared
+
+    def heads(count: int) -> Tensor:
+        return torch.randn(sum(lengths), count, head_dim, dtype=torch.float64, generator=generator)
+
+    q, k, v = (heads(count).requires_grad_() for count in (num_heads, num_kv_heads, num_kv_heads))
+    weight = heads(num_heads)
+    plan = PackedPlan.from_lengths(lengths, "cpu")
+    out = plan.attend(0, q, k, v)
+    expected = packed_attention_reference(lengths, q, k, v)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    for gradient, expected_gradient in zip(
+        torch.autograd.grad((out * weight).sum(), (q, k, v)),
+        torch.autograd.grad((expected * weight).sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-11)
+    assert plan.positions.tolist() == [position for length in lengths for position in range(length)]
+
+
+@given(lengths_strategy)
+def test_buckets_hold_each_sequence_once_and_pad_little(lengths: list[int]) -> None:
+    buckets = bucket_by_length(lengths)
+    assert sorted(index for bucket in buckets for index in bucket) == list(range(len(lengths)))
+    for bucket in buckets:
+        assert lengths[bucket[0]] == max(lengths[index] for index in bucket)
+        assert min(lengths[index] for index in bucket) >= 0.875 * lengths[bucket[0]]
+
+
+@pytest.mark.parametrize("lengths", [[], [3, 0, 2]])
+def test_packed_plan_refuses_empty_sequences(lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        PackedPlan.from_lengths(lengths, "cpu")

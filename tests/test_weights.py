@@ -1,0 +1,336 @@
+"""Models in and out: what is read, what is refused and how, and that saved folders are whole."""
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from model_cases import CASES, ModelCase, hf_logits, load_ours, make_hf_model, random_sequences
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from srtrl.model import weights
+from srtrl.model.transformer import Transformer
+from srtrl.model.weights import (
+    config_from_hf,
+    end_token_ids,
+    init_model,
+    load_model,
+    load_tokenizer,
+    locate,
+    named_tensors,
+    read_config,
+    save_model,
+)
+
+TIED, UNTIED = CASES[0], CASES[1]
+LENGTHS = (30, 7)
+FIELDS: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A loadable folder of a small tied Llama, written by us."""
+    save_model(init_model(config_from_hf(FIELDS), 0, torch.float32, "cpu"), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def _load(folder: Path, dtype: torch.dtype = torch.float32) -> Transformer:
+    return load_model(folder, dtype=dtype, device="cpu")
+
+
+def _edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file)
+
+
+def _edit_json(file: Path, **fields: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5 * 1000**3, 3000], ids=["one file", "shards"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_saved_models_are_the_same_in_transformers_and_here(
+    case: ModelCase, max_shard_bytes: int, tmp_path: Path
+) -> None:
+    hf_model = make_hf_model(case, torch.float32)
+    model = load_ours(hf_model, tmp_path / "hf", torch.float32)
+    save_model(model, tmp_path / "ours", max_shard_bytes=max_shard_bytes)
+    assert (tmp_path / "ours" / "model.safetensors.index.json").exists() == (max_shard_bytes == 3000)
+
+    loading: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    loaded, info = loading
+    assert not any(info.values()), info  # no missing, unexpected or mismatched keys
+    sequences = random_sequences(case.fields["vocab_size"], LENGTHS)
+    with torch.no_grad():
+        assert torch.equal(hf_logits(loaded, sequences), hf_logits(hf_model, sequences))
+    again = _load(tmp_path / "ours")
+    assert again.config == model.config
+    pairs = zip(again.named_parameters(), model.named_parameters(), strict=True)
+    assert all(name == other and torch.equal(weight, same) for (name, weight), (other, same) in pairs)
+
+
+def test_shards_are_small_and_indexed(folder: Path, tmp_path: Path) -> None:
+    save_model(_load(folder), tmp_path / "sharded", max_shard_bytes=20_000)
+    index = json.loads((tmp_path / "sharded" / "model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "sharded").glob("*.safetensors"))
+    assert len(files) > 3
+    held = {name: file.name for file in files for name in load_file(file)}
+    assert held == index["weight_map"]
+    sizes = [sum(tensor.nbytes for tensor in load_file(file).values()) for file in files]
+    assert max(sizes) <= 20_000
+    assert sum(sizes) == index["metadata"]["total_size"]
+
+
+def test_saving_in_another_dtype_rounds_and_says_so(folder: Path, tmp_path: Path) -> None:
+    _edit_json(folder / "config.json", torch_dtype="float32")  # as before transformers 5
+    model = _load(folder)
+    save_model(model, tmp_path / "half", dtype=torch.bfloat16)
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert AutoConfig.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
+    saved = load_file(tmp_path / "half" / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor.bfloat16()) for name, tensor in named_tensors(model).items())
+    rounded = _load(folder, torch.bfloat16)
+    assert all(torch.equal(saved[name], tensor) for name, tensor in named_tensors(rounded).items())
+
+
+def test_saving_keeps_the_config_and_the_generation_config(shared_data: Path, tmp_path: Path) -> None:
+    source = shared_data / "models" / "stories260K"
+    tokenizer = load_tokenizer(source)
+    save_model(_load(source), tmp_path, tokenizer=tokenizer)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / name).read_text()) == json.loads((source / name).read_text())
+    text = "Once upon a time"
+    assert load_tokenizer(tmp_path)(text)["input_ids"] == tokenizer(text)["input_ids"]
+
+
+def test_new_model_saves_its_tokenizers_special_tokens(shared_data: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(shared_data / "models" / "stories260K")
+    tokenizer.eos_token = "a"  # not the 2 that transformers takes for Llama where the config names none
+    model = init_model(config_from_hf(FIELDS | {"vocab_size": 512}), 0, torch.float32, "cpu")
+    save_model(model, tmp_path, tokenizer=tokenizer)
+    assert AutoConfig.from_pretrained(tmp_path).eos_token_id == tokenizer.convert_tokens_to_ids("a") != 2
+    assert end_token_ids(tmp_path, None) == (tokenizer.eos_token_id,)
+
+
+def test_saving_over_a_model_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="already holds weights"):
+        save_model(_load(folder), folder)
+
+
+def test_end_tokens_are_the_union_of_all_sources(folder: Path, shared_data: Path) -> None:
+    tokenizer = load_tokenizer(shared_data / "models" / "stories260K")
+    assert end_token_ids(folder, None) == ()
+    assert end_token_ids(folder, tokenizer) == (2,)
+    _edit_json(folder / "config.json", eos_token_id=7)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [9, 7, 4]}')
+    assert end_token_ids(folder, tokenizer) == (2, 4, 7, 9)
+    _edit_json(folder / "config.json", eos_token_id="</s>")
+    with pytest.raises(ValueError, match=r"config\.json: eos_token_id is '</s>'"):
+        end_token_ids(folder, tokenizer)
+
+
+def test_tied_head_in_the_file_is_read_only_if_it_is_the_embedding(folder: Path) -> None:
+    before = _load(folder)
+    _edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert torch.equal(_load(folder).head_weight, before.embedding)
+    assert torch.equal(_load(folder, torch.bfloat16).head_weight, before.embedding.bfloat16())
+    _edit_tensors(folder, lambda t: t["lm_head.weight"].add_(1e-3))
+    with pytest.raises(ValueError, match=r"model\.safetensors: tensor lm_head\.weight differs"):
+        _load(folder)
+
+
+def test_old_files_with_rotary_buffers_are_read(folder: Path) -> None:
+    _edit_tensors(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}))
+    _load(folder)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda t: t.pop("model.layers.3.mlp.up_proj.weight"),
+            r"lack 1 of 74 .*model\.layers\.3\.mlp\.up_proj\.weight",
+        ),
+        (lambda t: t.update(score=torch.ones(2)), r"model\.safetensors: unexpected tensor score"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(25)}),
+            r"tensor model\.norm\.weight has shape \[25\].*should be \[24\]",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(24, dtype=torch.int8)}),
+            r"tensor model\.norm\.weight is torch\.int8; supported: unquantised",
+        ),
+    ],
+    ids=["missing", "unexpected", "shape", "quantised"],
+)
+def test_wrong_tensors_are_refused(folder: Path, edit: Callable[[dict[str, Tensor]], object], message: str) -> None:
+    _edit_tensors(folder, edit)
+    with pytest.raises(ValueError, match=message):
+        _load(folder)
+
+
+def test_missing_head_of_an_untied_model_is_refused(folder: Path) -> None:
+    _edit_json(folder / "config.json", tie_word_embeddings=False)
+    with pytest.raises(ValueError, match=r"lack 1 of 75 tensors: lm_head\.weight"):
+        _load(folder)
+
+
+def test_damaged_folders_are_refused(folder: Path, tmp_path: Path) -> None:
+    save_model(_load(folder), tmp_path / "sharded", max_shard_bytes=20_000)
+    shard = min((tmp_path / "sharded").glob("*.safetensors"))
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"index.json: names {shard.name}, which is not in the folder"):
+        _load(tmp_path / "sharded")
+    weight_file = folder / "model.safetensors"
+    weight_file.write_bytes(weight_file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors: no readable safetensors file"):
+        _load(folder)
+    weight_file.unlink()
+    with pytest.raises(ValueError, match="only safetensors weights are read"):
+        _load(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json: no readable JSON"):
+        read_config(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        read_config(folder)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    with pytest.raises(ValueError, match=r"no tokenizer in this folder; expected one of tokenizer\.json"):
+        load_tokenizer(folder)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="transformers reads no tokenizer"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named", "supported"),
+    [
+        ({"model_type": "mixtral"}, "model_type is 'mixtral'", "llama, qwen2, qwen3"),
+        ({"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe'", "llama, qwen2, qwen3"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'", "silu"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1", "0"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is True", "false"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is", "full_attention"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is {'quant_method'", "unquantised"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map is", "without code of its own"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters.rope_type is 'yarn'", "llama3"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.rope_type is 'dynamic'", "linear"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling.rope_type is 'longrope'", "default"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5", "1"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25", "1"),
+        ({"rope_parameters": {"mrope_section": [1, 2]}}, "rope_parameters.mrope_section is [1, 2]", "rope_theta"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3", "a divisor of num_attention_heads (4)"),
+        ({"head_dim": 7}, "head_dim is 7", "even"),
+        ({"rope_parameters": LLAMA3 | {"rope_type": "llama3", "high_freq_factor": 1.0}}, "high_freq_factor", "more"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value,
+)
+def test_unsupported_options_are_refused_by_name(
+    fields: dict[str, Any], named: str, supported: str, folder: Path
+) -> None:
+    _edit_json(folder / "config.json", **fields)
+    with pytest.raises(ValueError, match="which srtrl does not support") as refusal:
+        _load(folder)
+    message = str(refusal.value)
+    assert message.startswith(f"{folder / 'config.json'}: ")
+    assert named in message
+    assert supported in message.split("supported: ")[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"hidden_size": 24.5}, "hidden_size is 24.5; expected a positive integer"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True; expected a positive integer"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; expected a positive number"),
+        ({"rope_theta": float("nan")}, "rope_theta is nan; expected a positive number"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; expected true or false"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is None; expected a positive number"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_nonsense_in_a_config_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(FIELDS | fields)
+
+
+@pytest.mark.parametrize("rope", [{"type": "llama3", **LLAMA3}, {"rope_type": "linear", "factor": 2.0}, None])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_configs_of_older_and_newer_transformers_mean_the_same(family: str, rope: dict[str, Any] | None) -> None:
+    old = FIELDS | {"model_type": family, "rope_theta": 5000.0, "rope_scaling": rope}
+    config = config_from_hf(old)
+    new: dict[str, Any] = AutoConfig.for_model(**deepcopy(old)).to_dict()
+    assert "rope_theta" not in new  # the newer layout indeed
+    assert config == config_from_hf(new)
+    assert config.rope.rope_theta == 5000.0
+    assert config.rope.original_max_position_embeddings == (64 if rope and "low_freq_factor" in rope else 8192)
+
+
+def test_initial_weights_are_of_their_seed_alone() -> None:
+    config = config_from_hf(FIELDS | {"hidden_size": 128, "mlp_bias": True})
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    model, same, other = (init_model(config, seed, torch.float32, "cpu") for seed in (3, 3, 4))
+    rounded = init_model(config, 3, torch.bfloat16, "cpu")
+    assert torch.equal(torch.get_rng_state(), state)
+    tensors = named_tensors(model)
+    assert all(torch.equal(tensor, named_tensors(same)[name]) for name, tensor in tensors.items())
+    assert all(torch.equal(tensor.bfloat16(), named_tensors(rounded)[name]) for name, tensor in tensors.items())
+    assert not torch.equal(model.embedding, other.embedding)
+    for name, tensor in tensors.items():
+        if "norm" in name or "bias" in name:
+            assert torch.equal(tensor, torch.full_like(tensor, "norm" in name))
+        else:
+            std = 0.02 / (2 * 8) ** 0.5 if "o_proj" in name or "down_proj" in name else 0.02
+            assert abs(tensor.std().item() / std - 1) < 0.06  # 4 standard errors of the smallest tensor
+            assert abs(tensor.mean().item()) < 0.1 * std
+
+
+def test_paths_are_located_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bundled" / "tiny").mkdir(parents=True)
+    monkeypatch.setattr(weights, "BUNDLED_FOLDER", tmp_path / "bundled")
+    assert locate("bundled:tiny") == tmp_path / "bundled" / "tiny"
+    for name in ("bundled:huge", "bundled:", "bundled:../bundled"):
+        with pytest.raises(ValueError, match="no such bundled model; bundled are: tiny"):
+            locate(name)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="a file; expected a folder"):
+        locate(tmp_path / "file")
+
+
+def test_hub_names_are_downloaded_or_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def download(name: str, **patterns: list[str]) -> str:
+        asked.append((name, patterns))
+        if name == "someone/model":
+            return str(folder)
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert _load(Path("someone/model")).config == read_config(folder)
+    assert asked[0][0] == "someone/model"
+    assert "*.bin" not in asked[0][1]["allow_patterns"]
+    with pytest.raises(ValueError, match=r"someone/other: no local folder.*no connection"):
+        read_config("someone/other")
