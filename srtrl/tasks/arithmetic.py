@@ -1,0 +1,230 @@
+"""Procedural arithmetic: an expression over small integers, solved one elementary step a line.
+
+    Compute (7+5)*3-8.          7+5=12
+                                12*3=36
+                                36-8=28
+                                Answer: 28
+
+Whether a problem belongs to training or evaluation is decided by a hash of its expression alone. So no evaluation
+problem is ever trained on, whatever the seeds, sizes and difficulties of the recipes that made a policy.
+"""
+
+import hashlib
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import Field, model_validator
+
+from srtrl.recipe import Section
+from srtrl.tasks.prompts import Problem, PromptTable, tokenise
+from srtrl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Split = Literal["train", "eval"]
+Operator = Literal["+", "-", "*"]
+
+PRECEDENCE: dict[Operator, int] = {"+": 1, "-": 1, "*": 2}
+OPERAND_PRECEDENCE = 3
+EVAL_SHARE = 8
+"""One expression in this many belongs to evaluation."""
+MAX_FRUITLESS_DRAWS = 20_000
+"""Draws in a row without a new problem after which the difficulty counts as exhausted (a fifth of a second)."""
+ANSWER_MARK = "Answer:"
+
+
+class ArithmeticOptions(Section):
+    """Size and difficulty of the problem sets."""
+
+    seed: int = Field(default=0, ge=0)
+    """Seed of the problems; the split of a problem does not depend on it."""
+    num_train: int = Field(default=20_000, ge=1)
+    """Training problems, all different."""
+    num_eval: int = Field(default=500, ge=1)
+    """Held-out problems, all different and none of them a training problem of any seed."""
+    min_operations: int = Field(default=2, ge=1, le=16)
+    """Fewest operations of an expression."""
+    max_operations: int = Field(default=4, ge=1, le=16)
+    """Most operations of an expression."""
+    max_operand: int = Field(default=12, ge=1, le=10**6)
+    """Operands are 1 to this."""
+    max_value: int = Field(default=999, ge=1, le=10**9)
+    """Every intermediate result and the answer lie in 0 to this."""
+    operators: list[Operator] = Field(default=["+", "-", "*"], min_length=1)
+    """Operators to draw from; one that is named twice is drawn twice as often."""
+    parentheses: bool = True
+    """Draw any order of evaluation, with parentheses where it needs them; without, only precedence decides."""
+
+    @model_validator(mode="after")
+    def check_difficulty(self) -> Self:
+        """Refuse bounds that no expression meets."""
+        if self.min_operations > self.max_operations:
+            raise ValueError(f"min_operations ({self.min_operations}) is above max_operations ({self.max_operations})")
+        if self.max_value < self.max_operand:
+            raise ValueError(f"max_value ({self.max_value}) is below max_operand ({self.max_operand})")
+        return self
+
+
+@dataclass(slots=True, frozen=True)
+class Expression:
+    """An arithmetic expression, its value, and the lines that work it out."""
+
+    text: str
+    value: int
+    precedence: int
+    """Of the outermost operator: how tightly the text holds together."""
+    steps: tuple[str, ...] = ()
+
+
+def is_correct(text: str, answer: str) -> bool:
+    """Whether the last `Answer:` of a completion is followed, on its line, by exactly the integer `answer`.
+
+    Integers are compared exactly, leading zeros apart, as strings: linear in the text, also for a million digits.
+    """
+    _, mark, rest = text.rpartition(ANSWER_MARK)
+    line = rest.partition("\n")[0].strip(" \t\r")
+    if not mark or re.fullmatch(r"-?[0-9]+", line) is None:
+        return False
+    return _normalise(line) == _normalise(answer)
+
+
+def _normalise(integer: str) -> str:
+    digits = integer.removeprefix("-").lstrip("0") or "0"
+    return f"-{digits}" if integer.startswith("-") and digits != "0" else digits
+
+
+class Task:
+    """Prompts of the procedural arithmetic task; see the options for the difficulty."""
+
+    Options = ArithmeticOptions
+    verifier = staticmethod(is_correct)
+
+    def __init__(
+        self, options: ArithmeticOptions, *, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
+    ) -> None:
+        self.train_prompts: Sequence[Prompt] = _make_prompts(options, "train", tokenizer, max_prompt_tokens)
+        self.eval_prompts: Sequence[Prompt] = _make_prompts(options, "eval", tokenizer, max_prompt_tokens)
+        self.load_report = {"train/rows": len(self.train_prompts), "eval/rows": len(self.eval_prompts)}
+
+    @classmethod
+    def check_options(cls, options: ArithmeticOptions) -> None:
+        """Raise ValueError where the difficulty has too few different problems."""
+        draw_expressions(options, "train")
+        draw_expressions(options, "eval")
+
+    @classmethod
+    def texts(cls, options: ArithmeticOptions) -> Iterator[str]:
+        """Prompts and solutions of the training problems, to train a tokenizer on."""
+        for expression in draw_expressions(options, "train"):
+            yield _prompt_text(expression) + _solution_text(expression)
+
+    def solution(self, prompt: Prompt) -> str:
+        """The worked solution, one step a line, ending in the answer."""
+        return str(prompt.metadata["solution"])
+
+
+def draw_expressions(options: ArithmeticOptions, split: Split) -> list[Expression]:
+    """Draw the different expressions of a split; the first ones do not depend on how many are asked for.
+
+    Raises:
+        ValueError: the difficulty has too few different expressions.
+    """
+    num_problems = options.num_train if split == "train" else options.num_eval
+    generator = random.Random(f"srtrl arithmetic {options.seed} {split}")
+    expressions: dict[str, Expression] = {}
+    fruitless = 0
+    while len(expressions) < num_problems:
+        expression = _draw_expression(options, generator)
+        if expression is None or expression.text in expressions or split_of(expression.text) != split:
+            fruitless += 1
+            if fruitless == MAX_FRUITLESS_DRAWS:
+                raise ValueError(
+                    f"task arithmetic: found only {len(expressions)} different {split} problems of this difficulty, "
+                    f"num_{split} asks for {num_problems}; raise max_operations, max_operand or max_value"
+                )
+            continue
+        expressions[expression.text] = expression
+        fruitless = 0
+    return list(expressions.values())
+
+
+def split_of(expression_text: str) -> Split:
+    """The split that an expression belongs to, by a hash of its text."""
+    digest = hashlib.blake2b(expression_text.encode(), digest_size=8).digest()
+    return "eval" if int.from_bytes(digest, "little") % EVAL_SHARE == 0 else "train"
+
+
+def _draw_expression(options: ArithmeticOptions, generator: random.Random) -> Expression | None:
+    """One random expression, or None where a value of the draw lies outside the bounds."""
+    num_operations = generator.randint(options.min_operations, options.max_operations)
+    operators = [generator.choice(options.operators) for _ in range(num_operations)]
+    return _build(operators, options, generator)
+
+
+def _build(operators: list[Operator], options: ArithmeticOptions, generator: random.Random) -> Expression | None:
+    """An expression with these operators in the order of its text."""
+    if not operators:
+        operand = generator.randint(1, options.max_operand)
+        return Expression(str(operand), operand, OPERAND_PRECEDENCE)
+    if options.parentheses:
+        root = generator.randrange(len(operators))
+    else:  # the operator that is applied last: the rightmost of those that bind least
+        root = min(range(len(operators)), key=lambda index: (PRECEDENCE[operators[index]], -index))
+    left = _build(operators[:root], options, generator)
+    right = _build(operators[root + 1 :], options, generator)
+    if left is None or right is None:
+        return None
+    return _combine(left, operators[root], right, options.max_value)
+
+
+def _combine(left: Expression, operator: Operator, right: Expression, max_value: int) -> Expression | None:
+    """`left operator right` with the parentheses it needs, or None where its value lies outside 0 to `max_value`."""
+    match operator:
+        case "+":
+            value = left.value + right.value
+        case "-":
+            value = left.value - right.value
+        case "*":
+            value = left.value * right.value
+    if not 0 <= value <= max_value:
+        return None
+    precedence = PRECEDENCE[operator]
+    left_text = left.text if left.precedence >= precedence else f"({left.text})"
+    # Also at equal precedence: `a+(b+c)` keeps its parentheses, since its first step is `b+c`.
+    right_text = right.text if right.precedence > precedence else f"({right.text})"
+    step = f"{left.value}{operator}{right.value}={value}"
+    return Expression(f"{left_text}{operator}{right_text}", value, precedence, (*left.steps, *right.steps, step))
+
+
+def _make_prompts(
+    options: ArithmeticOptions, split: Split, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
+) -> PromptTable:
+    problems = [
+        Problem(
+            prompt_id=f"arithmetic-{split}-{options.seed}-{index}",
+            text=_prompt_text(expression),
+            answer=str(expression.value),
+            metadata={"problem": expression.text, "solution": _solution_text(expression)},
+        )
+        for index, expression in enumerate(draw_expressions(options, split))
+    ]
+    token_ids = tokenise(tokenizer, [problem.text for problem in problems])
+    for problem, ids in zip(problems, token_ids, strict=True):
+        if len(ids) > max_prompt_tokens:
+            raise ValueError(
+                f"task arithmetic: {problem.text!r} has {len(ids)} tokens, rollout.max_prompt_tokens is "
+                f"{max_prompt_tokens}; raise it, or lower max_operations or max_operand"
+            )
+    return PromptTable(problems, token_ids)
+
+
+def _prompt_text(expression: Expression) -> str:
+    return f"Compute {expression.text}.\n"
+
+
+def _solution_text(expression: Expression) -> str:
+    return "\n".join((*expression.steps, f"{ANSWER_MARK} {expression.value}"))

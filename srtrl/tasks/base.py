@@ -1,0 +1,82 @@
+"""What a task is, and how the one that a recipe names is made."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from srtrl.recipe import Recipe, Section
+from srtrl.recipe_errors import validate_section
+from srtrl.resolve import resolve_class
+from srtrl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Verifier(Protocol):
+    """Says whether a completion is right.
+
+    With an attribute `isolated = True` it runs in worker processes that are killed when it takes too long, and must
+    then be a function of a module (workers import it); otherwise it runs in the training process, must be quick and
+    must end for any text.
+    """
+
+    def __call__(self, text: str, answer: str, /) -> bool:
+        """Whether `text` (a whole completion) gives the reference `answer`."""
+
+
+class Task(Protocol):
+    """Prompts, their grading, and supervised targets.
+
+    A task is a class with these attributes, a class attribute `Options` (a `Section`: the documentation and check of
+    `task.options`), a constructor `(options, *, tokenizer, max_prompt_tokens)`, and two class methods:
+    `check_options(options)` raises ValueError for what can be known to be wrong before any weight is loaded, and
+    `texts(options)` yields the training texts before there is a tokenizer (to train one on them).
+    """
+
+    @property
+    def train_prompts(self) -> Sequence[Prompt]:
+        """Problems to train on; empty where the options name none."""
+
+    @property
+    def eval_prompts(self) -> Sequence[Prompt]:
+        """Held-out problems; empty where the options name none."""
+
+    @property
+    def load_report(self) -> dict[str, int]:
+        """Counts of loading: `train/rows`, and where rows can be left out, `train/malformed`, `train/overlong`."""
+
+    @property
+    def verifier(self) -> Verifier:
+        """The judge of all completions."""
+
+    def solution(self, prompt: Prompt) -> str:
+        """The supervised target of a prompt; ValueError if its row has none."""
+
+
+def check_task(recipe: Recipe) -> None:
+    """Check the task's name and options without a tokenizer or weights; ValueError names the option and the reason."""
+    task_class, options = _resolve_task(recipe)
+    task_class.check_options(options)
+
+
+def load_task(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> Task:
+    """Load the prompts of the recipe's task, tokenised for `tokenizer`.
+
+    Raises:
+        ValueError: the task's name, an option, or a row of its data is wrong.
+    """
+    task_class, options = _resolve_task(recipe)
+    task: Task = task_class(options, tokenizer=tokenizer, max_prompt_tokens=recipe.rollout.max_prompt_tokens)
+    return task
+
+
+def task_texts(recipe: Recipe) -> Iterator[str]:
+    """Training prompts with their solutions as plain text, to train a tokenizer on; ValueError as `load_task`."""
+    task_class, options = _resolve_task(recipe)
+    texts: Iterator[str] = task_class.texts(options)
+    return texts
+
+
+def _resolve_task(recipe: Recipe) -> tuple[Any, Section]:
+    task_class = resolve_class("srtrl.tasks", recipe.task.name, "Task")
+    return task_class, validate_section(task_class.Options, dict(recipe.task.options), ("task", "options"))

@@ -1,0 +1,247 @@
+"""Grading beside the decoder: the verifier and the rewards of each completion, and what came of them.
+
+`submit` returns at once: what is marked `isolated` (math-verify, say) starts in a worker process while the decoder goes
+on with other samples. `collect` waits for the workers and runs the rest in the training process. A sample that hangs or
+crashes is retried once in a process that has graded nothing else; its second failure costs that sample only: reward 0,
+an outcome of its own, and a line in the log.
+"""
+
+import logging
+import pickle
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+
+from srtrl.recipe import GradingSection, RewardSection
+from srtrl.resolve import resolve_function
+from srtrl.tasks.base import Task
+from srtrl.tasks.reward_input import RewardInput
+from srtrl.tasks.worker import (
+    Caught,
+    Failure,
+    Graded,
+    InvalidRewardError,
+    IsolatedFunctions,
+    check_reward,
+    describe_error,
+)
+from srtrl.tasks.worker_pool import WorkerPool
+from srtrl.types import FinishReason, Grade, Prompt
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Reward:
+    """A resolved reward function."""
+
+    name: str
+    """Name of its metric: the function's, without the user's package."""
+    weight: float
+    function: Callable[..., Any]
+    isolated: bool
+    batched: bool
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GradeTicket:
+    """A completion that is being graded."""
+
+    sample: RewardInput
+    """Its `correct` is None as long as an isolated verifier runs."""
+    verdict: "Future[Graded | Failure] | Failure | None"
+    """What the workers say; a failure of an in-process verifier; None where nothing ran apart."""
+
+
+def resolve_rewards(sections: Sequence[RewardSection]) -> list[Reward]:
+    """Look up the rewards of a recipe.
+
+    Raises:
+        ValueError: an unknown name, two of one name, or a function that is both `isolated` and `batched`, or that is
+            isolated and that workers could not import.
+    """
+    rewards: list[Reward] = []
+    for section in sections:
+        function = resolve_function("srtrl.tasks.rewards", section.name)
+        reward = Reward(
+            name=section.name.rpartition(":")[2],
+            weight=section.weight,
+            function=function,
+            isolated=_is_isolated(function),
+            batched=bool(getattr(function, "batched", False)),
+        )
+        if any(reward.name == other.name for other in rewards):
+            raise ValueError(f"rewards: two are named `{reward.name}`; their metrics would be one")
+        if reward.isolated and reward.batched:
+            raise ValueError(f"rewards: `{section.name}` is isolated and batched; a hang would then cost every sample")
+        if reward.isolated:
+            _check_importable(section.name, function)
+        rewards.append(reward)
+    return rewards
+
+
+class Grader:
+    """Grades completions with a task's verifier and the recipe's rewards.
+
+    Use it as a context manager: leaving it ends the worker processes, also in the middle of a job. There are none if
+    neither the verifier nor a reward is `isolated`.
+
+    Args:
+        task: Whose verifier decides what is correct.
+        rewards: The recipe's rewards; the sample's reward is their weighted sum.
+        grading: Number of workers and their CPU limit.
+        max_new_tokens: The limit that `RewardInput` tells the rewards.
+
+    Raises:
+        ValueError: as `resolve_rewards`, or a verifier that workers could not import.
+    """
+
+    def __init__(
+        self, task: Task, rewards: Sequence[RewardSection], grading: GradingSection, max_new_tokens: int
+    ) -> None:
+        self._rewards = resolve_rewards(rewards)
+        self._max_new_tokens = max_new_tokens
+        self._verifier = task.verifier
+        self._verifier_isolated = _is_isolated(task.verifier)
+        if self._verifier_isolated:
+            _check_importable("the task's verifier", task.verifier)
+        functions = IsolatedFunctions(
+            verifier=self._verifier if self._verifier_isolated else None,
+            rewards=tuple((reward.name, reward.function) for reward in self._rewards if reward.isolated),
+        )
+        self._pool: WorkerPool | None = None
+        if functions.verifier is not None or functions.rewards:
+            self._pool = WorkerPool(functions, grading.num_workers, grading.timeout_seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+    def submit(self, prompt: Prompt, text: str, finish_reason: FinishReason, num_tokens: int) -> GradeTicket:
+        """Start grading one completion; isolated functions run while the caller goes on.
+
+        Args:
+            prompt: The problem.
+            text: The completion without special tokens.
+            finish_reason: Why it ended.
+            num_tokens: Its length, the end token included.
+        """
+        sample = RewardInput(
+            prompt=prompt,
+            text=text,
+            correct=None,
+            finish_reason=finish_reason,
+            num_tokens=num_tokens,
+            max_new_tokens=self._max_new_tokens,
+        )
+        if not self._verifier_isolated:
+            with Caught() as caught:
+                sample = replace(sample, correct=bool(self._verifier(text, prompt.answer)))
+            if caught.error is not None:
+                failure = Failure(outcome="error", detail=f"verifier: {describe_error(caught.error)}")
+                return GradeTicket(sample=sample, verdict=failure)
+        return GradeTicket(sample=sample, verdict=None if self._pool is None else self._pool.submit(sample))
+
+    def collect(self, tickets: Sequence[GradeTicket]) -> list[Grade]:
+        """Wait for the grades of `tickets`, in their order; batched rewards see all of them at once.
+
+        Raises:
+            ValueError: a reward returned something other than a finite number, or a batched one too few or too many.
+            RuntimeError: a worker process cannot start.
+        """
+        verdicts = [self._verdict(ticket) for ticket in tickets]
+        samples = [
+            replace(ticket.sample, correct=verdict.correct) if isinstance(verdict, Graded) else ticket.sample
+            for ticket, verdict in zip(tickets, verdicts, strict=True)
+        ]
+        for reward in self._rewards:
+            if not reward.isolated:
+                verdicts = _apply(reward, samples, verdicts)
+        grades = [self._grade(verdict) for verdict in verdicts]
+        for ticket, grade in zip(tickets, grades, strict=True):
+            if grade.outcome not in ("correct", "wrong"):
+                logger.warning(
+                    "prompt %s: grading ended in %s, reward 0: %s",
+                    ticket.sample.prompt.prompt_id,
+                    grade.outcome,
+                    grade.detail,
+                )
+        return grades
+
+    def _verdict(self, ticket: GradeTicket) -> Graded | Failure:
+        """What the verifier and the isolated rewards said; waits for them."""
+        if ticket.verdict is None:
+            return Graded(correct=ticket.sample.correct)
+        verdict = ticket.verdict if isinstance(ticket.verdict, Failure) else ticket.verdict.result()
+        if isinstance(verdict, Failure) and verdict.outcome == "invalid":
+            raise InvalidRewardError(verdict.detail)
+        return verdict
+
+    def _grade(self, verdict: Graded | Failure) -> Grade:
+        if isinstance(verdict, Failure):
+            assert verdict.outcome != "invalid"
+            parts = {reward.name: 0.0 for reward in self._rewards}
+            return Grade(reward=0.0, parts=parts, outcome=verdict.outcome, detail=verdict.detail)
+        parts = {reward.name: verdict.parts[reward.name] for reward in self._rewards}
+        total = sum(reward.weight * parts[reward.name] for reward in self._rewards)
+        return Grade(reward=total, parts=parts, outcome="correct" if verdict.correct else "wrong")
+
+
+def _apply(
+    reward: Reward, samples: Sequence[RewardInput], verdicts: Sequence[Graded | Failure]
+) -> list[Graded | Failure]:
+    """Add one in-process reward to the verdicts; where it raises, the samples concerned become failures."""
+    values: list[float | Failure]
+    if reward.batched:
+        values = _call_batched(reward, samples)
+    else:
+        values = [
+            _call(reward, sample) if isinstance(verdict, Graded) else verdict
+            for sample, verdict in zip(samples, verdicts, strict=True)
+        ]
+    return [_merge(verdict, reward.name, value) for verdict, value in zip(verdicts, values, strict=True)]
+
+
+def _merge(verdict: Graded | Failure, name: str, value: float | Failure) -> Graded | Failure:
+    if isinstance(verdict, Failure):
+        return verdict
+    return value if isinstance(value, Failure) else replace(verdict, parts={**verdict.parts, name: value})
+
+
+def _call(reward: Reward, sample: RewardInput) -> float | Failure:
+    with Caught() as caught:
+        value = reward.function(sample)
+    return _error(reward, caught.error) if caught.error is not None else check_reward(reward.name, value)
+
+
+def _call_batched(reward: Reward, samples: Sequence[RewardInput]) -> list[float | Failure]:
+    with Caught() as caught:
+        values = list(reward.function(list(samples)))
+    if caught.error is not None:
+        return [_error(reward, caught.error)] * len(samples)
+    if len(values) != len(samples):
+        raise InvalidRewardError(f"reward `{reward.name}` returned {len(values)} values for {len(samples)} samples")
+    return [check_reward(reward.name, value) for value in values]
+
+
+def _error(reward: Reward, error: Exception) -> Failure:
+    return Failure(outcome="error", detail=f"reward `{reward.name}`: {describe_error(error)}")
+
+
+def _is_isolated(function: object) -> bool:
+    return bool(getattr(function, "isolated", False))
+
+
+def _check_importable(what: str, function: object) -> None:
+    """Refuse what a worker could not import: workers get functions by name."""
+    try:
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(f"{what} is isolated and must be a function of an importable module: {error}") from error

@@ -1,0 +1,277 @@
+r"""Mathematical problems from files or the hub: GSM8K, MATH, DAPO-Math, AIME and the like, graded by math-verify.
+
+In a recipe, for the rows of GSM8K, whose answer stands at the end of the worked solution:
+
+    task:
+      name: math
+      options:
+        train: {files: [gsm8k_train.jsonl]}
+        eval: {hub: openai/gsm8k, config: main, split: test}
+        problem_field: question
+        answer_pattern: "#### (.+)"
+        solution_field: answer
+        prompt_template: "Question: {problem}\nAnswer:"
+"""
+
+import itertools
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from srtrl.recipe import Section
+from srtrl.tasks.math_verifier import is_correct
+from srtrl.tasks.prompts import Problem, PromptTable, tokenise
+from srtrl.tasks.rows import Row, RowError, RowSource, check_source, get_field, read_rows
+from srtrl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+SURROGATE = re.compile("[\ud800-\udfff]")
+CHECKED_ROWS = 100
+"""Rows that `check_options` reads, at most, to find one that is well-formed."""
+
+
+class MathOptions(Section):
+    """Where the problems are, which fields to use, and how a problem becomes a prompt."""
+
+    train: RowSource | None = None
+    """Problems to train on."""
+    eval: RowSource | None = None
+    """Held-out problems."""
+    problem_field: str = "problem"
+    """Field of the problem's text; `a.b` is the field `b` inside the field `a`."""
+    answer_field: str = "answer"
+    """Field of the reference answer, or of a text that contains it (see `answer_pattern`)."""
+    answer_pattern: str | None = None
+    """Regular expression with one group: its last match in the answer field is the answer (GSM8K: `#### (.+)`)."""
+    answer_boxed: bool = False
+    r"""The answer is what the last `\boxed{...}` in the answer field holds (rows of MATH have a solution only)."""
+    solution_field: str = "solution"
+    """Field of the worked solution, the target of a warm start; rows need not have it otherwise."""
+    id_field: str | None = None
+    """Field of a unique name for each row; by default its file and line."""
+    prompt_template: str = "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}.\n"
+    """Text of the prompt; `{problem}` stands for the problem, and other braces are left as they are."""
+    chat_template: bool = False
+    """Wrap the text as a user's message in the tokenizer's chat template."""
+    chat_template_options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of that template, such as `enable_thinking: false`."""
+    system_prompt: str | None = None
+    """System message of the chat template."""
+    overlong_prompts: Literal["drop", "error"] = "drop"
+    """What happens to a prompt over `rollout.max_prompt_tokens`; dropped ones are counted and logged."""
+    malformed_rows: Literal["stop", "skip"] = "stop"
+    """What happens at a row that is not JSON or lacks a field; skipped ones are counted and logged."""
+
+    @model_validator(mode="after")
+    def check_combinations(self) -> Self:
+        """Refuse options that contradict each other."""
+        if self.train is None and self.eval is None:
+            raise ValueError("name the problems: `train`, `eval` or both, as {files: [...]} or {hub: ..., split: ...}")
+        if "{problem}" not in self.prompt_template:
+            raise ValueError(f"prompt_template must contain {{problem}}, found {self.prompt_template!r}")
+        if self.system_prompt is not None and not self.chat_template:
+            raise ValueError("system_prompt needs chat_template: true")
+        if self.chat_template_options and not self.chat_template:
+            raise ValueError("chat_template_options need chat_template: true")
+        if self.answer_pattern is not None:
+            if self.answer_boxed:
+                raise ValueError("answer_pattern and answer_boxed are two ways to find the answer: choose one")
+            _check_pattern(self.answer_pattern)
+        return self
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        num_groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"answer_pattern {pattern!r} is no regular expression: {error}") from error
+    if num_groups != 1:
+        raise ValueError(f"answer_pattern {pattern!r} must have exactly one group, it has {num_groups}")
+
+
+class Task:
+    """Prompts of the mathematics task; see the options."""
+
+    Options = MathOptions
+    verifier = staticmethod(is_correct)
+
+    def __init__(self, options: MathOptions, *, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int) -> None:
+        if options.chat_template and tokenizer.chat_template is None:
+            raise ValueError("task.options.chat_template: the tokenizer has no chat template; use a plain template")
+        self._options = options
+        self.load_report: dict[str, int] = {}
+        self.train_prompts: Sequence[Prompt] = self._load("train", options.train, tokenizer, max_prompt_tokens)
+        self.eval_prompts: Sequence[Prompt] = self._load("eval", options.eval, tokenizer, max_prompt_tokens)
+
+    @classmethod
+    def check_options(cls, options: MathOptions) -> None:
+        """Raise ValueError where a file is missing or its first row has no such fields; the hub is not asked."""
+        for split, source in (("train", options.train), ("eval", options.eval)):
+            if source is not None and source.hub is None:
+                check_source(source, f"task.options.{split}")
+                for name in source.files:
+                    _check_first_row(options, RowSource(files=[name]))
+
+    @classmethod
+    def texts(cls, options: MathOptions) -> Iterator[str]:
+        """Prompts and solutions of the training problems, to train a tokenizer on."""
+        if options.chat_template:
+            raise ValueError("task.options.chat_template: a tokenizer that is yet to be trained has no chat template")
+        if options.train is None:
+            raise ValueError("task.options.train: there are no training problems to train a tokenizer on")
+        for problem in _read_problems(options, options.train, "train", Counter()):
+            yield problem.text + _solution(options, problem)
+
+    def solution(self, prompt: Prompt) -> str:
+        """The worked solution of the prompt's row; ValueError if it has none."""
+        return _solution(self._options, prompt)
+
+    def _load(
+        self, split: str, source: RowSource | None, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
+    ) -> PromptTable:
+        """Read, render and tokenise the problems of a split; an empty table where the options name none."""
+        if source is None:
+            return PromptTable([], [])
+        counts: Counter[str] = Counter(rows=0, malformed=0, overlong=0)
+        problems = list(_read_problems(self._options, source, split, counts))
+        if self._options.chat_template:
+            problems = _apply_chat_template(self._options, tokenizer, problems)
+        texts = [problem.text for problem in problems]
+        token_ids = tokenise(tokenizer, texts, add_special_tokens=not self._options.chat_template)
+        overlong = [index for index, ids in enumerate(token_ids) if len(ids) > max_prompt_tokens]
+        counts["overlong"] = len(overlong)
+        self.load_report |= {f"{split}/{name}": count for name, count in counts.items()}
+        if overlong:
+            first = f"{problems[overlong[0]].prompt_id} has {len(token_ids[overlong[0]])} tokens"
+            limit = f"rollout.max_prompt_tokens ({max_prompt_tokens})"
+            message = f"{len(overlong)} of {len(problems)} prompts are longer than {limit}"
+            if self._options.overlong_prompts == "error" or len(overlong) == len(problems):
+                raise ValueError(f"task.options.{split}: {message}; the first, {first}")
+            logger.warning("task.options.%s: dropped: %s; the first, %s", split, message, first)
+        dropped = set(overlong)
+        kept = [index for index in range(len(problems)) if index not in dropped]
+        return PromptTable([problems[index] for index in kept], [token_ids[index] for index in kept])
+
+
+# --- From rows to problems --------------------------------------------------------------------------------------------
+
+
+def _read_problems(options: MathOptions, source: RowSource, split: str, counts: Counter[str]) -> Iterator[Problem]:
+    """The well-formed problems of a source, in order; `counts` takes the numbers of rows and of malformed ones."""
+    prompt_ids: set[str] = set()
+    first_reason = ""
+    for row in read_rows(source):
+        counts["rows"] += 1
+        try:
+            problem = _problem_of(options, row)
+            if problem.prompt_id in prompt_ids:
+                raise RowError(f"an earlier row has the same `{options.id_field}`, {problem.prompt_id}")
+        except RowError as error:
+            if options.malformed_rows == "stop":
+                raise ValueError(f"{row.place}: {error} (or set task.options.malformed_rows: skip)") from error
+            counts["malformed"] += 1
+            first_reason = first_reason or f"{row.place}: {error}"
+        else:
+            prompt_ids.add(problem.prompt_id)
+            yield problem
+    place, num_rows, num_malformed = f"task.options.{split}", counts["rows"], counts["malformed"]
+    if num_rows == 0:
+        raise ValueError(f"{place}: there are no rows")
+    if not prompt_ids:
+        raise ValueError(f"{place}: none of the {num_rows} rows can be used; the first: {first_reason}")
+    if num_malformed:
+        logger.warning("%s: skipped %d of %d rows; the first: %s", place, num_malformed, num_rows, first_reason)
+
+
+def _check_first_row(options: MathOptions, source: RowSource) -> None:
+    """Raise ValueError unless the first row, or one of the first where malformed ones are skipped, is a problem."""
+    num_rows = 1 if options.malformed_rows == "stop" else CHECKED_ROWS
+    reasons = []
+    for row in itertools.islice(read_rows(source), num_rows):
+        try:
+            _problem_of(options, row)
+        except RowError as error:
+            reasons.append(f"{row.place}: {error}")
+        else:
+            return
+    raise ValueError(reasons[0] if reasons else f"{source.files[0]}: there are no rows")
+
+
+def _problem_of(options: MathOptions, row: Row) -> Problem:
+    """The problem that a row holds; `RowError` if it holds none."""
+    if isinstance(row.fields, RowError):
+        raise row.fields
+    problem = _text_of(row.fields, options.problem_field)
+    answer = _text_of(row.fields, options.answer_field)
+    if options.answer_pattern is not None:
+        matches = re.findall(options.answer_pattern, answer)
+        if not matches or not matches[-1].strip():
+            raise RowError(f"no answer: `{options.answer_field}` has no match of {options.answer_pattern!r}")
+        answer = matches[-1]
+    elif options.answer_boxed:
+        answer = _last_boxed(answer, options.answer_field)
+    prompt_id = row.name if options.id_field is None else _text_of(row.fields, options.id_field)
+    text = options.prompt_template.replace("{problem}", problem.strip())
+    return Problem(prompt_id=prompt_id, text=text, answer=answer.strip(), metadata=row.fields)
+
+
+def _text_of(fields: Mapping[str, Any], name: str) -> str:
+    """The field as a text, numbers included (AIME's answers are integers); `RowError` where it is empty or no text."""
+    value = get_field(fields, name)
+    if (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and isfinite(value)):
+        return str(value)
+    if not isinstance(value, str):
+        raise RowError(f"field `{name}` must be a text or a number, it is {type(value).__name__}")
+    if not value.strip():
+        raise RowError(f"field `{name}` is empty")
+    if SURROGATE.search(value):
+        raise RowError(f"field `{name}` is no valid Unicode: it has half of a surrogate pair")
+    return value
+
+
+def _last_boxed(text: str, name: str) -> str:
+    r"""What the last `\boxed{...}` of a solution holds."""
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for match in re.finditer(r"\\.|[{}]", text[start + len("\\boxed") :], re.DOTALL) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(match.group(), 0)
+        if depth == 0 and match.group() == "}":
+            boxed = text[start + len("\\boxed{") : start + len("\\boxed") + match.start()]
+            if boxed.strip():
+                return boxed
+            break
+    raise RowError(f"no answer: `{name}` has no complete \\boxed{{...}}")
+
+
+def _solution(options: MathOptions, problem: Problem | Prompt) -> str:
+    try:
+        return _text_of(problem.metadata, options.solution_field)
+    except RowError as error:
+        raise ValueError(f"{problem.prompt_id} has no solution: {error} (see task.options.solution_field)") from error
+
+
+def _apply_chat_template(
+    options: MathOptions, tokenizer: "PreTrainedTokenizerBase", problems: Sequence[Problem]
+) -> list[Problem]:
+    """Wrap each text as the user's message; the template adds special tokens and the start of the answer."""
+    import jinja2
+
+    system = [] if options.system_prompt is None else [{"role": "system", "content": options.system_prompt}]
+    conversations = [[*system, {"role": "user", "content": problem.text}] for problem in problems]
+    try:
+        texts = tokenizer.apply_chat_template(
+            conversations, tokenize=False, add_generation_prompt=True, **options.chat_template_options
+        )
+    except jinja2.TemplateError as error:
+        raise ValueError(f"task.options.chat_template: the tokenizer's template refuses: {error}") from error
+    return [replace(problem, text=text) for problem, text in zip(problems, texts, strict=True)]

@@ -1,0 +1,41 @@
+"""What a reward function is given, and how it says where and how it runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from srtrl.types import FinishReason, Prompt
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RewardInput:
+    """One completion to be rewarded."""
+
+    prompt: Prompt
+    text: str
+    """The completion without special tokens."""
+    correct: bool | None
+    """What the task's verifier said; None where it failed (the sample's reward is then 0, whatever is returned)."""
+    finish_reason: FinishReason
+    num_tokens: int
+    """Length of the completion, the end token included."""
+    max_new_tokens: int
+    """Limit of that length."""
+
+
+def isolated(reward: FunctionT) -> FunctionT:
+    """Mark a reward that may hang or crash: it runs in worker processes, within the recipe's `grading` limits.
+
+    It must be a function of an importable module. A sample that exceeds a limit is retried once and then has reward 0;
+    the others are not touched.
+    """
+    reward.isolated = True  # type: ignore[attr-defined]
+    return reward
+
+
+def batched(reward: FunctionT) -> FunctionT:
+    """Mark a reward of the form `(list[RewardInput]) -> list[float]`: called once for all samples of a step."""
+    reward.batched = True  # type: ignore[attr-defined]
+    return reward

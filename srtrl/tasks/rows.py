@@ -1,0 +1,157 @@
+"""Rows of a data set, from JSONL or Parquet files or from the hub, each with the place it came from."""
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from srtrl.recipe import Section
+from srtrl.resolve import suggestion
+
+PARQUET_BATCH_ROWS = 1024
+
+
+class RowSource(Section):
+    """Where rows come from: `{files: [a.jsonl, b.parquet]}` or `{hub: openai/gsm8k, config: main, split: train}`."""
+
+    files: list[str] = Field(default_factory=list)
+    """JSONL files (one object a line) and Parquet files, read in this order."""
+    hub: str | None = None
+    """Name of a data set on the Hugging Face hub, or the folder of one."""
+    config: str | None = None
+    """Configuration of the hub data set."""
+    split: str | None = None
+    """Split of the hub data set, such as `train` or `train[:1000]`."""
+
+    @model_validator(mode="after")
+    def check_one_source(self) -> Self:
+        """Files or hub, not both."""
+        if bool(self.files) == (self.hub is not None):
+            raise ValueError("give either `files` (a list) or `hub` (with its `split`)")
+        if self.hub is None and (self.config is not None or self.split is not None):
+            raise ValueError("`config` and `split` belong to `hub`, not to `files`")
+        if self.hub is not None and self.split is None:
+            raise ValueError(f"`split` is missing: which split of {self.hub}, `train` or `test`, say?")
+        return self
+
+
+class RowError(ValueError):
+    """Why a row cannot be used; its place is added by who reads on or stops."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Row:
+    """One row, or why it is none."""
+
+    place: str
+    """`path:line`, for messages."""
+    name: str
+    """`file:line`, unique within its source."""
+    fields: Mapping[str, Any] | RowError
+
+
+def read_rows(source: RowSource) -> Iterator[Row]:
+    """Rows in order; a malformed one carries its error, so that the caller decides whether to go on.
+
+    Raises:
+        ValueError: a file or the hub's data set as a whole cannot be read.
+    """
+    if source.hub is not None:
+        yield from _read_hub(source)
+        return
+    paths = [Path(name) for name in source.files]
+    names = [path.name for path in paths]
+    for path in paths:
+        label = path.name if names.count(path.name) == 1 else str(path)
+        reader = _read_parquet if path.suffix == ".parquet" else _read_jsonl
+        yield from reader(path, label)
+
+
+def check_source(source: RowSource, option: str) -> None:
+    """Raise ValueError, naming the recipe's option, where a file is missing or of an unknown kind."""
+    for index, name in enumerate(source.files):
+        path = Path(name)
+        if path.suffix not in (".jsonl", ".parquet"):
+            raise ValueError(f"{option}.files.{index}: expected a .jsonl or .parquet file, found {name}")
+        if not path.is_file():
+            raise ValueError(f"{option}.files.{index}: no file {name} (in {Path.cwd()}){_near_file(path)}")
+        if name in source.files[:index]:
+            raise ValueError(f"{option}.files.{index}: {name} is listed twice")
+
+
+def get_field(fields: Mapping[str, Any], name: str) -> Any:
+    """The field `name`; where there is none of that name, `a.b` is the field `b` inside the field `a`.
+
+    Raises:
+        RowError: there is no such field.
+    """
+    if name in fields:
+        return fields[name]
+    outer, dot, inner = name.partition(".")
+    if dot and isinstance(fields.get(outer), Mapping):
+        return get_field(fields[outer], inner)
+    raise RowError(f"no field `{name}`{suggestion(name, fields)}; its fields are {', '.join(fields)}")
+
+
+def _read_jsonl(path: Path, label: str) -> Iterator[Row]:
+    """One row for each line that is not blank."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield Row(place=f"{path}:{number}", name=f"{label}:{number}", fields=_parse_line(line))
+
+
+def _parse_line(line: bytes) -> Mapping[str, Any] | RowError:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        return RowError(f"not JSON: {error.msg} at column {error.colno}")
+    except UnicodeDecodeError as error:
+        return RowError(f"not UTF-8: {error.reason} at byte {error.start + 1}")
+    except ValueError as error:  # a number of thousands of digits
+        return RowError(f"not usable: {error}")
+    except RecursionError:
+        return RowError("not usable: nested too deeply")
+    if not isinstance(fields, dict):
+        return RowError(f"expected an object with fields, found {type(fields).__name__}")
+    return fields
+
+
+def _read_parquet(path: Path, label: str) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
+                for fields in batch.to_pylist():
+                    number += 1
+                    yield Row(place=f"{path}:{number}", name=f"{label}:{number}", fields=fields)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path}: cannot read this Parquet file after row {number}: {error}") from error
+
+
+def _read_hub(source: RowSource) -> Iterator[Row]:
+    import datasets
+
+    try:
+        dataset = datasets.load_dataset(source.hub, source.config, split=source.split)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"hub data set {source.hub} ({source.config}, {source.split}): {error}") from error
+    for number, fields in enumerate(dataset, start=1):
+        name = f"{source.hub}/{source.split}:{number}"
+        yield Row(place=name, name=name, fields=fields)
+
+
+def _near_file(path: Path) -> str:
+    """A hint for a misspelt file name, from the data files beside it."""
+    if not path.parent.is_dir():
+        return f"; there is no folder {path.parent} either"
+    beside: Sequence[str] = [item.name for item in path.parent.iterdir() if item.suffix in (".jsonl", ".parquet")]
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""

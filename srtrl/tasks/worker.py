@@ -1,0 +1,127 @@
+"""A process that grades one sample at a time and dies if the sample takes too long.
+
+The limit is CPU time, kept by the kernel: `ITIMER_PROF` ends the process wherever it is, in C code too, and a loaded
+machine does not turn a right answer into a timeout.
+
+This module is what a worker imports, and it must stay light: nothing here may import torch.
+"""
+
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from numbers import Real
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from srtrl.tasks.reward_input import RewardInput
+
+MEMORY_LIMIT_BYTES = 4 * 1024**3
+"""Most memory of a worker, so that one sample cannot eat the machine."""
+MEMORY_EXIT_CODE = 70
+"""Of a worker in which a sample exhausted the memory."""
+TIMER_RESOLUTION = 1e-3
+"""Least CPU limit, in seconds: zero microseconds would mean none."""
+
+
+class InvalidRewardError(ValueError):
+    """A reward that returned something other than a finite number: a mistake in its code, which stops the run."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class IsolatedFunctions:
+    """What a worker runs on each sample."""
+
+    verifier: Callable[[str, str], bool] | None
+    """None where the verifier runs in the training process; then `RewardInput.correct` is already filled in."""
+    rewards: tuple[tuple[str, Callable[[RewardInput], float]], ...]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Graded:
+    """What the functions said of one sample."""
+
+    correct: bool | None
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Failure:
+    """Why a sample could not be graded."""
+
+    outcome: Literal["timeout", "crash", "error", "invalid"]
+    """`invalid`: an `InvalidRewardError`; the others as in `Grade.outcome`."""
+    detail: str
+
+
+class Caught(AbstractContextManager["Caught"]):
+    """`with Caught() as caught:` keeps an exception of the user's functions, which may raise anything, in `error`.
+
+    Only for those calls; the caller turns the error into the sample's outcome, which is logged and counted.
+    """
+
+    error: Exception | None = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.error = error if isinstance(error, Exception) else None
+        return self.error is not None
+
+
+def describe_error(error: Exception) -> str:
+    """One line: the exception, and the place in the user's code that raised it."""
+    text = " ".join("".join(traceback.format_exception_only(error)).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""
+    return (text if len(text) <= 300 else text[:297] + "...") + place
+
+
+def check_reward(name: str, value: object) -> float:
+    """The value of a reward as a float; `InvalidRewardError` where it is no finite number."""
+    largest = sys.float_info.max  # an integer can be beyond, which `isfinite` does not survive
+    if not isinstance(value, Real) or not value <= largest or value < -largest:
+        raise InvalidRewardError(f"reward `{name}` must return a finite number, it returned {value!r:.100}")
+    return float(value)
+
+
+def serve(connection: Connection, functions: IsolatedFunctions, cpu_seconds: float) -> None:
+    """Body of a worker process: grade what comes through `connection` until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the trainer finishes its step
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard_limit == resource.RLIM_INFINITY or hard_limit > MEMORY_LIMIT_BYTES:
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT_BYTES, hard_limit))
+    try:
+        connection.send("ready")
+        while True:
+            sample = connection.recv()
+            signal.setitimer(signal.ITIMER_PROF, max(cpu_seconds, TIMER_RESOLUTION))
+            reply = _grade_guarded(functions, sample)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            connection.send(reply)
+    except (EOFError, OSError):  # the trainer has closed its end, or is gone
+        return
+
+
+def _grade_guarded(functions: IsolatedFunctions, sample: RewardInput) -> Graded | Failure:
+    with Caught() as caught:
+        return _grade(functions, sample)
+    assert caught.error is not None
+    if isinstance(caught.error, MemoryError):
+        os._exit(MEMORY_EXIT_CODE)  # what is left of this process cannot be relied upon
+    outcome: Literal["error", "invalid"] = "invalid" if isinstance(caught.error, InvalidRewardError) else "error"
+    return Failure(outcome=outcome, detail=str(caught.error) if outcome == "invalid" else describe_error(caught.error))
+
+
+def _grade(functions: IsolatedFunctions, sample: RewardInput) -> Graded:
+    if functions.verifier is not None:
+        sample = replace(sample, correct=bool(functions.verifier(sample.text, sample.prompt.answer)))
+    parts = {name: check_reward(name, reward(sample)) for name, reward in functions.rewards}
+    return Graded(correct=sample.correct, parts=parts)

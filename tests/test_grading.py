@@ -1,0 +1,348 @@
+"""Grading beside the decoder: what hangs, crashes or raises costs its own sample, and nothing else."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from srtrl.recipe import GradingSection, RewardSection
+from srtrl.resolve import resolve_function
+from srtrl.tasks.base import Verifier
+from srtrl.tasks.grading import Grader, resolve_rewards
+from srtrl.tasks.reward_input import RewardInput
+from srtrl.tasks.worker import Caught, describe_error
+from srtrl.types import Grade, Prompt
+
+CPU_SECONDS = 0.3
+
+REWARDS = """
+    import os, sys, time
+    from srtrl.tasks.reward_input import RewardInput, batched, isolated
+
+    @isolated
+    def act(sample: RewardInput) -> float:
+        text = sample.text
+        if text == "loop":
+            while True:
+                pass
+        if text == "loop in C":
+            sum(range(10**12))
+        if text == "sleep":
+            time.sleep(1000)
+        if text == "crash":
+            os._exit(3)
+        if text == "leave":
+            sys.exit("enough")
+        if text == "memory":
+            bytearray(2**33)
+        if text == "raise":
+            raise KeyError("no such thing")
+        if text == "nan":
+            return float("nan")
+        if text.startswith("crash once "):
+            marker = text.removeprefix("crash once ")
+            if not os.path.exists(marker):
+                open(marker, "w").close()
+                os._exit(3)
+        if text == "who":
+            return float(os.getpid())
+        if text == "torch":
+            return float("torch" in sys.modules or "transformers" in sys.modules)
+        if text == "pause":
+            time.sleep(0.5)
+        if text == "burn":
+            end = time.process_time() + 0.2
+            while time.process_time() < end:
+                pass
+        if text.startswith("touch "):
+            open(text.removeprefix("touch "), "w").close()
+        if text.startswith("await "):
+            while not os.path.exists(text.removeprefix("await ")):
+                time.sleep(0.01)
+        return float(len(text))
+
+    def length(sample: RewardInput) -> float:
+        if sample.text == "raise":
+            raise ZeroDivisionError("in process")
+        return sample.num_tokens / sample.max_new_tokens
+
+    @batched
+    def rank(samples: list[RewardInput]) -> list[float]:
+        return [float(index) for index, _ in enumerate(samples)]
+
+    @batched
+    def too_few(samples: list[RewardInput]) -> list[float]:
+        return [1.0]
+
+    @batched
+    def breaks(samples: list[RewardInput]) -> list[float]:
+        raise OSError("no reward server")
+
+    def text(sample: RewardInput) -> str:
+        return "1.0"
+
+    def huge(sample: RewardInput) -> int:
+        return 10**400
+
+    @isolated
+    @batched
+    def both(samples: list[RewardInput]) -> list[float]:
+        return [0.0 for _ in samples]
+
+    def verify(text: str, answer: str) -> bool:
+        if text == "verifier raises":
+            raise RuntimeError("cannot read this")
+        return text == answer
+"""
+
+
+class StubTask:
+    """A task of which the grader needs the verifier only."""
+
+    def __init__(self, verifier: Verifier) -> None:
+        self.verifier = verifier
+        self.train_prompts: Sequence[Prompt] = ()
+        self.eval_prompts: Sequence[Prompt] = ()
+        self.load_report: dict[str, int] = {}
+
+    def solution(self, prompt: Prompt) -> str:
+        """The reference answer."""
+        return prompt.answer
+
+
+def equal_texts(text: str, answer: str, /) -> bool:
+    return text == answer
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Name of an importable module of the user's own, in the current folder."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "own_rewards.py").write_text(textwrap.dedent(REWARDS), encoding="utf-8")
+    folder_before, path_before = Path.cwd(), list(sys.path)
+    os.chdir(folder)
+    yield "own_rewards"
+    os.chdir(folder_before)
+    sys.path[:] = path_before
+    sys.modules.pop("own_rewards", None)
+
+
+def prompt_of(answer: str, number: int = 0) -> Prompt:
+    return Prompt(prompt_id=f"p{number}", text="?", token_ids=(1,), answer=answer)
+
+
+def make_grader(*names: str, num_workers: int = 2, verifier: Verifier = equal_texts) -> Grader:
+    rewards = [RewardSection(name=name) for name in names]
+    grading = GradingSection(num_workers=num_workers, timeout_seconds=CPU_SECONDS)
+    return Grader(StubTask(verifier), rewards, grading, max_new_tokens=10)
+
+
+def grade_all(grader: Grader, texts: Sequence[str]) -> list[Grade]:
+    tickets = [grader.submit(prompt_of("ok", i), text, "stop", len(text)) for i, text in enumerate(texts)]
+    return grader.collect(tickets)
+
+
+def test_bad_samples_cost_only_themselves(
+    package: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("srtrl.tasks.worker_pool.WALL_SECONDS_PER_CPU_SECOND", 8)
+    texts = ["a", "loop", "ok", "sleep", "bbb", "crash", "cccc", "raise", "leave", "memory", "loop in C", "dd"]
+    with caplog.at_level(logging.WARNING), make_grader(f"{package}:act", "correct") as grader:
+        grades = grade_all(grader, texts)
+        assert [grade.outcome for grade in grades] == [
+            *("wrong", "timeout", "correct", "timeout", "wrong", "crash"),
+            *("wrong", "error", "crash", "crash", "timeout", "wrong"),
+        ]
+        assert [grade.reward for grade in grades] == [1, 0, 2 + 1, 0, 3, 0, 4, 0, 0, 0, 0, 2]
+        assert grades[1].parts == {"act": 0.0, "correct": 0.0}
+        assert grades[2].parts == {"act": 2.0, "correct": 1.0}
+        assert [grade.outcome for grade in grade_all(grader, ["ok"] * 4)] == ["correct"] * 4  # the pool goes on
+    details = {text: grade.detail for text, grade in zip(texts, grades, strict=True)}
+    assert details["loop"] == "more than 0.3 CPU seconds, also when retried alone"
+    assert "2.4 seconds by the clock" in details["sleep"]
+    assert "exit code 3" in details["crash"]
+    assert "4 GiB" in details["memory"]
+    assert "KeyError" in details["raise"]
+    assert "own_rewards.py:2" in details["raise"]
+    assert "no such thing" in details["raise"]
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        f"prompt p{i}" for i, grade in enumerate(grades) if grade.detail
+    ]
+    assert "prompt p1: grading ended in timeout, reward 0: more than 0.3 CPU seconds" in caplog.text
+
+
+def test_the_limit_is_cpu_time_of_one_sample(package: str) -> None:
+    """In one worker: a sample that waits longer than the limit, and samples that together burn more."""
+    with make_grader(f"{package}:act", num_workers=1) as grader:
+        grades = grade_all(grader, ["pause", "burn", "burn", "burn"])
+    assert [(grade.outcome, grade.reward) for grade in grades] == [("wrong", 5.0), *[("wrong", 4.0)] * 3]
+
+
+def test_a_crash_that_does_not_repeat_is_graded(package: str, tmp_path: Path) -> None:
+    text = f"crash once {tmp_path / 'marker'}"
+    with make_grader(f"{package}:act") as grader:
+        [grade] = grade_all(grader, [text])
+    assert (grade.outcome, grade.reward, grade.detail) == ("wrong", float(len(text)), "")
+
+
+def test_workers_grade_while_the_caller_goes_on(package: str, tmp_path: Path) -> None:
+    gate, sign = tmp_path / "gate", tmp_path / "sign"
+    with make_grader(f"{package}:act") as grader:
+        tickets = [grader.submit(prompt_of("ok"), text, "stop", 1) for text in (f"await {gate}", f"touch {sign}")]
+        deadline = time.monotonic() + 30
+        while not sign.exists():  # the second sample is graded although nobody collects, and the first one waits
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        gate.touch()
+        grades = grader.collect(tickets)
+    assert [grade.outcome for grade in grades] == ["wrong", "wrong"]
+
+
+def test_an_interrupt_from_the_keyboard_does_not_reach_the_workers(package: str) -> None:
+    def interrupt_workers() -> int:
+        pids = [process.pid for process in multiprocessing.active_children() if process.name == "srtrl-grading"]
+        for pid in pids:
+            assert pid is not None
+            os.kill(pid, signal.SIGINT)
+        return len(pids)
+
+    with make_grader(f"{package}:act") as grader:
+        assert interrupt_workers() == 2  # while they start
+        assert [grade.outcome for grade in grade_all(grader, ["ok"] * 4)] == ["correct"] * 4
+        tickets = [grader.submit(prompt_of("ok", i), "pause", "stop", 1) for i in range(2)]
+        assert interrupt_workers() == 2  # while they grade
+        assert [grade.detail for grade in grader.collect(tickets)] == ["", ""]
+
+
+def test_leaving_ends_hanging_workers_at_once(package: str) -> None:
+    with make_grader(f"{package}:act") as grader:
+        [grade] = grade_all(grader, ["who"])
+        for _ in range(5):
+            grader.submit(prompt_of("ok"), "sleep", "stop", 1)
+        time.sleep(0.2)
+        start = time.monotonic()
+    assert time.monotonic() - start < 2
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(grade.reward), 0)
+
+
+def test_grades_keep_the_order_of_the_tickets(package: str) -> None:
+    texts = ["pause", "a", "pause", "bb", "ccc"]
+    with make_grader(f"{package}:act", f"{package}:rank") as grader:
+        tickets = [grader.submit(prompt_of("ok"), text, "stop", 1) for text in texts]
+        first = grader.collect(tickets[::-1])
+    assert [grade.parts["act"] for grade in first] == [3, 2, 5, 1, 5]
+    assert [grade.parts["rank"] for grade in first] == [0, 1, 2, 3, 4]
+
+
+def test_workers_do_not_import_torch(package: str) -> None:
+    with make_grader(f"{package}:act") as grader:
+        [grade] = grade_all(grader, ["torch"])
+    assert grade.reward == 0.0
+
+
+def test_weighted_sum_of_in_process_rewards(package: str) -> None:
+    rewards = [RewardSection(name="correct", weight=2.0), RewardSection(name=f"{package}:length", weight=-0.5)]
+    with Grader(StubTask(equal_texts), rewards, GradingSection(), max_new_tokens=10) as grader:
+        grades = grader.collect(
+            [
+                grader.submit(prompt_of("ok"), "ok", "stop", 5),
+                grader.submit(prompt_of("ok"), "no", "length", 10),
+                grader.submit(prompt_of("ok"), "raise", "stop", 1),
+            ]
+        )
+    assert [grade.reward for grade in grades] == [2.0 - 0.25, -0.5, 0.0]
+    assert grades[0].parts == {"correct": 1.0, "length": 0.5}
+    assert [grade.outcome for grade in grades] == ["correct", "wrong", "error"]
+    assert grades[2].detail.startswith("reward `length`: ZeroDivisionError: in process (own_rewards.py:")
+
+
+def test_a_verifier_that_raises_is_an_error_of_its_sample(package: str) -> None:
+    verifier = resolve_function("srtrl.tasks.rewards", f"{package}:verify")
+    with make_grader("correct", f"{package}:rank", verifier=verifier) as grader:
+        grades = grade_all(grader, ["ok", "verifier raises", "no"])
+    assert [grade.outcome for grade in grades] == ["correct", "error", "wrong"]
+    assert [grade.reward for grade in grades] == [1.0 + 0.0, 0.0, 2.0]
+    assert "RuntimeError: cannot read this" in grades[1].detail
+
+
+def test_a_broken_batched_reward_fails_all_its_samples(package: str) -> None:
+    with make_grader("correct", f"{package}:breaks") as grader:
+        grades = grade_all(grader, ["ok", "no"])
+    assert [(grade.outcome, grade.reward) for grade in grades] == [("error", 0.0)] * 2
+    assert "OSError: no reward server" in grades[0].detail
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("act", "nan", "reward `act` must return a finite number, it returned nan"),
+        ("text", "a", "reward `text` must return a finite number, it returned '1.0'"),
+        ("huge", "a", "reward `huge` must return a finite number, it returned 1000"),
+        ("too_few", "a", "reward `too_few` returned 1 values for 2 samples"),
+    ],
+)
+def test_a_value_that_is_no_finite_number_stops_the_run(package: str, name: str, text: str, message: str) -> None:
+    with make_grader(f"{package}:{name}") as grader, pytest.raises(ValueError, match=message):
+        grade_all(grader, [text, "ok"])
+
+
+def test_rewards_are_refused_by_name(package: str) -> None:
+    def refused(match: str, *sections: RewardSection) -> None:
+        with pytest.raises(ValueError, match=match):
+            resolve_rewards(sections)
+
+    refused("did you mean `correct`", RewardSection(name="corect"))
+    refused("`own_rewards:both` is isolated and batched", RewardSection(name=f"{package}:both"))
+    refused("two are named `correct`", RewardSection(name="correct"), RewardSection(name="correct", weight=0.5))
+    refused("known: correct, format;", RewardSection(name="isolated"))
+
+
+def test_an_isolated_verifier_must_be_importable() -> None:
+    def local(text: str, answer: str, /) -> bool:
+        return text == answer
+
+    local.isolated = True  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="the task's verifier is isolated and must be a function of an importable"):
+        make_grader("correct", verifier=local)
+
+
+def test_format_wants_a_final_answer_on_the_last_line() -> None:
+    [reward] = resolve_rewards([RewardSection(name="format")])
+
+    def value(text: str, finish_reason: str = "stop") -> float:
+        sample = RewardInput(
+            prompt=prompt_of("1"),
+            text=text,
+            correct=None,
+            finish_reason="stop" if finish_reason == "stop" else "length",
+            num_tokens=1,
+            max_new_tokens=1,
+        )
+        result: float = reward.function(sample)
+        return result
+
+    for text in ("so \\boxed{\\frac{1}{2}}.\n", "1+1=2\n#### 2", "Answer: 4", "the answer: 4"):
+        assert value(text) == 1.0
+    for text in ("", "4", "\\boxed{4}\nor so", "Answer:", "####"):
+        assert value(text) == 0.0
+    assert value("Answer: 4", "length") == 0.0
+
+
+def test_an_error_is_described_on_one_line() -> None:
+    with Caught() as caught:
+        raise ValueError("first\n" + "x" * 1000)
+    assert caught.error is not None
+    text = describe_error(caught.error)
+    assert text.startswith("ValueError: first xxx")
+    assert "\n" not in text
+    assert len(text) < 400
+    with pytest.raises(KeyboardInterrupt), Caught():
+        raise KeyboardInterrupt

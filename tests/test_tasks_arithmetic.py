@@ -1,0 +1,163 @@
+"""The procedural arithmetic task: right solutions, disjoint splits, a verifier that nothing upsets."""
+
+import re
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from task_cases import byte_tokenizer
+
+from srtrl.tasks.arithmetic import ArithmeticOptions, Task, draw_expressions, is_correct, split_of
+from srtrl.tasks.prompts import tokenise
+
+
+@pytest.mark.parametrize("parentheses", [True, False])
+def test_solutions_are_right_steps_of_their_expressions(parentheses: bool) -> None:
+    options = ArithmeticOptions(parentheses=parentheses, num_train=2000, max_operations=6)
+    for expression in draw_expressions(options, "train"):
+        assert eval(expression.text) == expression.value
+        assert parentheses or "(" not in expression.text
+        assert len(expression.steps) == len(re.findall(r"[-+*]", expression.text)) in range(2, 7)
+        for step in expression.steps:
+            left, right = step.split("=")
+            assert eval(left) == int(right) in range(1000)
+        assert expression.steps[-1].endswith(f"={expression.value}")
+
+
+def test_each_step_rewrites_the_expression() -> None:
+    """Doing the steps in the text, one after another, leads to the answer: no step comes before what it needs."""
+    for expression in draw_expressions(ArithmeticOptions(num_train=500), "train"):
+        text = expression.text
+        for step in expression.steps:
+            left, right = step.split("=")
+            pattern = re.compile(rf"\({re.escape(left)}\)|(?<!\d){re.escape(left)}(?!\d)")
+            text, num_replaced = pattern.subn(right, text, count=1)
+            assert num_replaced == 1, (expression, step, text)
+        assert text == str(expression.value)
+
+
+def test_splits_are_disjoint_whatever_the_seed() -> None:
+    options = [ArithmeticOptions(seed=seed, num_train=4000) for seed in range(3)]
+    train = {expression.text for option in options for expression in draw_expressions(option, "train")}
+    held_out = {expression.text for option in options for expression in draw_expressions(option, "eval")}
+    assert not train & held_out
+    assert len(held_out) > 1000
+    share = sum(split_of(f"{i}+{i}") == "eval" for i in range(8000)) / 8000
+    assert 0.11 < share < 0.14
+
+
+def test_problems_are_different_and_seeded() -> None:
+    def texts(num_train: int, seed: int = 0) -> list[str]:
+        return [e.text for e in draw_expressions(ArithmeticOptions(num_train=num_train, seed=seed), "train")]
+
+    few, many = texts(200), texts(400)
+    assert few == many[:200]
+    assert len(set(many)) == 400
+    assert texts(200, seed=1) != few
+
+
+def test_difficulty_bounds_the_expressions() -> None:
+    options = ArithmeticOptions(
+        min_operations=1, max_operations=2, max_operand=5, max_value=9, operators=["+"], num_train=40, num_eval=5
+    )
+    for expression in draw_expressions(options, "train"):
+        assert set(re.findall(r"\D", expression.text)) <= set("+()")
+        assert all(1 <= int(operand) <= 5 for operand in re.findall(r"\d+", expression.text))
+        assert expression.value <= 9
+
+
+def test_too_few_problems_is_an_error() -> None:
+    options = ArithmeticOptions(min_operations=1, max_operations=1, max_operand=3, num_train=100, num_eval=1)
+    with pytest.raises(ValueError, match=r"found only \d+ different train problems .* num_train asks for 100; raise"):
+        Task.check_options(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_operations": 5, "max_operations": 4}, "above max_operations"),
+        ({"max_value": 5, "max_operand": 9}, "below max_operand"),
+        ({"operators": []}, "at least 1 item"),
+        ({"operators": ["/"]}, "Input should be"),
+    ],
+)
+def test_impossible_options_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ArithmeticOptions.model_validate(options)
+
+
+def test_task_has_tokenised_prompts_and_right_solutions() -> None:
+    tokenizer = byte_tokenizer()
+    task = Task(ArithmeticOptions(num_train=50, num_eval=20), tokenizer=tokenizer, max_prompt_tokens=64)
+    assert (len(task.train_prompts), len(task.eval_prompts)) == (50, 20)
+    assert task.load_report == {"train/rows": 50, "eval/rows": 20}
+    for prompt in [*task.train_prompts, *task.eval_prompts]:
+        assert prompt.token_ids[0] == tokenizer.bos_token_id
+        assert tokenizer.decode(list(prompt.token_ids[1:])) == prompt.text
+        assert eval(prompt.text.removeprefix("Compute ").removesuffix(".\n")) == int(prompt.answer)
+        assert task.verifier(task.solution(prompt), prompt.answer)
+        assert not task.verifier(task.solution(prompt), prompt.answer + "1")
+    assert len({prompt.prompt_id for prompt in [*task.train_prompts, *task.eval_prompts]}) == 70
+    assert [p.prompt_id for p in task.train_prompts[3:5]] == [task.train_prompts[i].prompt_id for i in (3, 4)]
+    assert task.train_prompts[-1] == list(task.train_prompts)[49]
+    texts = list(Task.texts(ArithmeticOptions(num_train=50, num_eval=20)))
+    assert texts == [prompt.text + task.solution(prompt) for prompt in task.train_prompts]
+
+
+def test_overlong_prompt_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"tokens, rollout.max_prompt_tokens is 12; raise it, or lower"):
+        Task(ArithmeticOptions(num_train=50, num_eval=20), tokenizer=byte_tokenizer(), max_prompt_tokens=12)
+
+
+def test_tokenise_refuses_an_end_token_and_no_tokens() -> None:
+    with pytest.raises(ValueError, match="ends every prompt with its end token '</s>'"):
+        tokenise(byte_tokenizer("$A </s>"), ["ab", "c"])
+    with pytest.raises(ValueError, match="no tokens for the prompt ''"):
+        tokenise(byte_tokenizer("$A"), ["a", ""])
+    assert [ids.tolist() for ids in tokenise(byte_tokenizer(), ["a"], add_special_tokens=False)] == [
+        byte_tokenizer("$A")("a")["input_ids"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "correct"),
+    [
+        ("1+1=2\nAnswer: 2", "2", True),
+        ("Answer: 2\n", "2", True),
+        ("Answer:2", "2", True),
+        ("Answer: 1\nAnswer: 2", "2", True),
+        ("Answer: 2\nAnswer: 1", "2", False),
+        ("Answer: 02", "2", True),
+        ("Answer: -0", "0", True),
+        ("Answer: -5", "-5", True),
+        ("Answer: -5", "5", False),
+        ("Answer: 2 or 3", "2", False),
+        ("Answer: 2.0", "2", False),
+        ("Answer: ٢", "2", False),
+        ("Answer: 2\nso it is", "2", True),
+        ("1+1=2", "2", False),
+        ("2", "2", False),
+        ("", "2", False),
+        ("Answer:", "2", False),
+        ("Answer: --2", "-2", False),
+    ],
+)
+def test_verifier(text: str, answer: str, correct: bool) -> None:
+    assert is_correct(text, answer) is correct
+
+
+@given(st.text(), st.integers())
+def test_verifier_takes_any_text(text: str, value: int) -> None:
+    assert is_correct(f"{text}\nAnswer: {value}", str(value))
+    assert not is_correct(f"{text}\nAnswer: {value}", str(value + 1))
+    assert is_correct(text, str(value)) in (True, False)
+
+
+@pytest.mark.parametrize("unit", ["Answer: ", "Answer: 1\n", "9", " ", "-", "Answer: " + "0" * 1000, "\ud800"])
+def test_verifier_is_linear_in_the_text(unit: str) -> None:
+    text = unit * (2_000_000 // len(unit))
+    start = time.process_time()
+    for suffix in ("", "\nAnswer: ", "\nAnswer: " + "7" * 1_000_000, " x"):
+        is_correct(text + suffix, "7")
+    assert time.process_time() - start < 1

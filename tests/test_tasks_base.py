@@ -1,0 +1,104 @@
+"""How a recipe's task is found, checked and loaded."""
+
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from task_cases import byte_tokenizer
+
+from srtrl.recipe import ModelSection, Recipe, RolloutSection, TaskSection, TrainSection
+from srtrl.tasks.base import check_task, load_task, task_texts
+
+OWN_TASK = '''
+    from srtrl.recipe import Section
+    from srtrl.types import Prompt
+
+    class Options(Section):
+        number: int
+        """The answer."""
+
+    class Echo:
+        Options = Options
+        load_report = {"train/rows": 1}
+
+        def __init__(self, options, *, tokenizer, max_prompt_tokens):
+            ids = tuple(tokenizer("?")["input_ids"])
+            self.train_prompts = [Prompt(prompt_id="a", text="?", token_ids=ids, answer=str(options.number))]
+            self.eval_prompts = []
+
+        @classmethod
+        def check_options(cls, options):
+            if options.number < 0:
+                raise ValueError("task.options.number must not be negative")
+
+        @staticmethod
+        def verifier(text, answer):
+            return text == answer
+
+        def solution(self, prompt):
+            return prompt.answer
+'''
+
+
+def recipe_of(name: str, **options: Any) -> Recipe:
+    return Recipe(
+        name="run",
+        model=ModelSection(path="bundled:tiny"),
+        task=TaskSection(name=name, options=options),
+        rollout=RolloutSection(num_prompts=1, num_samples=2, max_prompt_tokens=40, max_new_tokens=8),
+        train=TrainSection(num_steps=1),
+    )
+
+
+@pytest.fixture
+def own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "own_task.py").write_text(textwrap.dedent(OWN_TASK), encoding="utf-8")
+    before = list(sys.path)
+    monkeypatch.chdir(tmp_path)
+    yield "own_task"
+    sys.path[:] = before
+    sys.modules.pop("own_task", None)
+
+
+def test_load_the_task_of_a_recipe() -> None:
+    recipe = recipe_of("arithmetic", num_train=10, num_eval=5, seed=3)
+    check_task(recipe)
+    task = load_task(recipe, byte_tokenizer())
+    assert (len(task.train_prompts), len(task.eval_prompts)) == (10, 5)
+    prompt = task.eval_prompts[2]
+    assert task.verifier(task.solution(prompt), prompt.answer)
+    assert next(task_texts(recipe)) == task.train_prompts[0].text + task.solution(task.train_prompts[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("arithmetics", {}, "did you mean `arithmetic`"),
+        ("base", {}, "known: arithmetic, math"),
+        ("arithmetic", {"num_trian": 3}, "task.options.num_trian: unknown key, did you mean `num_train`"),
+        ("arithmetic", {"num_train": "3"}, "task.options.num_train: expected an integer"),
+        ("arithmetic", {"min_operations": 9}, "task.options: min_operations .9. is above max_operations"),
+        ("arithmetic", {"max_operand": 2, "max_operations": 2}, "different train problems"),
+        ("math", {}, "task.options: name the problems"),
+        ("math", {"train": {"file": ["x"]}}, r"task.options.train.file: unknown key, did you mean `files`"),
+        ("math", {"train": {"files": ["no.jsonl"]}}, r"task.options.train.files.0: no file no.jsonl"),
+        ("own_task:Echo", {}, "task.options.number: is missing"),
+        ("own_task:Echo", {"number": -1}, "task.options.number must not be negative"),
+        ("own_task:Ecko", {"number": 1}, "did you mean `Echo`"),
+    ],
+)
+@pytest.mark.usefixtures("own_package")
+def test_wrong_names_and_options_fail_before_loading(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_task(recipe_of(name, **options))
+
+
+def test_a_task_of_the_users_own(own_package: str) -> None:
+    recipe = recipe_of(f"{own_package}:Echo", number=7)
+    check_task(recipe)
+    task = load_task(recipe, byte_tokenizer())
+    assert task.verifier("7", task.train_prompts[0].answer)
+    assert not task.verifier("8", task.train_prompts[0].answer)

@@ -1,0 +1,370 @@
+"""The mathematics task: real data sets load and grade right; what is wrong with a file is said by file and line."""
+
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from task_cases import byte_tokenizer
+from transformers import AutoTokenizer
+
+from srtrl.recipe import GradingSection, RewardSection
+from srtrl.tasks.grading import Grader
+from srtrl.tasks.math import MathOptions, Task
+from srtrl.tasks.math_verifier import is_correct
+from srtrl.tasks.rows import RowSource, read_rows
+from srtrl.types import Grade, Prompt
+
+GSM8K: dict[str, Any] = {"problem_field": "question", "answer_pattern": "#### (.+)", "solution_field": "answer"}
+ROW = {"problem": "What is 1+1?", "answer": "2", "solution": "1+1=2"}
+
+
+def write_rows(path: Path, rows: Sequence[Any]) -> str:
+    """A JSONL file; texts and bytes are written as they are."""
+    lines = [
+        row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode() for row in rows
+    ]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return str(path)
+
+
+def make_task(file: str, max_prompt_tokens: int = 1000, **options: Any) -> Task:
+    checked = MathOptions.model_validate({"train": {"files": [file]}, **options})
+    Task.check_options(checked)
+    return Task(checked, tokenizer=byte_tokenizer(), max_prompt_tokens=max_prompt_tokens)
+
+
+# --- Real data --------------------------------------------------------------------------------------------------------
+
+
+def grade_solutions(task: Task, prompts: Sequence[Prompt], timeout_seconds: float = 10.0) -> list[Grade]:
+    """Grade each prompt's own worked solution."""
+    grading = GradingSection(num_workers=2, timeout_seconds=timeout_seconds)
+    with Grader(task, [RewardSection(name="correct")], grading, max_new_tokens=10_000) as grader:
+        return grader.collect([grader.submit(prompt, task.solution(prompt), "stop", 1) for prompt in prompts])
+
+
+def test_gsm8k_loads_and_its_solutions_are_right(shared_data: Path) -> None:
+    task = make_task(str(shared_data / "math" / "gsm8k_test.jsonl"), prompt_template="Q: {problem}\nA:", **GSM8K)
+    assert task.load_report == {"train/rows": 1319, "train/malformed": 0, "train/overlong": 0}
+    first = task.train_prompts[0]
+    assert first.prompt_id == "gsm8k_test.jsonl:1"
+    assert first.text.startswith("Q: Janet\u2019s ducks lay 16 eggs per day.")
+    assert first.text.endswith("farmers' market?\nA:")
+    assert first.answer == "18"
+    assert task.solution(first).endswith("\n#### 18")
+    grades = grade_solutions(task, [*task.train_prompts][::6][:200])
+    assert sum(grade.outcome == "correct" for grade in grades) >= 198
+    wrong = [is_correct(task.solution(prompt), prompt.answer + "1") for prompt in task.train_prompts[:50]]
+    assert not any(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "options"), [("gsm8k_test.jsonl", GSM8K), ("math500.jsonl", {"id_field": "id"})])
+def test_all_reference_solutions_are_right(shared_data: Path, file: str, options: dict[str, Any]) -> None:
+    task = make_task(str(shared_data / "math" / file), 10_000, **options)
+    grades = grade_solutions(task, task.train_prompts)
+    assert sum(grade.outcome == "correct" for grade in grades) >= 0.99 * len(grades)
+
+
+def test_math_answers_from_the_box_of_the_solution(shared_data: Path) -> None:
+    file = str(shared_data / "math" / "math500.jsonl")
+    task = make_task(file, 10_000, answer_field="solution", answer_boxed=True)
+    given = [json.loads(line)["answer"] for line in Path(file).read_text(encoding="utf-8").splitlines()]
+    same = [prompt.answer == answer for prompt, answer in zip(task.train_prompts, given, strict=True)]
+    assert sum(same) >= 495
+
+
+def test_verifier_agrees_with_recorded_labels(shared_data: Path) -> None:
+    rows = (shared_data / "rollouts" / "qwen_math_cot_100x8.jsonl").read_text(encoding="utf-8").splitlines()
+    agree = [
+        is_correct(sample["text"], row["answer"]) == sample["correct"]
+        for row in map(json.loads, rows[:25])
+        for sample in row["samples"]
+    ]
+    assert sum(agree) >= len(agree) - 1
+
+
+def test_chat_template_of_a_real_tokenizer(shared_data: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers" / "minimind")
+    file = write_rows(tmp_path / "rows.jsonl", [ROW])
+    options = MathOptions(
+        train=RowSource(files=[file]), prompt_template="{problem}", chat_template=True, system_prompt="Be brief."
+    )
+    prompt = Task(options, tokenizer=tokenizer, max_prompt_tokens=100).train_prompts[0]
+    assert prompt.text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 1+1?<|im_end|>\n")
+    assert prompt.text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert tokenizer.decode(list(prompt.token_ids)) == prompt.text  # nothing added to what the template has
+    thinking = options.model_copy(update={"chat_template_options": {"open_thinking": True}})
+    prompt = Task(thinking, tokenizer=tokenizer, max_prompt_tokens=100).train_prompts[0]
+    assert prompt.text.endswith("<|im_start|>assistant\n<think>\n")
+    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
+        make_task(file, chat_template=True)
+
+
+# --- The verifier -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "correct"),
+    [
+        ("so \\boxed{\\frac{1}{2}}", "0.5", True),
+        ("so \\boxed{0.5}", "\\frac{1}{2}", True),
+        ("I get \\boxed{3}. That was wrong: the result is \\boxed{4}.", "4", True),
+        ("I get \\boxed{3}. That was wrong: the result is \\boxed{4}.", "3", False),
+        ("\\boxed{3} or \\boxed{4}", "4", False),
+        ("$\\boxed{3}$ and $\\boxed{4}$", "3, 4", True),
+        ("The number 7 is wrong. \\boxed{8} as 9 is odd", "8", True),
+        ("we have 1\n#### 1,234", "1234", True),
+        ("we have 1234\n#### 1", "1234", False),
+        ("4 + 2 = $<<4+2=6.00>>6.00\n#### 6", "6", True),
+        ("Answer: 42", "42", True),
+        ("**Answer:** $x = 42$", "42", True),
+        ("The final answer is $\\sqrt{2}/2$.", "\\frac{1}{\\sqrt{2}}", True),
+        ("it is 12 apples and 30 pears, 42", "42", True),
+        ("no idea", "42", False),
+        ("", "42", False),
+        ("\\boxed{}", "42", False),
+        ("\\boxed{42", "43", False),
+        ("\\boxed{(1, 2)}", "(1,2)", True),
+        ("\\boxed{\\text{even}}", "\\text{even}", True),
+        ("\\boxed{10\\%}", "10\\%", True),
+        ("\ud800 \\boxed{5}", "5", True),
+    ],
+)
+def test_verifier(text: str, answer: str, correct: bool) -> None:
+    assert is_correct(text, answer) is correct
+
+
+def test_what_cannot_be_graded_is_no_wrong_answer_and_costs_one_sample(tmp_path: Path) -> None:
+    bomb = {**ROW, "solution": "\\boxed{(10^{9})! + (10^{9}+1)!}"}
+    unreadable = {**ROW, "answer": "}"}
+    task = make_task(write_rows(tmp_path / "rows.jsonl", [ROW, bomb, unreadable, ROW]))
+    start = time.monotonic()
+    grades = grade_solutions(task, task.train_prompts, timeout_seconds=1.0)
+    assert [grade.outcome for grade in grades] == ["correct", "timeout", "error", "correct"]
+    assert "cannot read the reference answer '}'" in grades[2].detail
+    assert time.monotonic() - start < 30
+
+
+def test_a_worker_imports_the_verifier_without_torch() -> None:
+    check = "import srtrl.tasks.worker, srtrl.tasks.math_verifier, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+# --- What is wrong with a file ----------------------------------------------------------------------------------------
+
+MALFORMED: list[tuple[Any, str]] = [
+    ('{"problem": "a", ', "not JSON: "),
+    (b'{"problem": "\xff", "answer": "2"}', "not UTF-8: "),
+    ("[" * 100_000, "nested too deeply"),
+    ('{"problem": "a", "answer": ' + "9" * 5000 + "}", "not usable: Exceeds the limit"),
+    ('{"problem": "a", "answer": NaN}', "must be a text or a number"),
+    ('{"problem": "\\ud800", "answer": "2"}', "is no valid Unicode"),
+    ("[1, 2]", "expected an object with fields, found list"),
+    ({"problem": "a"}, "no field `answer`; its fields are problem"),
+    ({"problem": "a", "answer": "  "}, "field `answer` is empty"),
+    ({"problem": "a", "answer": None}, "field `answer` must be a text or a number, it is NoneType"),
+    ({"problem": "a", "answer": True}, "it is bool"),
+    ({"problem": ["a"], "answer": "2"}, "field `problem` must be a text or a number, it is list"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), MALFORMED)
+def test_malformed_row_stops_with_file_line_and_reason(tmp_path: Path, row: Any, reason: str) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [ROW, "", row, ROW])
+    with pytest.raises(ValueError, match="malformed_rows: skip") as caught:
+        make_task(file)
+    assert str(caught.value).startswith(f"{file}:3: ")
+    assert reason in str(caught.value)
+
+
+def test_malformed_rows_are_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [MALFORMED[0][0], ROW, *[row for row, _ in MALFORMED[1:]], ROW])
+    with caplog.at_level(logging.WARNING):
+        task = make_task(file, malformed_rows="skip")
+    assert [prompt.prompt_id for prompt in task.train_prompts] == ["rows.jsonl:2", "rows.jsonl:14"]
+    assert task.load_report == {"train/rows": 14, "train/malformed": 12, "train/overlong": 0}
+    assert f"skipped 12 of 14 rows; the first: {file}:1: not JSON" in caplog.text
+
+
+def test_files_without_a_usable_row_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"empty\.jsonl: there are no rows"):
+        make_task(write_rows(tmp_path / "empty.jsonl", [""]))
+    with pytest.raises(ValueError, match="not JSON"):
+        make_task(write_rows(tmp_path / "bad.jsonl", ["x"] * 3), malformed_rows="skip")
+    bad = MathOptions(train=RowSource(files=[write_rows(tmp_path / "bad.jsonl", ["x"] * 3)]), malformed_rows="skip")
+    with pytest.raises(ValueError, match=r"none of the 3 rows can be used; the first: .*not JSON"):
+        Task(bad, tokenizer=byte_tokenizer(), max_prompt_tokens=10)
+
+
+def test_wrong_names_get_a_suggestion(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "train.jsonl", [ROW])
+    with pytest.raises(ValueError, match=r"no field `probelm`, did you mean `problem`\?.* problem, answer, solution"):
+        make_task(file, problem_field="probelm")
+    with pytest.raises(ValueError, match=r"task\.options\.train\.files\.0: no file .*did you mean .*train\.jsonl\?"):
+        make_task(str(tmp_path / "tran.jsonl"))
+    with pytest.raises(ValueError, match=r"expected a \.jsonl or \.parquet file, found .*csv"):
+        make_task(str(tmp_path / "train.csv"))
+    with pytest.raises(ValueError, match="is listed twice"):
+        Task.check_options(MathOptions(train=RowSource(files=[file, file])))
+    task = make_task(file, solution_field="solutoin")
+    with pytest.raises(
+        ValueError, match=r"train\.jsonl:1 has no solution: no field `solutoin`, did you mean `solution`"
+    ):
+        task.solution(task.train_prompts[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "name the problems: `train`, `eval` or both"),
+        ({"train": {}}, "give either `files`"),
+        ({"train": {"files": ["a.jsonl"], "hub": "x/y", "split": "train"}}, "give either `files`"),
+        ({"train": {"files": ["a.jsonl"], "split": "train"}}, "belong to `hub`"),
+        ({"train": {"hub": "openai/gsm8k"}}, "`split` is missing"),
+        ({"prompt_template": "problem"}, "prompt_template must contain {problem}"),
+        ({"system_prompt": "x"}, "system_prompt needs chat_template"),
+        ({"chat_template_options": {"x": 1}}, "chat_template_options need chat_template"),
+        ({"answer_pattern": "("}, "is no regular expression"),
+        ({"answer_pattern": "####.*"}, "must have exactly one group, it has 0"),
+        ({"answer_pattern": "(.*)", "answer_boxed": True}, "two ways to find the answer"),
+    ],
+)
+def test_contradicting_options_are_refused(options: dict[str, Any], message: str) -> None:
+    sources: dict[str, Any] = {} if options in ({}, {"train": {}}) else {"train": {"files": ["a.jsonl"]}}
+    with pytest.raises(ValueError, match=message.replace("{", r"\{").replace("}", r"\}")):
+        MathOptions.model_validate(sources | options)
+
+
+# --- Rows become prompts ----------------------------------------------------------------------------------------------
+
+
+def test_overlong_prompts_are_dropped_and_counted_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [ROW, {**ROW, "problem": "x" * 50}, {**ROW, "problem": "y" * 29}, {**ROW, "problem": "z" * 30}]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    with caplog.at_level(logging.WARNING):
+        task = make_task(file, max_prompt_tokens=30, prompt_template="{problem}")
+    assert [prompt.text[0] for prompt in task.train_prompts] == ["W", "y"]  # BOS counts
+    assert task.load_report["train/overlong"] == 2
+    assert (
+        "2 of 4 prompts are longer than rollout.max_prompt_tokens (30); the first, rows.jsonl:2 has 51" in caplog.text
+    )
+    with pytest.raises(ValueError, match=r"2 of 4 prompts are longer than .* rows.jsonl:2 has 51 tokens"):
+        make_task(file, max_prompt_tokens=30, prompt_template="{problem}", overlong_prompts="error")
+    with pytest.raises(ValueError, match=r"4 of 4 prompts are longer"):
+        make_task(file, max_prompt_tokens=5)
+
+
+def test_template_keeps_other_braces(tmp_path: Path) -> None:
+    row = {**ROW, "problem": " Is {problem} a set? "}
+    task = make_task(write_rows(tmp_path / "rows.jsonl", [row]), prompt_template="{problem} Use \\boxed{}.")
+    prompt = task.train_prompts[0]
+    assert prompt.text == "Is {problem} a set? Use \\boxed{}."
+    assert byte_tokenizer().decode(list(prompt.token_ids)) == "<s>" + prompt.text
+    assert dict(prompt.metadata) == row
+
+
+def test_fields_inside_fields_numbers_and_ids(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a", "reward_model": {"ground_truth": 204, "style": "rule"}, "index": 7},
+        {"prompt": "b", "reward_model": {"ground_truth": "-0.5"}, "index": "eight"},
+        {"prompt": "c", "reward_model": {"ground_truth": 10**400}, "index": 9.5},
+    ]
+    options: dict[str, Any] = {
+        "problem_field": "prompt",
+        "answer_field": "reward_model.ground_truth",
+        "id_field": "index",
+    }
+    task = make_task(write_rows(tmp_path / "rows.jsonl", rows), **options)
+    assert [(prompt.prompt_id, prompt.answer) for prompt in task.train_prompts] == [
+        *(("7", "204"), ("eight", "-0.5")),
+        ("9.5", "1" + "0" * 400),
+    ]
+    twice = write_rows(tmp_path / "twice.jsonl", [rows[0], rows[0]])
+    with pytest.raises(ValueError, match=r"twice\.jsonl:2: an earlier row has the same `index`, 7"):
+        make_task(twice, **options)
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        ("\\boxed{1} then \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("\\boxed{x\n+ 1}", "x\n+ 1"),
+    ],
+)
+def test_answer_in_a_box(tmp_path: Path, solution: str, answer: str) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [{"problem": "a", "solution": solution}])
+    assert make_task(file, answer_field="solution", answer_boxed=True).train_prompts[0].answer == answer
+
+
+@pytest.mark.parametrize("solution", ["none", "\\boxed{1", "\\boxed{ }", "\\boxed{\\}"])
+def test_answer_without_a_box(tmp_path: Path, solution: str) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [{"problem": "a", "solution": solution}])
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: no answer: `solution` has no complete"):
+        make_task(file, answer_field="solution", answer_boxed=True)
+
+
+def test_answer_pattern_takes_the_last_match(tmp_path: Path) -> None:
+    rows = [{**ROW, "answer": "#### 1\n#### 2 "}, {**ROW, "answer": "none"}]
+    options: dict[str, Any] = {"answer_pattern": "#### (.+)", "malformed_rows": "skip"}
+    task = make_task(write_rows(tmp_path / "rows.jsonl", rows), **options)
+    assert [prompt.answer for prompt in task.train_prompts] == ["2"]
+    assert task.load_report["train/malformed"] == 1
+
+
+def test_parquet_and_the_hub_give_the_same_prompts_as_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"problem": f"{i}+{i}?", "answer": i + i, "extra": {"level": i}} for i in range(3000)]
+    jsonl = write_rows(tmp_path / "rows.jsonl", rows)
+    parquet = tmp_path / "hub" / "train.parquet"
+    parquet.parent.mkdir()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    sources: list[dict[str, Any]] = [
+        {"files": [jsonl]},
+        {"files": [str(parquet)]},
+        {"hub": str(parquet.parent), "split": "train"},
+    ]
+    first, second, third = (
+        Task(MathOptions(train=RowSource(**source)), tokenizer=byte_tokenizer(), max_prompt_tokens=200).train_prompts
+        for source in sources
+    )
+    assert len(first) == 3000
+    for other, name in ((second, "train.parquet"), (third, f"{parquet.parent}/train")):
+        for a, b in zip(first, other, strict=True):
+            assert (a.text, a.token_ids, a.answer, a.metadata) == (b.text, b.token_ids, b.answer, b.metadata)
+        assert [prompt.prompt_id for prompt in other[1022:1026]] == [f"{name}:{i}" for i in range(1023, 1027)]
+    with pytest.raises(ValueError, match=r"hub data set .*nowhere"):
+        list(read_rows(RowSource(hub=str(tmp_path / "nowhere"), split="train")))
+    parquet.write_bytes(parquet.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"train\.parquet: cannot read this Parquet file"):
+        list(read_rows(RowSource(files=[str(parquet)])))
+
+
+def test_files_of_one_name_have_different_ids(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    files = [write_rows(tmp_path / folder / "rows.jsonl", [ROW]) for folder in "ab"]
+    files.append(write_rows(tmp_path / "more.jsonl", [ROW]))
+    rows = list(read_rows(RowSource(files=files)))
+    assert [row.name for row in rows] == [f"{files[0]}:1", f"{files[1]}:1", "more.jsonl:1"]
+
+
+def test_eval_only_and_texts(tmp_path: Path) -> None:
+    source = RowSource(files=[write_rows(tmp_path / "rows.jsonl", [ROW])])
+    task = Task(MathOptions(eval=source), tokenizer=byte_tokenizer(), max_prompt_tokens=200)
+    assert (len(task.train_prompts), len(task.eval_prompts)) == (0, 1)
+    options = MathOptions(train=source, prompt_template="{problem}\n")
+    assert list(Task.texts(options)) == ["What is 1+1?\n1+1=2"]
+    with pytest.raises(ValueError, match="no training problems"):
+        list(Task.texts(MathOptions(eval=source)))
