@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -15,3 +16,9 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no shared data at {folder}: set SRTRL_SHARED_DATA to its folder")
     return folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Tiny tensors gain nothing from threads, and lose much on a busy machine; tests of threads set their own."""
+    torch.set_num_threads(1)

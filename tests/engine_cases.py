@@ -1,0 +1,156 @@
+"""Tiny random policies, requests and drafters for the engine's tests."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from srtrl.drafters.draft_tree import EMPTY_TREE, ROOT, DraftTree
+from srtrl.engine.engine import Engine, EngineOptions
+from srtrl.engine.sampler import stream_of
+from srtrl.model.transformer import Transformer
+from srtrl.model.weights import config_from_hf, init_model
+from srtrl.types import Completion, Request, SamplingParams
+
+PROMPTS = ((5,), (1, 2, 3, 4, 5, 6, 7, 8, 9), tuple(range(10, 27)), (3, 3, 3, 3), tuple(range(20, 36)))
+
+
+def tiny_policy(
+    dtype: torch.dtype = torch.float32, *, hidden_size: int = 36, model_type: str = "qwen2", scale: float = 6.0
+) -> Transformer:
+    """A random policy whose widths are no multiple of 16; `scale` makes its distributions uneven, as trained ones are."""
+    config = {
+        "model_type": model_type,
+        "architectures": [
+            {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[model_type]
+        ],
+        "vocab_size": 61,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size + 5,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 10,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+    }
+    model = init_model(config_from_hf(config), seed=1, dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(scale)
+    return model.to(dtype)
+
+
+def requests_for(
+    prompts: Sequence[tuple[int, ...]] = PROMPTS,
+    *,
+    num_samples: int = 3,
+    max_new_tokens: int = 24,
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> list[Request]:
+    """`num_samples` requests a prompt, of various length limits; token 0 ends a sample."""
+    return [
+        Request(
+            prompt_id=str(draw),
+            prompt_token_ids=prompt,
+            draw_index=draw,
+            sample_index=sample,
+            stream=stream_of(seed, "train", 1, draw, sample),
+            sampling=SamplingParams(
+                max_new_tokens=max(1, max_new_tokens - 3 * draw), temperature=temperature, end_token_ids=(0,)
+            ),
+        )
+        for draw, prompt in enumerate(prompts)
+        for sample in range(num_samples)
+    ]
+
+
+def decode(engine: Engine, requests: Sequence[Request]) -> dict[tuple[int, int], Completion]:
+    """Completions by (draw, sample); integrity is checked after every step."""
+    completions: dict[tuple[int, int], Completion] = {}
+    for request in requests:
+        engine.add(request)
+    while engine.scheduler.has_work:
+        for completion in engine.step():
+            completions[completion.request.draw_index, completion.request.sample_index] = completion
+        engine.scheduler.check_integrity()
+    assert len(completions) == len(requests)
+    return completions
+
+
+def outputs(
+    completions: dict[tuple[int, int], Completion],
+) -> dict[tuple[int, int], tuple[list[int], list[float], str]]:
+    """What must be equal, bit by bit, whatever the engine did to get there."""
+    return {key: (c.token_ids, c.rollout_logprobs, c.finish_reason) for key, c in sorted(completions.items())}
+
+
+def options(**changes: object) -> EngineOptions:
+    """Engine options for the tiny policies."""
+    values: dict[str, object] = {"slots": 8, "page_size": 4, "max_sequence_tokens": 64, "prefill_chunk_tokens": 7}
+    return EngineOptions(**(values | changes))  # type: ignore[arg-type]
+
+
+class TestDrafter:
+    """Drafts trees around the tokens that will be sampled (known from an earlier run): right, wrong and in between.
+
+    `accuracy` 1 drafts the truth on a branch that is not the first; 0 drafts nonsense; between, the truth for a while.
+    """
+
+    __test__ = False
+
+    def __init__(
+        self, truth: Sequence[tuple[tuple[int, ...], list[int]]], *, accuracy: float, vocab_size: int = 61
+    ) -> None:
+        self.truth = truth
+        self.accuracy = accuracy
+        self.vocab_size = vocab_size
+        self.random = np.random.default_rng(0)
+        self.committed: dict[int, list[int]] = {}
+        self.num_accepted_branches = 0
+
+    def start(self, sequence_id: int, prompt_token_ids: tuple[int, ...]) -> None:
+        self.committed[sequence_id] = []
+
+    def observe(self, sequence_id: int, token_ids: Sequence[int]) -> None:
+        self.committed[sequence_id].extend(token_ids)
+
+    def finish(self, sequence_id: int) -> None:
+        del self.committed[sequence_id]
+
+    def on_policy_update(self) -> None:
+        pass
+
+    def propose(self, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> list[DraftTree]:
+        return [self._tree(i, n) for i, n in zip(sequence_ids, max_nodes, strict=True)]
+
+    def _tree(self, sequence_id: int, max_nodes: int) -> DraftTree:
+        done = self.committed[sequence_id]
+        ahead = self.truth[sequence_id][1][len(done) :]
+        tokens: list[int] = []
+        parents: list[int] = []
+        on_truth = ROOT
+        for right in ahead[: int(self.random.integers(0, 6))]:
+            wrong = int(self.random.integers(0, self.vocab_size))
+            if wrong != right:  # the wrong sibling comes first, and has a child of its own
+                tokens += [wrong, (wrong + 1) % self.vocab_size]
+                parents += [on_truth, len(tokens) - 2]
+            if self.random.random() >= self.accuracy:
+                break
+            tokens.append(right)
+            parents.append(on_truth)
+            on_truth = len(tokens) - 1
+        if not tokens:
+            return EMPTY_TREE
+        tree = DraftTree(
+            token_ids=np.array(tokens, np.int32),
+            parents=np.array(parents, np.int32),
+            scores=np.ones(len(tokens), np.float32),
+        ).first(max_nodes)
+        tree.check(self.vocab_size)
+        return tree

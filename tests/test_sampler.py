@@ -1,0 +1,177 @@
+"""Sampling: the fast kernel against its definition, the right frequencies, and noise that does not repeat itself."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from srtrl.engine.engine import Engine, EngineOptions
+from srtrl.engine.sampler import (
+    filter_top_k_top_p,
+    row_logprobs_reference,
+    sample_rows,
+    sample_rows_reference,
+    stream_of,
+    uniform_noise,
+)
+from srtrl.types import Purpose, Request, SamplingParams
+
+
+def to_signed(streams: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(streams.view(np.int64))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    vocab_size=st.integers(1, 700),
+    spread=st.sampled_from([0.0, 0.1, 1.0, 5.0, 60.0, 300.0]),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    excluded=st.sampled_from([0.0, 0.5, 0.95]),
+    seed=st.integers(0, 10**6),
+)
+def test_kernel_gives_the_tokens_and_logprobs_of_the_definition(
+    vocab_size: int, spread: float, temperature: float, excluded: float, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    logits = torch.from_numpy(random.normal(size=(5, vocab_size)).astype(np.float32)) * spread
+    mask = torch.from_numpy(random.random((5, vocab_size)) < excluded)
+    mask[:, random.integers(vocab_size)] = False
+    logits = logits.masked_fill(mask, -torch.inf)
+    temperatures = np.full(5, temperature, np.float32)
+    streams = random.integers(0, 2**64, 5, dtype=np.uint64)
+    positions = random.integers(0, 10_000, 5)
+    token_ids, logprobs = sample_rows(logits, temperatures, streams, positions)
+    expected = sample_rows_reference(
+        logits, torch.from_numpy(temperatures), to_signed(streams), torch.from_numpy(positions)
+    )
+    assert token_ids.tolist() == expected.tolist()
+    assert not mask[torch.arange(5), expected].any()
+    reference = row_logprobs_reference(logits.double(), torch.from_numpy(temperatures), expected)
+    assert np.allclose(logprobs, reference.numpy(), atol=1e-5, rtol=1e-6)
+
+
+def test_frequencies_of_one_distribution() -> None:
+    num_draws = 400_000
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -4.0, 1.5, -9.0])
+    probs = torch.softmax(logits / 0.8, 0).double().numpy()
+    rows = logits.expand(num_draws, -1)
+    streams = np.full(num_draws, stream_of(1, "train", 2, 3, 4), np.uint64)
+    token_ids, _ = sample_rows(rows, np.full(num_draws, 0.8, np.float32), streams, np.arange(num_draws, dtype=np.int64))
+    counts = np.bincount(token_ids, minlength=len(probs))
+    assert stats.chisquare(counts, probs * num_draws / probs.sum()).pvalue > 1e-3
+    wrong = torch.softmax(logits / 0.85, 0).double().numpy()  # the test has the power to see this
+    assert stats.chisquare(counts, wrong * num_draws / wrong.sum()).pvalue < 1e-6
+
+
+def noise_of(streams: list[int], num_positions: int = 64, vocab_size: int = 128) -> np.ndarray:
+    """[len(streams), num_positions * vocab_size] standard normal scores of the noise."""
+    rows = []
+    for stream in streams:
+        signed = to_signed(np.full(num_positions, stream, np.uint64))
+        uniform = uniform_noise(signed, torch.arange(num_positions), vocab_size)
+        rows.append(stats.norm.ppf(uniform.numpy()).ravel())
+    return np.stack(rows)
+
+
+def assert_uncorrelated(a: np.ndarray, b: np.ndarray) -> None:
+    correlation = float(np.corrcoef(a, b)[0, 1])
+    assert abs(correlation) < 4.5 / np.sqrt(len(a)), correlation
+
+
+def test_noise_of_siblings_draws_steps_seeds_and_purposes_is_uncorrelated() -> None:
+    base: tuple[int, Purpose, int, int, int] = (7, "train", 5, 3, 2)
+    others: list[tuple[int, Purpose, int, int, int]] = [
+        (7, "train", 5, 3, 3),
+        (7, "train", 5, 4, 2),
+        (7, "train", 6, 3, 2),
+        (8, "train", 5, 3, 2),
+        (7, "eval", 5, 3, 2),
+        (7, "generate", 5, 3, 2),
+    ]
+    noise = noise_of([stream_of(*base), *(stream_of(*other) for other in others)])
+    for row in noise[1:]:
+        assert_uncorrelated(noise[0], row)
+        assert_uncorrelated(noise[0][:-128], row[128:])  # nor is it the same noise a position later
+    with pytest.raises(AssertionError):
+        assert_uncorrelated(noise[0], noise[0] + 10 * noise[1])
+
+
+def test_noise_of_successive_positions_and_tokens_is_uncorrelated_and_uniform() -> None:
+    noise = noise_of([stream_of(0, "train", 0, 0, 0)], num_positions=400, vocab_size=500)[0]
+    assert_uncorrelated(noise[:-500], noise[500:])
+    assert_uncorrelated(noise[:-1], noise[1:])
+    assert stats.kstest(noise, "norm").pvalue > 1e-3
+
+
+def test_noise_is_strictly_between_zero_and_one() -> None:
+    uniform = uniform_noise(torch.tensor([0, -1, 1 << 62]), torch.tensor([0, 1, 2]), 100_000)
+    assert float(uniform.min()) > 0
+    assert float(uniform.max()) < 1
+
+
+def test_top_k_and_top_p_keep_exactly_the_right_tokens() -> None:
+    probs = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25], [0.4, 0.3, 0.2, 0.1]])
+    top_k, top_p = torch.tensor([2, 0, 3, 3]), torch.tensor([1.0, 0.65, 1.0, 0.5])
+    kept = filter_top_k_top_p(probs.log(), torch.ones(4), top_k, top_p).isfinite()
+    assert kept.tolist() == [
+        [True, True, False, False],
+        [False, False, True, True],
+        [True, True, True, False],  # a tie at the border: the first tokens
+        [True, True, False, False],  # top-p of what top-k left: 4/9 is below one half, 7/9 is not
+    ]
+
+
+def test_top_p_never_empties_a_row_and_greedy_ignores_both() -> None:
+    logits = torch.tensor([[0.0, 5.0, 1.0]])
+    kept = filter_top_k_top_p(logits, torch.ones(1), torch.tensor([0]), torch.tensor([1e-9])).isfinite()
+    assert kept.tolist() == [[False, True, False]]
+
+
+def test_streams_are_64_bits_and_distinct() -> None:
+    streams = {
+        stream_of(0, "train", step, draw, sample) for step in range(10) for draw in range(20) for sample in range(20)
+    }
+    assert len(streams) == 4000
+    assert all(0 <= stream < 2**64 for stream in streams)
+    assert max(streams) > 2**63  # the high bit is used
+
+
+def test_sampled_stories_have_the_exact_probabilities(shared_data: object) -> None:
+    """At least 200,000 sampled tokens of a real model: at each position, the token's rank among the model's own
+    cumulative probabilities must be uniform (probability integral transform, in 20 bins), whatever the context."""
+    from srtrl.model.attention import PackedPlan
+    from srtrl.model.weights import load_model
+
+    policy = load_model(f"{shared_data}/models/stories260K", dtype=torch.float32, device="cpu")
+    num_samples, length, temperature = 1024, 200, 0.9
+    requests = [
+        Request(
+            prompt_id="bos",
+            prompt_token_ids=(1,),
+            draw_index=draw,
+            sample_index=0,
+            stream=stream_of(3, "generate", 0, draw, 0),
+            sampling=SamplingParams(max_new_tokens=length, temperature=temperature),
+        )
+        for draw in range(num_samples)
+    ]
+    engine = Engine(policy, EngineOptions(slots=256, max_sequence_tokens=length + 1))
+    random = np.random.default_rng(0)
+    ranks, top_hits, top_expected = [], 0, 0.0
+    with torch.no_grad():
+        for completion in engine.generate(requests):
+            token_ids = torch.tensor([1, *completion.token_ids])
+            hidden = policy(token_ids[:-1], PackedPlan.from_lengths([length], "cpu"))
+            probs = (policy.logits(hidden).double() / temperature).softmax(-1)  # [length, V]
+            chosen = probs.gather(1, token_ids[1:, None])
+            below = probs.cumsum(1).gather(1, token_ids[1:, None]) - chosen
+            ranks.append((below + chosen * torch.from_numpy(random.random((length, 1)))).squeeze(1).numpy())
+            top_hits += int((probs.argmax(1) == token_ids[1:]).sum())
+            top_expected += float(probs.max(1).values.sum())
+    values = np.concatenate(ranks)
+    assert len(values) >= 200_000
+    counts, _ = np.histogram(values, bins=20, range=(0, 1))
+    assert stats.chisquare(counts).pvalue > 1e-3
+    assert abs(top_hits - top_expected) < 4 * np.sqrt(len(values) * 0.25)
