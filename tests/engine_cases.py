@@ -18,7 +18,7 @@ PROMPTS = ((5,), (1, 2, 3, 4, 5, 6, 7, 8, 9), tuple(range(10, 27)), (3, 3, 3, 3)
 def tiny_policy(
     dtype: torch.dtype = torch.float32, *, hidden_size: int = 36, model_type: str = "qwen2", scale: float = 6.0
 ) -> Transformer:
-    """A random policy whose widths are no multiple of 16; `scale` makes its distributions uneven, as trained ones are."""
+    """A random policy, its widths no multiple of 16; `scale` makes its distributions uneven, as trained ones are."""
     config = {
         "model_type": model_type,
         "architectures": [
@@ -96,13 +96,11 @@ def options(**changes: object) -> EngineOptions:
     return EngineOptions(**(values | changes))  # type: ignore[arg-type]
 
 
-class TestDrafter:
+class KnowingDrafter:
     """Drafts trees around the tokens that will be sampled (known from an earlier run): right, wrong and in between.
 
     `accuracy` 1 drafts the truth on a branch that is not the first; 0 drafts nonsense; between, the truth for a while.
     """
-
-    __test__ = False
 
     def __init__(
         self, truth: Sequence[tuple[tuple[int, ...], list[int]]], *, accuracy: float, vocab_size: int = 61
@@ -112,7 +110,6 @@ class TestDrafter:
         self.vocab_size = vocab_size
         self.random = np.random.default_rng(0)
         self.committed: dict[int, list[int]] = {}
-        self.num_accepted_branches = 0
 
     def start(self, sequence_id: int, prompt_token_ids: tuple[int, ...]) -> None:
         self.committed[sequence_id] = []

@@ -1,15 +1,17 @@
 """The decoder: exactness whatever the slots, pages, order, drafts and threads; ends, errors and metrics."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from engine_cases import PROMPTS, TestDrafter, decode, options, outputs, requests_for, tiny_policy
+from engine_cases import PROMPTS, KnowingDrafter, decode, options, outputs, requests_for, tiny_policy
 
 from srtrl.engine.engine import Engine
 from srtrl.model.attention import PackedPlan
 from srtrl.model.logprobs import token_logprobs
 from srtrl.model.transformer import Transformer
+from srtrl.model.weights import load_model, load_tokenizer
 from srtrl.types import Completion, Request, SamplingParams
 
 
@@ -49,7 +51,7 @@ def test_draft_trees_change_nothing(dtype: torch.dtype, accuracy: float, threads
     expected = sequential(policy, requests)
     truth = [(r.prompt_token_ids, expected[r.draw_index, r.sample_index].token_ids) for r in requests]
     for slots, num_pages in ((1, None), (7, None), (64, None), (7, 12)):
-        drafter = TestDrafter(truth, accuracy=accuracy)
+        drafter = KnowingDrafter(truth, accuracy=accuracy)
         engine = Engine(policy, options(slots=slots, num_pages=num_pages), drafter=drafter)
         assert outputs(decode(engine, requests)) == outputs(expected)
         metrics = engine.take_metrics()
@@ -192,11 +194,8 @@ def test_metrics_count_what_was_done() -> None:
     assert engine.take_metrics()["engine/tokens"] == 0
 
 
-def test_golden_story(shared_data: object) -> None:
-    from srtrl.model.weights import load_model, load_tokenizer
-
-    folder = f"{shared_data}/models/stories260K"
-    tokenizer = load_tokenizer(folder)
+def test_golden_story(shared_data: Path) -> None:
+    folder = shared_data / "models/stories260K"
     request = Request(
         prompt_id="bos",
         prompt_token_ids=(1,),
@@ -207,11 +206,9 @@ def test_golden_story(shared_data: object) -> None:
     )
     engine = Engine(load_model(folder, dtype=torch.float32, device="cpu"), options(max_sequence_tokens=256))
     (completion,) = engine.generate([request])
-    assert (
-        tokenizer.decode(completion.token_ids)
-        .strip()
-        .startswith(
-            "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw "
-            "a big, red ball. She wanted to play with it, but it was too high."
-        )
+    text = load_tokenizer(folder).decode(completion.token_ids)
+    assert isinstance(text, str)
+    assert text.strip().startswith(
+        "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw "
+        "a big, red ball. She wanted to play with it, but it was too high."
     )

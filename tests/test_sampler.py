@@ -1,5 +1,7 @@
 """Sampling: the fast kernel against its definition, the right frequencies, and noise that does not repeat itself."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,8 @@ from srtrl.engine.sampler import (
     stream_of,
     uniform_noise,
 )
+from srtrl.model.attention import PackedPlan
+from srtrl.model.weights import load_model
 from srtrl.types import Purpose, Request, SamplingParams
 
 
@@ -138,13 +142,12 @@ def test_streams_are_64_bits_and_distinct() -> None:
     assert max(streams) > 2**63  # the high bit is used
 
 
-def test_sampled_stories_have_the_exact_probabilities(shared_data: object) -> None:
-    """At least 200,000 sampled tokens of a real model: at each position, the token's rank among the model's own
-    cumulative probabilities must be uniform (probability integral transform, in 20 bins), whatever the context."""
-    from srtrl.model.attention import PackedPlan
-    from srtrl.model.weights import load_model
+def test_sampled_stories_have_the_exact_probabilities(shared_data: Path) -> None:
+    """Over 200,000 sampled tokens of a real model: a token's place among its context's exact cumulative probabilities.
 
-    policy = load_model(f"{shared_data}/models/stories260K", dtype=torch.float32, device="cpu")
+    These places (randomised within the token's own share) must be uniform, whatever the contexts: chi-square, 20 bins.
+    """
+    policy = load_model(shared_data / "models/stories260K", dtype=torch.float32, device="cpu")
     num_samples, length, temperature = 1024, 200, 0.9
     requests = [
         Request(
@@ -158,20 +161,23 @@ def test_sampled_stories_have_the_exact_probabilities(shared_data: object) -> No
         for draw in range(num_samples)
     ]
     engine = Engine(policy, EngineOptions(slots=256, max_sequence_tokens=length + 1))
-    random = np.random.default_rng(0)
-    ranks, top_hits, top_expected = [], 0, 0.0
-    with torch.no_grad():
-        for completion in engine.generate(requests):
-            token_ids = torch.tensor([1, *completion.token_ids])
-            hidden = policy(token_ids[:-1], PackedPlan.from_lengths([length], "cpu"))
-            probs = (policy.logits(hidden).double() / temperature).softmax(-1)  # [length, V]
-            chosen = probs.gather(1, token_ids[1:, None])
-            below = probs.cumsum(1).gather(1, token_ids[1:, None]) - chosen
-            ranks.append((below + chosen * torch.from_numpy(random.random((length, 1)))).squeeze(1).numpy())
-            top_hits += int((probs.argmax(1) == token_ids[1:]).sum())
-            top_expected += float(probs.max(1).values.sum())
-    values = np.concatenate(ranks)
+    completions = list(engine.generate(requests))
+    random = torch.Generator().manual_seed(0)
+    places, num_likeliest, expected_likeliest = [], 0, 0.0
+    plan = PackedPlan.from_lengths([length] * 64, "cpu")
+    for first in range(0, num_samples, 64):
+        token_ids = torch.tensor([[1, *completion.token_ids] for completion in completions[first : first + 64]])
+        with torch.no_grad():
+            logits = policy.logits(policy(token_ids[:, :-1].flatten(), plan))
+        probs = (logits.double() / temperature).softmax(-1)  # [64 x length, V]
+        targets = token_ids[:, 1:].reshape(-1, 1)
+        chosen = probs.gather(1, targets)
+        below = probs.cumsum(1).gather(1, targets) - chosen
+        places.append((below + chosen * torch.rand(chosen.shape, generator=random, dtype=torch.float64)).flatten())
+        num_likeliest += int((probs.argmax(1, keepdim=True) == targets).sum())
+        expected_likeliest += float(probs.max(1).values.sum())
+    values = torch.cat(places).numpy()
     assert len(values) >= 200_000
     counts, _ = np.histogram(values, bins=20, range=(0, 1))
     assert stats.chisquare(counts).pvalue > 1e-3
-    assert abs(top_hits - top_expected) < 4 * np.sqrt(len(values) * 0.25)
+    assert abs(num_likeliest - expected_likeliest) < 4 * np.sqrt(len(values) * 0.25)

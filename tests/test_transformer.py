@@ -27,7 +27,7 @@ class CountingPlan(PackedPlan):
 
     num_calls = 0
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: D102
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.num_calls += 1
         return super().attend(layer, q, k, v)
 
@@ -39,7 +39,7 @@ class RowPlan:
         self.positions = positions
         self.num_positions = int(positions.max()) + 1
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: D102
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         num_shared = q.shape[1] // k.shape[1]
         return q + k.repeat_interleave(num_shared, 1) * v.repeat_interleave(num_shared, 1) * (layer + 1)
 

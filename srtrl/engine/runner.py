@@ -127,7 +127,9 @@ def build_rows(
         page_tables=page_tables,
         row_tables=row_tables,
         context_lengths=write_positions + np.int32(1),
-        path_slots=np.zeros((len(tokens), max((int(t.depths().max(initial=0)) for t in trees), default=0)), np.int32),
+        path_slots=np.zeros(
+            (len(tokens), max((int(t.depths().max()) for t in trees if t.num_nodes), default=0)), np.int32
+        ),
         path_lengths=np.zeros(len(tokens), np.int32),
     )
     for tree, first_row in zip(trees, first_rows[: len(decodes)].tolist(), strict=True):

@@ -1,7 +1,7 @@
 """When a sample ends: end token, stop string, or length. Looked at token by token, also inside an accepted path."""
 
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol
+from typing import Any, Protocol
 
 from srtrl.engine.sequence import Sequence
 from srtrl.types import FinishReason
@@ -10,8 +10,8 @@ from srtrl.types import FinishReason
 class Tokenizer(Protocol):
     """The part of a tokenizer that stop strings need."""
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of the tokens."""
+    def decode(self, token_ids: list[int], /) -> Any:
+        """Text of the tokens, special ones included."""
 
 
 def finish_reason(sequence: Sequence, tokenizer: Tokenizer | None) -> FinishReason | None:

@@ -1,0 +1,49 @@
+# `make quickstart` and `make test` do all the set-up themselves: they need python3 (3.11 or newer) and nothing else.
+PYTHON ?= python3
+RECIPE ?= recipes/quickstart.yaml
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup quickstart train test test-slow check bench clean
+.DEFAULT_GOAL := help
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml .ci/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "srtrl needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable ".[dev]" --constraint .ci/constraints.txt
+	@touch $@
+
+setup: $(STAMP) ## Make .venv with pinned versions (the other targets do this first)
+
+quickstart: $(STAMP) ## Train the bundled policy on arithmetic, on the CPU, in minutes; then write its report
+	$(BIN)/srtrl train recipes/quickstart.yaml --overwrite $(ARGS)
+	$(BIN)/srtrl report runs/quickstart --open
+
+train: $(STAMP) ## Run a recipe: make train RECIPE=recipes/grpo_gsm8k.yaml ARGS="train.num_steps=20"
+	$(BIN)/srtrl train $(RECIPE) $(ARGS)
+
+test: $(STAMP) ## The tests that need neither network nor GPU
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(STAMP) ## The tests that take minutes each
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+check: $(STAMP) ## Lint, formatting and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(STAMP) ## Measure the decoder
+	$(BIN)/srtrl bench rollout $(ARGS)
+
+clean: ## Remove caches and build output (not runs)
+	rm -rf $(STAMP) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find srtrl tests -name __pycache__ -type d -exec rm -rf {} +

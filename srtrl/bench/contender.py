@@ -1,0 +1,70 @@
+"""What takes part in a benchmark, and our own decoder as such."""
+
+import time
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from srtrl.bench.workload import Workload
+from srtrl.engine.engine import Engine, EngineOptions
+from srtrl.model.transformer import Transformer
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RunTime:
+    """One rollout of a workload, from the prompts to all tokens on the host."""
+
+    seconds: float
+    num_tokens: int
+    """Generated tokens, padding apart."""
+
+
+class Contender(Protocol):
+    """A way to decode a workload."""
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+
+    def run(self, workload: Workload) -> RunTime:
+        """Decode the whole workload once."""
+
+
+class OurDecoder:
+    """The engine. It lives as long as a trainer's: made once for a workload, outside the time that counts."""
+
+    def __init__(self, name: str, model: Transformer, options: EngineOptions) -> None:
+        """Measure `model` under `options`, but for `slots` 0 (as many as sequences) and `max_sequence_tokens`."""
+        self.name = name
+        self._model = model
+        self._options = options
+        self._engine: Engine | None = None
+        self._workload: Workload | None = None
+
+    def run(self, workload: Workload) -> RunTime:
+        """Decode the whole workload once, log-probs included (the engine always computes them).
+
+        Raises:
+            ValueError: The workload does not fit the model or the pages.
+        """
+        engine = self._engine_for(workload)
+        started = time.perf_counter()
+        completions = list(engine.generate(workload.requests))
+        seconds = time.perf_counter() - started
+        for completion in completions:
+            assert len(completion.token_ids) == completion.request.sampling.max_new_tokens
+        return RunTime(seconds=seconds, num_tokens=sum(len(completion.token_ids) for completion in completions))
+
+    def _engine_for(self, workload: Workload) -> Engine:
+        if self._engine is None or self._workload is not workload:
+            self._engine = None  # the old cache is freed before the new one is made
+            options = replace(
+                self._options,
+                slots=self._options.slots or len(workload.requests),
+                max_sequence_tokens=workload.max_sequence_tokens,
+            )
+            with torch.inference_mode():
+                self._engine = Engine(self._model, options)
+            self._workload = workload
+        return self._engine

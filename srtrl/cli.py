@@ -1,0 +1,362 @@
+"""The command line: a command checks its arguments and calls one function. Heavy imports wait until then."""
+
+import functools
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal, ParamSpec
+
+import typer
+
+from srtrl import __version__
+from srtrl.recipe import Recipe
+from srtrl.recipe_file import RecipeSource, build_recipe, dump_recipe, read_source
+
+P = ParamSpec("P")
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, such as those in recipes/.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that replace those of the recipe."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete what is in the way and begin again.")]
+
+app = typer.Typer(
+    name="srtrl",
+    help="Reinforcement learning of language models with rollouts that are fast and exact.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+def command(name: str, **settings: Any) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Register a command whose errors become messages and exit codes.
+
+    2: a mistake of the user, that is a ValueError which our own code raised. 1: a RuntimeError of ours (a run that had
+    to stop). 130: interrupted. Any other exception is a bug and keeps its traceback, as all do with SRTRL_TRACEBACK=1.
+    """
+
+    def register(function: Callable[P, None]) -> Callable[P, None]:
+        @functools.wraps(function)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+            try:
+                function(*args, **kwargs)
+            except typer.Exit:  # a RuntimeError too
+                raise
+            except KeyboardInterrupt:
+                print("interrupted", file=sys.stderr)
+                raise typer.Exit(130) from None
+            except (ValueError, RuntimeError) as error:
+                if not _is_ours(error) or os.environ.get("SRTRL_TRACEBACK") == "1":
+                    raise
+                print(f"error: {error}", file=sys.stderr)
+                raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
+
+        app.command(name, **settings)(guarded)
+        return guarded
+
+    return register
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether the exception was raised in a file of this package."""
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    return Path(raised_in).is_relative_to(Path(__file__).parent)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        print(f"srtrl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Reinforcement learning of language models with rollouts that are fast and exact."""
+
+
+def _load_checked(source: RecipeSource, *, warm_start: bool = False) -> Recipe:
+    """The recipe of `source`, every name and local path in it resolved."""
+    from srtrl.checks import check_recipe
+
+    recipe = build_recipe(source)
+    check_recipe(recipe, source, warm_start=warm_start)
+    return recipe
+
+
+@command("train")
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Train a policy by reinforcement learning.
+
+    All it writes is in the folder <output_dir>/<name>, which is runs/<name> unless the recipe says otherwise.
+    """
+    loaded = _load_checked(read_source(recipe, overrides or ()))
+    from srtrl.trainer.summary import summary_table
+    from srtrl.trainer.training import run_training
+
+    result = run_training(loaded, resume=resume, overwrite=overwrite)
+    _print_table(summary_table(result.summary))
+    if result.interrupted:
+        print(f"interrupted, with a checkpoint; to go on: srtrl train {recipe} {' '.join(overrides or ())} --resume")
+        raise typer.Exit(130)
+    print(f"the run is in {result.folder}; its page: srtrl report {result.folder}")
+
+
+@command("warm-start")
+def warm_start(recipe: RecipePath, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
+    """Fine-tune a policy on the task's solutions.
+
+    So that reinforcement learning has something to reinforce. The policy goes to the recipe's warm_start.output.
+    """
+    loaded = _load_checked(read_source(recipe, overrides or ()), warm_start=True)
+    from srtrl.trainer.run_eval import eval_table
+    from srtrl.trainer.warm_start import run_warm_start
+
+    summary = run_warm_start(loaded, overwrite=overwrite)
+    if summary.held_out is not None:
+        _print_table(eval_table(str(summary.output), summary.held_out))
+
+
+@command("eval")
+def evaluate(
+    model_or_run: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, or the folder of a run.")],
+    overrides: Overrides = None,
+    *,
+    recipe: Annotated[Path | None, typer.Option(help="Recipe with the task; by default the run's own.")] = None,
+    task: Annotated[str | None, typer.Option(help="Task to evaluate on; its options are overrides.")] = None,
+    step: Annotated[int | None, typer.Option(help="Checkpoint of the run; by default the newest.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples of each problem.")] = None,
+    problems: Annotated[int | None, typer.Option(help="Held-out problems to use, from the first.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Longest response.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a policy on held-out problems.
+
+    Prints pass@1 (as the average over N samples of each problem) with a 95% confidence interval. Values of the recipe
+    may be overridden, the task's options for example: task.options.eval.files=[test.jsonl].
+    """
+    from srtrl.trainer.run_eval import resolve_eval_source
+
+    evaluated = resolve_eval_source(model_or_run, step=step)
+    recipe_path = recipe or evaluated.recipe_path
+    if recipe_path is None and task is None:
+        raise ValueError(
+            f"{model_or_run} is not a run folder: say what to evaluate on, with --task NAME or --recipe FILE"
+        )
+    source = read_source(recipe_path) if recipe_path else _bare_source()
+    source.put(("model", "path"), evaluated.model, "MODEL_OR_RUN")
+    flags = {
+        "--task": (("task", "name"), task),
+        "--samples": (("eval", "num_samples"), samples),
+        "--problems": (("eval", "num_problems"), problems),
+        "--temperature": (("eval", "temperature"), temperature),
+        "--max-new-tokens": (("rollout", "max_new_tokens"), max_new_tokens),
+        "--seed": (("seed",), seed),
+    }
+    for flag, (key, value) in flags.items():
+        if value is not None:
+            source.put(key, value, flag)
+    source.override(overrides or ())
+    _run_eval(_load_checked(source), as_json=as_json)
+
+
+def _bare_source() -> RecipeSource:
+    """The least recipe that an evaluation needs; what only training reads is set so that it cannot be in the way."""
+    rollout = {"num_prompts": 1, "num_samples": 2, "max_prompt_tokens": 1024, "max_new_tokens": 1024}
+    train = {"num_steps": 1, "micro_batch_tokens": 1 << 30}
+    return RecipeSource(Path("--task"), {"name": "eval", "rollout": rollout, "train": train})
+
+
+def _run_eval(recipe: Recipe, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    from srtrl.trainer.progress import RunProgress
+    from srtrl.trainer.run_eval import eval_table, run_eval
+
+    with RunProgress("eval", 1, console=Console(stderr=True)) as progress:
+        result = run_eval(
+            recipe.model.path,
+            recipe,
+            on_progress=lambda done: progress.stage("decode", done.num_done, done.num_total),
+        )
+    if as_json:
+        print(json.dumps({"model": recipe.model.path, **asdict(result)}))
+    else:
+        _print_table(eval_table(recipe.model.path, result))
+
+
+@command("generate")
+def generate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Hugging Face folder, hub name, `bundled:tiny`, or a checkpoint.")
+    ],
+    *,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help='File of JSON rows: {"prompt": TEXT} or {"token_ids": [...]}, with or without "id".'),
+    ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="A prompt's text; may be given more than once.")
+    ] = None,
+    prompt_ids: Annotated[
+        list[str] | None, typer.Option(metavar="1,2,3", help="A prompt's token ids; likewise.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Completions of each prompt.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Keep the k most likely tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens of this mass.")] = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End once the text contains this; likewise.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest completion.")] = 256,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same completions.")] = 0,
+    slots: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 64,
+    kv_memory_gib: Annotated[float, typer.Option(help="Most memory of the KV cache.")] = 4.0,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights.")] = "float32",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")] = "auto",
+    chat: Annotated[bool, typer.Option("--chat", help="Give each text to the model's chat template.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Complete prompts.
+
+    Rows come out in the order of the prompts, each as soon as it is its turn. A prompt that cannot be served is named
+    on standard error, the others go on, and the exit code is 2.
+    """
+    from srtrl import generate as generation
+    from srtrl.types import SamplingParams
+
+    if not 0 < top_p <= 1:
+        raise ValueError(f"--top-p: expected a number above 0 and at most 1, found {top_p}")
+    if kv_memory_gib <= 0:
+        raise ValueError(f"--kv-memory-gib: expected a number above 0, found {kv_memory_gib}")
+    sampling = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_strings=tuple(stop or ()),
+    )
+    options = generation.GenerateOptions(
+        num_samples=samples,
+        sampling=sampling,
+        seed=seed,
+        slots=slots,
+        kv_memory_gib=kv_memory_gib,
+        dtype=dtype,
+        device=device,
+        chat=chat,
+    )
+    sources = generation.gather_prompts(prompts, prompt or (), prompt_ids or ())
+    num_failed = generation.generate(
+        model,
+        sources,
+        options,
+        on_row=lambda row: print(row.to_json() if as_json else row.to_text(), flush=True),
+        on_error=lambda message: print(f"error: {message}", file=sys.stderr, flush=True),
+    )
+    if num_failed:
+        raise typer.Exit(2)
+
+
+@command(
+    "bench",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What to measure.")] = "--help",
+) -> None:
+    """Measure how fast a part is.
+
+    Without a NAME, lists the benchmarks.
+    """
+    from srtrl.resolve import list_modules, resolve_class
+
+    if name in ("--help", "-h"):
+        print("usage: srtrl bench NAME [OPTIONS]\n\nnames:", ", ".join(list_modules("srtrl.bench", "command")))
+        return
+    benchmark = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    benchmark.command()(resolve_class("srtrl.bench", name, "command"))
+    benchmark(args=context.args, prog_name=f"srtrl bench {name}")
+
+
+@command("report")
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    open_page: Annotated[bool, typer.Option("--open", help="Show it in the browser, where there is one.")] = False,
+) -> None:
+    """Write the report of a run.
+
+    One page, report.html in the run's folder, readable with no network: curves, lengths and samples.
+    """
+    from srtrl.report.page import open_in_browser, write_report
+
+    path = write_report(run)
+    print(path)
+    if open_page:
+        open_in_browser(path)
+
+
+@command("show-config")
+def show_config(
+    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="A YAML file.")] = None,
+    overrides: Overrides = None,
+    as_json: Json = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Look up names, paths and options too, as `train` does.")
+    ] = False,
+    help_fields: Annotated[bool, typer.Option("--help-fields", help="Print every field and its meaning.")] = False,
+) -> None:
+    """Print a recipe with everything filled in.
+
+    Or, with --help-fields, every field there is and what it means.
+    """
+    if help_fields:
+        _print_fields()
+        return
+    if recipe is None:
+        raise ValueError("show-config needs a RECIPE, or --help-fields")
+    source = read_source(recipe, overrides or ())
+    resolved = _load_checked(source) if check else build_recipe(source)
+    print(resolved.model_dump_json(indent=2) if as_json else dump_recipe(resolved), end="\n" if as_json else "")
+
+
+def _print_fields() -> None:
+    from srtrl.recipe_fields import describe_fields
+    from srtrl.resolve import list_modules, resolve_class
+
+    print(describe_fields(Recipe))
+    for name in list_modules("srtrl.tasks", "Task"):
+        print(f"\ntask.options of task.name {name}:")
+        print(describe_fields(resolve_class("srtrl.tasks", name, "Task").Options, "task.options."))
+
+
+def _print_table(table: Any) -> None:
+    from rich.console import Console
+
+    Console().print(table)

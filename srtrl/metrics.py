@@ -1,0 +1,99 @@
+"""The metric log of a run (JSON lines, one row a step) and files that are either whole or not there."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Self
+
+MetricRow = dict[str, float]
+"""One line of `metrics.jsonl`: `step` and the metrics of that step."""
+
+
+class MetricLog:
+    """Appends rows to `metrics.jsonl`. A row is on disk when `write` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one row.
+
+        Raises:
+            ValueError: a value is not a finite number; the message names the metric.
+        """
+        row: MetricRow = {"step": step}
+        row |= {name: _number(name, value) for name, value in metrics.items()}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def truncate(self, step: int) -> None:
+        """Drop the rows after `step` and a half-written last line: what a resume from the checkpoint of `step` does."""
+        rows = [row for row in read_metrics(self._path) if row["step"] <= step]
+        self._file.close()
+        write_atomic(self._path, "".join(json.dumps(row) + "\n" for row in rows))
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        """Close the file; `write` must not be called after."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[MetricRow]:
+    """Read the rows of a metric log, in file order; a last line without its newline (a killed run) is left out.
+
+    Raises:
+        ValueError: a line is not a JSON object with a `step`; the message names file and line.
+    """
+    rows = []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not JSON ({error}); expected one row of metrics a line") from error
+        if not isinstance(row, dict) or "step" not in row:
+            raise ValueError(f"{path}:{number}: expected an object with the key `step`, found {line[:80]}")
+        rows.append(row)
+    return rows
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a file beside `path`, then rename it: a reader, or a kill at any time, sees the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside `folder` survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _number(name: str, value: float) -> int | float:
+    """A plain int or float, from a NumPy scalar too."""
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(f"metric {name} must be a finite number, found {value!r}")
+    return int(value) if isinstance(value, Integral) else float(value)

@@ -1,0 +1,362 @@
+"""The recipe: every option of a run, its type, its default and its meaning.
+
+The docstring under a field is its documentation (`srtrl show-config --help-fields` prints them). Reading a YAML file,
+overrides and error messages live in `recipe_file.py`; names such as `algorithm.loss` are resolved by `resolve.py`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """A combination of values that cannot run."""
+
+    key: tuple[str | int, ...]
+    """The value to change first; its line is shown."""
+    message: str
+
+
+class RecipeConflictsError(ValueError):
+    """All combinations in a recipe that cannot run."""
+
+    def __init__(self, conflicts: list[Conflict]) -> None:
+        self.conflicts = conflicts
+        super().__init__("; ".join(f"{'.'.join(map(str, conflict.key))} {conflict.message}" for conflict in conflicts))
+
+
+class Section(BaseModel):
+    """A strict part of a recipe: unknown keys are errors, values are not coerced between types."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class ModelSection(Section):
+    """Which policy, and the types it is kept and computed in."""
+
+    path: str
+    """Policy to start from: a Hugging Face folder, a hub name, or `bundled:tiny` (the policy that ships with srtrl)."""
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer; by default the one of `path`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the policy's weights and of their optimizer state."""
+    decode_dtype: Literal["float32", "bfloat16"] | None = None
+    """Type the decoder computes in; by default `dtype`, and then decoder and update share one set of weights."""
+    mixed_precision: Literal["no", "bf16"] = "no"
+    """Autocast of the update (accelerate)."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass: less memory, about a third more time."""
+
+
+class TaskSection(Section):
+    """Where prompts come from and how answers are checked."""
+
+    name: str
+    """A task in `srtrl/tasks/`, or `package.module:Class` of your own."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of that task; its `Options` class documents and checks them."""
+
+
+class RewardSection(Section):
+    """One term of the reward."""
+
+    name: str
+    """A function in `srtrl/tasks/rewards.py`, or `package.module:function` of your own."""
+    weight: float = 1.0
+    """Factor of this reward in the sum."""
+
+
+class GradingSection(Section):
+    """Where and how long rewards run."""
+
+    num_workers: int = Field(default=2, ge=1)
+    """Worker processes that grade beside the decoder (only for rewards that ask to run apart, such as math-verify)."""
+    timeout_seconds: float = Field(default=10.0, gt=0)
+    """CPU seconds one sample may take; a sample beyond is retried once alone and then counted as `timeout`."""
+
+
+class RolloutSection(Section):
+    """The decoder and what it decodes in a step."""
+
+    num_prompts: int = Field(ge=1)
+    """Prompts drawn a step. The rollout batch of a step is `num_prompts` x `num_samples` samples."""
+    num_samples: int = Field(ge=1)
+    """Samples (responses) of each prompt: the group of GRPO."""
+    max_prompt_tokens: int = Field(ge=1)
+    """Longest prompt; the task's `overlong_prompts` option says what happens to a longer one."""
+    max_new_tokens: int = Field(ge=1)
+    """Longest response, the end token included."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits in the decoder and in the update alike."""
+    stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """A response ends once its text contains one of these."""
+    drafter: str = "none"
+    """A drafter in `srtrl/drafters/`, or `package.module:Class` of your own."""
+    slots: int = Field(default=64, ge=1)
+    """Sequences decoded at once; a finished one is replaced at once."""
+    page_size: int = Field(default=16, ge=1)
+    """Tokens in one page of the KV cache."""
+    num_pages: int | None = Field(default=None, ge=1)
+    """Pages of the KV cache; by default enough for all slots at full length, within `kv_memory_gib`."""
+    kv_memory_gib: float = Field(default=4.0, gt=0)
+    """Most memory of the KV cache where `num_pages` is not set."""
+    prefill_chunk_tokens: int = Field(default=512, ge=1)
+    """Most prompt tokens computed in one decode step, beside the decoding sequences."""
+    deterministic: bool = True
+    """Same tokens and bit-equal log-probs whatever the slots, pages, drafter and batch (per machine and threads)."""
+
+
+class KLSection(Section):
+    """The KL divergence to the frozen reference policy."""
+
+    coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the KL to the frozen reference policy; 0 keeps no reference."""
+    estimator: str = "k3"
+    """A function in `srtrl/algorithms/kl.py`, or `package.module:function` of your own."""
+    placement: Literal["loss", "reward"] = "loss"
+    """`loss`: added to the loss (GRPO); `reward`: subtracted from the reward before advantages."""
+
+
+class AlgorithmSection(Section):
+    """How rewards become a gradient."""
+
+    advantage: str = "group_relative"
+    """A function in `srtrl/algorithms/advantages.py`, or `package.module:function` of your own."""
+    loss: str = "ppo_clip"
+    """A function in `srtrl/algorithms/losses.py`, or `package.module:function` of your own."""
+    reduction: str = "sequence_mean_token_mean"
+    """How token losses become one number: a function in `srtrl/algorithms/reductions.py`, or one of your own."""
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    """The ratio is clipped below at 1 - `clip_low`."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """The ratio is clipped above at 1 + `clip_high`."""
+    kl: KLSection = KLSection()
+    """KL to the frozen reference."""
+    old_logprobs: Literal["rollout", "recompute"] = "rollout"
+    """`rollout` reuses the decoder's log-probs; `recompute` spends one forward pass of the trainer."""
+    filters: list[str] = Field(default_factory=list)
+    """Functions in `srtrl/algorithms/filters.py` (or your own) that drop groups before the update, in this order."""
+
+
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+
+
+class TrainSection(Section):
+    """The update and the length of the run."""
+
+    num_steps: int = Field(ge=1)
+    """Training steps (one rollout batch each)."""
+    mini_batch_prompts: int | None = Field(default=None, ge=1)
+    """Prompts of one optimizer step; must divide `rollout.num_prompts`. By default all: one optimizer step a step."""
+    num_epochs: int = Field(default=1, ge=1)
+    """Passes over each rollout batch."""
+    micro_batch_tokens: int = Field(default=16384, ge=1)
+    """Token budget of one forward and backward pass; it changes memory and speed, not the gradient."""
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up; `linear` and `cosine` fall to zero at the last step."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's weight decay (matrices only; not norms, biases or embeddings)."""
+    betas: tuple[DecayRate, DecayRate] = Field(default=(0.9, 0.999), strict=False)
+    """AdamW's decay rates."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """The gradient's norm is clipped to this."""
+    max_logprob_difference: float = Field(default=1.0, gt=0)
+    """The run stops where decoder and trainer log-probs of one token differ by more (before the optimizer steps)."""
+    checkpoint_every: int = Field(default=10, ge=1)
+    """Steps between checkpoints; the last step always writes one."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Checkpoints kept; older ones are deleted after a newer one is complete."""
+
+
+class EvalSection(Section):
+    """Held-out evaluation."""
+
+    every_steps: int | None = Field(default=None, ge=1)
+    """Steps between evaluations during training; by default only before and after."""
+    before_and_after: bool = True
+    """Evaluate the first and the last policy (the run's summary compares them)."""
+    num_problems: int | None = Field(default=None, ge=1)
+    """Held-out problems to use, from the first; by default all of the task's."""
+    num_samples: int = Field(default=1, ge=1)
+    """Samples of each problem."""
+    temperature: float = Field(default=1.0, ge=0)
+    """0 is greedy."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Keep the smallest set of most likely tokens with this mass; 1 keeps all."""
+
+
+class LogSection(Section):
+    """What is written where."""
+
+    trackers: list[str] = Field(default_factory=lambda: ["tensorboard"])
+    """Trackers of accelerate, by name; `metrics.jsonl` is always written."""
+    save_rollouts: bool = True
+    """Write `rollouts/step_N.parquet`."""
+
+
+class ArchitectureSection(Section):
+    """A policy made from scratch (warm start only); the names are those of a Hugging Face config."""
+
+    model_type: Literal["llama", "qwen2", "qwen3"] = "llama"
+    """Family of the architecture."""
+    hidden_size: int = Field(ge=1)
+    """Width of the model."""
+    intermediate_size: int = Field(ge=1)
+    """Width of the MLP."""
+    num_hidden_layers: int = Field(ge=1)
+    """Number of layers."""
+    num_attention_heads: int = Field(ge=1)
+    """Query heads."""
+    num_key_value_heads: int = Field(ge=1)
+    """Key-value heads; must divide the query heads."""
+    max_position_embeddings: int = Field(default=1024, ge=1)
+    """Longest sequence."""
+    rope_theta: float = Field(default=10000.0, gt=0)
+    """Base of the rotary embedding."""
+    tie_word_embeddings: bool = True
+    """Share the embedding with the output head."""
+
+
+class WarmStartSection(Section):
+    """Supervised fine-tuning on the task's solutions, before any reinforcement learning."""
+
+    architecture: ArchitectureSection | None = None
+    """Start from random weights of this shape; by default fine-tune `model.path`."""
+    train_tokenizer_vocab_size: int | None = Field(default=None, ge=260)
+    """Train a byte-level BPE tokenizer of this size on the task's texts; by default use the model's tokenizer."""
+    num_steps: int = Field(default=500, ge=1)
+    """Optimizer steps."""
+    batch_tokens: int = Field(default=8192, ge=1)
+    """Tokens of one optimizer step, packed."""
+    learning_rate: float = Field(default=1e-3, gt=0)
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = Field(default=20, ge=0)
+    """Optimizer steps of linear warm-up; the rate then falls to zero along a cosine."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's weight decay."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """The gradient's norm is clipped to this."""
+    num_problems: int | None = Field(default=None, ge=1)
+    """Training problems to use, from the first; by default all (a procedural task: as many as the steps need)."""
+    save_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the saved weights."""
+    output: str
+    """Folder of the resulting policy (Hugging Face layout)."""
+
+
+class Recipe(Section):
+    """Everything that decides a run."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run; its folder is `<output_dir>/<name>`."""
+    output_dir: str = "runs"
+    """Folder of the run folders."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of data order, sampling and initialisation."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` (CUDA where present), `cpu` or `cuda`."""
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of torch; by default its own choice."""
+    model: ModelSection
+    """The policy."""
+    task: TaskSection
+    """Prompts and their grading."""
+    rewards: list[RewardSection] = Field(default_factory=lambda: [RewardSection(name="correct")], min_length=1)
+    """Weighted sum of named rewards."""
+    grading: GradingSection = GradingSection()
+    """Where and how long rewards run."""
+    rollout: RolloutSection
+    """The decoder and what it decodes."""
+    algorithm: AlgorithmSection = AlgorithmSection()
+    """Advantage, loss, reduction, KL and filters."""
+    train: TrainSection
+    """The update."""
+    eval: EvalSection = EvalSection()
+    """Held-out evaluation."""
+    log: LogSection = LogSection()
+    """What is written where."""
+    warm_start: WarmStartSection | None = None
+    """Supervised fine-tuning on the task's solutions (`srtrl warm-start`)."""
+
+    @model_validator(mode="after")
+    def check_combinations(self) -> Self:
+        """Refuse combinations that cannot run, before any weight is loaded."""
+        conflicts = [*self._rollout_conflicts(), *self._train_conflicts(), *self._other_conflicts()]
+        if conflicts:
+            raise RecipeConflictsError(conflicts)
+        return self
+
+    def _rollout_conflicts(self) -> Iterator[Conflict]:
+        rollout = self.rollout
+        longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+        longest_text = f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}"
+        pages_of_one = -(-longest // rollout.page_size)
+        if rollout.num_pages is not None and rollout.num_pages < pages_of_one:
+            yield Conflict(
+                ("rollout", "num_pages"),
+                f"expected at least {pages_of_one} pages of {rollout.page_size} tokens, to hold one sequence "
+                f"({longest_text}), found {rollout.num_pages}",
+            )
+        if self.train.micro_batch_tokens < longest:
+            yield Conflict(
+                ("train", "micro_batch_tokens"),
+                f"expected at least the longest sequence ({longest_text}), found {self.train.micro_batch_tokens}",
+            )
+        if self.algorithm.advantage == "group_relative" and rollout.num_samples < 2:
+            yield Conflict(
+                ("rollout", "num_samples"),
+                f"expected at least 2 with algorithm.advantage group_relative (a group of one has no advantage), "
+                f"found {rollout.num_samples}",
+            )
+
+    def _train_conflicts(self) -> Iterator[Conflict]:
+        train, num_prompts = self.train, self.rollout.num_prompts
+        mini_batch = train.mini_batch_prompts or num_prompts
+        if num_prompts % mini_batch != 0:
+            yield Conflict(
+                ("train", "mini_batch_prompts"),
+                f"expected a divisor of rollout.num_prompts ({num_prompts}), found {mini_batch}",
+            )
+        num_updates = train.num_steps * train.num_epochs * (num_prompts // mini_batch)
+        if train.schedule != "constant" and train.warmup_steps >= num_updates:
+            yield Conflict(
+                ("train", "warmup_steps"),
+                f"expected fewer than the run's {num_updates} optimizer steps, or the {train.schedule} schedule would "
+                f"never begin, found {train.warmup_steps}",
+            )
+
+    def _other_conflicts(self) -> Iterator[Conflict]:
+        names = [reward.name for reward in self.rewards]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                yield Conflict(("rewards", index, "name"), f"{name} is given twice; add the weights up in one entry")
+        if self.eval.temperature == 0 and self.eval.num_samples > 1:
+            yield Conflict(
+                ("eval", "num_samples"),
+                f"expected 1 with eval.temperature 0 (greedy samples are all the same), found {self.eval.num_samples}",
+            )
+        shape = self.warm_start.architecture if self.warm_start else None
+        if shape and shape.hidden_size % shape.num_attention_heads != 0:
+            yield Conflict(
+                ("warm_start", "architecture", "num_attention_heads"),
+                f"expected a divisor of hidden_size ({shape.hidden_size}), found {shape.num_attention_heads}",
+            )
+        if shape and shape.num_attention_heads % shape.num_key_value_heads != 0:
+            yield Conflict(
+                ("warm_start", "architecture", "num_key_value_heads"),
+                f"expected a divisor of num_attention_heads ({shape.num_attention_heads}), "
+                f"found {shape.num_key_value_heads}",
+            )

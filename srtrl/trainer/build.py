@@ -1,0 +1,172 @@
+"""The parts of a run, each made from the recipe by one small function."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from srtrl.engine.engine import Engine, EngineOptions
+from srtrl.model.weights import end_token_ids, load_model, load_tokenizer
+from srtrl.recipe import Recipe
+from srtrl.resolve import resolve_class
+from srtrl.types import SamplingParams
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedTokenizerBase
+
+    from srtrl.model.transformer import Transformer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def use_threads(recipe: Recipe) -> None:
+    """Give torch the recipe's number of CPU threads."""
+    if recipe.num_threads is not None:
+        torch.set_num_threads(recipe.num_threads)
+
+
+def choose_device(recipe: Recipe) -> torch.device:
+    """The recipe's device; `auto` is CUDA where present.
+
+    Raises:
+        ValueError: a device that this machine lacks.
+    """
+    if recipe.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if recipe.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: cuda, but torch sees no CUDA device here; use device=cpu or device=auto")
+    return torch.device(recipe.device)
+
+
+def check_trackers(names: list[str]) -> None:
+    """Refuse trackers that accelerate does not know or that are not installed.
+
+    Raises:
+        ValueError: naming the tracker, and the known ones or what to install.
+    """
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    available = {str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()}
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise ValueError(
+                f"log.trackers: unknown tracker {name!r}; known: {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}"
+            )
+        if name not in available:
+            raise ValueError(f"log.trackers: {name} is not installed here: `pip install {name}`, or take it out")
+
+
+def build_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
+    """Accelerate's device, precision, clipping and trackers (which write into the run folder).
+
+    The model is not given to `Accelerator.prepare`: decoder and update share the raw module, and the wrapper would put
+    the decoder under autocast too.
+
+    Raises:
+        ValueError: more than one process, which this version does not train with.
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))  # before Accelerator, which would wait for the others
+    if num_processes > 1:
+        raise ValueError(
+            f"srtrl trains in one process, but this one is one of {num_processes} (WORLD_SIZE): "
+            "start it without `accelerate launch` or `torchrun`"
+        )
+    device = choose_device(recipe)
+    accelerator = Accelerator(
+        cpu=device.type == "cpu",
+        mixed_precision=recipe.model.mixed_precision,
+        log_with=list(recipe.log.trackers) or None,
+        project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "tensorboard")),
+    )
+    assert accelerator.num_processes == 1
+    return accelerator
+
+
+def start_trackers(accelerator: Accelerator, recipe: Recipe, step: int) -> None:
+    """Begin to log after training step `step`; TensorBoard hides what a killed run logged beyond it."""
+    if not recipe.log.trackers:
+        return
+    options: dict[str, dict[str, object]] = {"wandb": {"name": recipe.name}}
+    if step > 0:
+        options["tensorboard"] = {"purge_step": step + 1}
+    accelerator.init_trackers("srtrl", init_kwargs=options)
+
+
+def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """The tokenizer of the recipe's model, or the one it names."""
+    return load_tokenizer(recipe.model.tokenizer or recipe.model.path)
+
+
+def build_policy(recipe: Recipe, path: str, device: torch.device) -> Transformer:
+    """The policy with the weights of `path` (the recipe's model, or a checkpoint), in the recipe's dtype."""
+    model = load_model(path, dtype=DTYPES[recipe.model.dtype], device=device)
+    model.gradient_checkpointing = recipe.model.gradient_checkpointing
+    return model
+
+
+def build_reference(recipe: Recipe, device: torch.device) -> Transformer | None:
+    """The frozen reference policy (a second set of weights in memory), or None where the KL coefficient is 0."""
+    if recipe.algorithm.kl.coefficient == 0:
+        return None
+    reference = load_model(recipe.model.path, dtype=DTYPES[recipe.model.dtype], device=device)
+    reference.requires_grad_(False)
+    return reference
+
+
+def build_engine(recipe: Recipe, model: Transformer, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    """The decoder, on the weights of `model`."""
+    rollout = recipe.rollout
+    decode_dtype = recipe.model.decode_dtype
+    options = EngineOptions(
+        slots=rollout.slots,
+        page_size=rollout.page_size,
+        num_pages=rollout.num_pages,
+        kv_memory_gib=rollout.kv_memory_gib,
+        prefill_chunk_tokens=rollout.prefill_chunk_tokens,
+        deterministic=rollout.deterministic,
+        max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
+        decode_dtype=DTYPES[decode_dtype] if decode_dtype is not None else None,
+    )
+    drafter = resolve_class("srtrl.drafters", rollout.drafter, "Drafter")()
+    return Engine(model, options, tokenizer=tokenizer, drafter=drafter)
+
+
+def train_sampling(recipe: Recipe, end_ids: tuple[int, ...]) -> SamplingParams:
+    """How training rollouts are sampled: the full softmax at the recipe's temperature, as the update computes it."""
+    return SamplingParams(
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        temperature=recipe.rollout.temperature,
+        end_token_ids=end_ids,
+        stop_strings=tuple(recipe.rollout.stop_strings),
+    )
+
+
+def eval_sampling(recipe: Recipe, end_ids: tuple[int, ...]) -> SamplingParams:
+    """How held-out samples are drawn: the `eval` section's temperature, top-k and top-p."""
+    return SamplingParams(
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        temperature=recipe.eval.temperature,
+        top_k=recipe.eval.top_k,
+        top_p=recipe.eval.top_p,
+        end_token_ids=end_ids,
+        stop_strings=tuple(recipe.rollout.stop_strings),
+    )
+
+
+def response_end_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Tokens that end a response of the model at `model_path`; see `weights.end_token_ids`.
+
+    Raises:
+        ValueError: there is none, so that no response could ever end before the length limit.
+    """
+    ids = end_token_ids(model_path, tokenizer)
+    if not ids:
+        raise ValueError(f"{model_path}: neither its configs nor its tokenizer name an end token (eos_token_id)")
+    return ids

@@ -1,0 +1,179 @@
+"""Checkpoints: written beside, made durable, then renamed; a killed run finds the last one whole.
+
+A checkpoint is a folder `step_000010` that `transformers` loads as a model, with `optimizer.pt`, `rng.pt` and
+`state.json` for the trainer. The data position and the learning rate are functions of the step and are not stored;
+sampling noise is a hash of (seed, step, draw, sample), so the global random states are kept only for the user's own
+reward and loss functions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from srtrl.metrics import sync_folder, write_atomic
+from srtrl.model.weights import save_model
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+    from srtrl.model.transformer import Transformer
+
+FORMAT = 1
+"""Version of the layout; a resume refuses another one."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrainerState:
+    """What a run must know, beside the weights, to go on."""
+
+    step: int
+    """Training steps done."""
+    policy_version: int
+    """Policy updates done; differs from `step` where a step had nothing to learn from."""
+    format: int = FORMAT
+
+
+def checkpoint_name(step: int) -> str:
+    """Folder name of the checkpoint of `step`."""
+    return f"step_{step:06d}"
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint in a `checkpoints` folder, or None."""
+    found = list_checkpoints(folder)
+    return found[-1] if found else None
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first (one being written has a name that begins with a dot)."""
+    return sorted(path for path in folder.glob("step_*") if path.is_dir())
+
+
+def clean_unfinished(folder: Path) -> None:
+    """Delete what a killed run left half-written or half-deleted."""
+    for path in folder.glob(".step_*"):
+        shutil.rmtree(path)
+
+
+def save_checkpoint(
+    folder: Path,
+    state: TrainerState,
+    *,
+    model: Transformer,
+    optimizer: torch.optim.Optimizer,
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: Sequence[int],
+    keep: int,
+) -> Path:
+    """Write the checkpoint of `state.step` into `folder`, then delete all but the newest `keep`.
+
+    Weights and optimizer state keep their dtype, so that loading gives the same bits.
+
+    Raises:
+        OSError: the disk is full or refuses; earlier checkpoints are untouched.
+    """
+    final = folder / checkpoint_name(state.step)
+    temporary = folder / f".{final.name}.writing"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    save_policy(temporary, model=model, tokenizer=tokenizer, end_ids=end_ids)
+    torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
+    torch.save(_random_states(), temporary / "rng.pt")
+    write_atomic(temporary / "state.json", json.dumps(asdict(state), indent=2) + "\n")
+    _sync_files(temporary)
+    if final.exists():
+        _delete(final)
+    temporary.rename(final)
+    sync_folder(folder)
+    for old in list_checkpoints(folder)[:-keep]:
+        _delete(old)
+    return final
+
+
+def save_policy(
+    folder: Path,
+    *,
+    model: Transformer,
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: Sequence[int],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write weights, config, tokenizer and end tokens: a folder that srtrl and `transformers` load."""
+    save_model(model, folder, tokenizer=tokenizer, dtype=dtype)
+    generation = dict(model.config.hf_generation_config or {"pad_token_id": tokenizer.pad_token_id})
+    generation["eos_token_id"] = end_ids[0] if len(end_ids) == 1 else list(end_ids)
+    write_atomic(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")
+
+
+def read_state(checkpoint: Path) -> TrainerState:
+    """The trainer's state in a checkpoint folder.
+
+    Raises:
+        ValueError: written by another version of the layout.
+    """
+    record = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    if record.get("format") != FORMAT:
+        raise ValueError(
+            f"{checkpoint / 'state.json'}: format {record.get('format')!r}, but this version of srtrl reads {FORMAT}"
+        )
+    return TrainerState(**record)
+
+
+def load_training_state(checkpoint: Path, optimizer: torch.optim.Optimizer) -> TrainerState:
+    """Put the optimizer and the global random states back; the weights are loaded like any model's."""
+    optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True))
+    _restore_random_states(torch.load(checkpoint / "rng.pt", map_location="cpu", weights_only=True))
+    return read_state(checkpoint)
+
+
+def _random_states() -> dict[str, Any]:
+    """The global generators' states, of types that `torch.load(weights_only=True)` reads."""
+    numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
+    generator = numpy_state.pop("state")
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": {**numpy_state, "key": torch.from_numpy(generator["key"].astype(np.int64)), "pos": generator["pos"]},
+        "python": random.getstate(),
+    }
+
+
+def _restore_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])
+    numpy_state = dict(states["numpy"])
+    generator = {"key": numpy_state.pop("key").numpy().astype(np.uint32), "pos": numpy_state.pop("pos")}
+    np.random.set_state({**numpy_state, "state": generator})
+    random.setstate(states["python"])
+
+
+def _sync_files(folder: Path) -> None:
+    """Make the files' contents survive a power failure before the rename announces them."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+    sync_folder(folder)
+
+
+def _delete(checkpoint: Path) -> None:
+    """Rename first: a kill while deleting must not leave half a checkpoint under a complete one's name."""
+    doomed = checkpoint.with_name(f".{checkpoint.name}.deleting")
+    shutil.rmtree(doomed, ignore_errors=True)
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed)

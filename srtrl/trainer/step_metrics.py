@@ -1,0 +1,57 @@
+"""The metrics of a step's rollouts, and one line about a step for people."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import get_args
+
+from srtrl.types import GradeOutcome, RolloutGroup
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """What the policy did in a step, before any filter.
+
+    `reward/mean` is the weighted sum, `reward/<name>` each reward's own unweighted mean; `accuracy` the share of
+    samples graded correct (a failed grading is not correct); lengths in response tokens; `tokens/prompt` counts a
+    draw's prompt once, for its pages are shared by the samples.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    outcomes = Counter(rollout.grade.outcome for rollout in rollouts)
+    metrics = {"reward/mean": fmean(rollout.grade.reward for rollout in rollouts)}
+    for name in rollouts[0].grade.parts:
+        metrics[f"reward/{name}"] = fmean(rollout.grade.parts[name] for rollout in rollouts)
+    metrics |= {
+        "accuracy": outcomes["correct"] / len(rollouts),
+        "length/mean": fmean(lengths),
+        "length/max": max(lengths),
+        "length/truncated_share": fmean(rollout.finish_reason == "length" for rollout in rollouts),
+        "tokens/prompt": sum(len(group.prompt.token_ids) for group in groups),
+        "tokens/response": sum(lengths),
+    }
+    return metrics | {f"grading/{outcome}": outcomes[outcome] for outcome in get_args(GradeOutcome)}
+
+
+def time_metrics(seconds: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
+    """`time/<stage>` and their sum `time/step` (evaluation included) in seconds; the decoder's tokens per second."""
+    timed = {f"time/{stage}": value for stage, value in seconds.items()}
+    timed["time/step"] = sum(seconds.values()) + metrics.get("time/eval", 0.0)
+    timed["time/tokens_per_second"] = metrics["tokens/response"] / seconds["rollout"]
+    return timed
+
+
+def describe_step(metrics: Mapping[str, float]) -> str:
+    """One line about a training step."""
+    parts = [
+        f"reward {metrics['reward/mean']:.3f}",
+        f"accuracy {metrics['accuracy']:.1%}",
+        f"length {metrics['length/mean']:.0f}",
+        f"{metrics['time/tokens_per_second']:,.0f} tokens/s",
+        f"{metrics['time/step']:.1f} s",
+    ]
+    failed = sum(metrics[f"grading/{outcome}"] for outcome in ("timeout", "crash", "error"))
+    if failed:
+        parts.append(f"{failed:.0f} gradings failed")
+    if metrics["groups/kept"] == 0:
+        parts.append("no group left by the filters: no update")
+    return "  ".join(parts)

@@ -1,0 +1,153 @@
+"""`srtrl train`: from a recipe to a finished, interrupted or stopped run."""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from srtrl.recipe import Recipe
+from srtrl.tasks.base import Task, check_task, load_task
+from srtrl.tasks.grading import Grader
+from srtrl.trainer import build
+from srtrl.trainer.checkpoint import latest_checkpoint, load_training_state
+from srtrl.trainer.evaluate import held_out_prompts
+from srtrl.trainer.optimizer import build_optimizer
+from srtrl.trainer.progress import RunProgress
+from srtrl.trainer.run_folder import RunFolder, check_run_folder, open_run_folder
+from srtrl.trainer.sequence_logprobs import LogprobDifferenceError, NonFiniteError
+from srtrl.trainer.summary import RunSummary, write_summary
+from srtrl.trainer.trainer import Trainer, TrainerParts
+from srtrl.types import Prompt
+
+
+class TrainingStoppedError(RuntimeError):
+    """Training cannot go on; the message says why, which checkpoint is the last, and how to go on."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrainingResult:
+    """How a run ended."""
+
+    folder: Path
+    summary: RunSummary
+    interrupted: bool
+    """An interrupt ended the run before its last step; `--resume` goes on."""
+
+
+def run_training(
+    recipe: Recipe, *, resume: bool = False, overwrite: bool = False, progress: RunProgress | None = None
+) -> TrainingResult:
+    """Train as the recipe says, into `<output_dir>/<name>`.
+
+    What can be wrong is checked from cheap to dear: run folder, trackers and task before any weight is loaded.
+
+    Args:
+        recipe: Everything that decides the run.
+        resume: Go on from the last checkpoint of the run's folder; a run that is not there is begun.
+        overwrite: Delete the run's folder and begin again.
+        progress: Where to report; bars or lines on standard output by default.
+
+    Raises:
+        ValueError: a mistake in the recipe, its data or the flags.
+        TrainingStoppedError: the numbers went wrong; see the message.
+        KeyboardInterrupt: the second Ctrl-C.
+    """
+    progress = progress if progress is not None else RunProgress(recipe.name, recipe.train.num_steps)
+    check_run_folder(recipe, resume=resume, overwrite=overwrite)
+    build.check_trackers(recipe.log.trackers)
+    check_task(recipe)
+    with ExitStack() as stack:
+        run = stack.enter_context(open_run_folder(recipe, resume=resume, overwrite=overwrite))
+        trainer = _build_trainer(recipe, run, progress, stack)
+        _announce(trainer, progress, resume=resume)
+        try:
+            trainer.train()
+        except (NonFiniteError, LogprobDifferenceError) as error:
+            raise TrainingStoppedError(f"{error}\n{_how_to_go_on(run.checkpoints)}") from error
+        finally:
+            trainer.parts.accelerator.end_training()
+        interrupted = trainer.step < recipe.train.num_steps
+        summary = write_summary(run.path, recipe.name, interrupted=interrupted)
+        return TrainingResult(folder=run.path, summary=summary, interrupted=interrupted)
+
+
+def _build_trainer(recipe: Recipe, run: RunFolder, progress: RunProgress, stack: ExitStack) -> Trainer:
+    """Load the task, then the weights, and put a checkpoint's state back; `stack` ends the graders."""
+    build.use_threads(recipe)
+    seed_user_code(recipe.seed)
+    tokenizer = build.build_tokenizer(recipe)
+    task = load_task(recipe, tokenizer)
+    eval_prompts = _eval_prompts(recipe, task)
+    accelerator = build.build_accelerator(recipe, run.path)
+    policy = build.build_policy(recipe, str(run.checkpoint or recipe.model.path), accelerator.device)
+    train = recipe.train
+    parts = TrainerParts(
+        accelerator=accelerator,
+        tokenizer=tokenizer,
+        end_ids=build.response_end_ids(recipe.model.path, tokenizer),
+        task=task,
+        eval_prompts=eval_prompts,
+        policy=policy,
+        reference=build.build_reference(recipe, accelerator.device),
+        engine=build.build_engine(recipe, policy, tokenizer),
+        grader=stack.enter_context(
+            Grader(task, recipe.rewards, recipe.grading, max_new_tokens=recipe.rollout.max_new_tokens)
+        ),
+        optimizer=build_optimizer(
+            policy,
+            learning_rate=train.learning_rate,
+            weight_decay=train.weight_decay,
+            betas=train.betas,
+            eps=train.eps,
+        ),
+    )
+    step = 0
+    if run.checkpoint is not None:
+        state = load_training_state(run.checkpoint, parts.optimizer)
+        parts.engine.policy_version = state.policy_version
+        step = state.step
+    build.start_trackers(accelerator, recipe, step)
+    return Trainer(recipe, parts, run, progress, step)
+
+
+def seed_user_code(seed: int) -> None:
+    """Seed the global generators. Nothing of ours draws from them; rewards and losses of the user's own may."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _eval_prompts(recipe: Recipe, task: Task) -> list[Prompt]:
+    if not recipe.eval.before_and_after and recipe.eval.every_steps is None:
+        return []
+    return held_out_prompts(task, recipe)
+
+
+def _announce(trainer: Trainer, progress: RunProgress, *, resume: bool) -> None:
+    """Say what starts, and what loading the data left out."""
+    folder = trainer.run.path
+    counts = ", ".join(f"{name} {count:,}" for name, count in trainer.parts.task.load_report.items())
+    progress.say(f"task {trainer.recipe.task.name}: {counts}")
+    if not resume:
+        return
+    if trainer.run.checkpoint is None:
+        progress.say(f"--resume: {folder} has no checkpoint, starting from step 0")
+    else:
+        progress.say(f"resuming {folder} after step {trainer.step} of {trainer.recipe.train.num_steps}")
+
+
+def _how_to_go_on(checkpoints: Path) -> str:
+    """Which checkpoint is the last and what can be done with it."""
+    checkpoint = latest_checkpoint(checkpoints)
+    if checkpoint is None:
+        return "There is no checkpoint yet. Change the recipe and start again with --overwrite"
+    return (
+        f"The last checkpoint is intact: {checkpoint}. --resume would go on from it with the same numbers, and so stop "
+        f"at the same place; to go on otherwise, start a run of another name with model.path={checkpoint}, for example "
+        "with a lower train.learning_rate"
+    )

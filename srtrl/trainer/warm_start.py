@@ -1,0 +1,281 @@
+"""Supervised fine-tuning on the task's own solutions: makes a policy that RL can start from (`srtrl warm-start`)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from srtrl.metrics import write_atomic
+from srtrl.model.attention import PackedPlan
+from srtrl.model.logprobs import token_logprobs
+from srtrl.model.weights import config_from_hf, init_model, load_tokenizer
+from srtrl.recipe import ArchitectureSection, Recipe, WarmStartSection
+from srtrl.rollout.packing import pack
+from srtrl.tasks.base import Task, load_task, task_texts
+from srtrl.tasks.grading import Grader
+from srtrl.trainer.build import (
+    DTYPES,
+    build_engine,
+    build_policy,
+    build_tokenizer,
+    choose_device,
+    eval_sampling,
+    response_end_ids,
+    use_threads,
+)
+from srtrl.trainer.checkpoint import save_policy
+from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
+from srtrl.trainer.optimizer import build_optimizer, learning_rate_at, set_learning_rate
+from srtrl.trainer.progress import RunProgress
+from srtrl.trainer.solutions import SolutionStream
+from srtrl.trainer.tokenizer_training import train_tokenizer
+from srtrl.types import Prompt, TrainSequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from srtrl.model.transformer import Transformer
+
+TOKENIZER_PROBLEMS = 10_000
+"""Most problems whose texts train a tokenizer, from the first; merges of a larger sample hardly differ."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WarmStartSummary:
+    """What a warm start made."""
+
+    output: Path
+    """The policy's folder."""
+    losses: list[float]
+    """Mean negative log-prob of an answer token at each optimizer step, in nats."""
+    held_out: EvalResult | None
+    """None where `eval.before_and_after` is false."""
+    num_parameters: int
+    num_overlong: int
+    """Draws left out because the solution is longer than `rollout.max_new_tokens`."""
+    seconds: float
+
+
+def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProgress | None = None) -> WarmStartSummary:
+    """Fine-tune on `task.solution` of the training prompts, save the policy, and evaluate it on held-out problems.
+
+    The loss is on the solution's tokens and the end token only. Prompt and solution are tokenised apart, so that the
+    boundary is the one that RL sees. Same recipe, machine and thread count: same weights.
+
+    Raises:
+        ValueError: the recipe has no `warm_start`, the output folder is not empty (without `overwrite`), the task has
+            no solutions, or none fits `rollout.max_new_tokens`.
+        RuntimeError: the loss or its gradient is not finite.
+    """
+    section = _check(recipe, overwrite)
+    start = time.perf_counter()
+    use_threads(recipe)
+    device = choose_device(recipe)
+    tokenizer = _tokenizer(recipe, section)
+    task = load_task(recipe, tokenizer)
+    problems = held_out_prompts(task, recipe) if recipe.eval.before_and_after else []
+    model = _model(recipe, section, tokenizer, device)
+    solutions = SolutionStream(
+        task,
+        tokenizer,
+        num_problems=min(section.num_problems or len(task.train_prompts), len(task.train_prompts)),
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        seed=recipe.seed,
+    )
+    progress = progress if progress is not None else RunProgress("warm start", section.num_steps, plain_every=20)
+    with progress:
+        losses = _fine_tune(recipe, section, model, solutions, progress)
+    output = Path(section.output)
+    _save(recipe, section, model, tokenizer, output)
+    progress.say(f"saved {output}: loss {losses[-1]:.4f}")
+    if solutions.num_overlong:
+        progress.say(f"left out {solutions.num_overlong} draws: solution longer than rollout.max_new_tokens")
+    held_out = _evaluate(recipe, task, output, device, problems) if problems else None
+    summary = WarmStartSummary(
+        output=output,
+        losses=losses,
+        held_out=held_out,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_overlong=solutions.num_overlong,
+        seconds=time.perf_counter() - start,
+    )
+    write_atomic(output / "warm_start.json", _record(recipe, summary))
+    return summary
+
+
+def _check(recipe: Recipe, overwrite: bool) -> WarmStartSection:
+    """What can be refused before anything is loaded."""
+    section = recipe.warm_start
+    if section is None:
+        raise ValueError("this recipe has no `warm_start` section (at least `warm_start.output` must be given)")
+    if section.architecture is None and section.train_tokenizer_vocab_size is not None:
+        raise ValueError(
+            "warm_start.train_tokenizer_vocab_size needs warm_start.architecture: "
+            "the weights of model.path belong to the tokenizer of that model"
+        )
+    longest = recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens
+    if section.architecture is not None and section.architecture.max_position_embeddings < longest:
+        raise ValueError(
+            f"warm_start.architecture.max_position_embeddings: at least {longest} are needed "
+            "(rollout.max_prompt_tokens + rollout.max_new_tokens), "
+            f"found {section.architecture.max_position_embeddings}"
+        )
+    _check_output(Path(section.output), overwrite)
+    return section
+
+
+def _check_output(output: Path, overwrite: bool) -> None:
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not overwrite:
+        raise ValueError(f"warm_start.output: {output} exists and is not empty; use --overwrite or another folder")
+    if not (output / "config.json").is_file():
+        raise ValueError(f"--overwrite: {output} holds no config.json, so it is not a model; delete it yourself")
+
+
+def _tokenizer(recipe: Recipe, section: WarmStartSection) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, or one trained on the texts of the task's training problems."""
+    if section.train_tokenizer_vocab_size is None:
+        return build_tokenizer(recipe)
+    texts = islice(task_texts(recipe), TOKENIZER_PROBLEMS)
+    return train_tokenizer(texts, section.train_tokenizer_vocab_size)
+
+
+def _model(
+    recipe: Recipe, section: WarmStartSection, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> Transformer:
+    """The model to fine-tune: random weights of the recipe's architecture, or those of `model.path`."""
+    if section.architecture is None:
+        return build_policy(recipe, recipe.model.path, device)
+    config = config_from_hf(hf_config(section.architecture, tokenizer))
+    model = init_model(config, recipe.seed, dtype=DTYPES[recipe.model.dtype], device=device)
+    model.gradient_checkpointing = recipe.model.gradient_checkpointing
+    return model
+
+
+def hf_config(architecture: ArchitectureSection, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+    """The Hugging Face config of a policy from scratch, with the tokenizer's vocabulary and end token."""
+    return {
+        **architecture.model_dump(),
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+    }
+
+
+def _fine_tune(
+    recipe: Recipe, section: WarmStartSection, model: Transformer, solutions: SolutionStream, progress: RunProgress
+) -> list[float]:
+    """All optimizer steps; returns the loss of each."""
+    optimizer = build_optimizer(
+        model,
+        learning_rate=section.learning_rate,
+        weight_decay=section.weight_decay,
+        betas=recipe.train.betas,
+        eps=recipe.train.eps,
+    )
+    losses: list[float] = []
+    for step in range(1, section.num_steps + 1):
+        rate = learning_rate_at(
+            step - 1,
+            peak=section.learning_rate,
+            warmup_steps=section.warmup_steps,
+            num_steps=section.num_steps,
+            schedule="cosine",
+        )
+        set_learning_rate(optimizer, rate)
+        optimizer.zero_grad(set_to_none=True)
+        batch = solutions.batch(section.batch_tokens)
+        loss = supervised_backward(model, batch, recipe.train.micro_batch_tokens)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), section.max_grad_norm).item()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise RuntimeError(
+                f"warm start step {step}: loss {loss}, gradient norm {norm}; nothing was saved. "
+                f"Try a lower warm_start.learning_rate (now {section.learning_rate})"
+            )
+        optimizer.step()
+        losses.append(loss)
+        progress.step(step, f"loss {loss:.4f}  grad norm {norm:.2f}  rate {rate:.2e}")
+    return losses
+
+
+def supervised_backward(model: Transformer, batch: Sequence[TrainSequence], micro_batch_tokens: int) -> float:
+    """Add the gradient of the mean negative log-prob of the batch's response tokens; returns that mean in nats.
+
+    `micro_batch_tokens` bounds memory and does not change the gradient.
+    """
+    device = model.head_weight.device
+    num_targets = sum(len(sequence.token_ids) - sequence.num_prompt_tokens for sequence in batch)
+    total = 0.0
+    for packed in pack(batch, micro_batch_tokens, device):
+        plan = PackedPlan.from_lengths(packed.lengths, device)
+        hidden = model(packed.token_ids, plan)[packed.hidden_index]  # [R, D]
+        logprobs, _ = token_logprobs(hidden, model.head_weight, packed.target_ids, temperature=1.0)  # [R]
+        loss = -logprobs.sum() / num_targets
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+    return total
+
+
+def _save(
+    recipe: Recipe, section: WarmStartSection, model: Transformer, tokenizer: PreTrainedTokenizerBase, output: Path
+) -> None:
+    """Write the policy beside its folder, then rename: the folder is whole or not there."""
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    end_ids = () if section.architecture is not None else response_end_ids(recipe.model.path, tokenizer)
+    save_policy(
+        temporary,
+        model=model,
+        tokenizer=tokenizer,
+        end_ids=sorted({int(tokenizer.eos_token_id), *end_ids}),
+        dtype=DTYPES[section.save_dtype],
+    )
+    doomed = output.with_name(f".{output.name}.{os.getpid()}.old")
+    if output.exists():
+        output.rename(doomed)
+    temporary.rename(output)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _evaluate(recipe: Recipe, task: Task, output: Path, device: torch.device, problems: Sequence[Prompt]) -> EvalResult:
+    """Held-out accuracy of the saved weights, as RL will load them."""
+    tokenizer = load_tokenizer(str(output))
+    engine = build_engine(recipe, build_policy(recipe, str(output), device), tokenizer)
+    with Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens) as grader:
+        return evaluate(
+            engine,
+            grader,
+            tokenizer,
+            problems,
+            num_samples=recipe.eval.num_samples,
+            sampling=eval_sampling(recipe, response_end_ids(str(output), tokenizer)),
+            seed=recipe.seed,
+        )
+
+
+def _record(recipe: Recipe, summary: WarmStartSummary) -> str:
+    """The provenance kept with the policy, as JSON; no times, so that the same recipe writes the same file."""
+    every = max(1, len(summary.losses) // 20)
+    held_out = summary.held_out.metrics() if summary.held_out is not None else {}
+    record = {
+        "recipe": recipe.model_dump(mode="json"),
+        "num_parameters": summary.num_parameters,
+        "num_overlong": summary.num_overlong,
+        "final_loss": summary.losses[-1],
+        "loss_by_step": {step: loss for step, loss in enumerate(summary.losses, start=1) if step % every == 0},
+        "held_out": {name: value for name, value in held_out.items() if name != "time/eval"},
+    }
+    return json.dumps(record, indent=2) + "\n"

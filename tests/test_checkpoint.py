@@ -1,0 +1,226 @@
+"""Checkpoints: the same bits back, whole or not there, and who may use a run folder."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import make_policy, make_recipe
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from srtrl.metrics import read_metrics
+from srtrl.model.transformer import Transformer
+from srtrl.model.weights import load_model, load_tokenizer
+from srtrl.recipe_file import load_recipe
+from srtrl.trainer.checkpoint import (
+    TrainerState,
+    latest_checkpoint,
+    list_checkpoints,
+    load_training_state,
+    read_state,
+    save_checkpoint,
+)
+from srtrl.trainer.optimizer import build_optimizer
+from srtrl.trainer.run_folder import check_run_folder, open_run_folder
+
+
+class _Parts:
+    """A policy whose optimizer has made some steps."""
+
+    def __init__(self, policy: Path, dtype: torch.dtype) -> None:
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(str(policy))
+        self.model: Transformer = load_model(str(policy), dtype=dtype, device="cpu")
+        self.optimizer = build_optimizer(self.model, learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
+
+    def make_steps(self, count: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(count):
+            for parameter in self.model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            self.optimizer.step()
+
+    def save(self, folder: Path, step: int, keep: int = 2) -> Path:
+        return save_checkpoint(
+            folder,
+            TrainerState(step=step, policy_version=step - 1),
+            model=self.model,
+            optimizer=self.optimizer,
+            tokenizer=self.tokenizer,
+            end_ids=[0],
+            keep=keep,
+        )
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("model") / "policy")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_training_goes_on_with_the_same_bits(policy: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    parts = _Parts(policy, dtype)
+    parts.make_steps(3, seed=1)
+    path = parts.save(tmp_path, 3)
+    parts.make_steps(2, seed=2)
+
+    loaded = _Parts(path, dtype)
+    assert load_training_state(path, loaded.optimizer) == TrainerState(step=3, policy_version=2)
+    loaded.make_steps(2, seed=2)
+    for (name, mine), (_, other) in zip(loaded.model.named_parameters(), parts.model.named_parameters(), strict=True):
+        assert mine.dtype == dtype
+        assert torch.equal(mine, other), name
+    torch.testing.assert_close(loaded.optimizer.state_dict(), parts.optimizer.state_dict(), rtol=0, atol=0)
+
+
+def test_checkpoint_is_a_model_for_transformers(policy: Path, tmp_path: Path) -> None:
+    parts = _Parts(policy, torch.float32)
+    path = parts.save(tmp_path, 1)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert model.generation_config.eos_token_id == 0
+    assert torch.equal(model.state_dict()["model.embed_tokens.weight"], parts.model.embedding)
+
+
+def test_random_states_come_back(policy: Path, tmp_path: Path) -> None:
+    parts = _Parts(policy, torch.float32)
+    path = parts.save(tmp_path, 1)
+
+    def draw() -> tuple[float, float, float, float]:
+        return random.random(), random.gauss(0, 1), float(np.random.rand()), float(torch.rand(()))
+
+    expected = draw()
+    draw()
+    load_training_state(path, parts.optimizer)
+    assert draw() == expected
+
+
+def test_only_the_newest_are_kept(policy: Path, tmp_path: Path) -> None:
+    parts = _Parts(policy, torch.float32)
+    for step in (2, 4, 10, 12):
+        parts.save(tmp_path, step, keep=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000010", "step_000012"]
+
+
+def test_failed_write_leaves_the_last_checkpoint(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = _Parts(policy, torch.float32)
+    first = parts.save(tmp_path, 1, keep=1)
+    before = {path.name: path.read_bytes() for path in first.iterdir()}
+
+    def no_space(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", no_space)
+    with pytest.raises(OSError, match="No space"):
+        parts.save(tmp_path, 2, keep=1)
+    assert latest_checkpoint(tmp_path) == first
+    assert {path.name: path.read_bytes() for path in first.iterdir()} == before
+
+
+def test_other_format_is_refused(policy: Path, tmp_path: Path) -> None:
+    path = _Parts(policy, torch.float32).save(tmp_path, 1)
+    (path / "state.json").write_text('{"step": 1, "policy_version": 1, "format": 99}')
+    with pytest.raises(ValueError, match=r"state\.json: format 99"):
+        read_state(path)
+
+
+# --- The run folder ---------------------------------------------------------------------------------------------------
+
+
+def test_run_folder_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path / "policy", tmp_path)
+    with open_run_folder(recipe) as run:
+        run.log.write(1, {"loss": 1.0})
+    with pytest.raises(ValueError, match=r"--resume goes on .*--overwrite deletes"):
+        open_run_folder(recipe)
+    with pytest.raises(ValueError, match="exclude each other"):
+        open_run_folder(recipe, resume=True, overwrite=True)
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 1
+    with open_run_folder(recipe, overwrite=True):
+        assert read_metrics(tmp_path / "run" / "metrics.jsonl") == []
+
+
+def test_overwrite_spares_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path / "policy", tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match=r"no recipe.yaml, so it is not a run"):
+        open_run_folder(recipe, overwrite=True)
+    assert (tmp_path / "run" / "thesis.tex").exists()
+
+
+def test_two_processes_cannot_hold_one_folder(tmp_path: Path) -> None:
+    import multiprocessing
+
+    recipe = make_recipe(tmp_path / "policy", tmp_path)
+    with open_run_folder(recipe):
+        context = multiprocessing.get_context("spawn")
+        process = context.Process(target=_open_and_expect_refusal, args=(recipe,))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+    with open_run_folder(recipe, resume=True):
+        pass
+
+
+def _open_and_expect_refusal(recipe: Any) -> None:
+    with pytest.raises(ValueError, match="in use by another srtrl process"):
+        open_run_folder(recipe, resume=True)
+
+
+def test_resume_takes_the_folder_back_to_its_checkpoint(policy: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(policy, tmp_path)
+    with open_run_folder(recipe) as run:
+        _Parts(policy, torch.float32).save(run.checkpoints, 2)
+        (run.checkpoints / ".step_000003.writing").mkdir()
+        for step in (0, 1, 2, 3):
+            run.log.write(step, {"loss": 1.0})
+            (run.rollouts / f"step_{step:06d}.parquet").touch()
+    with open_run_folder(recipe, resume=True) as run:
+        assert run.checkpoint == run.checkpoints / "step_000002"
+        assert [row["step"] for row in read_metrics(run.path / "metrics.jsonl")] == [0, 1, 2]
+        assert sorted(path.name for path in run.rollouts.iterdir())[-1] == "step_000002.parquet"
+        assert [path.name for path in run.checkpoints.iterdir()] == ["step_000002"]
+
+
+def test_resume_without_a_checkpoint_starts_again(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path / "policy", tmp_path)
+    with open_run_folder(recipe, resume=True) as run:  # there is no folder at all
+        run.log.write(0, {"eval/accuracy": 0.5})
+    with open_run_folder(recipe, resume=True) as run:
+        assert run.checkpoint is None
+        assert read_metrics(run.path / "metrics.jsonl") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"train__learning_rate": 0.5}, "train.learning_rate: the run has 0.01, now 0.5"),
+        ({"task__options": {"num_train": 11, "num_eval": 6, "max_operations": 2}}, "task.options.num_train"),
+        ({"train__num_steps": 3}, "train.num_steps"),
+        ({"train__num_steps": 9}, ""),
+        ({"train__num_steps": 9, "train__schedule": "cosine"}, "train.schedule"),
+        ({"log__trackers": ["tensorboard"], "train__keep_checkpoints": 7}, ""),
+        ({"rollout__slots": 3}, ""),
+        ({"rollout__slots": 3, "rollout__deterministic": False}, "rollout.deterministic"),
+    ],
+)
+def test_resume_with_another_recipe(tmp_path: Path, changes: dict[str, Any], refused: str) -> None:
+    with open_run_folder(make_recipe(tmp_path / "policy", tmp_path)):
+        pass
+    changed = make_recipe(tmp_path / "policy", tmp_path, **changes)
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            check_run_folder(changed, resume=True, overwrite=False)
+    else:
+        with open_run_folder(changed, resume=True) as run:
+            assert load_recipe(run.path / "recipe.yaml") == changed
+
+
+def test_longer_run_of_a_falling_schedule_is_refused(tmp_path: Path) -> None:
+    """Its learning rates so far would have been others."""
+    with open_run_folder(make_recipe(tmp_path / "policy", tmp_path, train__schedule="linear")):
+        pass
+    longer = make_recipe(tmp_path / "policy", tmp_path, train__schedule="linear", train__num_steps=9)
+    with pytest.raises(ValueError, match=r"train\.num_steps: the run has 4, now 9"):
+        check_run_folder(longer, resume=True, overwrite=False)

@@ -1,0 +1,143 @@
+"""`srtrl generate`: order, reproducibility, and prompts that cannot be served beside those that can."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import VOCAB_SIZE, make_policy
+from typer.testing import CliRunner, Result
+
+from srtrl.cli import app
+from srtrl.generate import gather_prompts, parse_token_ids, read_prompts
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def run(policy: Path, *arguments: object) -> tuple[Result, list[dict[str, Any]]]:
+    """Exit and rows of `srtrl generate --json`."""
+    result = CliRunner().invoke(app, ["generate", str(policy), *(str(argument) for argument in arguments), "--json"])
+    return result, [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_rows_are_in_order_whole_and_the_same_at_any_number_of_slots(policy: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"id": f"p{index}", "prompt": "1+" * index + "1="} for index in (5, 1, 3)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("--prompts", prompts, "--samples", 3, "--max-new-tokens", 12, "--seed", 4)
+    result, found = run(policy, *flags, "--slots", 9)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert [(row["prompt_id"], row["sample_index"]) for row in found] == [
+        (prompt_id, sample) for prompt_id in ("p5", "p1", "p3") for sample in range(3)
+    ]
+    for row in found:
+        assert set(row) == {"prompt_id", "sample_index", "token_ids", "text", "logprobs", "finish_reason"}
+        assert len(row["token_ids"]) == len(row["logprobs"]) <= 12
+        assert all(value < 0 for value in row["logprobs"])
+        assert row["finish_reason"] == ("length" if len(row["token_ids"]) == 12 else "stop")
+    assert len({tuple(row["token_ids"]) for row in found}) > 5
+    assert run(policy, *flags, "--slots", 2)[1] == found
+    assert run(policy, *flags[:-1], 5)[1] != found
+
+
+def test_greedy_samples_are_equal_and_text_is_cut_before_a_stop_string(policy: Path) -> None:
+    flags = ("--prompt", "12+30=", "--temperature", 0, "--max-new-tokens", 20)
+    _, (first, second) = run(policy, *flags, "--samples", 2)
+    assert first["token_ids"] == second["token_ids"]
+    stop = first["text"][4:6]
+    _, (stopped,) = run(policy, *flags, "--stop", stop)
+    assert stopped["text"] == first["text"][: first["text"].index(stop)]
+    assert stopped["finish_reason"] == "stop"
+
+
+def test_a_text_and_its_token_ids_are_the_same_prompt(policy: Path) -> None:
+    ids = ",".join(str(byte) for byte in run(policy, "--prompt", "7", "--max-new-tokens", 1)[1][0]["token_ids"])
+    assert ids
+    from srtrl.model.weights import load_tokenizer
+
+    encoded = ",".join(str(token) for token in load_tokenizer(policy).encode("7+1="))
+    _, by_text = run(policy, "--prompt", "7+1=", "--max-new-tokens", 8)
+    _, by_ids = run(policy, "--prompt-ids", encoded, "--max-new-tokens", 8)
+    assert by_text == by_ids
+
+
+def test_prompts_that_cannot_be_served_are_named_and_the_others_go_on(policy: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [
+        '{"prompt": "1+1="}',
+        '{"prompt": "1+1=',
+        "[1, 2]",
+        '{"prompt": ""}',
+        '{"token_ids": []}',
+        f'{{"token_ids": [1, {VOCAB_SIZE}]}}',
+        '{"token_ids": [1, "2"]}',
+        '{"text": "2+2="}',
+        '{"prompt": "1", "token_ids": [1]}',
+        json.dumps({"prompt": "1+" * 200}),
+        '{"prompt": 5}',
+        '{"token_ids": [1, 2]}',
+    ]
+    prompts.write_text("\n".join(lines))
+    result, rows = run(policy, "--prompts", prompts, "--prompt-ids", "1,,2", "--prompt", "2+2=", "--max-new-tokens", 4)
+    assert result.exit_code == 2
+    assert [row["prompt_id"] for row in rows] == ["0", "11", "12"]
+    errors = {line.split(": ")[1]: line for line in result.stderr.splitlines()}
+    assert list(errors) == [*(f"{prompts}:{number}" for number in (2, 3, 4, 5, 7, 8, 9, 11)), "--prompt-ids 1,,2"] + [
+        f"{prompts}:{number}" for number in (6, 10)
+    ]
+    expected = {
+        2: "not JSON",
+        3: "expected a JSON object",
+        4: "the prompt is empty",
+        5: "the prompt is empty",
+        6: f"token id {VOCAB_SIZE} is not in the vocabulary of {VOCAB_SIZE}",
+        7: "`token_ids` must be a list of integers",
+        8: "expected one of `prompt` (a text) and `token_ids` (a list of integers), found only the keys text",
+        9: "found prompt and token_ids",
+        10: "exceed the limit of 128 tokens",
+        11: "`prompt` must be a text",
+    }
+    for number, message in expected.items():
+        assert message in errors[f"{prompts}:{number}"]
+
+
+def test_a_prompt_that_can_never_fit_in_the_memory_fails_alone(policy: Path) -> None:
+    short, long = ",".join(["5"] * 4), ",".join(["5"] * 60)
+    page = 16 * 2 * 2 * 2 * 8 * 4  # tokens x layers x (key, value) x heads x width x bytes
+    memory = 2.5 * page / 2**30
+    flags = ("--prompt-ids", long, "--prompt-ids", short, "--max-new-tokens", 8, "--kv-memory-gib", memory)
+    result, rows = run(policy, *flags)
+    assert result.exit_code == 2
+    assert [row["prompt_id"] for row in rows] == ["1"]
+    assert "up to 68 tokens need 5 pages of 16, but there are 2" in result.stderr
+    result, rows = run(policy, "--prompt", "1", "--kv-memory-gib", memory / 100)
+    assert (result.exit_code, rows) == (2, [])
+    assert "--kv-memory-gib" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ((), "no prompts: give --prompts FILE.jsonl, --prompt TEXT or --prompt-ids 1,2,3"),
+        (("--prompts", "/nowhere.jsonl"), "--prompts: cannot read /nowhere.jsonl"),
+        (("--prompt", "1", "--top-p", 0), "--top-p: expected a number above 0 and at most 1, found 0.0"),
+        (("--prompt", "1", "--chat"), "--chat: the tokenizer has no chat template"),
+    ],
+)
+def test_what_stops_the_whole_command(policy: Path, flags: tuple[object, ...], error: str) -> None:
+    result, rows = run(policy, *flags)
+    assert (result.exit_code, rows) == (2, [])
+    assert error in result.stderr
+
+
+def test_prompts_get_numbers_in_the_order_of_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"id": 7, "prompt": "b"}\n')
+    sources = gather_prompts(path, ["c"], ["1,2"])
+    assert [source.prompt_id for source in sources] == ["0", "7", "2", "3"]
+    assert [source.where for source in read_prompts(path)] == [f"{path}:1", f"{path}:3"]
+    assert parse_token_ids("4,5", "x").token_ids == (4, 5)
+    assert parse_token_ids("", "x").error is None

@@ -1,0 +1,162 @@
+"""The chunked log-probs against the plain reference: values, gradients, memory and types."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from srtrl.model import logprobs as logprobs_module
+from srtrl.model.logprobs import token_logprobs, token_logprobs_reference
+
+R, V, D = 37, 53, 11
+
+
+@pytest.fixture(params=["keeps the distributions", "computes them again"])
+def memory_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways through the backward pass."""
+    name: str = request.param
+    if name == "computes them again":
+        monkeypatch.setattr(logprobs_module, "MAX_SAVED_ELEMENTS", 0)
+    return name
+
+
+def make_inputs(num_tokens: int = R, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(num_tokens, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    target_ids = torch.randint(V, (num_tokens,), generator=generator)
+    return hidden, weight, target_ids
+
+
+def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], kinds: str) -> tuple[Tensor, ...]:
+    """Gradient of a fixed random combination of the chosen outputs."""
+    generator = torch.Generator().manual_seed(6)
+    total = torch.zeros((), dtype=outputs[0].dtype)
+    for kind, output in zip(("logprobs", "entropy"), outputs, strict=True):
+        factors = torch.randn(len(output), generator=generator, dtype=torch.float64).to(output.dtype)
+        if kind in kinds:
+            total = total + (output * factors).sum()
+    return torch.autograd.grad(total, inputs)
+
+
+@pytest.mark.parametrize("kinds", ["logprobs", "entropy", "logprobs and entropy"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize(("num_tokens", "chunk_size"), [(R, 8), (R, 1), (R, 37), (R, 1024), (1, 8)])
+def test_values_and_gradients_equal_the_reference(
+    num_tokens: int, chunk_size: int, temperature: float, kinds: str, memory_path: str
+) -> None:
+    hidden, weight, target_ids = make_inputs(num_tokens)
+    ours = token_logprobs(hidden, weight, target_ids, temperature=temperature, chunk_size=chunk_size)
+    reference = token_logprobs_reference(hidden, weight, target_ids, temperature=temperature)
+    torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
+    our_gradients = gradients(ours, (hidden, weight), kinds)
+    torch.testing.assert_close(our_gradients, gradients(reference, (hidden, weight), kinds), rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_equal_finite_differences(memory_path: str) -> None:
+    hidden, weight, target_ids = make_inputs(5)
+
+    def function(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return token_logprobs(hidden, weight, target_ids, temperature=0.7, chunk_size=2)
+
+    assert torch.autograd.gradcheck(function, (hidden, weight))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_kept_and_recomputed_distributions_give_the_same_bits(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, target_ids = make_inputs(dtype=torch.float32)
+    found = []
+    for limit in (0, 2**24):
+        monkeypatch.setattr(logprobs_module, "MAX_SAVED_ELEMENTS", limit)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            outputs = token_logprobs(hidden, weight, target_ids, temperature=0.9, chunk_size=8)
+        found.append((*outputs, *gradients(outputs, (hidden, weight), "logprobs and entropy")))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_frozen_input_gets_no_gradient() -> None:
+    hidden, weight, target_ids = make_inputs()
+    logprobs, _ = token_logprobs(hidden, weight.detach(), target_ids, temperature=1.0)
+    expected = torch.autograd.grad(
+        token_logprobs_reference(hidden, weight, target_ids, temperature=1.0)[0].sum(), hidden
+    )
+    torch.testing.assert_close(torch.autograd.grad(logprobs.sum(), hidden), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_no_tokens_give_empty_outputs_and_zero_gradients() -> None:
+    hidden, weight, target_ids = make_inputs(0)
+    logprobs, entropy = token_logprobs(hidden, weight, target_ids, temperature=1.0)
+    assert logprobs.shape == entropy.shape == (0,)
+    grad_hidden, grad_weight = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+    assert grad_hidden.shape == (0, D)
+    assert torch.equal(grad_weight, torch.zeros(V, D, dtype=torch.float64))
+
+
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Remembers the most elements that any operator returned."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, Tensor):
+                self.num_elements = max(self.num_elements, value.numel())
+        return result
+
+
+def test_no_tensor_is_larger_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs_module, "MAX_SAVED_ELEMENTS", 0)
+    num_tokens, chunk_size = 400, 16
+    hidden, weight, target_ids = make_inputs(num_tokens)
+    with LargestTensor() as largest:  # type: ignore[no-untyped-call]
+        logprobs, entropy = token_logprobs(hidden, weight, target_ids, temperature=0.5, chunk_size=chunk_size)
+        (logprobs + entropy).sum().backward()  # type: ignore[no-untyped-call]
+    assert largest.num_elements == max(num_tokens * D, chunk_size * V, V * D)
+    assert largest.num_elements < num_tokens * V
+
+
+def test_distributions_beyond_the_limit_are_not_kept() -> None:
+    for num_tokens, kept in ((2**14, True), (2**14 + 1, False)):
+        hidden = torch.zeros(num_tokens, 1, requires_grad=True)
+        target_ids = torch.zeros(num_tokens, dtype=torch.int64)
+        logprobs, _ = token_logprobs(hidden, torch.zeros(2**10, 1), target_ids, temperature=1.0)
+        assert logprobs.grad_fn is not None
+        assert (logprobs.grad_fn.saved_distributions is not None) == kept  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_have_the_type_of_the_weights_and_the_rest_is_float32(dtype: torch.dtype) -> None:
+    hidden, weight, target_ids = make_inputs(dtype=dtype)
+    logprobs, entropy = token_logprobs(hidden, weight, target_ids, temperature=0.8)
+    expected = torch.log_softmax((hidden @ weight.T).float() / 0.8, dim=-1)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    assert torch.equal(logprobs, expected[torch.arange(R), target_ids])
+    grad_hidden, grad_weight = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+    assert grad_hidden.dtype == grad_weight.dtype == dtype
+    exact = token_logprobs_reference(hidden.double(), weight.double(), target_ids, temperature=0.8)[0]
+    exact_gradients = torch.autograd.grad(exact.sum(), (hidden, weight))
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close((grad_hidden, grad_weight), exact_gradients, rtol=tolerance, atol=10 * tolerance)
+
+
+def test_autocast_computes_logits_in_its_type_and_sums_gradients_in_the_weights_type(memory_path: str) -> None:
+    hidden, weight, target_ids = make_inputs(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = token_logprobs(hidden, weight, target_ids, temperature=1.3, chunk_size=8)
+        reference = token_logprobs_reference(hidden, weight, target_ids, temperature=1.3)
+    torch.testing.assert_close(ours, reference, rtol=1e-6, atol=1e-6)
+    our_gradients = gradients(ours, (hidden, weight), "logprobs")
+    assert {gradient.dtype for gradient in our_gradients} == {torch.float32}
+    torch.testing.assert_close(our_gradients, gradients(reference, (hidden, weight), "logprobs"), rtol=2e-2, atol=5e-2)
+    without = token_logprobs(hidden, weight, target_ids, temperature=1.3)[0]
+    assert (ours[0] - without).abs().max() > 1e-3, "autocast changed nothing: the logits were not in bfloat16"
+
+
+def test_a_temperature_of_zero_is_refused() -> None:
+    hidden, weight, target_ids = make_inputs()
+    with pytest.raises(AssertionError, match="temperature must be above 0, is 0"):
+        token_logprobs(hidden, weight, target_ids, temperature=0.0)

@@ -1,0 +1,77 @@
+"""The metric log survives kills, and files are whole or not there."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from srtrl.metrics import MetricLog, read_metrics, write_atomic
+
+
+def test_rows_come_back_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricLog(path) as log:
+        log.write(1, {"reward/mean": 0.1 + 0.2, "tokens/response": 7, "entropy": float(np.float32(0.3))})
+        log.write(2, {"loss": np.float64(1e-30)})
+        assert len(read_metrics(path)) == 2  # on disk before the log is closed
+    assert read_metrics(path) == [
+        {"step": 1, "reward/mean": 0.1 + 0.2, "tokens/response": 7, "entropy": float(np.float32(0.3))},
+        {"step": 2, "loss": 1e-30},
+    ]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "3", None])
+def test_what_is_not_a_finite_number_is_refused_by_name(tmp_path: Path, value: float) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricLog(path) as log, pytest.raises(ValueError, match="kl/ref must be a finite number"):
+        log.write(1, {"loss": 1.0, "kl/ref": value})
+    assert path.read_text() == ""
+
+
+@pytest.mark.parametrize("rest", ["", '{"step": 4, "lo', '{"step": 4}'])
+def test_truncate_drops_later_rows_and_a_half_written_one(tmp_path: Path, rest: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricLog(path) as log:
+        for step in (0, 1, 2, 3):
+            log.write(step, {"loss": step / 7})
+    before = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(before) + rest)
+    with MetricLog(path) as log:
+        log.truncate(2)
+        assert path.read_text() == "".join(before[:3])
+        log.write(3, {"loss": 3 / 7})
+    assert path.read_text() == "".join(before)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_damaged_row_is_named_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2: not JSON"):
+        read_metrics(path)
+    path.write_text('{"step": 1}\n{"loss": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2: expected an object with the key `step`"):
+        read_metrics(path)
+
+
+def test_write_atomic_replaces_the_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_atomic(path, "a long first version é")
+    write_atomic(path, b"short")
+    assert path.read_bytes() == b"short"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_write_atomic_leaves_the_old_file_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "summary.json"
+    write_atomic(path, "old")
+
+    def fail(_: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]

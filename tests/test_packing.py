@@ -1,0 +1,122 @@
+"""Packing against a loop over tokens, for random sequences and budgets."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from srtrl.rollout.packing import PackedBatch, pack
+from srtrl.types import TrainSequence
+
+
+def make_sequence(num_prompt: int, num_response: int, seed: int, with_reference: bool = True) -> TrainSequence:
+    rng = np.random.default_rng(seed)
+
+    def numbers() -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        return rng.standard_normal(num_response).astype(np.float32)
+
+    return TrainSequence(
+        token_ids=rng.integers(1000, size=num_prompt + num_response),
+        num_prompt_tokens=num_prompt,
+        rollout_logprobs=numbers(),
+        advantages=numbers(),
+        old_logprobs=numbers(),
+        ref_logprobs=numbers() if with_reference else None,
+    )
+
+
+@st.composite
+def sequences_and_budget(draw: st.DrawFn) -> tuple[list[TrainSequence], int]:
+    shapes = draw(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=12))
+    with_reference = draw(st.booleans())
+    sequences = [make_sequence(*shape, seed, with_reference) for seed, shape in enumerate(shapes)]
+    return sequences, draw(st.integers(max(sum(shape) for shape in shapes), 60))
+
+
+def naive_rows(sequences: list[TrainSequence], batch: PackedBatch, first: int) -> list[list[float]]:
+    """What the rows [R] of a micro-batch must be, token by token; `first` is its first sequence."""
+    rows: list[list[float]] = []
+    position = 0
+    for index in range(first, first + len(batch.lengths)):
+        sequence = sequences[index]
+        for offset, token_id in enumerate(sequence.token_ids):
+            assert batch.token_ids[position] == token_id
+            response_token = offset - sequence.num_prompt_tokens
+            if response_token >= 0:
+                arrays = (sequence.advantages, sequence.rollout_logprobs, sequence.old_logprobs, sequence.ref_logprobs)
+                numbers = [float(array[response_token]) for array in arrays if array is not None]
+                rows.append([position - 1, int(token_id), index, *numbers])
+            position += 1
+    assert position == len(batch.token_ids)
+    return rows
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(sequences_and_budget())
+def test_every_token_is_packed_once_in_order_with_the_right_indices(case: tuple[list[TrainSequence], int]) -> None:
+    sequences, max_tokens = case
+    first = 0
+    for batch in pack(sequences, max_tokens, "cpu"):
+        columns = [batch.hidden_index, batch.target_ids, batch.sequence_index, batch.advantages]
+        columns += [c for c in (batch.rollout_logprobs, batch.old_logprobs, batch.ref_logprobs) if c is not None]
+        rows = [list(row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+        assert rows == naive_rows(sequences, batch, first)
+        assert (batch.ref_logprobs is None) == (sequences[0].ref_logprobs is None)
+        first += len(batch.lengths)
+    assert first == len(sequences)
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(sequences_and_budget())
+def test_budget_is_kept_and_no_batch_could_take_the_next_sequence(case: tuple[list[TrainSequence], int]) -> None:
+    sequences, max_tokens = case
+    batches = pack(sequences, max_tokens, "cpu")
+    assert [length for batch in batches for length in batch.lengths] == [len(s.token_ids) for s in sequences]
+    for batch, following in zip(batches, [*batches[1:], None], strict=True):
+        assert len(batch.token_ids) == sum(batch.lengths) <= max_tokens
+        if following is not None:
+            assert sum(batch.lengths) + following.lengths[0] > max_tokens
+
+
+def test_a_small_example_by_hand() -> None:
+    first, second = make_sequence(2, 3, 0), make_sequence(1, 2, 1)
+    (batch,) = pack([first, second], 8, "cpu")
+    assert batch.lengths == (5, 3)
+    assert batch.hidden_index.tolist() == [1, 2, 3, 5, 6]
+    assert batch.sequence_index.tolist() == [0, 0, 0, 1, 1]
+    assert batch.target_ids.tolist() == [*first.token_ids[2:], *second.token_ids[1:]]
+    assert batch.token_ids.dtype == batch.target_ids.dtype == batch.hidden_index.dtype == torch.int64
+    assert batch.advantages.dtype == torch.float32
+
+
+def test_a_sequence_longer_than_the_budget_is_an_error_that_names_it() -> None:
+    with pytest.raises(
+        ValueError, match=r"sequence 1 has 7 tokens, more than the 6 .*micro_batch_tokens to at least 7"
+    ):
+        pack([make_sequence(2, 3, 0), make_sequence(3, 4, 1)], 6, "cpu")
+
+
+def test_no_sequences_make_no_batch() -> None:
+    assert pack([], 8, "cpu") == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_prompt_tokens": 0}, "needs a token before it"),
+        ({"num_prompt_tokens": 5}, "without response tokens"),
+        ({"advantages": np.zeros(2, np.float32)}, "per-token arrays of {"),
+    ],
+)
+def test_broken_sequences_are_refused(change: dict[str, object], message: str) -> None:
+    sequence = dataclasses.replace(make_sequence(2, 3, 0), **change)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match=message):
+        pack([sequence], 8, "cpu")
+
+
+def test_sequences_with_and_without_a_reference_do_not_mix() -> None:
+    with pytest.raises(AssertionError, match="all sequences have these log-probs or none"):
+        pack([make_sequence(1, 2, 0), make_sequence(1, 2, 1, with_reference=False)], 8, "cpu")

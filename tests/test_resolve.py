@@ -1,0 +1,98 @@
+"""Names of functions and classes: ours by place, the user's by `package.module:attribute`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from srtrl.resolve import list_functions, list_modules, resolve_class, resolve_function
+
+OWN = """\
+import math
+from math import sqrt
+
+RATE = 3
+
+def gspo(x):
+    return x + 1
+
+def gspo_tokens(x):
+    return x
+
+def _hidden(x):
+    return x
+
+class Task:
+    pass
+"""
+
+
+@pytest.fixture
+def own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package of the user's in the current folder, that is not on the import path."""
+    name = f"own_{tmp_path.name}".replace("-", "_")
+    package = tmp_path / name
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "losses.py").write_text(OWN)
+    (package / "empty.py").write_text("raise AssertionError('must not be imported')\n")
+    (package / "base.py").write_text("class Task:\n    pass\n")
+    (package / "broken.py").write_text("import a_module_that_is_not_there\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    return name
+
+
+def test_the_users_own_function_is_found_in_the_current_folder(own_package: str) -> None:
+    assert resolve_function("srtrl.resolve", f"{own_package}.losses:gspo")(1) == 2
+
+
+def test_the_current_folder_comes_after_installed_packages(own_package: str) -> None:
+    Path("yaml.py").write_text("raise AssertionError('shadows an installed package')\n")
+    resolve_function("srtrl.resolve", f"{own_package}.losses:gspo")
+    assert sys.path[-1] == str(Path.cwd())
+
+
+def test_our_own_functions_are_found_by_bare_name() -> None:
+    assert resolve_function("srtrl.resolve", "resolve_class") is resolve_class
+
+
+def test_only_public_functions_of_the_module_itself_are_choices(own_package: str) -> None:
+    resolve_function("srtrl.resolve", f"{own_package}.losses:gspo")
+    assert list_functions(sys.modules[f"{own_package}.losses"]) == ["gspo", "gspo_tokens"]
+    with pytest.raises(ValueError, match="`sqrt` is not in"):
+        resolve_function(f"{own_package}.losses", "sqrt")
+
+
+def test_classes_are_found_without_importing_other_modules(own_package: str) -> None:
+    resolve_function("srtrl.resolve", f"{own_package}.losses:gspo")  # puts the folder on the path
+    assert list_modules(own_package, "Task") == ["losses"]
+    assert resolve_class(own_package, "losses", "Task").__module__ == f"{own_package}.losses"
+    assert resolve_class("srtrl.tasks", f"{own_package}.losses:Task", "Task").__name__ == "Task"
+
+
+def test_unknown_names_list_what_exists_and_the_nearest() -> None:
+    with pytest.raises(
+        ValueError, match=r"`resolve_clas` is not in srtrl/resolve.py, did you mean `resolve_class`\?"
+    ) as error:
+        resolve_function("srtrl.resolve", "resolve_clas")
+    assert "known: resolve_function, resolve_class, list_functions" in str(error.value)
+    with pytest.raises(ValueError, match="`xyz` is not in srtrl/tasks/; known: "):
+        resolve_class("srtrl.tasks", "xyz", "Task")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("{own}.losses:gspp", "has no `gspp`, did you mean `gspo`"),
+        ("{own}.losses:RATE", "has a value that cannot be called: `RATE`"),
+        ("{own}.nothing:f", "cannot import {own}.nothing"),
+        ("{own}.broken:f", "No module named 'a_module_that_is_not_there'"),
+        (":f", "is not a name of the form package.module:attribute"),
+        ("{own}:", "is not a name of the form package.module:attribute"),
+        (".losses:f", "is not a name of the form package.module:attribute"),
+    ],
+)
+def test_what_is_wrong_with_the_users_own_name_is_said(own_package: str, name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("{own}", own_package)):
+        resolve_function("srtrl.resolve", name.replace("{own}", own_package))

@@ -1,0 +1,367 @@
+"""The training loop on a tiny policy: what it writes, what stops it, and what must not change what is learned."""
+
+import io
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from tiny_run import make_policy, make_recipe
+from torch import Tensor
+
+from srtrl.metrics import read_metrics
+from srtrl.recipe import Recipe
+from srtrl.rollout.collect import collect_rollouts
+from srtrl.trainer import build, trainer
+from srtrl.trainer.credit import assign_credit, filter_groups, train_sequences, with_reference
+from srtrl.trainer.data_order import DataOrder
+from srtrl.trainer.optimizer import learning_rate_at
+from srtrl.trainer.progress import RunProgress
+from srtrl.trainer.run_eval import resolve_eval_source, run_eval
+from srtrl.trainer.summary import summary_table
+from srtrl.trainer.training import TrainingResult, TrainingStoppedError, run_training
+from srtrl.trainer.update import update_policy
+from srtrl.types import Grade, Prompt, Rollout, RolloutGroup
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("model") / "policy")
+
+
+@pytest.fixture(scope="module")
+def run(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
+    """A whole run of two steps, with TensorBoard."""
+    return train(
+        make_recipe(policy, tmp_path_factory.mktemp("runs"), train__num_steps=2, log__trackers=["tensorboard"])
+    )
+
+
+def train(recipe: Recipe, **options: Any) -> TrainingResult:
+    return run_training(recipe, progress=RunProgress("test", recipe.train.num_steps, plain_every=1000), **options)
+
+
+def learned(folder: Path) -> list[dict[str, float]]:
+    """Rows of the training steps without timing and evaluation."""
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "engine/", "eval/"))} for row in rows]
+
+
+def weights(folder: Path, step: int) -> bytes:
+    return (folder / "checkpoints" / f"step_{step:06d}" / "model.safetensors").read_bytes()
+
+
+# --- What a run writes ------------------------------------------------------------------------------------------------
+
+
+def test_every_promised_metric_is_logged(run: TrainingResult) -> None:
+    before, *steps = read_metrics(run.folder / "metrics.jsonl")
+    assert before["step"] == 0
+    assert {name.split("/")[0] for name in before} == {"step", "eval", "time"}
+    promised = """
+        reward/mean reward/digits reward/correct accuracy length/mean length/max length/truncated_share entropy kl/ref
+        clip_share/low clip_share/high grad_norm learning_rate loss tokens/prompt tokens/response
+        grading/correct grading/wrong grading/timeout grading/crash grading/error groups/kept groups/dropped
+        time/rollout time/grading time/reference time/update time/step time/tokens_per_second
+        engine/pages_in_use_max engine/pages
+        logprob_difference/mean logprob_difference/max logprob_difference/kl
+    """
+    for row in steps:
+        assert set(promised.split()) - row.keys() == set()
+        assert row["logprob_difference/max"] < 1e-4
+        assert row["grading/wrong"] + row["grading/correct"] == 16
+        stages = ("rollout", "grading", "reference", "update", "save_rollouts", "eval", "checkpoint")
+        assert row["time/step"] == pytest.approx(sum(row.get(f"time/{stage}", 0.0) for stage in stages))
+    assert "eval/accuracy" in steps[-1]
+
+
+def test_rollout_file_is_what_was_learned_from(run: TrainingResult, policy: Path) -> None:
+    table = pq.read_table(run.folder / "rollouts" / "step_000002.parquet").to_pylist()
+    row = learned(run.folder)[1]
+    assert [(r["draw_index"], r["sample_index"]) for r in table] == [(d, s) for d in range(4) for s in range(4)]
+    assert sum(r["reward"] for r in table) / 16 == pytest.approx(row["reward/mean"], rel=1e-6)
+    assert sum(len(r["token_ids"]) for r in table) == row["tokens/response"]
+    tokenizer = build.build_tokenizer(make_recipe(policy, run.folder))
+    for r in table:
+        assert r["reward"] == pytest.approx(r["reward_digits"] + 0.5 * r["reward_correct"], rel=1e-6)
+        assert r["prompt_token_ids"] == tokenizer.encode(r["prompt"])
+        assert r["text"] == tokenizer.decode(r["token_ids"], skip_special_tokens=True)
+        assert len(r["rollout_logprobs"]) == len(r["token_ids"])
+        assert (r["finish_reason"] == "stop") == (r["token_ids"][-1] == tokenizer.eos_token_id)
+        assert r["policy_version"] == 1
+    for draw in range(4):
+        group = [r for r in table if r["draw_index"] == draw]
+        rewards = torch.tensor([r["reward"] for r in group])
+        expected = (rewards - rewards.mean()) / rewards.std()
+        assert [r["advantage"] for r in group] == pytest.approx(expected.tolist(), abs=1e-3)
+
+
+def test_run_folder_and_summary(run: TrainingResult) -> None:
+    rows = read_metrics(run.folder / "metrics.jsonl")
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["num_steps"] == 2
+    assert not summary["interrupted"]
+    assert summary["before"]["accuracy"] == rows[0]["eval/accuracy"]
+    assert (summary["after"]["step"], summary["after"]["num_problems"]) == (2, 6)
+    assert summary["seconds"]["update"] == pytest.approx(sum(row.get("time/update", 0) for row in rows))
+    assert summary["num_response_tokens"] == sum(row["tokens/response"] for row in rows[1:])
+    assert list((run.folder / "tensorboard").rglob("events.out.tfevents.*"))
+    output = io.StringIO()
+    Console(width=80, file=output).print(summary_table(run.summary))
+    text = output.getvalue()
+    for part in ("held-out accuracy before", "held-out accuracy after", "gain", "time: rollout", "time: update"):
+        assert part in text
+
+
+def test_checkpoint_evaluates_as_the_run_did(run: TrainingResult) -> None:
+    """`srtrl eval RUN` on the same problems and noise: the very same figures."""
+    source = resolve_eval_source(str(run.folder))
+    assert source.model.endswith("step_000002")
+    assert source.recipe_path == run.folder / "recipe.yaml"
+    recipe = make_recipe(Path(source.model), run.folder, train__num_steps=2)
+    again = run_eval(source.model, recipe).metrics()
+    row = read_metrics(run.folder / "metrics.jsonl")[-1]
+    equal = [name for name in again if name.startswith("eval/") and name != "eval/reward"]  # that one draws at random
+    assert {name: again[name] for name in equal} == {name: row[name] for name in equal}
+
+
+def test_eval_source_errors(run: TrainingResult) -> None:
+    with pytest.raises(ValueError, match=r"no checkpoint of step 1; there: step_000002"):
+        resolve_eval_source(str(run.folder), step=1)
+    with pytest.raises(ValueError, match="not a run folder"):
+        resolve_eval_source("bundled:tiny", step=1)
+    assert resolve_eval_source("bundled:tiny").recipe_path is None
+
+
+# --- What must not change what is learned -----------------------------------------------------------------------------
+
+
+def test_evaluation_logging_and_slots_do_not_disturb_training(
+    policy: Path, run: TrainingResult, tmp_path: Path
+) -> None:
+    rewards = [{"name": "correct", "weight": 0.5}, {"name": "format"}]  # `digits` draws from the global generator
+    plain = {"train__num_steps": 2, "rewards": rewards, "eval__before_and_after": False, "eval__every_steps": None}
+    quiet = train(make_recipe(policy, tmp_path / "quiet", log__save_rollouts=False, **plain))
+    busy = {**plain, "eval__every_steps": 1, "eval__before_and_after": True, "rollout__slots": 3}
+    loud = train(make_recipe(policy, tmp_path / "loud", log__trackers=["tensorboard"], **busy))
+    assert learned(quiet.folder) == learned(loud.folder)
+    assert weights(quiet.folder, 2) == weights(loud.folder, 2)
+    assert list((quiet.folder / "rollouts").iterdir()) == []
+    assert quiet.summary.before is None
+    assert weights(run.folder, 2) != weights(quiet.folder, 2)  # the comparison can fail
+
+
+# --- What stops a run -------------------------------------------------------------------------------------------------
+
+
+def stop_at_second_step(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> Recipe:
+    """The process gets a signal while step 2 decodes."""
+
+    def collect(*arguments: Any, **options: Any) -> Any:
+        if options["purpose"] == "train" and options["step"] == 2:
+            os.kill(os.getpid(), number)
+        return collect_rollouts(*arguments, **options)
+
+    monkeypatch.setattr(trainer, "collect_rollouts", collect)
+    return make_recipe(policy, tmp_path, train__num_steps=3, train__checkpoint_every=100, eval__every_steps=None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_finishes_the_step_and_can_be_resumed(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    recipe = stop_at_second_step(policy, tmp_path, monkeypatch, number)
+    handler = signal.getsignal(signal.SIGINT)
+    result = train(recipe)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert result.interrupted
+    assert (result.summary.num_steps, result.summary.after) == (2, None)
+    assert (result.folder / "checkpoints" / "step_000002").is_dir()
+    monkeypatch.undo()
+    resumed = train(recipe, resume=True)
+    assert not resumed.interrupted
+    assert resumed.summary.before == result.summary.before
+    assert resumed.summary.num_steps == 3
+
+    whole = train(make_recipe(policy, tmp_path / "whole", train__num_steps=3, eval__every_steps=None))
+    assert learned(resumed.folder) == learned(whole.folder)
+    assert weights(resumed.folder, 3) == weights(whole.folder, 3)
+
+
+def test_second_interrupt_stops_at_once(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = stop_at_second_step(policy, tmp_path, monkeypatch, signal.SIGINT)
+
+    def update(*arguments: Any, **options: Any) -> Any:
+        if options["step"] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return update_policy(*arguments, **options)
+
+    monkeypatch.setattr(trainer, "update_policy", update)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert learned(tmp_path / "run")[-1]["step"] == 1
+
+
+LOSS_CALLS: list[int] = []
+
+
+def loss_with_a_flaw(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, index: Tensor, **_: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Policy gradient, except that the third call returns NaN."""
+    LOSS_CALLS.append(len(index))
+    return -(logprobs - old).exp() * advantages * (float("nan") if len(LOSS_CALLS) == 3 else 1.0), {}
+
+
+def test_non_finite_loss_stops_with_the_last_checkpoint(policy: Path, tmp_path: Path) -> None:
+    LOSS_CALLS.clear()
+    changes = {"train__num_epochs": 1, "train__mini_batch_prompts": 4, "train__micro_batch_tokens": 4000}
+    recipe = make_recipe(
+        policy, tmp_path, algorithm__loss="test_trainer:loss_with_a_flaw", train__checkpoint_every=1, **changes
+    )
+    with pytest.raises(TrainingStoppedError, match=r"step 3, epoch 1, mini-batch 1: the loss is nan") as caught:
+        train(recipe)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000002"
+    assert f"The last checkpoint is intact: {checkpoint}" in str(caught.value)
+    assert learned(tmp_path / "run")[-1]["step"] == 2
+    build.build_policy(recipe, str(checkpoint), torch.device("cpu"))
+
+
+def test_logprob_difference_stops_before_anything_is_learned(policy: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(policy, tmp_path, train__max_logprob_difference=1e-12)
+    with pytest.raises(TrainingStoppedError, match="There is no checkpoint yet"):
+        train(recipe)
+
+
+def drop_all(rewards: Tensor) -> Tensor:
+    return torch.zeros(len(rewards), dtype=torch.bool)
+
+
+def test_step_without_a_group_is_logged_and_learns_nothing(policy: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(policy, tmp_path, algorithm__filters=["test_trainer:drop_all"], train__num_steps=2)
+    result = train(recipe)
+    rows = learned(result.folder)
+    assert [(row["groups/kept"], row["groups/dropped"]) for row in rows] == [(0, 4), (0, 4)]
+    assert all("grad_norm" not in row for row in rows)
+    assert result.summary.num_skipped_steps == 2
+    table = pq.read_table(result.folder / "rollouts" / "step_000002.parquet").to_pylist()
+    assert {(r["advantage"], r["policy_version"]) for r in table} == {(None, 0)}
+    state = json.loads((result.folder / "checkpoints/step_000002/state.json").read_text())
+    assert (state["step"], state["policy_version"]) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"log__trackers": ["tensorbord"]}, "unknown tracker 'tensorbord'; known: .*tensorboard"),
+        ({"log__trackers": ["swanlab"]}, "swanlab is not installed"),
+        ({"rollout__max_new_tokens": 100}, "the model was made for 128"),
+    ],
+)
+def test_mistakes_are_named(policy: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(make_recipe(policy, tmp_path, **changes))
+
+
+def test_several_processes_are_refused(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="srtrl trains in one process"):
+        train(make_recipe(policy, tmp_path))
+
+
+# --- Parts ------------------------------------------------------------------------------------------------------------
+
+
+def group(draw_index: int, rewards: list[float]) -> RolloutGroup:
+    prompt = Prompt(prompt_id="p", text="p", token_ids=(3, 4), answer="")
+    rollouts = [
+        Rollout(
+            prompt=prompt,
+            draw_index=draw_index,
+            sample_index=index,
+            token_ids=[5] * (index + 1),
+            rollout_logprobs=[-1.0] * (index + 1),
+            text="",
+            finish_reason="stop",
+            policy_version=0,
+            grade=Grade(reward=reward, parts={}, outcome="wrong"),
+        )
+        for index, reward in enumerate(rewards)
+    ]
+    return RolloutGroup(prompt=prompt, draw_index=draw_index, rollouts=rollouts)
+
+
+def test_filters_keep_whole_groups_in_order() -> None:
+    groups = [group(0, [1.0, 1.0]), group(1, [0.0, 1.0]), group(2, [0.0, 0.0]), group(3, [1.0, 0.0])]
+    assert [kept.draw_index for kept in filter_groups(groups, ["drop_uniform"])] == [1, 3]
+    assert filter_groups(groups, ["drop_uniform", "test_trainer:drop_all", "drop_uniform"]) == []
+    assert filter_groups(groups, []) == groups
+
+
+def as_it_is(rewards: Tensor) -> Tensor:
+    return rewards
+
+
+def test_kl_in_the_reward_is_summed_over_the_sample(policy: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(
+        policy, tmp_path,
+        algorithm__advantage="test_trainer:as_it_is",
+        algorithm__kl={"coefficient": 0.1, "estimator": "k1", "placement": "reward"},
+    )  # fmt: skip
+    groups = [group(0, [1.0, 0.0]), group(1, [0.5, 0.5])]
+    sequences = train_sequences(groups)
+    # the reference gives every token log-prob -1.5: k1 is 0.5 a token, 0.05 off the rewards of 1 token, 0.10 of 2
+    references = [sequence.rollout_logprobs - 0.5 for sequence in sequences]
+    credit = assign_credit(groups, with_reference(sequences, references), recipe)
+    expected = [0.95, -0.10, 0.45, 0.40]
+    assert list(credit.advantages.values()) == pytest.approx(expected)
+    assert [float(sequence.advantages[-1]) for sequence in credit.sequences] == pytest.approx(expected)
+    assert [len(sequence.advantages) for sequence in credit.sequences] == [1, 2, 1, 2]
+    assert credit.metrics == {"reward/kl_penalty": pytest.approx(0.075)}
+    kl = recipe.algorithm.kl.model_copy(update={"placement": "loss"})
+    in_loss = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"kl": kl})})
+    plain = assign_credit(groups, with_reference(sequences, references), in_loss)
+    assert list(plain.advantages.values()) == [1.0, 0.0, 0.5, 0.5]
+
+
+@given(st.integers(1, 40), st.integers(0, 5), st.integers(1, 50), st.integers(1, 30))
+def test_data_order_is_a_permutation_an_epoch(num_prompts: int, seed: int, batch: int, steps: int) -> None:
+    order = DataOrder(num_prompts, seed)
+    drawn = [index for step in range(1, steps + 1) for index in order.draws_of_step(step, batch)]
+    for epoch in range(len(drawn) // num_prompts):
+        assert sorted(drawn[epoch * num_prompts : (epoch + 1) * num_prompts]) == list(range(num_prompts))
+    # any step may be asked for, in any order: what resume and look-ahead need
+    fresh = DataOrder(num_prompts, seed)
+    for step in (steps, 1, (steps + 1) // 2):
+        assert fresh.draws_of_step(step, batch) == drawn[(step - 1) * batch : step * batch]
+
+
+def test_data_order_depends_on_seed_and_epoch() -> None:
+    first, second = DataOrder(50, 0).draws(0, 50), DataOrder(50, 0).draws(50, 50)
+    assert first != second
+    assert first != DataOrder(50, 1).draws(0, 50)
+    with pytest.raises(ValueError, match="no training prompts"):
+        DataOrder(0, 0)
+
+
+def test_learning_rate() -> None:
+    def rates(schedule: Any, warmup: int = 4) -> list[float]:
+        return [
+            learning_rate_at(step, peak=1.0, warmup_steps=warmup, num_steps=12, schedule=schedule) for step in range(12)
+        ]
+
+    assert rates("constant")[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates("constant")[4:] == [1.0] * 8
+    assert rates("linear")[4:] == pytest.approx([1 - step / 8 for step in range(8)])
+    assert rates("cosine")[8] == pytest.approx(0.5)
+    assert rates("cosine", warmup=0)[0] == 1.0
+    assert min(rates("linear")) > 0

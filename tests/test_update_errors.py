@@ -1,0 +1,137 @@
+"""What stops an update, and that it stops before the weights change."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from update_cases import RecordingSGD, fresh_accelerator, make_policy, make_recipe, make_sequences, naive_logprobs
+
+from srtrl.model.transformer import Transformer
+from srtrl.trainer.sequence_logprobs import LogprobDifferenceError, NonFiniteError, logprob_difference
+from srtrl.trainer.update import update_policy
+from srtrl.types import TrainSequence
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    with fresh_accelerator() as accelerator:
+        yield accelerator
+
+
+def shift_logprob(sequences: list[TrainSequence], index: int, token: int, by: float) -> list[TrainSequence]:
+    logprobs = sequences[index].rollout_logprobs.copy()
+    logprobs[token] += by
+    return [*sequences[:index], replace(sequences[index], rollout_logprobs=logprobs), *sequences[index + 1 :]]
+
+
+def weights_of(policy: Transformer) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in policy.parameters()]
+
+
+@pytest.mark.parametrize("old_logprobs", ["rollout", "recompute"])
+def test_a_large_logprob_difference_stops_before_any_change(old_logprobs: str, accelerator: Accelerator) -> None:
+    policy = make_policy()
+    sequences = shift_logprob(make_sequences(policy), 4, 1, by=-0.5)
+    before = weights_of(policy)
+    limits = {"train__max_logprob_difference": 0.4, "train__micro_batch_tokens": 16}
+    recipe = make_recipe(algorithm__old_logprobs=old_logprobs, **limits)
+    token = sequences[4].token_ids[sequences[4].num_prompt_tokens + 1]
+    message = (
+        rf"step 7.*: sequence 4 .*, response token 1 \(id {token}\).* differ by 0\.5.*max_logprob_difference \(0\.4\)"
+    )
+    with pytest.raises(LogprobDifferenceError, match=message):
+        update_policy(policy, RecordingSGD(policy), accelerator, sequences, recipe=recipe, step=7)
+    assert all(map(torch.equal, before, policy.parameters()))
+    within = recipe.model_copy(update={"train": recipe.train.model_copy(update={"max_logprob_difference": 0.6})})
+    metrics = update_policy(policy, RecordingSGD(policy), accelerator, sequences, recipe=within, step=7)
+    assert metrics["logprob_difference/max"] == pytest.approx(0.5, abs=1e-5)
+
+
+def test_mini_batches_after_the_first_are_not_compared(accelerator: Accelerator) -> None:
+    """Their weights have moved; a difference there says nothing of the decoder."""
+    options: dict[str, Any] = {"train__mini_batch_prompts": 1, "train__max_logprob_difference": 1e-3}
+    policy = make_policy()
+    sequences = make_sequences(policy)
+    recipe = make_recipe(**options, train__learning_rate=1e-2)
+    metrics = update_policy(policy, RecordingSGD(policy), accelerator, sequences, recipe=recipe, step=1)
+    assert metrics["logprob_difference/max"] < 1e-5
+    moved = [np.abs(naive_logprobs(policy, s) - s.rollout_logprobs).max() for s in sequences]
+    assert max(moved) > 1e-2
+
+
+def test_logprob_difference_of_a_nan_is_non_finite() -> None:
+    sequences = make_sequences(make_policy())
+    trainer: list[npt.NDArray[np.float32]] = [sequence.rollout_logprobs.copy() for sequence in sequences]
+    trainer[2][0] = np.nan
+    with pytest.raises(NonFiniteError, match=r"step 3: sequence 2 .*, response token 0 .* nan by the trainer"):
+        logprob_difference(sequences, trainer, max_difference=1.0, where="step 3")
+
+
+def nan_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_index: Tensor, **_: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return logprobs * math.nan, {}
+
+
+def infinite_slope_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_index: Tensor, **_: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return (logprobs - logprobs.detach()).sqrt(), {}
+
+
+def nan_after_a_change_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_index: Tensor, **_: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Finite while the weights are those of the rollouts, as in a first mini-batch."""
+    moved = (logprobs - old_logprobs).abs().max() > 1e-4
+    return logprobs * (math.nan if moved else 1.0), {}
+
+
+def mean_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_index: Tensor, **_: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return -logprobs.mean(), {}
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("nan_loss", "step 4, epoch 1, mini-batch 1: the loss is nan"),
+        ("infinite_slope_loss", "step 4, epoch 1, mini-batch 1: the gradient norm is (nan|inf)"),
+    ],
+)
+def test_a_non_finite_loss_or_gradient_stops_before_any_change(
+    loss: str, message: str, accelerator: Accelerator
+) -> None:
+    policy = make_policy()
+    sequences = make_sequences(policy)
+    before = weights_of(policy)
+    recipe = make_recipe(algorithm__loss=f"{__name__}:{loss}")
+    with pytest.raises(NonFiniteError, match=message):
+        update_policy(policy, RecordingSGD(policy), accelerator, sequences, recipe=recipe, step=4)
+    assert all(map(torch.equal, before, policy.parameters()))
+
+
+def test_a_later_mini_batch_that_is_not_finite_is_named(accelerator: Accelerator) -> None:
+    policy = make_policy()
+    optimizer = RecordingSGD(policy)
+    recipe = make_recipe(
+        algorithm__loss=f"{__name__}:nan_after_a_change_loss", train__mini_batch_prompts=1, train__learning_rate=0.1
+    )
+    with pytest.raises(NonFiniteError, match="step 4, epoch 1, mini-batch 2: the loss is nan"):
+        update_policy(policy, optimizer, accelerator, make_sequences(policy), recipe=recipe, step=4)
+    assert len(optimizer.gradients) == 1
+
+
+def test_a_loss_of_the_wrong_shape_is_a_users_error(accelerator: Accelerator) -> None:
+    policy = make_policy()
+    recipe = make_recipe(algorithm__loss=f"{__name__}:mean_loss")
+    with pytest.raises(ValueError, match=r"one number a token, \(\d+,\); token loss has shape \(\)"):
+        update_policy(policy, RecordingSGD(policy), accelerator, make_sequences(policy), recipe=recipe, step=1)

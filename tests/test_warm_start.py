@@ -1,0 +1,226 @@
+"""Supervised fine-tuning: the tokenizer it trains, what its loss is on, and the policy it writes."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tiny_run import make_policy
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from srtrl.model.weights import load_model, load_tokenizer
+from srtrl.recipe import Recipe
+from srtrl.rollout.packing import pack
+from srtrl.tasks.base import load_task
+from srtrl.trainer.progress import RunProgress
+from srtrl.trainer.solutions import solution_sequence
+from srtrl.trainer.tokenizer_training import END_OF_TEXT, train_tokenizer
+from srtrl.trainer.warm_start import WarmStartSummary, run_warm_start, supervised_backward
+
+TEXTS = [f"Compute {a}+{b}.\n{a}+{b}={a + b}\nAnswer: {a + b}" for a in range(20) for b in range(20)]
+TOKENIZER = train_tokenizer(TEXTS, 290)
+EMOJI = "👩‍👩‍👧 naïve \x00\x7f \r\n\t  double  spaces don't 12345 ½ ²"
+
+
+# --- The tokenizer ----------------------------------------------------------------------------------------------------
+
+
+@given(st.text())
+@example(EMOJI)
+@example(f"a{END_OF_TEXT}b")
+@settings(deadline=None)
+def test_any_text_comes_back(text: str) -> None:
+    assert TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False)) == text
+
+
+def test_every_digit_is_a_token_and_words_are_merged() -> None:
+    tokens = TOKENIZER.tokenize("Compute 1234+56.")
+    assert [token for token in tokens if any(character.isdigit() for character in token)] == list("123456")
+    assert len(TOKENIZER.encode("Answer: ")) < len(b"Answer: ")
+    assert len(TOKENIZER) <= 290
+    assert (TOKENIZER.eos_token, TOKENIZER.pad_token, TOKENIZER.bos_token) == (END_OF_TEXT, END_OF_TEXT, None)
+
+
+def test_tokenizer_is_the_same_after_saving_and_in_every_training(tmp_path: Path) -> None:
+    TOKENIZER.save_pretrained(tmp_path / "first")
+    train_tokenizer(list(TEXTS), 290).save_pretrained(tmp_path / "second")
+    first, second = ((tmp_path / name / "tokenizer.json").read_text() for name in ("first", "second"))
+    assert first == second
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "first")
+    assert loaded.encode(EMOJI) == TOKENIZER.encode(EMOJI)
+    assert loaded.decode(loaded.encode(EMOJI)) == EMOJI
+
+
+def test_vocabulary_without_room_for_the_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 257"):
+        train_tokenizer(TEXTS, 256)
+
+
+# --- The loss ---------------------------------------------------------------------------------------------------------
+
+
+def make_recipe(output: Path, **warm_start: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "warm",
+            "device": "cpu",
+            "model": {"path": warm_start.pop("path", "unused")},
+            "task": {"name": "arithmetic", "options": {"num_train": 50, "num_eval": 5, "max_operations": 2}},
+            "rollout": {
+                "num_prompts": 2,
+                "num_samples": 2,
+                "max_prompt_tokens": 30,
+                "max_new_tokens": warm_start.pop("max_new_tokens", 40),
+                "kv_memory_gib": 0.1,
+            },
+            "train": {"num_steps": 1, "micro_batch_tokens": 100},
+            "warm_start": {
+                "architecture": {
+                    "hidden_size": 32,
+                    "intermediate_size": 64,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 4,
+                    "num_key_value_heads": 2,
+                    "max_position_embeddings": 96,
+                },
+                "train_tokenizer_vocab_size": 280,
+                "num_steps": 12,
+                "batch_tokens": 300,
+                "learning_rate": 0.01,
+                "warmup_steps": 2,
+                "output": str(output),
+                **warm_start,
+            },
+        }
+    )
+
+
+def run(recipe: Recipe, **options: Any) -> WarmStartSummary:
+    return run_warm_start(recipe, progress=RunProgress("warm", 12, plain_every=1000), **options)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("model") / "policy")
+
+
+def test_sequences_are_what_rl_will_see(policy: Path, tmp_path: Path) -> None:
+    """Prompt tokens as the task gives them, then the solution encoded alone, then the end token."""
+    recipe = make_recipe(tmp_path)
+    tokenizer = load_tokenizer(str(policy))
+    task = load_task(recipe, tokenizer)
+    prompt = task.train_prompts[7]
+    sequence = solution_sequence(task, tokenizer, prompt)
+    solution = tokenizer.encode(task.solution(prompt), add_special_tokens=False)
+    assert sequence.token_ids.tolist() == [*prompt.token_ids, *solution, tokenizer.eos_token_id]
+    assert sequence.num_prompt_tokens == len(prompt.token_ids)
+
+
+def test_loss_is_the_mean_over_answer_and_end_tokens(policy: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    tokenizer = load_tokenizer(str(policy))
+    task = load_task(recipe, tokenizer)
+    sequences = [solution_sequence(task, tokenizer, task.train_prompts[index]) for index in range(5)]
+    assert len(pack(sequences, 100, "cpu")) > 1  # several micro-batches
+
+    peer = AutoModelForCausalLM.from_pretrained(policy).double()
+    logprobs = []
+    for sequence in sequences:
+        token_ids = torch.from_numpy(sequence.token_ids)
+        rows = peer(token_ids[None]).logits[0].log_softmax(-1)  # [L, V]
+        positions = torch.arange(sequence.num_prompt_tokens, len(token_ids))
+        logprobs.append(rows[positions - 1, token_ids[positions]])
+    loss = -torch.cat(logprobs).mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+
+    model = load_model(str(policy), dtype=torch.float64, device="cpu")
+    assert supervised_backward(model, sequences, micro_batch_tokens=100) == pytest.approx(loss.item(), rel=1e-6)
+    assert model.embedding.grad is not None
+    torch.testing.assert_close(model.embedding.grad, peer.get_input_embeddings().weight.grad, rtol=1e-5, atol=1e-7)
+
+
+# --- The run ----------------------------------------------------------------------------------------------------------
+
+
+def test_from_scratch_learns_and_writes_a_model_for_transformers(tmp_path: Path) -> None:
+    summary = run(make_recipe(tmp_path / "out", num_steps=30))
+    assert summary.losses[0] == pytest.approx(math.log(280), rel=0.1)  # an untrained model knows nothing
+    assert summary.losses[-1] < 0.7 * summary.losses[0]
+    assert summary.held_out is not None
+    assert summary.held_out.num_problems == 5
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == model.config.eos_token_id
+    assert model.config.vocab_size == len(tokenizer)
+    assert tokenizer.decode(tokenizer.encode(EMOJI)) == EMOJI
+    record = json.loads((tmp_path / "out" / "warm_start.json").read_text())
+    assert record["held_out"]["eval/num_problems"] == 5
+    assert record["final_loss"] == summary.losses[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # nothing unfinished is left beside it
+
+
+def test_same_recipe_same_bytes(tmp_path: Path) -> None:
+    first, second = (run(make_recipe(tmp_path / name)) for name in ("first", "second"))
+    assert first.losses == second.losses
+    for name in ("model.safetensors", "tokenizer.json", "config.json", "generation_config.json"):
+        assert (first.output / name).read_bytes() == (second.output / name).read_bytes(), name
+    other = make_recipe(tmp_path / "third").model_copy(update={"seed": 1})
+    assert run(other).losses != first.losses
+
+
+def test_fine_tunes_a_model_with_its_own_tokenizer(policy: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"architecture": None, "train_tokenizer_vocab_size": None, "save_dtype": "bfloat16"}
+    summary = run(make_recipe(tmp_path / "out", path=str(policy), **changes))
+    assert summary.losses[-1] < summary.losses[0]
+    tuned = load_model(tmp_path / "out", dtype=torch.float32, device="cpu")
+    start = load_model(str(policy), dtype=torch.float32, device="cpu")
+    assert not torch.equal(tuned.embedding, start.embedding)
+    assert torch.equal(tuned.embedding, tuned.embedding.bfloat16().float())
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == (policy / "tokenizer.json").read_text()
+
+
+def test_overlong_solutions_are_counted(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path / "out", max_new_tokens=20, num_steps=4)
+    assert run(recipe).num_overlong > 0  # solutions have 17 to 26 tokens
+    with pytest.raises(ValueError, match=r"every solution is longer than rollout\.max_new_tokens \(3\)"):
+        run(make_recipe(tmp_path / "none", max_new_tokens=3))
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architecture": None}, r"train_tokenizer_vocab_size needs warm_start\.architecture"),
+        ({"max_new_tokens": 70}, r"max_position_embeddings: at least 100 are needed.*found 96"),
+        ({"learning_rate": 1e30, "max_grad_norm": 1e30}, "nothing was saved"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        run(make_recipe(tmp_path / "out", **changes))
+    assert not (tmp_path / "out").exists()
+
+
+def test_output_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="use --overwrite or another folder"):
+        run(make_recipe(output))
+    with pytest.raises(ValueError, match="holds no config.json, so it is not a model"):
+        run(make_recipe(output), overwrite=True)
+    (output / "config.json").write_text("{}")
+    run(make_recipe(output, num_steps=2), overwrite=True)
+    load_model(output, dtype=torch.float32, device="cpu")
+    assert not (output / "thesis.tex").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_recipe_without_the_section_is_refused(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path).model_copy(update={"warm_start": None})
+    with pytest.raises(ValueError, match="no `warm_start` section"):
+        run(recipe)

@@ -1,0 +1,94 @@
+"""A tiny random policy and a recipe that trains it in a second, for tests of the trainer."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from srtrl.model.hf_config import config_from_hf
+from srtrl.model.weights import init_model
+from srtrl.recipe import Recipe
+from srtrl.tasks.reward_input import RewardInput
+from srtrl.trainer.checkpoint import save_policy
+from srtrl.trainer.tokenizer_training import train_tokenizer
+
+VOCAB_SIZE = 257
+
+
+def digits(sample: RewardInput) -> float:
+    """Share of digits in the response, and a little of the global random state: what a user's reward may do."""
+    share = sum(character.isdigit() for character in sample.text) / max(1, len(sample.text))
+    return share + 0.01 * random.random()
+
+
+def make_policy(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """Write a random policy of 2 layers and width 32 (a token a byte), with logits large enough to be uneven."""
+    tokenizer = train_tokenizer([], VOCAB_SIZE)
+    config = config_from_hf(
+        {
+            "model_type": "llama",
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 128,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "tie_word_embeddings": True,
+            "eos_token_id": tokenizer.eos_token_id,
+        }
+    )
+    model = init_model(config, seed, dtype, "cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8)
+    folder.mkdir(parents=True)
+    save_policy(folder, model=model, tokenizer=tokenizer, end_ids=[tokenizer.eos_token_id])
+    return folder
+
+
+def make_recipe(policy: Path, output_dir: Path, **changes: Any) -> Recipe:
+    """Four steps of 4 prompts x 4 samples, two mini-batches, two epochs, a reference, a checkpoint every 2 steps.
+
+    `changes` are values by dotted key with `__` for the dot: `train__num_steps=2`.
+    """
+    values: dict[str, Any] = {
+        "name": "run",
+        "output_dir": str(output_dir),
+        "seed": 7,
+        "device": "cpu",
+        "model": {"path": str(policy)},
+        "task": {"name": "arithmetic", "options": {"num_train": 10, "num_eval": 6, "max_operations": 2}},
+        "rewards": [{"name": "tiny_run:digits"}, {"name": "correct", "weight": 0.5}],
+        "rollout": {
+            "num_prompts": 4,
+            "num_samples": 4,
+            "max_prompt_tokens": 48,
+            "max_new_tokens": 12,
+            "slots": 8,
+            "kv_memory_gib": 0.1,
+        },
+        "algorithm": {"kl": {"coefficient": 0.01}},
+        "train": {
+            "num_steps": 4,
+            "mini_batch_prompts": 2,
+            "num_epochs": 2,
+            "micro_batch_tokens": 200,
+            "learning_rate": 0.01,
+            "warmup_steps": 3,
+            "checkpoint_every": 2,
+        },
+        "eval": {"every_steps": 2},
+        "log": {"trackers": []},
+    }
+    for key, value in changes.items():
+        *sections, last = key.split("__")
+        place = values
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    return Recipe.model_validate(values)

@@ -1,0 +1,145 @@
+"""A tiny float64 policy, its training sequences and naive log-probs: what the tests of the update share."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import Tensor
+
+from srtrl.model.attention import PackedPlan
+from srtrl.model.hf_config import config_from_hf
+from srtrl.model.transformer import Transformer
+from srtrl.model.weights import init_model
+from srtrl.recipe import Recipe
+from srtrl.types import TrainSequence
+
+NUM_GROUPS, NUM_SAMPLES = 3, 2
+TEMPERATURE = 0.8
+NO_LIMIT = 1e9
+
+
+@contextmanager
+def fresh_accelerator(mixed_precision: str = "no") -> Iterator[Accelerator]:
+    """Accelerate keeps one precision a process; tests ask for several."""
+    AcceleratorState._reset_state(True)
+    try:
+        yield Accelerator(cpu=True, mixed_precision=mixed_precision)
+    finally:
+        AcceleratorState._reset_state(True)
+
+
+def make_recipe(**options: Any) -> Recipe:
+    """A recipe for three groups of two; options are `section__key=value`."""
+    fields: dict[str, Any] = {
+        "name": "test",
+        "model": {"path": "unused"},
+        "task": {"name": "unused"},
+        "rollout": {
+            "num_prompts": NUM_GROUPS,
+            "num_samples": NUM_SAMPLES,
+            "max_prompt_tokens": 6,
+            "max_new_tokens": 10,
+            "temperature": TEMPERATURE,
+        },
+        "algorithm": {"clip_high": 0.3, "kl": {}},
+        "train": {
+            "num_steps": 2,
+            "micro_batch_tokens": 1000,
+            "learning_rate": 1e-3,
+            "max_grad_norm": NO_LIMIT,
+            "max_logprob_difference": NO_LIMIT,
+        },
+    }
+    for name, value in options.items():
+        *sections, key = name.split("__")
+        target = fields
+        for section in sections:
+            target = target[section]
+        target[key] = value
+    return Recipe.model_validate(fields)
+
+
+def make_policy(seed: int = 0, dtype: torch.dtype = torch.float64, tied: bool = False) -> Transformer:
+    config = config_from_hf(
+        {
+            "model_type": "llama",
+            "vocab_size": 19,
+            "hidden_size": 8,
+            "intermediate_size": 12,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "tie_word_embeddings": tied,
+        }
+    )
+    policy = init_model(config, seed, dtype, "cpu")
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(20)  # far from a uniform distribution
+    return policy
+
+
+def naive_distributions(policy: Transformer, sequence: TrainSequence, temperature: float = TEMPERATURE) -> Tensor:
+    """Log-probs of the whole vocabulary before each response token, one sequence alone: [R, V]."""
+    token_ids = torch.from_numpy(sequence.token_ids)
+    hidden = policy(token_ids, PackedPlan.from_lengths([len(token_ids)], "cpu"))
+    logits = policy.logits(hidden)[sequence.num_prompt_tokens - 1 : -1]
+    return torch.log_softmax(logits.double() / temperature, dim=-1)
+
+
+def naive_logprobs(policy: Transformer, sequence: TrainSequence) -> list[float]:
+    with torch.no_grad():
+        rows = naive_distributions(policy, sequence)
+    return [
+        float(row[token]) for row, token in zip(rows, sequence.token_ids[sequence.num_prompt_tokens :], strict=True)
+    ]
+
+
+def make_sequences(policy: Transformer, noise: float = 0.0, num_groups: int = NUM_GROUPS) -> list[TrainSequence]:
+    """Random sequences; `rollout_logprobs` are the policy's, off by noise of this deviation, `ref_logprobs` by 0.5."""
+    rng = np.random.default_rng(5)
+    sequences = []
+    for _ in range(num_groups * NUM_SAMPLES):
+        num_prompt, num_response = int(rng.integers(1, 6)), int(rng.integers(1, 10))
+        blank = np.zeros(num_response, np.float32)
+        sequence = TrainSequence(
+            token_ids=rng.integers(19, size=num_prompt + num_response),
+            num_prompt_tokens=num_prompt,
+            rollout_logprobs=blank,
+            advantages=np.full(num_response, rng.standard_normal(), np.float32),
+        )
+        logprobs = np.array(naive_logprobs(policy, sequence))
+        noises = rng.standard_normal((2, num_response))
+        sequences.append(
+            replace(
+                sequence,
+                rollout_logprobs=(logprobs + noise * noises[0]).astype(np.float32),
+                ref_logprobs=(logprobs + 0.5 * noises[1]).astype(np.float32),
+            )
+        )
+    return sequences
+
+
+class RecordingSGD(torch.optim.SGD):
+    """Plain gradient descent that keeps the gradients and learning rates it was given."""
+
+    def __init__(self, policy: Transformer) -> None:
+        super().__init__(policy.parameters(), lr=0.0)
+        self.parameters = list(policy.parameters())
+        self.gradients: list[list[Tensor]] = []
+        self.rates: list[float] = []
+
+    def step(self, closure: Any = None) -> Any:
+        """Record, then descend."""
+        self.gradients.append([parameter.grad.clone() for parameter in self.parameters if parameter.grad is not None])
+        self.rates.append(self.param_groups[0]["lr"])
+        return super().step(closure)
