@@ -211,7 +211,7 @@ def test_output_is_not_overwritten_unasked(tmp_path: Path) -> None:
     (output / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match="use --overwrite or another folder"):
         run(make_recipe(output))
-    with pytest.raises(ValueError, match="holds no config.json, so it is not a model"):
+    with pytest.raises(ValueError, match=r"holds no config\.json, so it is not a model"):
         run(make_recipe(output), overwrite=True)
     (output / "config.json").write_text("{}")
     run(make_recipe(output, num_steps=2), overwrite=True)

@@ -98,7 +98,7 @@ class PagedPlan:
         self.num_positions = int(positions.max(initial=0)) + 1
         self.positions = torch.from_numpy(positions).to(device)  # [N padded]
         use_kernel = device.type == "cpu" and cache.key_pages.dtype in (torch.float32, torch.bfloat16)
-        self._reference = None if use_kernel else _ReferenceRows(cache, rows)
+        self._reference = None if use_kernel else ReferenceRows(cache, rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the rows' keys and values, then attend; see `AttentionPlan.attend`. Padding rows come out as zeros."""
@@ -134,7 +134,7 @@ class PagedPlan:
             out[:num_rows] = wide_out
 
 
-class _ReferenceRows:
+class ReferenceRows:
     """The slow twin of the kernels: gather every key a row sees, masked softmax. Any device, any dtype."""
 
     num_rows_at_once = 64
