@@ -251,6 +251,8 @@ class WarmStartSection(Section):
     """The gradient's norm is clipped to this."""
     num_problems: int | None = Field(default=None, ge=1)
     """Training problems to use, from the first; by default all (a procedural task: as many as the steps need)."""
+    noise: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the solutions' tokens that are replaced by random ones: makes a policy that errs now and then."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the saved weights."""
     output: str

@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
+
+from srtrl.model.cpu_threads import set_cpu_threads
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -21,4 +22,4 @@ def shared_data() -> Path:
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     """Tiny tensors gain nothing from threads, and lose much on a busy machine; tests of threads set their own."""
-    torch.set_num_threads(1)
+    set_cpu_threads(1)

@@ -10,8 +10,6 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 from tiny_run import make_policy, make_recipe
 from torch import Tensor
@@ -20,15 +18,12 @@ from srtrl.metrics import read_metrics
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.trainer import build, trainer
-from srtrl.trainer.credit import assign_credit, filter_groups, train_sequences, with_reference
-from srtrl.trainer.data_order import DataOrder
-from srtrl.trainer.optimizer import learning_rate_at
 from srtrl.trainer.progress import RunProgress
 from srtrl.trainer.run_eval import resolve_eval_source, run_eval
+from srtrl.trainer.run_folder import open_run_folder
 from srtrl.trainer.summary import summary_table
 from srtrl.trainer.training import TrainingResult, TrainingStoppedError, run_training
 from srtrl.trainer.update import update_policy
-from srtrl.types import Grade, Prompt, Rollout, RolloutGroup
 
 
 @pytest.fixture(scope="module")
@@ -270,6 +265,15 @@ def test_step_without_a_group_is_logged_and_learns_nothing(policy: Path, tmp_pat
 def test_mistakes_are_named(policy: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(make_recipe(policy, tmp_path, **changes))
+    assert list(tmp_path.iterdir()) == []  # a run that cannot start leaves nothing that would be in the way of the next
+
+
+def test_overwrite_deletes_only_once_everything_is_loaded(policy: Path, tmp_path: Path) -> None:
+    with open_run_folder(make_recipe(policy, tmp_path)) as run:
+        run.log.write(1, {"loss": 1.0})
+    with pytest.raises(ValueError, match="missing-policy"):
+        train(make_recipe(tmp_path / "missing-policy", tmp_path), overwrite=True)
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 1
 
 
 def test_several_processes_are_refused(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,90 +282,21 @@ def test_several_processes_are_refused(policy: Path, tmp_path: Path, monkeypatch
         train(make_recipe(policy, tmp_path))
 
 
-# --- Parts ------------------------------------------------------------------------------------------------------------
+# --- Progress ---------------------------------------------------------------------------------------------------------
 
 
-def group(draw_index: int, rewards: list[float]) -> RolloutGroup:
-    prompt = Prompt(prompt_id="p", text="p", token_ids=(3, 4), answer="")
-    rollouts = [
-        Rollout(
-            prompt=prompt,
-            draw_index=draw_index,
-            sample_index=index,
-            token_ids=[5] * (index + 1),
-            rollout_logprobs=[-1.0] * (index + 1),
-            text="",
-            finish_reason="stop",
-            policy_version=0,
-            grade=Grade(reward=reward, parts={}, outcome="wrong"),
-        )
-        for index, reward in enumerate(rewards)
-    ]
-    return RolloutGroup(prompt=prompt, draw_index=draw_index, rollouts=rollouts)
-
-
-def test_filters_keep_whole_groups_in_order() -> None:
-    groups = [group(0, [1.0, 1.0]), group(1, [0.0, 1.0]), group(2, [0.0, 0.0]), group(3, [1.0, 0.0])]
-    assert [kept.draw_index for kept in filter_groups(groups, ["drop_uniform"])] == [1, 3]
-    assert filter_groups(groups, ["drop_uniform", "test_trainer:drop_all", "drop_uniform"]) == []
-    assert filter_groups(groups, []) == groups
-
-
-def as_it_is(rewards: Tensor) -> Tensor:
-    return rewards
-
-
-def test_kl_in_the_reward_is_summed_over_the_sample(policy: Path, tmp_path: Path) -> None:
-    recipe = make_recipe(
-        policy, tmp_path,
-        algorithm__advantage="test_trainer:as_it_is",
-        algorithm__kl={"coefficient": 0.1, "estimator": "k1", "placement": "reward"},
-    )  # fmt: skip
-    groups = [group(0, [1.0, 0.0]), group(1, [0.5, 0.5])]
-    sequences = train_sequences(groups)
-    # the reference gives every token log-prob -1.5: k1 is 0.5 a token, 0.05 off the rewards of 1 token, 0.10 of 2
-    references = [sequence.rollout_logprobs - 0.5 for sequence in sequences]
-    credit = assign_credit(groups, with_reference(sequences, references), recipe)
-    expected = [0.95, -0.10, 0.45, 0.40]
-    assert list(credit.advantages.values()) == pytest.approx(expected)
-    assert [float(sequence.advantages[-1]) for sequence in credit.sequences] == pytest.approx(expected)
-    assert [len(sequence.advantages) for sequence in credit.sequences] == [1, 2, 1, 2]
-    assert credit.metrics == {"reward/kl_penalty": pytest.approx(0.075)}
-    kl = recipe.algorithm.kl.model_copy(update={"placement": "loss"})
-    in_loss = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"kl": kl})})
-    plain = assign_credit(groups, with_reference(sequences, references), in_loss)
-    assert list(plain.advantages.values()) == [1.0, 0.0, 0.5, 0.5]
-
-
-@given(st.integers(1, 40), st.integers(0, 5), st.integers(1, 50), st.integers(1, 30))
-def test_data_order_is_a_permutation_an_epoch(num_prompts: int, seed: int, batch: int, steps: int) -> None:
-    order = DataOrder(num_prompts, seed)
-    drawn = [index for step in range(1, steps + 1) for index in order.draws_of_step(step, batch)]
-    for epoch in range(len(drawn) // num_prompts):
-        assert sorted(drawn[epoch * num_prompts : (epoch + 1) * num_prompts]) == list(range(num_prompts))
-    # any step may be asked for, in any order: what resume and look-ahead need
-    fresh = DataOrder(num_prompts, seed)
-    for step in (steps, 1, (steps + 1) // 2):
-        assert fresh.draws_of_step(step, batch) == drawn[(step - 1) * batch : step * batch]
-
-
-def test_data_order_depends_on_seed_and_epoch() -> None:
-    first, second = DataOrder(50, 0).draws(0, 50), DataOrder(50, 0).draws(50, 50)
-    assert first != second
-    assert first != DataOrder(50, 1).draws(0, 50)
-    with pytest.raises(ValueError, match="no training prompts"):
-        DataOrder(0, 0)
-
-
-def test_learning_rate() -> None:
-    def rates(schedule: Any, warmup: int = 4) -> list[float]:
-        return [
-            learning_rate_at(step, peak=1.0, warmup_steps=warmup, num_steps=12, schedule=schedule) for step in range(12)
-        ]
-
-    assert rates("constant")[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert rates("constant")[4:] == [1.0] * 8
-    assert rates("linear")[4:] == pytest.approx([1 - step / 8 for step in range(8)])
-    assert rates("cosine")[8] == pytest.approx(0.5)
-    assert rates("cosine", warmup=0)[0] == 1.0
-    assert min(rates("linear")) > 0
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_in_lines_and_in_bars(terminal: bool) -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=100)
+    with RunProgress("a run", 3, console=console, plain_every=2) as progress:
+        for step in range(1, 4):
+            progress.stage("rollout", 5, 10, "123 tokens/s")
+            progress.step(step, f"reward {step}")
+        progress.say("done [not markup]")
+    text = output.getvalue()
+    assert "done [not markup]" in text
+    if terminal:
+        assert "3/3" in text
+    else:
+        assert text.splitlines() == ["a run step 2/3  reward 2", "a run step 3/3  reward 3", "done [not markup]"]

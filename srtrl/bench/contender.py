@@ -4,8 +4,6 @@ import time
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
-
 from srtrl.bench.workload import Workload
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.model.transformer import Transformer
@@ -35,7 +33,7 @@ class OurDecoder:
     """The engine. It lives as long as a trainer's: made once for a workload, outside the time that counts."""
 
     def __init__(self, name: str, model: Transformer, options: EngineOptions) -> None:
-        """Measure `model` under `options`, but for `slots` 0 (as many as sequences) and `max_sequence_tokens`."""
+        """Decode with `model` under `options`; `slots` 0 stands for as many as a workload has sequences."""
         self.name = name
         self._model = model
         self._options = options
@@ -64,7 +62,6 @@ class OurDecoder:
                 slots=self._options.slots or len(workload.requests),
                 max_sequence_tokens=workload.max_sequence_tokens,
             )
-            with torch.inference_mode():
-                self._engine = Engine(self._model, options)
+            self._engine = Engine(self._model, options)
             self._workload = workload
         return self._engine

@@ -1,7 +1,8 @@
-"""`transformers`' `generate` as a contender, set up as well as a trainer would: one static batch, padded on the left."""
+"""`transformers`' `generate` as a contender: one static batch, padded on the left, at its best settings."""
 
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from srtrl.bench.workload import Workload
 PAD_TOKEN_ID = 0
 
 
-class _StopAtOwnLength(StoppingCriteria):  # type: ignore[misc]  # transformers is untyped
+class _StopAtOwnLength(StoppingCriteria):
     """Ends each row at its own length. Its batch goes on, with padding in that row, until the last row has ended."""
 
     eos_token_id = None
@@ -33,10 +34,10 @@ class HuggingFaceGenerate:
     name = "transformers"
 
     def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
         self.model = model.to(device).eval()
         # In place of the model's own: no end token, no penalty, no top-k or top-p from there.
-        self.model.generation_config = GenerationConfig(
+        self.model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
             do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=None, pad_token_id=PAD_TOKEN_ID
         )
 

@@ -15,6 +15,7 @@ from srtrl.engine.scheduler import ScheduledStep, Scheduler
 from srtrl.engine.stats import EngineStats
 from srtrl.engine.stopping import Tokenizer
 from srtrl.engine.verify import Walk, verify_trees
+from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.paged_attention import KVCache
 from srtrl.model.transformer import Transformer
 from srtrl.types import Completion, Request
@@ -49,6 +50,8 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         drafter: Drafter | None = None,
     ) -> None:
+        if policy.device.type == "cpu":
+            set_cpu_threads()
         self.options = options
         self.tokenizer = tokenizer
         self.drafter = drafter or NoDrafter()

@@ -23,12 +23,6 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def use_threads(recipe: Recipe) -> None:
-    """Give torch the recipe's number of CPU threads."""
-    if recipe.num_threads is not None:
-        torch.set_num_threads(recipe.num_threads)
-
-
 def choose_device(recipe: Recipe) -> torch.device:
     """The recipe's device; `auto` is CUDA where present.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe import Recipe
 from srtrl.trainer.checkpoint import checkpoint_name, latest_checkpoint, list_checkpoints
 
@@ -70,7 +71,7 @@ def run_eval(model: str, recipe: Recipe, *, on_progress: Callable[[CollectProgre
 
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": model})})
     check_task(recipe)
-    build.use_threads(recipe)
+    set_cpu_threads(recipe.num_threads)
     tokenizer = build.build_tokenizer(recipe)
     task = load_task(recipe, tokenizer)
     prompts = held_out_prompts(task, recipe)

@@ -39,7 +39,14 @@ class SolutionStream:
     """
 
     def __init__(
-        self, task: Task, tokenizer: PreTrainedTokenizerBase, *, num_problems: int, max_new_tokens: int, seed: int
+        self,
+        task: Task,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        num_problems: int,
+        max_new_tokens: int,
+        seed: int,
+        noise: float = 0.0,
     ) -> None:
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end token (eos_token), so that none could be learned")
@@ -47,6 +54,8 @@ class SolutionStream:
         self._tokenizer = tokenizer
         self._order = DataOrder(num_problems, seed)
         self._max_new_tokens = max_new_tokens
+        self._noise = noise
+        self._random = np.random.default_rng((seed, 0x501))
         self._position = 0
         self._pending: TrainSequence | None = None
         self.num_overlong = 0
@@ -75,6 +84,14 @@ class SolutionStream:
             self._position += 1
             sequence = solution_sequence(self._task, self._tokenizer, self._task.train_prompts[index])
             if len(sequence.advantages) <= self._max_new_tokens:
+                self._spoil(sequence)
                 return sequence
             self.num_overlong += 1
         raise ValueError(f"every solution is longer than rollout.max_new_tokens ({self._max_new_tokens}): raise it")
+
+    def _spoil(self, sequence: TrainSequence) -> None:
+        """Replace the recipe's share of the solution's tokens by uniformly random ones, in place."""
+        if self._noise:
+            solution = sequence.token_ids[sequence.num_prompt_tokens :]
+            chosen = self._random.random(len(solution)) < self._noise
+            solution[chosen] = self._random.integers(0, len(self._tokenizer), int(chosen.sum()))

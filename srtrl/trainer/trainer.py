@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class TrainerParts:
-    """What a trainer works with; made by `training.build_parts`."""
+    """What a trainer works with; made in `training.py`."""
 
     accelerator: Accelerator
     tokenizer: PreTrainedTokenizerBase

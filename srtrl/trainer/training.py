@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe import Recipe
 from srtrl.tasks.base import Task, check_task, load_task
 from srtrl.tasks.grading import Grader
@@ -18,7 +19,7 @@ from srtrl.trainer.checkpoint import latest_checkpoint, load_training_state
 from srtrl.trainer.evaluate import held_out_prompts
 from srtrl.trainer.optimizer import build_optimizer
 from srtrl.trainer.progress import RunProgress
-from srtrl.trainer.run_folder import RunFolder, check_run_folder, open_run_folder
+from srtrl.trainer.run_folder import check_run_folder, open_run_folder, run_path
 from srtrl.trainer.sequence_logprobs import LogprobDifferenceError, NonFiniteError
 from srtrl.trainer.summary import RunSummary, write_summary
 from srtrl.trainer.trainer import Trainer, TrainerParts
@@ -44,7 +45,8 @@ def run_training(
 ) -> TrainingResult:
     """Train as the recipe says, into `<output_dir>/<name>`.
 
-    What can be wrong is checked from cheap to dear: run folder, trackers and task before any weight is loaded.
+    What can be wrong is checked from cheap to dear: flags, trackers and task before any weight is loaded. The run's
+    folder is touched last, so that a run which cannot start neither leaves one behind nor deletes one.
 
     Args:
         recipe: Everything that decides the run.
@@ -61,30 +63,39 @@ def run_training(
     check_run_folder(recipe, resume=resume, overwrite=overwrite)
     build.check_trackers(recipe.log.trackers)
     check_task(recipe)
+    checkpoint = latest_checkpoint(run_path(recipe) / "checkpoints") if resume else None
     with ExitStack() as stack:
+        parts, step = _build_parts(recipe, checkpoint, stack)
         run = stack.enter_context(open_run_folder(recipe, resume=resume, overwrite=overwrite))
-        trainer = _build_trainer(recipe, run, progress, stack)
+        if run.checkpoint != checkpoint:
+            raise ValueError(f"{run.path} has changed while the model was loading: another process trains there")
+        build.start_trackers(parts.accelerator, recipe, step)
+        trainer = Trainer(recipe, parts, run, progress, step)
         _announce(trainer, progress, resume=resume)
         try:
             trainer.train()
         except (NonFiniteError, LogprobDifferenceError) as error:
             raise TrainingStoppedError(f"{error}\n{_how_to_go_on(run.checkpoints)}") from error
         finally:
-            trainer.parts.accelerator.end_training()
+            parts.accelerator.end_training()
         interrupted = trainer.step < recipe.train.num_steps
         summary = write_summary(run.path, recipe.name, interrupted=interrupted)
         return TrainingResult(folder=run.path, summary=summary, interrupted=interrupted)
 
 
-def _build_trainer(recipe: Recipe, run: RunFolder, progress: RunProgress, stack: ExitStack) -> Trainer:
-    """Load the task, then the weights, and put a checkpoint's state back; `stack` ends the graders."""
-    build.use_threads(recipe)
+def _build_parts(recipe: Recipe, checkpoint: Path | None, stack: ExitStack) -> tuple[TrainerParts, int]:
+    """Load the task, then the weights, and put a checkpoint's state back; `stack` ends the graders.
+
+    Returns:
+        The parts, and the training steps done.
+    """
+    set_cpu_threads(recipe.num_threads)
     seed_user_code(recipe.seed)
     tokenizer = build.build_tokenizer(recipe)
     task = load_task(recipe, tokenizer)
     eval_prompts = _eval_prompts(recipe, task)
-    accelerator = build.build_accelerator(recipe, run.path)
-    policy = build.build_policy(recipe, str(run.checkpoint or recipe.model.path), accelerator.device)
+    accelerator = build.build_accelerator(recipe, run_path(recipe))
+    policy = build.build_policy(recipe, str(checkpoint or recipe.model.path), accelerator.device)
     train = recipe.train
     parts = TrainerParts(
         accelerator=accelerator,
@@ -106,13 +117,11 @@ def _build_trainer(recipe: Recipe, run: RunFolder, progress: RunProgress, stack:
             eps=train.eps,
         ),
     )
-    step = 0
-    if run.checkpoint is not None:
-        state = load_training_state(run.checkpoint, parts.optimizer)
-        parts.engine.policy_version = state.policy_version
-        step = state.step
-    build.start_trackers(accelerator, recipe, step)
-    return Trainer(recipe, parts, run, progress, step)
+    if checkpoint is None:
+        return parts, 0
+    state = load_training_state(checkpoint, parts.optimizer)
+    parts.engine.policy_version = state.policy_version
+    return parts, state.step
 
 
 def seed_user_code(seed: int) -> None:

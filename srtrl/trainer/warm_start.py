@@ -17,6 +17,7 @@ import torch
 
 from srtrl.metrics import write_atomic
 from srtrl.model.attention import PackedPlan
+from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.logprobs import token_logprobs
 from srtrl.model.weights import config_from_hf, init_model, load_tokenizer
 from srtrl.recipe import ArchitectureSection, Recipe, WarmStartSection
@@ -31,7 +32,6 @@ from srtrl.trainer.build import (
     choose_device,
     eval_sampling,
     response_end_ids,
-    use_threads,
 )
 from srtrl.trainer.checkpoint import save_policy
 from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
@@ -79,7 +79,7 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
     """
     section = _check(recipe, overwrite)
     start = time.perf_counter()
-    use_threads(recipe)
+    set_cpu_threads(recipe.num_threads)
     device = choose_device(recipe)
     tokenizer = _tokenizer(recipe, section)
     task = load_task(recipe, tokenizer)
@@ -91,6 +91,7 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
         num_problems=min(section.num_problems or len(task.train_prompts), len(task.train_prompts)),
         max_new_tokens=recipe.rollout.max_new_tokens,
         seed=recipe.seed,
+        noise=section.noise,
     )
     progress = progress if progress is not None else RunProgress("warm start", section.num_steps, plain_every=20)
     with progress:
