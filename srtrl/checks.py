@@ -148,9 +148,9 @@ def _check_drafter(recipe: Recipe) -> None:
 
 
 def _check_device(recipe: Recipe) -> None:
-    from srtrl.trainer.build import choose_device
+    from srtrl.trainer.build import choose_device, is_deterministic
 
-    choose_device(recipe)
+    is_deterministic(recipe, choose_device(recipe))
 
 
 def _check_trackers(recipe: Recipe) -> None:

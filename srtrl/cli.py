@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
@@ -45,8 +46,9 @@ def main() -> None:
 def command(name: str, **settings: Any) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Register a command whose errors become messages and exit codes.
 
-    2: a mistake of the user, that is a ValueError which our own code raised. 1: a RuntimeError of ours (a run that had
-    to stop). 130: interrupted. Any other exception is a bug and keeps its traceback, as all do with SRTRL_TRACEBACK=1.
+    2: a mistake of the user: a ValueError that our own code raised. 1: a RuntimeError or FloatingPointError of ours (a
+    run that had to stop). 130: interrupted. Any other exception is a bug and keeps its traceback, as all do with
+    SRTRL_TRACEBACK=1.
     """
 
     def register(function: Callable[P, None]) -> Callable[P, None]:
@@ -59,7 +61,7 @@ def command(name: str, **settings: Any) -> Callable[[Callable[P, None]], Callabl
             except KeyboardInterrupt:
                 print("interrupted", file=sys.stderr)
                 raise typer.Exit(130) from None
-            except (ValueError, RuntimeError) as error:
+            except (ValueError, RuntimeError, FloatingPointError) as error:
                 if not _is_ours(error) or os.environ.get("SRTRL_TRACEBACK") == "1":
                     raise
                 print(f"error: {error}", file=sys.stderr)
@@ -119,7 +121,8 @@ def train(
     result = run_training(loaded, resume=resume, overwrite=overwrite)
     _print_table(summary_table(result.summary))
     if result.interrupted:
-        print(f"interrupted, with a checkpoint; to go on: srtrl train {recipe} {' '.join(overrides or ())} --resume")
+        again = shlex.join(["srtrl", "train", str(recipe), *(overrides or ()), "--resume"])
+        print(f"interrupted after step {result.summary.num_steps}; to go on: {again}")
         raise typer.Exit(130)
     print(f"the run is in {result.folder}; its page: srtrl report {result.folder}")
 
@@ -167,7 +170,7 @@ def evaluate(
         raise ValueError(
             f"{model_or_run} is not a run folder: say what to evaluate on, with --task NAME or --recipe FILE"
         )
-    source = read_source(recipe_path) if recipe_path else _bare_source()
+    source = read_source(recipe_path) if recipe_path else _bare_source(evaluated.model)
     source.put(("model", "path"), evaluated.model, "MODEL_OR_RUN")
     flags = {
         "--task": (("task", "name"), task),
@@ -184,9 +187,15 @@ def evaluate(
     _run_eval(_load_checked(source), as_json=as_json)
 
 
-def _bare_source() -> RecipeSource:
-    """The least recipe that an evaluation needs; what only training reads is set so that it cannot be in the way."""
-    rollout = {"num_prompts": 1, "num_samples": 2, "max_prompt_tokens": 1024, "max_new_tokens": 1024}
+def _bare_source(model: str) -> RecipeSource:
+    """The least recipe that an evaluation needs; what only training reads is set so that it cannot be in the way.
+
+    Prompts and responses of up to 1024 tokens each, or half of what the model was made for where that is less.
+    """
+    from srtrl.model.weights import read_config
+
+    longest = min(1024, read_config(model).max_position_embeddings // 2)
+    rollout = {"num_prompts": 1, "num_samples": 2, "max_prompt_tokens": longest, "max_new_tokens": longest}
     train = {"num_steps": 1, "micro_batch_tokens": 1 << 30}
     return RecipeSource(Path("--task"), {"name": "eval", "rollout": rollout, "train": train})
 

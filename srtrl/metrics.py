@@ -25,6 +25,7 @@ class MetricLog:
         Raises:
             ValueError: a value is not a finite number; the message names the metric.
         """
+        assert "step" not in metrics, "a metric named `step` would replace the row's"
         row: MetricRow = {"step": step}
         row |= {name: _number(name, value) for name, value in metrics.items()}
         self._file.write(json.dumps(row) + "\n")

@@ -107,8 +107,11 @@ class RolloutSection(Section):
     """Most memory of the KV cache where `num_pages` is not set."""
     prefill_chunk_tokens: int = Field(default=512, ge=1)
     """Most prompt tokens computed in one decode step, beside the decoding sequences."""
-    deterministic: bool = True
-    """Same tokens and bit-equal log-probs whatever the slots, pages, drafter and batch (per machine and threads)."""
+    deterministic: bool | None = None
+    """Same tokens and bit-equal log-probs whatever the slots, pages, drafter and batch (one machine, one thread count).
+
+    By default on where it is to be had, on a CPU, for it is nearly free there; on CUDA true is refused for now.
+    """
 
 
 class KLSection(Section):
@@ -162,7 +165,7 @@ class TrainSection(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up; `linear` and `cosine` fall to zero at the last step."""
+    """Learning rate after the warm-up; `linear` and `cosine` fall to zero just behind the last step."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's weight decay (matrices only; not norms, biases or embeddings)."""
     betas: tuple[DecayRate, DecayRate] = Field(default=(0.9, 0.999), strict=False)

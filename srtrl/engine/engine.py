@@ -133,7 +133,8 @@ class Engine:
             while self.scheduler.has_work:
                 yield from self.step()
         finally:
-            self.scheduler.clear()
+            for sequence_id in self.scheduler.clear():
+                self.drafter.finish(sequence_id)
 
     def step(self) -> list[Completion]:
         """One decode step for all running samples; returns those that finished."""
@@ -145,6 +146,7 @@ class Engine:
         computed = time.perf_counter()
         for chunk in scheduled.prefills:
             chunk.holder.num_computed += chunk.count
+        num_pages_used = self.pool.num_used  # before finished samples and rejected drafts give theirs back
         walks = verify_trees(scheduled.decodes, trees, logits, self.tokenizer)
         sampled = time.perf_counter()
         self.runner.commit(walks)
@@ -154,7 +156,7 @@ class Engine:
             scheduled,
             trees,
             walks,
-            num_pages_used=self.pool.num_used,
+            num_pages_used=num_pages_used,
             seconds=(drafted - started, computed - drafted, sampled - computed, finished - sampled),
         )
         return completions
@@ -162,7 +164,6 @@ class Engine:
     def on_policy_update(self) -> None:
         """The policy's weights have changed: KV is stale, drafts are not."""
         assert not self.scheduler.has_work, "the policy changed while samples were decoding"
-        self.scheduler.clear()
         self.runner.refresh_weights()
         self.drafter.on_policy_update()
         self.policy_version += 1
@@ -179,11 +180,12 @@ class Engine:
         return metrics
 
     def _propose(self, scheduled: ScheduledStep) -> list[DraftTree]:
-        """One draft tree a decoding sequence, no larger than its free pages and no deeper than is of use."""
+        """One draft tree a decoding sequence, as large as free pages allow."""
         sequences = scheduled.decodes
         # A sample that ends with its next token, whatever is guessed, needs no draft.
         room = [self.options.max_draft_nodes if sequence.num_remaining > 1 else 0 for sequence in sequences]
         trees = self.drafter.propose([sequence.sequence_id for sequence in sequences], room)
+        assert all(tree.num_nodes <= most for tree, most in zip(trees, room, strict=True)), "a tree beyond max_nodes"
         return [
             tree.first(self.scheduler.grow_for_drafts(sequence, tree.num_nodes)) if tree.num_nodes else tree
             for sequence, tree in zip(sequences, trees, strict=True)

@@ -20,7 +20,6 @@ class PagePool:
         self.page_size = page_size
         self._num_references = np.zeros(num_pages, dtype=np.int64)
         self._free = list(range(num_pages - 1, -1, -1))
-        self.max_used = 0
 
     @property
     def num_free(self) -> int:
@@ -42,7 +41,6 @@ class PagePool:
             return None
         pages = [self._free.pop() for _ in range(count)]
         self._num_references[pages] = 1
-        self.max_used = max(self.max_used, self.num_used)
         return pages
 
     def share(self, pages: Sequence[int]) -> None:

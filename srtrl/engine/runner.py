@@ -1,6 +1,5 @@
 """The device side of a decode step: rows, one forward pass, and the compaction of accepted drafts."""
 
-import copy
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -33,8 +32,10 @@ class ModelRunner:
     ) -> None:
         self.policy = policy
         self.deterministic = deterministic
-        shares_weights = decode_dtype is None or decode_dtype == policy.dtype
-        self.model = policy if shares_weights else copy.deepcopy(policy).to(decode_dtype).requires_grad_(False)
+        self.model = policy
+        if decode_dtype is not None and decode_dtype != policy.dtype:
+            self.model = Transformer(policy.config, decode_dtype, policy.device).requires_grad_(False)
+            self.refresh_weights()
         config = policy.config
         self.cache = KVCache(
             num_layers=config.num_hidden_layers,

@@ -49,12 +49,13 @@ def _mix(bits: Tensor) -> Tensor:
 def uniform_noise(streams: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Uniform numbers strictly between 0 and 1, [N, V] float64, of `streams` and `positions` [N] int64.
 
-    53 bits each: hash (stream, position) to a row key, then (row key, vocabulary index) to a number.
+    Hash (stream, position) to a row key, then (row key, vocabulary index) to a number of 52 bits: with one more, the
+    largest would round to 1.
     """
     row_keys = _mix(_mix(positions + _signed(GOLDEN)) ^ streams)  # [N]
     index = torch.arange(1, vocab_size + 1, device=streams.device, dtype=torch.int64)
     bits = _mix(row_keys[:, None] + index * _signed(GOLDEN))  # [N, V]
-    return (((bits >> 11) & ((1 << 53) - 1)).double() + 0.5) * 2.0**-53
+    return (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
 
 
 def sample_rows_reference(logits: Tensor, temperatures: Tensor, streams: Tensor, positions: Tensor) -> Tensor:
@@ -92,7 +93,8 @@ def filter_top_k_top_p(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_
     keep = (top_k[:, None] == 0) | (rank < top_k[:, None])
     probs = sorted_logits.masked_fill(~keep, -torch.inf).softmax(-1)
     mass_before = probs.cumsum(-1) - probs
-    keep &= (mass_before < top_p[:, None]) | (rank == 0)
+    # In float32 the sum can reach 1 before the last token: 1 must keep all of them.
+    keep &= (top_p[:, None] >= 1) | (mass_before < top_p[:, None]) | (rank == 0)
     keep_by_token = torch.zeros_like(keep).scatter_(1, order, keep)
     return logits.masked_fill(~keep_by_token, -torch.inf)
 

@@ -21,7 +21,7 @@ _MIX_1 = np.uint64(MIX_1)
 _MIX_2 = np.uint64(MIX_2)
 NUM_LANES = 16
 MAX_GUMBEL = 37.5
-"""No noise of 53 bits is larger: -log(-log(1 - 2**-54))."""
+"""No noise of 52 bits is larger: -log(-log(1 - 2**-53)) is 36.7."""
 TINY = 1e-30
 """Weights below are too coarse for the quick rejection."""
 MARGIN = 1.0001
@@ -40,12 +40,12 @@ def _race(scaled: Array, weights: Array, best: int, row_key: np.uint64) -> int:
     """Index of the largest scaled[v] + Gumbel(v); `weights` are e**(scaled - max), `best` where scaled is largest."""
     winner = best
     bits = _mix(row_key + np.uint64(best + 1) * _GOLDEN)
-    exponential = -np.log((np.float64(bits >> np.uint64(11)) + 0.5) * 2.0**-53)
+    exponential = -np.log((np.float64(bits >> np.uint64(12)) + 0.5) * 2.0**-52)
     highest = np.float64(scaled[best]) - np.log(exponential)
     bound = MARGIN * exponential  # a token with weight w must have -log(u) < bound * w
     for v in range(len(scaled)):
         bits = _mix(row_key + np.uint64(v + 1) * _GOLDEN)
-        uniform = (np.float64(bits >> np.uint64(11)) + 0.5) * 2.0**-53
+        uniform = (np.float64(bits >> np.uint64(12)) + 0.5) * 2.0**-52
         if weights[v] < TINY:
             if scaled[v] + MAX_GUMBEL < highest:
                 continue

@@ -53,11 +53,6 @@ class Scheduler:
         """Whether an unfinished sample is left."""
         return bool(self.running or self._waiting)
 
-    @property
-    def num_waiting(self) -> int:
-        """Samples without a slot."""
-        return len(self._waiting)
-
     def add(self, sequence_id: int, request: Request) -> Sequence:
         """Queue one sample."""
         prompt = self._prompts.get(request.prompt_token_ids)
@@ -118,8 +113,9 @@ class Scheduler:
         self.pool.release(sequence.drop_pages())
         self._leave_prompt(sequence)
 
-    def clear(self) -> None:
-        """Drop every sample, finished or not, and every page."""
+    def clear(self) -> list[int]:
+        """Drop every sample, finished or not, and every page; returns the ids of the dropped samples."""
+        dropped = [sequence.sequence_id for sequence in [*self.running, *(waiting for _, waiting in self._waiting)]]
         for sequence in self.running:
             self.pool.release(sequence.drop_pages())
         for prompt in self._prompts.values():
@@ -127,6 +123,7 @@ class Scheduler:
         self.running.clear()
         self._waiting.clear()
         self._prompts.clear()
+        return dropped
 
     def check_integrity(self) -> None:
         """Assert that pages and their holders agree (for tests, after any operation)."""
@@ -221,16 +218,20 @@ class Scheduler:
         return True
 
     def _make_room(self, count: int, keep: PromptPages | None) -> bool:
-        """Evict prompts that no running sample waits for until `count` pages are free; False where that is too few."""
+        """Have `count` pages free, by evicting prompts that no running sample waits for; False if that cannot be.
+
+        Then nothing is evicted. A prompt's pages that samples share do not become free.
+        """
         if self.pool.num_free >= count:
             return True
         awaited = {id(sequence.prompt) for sequence in self.running if not sequence.has_started}
-        for prompt in reversed(self._prompts.values()):
-            if prompt.page_ids and prompt is not keep and id(prompt) not in awaited:
-                self.pool.release(prompt.drop_pages())
-                if self.pool.num_free >= count:
-                    return True
-        return False
+        idle = [p for p in self._prompts.values() if p.page_ids and p is not keep and id(p) not in awaited]
+        num_evictable = sum(not self.pool.is_shared(page) for prompt in idle for page in prompt.page_ids)
+        if self.pool.num_free + num_evictable < count:
+            return False
+        while self.pool.num_free < count:
+            self.pool.release(idle.pop().drop_pages())
+        return True
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take the pages of a running sample; it waits first in line and will be recomputed, to the same tokens."""

@@ -30,10 +30,11 @@ class KVCache:
         device: torch.device | str,
     ) -> None:
         self.page_size = page_size
+        # Zeros, for masked keys have weight 0 and 0 * NaN is NaN.
         shape = (num_layers, num_pages, num_kv_heads)
-        self.key_pages = torch.empty((*shape, head_dim, page_size), dtype=dtype, device=device)
+        self.key_pages = torch.zeros((*shape, head_dim, page_size), dtype=dtype, device=device)
         """[num_layers, num_pages, K, E, page_size]."""
-        self.value_pages = torch.empty((*shape, page_size, head_dim), dtype=dtype, device=device)
+        self.value_pages = torch.zeros((*shape, page_size, head_dim), dtype=dtype, device=device)
         """[num_layers, num_pages, K, page_size, E]."""
 
     @staticmethod

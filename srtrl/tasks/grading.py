@@ -32,6 +32,9 @@ from srtrl.types import FinishReason, Grade, Prompt
 
 logger = logging.getLogger(__name__)
 
+RESERVED_NAMES = frozenset({"mean", "kl_penalty"})
+"""`reward/...` metrics of the trainer."""
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Reward:
@@ -72,6 +75,10 @@ def resolve_rewards(sections: Sequence[RewardSection]) -> list[Reward]:
             isolated=_is_isolated(function),
             batched=bool(getattr(function, "batched", False)),
         )
+        if reward.name in RESERVED_NAMES:
+            raise ValueError(
+                f"rewards: `{section.name}` cannot be logged as reward/{reward.name}, which is srtrl's own"
+            )
         if any(reward.name == other.name for other in rewards):
             raise ValueError(f"rewards: two are named `{reward.name}`; their metrics would be one")
         if reward.isolated and reward.batched:

@@ -114,6 +114,20 @@ def build_reference(recipe: Recipe, device: torch.device) -> Transformer | None:
     return reference
 
 
+def is_deterministic(recipe: Recipe, device: torch.device) -> bool:
+    """Whether the decoder gives the same bits in every batch.
+
+    Raises:
+        ValueError: the recipe asks for it on a device where it is not to be had.
+    """
+    if recipe.rollout.deterministic and device.type != "cpu":
+        raise ValueError(
+            f"rollout.deterministic: true is for the CPU only, and the run is on {device.type}: leave it out "
+            "(tokens then have the same distribution, but not the same bits in every batch)"
+        )
+    return device.type == "cpu" if recipe.rollout.deterministic is None else recipe.rollout.deterministic
+
+
 def build_engine(recipe: Recipe, model: Transformer, tokenizer: PreTrainedTokenizerBase) -> Engine:
     """The decoder, on the weights of `model`."""
     rollout = recipe.rollout
@@ -124,7 +138,7 @@ def build_engine(recipe: Recipe, model: Transformer, tokenizer: PreTrainedTokeni
         num_pages=rollout.num_pages,
         kv_memory_gib=rollout.kv_memory_gib,
         prefill_chunk_tokens=rollout.prefill_chunk_tokens,
-        deterministic=rollout.deterministic,
+        deterministic=is_deterministic(recipe, model.device),
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         decode_dtype=DTYPES[decode_dtype] if decode_dtype is not None else None,
     )

@@ -57,7 +57,8 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first (one being written has a name that begins with a dot)."""
-    return sorted(path for path in folder.glob("step_*") if path.is_dir())
+    found = [path for path in folder.glob("step_*") if path.is_dir() and path.name[5:].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
 
 
 def clean_unfinished(folder: Path) -> None:

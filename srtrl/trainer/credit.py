@@ -76,11 +76,13 @@ def assign_credit(groups: Sequence[RolloutGroup], sequences: Sequence[TrainSeque
         rewards = penalised
     name = recipe.algorithm.advantage
     advantages: Tensor = resolve_function("srtrl.algorithms.advantages", name)(rewards)  # [G, S]
-    if advantages.shape != rewards.shape or not bool(advantages.isfinite().all()):
+    if advantages.shape != rewards.shape:
         raise ValueError(
-            f"algorithm.advantage: {name} must return finite numbers of shape {tuple(rewards.shape)}, "
-            f"it returned shape {tuple(advantages.shape)}"
+            f"algorithm.advantage: {name} must return shape {tuple(rewards.shape)}, that of the rewards; "
+            f"it returned {tuple(advantages.shape)}"
         )
+    if not bool(advantages.isfinite().all()):
+        raise ValueError(f"algorithm.advantage: {name} returned a number that is not finite")
     rollouts = chain.from_iterable(group.rollouts for group in groups)
     values = advantages.flatten().tolist()
     return Credit(

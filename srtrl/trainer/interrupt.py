@@ -30,4 +30,6 @@ class Interrupt:
         if self.requested:
             raise KeyboardInterrupt(f"second {name}")
         self.requested = True
-        self._say(f"{name}: finishing this step, then writing a checkpoint; once more stops at once")
+        self._say(
+            f"{name}: finishing what is under way, then writing a checkpoint (after a step); once more stops at once"
+        )

@@ -13,6 +13,9 @@ from srtrl.resolve import resolve_function
 from srtrl.rollout.packing import PackedBatch
 from srtrl.types import TrainSequence
 
+RESERVED_METRICS = frozenset({"step", "loss", "entropy", "kl/ref", "grad_norm", "learning_rate", "accuracy"})
+"""Names that a loss function's metrics may not have: the trainer logs them itself."""
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Objective:
@@ -59,7 +62,7 @@ class Objective:
             packed: the micro-batch; its `sequence_index` are rows of `sequence_lengths`.
             sequence_lengths: response lengths of the whole mini-batch, [B].
         """
-        token_loss, metrics = self.loss(
+        token_loss, loss_metrics = self.loss(
             logprobs,
             packed.old_logprobs,
             packed.advantages,
@@ -67,10 +70,14 @@ class Objective:
             clip_low=self.clip_low,
             clip_high=self.clip_high,
         )
+        taken = sorted(RESERVED_METRICS & loss_metrics.keys())
+        if taken:
+            raise ValueError(f"algorithm.loss returns a metric named `{taken[0]}`, which is srtrl's own: rename it")
+        metrics = dict(loss_metrics)
         if self.kl is not None:
             assert packed.ref_logprobs is not None, "a KL coefficient above 0 needs ref_logprobs"
             kl = self.kl(logprobs, packed.ref_logprobs)  # [R]
-            metrics = {**metrics, "kl/ref": kl.detach()}
+            metrics["kl/ref"] = kl.detach()
             if self.kl_loss_coefficient > 0:
                 token_loss = token_loss + self.kl_loss_coefficient * kl
         for name, value in {"token loss": token_loss, **metrics}.items():

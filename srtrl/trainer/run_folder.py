@@ -13,8 +13,11 @@ from typing import Self
 from srtrl.metrics import MetricLog, sync_folder, write_atomic
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import dump_recipe, load_recipe
+from srtrl.trainer.build import choose_device, is_deterministic
 from srtrl.trainer.checkpoint import clean_unfinished, latest_checkpoint
 
+NAMES_BEFORE_RECIPE = frozenset({".lock", "rollouts", "checkpoints"})
+"""What a run that was killed at its very start may have left: the recipe is written after these."""
 FREE_KEYS = (
     "output_dir",
     "log.",
@@ -91,8 +94,9 @@ def check_run_folder(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
             f"{folder} exists: --resume goes on with that run, --overwrite deletes it and begins again, "
             "name=OTHER starts a run of its own"
         )
-    if overwrite and any(folder.iterdir()) and not (folder / "recipe.yaml").is_file():
-        raise ValueError(f"--overwrite: {folder} holds no recipe.yaml, so it is not a run of srtrl; delete it yourself")
+    if not (folder / "recipe.yaml").is_file() and {path.name for path in folder.iterdir()} - NAMES_BEFORE_RECIPE:
+        flag = "--overwrite" if overwrite else "--resume"
+        raise ValueError(f"{flag}: {folder} holds no recipe.yaml, so it is not a run of srtrl; take another name")
     if resume and (folder / "recipe.yaml").is_file():
         _check_same_run(load_recipe(folder / "recipe.yaml"), recipe, folder)
 
@@ -163,7 +167,7 @@ def _drop_later_files(folder: Path, step: int) -> None:
 
 def _check_same_run(old: Recipe, new: Recipe, folder: Path) -> None:
     """Refuse to go on with a recipe that would not have learned what the run has learned so far."""
-    free = FREE_KEYS + (FREE_KEYS_IF_DETERMINISTIC if old.rollout.deterministic else ())
+    free = FREE_KEYS + (FREE_KEYS_IF_DETERMINISTIC if is_deterministic(old, choose_device(old)) else ())
     old_values, new_values = dict(_flatten(old.model_dump())), dict(_flatten(new.model_dump()))
     changed = []
     for key in sorted(old_values.keys() | new_values.keys()):

@@ -74,7 +74,7 @@ def run_training(
         _announce(trainer, progress, resume=resume)
         try:
             trainer.train()
-        except (NonFiniteError, LogprobDifferenceError) as error:
+        except (NonFiniteError, LogprobDifferenceError, FloatingPointError) as error:
             raise TrainingStoppedError(f"{error}\n{_how_to_go_on(run.checkpoints)}") from error
         finally:
             parts.accelerator.end_training()

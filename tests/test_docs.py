@@ -1,0 +1,99 @@
+"""The documentation against the code: metrics that exist, links that lead somewhere, names that are there."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_run import make_policy, make_recipe
+
+from srtrl.metrics import read_metrics
+from srtrl.trainer.progress import RunProgress
+from srtrl.trainer.training import run_training
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DOCS = REPOSITORY / "docs"
+PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+CODE_NAME = re.compile(r"`([A-Za-z_][\w.]*)`")
+REWARD_NAMES = ("digits", "correct")
+"""Those of the tiny run: what `reward/<name>` stands for there."""
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Every key of the rows of a real run with evaluation, checkpoints, and the KL in the reward."""
+    folder = tmp_path_factory.mktemp("docs")
+    recipe = make_recipe(
+        make_policy(folder / "policy"),
+        folder / "runs",
+        algorithm__kl={"coefficient": 0.01, "placement": "reward"},
+        train__num_steps=2,
+        train__checkpoint_every=1,
+    )
+    assert tuple(reward.name.rpartition(":")[2] for reward in recipe.rewards) == REWARD_NAMES
+    result = run_training(recipe, progress=RunProgress("docs", 2, plain_every=1000))
+    return {key for row in read_metrics(result.folder / "metrics.jsonl") for key in row} - {"step"}
+
+
+def documented_metrics() -> list[str]:
+    """The first cell of every table row of metrics.md, with `<name>` filled in."""
+    cells = re.findall(r"^\| `([^`]+)` \|", (DOCS / "metrics.md").read_text(encoding="utf-8"), re.MULTILINE)
+    filled = [[cell.replace("<name>", name) for name in REWARD_NAMES] if "<name>" in cell else [cell] for cell in cells]
+    return [name for names in filled for name in names]
+
+
+def links(page: Path) -> Iterator[tuple[str, str, Path]]:
+    """(text, target as written, its path) of every relative link of a page, code blocks apart."""
+    for text, target in LINK.findall(FENCED.sub("", page.read_text(encoding="utf-8"))):
+        if not re.match(r"[a-z]+:", target):
+            yield text, target, page.parent / target.partition("#")[0]
+
+
+def test_metrics_page_names_what_a_run_logs_and_nothing_else(logged: set[str]) -> None:
+    documented = documented_metrics()
+    assert len(documented) == len(set(documented)), "a metric has two rows"
+    assert logged - set(documented) == set(), "logged, but not in docs/metrics.md"
+    assert set(documented) - logged == set(), "in docs/metrics.md, but not logged"
+
+
+def test_metrics_in_the_prose_of_all_pages_exist(logged: set[str]) -> None:
+    """`family/name` in backticks, where a run logs metrics of that family (a page may make up families of its own)."""
+    families = {name.partition("/")[0] for name in logged if "/" in name}
+    unknown = []
+    for page in PAGES:
+        names = re.findall(r"`([a-z_]+(?:/[a-z_]+)+)`", FENCED.sub("", page.read_text(encoding="utf-8")))
+        unknown += [f"{page.name}: {n}" for n in names if n.partition("/")[0] in families and n not in logged]
+    assert unknown == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_links_lead_to_files(page: Path) -> None:
+    broken = [target for _, target, path in links(page) if target[0] != "#" and not path.exists()]
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_names_in_links_are_defined_where_they_lead(page: Path) -> None:
+    """[`Trainer.train_step`](.../trainer.py) promises that `train_step` is defined there, inside `Trainer`'s file."""
+    missing = []
+    for text, target, path in links(page):
+        name = CODE_NAME.fullmatch(text)
+        if name is None or path.suffix != ".py" or not path.is_file() or name[1].endswith(".py"):
+            continue
+        source = path.read_text(encoding="utf-8")
+        missing += [
+            f"{name[1]} in {target}"
+            for part in name[1].split(".")
+            if not re.search(rf"^\s*(?:def|class) {part}\b|^{part}\b.*=", source, re.MULTILINE)
+        ]
+    assert missing == []
+
+
+def test_the_readers_of_pages_see_what_they_should(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("[a](b.md#c) [d](https://e.f) [g](#h)\n```\n[i](j.md)\n```\n[`K.l`](m/n.py)\n", encoding="utf-8")
+    assert [(text, target) for text, target, _ in links(page)] == [("a", "b.md#c"), ("g", "#h"), ("`K.l`", "m/n.py")]
+    assert [path for _, target, path in links(page) if target == "b.md#c"] == [tmp_path / "b.md"]
