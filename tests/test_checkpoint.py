@@ -140,13 +140,20 @@ def test_run_folder_is_not_overwritten_unasked(tmp_path: Path) -> None:
         assert read_metrics(tmp_path / "run" / "metrics.jsonl") == []
 
 
-def test_overwrite_spares_a_folder_that_is_no_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["overwrite", "resume"])
+def test_a_folder_that_is_no_run_is_left_alone(flag: str, tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path / "policy", tmp_path)
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match=r"no recipe.yaml, so it is not a run"):
-        open_run_folder(recipe, overwrite=True)
-    assert (tmp_path / "run" / "thesis.tex").exists()
+    (tmp_path / "run" / "report.html").write_text("years of work")
+    with pytest.raises(ValueError, match=rf"--{flag}: .*no recipe.yaml, so it is not a run"):
+        open_run_folder(recipe, overwrite=flag == "overwrite", resume=flag == "resume")
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_checkpoints_are_ordered_by_step_and_other_folders_are_not_taken_for_one(tmp_path: Path) -> None:
+    for name in ("step_000010", "step_1000000", "step_999999", "step_2000000.bak"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000010", "step_999999", "step_1000000"]
 
 
 def test_two_processes_cannot_hold_one_folder(tmp_path: Path) -> None:

@@ -301,6 +301,7 @@ def test_rewards_are_refused_by_name(package: str) -> None:
 
     refused("did you mean `correct`", RewardSection(name="corect"))
     refused("`own_rewards:both` is isolated and batched", RewardSection(name=f"{package}:both"))
+    refused("cannot be logged as reward/mean", RewardSection(name="statistics:mean"))
     refused("two are named `correct`", RewardSection(name="correct"), RewardSection(name="correct", weight=0.5))
     refused("known: correct, format;", RewardSection(name="isolated"))
 

@@ -16,6 +16,7 @@ from srtrl.engine.sampler import (
     sample_rows,
     sample_rows_reference,
     stream_of,
+    to_uniform,
     uniform_noise,
 )
 from srtrl.model.attention import PackedPlan
@@ -110,9 +111,19 @@ def test_noise_of_successive_positions_and_tokens_is_uncorrelated_and_uniform() 
 
 
 def test_noise_is_strictly_between_zero_and_one() -> None:
+    lowest, highest = to_uniform(torch.tensor([0, -1])).tolist()  # no bit, and all bits
+    assert 0 < lowest < 1e-15
+    assert 1 - 1e-15 < highest < 1
     uniform = uniform_noise(torch.tensor([0, -1, 1 << 62]), torch.tensor([0, 1, 2]), 100_000)
     assert float(uniform.min()) > 0
     assert float(uniform.max()) < 1
+
+
+def test_a_top_p_of_one_keeps_all_tokens_also_where_a_float32_sum_reaches_one_early() -> None:
+    logits = 8 * torch.randn(4, 5000, generator=torch.Generator().manual_seed(0))
+    kept = filter_top_k_top_p(logits, torch.ones(4), torch.tensor([0, 3, 0, 0]), torch.tensor([1.0, 1.0, 0.5, 1.0]))
+    assert kept.isfinite().sum(1).tolist()[:2] == [5000, 3]
+    assert bool(kept[3].isfinite().all())
 
 
 def test_top_k_and_top_p_keep_exactly_the_right_tokens() -> None:

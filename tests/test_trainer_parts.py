@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tiny_run import make_recipe
 from torch import Tensor
 
+from srtrl.trainer.build import is_deterministic
 from srtrl.trainer.credit import assign_credit, filter_groups, train_sequences, with_reference
 from srtrl.trainer.data_order import DataOrder
 from srtrl.trainer.optimizer import learning_rate_at
@@ -105,3 +106,11 @@ def test_learning_rate() -> None:
     assert rates("cosine")[8] == pytest.approx(0.5)
     assert rates("cosine", warmup=0)[0] == 1.0
     assert min(rates("linear")) > 0
+
+
+def test_the_deterministic_mode_is_for_the_cpu(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, tmp_path)
+    assert is_deterministic(recipe, torch.device("cpu"))
+    assert not is_deterministic(recipe, torch.device("cuda"))
+    with pytest.raises(ValueError, match="true is for the CPU only"):
+        is_deterministic(make_recipe(tmp_path, tmp_path, rollout__deterministic=True), torch.device("cuda"))

@@ -135,3 +135,14 @@ def test_a_loss_of_the_wrong_shape_is_a_users_error(accelerator: Accelerator) ->
     recipe = make_recipe(algorithm__loss=f"{__name__}:mean_loss")
     with pytest.raises(ValueError, match=r"one number a token, \(\d+,\); token loss has shape \(\)"):
         update_policy(policy, RecordingSGD(policy), accelerator, make_sequences(policy), recipe=recipe, step=1)
+
+
+def loss_with_an_entropy(*args: torch.Tensor, **options: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return args[0], {"entropy": args[0].detach()}
+
+
+def test_a_loss_may_not_log_under_a_name_of_the_trainers(accelerator: Accelerator) -> None:
+    policy = make_policy()
+    recipe = make_recipe(algorithm__loss=f"{__name__}:loss_with_an_entropy")
+    with pytest.raises(ValueError, match="a metric named `entropy`, which is srtrl's own"):
+        update_policy(policy, RecordingSGD(policy), accelerator, make_sequences(policy), recipe=recipe, step=1)

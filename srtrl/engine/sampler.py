@@ -55,6 +55,11 @@ def uniform_noise(streams: Tensor, positions: Tensor, vocab_size: int) -> Tensor
     row_keys = _mix(_mix(positions + _signed(GOLDEN)) ^ streams)  # [N]
     index = torch.arange(1, vocab_size + 1, device=streams.device, dtype=torch.int64)
     bits = _mix(row_keys[:, None] + index * _signed(GOLDEN))  # [N, V]
+    return to_uniform(bits)
+
+
+def to_uniform(bits: Tensor) -> Tensor:
+    """Float64 strictly between 0 and 1 of the upper 52 bits of int64 `bits`."""
     return (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
 
 
