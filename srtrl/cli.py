@@ -309,7 +309,12 @@ def bench(
     if name in ("--help", "-h"):
         print("usage: srtrl bench NAME [OPTIONS]\n\nnames:", ", ".join(list_modules("srtrl.bench", "command")))
         return
-    benchmark = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    benchmark = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings=app.info.context_settings,
+    )
     benchmark.command()(resolve_class("srtrl.bench", name, "command"))
     benchmark(args=context.args, prog_name=f"srtrl bench {name}")
 

@@ -147,7 +147,7 @@ def fake_training(*, interrupted: bool) -> tuple[list[Any], Callable[..., Simple
 
     def run_training(recipe: Recipe, *, resume: bool, overwrite: bool) -> SimpleNamespace:
         calls.append((recipe, resume, overwrite))
-        return SimpleNamespace(folder=Path("runs/test"), summary=None, interrupted=interrupted)
+        return SimpleNamespace(folder=Path("runs/test"), summary=SimpleNamespace(num_steps=3), interrupted=interrupted)
 
     return calls, run_training
 
@@ -167,9 +167,10 @@ def test_an_interrupted_training_says_how_to_go_on(recipe_file: Path, monkeypatc
     _, training = fake_training(interrupted=True)
     monkeypatch.setattr("srtrl.trainer.training.run_training", training)
     monkeypatch.setattr("srtrl.trainer.summary.summary_table", lambda _: "so far")
-    result = run("train", recipe_file, "train.num_steps=5")
+    result = run("train", recipe_file, "train.num_steps=5", "task.options={num_train: 10}")
     assert result.exit_code == 130
-    assert f"srtrl train {recipe_file} train.num_steps=5 --resume" in result.stdout
+    again = f"srtrl train {recipe_file} train.num_steps=5 'task.options={{num_train: 10}}' --resume"
+    assert f"interrupted after step 3; to go on: {again}" in result.stdout
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt(), ZeroDivisionError("a bug")])

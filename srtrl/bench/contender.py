@@ -37,7 +37,8 @@ class OurDecoder:
         self.name = name
         self._model = model
         self._options = options
-        self._engine: Engine | None = None
+        self.engine: Engine | None = None
+        """Made for the latest workload."""
         self._workload: Workload | None = None
 
     def run(self, workload: Workload) -> RunTime:
@@ -55,13 +56,13 @@ class OurDecoder:
         return RunTime(seconds=seconds, num_tokens=sum(len(completion.token_ids) for completion in completions))
 
     def _engine_for(self, workload: Workload) -> Engine:
-        if self._engine is None or self._workload is not workload:
-            self._engine = None  # the old cache is freed before the new one is made
+        if self.engine is None or self._workload is not workload:
+            self.engine = None  # the old cache is freed before the new one is made
             options = replace(
                 self._options,
                 slots=self._options.slots or len(workload.requests),
                 max_sequence_tokens=workload.max_sequence_tokens,
             )
-            self._engine = Engine(self._model, options)
+            self.engine = Engine(self._model, options)
             self._workload = workload
-        return self._engine
+        return self.engine

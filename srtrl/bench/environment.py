@@ -13,7 +13,6 @@ import numba
 import torch
 
 from srtrl import __version__
-from srtrl.model.cpu_threads import set_cpu_threads
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -28,7 +27,7 @@ class Environment:
     num_cores: int
     """Cores that this process may use."""
     num_threads: int
-    """Of torch and of Numba's kernels."""
+    """CPU threads of torch and of our kernels."""
     load: float
     """Load average of the last minute at the start: on a quiet machine well below 1."""
     versions: dict[str, str]
@@ -36,23 +35,14 @@ class Environment:
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         return (
-            f"{self.processor}, {self.num_cores} cores, {self.num_threads} threads; load {self.load:.1f} at the start; "
+            f"{self.processor}, {self.num_cores} cores, {self.threads}; load {self.load:.1f} at the start; "
             f"{versions}; {self.date}"
         )
 
-
-def use_threads(num_threads: int | None) -> None:
-    """Give torch and Numba this many threads; None leaves them their own choice.
-
-    Raises:
-        ValueError: More than Numba has.
-    """
-    if num_threads is None:
-        return
-    most = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
-    if not 1 <= num_threads <= most:
-        raise ValueError(f"--threads: expected 1 to {most} (the cores of this machine), found {num_threads}")
-    set_cpu_threads(num_threads)
+    @property
+    def threads(self) -> str:
+        """The CPU threads, in words."""
+        return f"{self.num_threads} thread{'s' if self.num_threads > 1 else ''}"
 
 
 def read_environment(device: torch.device) -> Environment:

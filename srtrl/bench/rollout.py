@@ -26,7 +26,7 @@ def command(
     sequences: Annotated[str, typer.Option(metavar="N,N,...", help="Sequences of a rollout.")] = "8,32,128",
     lengths: Annotated[Literal["both", "equal", "long-tailed"], typer.Option(help="How lengths are spread.")] = "both",
     equal_tokens: Annotated[int, typer.Option(min=1, help="New tokens of each sequence, where equal.")] = 128,
-    longest_tokens: Annotated[int, typer.Option(min=8, help="Most new tokens, where long-tailed.")] = 512,
+    longest_tokens: Annotated[int, typer.Option(min=8, help="Most new tokens, where long-tailed.")] = 256,
     samples: Annotated[int, typer.Option(min=1, help="Sequences of one prompt, as in a group of GRPO.")] = 1,
     prompts: Annotated[
         Path | None, typer.Option(help="File of JSON rows, as of `srtrl generate`; by default random token ids.")
@@ -40,7 +40,7 @@ def command(
     seed: Annotated[int, typer.Option(min=0, help="Of prompts, lengths and sampling.")] = 0,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights.")] = "float32",
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads; by default torch's own choice.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's own choice.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every run to this file, too.")] = None,
     write_docs: Annotated[
         Path | None, typer.Option(help="Put the result into this Markdown file, in place of an older one.")

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from srtrl.bench.comparison import Comparison, compare
 from srtrl.bench.contender import Contender, OurDecoder
-from srtrl.bench.environment import read_environment, use_threads
+from srtrl.bench.environment import read_environment
 from srtrl.bench.peer_hf import HuggingFaceGenerate
 from srtrl.bench.rollout import Peer
 from srtrl.bench.shapes import write_random_model
@@ -26,6 +26,7 @@ from srtrl.bench.workload import (
 )
 from srtrl.engine.engine import EngineOptions
 from srtrl.generate import read_prompts
+from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.transformer import ModelConfig, Transformer
 from srtrl.model.weights import load_model, load_tokenizer, locate, read_config
 from srtrl.trainer.progress import RunProgress
@@ -76,7 +77,7 @@ def measure(bench: RolloutBench) -> Document:
     Raises:
         ValueError: Model, prompts, lengths and memory do not fit each other.
     """
-    use_threads(bench.num_threads)
+    set_cpu_threads(bench.num_threads)
     environment = read_environment(bench.device)
     dtype = _DTYPES[bench.dtype]
     with tempfile.TemporaryDirectory() as temporary:
@@ -84,10 +85,8 @@ def measure(bench: RolloutBench) -> Document:
         workloads = build_workloads(bench, read_config(folder), folder)
         policy = load_model(folder, dtype=dtype, device=bench.device)
         comparisons = compare_all(build_contenders(bench, policy, folder), workloads, bench.repeats)
-    name = bench.model or bench.shape
-    num_threads = f"{environment.num_threads} thread{'s' if environment.num_threads > 1 else ''}"
     return Document(
-        title=f"Rollouts: {name}, {bench.dtype}, {bench.device.type}, {num_threads}",
+        title=f"Rollouts: {bench.model or bench.shape}, {bench.dtype}, {bench.device.type}, {environment.threads}",
         environment=environment,
         notes=tuple(describe(bench, policy)),
         baseline=OURS,

@@ -7,6 +7,7 @@ import torch
 
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.weights import init_model, save_model
+from srtrl.resolve import suggestion
 
 _QWEN = {"vocab_size": 151936, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True}
 
@@ -110,7 +111,9 @@ def write_random_model(shape: str, folder: Path, dtype: torch.dtype) -> Path:
         ValueError: No such shape.
     """
     if shape not in SHAPES:
-        raise ValueError(f"--model-shape: no shape {shape!r}; known: {', '.join(SHAPES)}")
+        raise ValueError(
+            f"--model-shape: no shape {shape!r}{suggestion(shape, SHAPES) or ';'} known: {', '.join(SHAPES)}"
+        )
     config = config_from_hf(SHAPES[shape] | {"hidden_act": "silu"}, shape)
     save_model(init_model(config, 0, dtype, "cpu"), folder)
     return folder

@@ -24,7 +24,7 @@ class Ratio:
 
     def __str__(self) -> str:
         interval = "" if self.low is None or self.high is None else f" ({self.low:.2f} to {self.high:.2f})"
-        return f"{self.value:.2f}x{interval}"
+        return f"{self.value:.2f}x as fast{interval}"
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:

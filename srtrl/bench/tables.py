@@ -35,30 +35,24 @@ class Document:
 
     def header(self) -> list[str]:
         """Names of the columns."""
-        return ["sequences", "lengths", "decoder", "seconds", "tokens/s", f"{self.baseline} is as fast"]
+        return ["sequences", "lengths", "decoder", "seconds", "tokens/s", f"{self.baseline} is"]
 
     def rows(self) -> list[list[str]]:
         """One row a workload and contender; seconds are the median of the runs."""
-        rows = []
-        for comparison in self.comparisons:
-            for name, seconds in comparison.seconds.items():
-                median = statistics.median(seconds)
-                is_baseline = name == self.baseline
-                rows.append(
-                    [
-                        str(comparison.num_sequences),
-                        comparison.lengths,
-                        name,
-                        f"{median:.3f}",
-                        f"{comparison.num_tokens / median:,.0f}",
-                        "" if is_baseline else str(comparison.ratio(self.baseline, to=name)),
-                    ]
-                )
-        return rows
+        return [
+            self._row(comparison, name, statistics.median(seconds))
+            for comparison in self.comparisons
+            for name, seconds in comparison.seconds.items()
+        ]
+
+    def _row(self, comparison: Comparison, name: str, median: float) -> list[str]:
+        advantage = "" if name == self.baseline else str(comparison.ratio(self.baseline, to=name))
+        speed = f"{comparison.num_tokens / median:,.0f}"
+        return [str(comparison.num_sequences), comparison.lengths, name, f"{median:.3f}", speed, advantage]
 
     def to_table(self) -> Table:
         """For a terminal."""
-        table = Table(title=self.title, caption=f"{self.environment}", caption_justify="left")
+        table = Table(title=self.title, caption=str(self.environment), caption_justify="left")
         for name, justify in zip(self.header(), ("right", "left", "left", "right", "right", "left"), strict=True):
             table.add_column(name, justify=justify)  # type: ignore[arg-type]
         rows = self.rows()

@@ -14,8 +14,7 @@ from srtrl.model.paged_attention import Int32Array, KVCache, PagedPlan, PagedRow
 from srtrl.model.transformer import Transformer
 
 ROW_MULTIPLE = 16
-"""Deterministic mode: below so many rows, and between multiples, matrix products give a row other bits (measured on
-CPU with PyTorch 2.13 in float32, bfloat16 and float64, at even and odd widths; see docs/LOG.md)."""
+"""Deterministic mode: at other row counts matrix products can give a row other bits (measured; see docs/LOG.md)."""
 
 
 class ModelRunner:

@@ -113,7 +113,9 @@ def sample_rows(
     """Sample one token a row and its log-prob; see `sample_rows_reference` and `row_logprobs_reference`."""
     if logits.device.type == "cpu":
         from srtrl.engine.sampling_kernel import sample_rows_on_cpu
+        from srtrl.model.cpu_threads import use_kernel_threads
 
+        use_kernel_threads(8 * logits.numel())
         token_ids = np.empty(len(logits), np.int64)
         logprobs = np.empty(len(logits), np.float32)
         sample_rows_on_cpu(logits.float().numpy(), temperatures, streams, positions, token_ids, logprobs)

@@ -3,6 +3,9 @@
 import numba
 import torch
 
+WORK_PER_THREAD = 100_000
+"""Multiply-adds that are worth a thread: some tens of microseconds."""
+
 
 def set_cpu_threads(num_threads: int | None = None) -> None:
     """Let torch and Numba's kernels use `num_threads` (by default torch's present number).
@@ -14,3 +17,13 @@ def set_cpu_threads(num_threads: int | None = None) -> None:
     count = num_threads or torch.get_num_threads()
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
     torch.set_num_threads(count)
+
+
+def use_kernel_threads(work: int) -> None:
+    """Let the next Numba kernel use as many of torch's threads as its `work` (in multiply-adds) pays for.
+
+    A thread that has little to do costs more to wake and to wait for, above all on a busy machine. Kernels compute each
+    row alone, so the number of threads does not change a bit.
+    """
+    most = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+    numba.set_num_threads(max(1, min(most, work // WORK_PER_THREAD)))

@@ -98,6 +98,7 @@ class PagedPlan:
         positions[: self.num_rows] = rows.positions
         self.num_positions = int(positions.max(initial=0)) + 1
         self.positions = torch.from_numpy(positions).to(device)  # [N padded]
+        self._num_keys = int(rows.context_lengths.sum() + rows.path_lengths.sum())
         use_kernel = device.type == "cpu" and cache.key_pages.dtype in (torch.float32, torch.bfloat16)
         self._reference = None if use_kernel else ReferenceRows(cache, rows)
 
@@ -112,12 +113,14 @@ class PagedPlan:
         return out
 
     def _attend_on_cpu(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        from srtrl.model.cpu_threads import use_kernel_threads
         from srtrl.model.paged_kernel import attend_paged, write_kv
 
         rows = self.rows
         num_rows = self.num_rows
         keys, values = _as_array(self.cache.key_pages[layer]), _as_array(self.cache.value_pages[layer])
         write_kv(_as_array(k[:num_rows]), _as_array(v[:num_rows]), rows.write_slots, keys, values)
+        use_kernel_threads(2 * self._num_keys * q.shape[1] * q.shape[2])
         wide_out = out[:num_rows] if out.dtype == torch.float32 else out[:num_rows].float()
         attend_paged(
             q[:num_rows].float().numpy(),
