@@ -272,6 +272,7 @@ def _write_weights(tensors: Mapping[str, Tensor], folder: Path, dtype: torch.dty
     for file, shard in zip(files, shards, strict=True):
         copies = {name: tensors[name].to(device="cpu", dtype=dtype) for name in shard}
         save_file(copies, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # safetensors makes it readable for its owner only
     if len(shards) > 1:
         total = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
         weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}

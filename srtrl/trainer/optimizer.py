@@ -24,7 +24,7 @@ def build_optimizer(
         {"params": matrices, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
 
 
 def learning_rate_at(step: int, *, peak: float, warmup_steps: int, num_steps: int, schedule: Schedule) -> float:
