@@ -160,8 +160,9 @@ def test_tied_head_in_the_file_is_read_only_if_it_is_the_embedding(folder: Path)
 
 
 def test_old_files_with_rotary_buffers_are_read(folder: Path) -> None:
+    before = _load(folder)
     _edit_tensors(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}))
-    _load(folder)
+    assert all(map(torch.equal, before.parameters(), _load(folder).parameters()))
 
 
 @pytest.mark.parametrize(
