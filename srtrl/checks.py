@@ -142,9 +142,9 @@ def _looks_local(path: str) -> bool:
 
 
 def _check_drafter(recipe: Recipe) -> None:
-    from srtrl.resolve import resolve_class
+    from srtrl.trainer.build import build_drafter
 
-    resolve_class("srtrl.drafters", recipe.rollout.drafter, "Drafter")
+    build_drafter(recipe)
 
 
 def _check_device(recipe: Recipe) -> None:

@@ -368,6 +368,10 @@ def _print_fields() -> None:
     for name in list_modules("srtrl.tasks", "Task"):
         print(f"\ntask.options of task.name {name}:")
         print(describe_fields(resolve_class("srtrl.tasks", name, "Task").Options, "task.options."))
+    for name in list_modules("srtrl.drafters", "Drafter"):
+        options = describe_fields(resolve_class("srtrl.drafters", name, "Drafter").Options, "rollout.drafter_options.")
+        if options:
+            print(f"\nrollout.drafter_options of rollout.drafter {name}:\n{options}")
 
 
 def _print_table(table: Any) -> None:

@@ -97,6 +97,8 @@ class RolloutSection(Section):
     """A response ends once its text contains one of these."""
     drafter: str = "none"
     """A drafter in `srtrl/drafters/`, or `package.module:Class` of your own."""
+    drafter_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of that drafter; its `Options` class documents and checks them."""
     slots: int = Field(default=64, ge=1)
     """Sequences decoded at once; a finished one is replaced at once."""
     page_size: int = Field(default=16, ge=1)

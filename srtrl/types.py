@@ -70,6 +70,10 @@ class Request:
     stream: int
     """Unsigned 64-bit random stream, from `srtrl.engine.sampler.stream_of`."""
     sampling: SamplingParams
+    purpose: Purpose = "generate"
+    """What the sample is for; drafters keep what they learned for each purpose apart."""
+    is_run_ahead: bool = False
+    """Decoded in idle slots for the sake of later drafts: it ends when the others do and is never a completion."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

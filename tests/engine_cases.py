@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from srtrl.drafters.draft_tree import EMPTY_TREE, ROOT, DraftTree
+from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.draft_tree import EMPTY_TREE, ROOT, DraftTree, DraftTrees
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.sampler import stream_of
 from srtrl.model.transformer import Transformer
@@ -96,7 +97,7 @@ def options(**changes: object) -> EngineOptions:
     return EngineOptions(**(values | changes))  # type: ignore[arg-type]
 
 
-class KnowingDrafter:
+class KnowingDrafter(DrafterBase):
     """Drafts trees around the tokens that will be sampled (known from an earlier run): right, wrong and in between.
 
     `accuracy` 1 drafts the truth on a branch that is not the first; 0 drafts nonsense; between, the truth for a while.
@@ -105,26 +106,25 @@ class KnowingDrafter:
     def __init__(
         self, truth: Sequence[tuple[tuple[int, ...], list[int]]], *, accuracy: float, vocab_size: int = 61
     ) -> None:
+        super().__init__()
         self.truth = truth
         self.accuracy = accuracy
         self.vocab_size = vocab_size
         self.random = np.random.default_rng(0)
         self.committed: dict[int, list[int]] = {}
 
-    def start(self, sequence_id: int, prompt_token_ids: tuple[int, ...]) -> None:
+    def start(self, sequence_id: int, request: Request) -> None:
         self.committed[sequence_id] = []
 
-    def observe(self, sequence_id: int, token_ids: Sequence[int]) -> None:
-        self.committed[sequence_id].extend(token_ids)
+    def observe(self, sequence_ids: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
+        for sequence_id, tokens in zip(sequence_ids, token_ids, strict=True):
+            self.committed[sequence_id].extend(tokens)
 
-    def finish(self, sequence_id: int) -> None:
+    def finish(self, sequence_id: int, completion: Completion | None) -> None:
         del self.committed[sequence_id]
 
-    def on_policy_update(self) -> None:
-        pass
-
-    def propose(self, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> list[DraftTree]:
-        return [self._tree(i, n) for i, n in zip(sequence_ids, max_nodes, strict=True)]
+    def propose(self, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:
+        return DraftTrees.of(self._tree(i, n) for i, n in zip(sequence_ids, max_nodes, strict=True))
 
     def _tree(self, sequence_id: int, max_nodes: int) -> DraftTree:
         done = self.committed[sequence_id]

@@ -1,5 +1,9 @@
-"""A draft tree: guessed continuations of one sequence that a single forward pass verifies."""
+"""Draft trees: guessed continuations of sequences that a single forward pass verifies.
 
+`DraftTree` is one sequence's tree; `DraftTrees` are those of a decode step, end to end in flat arrays.
+"""
+
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,3 +60,61 @@ class DraftTree:
 
 EMPTY_TREE = DraftTree(token_ids=np.empty(0, np.int32), parents=np.empty(0, np.int32), scores=np.empty(0, np.float32))
 """No draft: the step decodes one token, on the same code path."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class DraftTrees:
+    """The trees of B sequences, laid end to end: tree i is the slice `offsets[i]` to `offsets[i + 1]`."""
+
+    token_ids: npt.NDArray[np.int32]
+    """[total nodes]."""
+    parents: npt.NDArray[np.int32]
+    """[total nodes], index of the parent within its own tree, or `ROOT`."""
+    scores: npt.NDArray[np.float32]
+    """[total nodes], as in `DraftTree`."""
+    offsets: npt.NDArray[np.int64]
+    """[B + 1], from 0 to the number of all nodes."""
+
+    @staticmethod
+    def of(trees: Iterable[DraftTree]) -> "DraftTrees":
+        """Lay trees end to end."""
+        trees = list(trees)
+        return DraftTrees(
+            token_ids=np.concatenate([EMPTY_TREE.token_ids, *(tree.token_ids for tree in trees)]),
+            parents=np.concatenate([EMPTY_TREE.parents, *(tree.parents for tree in trees)]),
+            scores=np.concatenate([EMPTY_TREE.scores, *(tree.scores for tree in trees)]),
+            offsets=np.cumsum([0, *(tree.num_nodes for tree in trees)], dtype=np.int64),
+        )
+
+    @staticmethod
+    def empty(num_trees: int) -> "DraftTrees":
+        """No draft for any of `num_trees` sequences."""
+        return DraftTrees(
+            token_ids=EMPTY_TREE.token_ids,
+            parents=EMPTY_TREE.parents,
+            scores=EMPTY_TREE.scores,
+            offsets=np.zeros(num_trees + 1, np.int64),
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of drafted tokens in all trees."""
+        return len(self.token_ids)
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """[B], number of nodes of each tree."""
+        return np.diff(self.offsets)
+
+    def __len__(self) -> int:
+        """Number of trees, empty ones included."""
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> DraftTree:
+        """Tree of the sequence `index` (views, no copies)."""
+        nodes = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        return DraftTree(token_ids=self.token_ids[nodes], parents=self.parents[nodes], scores=self.scores[nodes])
+
+    def __iter__(self) -> Iterator[DraftTree]:
+        """Iterate over the trees in order."""
+        return (self[index] for index in range(len(self)))

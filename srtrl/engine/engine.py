@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from srtrl.drafters.base import Drafter
-from srtrl.drafters.draft_tree import DraftTree
+from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.runner import ModelRunner
@@ -48,7 +48,7 @@ class Engine:
         options: EngineOptions,
         *,
         tokenizer: Tokenizer | None = None,
-        drafter: Drafter | None = None,
+        drafter: DrafterBase | None = None,
     ) -> None:
         if policy.device.type == "cpu":
             set_cpu_threads()
@@ -113,7 +113,7 @@ class Engine:
         """Queue a request; raises ValueError (see `check_request`) and leaves the others alone."""
         self.check_request(request)
         self.scheduler.add(self._next_sequence_id, request)
-        self.drafter.start(self._next_sequence_id, request.prompt_token_ids)
+        self.drafter.start(self._next_sequence_id, request)
         self._next_sequence_id += 1
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
@@ -134,7 +134,7 @@ class Engine:
                 yield from self.step()
         finally:
             for sequence_id in self.scheduler.clear():
-                self.drafter.finish(sequence_id)
+                self.drafter.finish(sequence_id, None)
 
     def step(self) -> list[Completion]:
         """One decode step for all running samples; returns those that finished."""
@@ -179,39 +179,40 @@ class Engine:
         self.scheduler.num_preemptions = 0
         return metrics
 
-    def _propose(self, scheduled: ScheduledStep) -> list[DraftTree]:
+    def _propose(self, scheduled: ScheduledStep) -> DraftTrees:
         """One draft tree a decoding sequence, as large as free pages allow."""
         sequences = scheduled.decodes
         # A sample that ends with its next token, whatever is guessed, needs no draft.
         room = [self.options.max_draft_nodes if sequence.num_remaining > 1 else 0 for sequence in sequences]
         trees = self.drafter.propose([sequence.sequence_id for sequence in sequences], room)
         assert all(tree.num_nodes <= most for tree, most in zip(trees, room, strict=True)), "a tree beyond max_nodes"
-        return [
+        return DraftTrees.of(
             tree.first(self.scheduler.grow_for_drafts(sequence, tree.num_nodes)) if tree.num_nodes else tree
             for sequence, tree in zip(sequences, trees, strict=True)
-        ]
+        )
 
     def _observe(self, walks: list[Walk]) -> list[Completion]:
         """Tell the drafter what was committed, and take out the finished samples."""
         completions = []
+        self.drafter.observe(
+            [walk.sequence.sequence_id for walk in walks],
+            [walk.sequence.token_ids[-1 - len(walk.accepted) :] for walk in walks],
+        )
         for walk in walks:
             sequence = walk.sequence
-            num_new = 1 + len(walk.accepted)
-            self.drafter.observe(sequence.sequence_id, sequence.token_ids[-num_new:])
             if walk.finish is None:
                 self.scheduler.trim(sequence)
                 continue
-            self.drafter.finish(sequence.sequence_id)
-            self.scheduler.finish(sequence)
-            completions.append(
-                Completion(
-                    request=sequence.request,
-                    token_ids=sequence.generated_token_ids,
-                    rollout_logprobs=sequence.rollout_logprobs,
-                    finish_reason=walk.finish,
-                    policy_version=self.policy_version,
-                )
+            completion = Completion(
+                request=sequence.request,
+                token_ids=sequence.generated_token_ids,
+                rollout_logprobs=sequence.rollout_logprobs,
+                finish_reason=walk.finish,
+                policy_version=self.policy_version,
             )
+            self.drafter.finish(sequence.sequence_id, completion)
+            self.scheduler.finish(sequence)
+            completions.append(completion)
         return completions
 
 

@@ -120,6 +120,7 @@ def _requests(
             sample_index=sample_index,
             stream=stream_of(seed, purpose, step, draw_index, sample_index),
             sampling=sampling,
+            purpose=purpose,
         )
         for draw_index, prompt in sorted(draws, key=lambda draw: draw[0])
         for sample_index in range(num_samples)

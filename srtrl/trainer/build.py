@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from srtrl.drafters.base import DrafterBase
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.model.weights import end_token_ids, load_model, load_tokenizer
 from srtrl.recipe import Recipe
+from srtrl.recipe_errors import validate_section
 from srtrl.resolve import resolve_class
 from srtrl.types import SamplingParams
 
@@ -142,8 +144,19 @@ def build_engine(recipe: Recipe, model: Transformer, tokenizer: PreTrainedTokeni
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         decode_dtype=DTYPES[decode_dtype] if decode_dtype is not None else None,
     )
-    drafter = resolve_class("srtrl.drafters", rollout.drafter, "Drafter")()
-    return Engine(model, options, tokenizer=tokenizer, drafter=drafter)
+    return Engine(model, options, tokenizer=tokenizer, drafter=build_drafter(recipe))
+
+
+def build_drafter(recipe: Recipe) -> DrafterBase:
+    """The drafter that the recipe names, with its options.
+
+    Raises:
+        ValueError: unknown, or an option of it is wrong.
+    """
+    drafter_class = resolve_class("srtrl.drafters", recipe.rollout.drafter, "Drafter")
+    given = dict(recipe.rollout.drafter_options)
+    drafter: DrafterBase = drafter_class(validate_section(drafter_class.Options, given, ("rollout", "drafter_options")))
+    return drafter
 
 
 def train_sampling(recipe: Recipe, end_ids: tuple[int, ...]) -> SamplingParams:

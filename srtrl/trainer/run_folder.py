@@ -33,6 +33,7 @@ FREE_KEYS_IF_DETERMINISTIC = (
     "rollout.kv_memory_gib",
     "rollout.prefill_chunk_tokens",
     "rollout.drafter",
+    "rollout.drafter_options",
 )
 """Options that change nothing learned in the decoder's deterministic mode (`rollout.deterministic`)."""
 
