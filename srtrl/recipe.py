@@ -99,8 +99,26 @@ class RolloutSection(Section):
     """A drafter in `srtrl/drafters/`, or `package.module:Class` of your own."""
     drafter_options: dict[str, Any] = Field(default_factory=dict)
     """Options of that drafter; its `Options` class documents and checks them."""
+    draft_budget: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    """`auto`: as many draft nodes as pay, by the measured cost of a step; N: at most N nodes a sequence."""
     slots: int = Field(default=64, ge=1)
     """Sequences decoded at once; a finished one is replaced at once."""
+    admission: Literal["breadth_first", "depth_first"] = "breadth_first"
+    """Who waits for a slot: `breadth_first` takes one sample of every prompt, then the next; `depth_first` all of one.
+
+    Breadth-first lets samples draft from what their siblings have said.
+    """
+    long_first: bool = True
+    """Among equals, admit early what is expected to be long (by earlier and finished samples); breadth-first only."""
+    run_ahead: Literal["off", "next_step", "active", "both"] = "next_step"
+    """What idle slots decode, to draft from: samples of the next step, or more samples of this step's open prompts.
+
+    Run-aheads give way to every sample of the step and are never learned from.
+    """
+    run_ahead_coupled: bool = True
+    """The next step's run-aheads use the noise that their samples will have; false is for measuring the difference."""
+    run_ahead_max_slowdown: float = Field(default=0.03, ge=0)
+    """Most that run-aheads may slow a decode step down, as a share of its time; 0 allows only what is free."""
     page_size: int = Field(default=16, ge=1)
     """Tokens in one page of the KV cache."""
     num_pages: int | None = Field(default=None, ge=1)

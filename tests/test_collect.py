@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from srtrl.engine.engine import Engine
 from srtrl.engine.sampler import stream_of
 from srtrl.rollout.collect import CollectProgress, collect_rollouts, response_text
+from srtrl.rollout.run_ahead import run_ahead_requests
 from srtrl.rollout.stage_timer import StageTimer
 from srtrl.tasks.grading import Grader
 from srtrl.trainer.tokenizer_training import train_tokenizer
@@ -23,10 +25,12 @@ class _FakeEngine:
         self.tokenizer = tokenizer
         self.finish_seed = finish_seed
         self.requests: list[Request] = []
+        self.run_ahead: list[Request] = []
+        self.leaks_run_aheads = False
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        self.requests = list(requests)
-        finished = list(self.requests)
+    def generate(self, requests: Iterable[Request], *, run_ahead: Iterable[Request] = ()) -> Iterator[Completion]:
+        self.requests, self.run_ahead = list(requests), list(run_ahead)
+        finished = self.requests + (self.run_ahead if self.leaks_run_aheads else [])
         random.Random(self.finish_seed).shuffle(finished)
         for request in finished:
             text = f"{request.prompt_id}/{request.sample_index}STOP and more"
@@ -108,6 +112,26 @@ def test_every_sample_has_its_own_stream(tokenizer: PreTrainedTokenizerBase) -> 
     streams = {(r.draw_index, r.sample_index): r.stream for r in engine.requests}
     assert len(set(streams.values())) == 6  # two draws of one prompt are two draws
     assert streams[1, 2] == stream_of(11, "train", 5, 1, 2)
+
+
+def test_run_aheads_reach_the_engine_and_never_come_back(tokenizer: PreTrainedTokenizerBase) -> None:
+    draws = list(enumerate(prompts(tokenizer, 2)))
+    coming = [(draw, prompt) for draw, (_, prompt) in enumerate(draws[::-1])]
+    options: dict[str, Any] = {"num_samples": 3, "sampling": SamplingParams(max_new_tokens=40), "seed": 11}
+    engine = _FakeEngine(tokenizer, 2)
+    alone = collect(tokenizer, engine, draws)
+    ahead = run_ahead_requests("both", current_draws=draws, next_draws=coming, step=5, **options)
+    assert collect(tokenizer, engine, draws, run_ahead=ahead) == alone
+    assert engine.run_ahead == ahead
+    engine.leaks_run_aheads = True
+    with pytest.raises(AssertionError, match="never be learned from"):
+        collect(tokenizer, engine, draws, run_ahead=ahead)
+    unmarked = [replace(request, is_run_ahead=False) for request in ahead]
+    with pytest.raises(AssertionError, match="among the run-aheads"):
+        collect(tokenizer, engine, draws, run_ahead=unmarked)
+    of_this_step = run_ahead_requests("next_step", current_draws=[], next_draws=draws, step=4, **options)
+    with pytest.raises(AssertionError, match="stream of a sample"):
+        collect(tokenizer, engine, draws, run_ahead=of_this_step)
 
 
 def test_grader_gets_the_cut_text_and_the_whole_length(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -2,48 +2,12 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduler_cases import compute, request
 
+from srtrl.engine.admission import WaitingLine
 from srtrl.engine.page_pool import PagePool
-from srtrl.engine.scheduler import ScheduledStep, Scheduler
+from srtrl.engine.scheduler import Scheduler
 from srtrl.engine.sequence import PromptPages, Sequence
-from srtrl.types import Request, SamplingParams
-
-
-def request(draw: int, sample: int, prompt_length: int, max_new_tokens: int) -> Request:
-    prompt = tuple(range(100 * draw, 100 * draw + prompt_length))
-    return Request(
-        prompt_id=str(draw),
-        prompt_token_ids=prompt,
-        draw_index=draw,
-        sample_index=sample,
-        stream=0,
-        sampling=SamplingParams(max_new_tokens=max_new_tokens),
-    )
-
-
-def compute(scheduler: Scheduler, step: ScheduledStep, *, num_drafts: int = 0) -> list[Sequence]:
-    """Do what a runner would: KV of the scheduled positions, and one token a decoding sample."""
-    finished = []
-    for chunk in step.prefills:
-        assert chunk.start == chunk.holder.num_computed
-        assert len(chunk.holder.page_ids) * scheduler.pool.page_size >= chunk.start + chunk.count
-        chunk.holder.num_computed += chunk.count
-    for sequence in step.decodes:
-        assert sequence.num_computed == len(sequence.token_ids) - 1
-        assert len(sequence.page_ids) * scheduler.pool.page_size >= len(sequence.token_ids)
-        room = scheduler.grow_for_drafts(sequence, num_drafts)
-        assert 0 <= room <= num_drafts
-        scheduler.check_integrity()
-        sequence.num_computed += 1
-        sequence.token_ids.append(7)
-        sequence.rollout_logprobs.append(0.0)
-        if sequence.num_remaining == 0:
-            finished.append(sequence)
-        else:
-            scheduler.trim(sequence)
-    for sequence in finished:
-        scheduler.finish(sequence)
-    return finished
 
 
 @settings(deadline=None, max_examples=200)
@@ -58,6 +22,8 @@ def test_everything_finishes_and_pages_stay_consistent(data: st.DataObject) -> N
         pool,
         num_slots=data.draw(st.integers(1, 8), "slots"),
         prefill_chunk_tokens=data.draw(st.integers(1, 16), "chunk"),
+        admission=data.draw(st.sampled_from(["breadth_first", "depth_first"]), "admission"),
+        long_first=data.draw(st.booleans(), "long first"),
     )
     requests = [request(d, s, prompt, new) for d, (prompt, new) in enumerate(lengths) for s in range(num_samples)]
     for sequence_id, item in enumerate(requests):
@@ -85,6 +51,76 @@ def test_admission_is_breadth_first() -> None:
     scheduler.schedule()
     assert [s.request.draw_index for s in scheduler.running] == [0, 1, 2]
     assert [s.request.sample_index for s in scheduler.running] == [0, 0, 0]
+
+
+def waiting_sequence(draw: int, sample: int) -> Sequence:
+    asked = request(draw, sample, 5, 8)
+    return Sequence(
+        token_ids=list(asked.prompt_token_ids), sequence_id=100 * draw + sample, request=asked, prompt=PromptPages([])
+    )
+
+
+def admitted(scheduler: Scheduler) -> list[tuple[int, int]]:
+    """(draw, sample) in the order of first admission, until all have finished."""
+    order: list[tuple[int, int]] = []
+    while scheduler.has_work:
+        step = scheduler.schedule()
+        keys = [(s.request.draw_index, s.request.sample_index) for s in scheduler.running]
+        order += [key for key in keys if key not in order]
+        compute(scheduler, step)
+    return order
+
+
+def test_depth_first_admits_all_samples_of_a_prompt_then_the_next() -> None:
+    scheduler = Scheduler(PagePool(100, 4), num_slots=2, prefill_chunk_tokens=100, admission="depth_first")
+    for sample in (2, 0, 1):
+        for draw in (1, 0, 2):
+            scheduler.add(10 * draw + sample, request(draw, sample, 5, 1 + draw), expected_tokens=draw)
+    assert admitted(scheduler) == [(draw, sample) for draw in range(3) for sample in range(3)]
+
+
+def test_what_a_drafter_expects_orders_the_first_wave() -> None:
+    for long_first, expected in ((True, [2, 1, 0]), (False, [0, 1, 2])):
+        scheduler = Scheduler(PagePool(100, 4), num_slots=1, prefill_chunk_tokens=100, long_first=long_first)
+        for draw, tokens in enumerate([10.0, 20.0, 30.0]):
+            scheduler.add(draw, request(draw, 0, 5, 12), expected_tokens=tokens)
+        assert [draw for draw, _ in admitted(scheduler)] == expected
+
+
+def test_unknown_prompts_wait_where_an_average_one_would() -> None:
+    line = WaitingLine()
+    for draw in range(6):
+        line.add(waiting_sequence(draw, 0))
+    for draw, expected in ((0, 10.0), (2, 30.0), (3, 19.0), (5, 21.0)):
+        line.expect(waiting_sequence(draw, 0).request.prompt_token_ids, expected)
+    assert [line.pop_first([]).request.draw_index for _ in range(6)] == [2, 5, 1, 4, 3, 0]
+    assert not line
+
+
+def test_scouts_that_finished_long_or_still_run_call_their_siblings_early() -> None:
+    scheduler = Scheduler(PagePool(200, 4), num_slots=4, prefill_chunk_tokens=1000)
+    lengths = [3, 12, 5, 20]  # draw 3 is the longest: its scout still runs when the others have finished
+    for draw, length in enumerate(lengths):
+        for sample in range(2):
+            scheduler.add(10 * draw + sample, request(draw, sample, 5, length))
+    order = admitted(scheduler)
+    assert order[:4] == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    # After 3 tokens nothing but draw 0's length is known, and the running ones are as long: data order decides. After 5
+    # tokens the scouts of 1 and 3 have said more than draw 2's whole response.
+    assert order[4:] == [(0, 1), (1, 1), (3, 1), (2, 1)]
+
+
+def test_a_preempted_sample_comes_before_an_expected_long_one() -> None:
+    line = WaitingLine()
+    line.add(waiting_sequence(0, 0))
+    line.expect(waiting_sequence(0, 0).request.prompt_token_ids, 1000.0)
+    preempted = [waiting_sequence(1, 3), waiting_sequence(2, 3)]
+    preempted[0].admission, preempted[1].admission = 7, 4
+    for sequence in preempted:
+        line.put_back(sequence)
+    assert len(line) == 3
+    assert {id(one) for one in line} >= {id(one) for one in preempted}
+    assert [line.pop_first([]).request.draw_index for _ in range(3)] == [2, 1, 0]
 
 
 def test_siblings_share_the_prompts_full_pages_and_it_is_computed_once() -> None:

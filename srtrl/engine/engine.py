@@ -3,16 +3,19 @@
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.none import Drafter as NoDrafter
+from srtrl.engine.admission import Admission
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.runner import ModelRunner
-from srtrl.engine.scheduler import ScheduledStep, Scheduler
-from srtrl.engine.stats import EngineStats
+from srtrl.engine.scheduler import Scheduler
+from srtrl.engine.sequence import ScheduledStep
+from srtrl.engine.stats import EngineStats, StepSeconds
 from srtrl.engine.stopping import Tokenizer
 from srtrl.engine.verify import Walk, verify_trees
 from srtrl.model.cpu_threads import set_cpu_threads
@@ -35,8 +38,14 @@ class EngineOptions:
     """None: the policy's own type and tensors."""
     max_sequence_tokens: int | None = None
     """Longest prompt and response together; by default what the model was made for."""
-    max_draft_nodes: int = 16
+    draft_budget: Literal["auto"] | int = "auto"
+    max_draft_nodes: int = 64
     """Most draft nodes of one sequence in one step."""
+    admission: Admission = "breadth_first"
+    long_first: bool = True
+    run_ahead_max_slowdown: float = 0.03
+    cost_points: tuple[tuple[int, float], ...] | None = None
+    """(rows, seconds) of a decode step on another machine, to budget and price steps by; None: what is measured."""
 
 
 class Engine:
@@ -66,7 +75,12 @@ class Engine:
         num_pages = options.num_pages or default_num_pages(policy, options, self.max_sequence_tokens)
         self.pool = PagePool(num_pages, options.page_size)
         self.scheduler = Scheduler(
-            self.pool, num_slots=options.slots, prefill_chunk_tokens=options.prefill_chunk_tokens
+            self.pool,
+            num_slots=options.slots,
+            prefill_chunk_tokens=options.prefill_chunk_tokens,
+            admission=options.admission,
+            long_first=options.long_first,
+            max_draft_nodes=options.max_draft_nodes,
         )
         self.runner = ModelRunner(
             policy,
@@ -112,23 +126,30 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request; raises ValueError (see `check_request`) and leaves the others alone."""
         self.check_request(request)
-        self.scheduler.add(self._next_sequence_id, request)
-        self.drafter.start(self._next_sequence_id, request)
+        self.scheduler.add(self._next_sequence_id, request, self.drafter.expected_tokens(request))
+        if not request.is_run_ahead:  # the drafter hears of a run-ahead once it has a slot
+            self.drafter.start(self._next_sequence_id, request)
         self._next_sequence_id += 1
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+    def generate(self, requests: Iterable[Request], *, run_ahead: Iterable[Request] = ()) -> Iterator[Completion]:
         """Decode the requests; yields each completion as it finishes, in no particular order.
 
         A consumer that stops early drops the rest: no sample and no page is left behind.
 
+        Args:
+            requests: The samples wanted.
+            run_ahead: What idle slots may decode beside them, for the sake of later drafts; ends with the last sample.
+
         Raises:
             ValueError: A request can never be decoded; raised before anything is decoded.
         """
-        requests = list(requests)
-        for request in requests:
+        requests, run_ahead = list(requests), list(run_ahead)
+        assert not any(request.is_run_ahead for request in requests)
+        assert all(request.is_run_ahead for request in run_ahead)
+        for request in [*requests, *run_ahead]:
             self.check_request(request)
         try:
-            for request in requests:
+            for request in [*requests, *run_ahead]:
                 self.add(request)
             while self.scheduler.has_work:
                 yield from self.step()
@@ -139,7 +160,7 @@ class Engine:
     def step(self) -> list[Completion]:
         """One decode step for all running samples; returns those that finished."""
         started = time.perf_counter()
-        scheduled = self.scheduler.schedule()
+        scheduled = self._schedule()
         trees = self._propose(scheduled)
         drafted = time.perf_counter()
         logits = self.runner.execute(scheduled, trees)
@@ -150,14 +171,18 @@ class Engine:
         walks = verify_trees(scheduled.decodes, trees, logits, self.tokenizer)
         sampled = time.perf_counter()
         self.runner.commit(walks)
+        self.stats.add_walks(walks, trees, scheduled.num_primaries)
         completions = self._observe(walks)
         finished = time.perf_counter()
-        self.stats.add_step(
-            scheduled,
-            trees,
-            walks,
-            num_pages_used=num_pages_used,
-            seconds=(drafted - started, computed - drafted, sampled - computed, finished - sampled),
+        self.stats.num_prefill_tokens += sum(chunk.count for chunk in scheduled.prefills)
+        self.stats.max_pages = max(self.stats.max_pages, num_pages_used)
+        self.stats.add_seconds(
+            StepSeconds(
+                draft=drafted - started,
+                forward=computed - drafted,
+                sample=sampled - computed,
+                commit=finished - sampled,
+            )
         )
         return completions
 
@@ -170,14 +195,23 @@ class Engine:
 
     def take_metrics(self) -> dict[str, float]:
         """Metrics since the last call, all under `engine/`: they may depend on slots, pages and drafter."""
-        metrics = self.stats.metrics(
-            num_slots=self.options.slots,
-            num_pages=self.pool.num_pages,
-            num_preemptions=self.scheduler.num_preemptions,
-        )
+        metrics = self.stats.metrics() | {
+            "engine/slots": self.options.slots,
+            "engine/pages": self.pool.num_pages,
+            "engine/preemptions": self.scheduler.num_preemptions,
+        }
         self.stats = EngineStats()
         self.scheduler.num_preemptions = 0
         return metrics
+
+    def _schedule(self) -> ScheduledStep:
+        """Who decodes; the drafter hears of the run-aheads that came and went."""
+        scheduled = self.scheduler.schedule(0)
+        for sequence in scheduled.admitted_run_aheads:
+            self.drafter.start(sequence.sequence_id, sequence.request)
+        for sequence_id in self.scheduler.take_dropped():
+            self.drafter.finish(sequence_id, None)
+        return scheduled
 
     def _propose(self, scheduled: ScheduledStep) -> DraftTrees:
         """One draft tree a decoding sequence, as large as free pages allow."""
@@ -202,6 +236,10 @@ class Engine:
             sequence = walk.sequence
             if walk.finish is None:
                 self.scheduler.trim(sequence)
+                continue
+            if sequence.is_run_ahead:
+                self.drafter.finish(sequence.sequence_id, None)
+                self.scheduler.finish(sequence)
                 continue
             completion = Completion(
                 request=sequence.request,

@@ -23,6 +23,8 @@ GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 """Multipliers of the SplitMix64 finaliser."""
+MAX_NOISE = 1 << 24
+"""Most noise numbers (rows x vocabulary) at once outside the CPU: some 130 MB for each of a few float64 tensors."""
 
 
 def stream_of(seed: int, purpose: Purpose, step: int, draw_index: int, sample_index: int) -> int:
@@ -109,8 +111,14 @@ def sample_rows(
     temperatures: npt.NDArray[np.float32],
     streams: npt.NDArray[np.uint64],
     positions: npt.NDArray[np.int64],
+    forced: npt.NDArray[np.int32] | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Sample one token a row and its log-prob; see `sample_rows_reference` and `row_logprobs_reference`."""
+    """Sample one token a row and its log-prob; see `sample_rows_reference` and `row_logprobs_reference`.
+
+    Where `forced` [N] is not -1 the row takes that token: the sampling is done all the same, and its token dropped.
+    """
+    if forced is None:
+        forced = np.full(len(logits), -1, np.int32)
     if logits.device.type == "cpu":
         from srtrl.engine.sampling_kernel import sample_rows_on_cpu
         from srtrl.model.cpu_threads import use_kernel_threads
@@ -118,10 +126,32 @@ def sample_rows(
         use_kernel_threads(8 * logits.numel())
         token_ids = np.empty(len(logits), np.int64)
         logprobs = np.empty(len(logits), np.float32)
-        sample_rows_on_cpu(logits.float().numpy(), temperatures, streams, positions, token_ids, logprobs)
+        sample_rows_on_cpu(logit_bits(logits), temperatures, streams, positions, forced, token_ids, logprobs)
         return token_ids, logprobs
-    device = logits.device
-    temperature = torch.from_numpy(temperatures).to(device)
-    stream, position = torch.from_numpy(streams.view(np.int64)).to(device), torch.from_numpy(positions).to(device)
-    tokens = sample_rows_reference(logits, temperature, stream, position)
-    return tokens.cpu().numpy(), row_logprobs_reference(logits, temperature, tokens).cpu().numpy()
+    inputs = [torch.from_numpy(array) for array in (temperatures, streams.view(np.int64), positions, forced)]
+    return sample_rows_by_torch(logits, *(tensor.to(logits.device) for tensor in inputs))
+
+
+def logit_bits(logits: Tensor) -> npt.NDArray[np.uint32] | npt.NDArray[np.uint16]:
+    """The memory of logits on a CPU as the kernels read it: bfloat16 as uint16, all else (as float32) as uint32."""
+    if logits.dtype == torch.bfloat16:
+        half: npt.NDArray[np.uint16] = logits.view(torch.uint16).numpy()
+        return half
+    whole: npt.NDArray[np.uint32] = logits.float().numpy().view(np.uint32)
+    return whole
+
+
+def sample_rows_by_torch(
+    logits: Tensor, temperatures: Tensor, streams: Tensor, positions: Tensor, forced: Tensor
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """`sample_rows` on the device of `logits`, with one copy to the host at the end."""
+    num_rows_at_once = max(1, MAX_NOISE // logits.shape[1])
+    results = []
+    for first in range(0, len(logits), num_rows_at_once):
+        rows = slice(first, first + num_rows_at_once)
+        sampled = sample_rows_reference(logits[rows], temperatures[rows], streams[rows], positions[rows])
+        tokens = torch.where(forced[rows] >= 0, forced[rows].long(), sampled)
+        logprobs = row_logprobs_reference(logits[rows], temperatures[rows], tokens)
+        results.append(torch.stack((tokens.double(), logprobs.double())))  # both fit into float64
+    on_host = torch.cat(results, dim=1).cpu().numpy()
+    return on_host[0].astype(np.int64), on_host[1].astype(np.float32)

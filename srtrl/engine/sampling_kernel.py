@@ -2,7 +2,8 @@
 
 A token wins with the smallest -log(u) / p (the same race as the largest logit + Gumbel). Since 1 - u <= -log(u), a
 token whose 1 - u is already too large cannot win: one hash and one comparison reject nearly all of the vocabulary, and
-only the few left pay for logarithms. Each row is computed alone in a fixed order: its bits do not depend on the batch.
+only the few left pay for logarithms. Each row is computed alone in a fixed order by `sample_row`, on which all that
+samples on a CPU relies: its bits do not depend on the batch.
 """
 
 from typing import Any
@@ -60,43 +61,76 @@ def _race(scaled: Array, weights: Array, best: int, row_key: np.uint64) -> int:
     return winner
 
 
+@numba.njit(nogil=True)
+def make_scratch(vocab_size: int) -> tuple[Array, Array, Array]:
+    """Room for one row at a time: scaled logits, weights and bits of powers, a multiple of `NUM_LANES` long."""
+    padded = (vocab_size + NUM_LANES - 1) // NUM_LANES * NUM_LANES
+    return np.empty(padded, np.float32), np.zeros(padded, np.float32), np.empty(padded, np.int32)
+
+
+@numba.njit(nogil=True)
+def sample_row(
+    logits: Array,
+    temperature: np.float32,
+    stream: np.uint64,
+    position: int,
+    forced: int,
+    scratch: tuple[Array, Array, Array],
+) -> tuple[int, np.float32]:
+    """Sample a token of one row; see `sample_rows_on_cpu`. Returns the token and its log-prob."""
+    vocab_size = len(logits)
+    scaled, weights, powers = scratch
+    bits = scaled.view(np.uint32)
+    shift = np.uint32(32 - 8 * logits.itemsize)
+    divisor = temperature if temperature > 0 else np.float32(1)
+    for v in range(vocab_size):
+        bits[v] = np.uint32(logits[v]) << shift
+    for v in range(vocab_size):
+        scaled[v] = scaled[v] / divisor
+    best = 0
+    for v in range(vocab_size):
+        if scaled[v] > scaled[best]:
+            best = v
+    highest = scaled[best]
+    for v in range(vocab_size):
+        weights[v], powers[v] = exp_parts(scaled[v] - highest)
+    factors = powers.view(np.float32)
+    for v in range(vocab_size):
+        weights[v] *= factors[v]
+    lanes = np.zeros(NUM_LANES, np.float64)
+    for start in range(0, len(weights), NUM_LANES):
+        for j in range(NUM_LANES):
+            lanes[j] += weights[start + j]
+    token = best
+    if temperature > 0:
+        row_key = _mix(_mix(np.uint64(position) + _GOLDEN) ^ stream)
+        token = _race(scaled[:vocab_size], weights[:vocab_size], best, row_key)
+    if forced >= 0:
+        token = forced
+    return token, np.float32(np.float64(scaled[token]) - np.float64(highest) - np.log(lanes.sum()))
+
+
 @numba.njit(parallel=True, cache=True, nogil=True)
 def sample_rows_on_cpu(
-    logits: Array, temperatures: Array, streams: Array, positions: Array, token_ids: Array, logprobs: Array
+    logits: Array,
+    temperatures: Array,
+    streams: Array,
+    positions: Array,
+    forced: Array,
+    token_ids: Array,
+    logprobs: Array,
 ) -> None:
     """Sample one token a row and its log-prob.
 
     Args:
-        logits: [N, V] float32; -inf excludes a token.
+        logits: [N, V], the bits of float32 as uint32, or of bfloat16 as uint16; -inf excludes a token.
         temperatures: [N] float32; 0 takes the most likely token (the first of equals).
         streams: [N] uint64.
         positions: [N] int64, index of the token within the response.
+        forced: [N] int32, the token to take whatever is sampled; -1 takes the sampled one.
         token_ids: [N] int64, written.
         logprobs: [N] float32, written: under the tempered softmax (of temperature 1 where it is 0).
     """
-    vocab_size = logits.shape[1]
-    padded = (vocab_size + NUM_LANES - 1) // NUM_LANES * NUM_LANES
     for n in numba.prange(len(logits)):
-        temperature = temperatures[n] if temperatures[n] > 0 else np.float32(1)
-        scaled = np.empty(vocab_size, np.float32)
-        for v in range(vocab_size):
-            scaled[v] = logits[n, v] / temperature
-        best = 0
-        for v in range(vocab_size):
-            if scaled[v] > scaled[best]:
-                best = v
-        weights = np.zeros(padded, np.float32)
-        powers = np.zeros(padded, np.int32)
-        for v in range(vocab_size):
-            weights[v], powers[v] = exp_parts(scaled[v] - scaled[best])
-        weights *= powers.view(np.float32)
-        lanes = np.zeros(NUM_LANES, np.float64)
-        for start in range(0, padded, NUM_LANES):
-            for j in range(NUM_LANES):
-                lanes[j] += weights[start + j]
-        token = best
-        if temperatures[n] > 0:
-            row_key = _mix(_mix(np.uint64(positions[n]) + _GOLDEN) ^ streams[n])
-            token = _race(scaled, weights[:vocab_size], best, row_key)
-        token_ids[n] = token
-        logprobs[n] = np.float32(np.float64(scaled[token]) - np.float64(scaled[best]) - np.log(lanes.sum()))
+        scratch = make_scratch(logits.shape[1])
+        token_ids[n], logprobs[n] = sample_row(logits[n], temperatures[n], streams[n], positions[n], forced[n], scratch)

@@ -1,73 +1,84 @@
 """Who computes what in the next decode step: admission, chunked prefill, pages, preemption. No tensors here.
 
-The order is breadth-first: the first sample of every prompt (the scout), then the second of every prompt, and so on.
-Pages run out in this order of remedies: prompts that no running sample waits for are evicted; then the sample that was
-admitted last is preempted and later recomputed. The oldest sample always goes on, so the engine cannot get stuck.
+Who comes next is the waiting line's business (`admission.py`). Pages run out in this order of remedies: run-aheads are
+dropped; prompts that no running sample waits for are evicted; then the sample that was admitted last is preempted and
+later recomputed. The oldest sample always goes on, so the engine cannot get stuck. Run-aheads (`idle_slots.py`) get
+what is left after all this: a primary's schedule is the same, step for step, with and without them.
 Nothing here looks at a clock: the same requests give the same steps.
 """
 
-import heapq
-from dataclasses import dataclass, field
-
+from srtrl.engine.admission import Admission, WaitingLine
+from srtrl.engine.idle_slots import IdleCapacity, IdleSlots
 from srtrl.engine.page_pool import PagePool
-from srtrl.engine.sequence import PageHolder, PromptPages, Sequence
+from srtrl.engine.sequence import PageHolder, PrefillChunk, PromptPages, ScheduledStep, Sequence
 from srtrl.types import Request
 
-
-@dataclass(slots=True, frozen=True)
-class PrefillChunk:
-    """Positions `start` to `start + count` of a prompt (or of a preempted sample) whose KV is computed in this step."""
-
-    holder: PageHolder
-    start: int
-    count: int
-
-
-@dataclass(slots=True)
-class ScheduledStep:
-    """The work of one decode step."""
-
-    prefills: list[PrefillChunk] = field(default_factory=list)
-    decodes: list[Sequence] = field(default_factory=list)
-    """Samples whose root is computed and that sample at least one token."""
-    page_copies: list[tuple[int, int]] = field(default_factory=list)
-    """(source, target) pages to copy before the forward pass, all sources read before any target is written."""
+__all__ = ["PrefillChunk", "ScheduledStep", "Scheduler"]
 
 
 class Scheduler:
     """Keeps waiting and running samples and their pages."""
 
-    def __init__(self, pool: PagePool, *, num_slots: int, prefill_chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        num_slots: int,
+        prefill_chunk_tokens: int,
+        admission: Admission = "breadth_first",
+        long_first: bool = True,
+        max_draft_nodes: int = 16,
+    ) -> None:
+        """`max_draft_nodes`: most draft nodes of a sample in a step; run-aheads leave pages for those of primaries."""
         self.pool = pool
         self.num_slots = num_slots
         self.prefill_chunk_tokens = prefill_chunk_tokens
+        self.max_draft_nodes = max_draft_nodes
         self.running: list[Sequence] = []
-        """In the order of admission."""
+        """Primaries, in the order of admission."""
+        self.idle_slots = IdleSlots(pool)
         self.num_preemptions = 0
-        self._waiting: list[tuple[tuple[int, int, int, int], Sequence]] = []
+        self._waiting = WaitingLine(admission, long_first=long_first)
         self._prompts: dict[tuple[int, ...], PromptPages] = {}
         self._num_admissions = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether an unfinished sample is left."""
+        """Whether an unfinished primary is left."""
         return bool(self.running or self._waiting)
 
-    def add(self, sequence_id: int, request: Request) -> Sequence:
-        """Queue one sample."""
+    def add(self, sequence_id: int, request: Request, expected_tokens: float | None = None) -> None:
+        """Queue one sample, a primary or a run-ahead.
+
+        Args:
+            sequence_id: Given out once.
+            request: `is_run_ahead` puts it into a line of its own.
+            expected_tokens: Of a primary: how long the response may become, None if nothing is known.
+        """
+        if request.is_run_ahead:
+            self.idle_slots.add(sequence_id, request)
+            return
         prompt = self._prompts.get(request.prompt_token_ids)
         if prompt is None:
             prompt = self._prompts[request.prompt_token_ids] = PromptPages(list(request.prompt_token_ids))
+            if expected_tokens is not None:
+                self.expect(request.prompt_token_ids, expected_tokens)
         prompt.num_users += 1
-        sequence = Sequence(
-            token_ids=list(request.prompt_token_ids), sequence_id=sequence_id, request=request, prompt=prompt
+        self._waiting.add(
+            Sequence(token_ids=list(request.prompt_token_ids), sequence_id=sequence_id, request=request, prompt=prompt)
         )
-        key = (1, request.sample_index, request.draw_index, sequence_id)
-        heapq.heappush(self._waiting, (key, sequence))
-        return sequence
 
-    def schedule(self) -> ScheduledStep:
-        """Admit samples, find pages, and say what the next forward pass computes."""
+    def expect(self, prompt_token_ids: tuple[int, ...], num_tokens: float) -> None:
+        """Take one more length into what is expected of the prompt's samples; finished samples count by themselves."""
+        self._waiting.expect(prompt_token_ids, num_tokens)
+
+    def schedule(self, max_run_ahead: int = 0) -> ScheduledStep:
+        """Admit samples, find pages, and say what the next forward pass computes.
+
+        Args:
+            max_run_ahead: Most rows of run-aheads in this step: roots and prompt tokens. Fewer than there are running
+                run-aheads: the newest pause, and keep their pages.
+        """
         self._admit()
         step = ScheduledStep()
         budget = self.prefill_chunk_tokens
@@ -88,10 +99,23 @@ class Scheduler:
             if position < len(self.running) and self.running[position] is sequence:
                 position += 1
         assert step.prefills or step.decodes or not self.has_work, "no progress: the oldest sample must go on"
+        step.num_primaries = len(step.decodes)
+        promised = sum(self._pages_to_start(sequence) for sequence in self.running if not sequence.has_started)
+        left = IdleCapacity(
+            num_rows=max_run_ahead,
+            num_prefill_tokens=budget,
+            num_slots=self.num_slots - len(self.running),
+            num_reserved_pages=promised + len(self.running) * max(1, self.pool.pages_for(self.max_draft_nodes)),
+            may_admit=not self._waiting,
+        )
+        self.idle_slots.schedule(step, left, self.running, self._prompts)
         return step
 
     def grow_for_drafts(self, sequence: Sequence, num_nodes: int) -> int:
-        """Take free pages for draft nodes; returns how many nodes have room (drafts never evict or preempt)."""
+        """Take free pages for draft nodes; returns how many nodes have room (drafts never evict, drop or preempt).
+
+        To be called for all primaries before any run-ahead, in the order of `ScheduledStep.decodes`.
+        """
         page_size = self.pool.page_size
         while len(sequence.page_ids) * page_size < len(sequence.token_ids) + num_nodes:
             pages = self.pool.allocate(1)
@@ -109,13 +133,24 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Free the slot and the pages of a finished sample; the next waiting one takes them in the next step."""
+        if sequence.is_run_ahead:
+            self.idle_slots.finish(sequence)
+            return
         self.running.remove(sequence)
         self.pool.release(sequence.drop_pages())
+        self.expect(sequence.request.prompt_token_ids, sequence.num_generated)
         self._leave_prompt(sequence)
 
+    def take_dropped(self) -> list[int]:
+        """Ids of run-aheads that had a slot and were pushed out since the last call; they do not come back."""
+        return self.idle_slots.take_dropped()
+
     def clear(self) -> list[int]:
-        """Drop every sample, finished or not, and every page; returns the ids of the dropped samples."""
-        dropped = [sequence.sequence_id for sequence in [*self.running, *(waiting for _, waiting in self._waiting)]]
+        """Drop every sample, finished or not, and every page; returns the ids of the dropped samples.
+
+        Run-aheads that still waited for a slot are not among them: nobody was told of them.
+        """
+        dropped = [sequence.sequence_id for sequence in [*self.running, *self._waiting]] + self.idle_slots.clear()
         for sequence in self.running:
             self.pool.release(sequence.drop_pages())
         for prompt in self._prompts.values():
@@ -127,9 +162,10 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that pages and their holders agree (for tests, after any operation)."""
-        assert len(self.running) <= self.num_slots
-        self.pool.check_integrity([h.page_ids for h in [*self.running, *self._prompts.values()]])
-        for sequence in self.running:
+        running = [*self.running, *self.idle_slots.running]
+        assert len(running) <= self.num_slots
+        self.pool.check_integrity([h.page_ids for h in [*running, *self._prompts.values()]])
+        for sequence in running:
             assert len(sequence.page_ids) * self.pool.page_size >= sequence.num_computed
             writable = sequence.num_computed // self.pool.page_size
             assert not any(self.pool.is_shared(page) for page in sequence.page_ids[writable:])
@@ -138,12 +174,12 @@ class Scheduler:
         """Fill free slots while the pages of all admitted samples can be expected to suffice."""
         promised = sum(self._pages_to_start(sequence) for sequence in self.running if not sequence.has_started)
         while self._waiting and len(self.running) < self.num_slots:
-            sequence = self._waiting[0][1]
+            sequence = self._waiting.first(self.running)
             spare = len(self.running) // 4  # running samples want a page every page_size tokens
             promised += self._pages_to_start(sequence)
             if self.running and not self._make_room(promised + spare, keep=sequence.prompt):
                 return
-            heapq.heappop(self._waiting)
+            self._waiting.pop_first(self.running)
             sequence.admission = self._num_admissions
             self._num_admissions += 1
             self.running.append(sequence)
@@ -218,17 +254,20 @@ class Scheduler:
         return True
 
     def _make_room(self, count: int, keep: PromptPages | None) -> bool:
-        """Have `count` pages free, by evicting prompts that no running sample waits for; False if that cannot be.
+        """Have `count` pages free, by dropping run-aheads and evicting prompts that no running sample waits for.
 
-        Then nothing is evicted. A prompt's pages that samples share do not become free.
+        Returns False if that cannot be; then nothing is dropped or evicted. Pages of run-aheads count as free ones, so
+        that the answer is the same without them. A prompt's pages that samples share do not become free.
         """
-        if self.pool.num_free >= count:
-            return True
-        awaited = {id(sequence.prompt) for sequence in self.running if not sequence.has_started}
-        idle = [p for p in self._prompts.values() if p.page_ids and p is not keep and id(p) not in awaited]
-        num_evictable = sum(not self.pool.is_shared(page) for prompt in idle for page in prompt.page_ids)
-        if self.pool.num_free + num_evictable < count:
-            return False
+        num_free = self.pool.num_free + self.idle_slots.num_pages
+        idle: list[PromptPages] = []
+        if num_free < count:
+            awaited = {id(sequence.prompt) for sequence in self.running if not sequence.has_started}
+            idle = [p for p in self._prompts.values() if p.page_ids and p is not keep and id(p) not in awaited]
+            num_evictable = sum(not self.pool.is_shared(page) for prompt in idle for page in prompt.page_ids)
+            if num_free + num_evictable < count:
+                return False
+        self.idle_slots.free_pages(count)
         while self.pool.num_free < count:
             self.pool.release(idle.pop().drop_pages())
         return True
@@ -238,7 +277,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.pool.release(sequence.drop_pages())
         sequence.has_started = False
-        heapq.heappush(self._waiting, ((0, sequence.admission, 0, sequence.sequence_id), sequence))
+        self._waiting.put_back(sequence)
         self.num_preemptions += 1
 
     def _leave_prompt(self, sequence: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler moves around: the pages of a prompt, and the samples that decode from them."""
+"""What the scheduler moves around: the pages of a prompt, the samples that decode from them, and a step's work."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -67,8 +67,13 @@ class Sequence(PageHolder):
     """Counts admissions: the highest is the first to be preempted."""
 
     @property
+    def is_run_ahead(self) -> bool:
+        """Whether the sample is decoded for the sake of later drafts only."""
+        return self.request.is_run_ahead
+
+    @property
     def num_missing(self) -> int:
-        """Positions before the root whose KV is still to be computed: more than zero only after a preemption."""
+        """Positions before the root whose KV is still to be computed: of a preempted sample, or a new run-ahead's."""
         return len(self.token_ids) - 1 - self.num_computed
 
     @property
@@ -85,3 +90,27 @@ class Sequence(PageHolder):
     def num_remaining(self) -> int:
         """Tokens it may still generate; at least 1 while it is live."""
         return self.request.sampling.max_new_tokens - self.num_generated
+
+
+@dataclass(slots=True, frozen=True)
+class PrefillChunk:
+    """Positions `start` to `start + count` of a prompt (or of a preempted sample) whose KV is computed in this step."""
+
+    holder: PageHolder
+    start: int
+    count: int
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """The work of one decode step."""
+
+    prefills: list[PrefillChunk] = field(default_factory=list)
+    decodes: list[Sequence] = field(default_factory=list)
+    """Samples whose root is computed and that sample at least one token; run-aheads come after all primaries."""
+    num_primaries: int = 0
+    """How many of `decodes`, from the first, are primaries."""
+    page_copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source, target) pages to copy before the forward pass, all sources read before any target is written."""
+    admitted_run_aheads: list[Sequence] = field(default_factory=list)
+    """Run-aheads that took a slot in this step: the drafter hears of them now, not while they wait."""

@@ -3,20 +3,29 @@
 At the root, and then at each accepted node, the target's token is sampled from that node's logits with the noise of
 its position. If a child of the node carries this token, go on there; else stop. So the tokens are those of sequential
 decoding whatever was drafted: a draft only decides how many of them one forward pass gives. The last one is the bonus
-token, for which no node was needed; an empty tree gives just that. Sampling goes along the walk, not over all nodes.
+token, for which no node was needed; an empty tree gives just that.
+
+Three ways, one result: `walk_by_depth` is the definition; on a CPU `walk_on_cpu` does it in one kernel; on other
+devices `walk_all_rows` samples all rows at once, for a round trip at each depth would cost more.
 """
 
+import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from srtrl.drafters.draft_tree import ROOT, DraftTree
-from srtrl.engine.sampler import filter_top_k_top_p, row_logprobs_reference, sample_rows
+from srtrl.drafters.draft_tree import ROOT, DraftTrees
+from srtrl.engine.row_sampling import ForcedTokens, RowSampling, no_tokens
+from srtrl.engine.sampler import logit_bits
 from srtrl.engine.sequence import Sequence
 from srtrl.engine.stopping import Tokenizer, finish_reason
+from srtrl.engine.tree_rows import node_depths, node_rows, root_rows
+from srtrl.engine.verify_kernel import follow_trees, walk_trees
+from srtrl.model.cpu_threads import use_kernel_threads
 from srtrl.types import FinishReason
 
 
@@ -25,26 +34,46 @@ class Walk:
     """One sequence's way through its draft tree."""
 
     sequence: Sequence
-    children: dict[tuple[int, int], int]
-    """(node, token) -> child node."""
-    first_row: int
-    """Row of the root's logits; node i has row `first_row + 1 + i`."""
-    node: int = ROOT
     accepted: list[int] = field(default_factory=list)
-    """Accepted nodes, from the root down."""
+    """Accepted nodes, from the root down: one less than the tokens that the step gave."""
     finish: FinishReason | None = None
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Verification:
+    """What one step verifies."""
+
+    sequences: SequenceOf[Sequence]
+    """B samples whose last token is the root of their tree."""
+    trees: DraftTrees
+    """One a sequence."""
+    logits: Tensor
+    """[rows, V]; for each sequence in turn the root's row, then its nodes' rows."""
+    tokenizer: Tokenizer | None
+    """For stop strings."""
+    forced: ForcedTokens | None = None
+    """Tokens to take whatever is sampled; the log-probs are theirs."""
+
+    def upcoming(self) -> npt.NDArray[np.int32]:
+        """See `ForcedTokens.upcoming`."""
+        return no_tokens(self.trees) if self.forced is None else self.forced.upcoming(self.sequences, self.trees)
+
+
 def verify_trees(
-    sequences: SequenceOf[Sequence], trees: SequenceOf[DraftTree], logits: Tensor, tokenizer: Tokenizer | None
+    sequences: SequenceOf[Sequence],
+    trees: DraftTrees,
+    logits: Tensor,
+    tokenizer: Tokenizer | None,
+    forced: ForcedTokens | None = None,
 ) -> list[Walk]:
     """Sample along each sequence's tree and append the tokens and log-probs to the sequence.
 
     Args:
-        sequences: Samples whose last token is the root of their tree.
+        sequences: See `Verification`, also for the others.
         trees: One a sequence.
-        logits: [rows, V]; for each sequence in turn the root's row, then its nodes' rows.
+        logits: [rows, V].
         tokenizer: For stop strings.
+        forced: For benchmarks on a trace.
 
     Returns:
         One walk a sequence, with its accepted nodes and whether the sample has ended.
@@ -52,62 +81,164 @@ def verify_trees(
     Raises:
         FloatingPointError: A row of logits is not finite (the policy has diverged or its weights are broken).
     """
-    walks = []
-    row = 0
-    for sequence, tree in zip(sequences, trees, strict=True):
+    assert len(sequences) == len(trees)
+    assert len(trees) + trees.num_nodes == len(logits)
+    if not sequences:
+        return []
+    step = Verification(sequences=sequences, trees=trees, logits=logits, tokenizer=tokenizer, forced=forced)
+    rows = RowSampling.of(sequences)
+    if logits.device.type != "cpu":
+        return walk_all_rows(step, rows)
+    return walk_by_depth(step, rows) if rows.is_filtered.any() else walk_on_cpu(step, rows)
+
+
+def walk_by_depth(step: Verification, rows: RowSampling) -> list[Walk]:
+    """All walks together, one token at a time: sample the rows that they have reached. `rows` are the roots'."""
+    walks = [Walk(sequence) for sequence in step.sequences]
+    children = []
+    for tree in step.trees:
         pairs = zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
-        walks.append(Walk(sequence, {pair: node for node, pair in enumerate(pairs)}, row))
-        row += 1 + tree.num_nodes
-    assert row <= len(logits)
-    active = walks
-    while active:
-        rows = [walk.first_row + 1 + walk.node for walk in active]
-        # Without drafts the rows are all rows: no copy of the logits.
-        chosen = logits[:row] if len(rows) == row else logits[torch.tensor(rows, device=logits.device)]
-        token_ids, logprobs = _sample(active, chosen)
-        active = [
-            walk
-            for walk, token, logprob in zip(active, token_ids, logprobs, strict=True)
-            if _advance(walk, token, logprob, tokenizer)
-        ]
+        children.append({pair: node for node, pair in enumerate(pairs)})
+    forced, firsts = step.upcoming(), root_rows(step.trees)
+    nodes = np.full(len(walks), ROOT)
+    active = np.arange(len(walks))
+    for depth in range(len(step.logits)):
+        reached = torch.from_numpy(firsts[active] + 1 + nodes[active]).to(step.logits.device)
+        # Without drafts these are all rows: no copy of the logits.
+        logits = step.logits if len(reached) == len(step.logits) else step.logits[reached]
+        tokens, logprobs = rows.take(active, depth).sample(logits, forced[firsts[active] + depth])
+        go_on = []
+        for b, token, logprob in zip(active.tolist(), tokens.tolist(), logprobs.tolist(), strict=True):
+            walk = walks[b]
+            walk.finish = _append(walk.sequence, token, logprob, step.tokenizer)
+            child = children[b].get((int(nodes[b]), token))
+            if walk.finish is None and child is not None:
+                nodes[b] = child
+                walk.accepted.append(child)
+                go_on.append(b)
+        if not go_on:
+            break
+        active = np.array(go_on)
     return walks
 
 
-def _advance(walk: Walk, token: int, logprob: float, tokenizer: Tokenizer | None) -> bool:
-    """Append the token; True where a child carries it, so that the walk goes on."""
-    sequence = walk.sequence
-    sequence.token_ids.append(token)
-    sequence.rollout_logprobs.append(logprob)
-    walk.finish = finish_reason(sequence, tokenizer)
-    child = walk.children.get((walk.node, token))
-    if walk.finish is not None or child is None:
-        return False
-    walk.node = child
-    walk.accepted.append(child)
-    return True
+def walk_on_cpu(step: Verification, rows: RowSampling) -> list[Walk]:
+    """`walk_by_depth` in one kernel, for requests without top-k and top-p; it samples only what the walks visit."""
+    assert not rows.is_filtered.any()
+    trees = step.trees
+    steps = _Steps.of(trees)
+    use_kernel_threads(8 * len(trees) * step.logits.shape[1])
+    walk_trees(
+        logit_bits(step.logits),
+        trees.token_ids,
+        trees.parents,
+        trees.offsets,
+        rows.temperatures,
+        rows.streams,
+        rows.positions,
+        _limits(step.sequences),
+        _end_tokens(step.sequences),
+        step.upcoming(),
+        steps.token_ids,
+        steps.logprobs,
+        steps.nodes,
+        steps.counts,
+    )
+    return steps.append_to(step)
 
 
-def _sample(walks: SequenceOf[Walk], logits: Tensor) -> tuple[list[int], list[float]]:
-    """One token and log-prob a walk, from `logits` [len(walks), V]."""
-    requests = [walk.sequence.request for walk in walks]
-    temperatures = np.array([request.sampling.temperature for request in requests], np.float32)
-    streams = np.array([request.stream for request in requests], np.uint64)
-    positions = np.array([walk.sequence.num_generated for walk in walks], np.int64)
-    is_filtered = any(request.sampling.top_k > 0 or request.sampling.top_p < 1 for request in requests)
-    if is_filtered:
-        temperature = torch.from_numpy(temperatures).to(logits.device)
-        top_k = torch.tensor([request.sampling.top_k for request in requests], device=logits.device)
-        top_p = torch.tensor([request.sampling.top_p for request in requests], device=logits.device)
-        filtered = filter_top_k_top_p(logits, temperature, top_k, top_p)
-        token_ids, _ = sample_rows(filtered, temperatures, streams, positions)
-        chosen = torch.from_numpy(token_ids).to(logits.device)
-        logprobs = row_logprobs_reference(logits, temperature, chosen).cpu().numpy()
-    else:
-        token_ids, logprobs = sample_rows(logits, temperatures, streams, positions)
-    if not np.isfinite(logprobs).all():
-        bad = requests[int(np.flatnonzero(~np.isfinite(logprobs))[0])]
+def walk_all_rows(step: Verification, rows: RowSampling) -> list[Walk]:
+    """`walk_by_depth` for any device: all rows are sampled there at once, and the host walks."""
+    trees = step.trees
+    owners = np.repeat(np.arange(len(trees)), 1 + trees.sizes)  # [rows]
+    depths = np.zeros(len(owners), np.int32)
+    depths[node_rows(trees)] = node_depths(trees)
+    forced = step.upcoming()[root_rows(trees)[owners] + depths]
+    row_tokens, row_logprobs = rows.take(owners, depths).sample(step.logits, forced)
+    steps = _Steps.of(trees)
+    follow_trees(
+        row_tokens,
+        row_logprobs,
+        trees.token_ids,
+        trees.parents,
+        trees.offsets,
+        _limits(step.sequences),
+        _end_tokens(step.sequences),
+        steps.token_ids,
+        steps.logprobs,
+        steps.nodes,
+        steps.counts,
+    )
+    return steps.append_to(step)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Steps:
+    """What a kernel has walked: the tokens of sequence b begin at its root's row of the arrays."""
+
+    token_ids: npt.NDArray[np.int64]
+    logprobs: npt.NDArray[np.float32]
+    nodes: npt.NDArray[np.int32]
+    """The node that carries the token; the last token of a walk has none."""
+    counts: npt.NDArray[np.int64]
+    """[B], tokens."""
+
+    @staticmethod
+    def of(trees: DraftTrees) -> "_Steps":
+        num_rows = len(trees) + trees.num_nodes
+        return _Steps(
+            token_ids=np.zeros(num_rows, np.int64),
+            logprobs=np.zeros(num_rows, np.float32),
+            nodes=np.zeros(num_rows, np.int32),
+            counts=np.zeros(len(trees), np.int64),
+        )
+
+    def append_to(self, step: Verification) -> list[Walk]:
+        """Append the tokens to the sequences, up to where each ends.
+
+        The kernels stop at end tokens and at the length limit, so that only stop strings need a look at each token.
+        """
+        walks = []
+        token_ids, logprobs, nodes = self.token_ids.tolist(), self.logprobs.tolist(), self.nodes.tolist()
+        firsts = root_rows(step.trees)
+        for sequence, first, end in zip(step.sequences, firsts.tolist(), (firsts + self.counts).tolist(), strict=True):
+            last = end - 1
+            if not sequence.request.sampling.stop_strings:
+                sequence.token_ids.extend(token_ids[first:last])
+                sequence.rollout_logprobs.extend(logprobs[first:last])
+                finish = _append(sequence, token_ids[last], logprobs[last], step.tokenizer)
+            else:
+                for last in range(first, end):
+                    finish = _append(sequence, token_ids[last], logprobs[last], step.tokenizer)
+                    if finish is not None:
+                        break
+            walks.append(Walk(sequence, nodes[first:last], finish))
+        return walks
+
+
+def _append(sequence: Sequence, token: int, logprob: float, tokenizer: Tokenizer | None) -> FinishReason | None:
+    """Append a token; returns whether the sample ends with it, and why."""
+    if not math.isfinite(logprob):
+        request = sequence.request
         raise FloatingPointError(
-            f"the policy's logits are not finite (prompt {bad.prompt_id!r}, sample {bad.sample_index}): "
+            f"the policy's logits are not finite (prompt {request.prompt_id!r}, sample {request.sample_index}): "
             "the weights have diverged or are broken"
         )
-    return token_ids.tolist(), logprobs.tolist()
+    sequence.token_ids.append(token)
+    sequence.rollout_logprobs.append(logprob)
+    return finish_reason(sequence, tokenizer)
+
+
+def _limits(sequences: SequenceOf[Sequence]) -> npt.NDArray[np.int64]:
+    """[B], tokens that each sample may still have."""
+    return np.array([sequence.num_remaining for sequence in sequences], np.int64)
+
+
+def _end_tokens(sequences: SequenceOf[Sequence]) -> npt.NDArray[np.int64]:
+    """[B, E], end tokens of each sample, padded with -1."""
+    ends = [sequence.request.sampling.end_token_ids for sequence in sequences]
+    index = {end: i for i, end in enumerate(set(ends))}
+    table = np.full((len(index), max(map(len, index))), -1, np.int64)
+    for end, i in index.items():
+        table[i, : len(end)] = end
+    return table[[index[end] for end in ends]] if len(index) > 1 else table.repeat(len(ends), axis=0)

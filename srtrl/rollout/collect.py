@@ -44,6 +44,7 @@ def collect_rollouts(
     seed: int,
     purpose: Purpose,
     step: int,
+    run_ahead: Sequence[Request] = (),
     on_progress: Callable[[CollectProgress], None] | None = None,
     timer: StageTimer | None = None,
 ) -> list[RolloutGroup]:
@@ -59,6 +60,7 @@ def collect_rollouts(
         seed: The run's seed; with `purpose`, `step`, draw and sample index it makes each sample's random stream.
         purpose: `train` or `eval`: they never share noise.
         step: Training step of the streams.
+        run_ahead: What idle slots may decode meanwhile (see `run_ahead.py`); none of it comes back.
         on_progress: Called after each completion.
         timer: Counts decoding as `rollout` and waiting for the last graders as `grading`.
 
@@ -69,14 +71,18 @@ def collect_rollouts(
         ValueError: A request that the engine can never serve (see `Engine.check_request`), before anything is decoded.
     """
     timer = timer if timer is not None else StageTimer()
-    requests = _requests(draws, num_samples=num_samples, sampling=sampling, seed=seed, purpose=purpose, step=step)
+    requests = sample_requests(draws, num_samples=num_samples, sampling=sampling, seed=seed, purpose=purpose, step=step)
+    assert all(request.is_run_ahead for request in run_ahead), "a request to learn from among the run-aheads"
+    streams = {request.stream for request in requests}
+    assert streams.isdisjoint(one.stream for one in run_ahead), "a run-ahead has the stream of a sample of this step"
     prompts = dict(draws)
     completions: dict[tuple[int, int], Completion] = {}
     texts: dict[tuple[int, int], str] = {}
     tickets = {}
     num_tokens = 0
     with timer.stage("rollout"):
-        for completion in engine.generate(requests):
+        for completion in engine.generate(requests, run_ahead=run_ahead):
+            assert not completion.request.is_run_ahead, "a run-ahead must never be learned from"
             key = (completion.request.draw_index, completion.request.sample_index)
             assert key not in completions, f"the engine finished draw {key[0]}, sample {key[1]} twice"
             completions[key] = completion
@@ -94,14 +100,7 @@ def collect_rollouts(
     return _groups(prompts, completions, texts, grades)
 
 
-def response_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], stop_strings: Sequence[str]) -> str:
-    """The response as text: without special tokens, cut before the first stop string."""
-    text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
-    assert isinstance(text, str)
-    return cut_at_stop_string(text, stop_strings)
-
-
-def _requests(
+def sample_requests(
     draws: Sequence[tuple[int, Prompt]],
     *,
     num_samples: int,
@@ -125,6 +124,13 @@ def _requests(
         for draw_index, prompt in sorted(draws, key=lambda draw: draw[0])
         for sample_index in range(num_samples)
     ]
+
+
+def response_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], stop_strings: Sequence[str]) -> str:
+    """The response as text: without special tokens, cut before the first stop string."""
+    text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    assert isinstance(text, str)
+    return cut_at_stop_string(text, stop_strings)
 
 
 def _groups(

@@ -34,6 +34,12 @@ FREE_KEYS_IF_DETERMINISTIC = (
     "rollout.prefill_chunk_tokens",
     "rollout.drafter",
     "rollout.drafter_options",
+    "rollout.draft_budget",
+    "rollout.admission",
+    "rollout.long_first",
+    "rollout.run_ahead",
+    "rollout.run_ahead_coupled",
+    "rollout.run_ahead_max_slowdown",
 )
 """Options that change nothing learned in the decoder's deterministic mode (`rollout.deterministic`)."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import CollectProgress, collect_rollouts
+from srtrl.rollout.run_ahead import run_ahead_requests
 from srtrl.rollout.stage_timer import StageTimer
 from srtrl.trainer.build import eval_sampling, train_sampling
 from srtrl.trainer.checkpoint import TrainerState, save_checkpoint
@@ -22,7 +23,7 @@ from srtrl.trainer.run_folder import RunFolder
 from srtrl.trainer.sequence_logprobs import compute_logprobs
 from srtrl.trainer.step_metrics import describe_step, rollout_metrics, time_metrics
 from srtrl.trainer.update import update_policy
-from srtrl.types import Prompt, RolloutGroup
+from srtrl.types import Prompt, Request, RolloutGroup
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from srtrl.model.transformer import Transformer
     from srtrl.tasks.base import Task
     from srtrl.tasks.grading import Grader
+
+MAX_NEXT_USES = 4096
+"""Draws, from the current step's on, that a drafter is told of: what is needed later may all be forgotten first."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -106,7 +110,8 @@ class Trainer:
         return [(draw, self.parts.task.train_prompts[index]) for draw, index in enumerate(indices)]
 
     def collect(self, step: int, draws: Sequence[tuple[int, Prompt]]) -> list[RolloutGroup]:
-        """Decode and grade the step's rollouts."""
+        """Decode and grade the step's rollouts; idle slots may look ahead to the next step's."""
+        self.parts.engine.drafter.set_next_uses(self.next_uses(step))
         return collect_rollouts(
             self.parts.engine,
             self.parts.grader,
@@ -117,9 +122,32 @@ class Trainer:
             seed=self.recipe.seed,
             purpose="train",
             step=step,
+            run_ahead=self.run_ahead(step, draws),
             on_progress=self._show("rollout"),
             timer=self.timer,
         )
+
+    def run_ahead(self, step: int, draws: Sequence[tuple[int, Prompt]]) -> list[Request]:
+        """What idle slots may decode during a step; the last step has no next one."""
+        section = self.recipe.rollout
+        return run_ahead_requests(
+            section.run_ahead,
+            current_draws=draws,
+            next_draws=self.next_draws(step + 1) if step < self.recipe.train.num_steps else [],
+            num_samples=section.num_samples,
+            sampling=train_sampling(self.recipe, self.parts.end_ids),
+            seed=self.recipe.seed,
+            step=step,
+            coupled=section.run_ahead_coupled,
+        )
+
+    def next_uses(self, step: int) -> list[tuple[int, ...]]:
+        """Token ids of the prompts that are drawn from this step on, in order, as far as a drafter's cache cares."""
+        per_step = self.recipe.rollout.num_prompts
+        left = (self.recipe.train.num_steps - step + 1) * per_step
+        prompts = self.parts.task.train_prompts
+        count = min(left, max(per_step, len(prompts)), MAX_NEXT_USES)
+        return [prompts[index].token_ids for index in self.order.draws((step - 1) * per_step, count)]
 
     def assign_credit(self, groups: Sequence[RolloutGroup]) -> Credit:
         """Advantages of the groups' samples; with a reference also its log-probs."""

@@ -1,0 +1,103 @@
+"""Which run-aheads a training step offers to idle slots: their streams, their order, and that none is a sample's."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import make_policy, make_recipe
+
+from srtrl.drafters.none import Drafter
+from srtrl.engine.sampler import stream_of
+from srtrl.rollout.collect import collect_rollouts, sample_requests
+from srtrl.rollout.run_ahead import RunAheadMode, run_ahead_requests
+from srtrl.trainer import trainer
+from srtrl.trainer.run_folder import check_run_folder
+from srtrl.trainer.training import run_training
+from srtrl.types import Prompt, Request, SamplingParams
+
+SAMPLING = SamplingParams(max_new_tokens=9, temperature=0.7, end_token_ids=(0,))
+CURRENT = [(draw, Prompt(prompt_id=f"c{draw}", text="", token_ids=(1, draw), answer="")) for draw in range(3)]
+NEXT = [(draw, Prompt(prompt_id=f"n{draw}", text="", token_ids=(2, draw), answer="")) for draw in range(4)]
+
+
+def run_aheads(mode: RunAheadMode, *, coupled: bool = True) -> list[Request]:
+    return run_ahead_requests(
+        mode,
+        current_draws=CURRENT,
+        next_draws=NEXT,
+        num_samples=2,
+        sampling=SAMPLING,
+        seed=3,
+        step=8,
+        coupled=coupled,
+    )
+
+
+def samples_of(step: int, draws: list[tuple[int, Prompt]]) -> list[Request]:
+    return sample_requests(draws, num_samples=2, sampling=SAMPLING, seed=3, purpose="train", step=step)
+
+
+def test_the_next_steps_samples_are_decoded_on_their_very_streams() -> None:
+    found = run_aheads("next_step")
+    assert all(request.is_run_ahead and not request.ends_with_prompt for request in found)
+    assert [(r.sample_index, r.draw_index) for r in found] == [(s, d) for s in range(2) for d in range(4)]
+    plain = {replace(request, is_run_ahead=False).stream: replace(request, is_run_ahead=False) for request in found}
+    assert plain == {request.stream: request for request in samples_of(9, NEXT)}
+    assert found[5].stream == stream_of(3, "train", 9, 1, 1)
+
+
+def test_only_coupled_ones_share_a_stream_with_a_sample() -> None:
+    samples = {request.stream for step in range(1, 20) for request in samples_of(step, NEXT)}
+    for found in (run_aheads("next_step", coupled=False), run_aheads("active")):
+        streams = {request.stream for request in found}
+        assert len(streams) == len(found)
+        assert not streams & samples
+        assert {request.purpose for request in found} == {"train"}  # drafters keep them with the samples
+    both = run_aheads("both", coupled=False)
+    assert len({request.stream for request in both}) == len(both) == 14
+
+
+def test_active_prompts_get_further_samples_that_end_with_them() -> None:
+    found = run_aheads("active")
+    assert [(r.prompt_id, r.sample_index) for r in found] == [(f"c{d}", s) for s in (2, 3) for d in range(3)]
+    assert all(request.is_run_ahead and request.ends_with_prompt for request in found)
+
+
+def test_both_take_turns_by_wave_and_off_is_nothing() -> None:
+    found = run_aheads("both")
+    waves = ["c0", "c1", "c2", "n0", "n1", "n2", "n3"]
+    assert [request.prompt_id for request in found] == waves * 2
+    assert run_aheads("off") == []
+
+
+def test_the_trainer_looks_one_step_ahead_and_says_what_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[tuple[list[Request], list[Request]]] = []
+    next_uses: list[list[tuple[int, ...]]] = []
+
+    def collect(*arguments: Any, run_ahead: Any = (), **options: Any) -> Any:
+        if options["purpose"] == "train":
+            names = ("num_samples", "sampling", "seed", "purpose", "step")
+            steps.append((sample_requests(arguments[3], **{name: options[name] for name in names}), list(run_ahead)))
+        else:
+            assert run_ahead == ()
+        return collect_rollouts(*arguments, run_ahead=run_ahead, **options)
+
+    monkeypatch.setattr(trainer, "collect_rollouts", collect)
+    monkeypatch.setattr(Drafter, "set_next_uses", lambda self, prompts: next_uses.append(list(prompts)), raising=False)
+    recipe = make_recipe(make_policy(tmp_path / "policy"), tmp_path, rollout__drafter="none", train__num_steps=3)
+    run_training(recipe, resume=False, overwrite=False)
+    changed = {"run_ahead": "both", "run_ahead_coupled": False, "run_ahead_max_slowdown": 0.5, "draft_budget": 3}
+    changed |= {"admission": "depth_first", "long_first": False}
+    other = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=changed)})
+    check_run_folder(other, resume=True, overwrite=False)  # none of these changes what is learned
+    assert len(steps) == 3
+    for (_, ahead), (following, _) in pairwise(steps):
+        assert len(ahead) == 16
+        assert sorted(ahead, key=lambda one: one.stream) == sorted(
+            (replace(request, is_run_ahead=True) for request in following), key=lambda one: one.stream
+        )
+    assert steps[-1][1] == []  # the last step has no next one
+    drawn = [request.prompt_token_ids for requests, _ in steps for request in requests if request.sample_index == 0]
+    assert next_uses == [drawn[:10], drawn[4:], drawn[8:]]  # an epoch of 10 prompts, as far as the run goes
