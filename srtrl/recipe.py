@@ -95,8 +95,8 @@ class RolloutSection(Section):
     """Divides the logits in the decoder and in the update alike."""
     stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """A response ends once its text contains one of these."""
-    drafter: str = "none"
-    """A drafter in `srtrl/drafters/`, or `package.module:Class` of your own."""
+    drafter: str = "srt"
+    """A drafter in `srtrl/drafters/` (`none` drafts nothing), or `package.module:Class` of your own."""
     drafter_options: dict[str, Any] = Field(default_factory=dict)
     """Options of that drafter; its `Options` class documents and checks them."""
     draft_budget: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"

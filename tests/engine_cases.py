@@ -93,7 +93,14 @@ def outputs(
 
 def options(**changes: object) -> EngineOptions:
     """Engine options for the tiny policies."""
-    values: dict[str, object] = {"slots": 8, "page_size": 4, "max_sequence_tokens": 64, "prefill_chunk_tokens": 7}
+    values: dict[str, object] = {
+        "slots": 8,
+        "page_size": 4,
+        "max_sequence_tokens": 64,
+        "prefill_chunk_tokens": 7,
+        "draft_budget": 16,
+        "max_draft_nodes": 16,
+    }
     return EngineOptions(**(values | changes))  # type: ignore[arg-type]
 
 

@@ -10,6 +10,7 @@ import torch
 from tiny_run import make_policy, make_recipe
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.metrics import read_metrics
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model, load_tokenizer
@@ -49,6 +50,7 @@ class _Parts:
             optimizer=self.optimizer,
             tokenizer=self.tokenizer,
             end_ids=[0],
+            drafter=NoDrafter(),
             keep=keep,
         )
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_cases import CASES, ModelCase, hf_logits, load_ours, make_hf_model, random_sequences
 
-from srtrl.drafters.draft_tree import ROOT, DraftTree
+from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.engine.runner import ModelRunner
 from srtrl.engine.scheduler import PrefillChunk, ScheduledStep
 from srtrl.engine.sequence import PromptPages, Sequence
@@ -69,10 +69,10 @@ def test_logits_of_roots_and_tree_nodes_are_those_of_transformers(
     for sequence in sequences:  # prompts in chunks of seven
         while sequence.num_missing:
             chunk = PrefillChunk(sequence, sequence.num_computed, min(7, sequence.num_missing))
-            runner.execute(ScheduledStep(prefills=[chunk]), [])
+            runner.execute(ScheduledStep(prefills=[chunk]), DraftTrees.empty(0))
             sequence.num_computed += chunk.count
     trees = [random_tree(random, num_nodes, vocab_size) for num_nodes in (6, 0, 9)]
-    logits = runner.execute(ScheduledStep(decodes=sequences), trees)
+    logits = runner.execute(ScheduledStep(decodes=sequences), DraftTrees.of(trees))
     expected = []
     with torch.no_grad():
         for sequence, tree in zip(sequences, trees, strict=True):

@@ -1,22 +1,26 @@
 """The rollout engine: requests in, completions out as they finish; one decode step reads like a list."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from srtrl.drafters.base import DrafterBase
-from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.engine.admission import Admission
 from srtrl.engine.page_pool import PagePool
+from srtrl.engine.row_sampling import ForcedTokens
 from srtrl.engine.runner import ModelRunner
 from srtrl.engine.scheduler import Scheduler
 from srtrl.engine.sequence import ScheduledStep
+from srtrl.engine.speculation import Draft, Speculation
 from srtrl.engine.stats import EngineStats, StepSeconds
 from srtrl.engine.stopping import Tokenizer
+from srtrl.engine.timeline import DecodeStep
 from srtrl.engine.verify import Walk, verify_trees
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.paged_attention import KVCache
@@ -39,7 +43,7 @@ class EngineOptions:
     max_sequence_tokens: int | None = None
     """Longest prompt and response together; by default what the model was made for."""
     draft_budget: Literal["auto"] | int = "auto"
-    max_draft_nodes: int = 64
+    max_draft_nodes: int = 128
     """Most draft nodes of one sequence in one step."""
     admission: Admission = "breadth_first"
     long_first: bool = True
@@ -63,7 +67,6 @@ class Engine:
             set_cpu_threads()
         self.options = options
         self.tokenizer = tokenizer
-        self.drafter = drafter or NoDrafter()
         self.vocab_size = policy.config.vocab_size
         self.max_sequence_tokens = options.max_sequence_tokens or policy.config.max_position_embeddings
         if self.max_sequence_tokens > policy.config.max_position_embeddings:
@@ -89,9 +92,26 @@ class Engine:
             decode_dtype=options.decode_dtype,
             deterministic=options.deterministic,
         )
+        self.speculation = Speculation(
+            drafter or NoDrafter(),
+            draft_budget=options.draft_budget,
+            max_draft_nodes=options.max_draft_nodes,
+            run_ahead_max_slowdown=options.run_ahead_max_slowdown,
+            cost_points=options.cost_points,
+            deterministic=options.deterministic,
+        )
         self.policy_version = 0
+        self.trace: Mapping[int, npt.NDArray[np.int32]] | None = None
+        """For benchmarks: stream -> recorded response, whose tokens are taken in place of those that are sampled."""
         self.stats = EngineStats()
+        self._timeline: list[DecodeStep] = []
+        self._rollout_started: float | None = None
         self._next_sequence_id = 0
+
+    @property
+    def drafter(self) -> DrafterBase:
+        """What guesses."""
+        return self.speculation.drafter
 
     def check_request(self, request: Request) -> None:
         """Raise ValueError, naming the request, where it can never be decoded."""
@@ -126,6 +146,8 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request; raises ValueError (see `check_request`) and leaves the others alone."""
         self.check_request(request)
+        if self.pool.num_used == 0:
+            self.speculation.prepare(self.runner, request, max_context_tokens=self.max_sequence_tokens)
         self.scheduler.add(self._next_sequence_id, request, self.drafter.expected_tokens(request))
         if not request.is_run_ahead:  # the drafter hears of a run-ahead once it has a slot
             self.drafter.start(self._next_sequence_id, request)
@@ -156,33 +178,37 @@ class Engine:
         finally:
             for sequence_id in self.scheduler.clear():
                 self.drafter.finish(sequence_id, None)
+            self._rollout_started = None
 
     def step(self) -> list[Completion]:
         """One decode step for all running samples; returns those that finished."""
         started = time.perf_counter()
         scheduled = self._schedule()
-        trees = self._propose(scheduled)
+        draft = self.speculation.draft(scheduled, self.scheduler)
         drafted = time.perf_counter()
-        logits = self.runner.execute(scheduled, trees)
+        logits = self.runner.execute(scheduled, draft.verified)
         computed = time.perf_counter()
         for chunk in scheduled.prefills:
             chunk.holder.num_computed += chunk.count
-        num_pages_used = self.pool.num_used  # before finished samples and rejected drafts give theirs back
-        walks = verify_trees(scheduled.decodes, trees, logits, self.tokenizer)
+        self.stats.max_pages = max(self.stats.max_pages, self.pool.num_used)  # before any page is given back
+        forced = None if self.trace is None else ForcedTokens(by_stream=self.trace)
+        walks = verify_trees(scheduled.decodes, draft.verified, logits, self.tokenizer, forced)
         sampled = time.perf_counter()
         self.runner.commit(walks)
-        self.stats.add_walks(walks, trees, scheduled.num_primaries)
+        self.speculation.learn(draft, walks)
         completions = self._observe(walks)
         finished = time.perf_counter()
-        self.stats.num_prefill_tokens += sum(chunk.count for chunk in scheduled.prefills)
-        self.stats.max_pages = max(self.stats.max_pages, num_pages_used)
-        self.stats.add_seconds(
+        self.speculation.record(scheduled, draft, finished - started)
+        self._count(
+            scheduled,
+            draft,
+            walks,
             StepSeconds(
                 draft=drafted - started,
                 forward=computed - drafted,
                 sample=sampled - computed,
                 commit=finished - sampled,
-            )
+            ),
         )
         return completions
 
@@ -200,30 +226,25 @@ class Engine:
             "engine/pages": self.pool.num_pages,
             "engine/preemptions": self.scheduler.num_preemptions,
         }
+        if not self.speculation.is_off:
+            metrics |= self.speculation.budget.take_metrics() | self.drafter.take_metrics()
         self.stats = EngineStats()
         self.scheduler.num_preemptions = 0
         return metrics
 
+    def take_timeline(self) -> list[DecodeStep]:
+        """Decode steps since the last call, in order."""
+        timeline, self._timeline = self._timeline, []
+        return timeline
+
     def _schedule(self) -> ScheduledStep:
         """Who decodes; the drafter hears of the run-aheads that came and went."""
-        scheduled = self.scheduler.schedule(0)
+        scheduled = self.scheduler.schedule(self.speculation.max_run_ahead_rows())
         for sequence in scheduled.admitted_run_aheads:
             self.drafter.start(sequence.sequence_id, sequence.request)
         for sequence_id in self.scheduler.take_dropped():
             self.drafter.finish(sequence_id, None)
         return scheduled
-
-    def _propose(self, scheduled: ScheduledStep) -> DraftTrees:
-        """One draft tree a decoding sequence, as large as free pages allow."""
-        sequences = scheduled.decodes
-        # A sample that ends with its next token, whatever is guessed, needs no draft.
-        room = [self.options.max_draft_nodes if sequence.num_remaining > 1 else 0 for sequence in sequences]
-        trees = self.drafter.propose([sequence.sequence_id for sequence in sequences], room)
-        assert all(tree.num_nodes <= most for tree, most in zip(trees, room, strict=True)), "a tree beyond max_nodes"
-        return DraftTrees.of(
-            tree.first(self.scheduler.grow_for_drafts(sequence, tree.num_nodes)) if tree.num_nodes else tree
-            for sequence, tree in zip(sequences, trees, strict=True)
-        )
 
     def _observe(self, walks: list[Walk]) -> list[Completion]:
         """Tell the drafter what was committed, and take out the finished samples."""
@@ -252,6 +273,44 @@ class Engine:
             self.scheduler.finish(sequence)
             completions.append(completion)
         return completions
+
+    def _count(self, scheduled: ScheduledStep, draft: Draft, walks: list[Walk], seconds: StepSeconds) -> None:
+        """Statistics and timeline of a step."""
+        num_primaries = scheduled.num_primaries
+        num_run_ahead = len(scheduled.decodes) - num_primaries
+        num_prefill = sum(chunk.count for chunk in scheduled.prefills)
+        num_rows = len(scheduled.decodes) + draft.verified.num_nodes
+        num_tokens = num_primaries + sum(len(walk.accepted) for walk in walks[:num_primaries])
+        self.stats.num_prefill_tokens += num_prefill
+        self.stats.add_walks(walks, draft.verified, num_primaries)
+        self.stats.add_seconds(seconds)
+        cost = self.speculation.cost
+        if cost.is_known:
+            context = draft.context_tokens / max(len(scheduled.decodes), 1)
+            if num_primaries and not scheduled.prefills:
+                rows = num_rows - num_run_ahead
+                self.stats.saved_seconds += cost.saved_seconds(num_primaries, rows, num_tokens, context * rows)
+                self.stats.saved_seconds -= draft.seconds
+            if num_run_ahead:
+                without, with_them = cost.seconds_at([num_rows - num_run_ahead, num_rows], context)
+                self.stats.num_run_ahead_rows += num_run_ahead
+                self.stats.run_ahead_seconds += float(with_them - without)
+            if cost.is_fixed:
+                self.stats.priced_seconds += cost.seconds(num_rows + num_prefill)
+        now = time.perf_counter()
+        if self._rollout_started is None:
+            self._rollout_started = now - seconds.total
+        self._timeline.append(
+            DecodeStep(
+                seconds=now - self._rollout_started,
+                num_primaries=num_primaries,
+                num_run_ahead=num_run_ahead,
+                num_waiting=self.scheduler.num_waiting,
+                num_rows=num_rows,
+                num_prefill=num_prefill,
+                num_tokens=num_tokens,
+            )
+        )
 
 
 def default_num_pages(policy: Transformer, options: EngineOptions, max_sequence_tokens: int) -> int:

@@ -47,6 +47,11 @@ class Scheduler:
         """Whether an unfinished primary is left."""
         return bool(self.running or self._waiting)
 
+    @property
+    def num_waiting(self) -> int:
+        """Primaries without a slot."""
+        return len(self._waiting)
+
     def add(self, sequence_id: int, request: Request, expected_tokens: float | None = None) -> None:
         """Queue one sample, a primary or a run-ahead.
 

@@ -58,6 +58,7 @@ class EngineStats:
     saved_seconds: float = 0.0
     """Estimated: what the tokens would have cost one a step, less what they cost."""
     priced_seconds: float = 0.0
+    """What the steps would have taken by a given cost curve (benchmarks)."""
     max_pages: int = 0
     seconds: StepSeconds = field(default_factory=lambda: StepSeconds(draft=0, forward=0, sample=0, commit=0))
 
@@ -114,6 +115,8 @@ class EngineStats:
             "engine/run_ahead_rows": self.num_run_ahead_rows,
             "engine/run_ahead_seconds": self.run_ahead_seconds,
         }
+        if self.priced_seconds:
+            metrics["engine/priced_seconds"] = self.priced_seconds
         for depth, (tries, accepted) in enumerate(zip(self.tries_by_depth, self.accepted_by_depth, strict=True), 1):
             if tries:
                 metrics[f"engine/acceptance_depth_{depth}"] = float(accepted / tries)

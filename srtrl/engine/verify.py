@@ -25,7 +25,7 @@ from srtrl.engine.sequence import Sequence
 from srtrl.engine.stopping import Tokenizer, finish_reason
 from srtrl.engine.tree_rows import node_depths, node_rows, root_rows
 from srtrl.engine.verify_kernel import follow_trees, walk_trees
-from srtrl.model.cpu_threads import use_kernel_threads
+from srtrl.model.cpu_threads import WORK_PER_THREAD, use_kernel_threads
 from srtrl.types import FinishReason
 
 
@@ -127,7 +127,8 @@ def walk_on_cpu(step: Verification, rows: RowSampling) -> list[Walk]:
     assert not rows.is_filtered.any()
     trees = step.trees
     steps = _Steps.of(trees)
-    use_kernel_threads(8 * len(trees) * step.logits.shape[1])
+    # At least one row a walk, and no thread without a walk.
+    use_kernel_threads(len(trees) * min(WORK_PER_THREAD, 8 * step.logits.shape[1]))
     walk_trees(
         logit_bits(step.logits),
         trees.token_ids,

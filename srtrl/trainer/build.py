@@ -143,6 +143,10 @@ def build_engine(recipe: Recipe, model: Transformer, tokenizer: PreTrainedTokeni
         deterministic=is_deterministic(recipe, model.device),
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         decode_dtype=DTYPES[decode_dtype] if decode_dtype is not None else None,
+        draft_budget=rollout.draft_budget,
+        admission=rollout.admission,
+        long_first=rollout.long_first,
+        run_ahead_max_slowdown=rollout.run_ahead_max_slowdown,
     )
     return Engine(model, options, tokenizer=tokenizer, drafter=build_drafter(recipe))
 

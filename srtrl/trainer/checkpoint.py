@@ -1,7 +1,7 @@
 """Checkpoints: written beside, made durable, then renamed; a killed run finds the last one whole.
 
 A checkpoint is a folder `step_000010` that `transformers` loads as a model, with `optimizer.pt`, `rng.pt` and
-`state.json` for the trainer. The data position and the learning rate are functions of the step and are not stored;
+`state.json` for the trainer, and the drafter's files (its rollouts, so that speculation goes on as well as it did). The data position and the learning rate are functions of the step and are not stored;
 sampling noise is a hash of (seed, step, draw, sample), so the global random states are kept only for the user's own
 reward and loss functions.
 """
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
+    from srtrl.drafters.base import DrafterBase
     from srtrl.model.transformer import Transformer
 
 FORMAT = 1
@@ -75,6 +76,7 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     tokenizer: PreTrainedTokenizerBase,
     end_ids: Sequence[int],
+    drafter: DrafterBase,
     keep: int,
 ) -> Path:
     """Write the checkpoint of `state.step` into `folder`, then delete all but the newest `keep`.
@@ -91,6 +93,7 @@ def save_checkpoint(
     save_policy(temporary, model=model, tokenizer=tokenizer, end_ids=end_ids)
     torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
     torch.save(_random_states(), temporary / "rng.pt")
+    drafter.save(temporary)
     write_atomic(temporary / "state.json", json.dumps(asdict(state), indent=2) + "\n")
     _sync_files(temporary)
     if final.exists():

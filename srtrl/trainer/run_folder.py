@@ -16,7 +16,7 @@ from srtrl.recipe_file import dump_recipe, load_recipe
 from srtrl.trainer.build import choose_device, is_deterministic
 from srtrl.trainer.checkpoint import clean_unfinished, latest_checkpoint
 
-NAMES_BEFORE_RECIPE = frozenset({".lock", "rollouts", "checkpoints"})
+NAMES_BEFORE_RECIPE = frozenset({".lock", "rollouts", "timeline", "checkpoints"})
 """What a run that was killed at its very start may have left: the recipe is written after these."""
 FREE_KEYS = (
     "output_dir",
@@ -34,6 +34,7 @@ FREE_KEYS_IF_DETERMINISTIC = (
     "rollout.prefill_chunk_tokens",
     "rollout.drafter",
     "rollout.drafter_options",
+    "rollout.drafter_options.",
     "rollout.draft_budget",
     "rollout.admission",
     "rollout.long_first",
@@ -59,6 +60,11 @@ class RunFolder:
     def rollouts(self) -> Path:
         """Folder of the Parquet files."""
         return self.path / "rollouts"
+
+    @property
+    def timeline(self) -> Path:
+        """Folder of the decode steps' Parquet files."""
+        return self.path / "timeline"
 
     @property
     def checkpoints(self) -> Path:
@@ -123,7 +129,7 @@ def open_run_folder(recipe: Recipe, *, resume: bool = False, overwrite: bool = F
     lock = _lock(folder)
     if overwrite:
         _empty(folder)
-    for name in ("rollouts", "checkpoints"):
+    for name in ("rollouts", "timeline", "checkpoints"):
         (folder / name).mkdir(exist_ok=True)
     clean_unfinished(folder / "checkpoints")
     checkpoint = latest_checkpoint(folder / "checkpoints")
@@ -164,7 +170,7 @@ def _empty(folder: Path) -> None:
 
 def _drop_later_files(folder: Path, step: int) -> None:
     """Delete what the steps after `step` wrote, and the end-of-run files."""
-    for file in (folder / "rollouts").glob("step_*.parquet"):
+    for file in [*(folder / "rollouts").glob("step_*.parquet"), *(folder / "timeline").glob("step_*.parquet")]:
         if step_of(file) > step:
             file.unlink()
     for name in ("summary.json", "report.html"):

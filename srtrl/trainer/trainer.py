@@ -22,6 +22,7 @@ from srtrl.trainer.rollout_files import rollout_file_name, write_rollouts
 from srtrl.trainer.run_folder import RunFolder
 from srtrl.trainer.sequence_logprobs import compute_logprobs
 from srtrl.trainer.step_metrics import describe_step, rollout_metrics, time_metrics
+from srtrl.trainer.timeline_files import timeline_file_name, write_timeline
 from srtrl.trainer.update import update_policy
 from srtrl.types import Prompt, Request, RolloutGroup
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from srtrl.engine.engine import Engine
+    from srtrl.engine.timeline import DecodeStep
     from srtrl.model.transformer import Transformer
     from srtrl.tasks.base import Task
     from srtrl.tasks.grading import Grader
@@ -72,6 +74,8 @@ class Trainer:
         self.step = step
         self.order = DataOrder(len(parts.task.train_prompts), recipe.seed)
         self.timer = StageTimer()
+        self.timeline: list[DecodeStep] = []
+        """Decode steps of the latest rollouts."""
         self.interrupt = Interrupt(progress.say)
 
     def train(self) -> None:
@@ -91,7 +95,9 @@ class Trainer:
         """Training step `step` (the first is 1): DESIGN.md, "One training step"."""
         draws = self.next_draws(step)
         groups = self.collect(step, draws)
+        self.timeline = self.parts.engine.take_timeline()
         metrics = rollout_metrics(groups) | self.parts.engine.take_metrics()
+        metrics["data/epoch"] = (step - 1) * self.recipe.rollout.num_prompts / self.order.num_prompts
         kept = filter_groups(groups, self.recipe.algorithm.filters)
         metrics |= {"groups/kept": len(kept), "groups/dropped": len(groups) - len(kept)}
         credit = self.assign_credit(kept)
@@ -205,15 +211,17 @@ class Trainer:
             on_progress=self._show("evaluation"),
         )
         self.parts.engine.take_metrics()  # the step's own were taken before; these would be added to the next step's
+        self.parts.engine.take_timeline()
         low, high = result.interval
         self.progress.say(f"{when}: held-out accuracy {result.accuracy:.1%} (95%: {low:.1%} to {high:.1%})")
         return result
 
     def save_rollouts(self, step: int, groups: Sequence[RolloutGroup], credit: Credit) -> None:
-        """Write `rollouts/step_N.parquet`."""
+        """Write `rollouts/step_N.parquet` and `timeline/step_N.parquet`."""
         if self.recipe.log.save_rollouts:
             with self.timer.stage("save_rollouts"):
                 write_rollouts(self.run.rollouts / rollout_file_name(step), groups, credit.advantages)
+                write_timeline(self.run.timeline / timeline_file_name(step), self.timeline)
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """One row of `metrics.jsonl`, the trackers, and a line for people; the row is on disk when this returns."""
@@ -235,6 +243,7 @@ class Trainer:
                 optimizer=self.parts.optimizer,
                 tokenizer=self.parts.tokenizer,
                 end_ids=self.parts.end_ids,
+                drafter=self.parts.engine.drafter,
                 keep=train.keep_checkpoints,
             )
 

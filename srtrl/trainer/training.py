@@ -120,6 +120,7 @@ def _build_parts(recipe: Recipe, checkpoint: Path | None, stack: ExitStack) -> t
     if checkpoint is None:
         return parts, 0
     state = load_training_state(checkpoint, parts.optimizer)
+    parts.engine.drafter.load(checkpoint)
     parts.engine.policy_version = state.policy_version
     return parts, state.step
 

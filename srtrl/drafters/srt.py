@@ -1,0 +1,147 @@
+"""The default drafter: a trie a prompt, of its earlier rollouts, of its running ones, and of what was decoded ahead."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.coupled import RunAheads
+from srtrl.drafters.draft_tree import DraftTrees
+from srtrl.drafters.prompt_tries import PromptKey, PromptTries, key_of
+from srtrl.drafters.rollout_cache import RolloutCache, RolloutCaches
+from srtrl.drafters.token_trie import DraftRule, propose_batch
+from srtrl.recipe import Section
+from srtrl.types import Completion, Request
+
+
+class SrtOptions(Section):
+    """Options of the drafter `srt`."""
+
+    rule: Literal["blend", "paper", "authors"] = "blend"
+    """How a trie's counts become a draft: `blend` mixes contexts of several lengths; `paper` trusts the longest one, as
+    the SRT paper does; `authors` drafts one line, as the code of that paper's authors does."""
+    min_score: float | None = Field(default=None, ge=0, lt=1)
+    """Nodes that are less likely to be accepted are not proposed; of the others the draft budget takes what pays.
+
+    By default 0.01 with `blend`, and the published 0.1 with the other rules.
+    """
+    online: bool = True
+    """Running rollouts enter their prompt's trie with each token; else when they are complete."""
+    coupled: bool = True
+    """A sample that was decoded ahead follows that text first; else the text is in the trie only."""
+    max_rollouts: int = Field(default=16, ge=1)
+    """Rollouts kept for each prompt; the newest stay."""
+    cache_memory_gib: float = Field(default=1.0, ge=0)
+    """Most memory of kept rollouts (training and evaluation have a cache each).
+
+    When it is short, prompts are trimmed to fewer rollouts before one is dropped. Tries that no sample drafts from are
+    freed where all tries take more than this, too.
+    """
+    max_trie_tokens: int = Field(default=262_144, ge=64)
+    """Most tokens in one prompt's trie (some 150 bytes each); a larger one is rebuilt from its newest texts."""
+
+
+class Drafter(DrafterBase):
+    """See `srtrl.drafters.base.DrafterBase`."""
+
+    Options = SrtOptions
+    options: SrtOptions
+
+    def __init__(self, options: Section | None = None) -> None:
+        super().__init__(options)
+        max_bytes = int(self.options.cache_memory_gib * 2**30)
+        self._caches = RolloutCaches(max_rollouts=self.options.max_rollouts, max_bytes=max_bytes)
+        self._tries = PromptTries(
+            self._history,
+            online=self.options.online,
+            max_trie_tokens=self.options.max_trie_tokens,
+            max_bytes=max_bytes,
+        )
+        self._run_aheads = RunAheads()
+        min_score = self.options.min_score
+        if min_score is None:
+            min_score = 0.01 if self.options.rule == "blend" else 0.1
+        self._rule = DraftRule(name=self.options.rule, min_score=min_score)
+        self._num_started = 0
+        self._num_with_history = 0
+
+    def cache(self, purpose: str) -> RolloutCache:
+        """Return the completed rollouts of samples of one purpose: to start from some, or to look at them."""
+        return self._caches.of(purpose)
+
+    def start(self, sequence_id: int, request: Request) -> None:
+        """Register a sample; a primary follows the run-ahead of its stream, if there is one."""
+        self._tries.start(sequence_id, request, key_of(request))
+        if request.is_run_ahead:
+            return
+        self._num_started += 1
+        self._num_with_history += request.prompt_token_ids in self._caches.of(request.purpose)
+        if self.options.coupled:
+            self._run_aheads.start(sequence_id, key_of(request), request.stream)
+
+    def propose(self, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:
+        """Draft from the prompts' tries, and along what was decoded ahead."""
+        tries, cursors = self._tries.cursors(sequence_ids)
+        trees = propose_batch(tries, cursors, max_nodes, self._rule)
+        return self._run_aheads.add_chains(trees, sequence_ids, max_nodes)
+
+    def observe(self, sequence_ids: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
+        """Committed tokens enter the tries."""
+        self._tries.extend(sequence_ids, token_ids)
+        for sequence_id, tokens in zip(sequence_ids, token_ids, strict=True):
+            sample = self._tries.samples[sequence_id]
+            if sample.request.is_run_ahead:
+                self._run_aheads.num_made += len(tokens)
+            else:
+                self._run_aheads.observe(sequence_id, tokens, sample.tokens)
+
+    def finish(self, sequence_id: int, completion: Completion | None) -> None:
+        """Keep a completed rollout; what a run-ahead decoded is kept apart, until its step has passed."""
+        sample = self._tries.finish(sequence_id)
+        request, key = sample.request, key_of(sample.request)
+        if request.is_run_ahead:
+            self._run_aheads.keep(key, request.stream, sample.tokens)
+        else:
+            self._run_aheads.finish(sequence_id, key, request.stream, is_complete=completion is not None)
+            if completion is not None:
+                self._caches.of(request.purpose).add(request.prompt_token_ids, completion.token_ids)
+        if not self.options.online and sample.tokens:
+            self._tries.insert(key, sample.tokens)
+
+    def expected_tokens(self, request: Request) -> float | None:
+        """Mean length of the prompt's rollouts, those of finished siblings included."""
+        return self._caches.of(request.purpose).mean_tokens(request.prompt_token_ids)
+
+    def set_next_uses(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        """Prompts of training in the order in which they come."""
+        self._caches.of("train").set_next_uses(prompts)
+
+    def on_policy_update(self) -> None:
+        """Rollouts stay; run-aheads of the step before last go."""
+        self._run_aheads.on_policy_update()
+
+    def take_metrics(self) -> dict[str, float]:
+        """See docs/speculation.md for each metric."""
+        metrics = self._caches.take_metrics() | self._run_aheads.take_metrics()
+        metrics["engine/cache_bytes"] += self._tries.num_bytes
+        if self._num_started:
+            metrics["engine/cache_hit_rate"] = self._num_with_history / self._num_started
+        self._num_started = self._num_with_history = 0
+        return metrics
+
+    def save(self, folder: Path) -> None:
+        """Write the completed rollouts; what was decoded ahead is not kept."""
+        self._caches.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Read the completed rollouts; raises ValueError naming a damaged file."""
+        self._caches.load(folder)
+
+    def _history(self, key: PromptKey) -> list[npt.NDArray[np.int32]]:
+        """What a prompt's trie is built from: its rollouts, and behind them the newer texts that were decoded ahead."""
+        purpose, prompt = key
+        return self._caches.of(purpose).rollouts(prompt) + self._run_aheads.texts(key)

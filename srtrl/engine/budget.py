@@ -1,0 +1,316 @@
+"""Which draft nodes a decode step verifies: as many of the best, over all sequences, as make the step pay most.
+
+One more row in a step costs little while it fits into padding and memory bandwidth, and much when it does not; and a
+node brings a token with the chance that it is accepted. So all nodes of all sequences stand in one queue, best chance
+first, and the step takes so many of them that expected tokens per second are highest. With many sequences that is few
+nodes each or none; with a last straggler it is many.
+"""
+
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from srtrl.drafters.draft_tree import ROOT, DraftTrees
+from srtrl.engine.calibration import Calibration
+from srtrl.engine.step_cost import StepCost
+
+Array = npt.NDArray[Any]
+
+MIN_GAIN = 0.02
+"""Estimates are noisy: drafts must promise so much more than none."""
+SLACK = 0.002
+"""Of choices that are as good as the best up to this share, the one with the fewest nodes is taken."""
+FIRST_ASK, LEAST_ASK = 16, 4
+"""Nodes of a sequence to ask for at first, and at least."""
+USE_MEMORY = 0.97
+TRUST_MEMORY = 0.98
+TRUST_PRIOR = 8.0
+"""Accepted nodes that stand for the trust in the chances before there are outcomes."""
+GAIN_STEP, GAIN_STEP_WHEN_RARE = 0.1, 0.5
+FIRST_GAIN = 0.05
+MAX_INTERVAL = 32
+WASTE = 0.002
+"""Where drafts do not pay, looking whether they do again takes about this share of the time."""
+FEWER = 0.7
+"""With so much fewer sequences than when drafts did not pay, they are tried again."""
+SMALL_GAIN = 0.15
+PLAIN_INTERVALS = 32, 256
+"""One of so many steps does without drafts, so that the cost of that stays known: while they gain less, and more."""
+FIRST_PLAIN = 4
+"""The first such step; each further interval is twice as long, up to that."""
+
+
+class DraftBudget:
+    """Chooses the nodes of each step, and learns from the outcomes.
+
+    In each step with sequences to decode: `max_nodes`, drafting if it is not 0, `select`, and behind the step `observe`
+    and `record`. No clock is read here: the same calls give the same choices.
+    """
+
+    def __init__(
+        self,
+        cost: StepCost,
+        *,
+        fixed: int | None = None,
+        most_nodes: int = 64,
+        calibration: Calibration | None = None,
+    ) -> None:
+        """Make a budget.
+
+        Args:
+            cost: What a step costs; known by the time of the first `select`, unless `fixed`.
+            fixed: Verify up to so many nodes of each sequence, whatever they cost; None: what pays.
+            most_nodes: Most nodes of one sequence.
+            calibration: What is known about the scores; by default nothing.
+        """
+        assert fixed is None or fixed >= 0
+        self.cost = cost
+        self.calibration = calibration or Calibration()
+        self.fixed = fixed if fixed is None else min(fixed, most_nodes)
+        self._most_nodes = most_nodes
+        self._use = FIRST_ASK / 2
+        """Nodes of the sequence that had most; old steps fade."""
+        self._interval = 1
+        """Drafts are asked for in one of so many steps."""
+        self._steps_since_ask = 0
+        self._steps_since_plain = 0
+        self._plain_interval = FIRST_PLAIN
+        self._gain = FIRST_GAIN
+        """Mean of what asking for drafts brought, as a share of the tokens per second without."""
+        self._sequences_when_rare = 0
+        self._draft_seconds: float | None = None
+        self._expected = self._accepted = TRUST_PRIOR
+        self._last_expected = 0.0
+        self._num_steps = self._num_asks = 0
+
+    def max_nodes(self, num_sequences: int) -> int:
+        """Return for how many nodes of each sequence to ask the drafter; called once a step.
+
+        0 where drafts do not pay: they are then asked for now and then only, to see whether they do again.
+        """
+        self._num_steps += 1
+        self._steps_since_ask += 1
+        self._steps_since_plain += 1
+        self._last_expected = 0.0
+        if self.fixed is None:
+            if self._interval > 1 and num_sequences <= FEWER * self._sequences_when_rare:
+                self.restart()  # what did not pay with many sequences may pay with few
+            longest = PLAIN_INTERVALS[0] if self._gain < SMALL_GAIN else PLAIN_INTERVALS[1]
+            is_due = self._steps_since_plain >= min(self._plain_interval, longest)
+            if self._steps_since_ask < self._interval or is_due:
+                self._steps_since_plain = 0
+                self._plain_interval = min(2 * self._plain_interval, max(PLAIN_INTERVALS))
+                return 0
+        self._steps_since_ask = 0
+        self._num_asks += 1
+        if self.fixed is not None:
+            return self.fixed
+        room = -(-max(self.cost.max_rows - num_sequences, 0) // max(num_sequences, 1))
+        return min(max(LEAST_ASK, min(int(2 * self._use + 0.5), room)), self._most_nodes)
+
+    def select(
+        self,
+        trees: DraftTrees,
+        *,
+        context_tokens: float,
+        num_other_rows: int = 0,
+        weights: npt.NDArray[np.float64] | None = None,
+    ) -> DraftTrees:
+        """Return the nodes to verify: trees again, nodes in their old order, with the drafter's scores.
+
+        Args:
+            trees: What was proposed.
+            context_tokens: Tokens that the roots read, summed over the sequences.
+            num_other_rows: Rows of the step that are neither roots nor nodes (prompts).
+            weights: [B], worth of a token of each sequence, at least 0: above 1 for those that will be last, 0 where
+                nobody waits for it; by default all are 1.
+        """
+        if not trees.num_nodes:
+            self._learn_gain(trees, 0.0, trees, context_tokens, num_other_rows)
+            return trees
+        chances = self.calibration.calibrated(trees)
+        if self.fixed is not None:
+            keep = np.arange(trees.num_nodes) - np.repeat(trees.offsets[:-1], trees.sizes) < self.fixed
+        else:
+            worth = np.ones(len(trees)) if weights is None else np.asarray(weights, np.float64)
+            assert len(worth) == len(trees)
+            rows = np.arange(trees.num_nodes + 1) + (len(trees) + num_other_rows)
+            seconds = self.cost.seconds_at(rows, context_tokens / len(trees))
+            keep = np.empty(trees.num_nodes, np.bool_)
+            _choose(chances, trees.offsets, worth, seconds, self.trust, keep)
+        chosen = _keep_nodes(trees, keep)
+        self._last_expected = float(chances[keep].sum())
+        if self.fixed is None:
+            self._use = max(USE_MEMORY * self._use, float(chosen.sizes.max()))
+            self._learn_gain(trees, self._last_expected, chosen, context_tokens, num_other_rows)
+        return chosen
+
+    def observe(self, trees: DraftTrees, emitted_offsets: npt.NDArray[np.int64], emitted_tokens: Array) -> None:
+        """Learn how good the estimates were.
+
+        Args:
+            trees: What was proposed, before `select`.
+            emitted_offsets: [B + 1], where each sequence's tokens begin in `emitted_tokens`.
+            emitted_tokens: Tokens that the step gave: accepted ones and the bonus token.
+        """
+        self.calibration.observe(trees, emitted_offsets, emitted_tokens)
+        if trees.num_nodes:  # where nothing was verified, calibration goes on, and an old distrust fades
+            num_accepted = len(emitted_tokens) - len(trees)
+            self._expected += self._last_expected - (1 - TRUST_MEMORY) * (self._expected - TRUST_PRIOR)
+            self._accepted += num_accepted - (1 - TRUST_MEMORY) * (self._accepted - TRUST_PRIOR)
+
+    def record(
+        self,
+        trees: DraftTrees,
+        *,
+        context_tokens: float,
+        seconds: float,
+        draft_seconds: float = 0.0,
+        num_other_rows: int = 0,
+    ) -> None:
+        """Learn what the step cost.
+
+        Args:
+            trees: What was verified.
+            context_tokens: As in `select`; `num_other_rows` likewise.
+            seconds: Wall time of the whole step less `draft_seconds`.
+            draft_seconds: Time that `propose`, `select` and `observe` took; 0 where drafts were not asked for.
+            num_other_rows: See above.
+        """
+        if not len(trees):
+            return
+        num_rows = len(trees) + trees.num_nodes + num_other_rows
+        self.cost.record(num_rows, context_tokens / len(trees) * num_rows, seconds)
+        if draft_seconds > 0:
+            known = draft_seconds if self._draft_seconds is None else self._draft_seconds
+            self._draft_seconds = known + 0.2 * (min(draft_seconds, 3 * known) - known)
+
+    def restart(self) -> None:
+        """Other prompts or other weights come: ask for drafts again, whatever they brought. Estimates stay."""
+        self._interval = 1
+        self._gain = max(self._gain, FIRST_GAIN)
+
+    @property
+    def trust(self) -> float:
+        """Accepted nodes by expected ones: the best of noisy estimates are too good on the average."""
+        return float(min(max(self._accepted / self._expected, 0.25), 1.25))
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics since the last call."""
+        metrics = {
+            "engine/calibration_error": self.calibration.error,
+            "engine/draft_asked_share": self._num_asks / max(self._num_steps, 1),
+        }
+        self.calibration.reset_error()
+        self._num_steps = self._num_asks = 0
+        return metrics
+
+    def _learn_gain(
+        self, trees: DraftTrees, expected: float, chosen: DraftTrees, context_tokens: float, num_other_rows: int
+    ) -> None:
+        """Follow what asking brings, drafting time included, and set how often to ask."""
+        if self.fixed is not None or self._steps_since_ask or not len(trees):
+            return  # drafts were not asked for in this step
+        roots = len(trees) + num_other_rows
+        plain, drafted = self.cost.seconds_at([roots, roots + chosen.num_nodes], context_tokens / len(trees))
+        draft_seconds = self._draft_seconds or 0.0
+        gain = float((1 + self.trust * expected / len(trees)) * plain / (drafted + draft_seconds) - 1)
+        self._gain += (GAIN_STEP if self._interval == 1 else GAIN_STEP_WHEN_RARE) * (gain - self._gain)
+        if self._gain > 0:
+            self._interval = max(1, self._interval // 4)
+        else:
+            longest = int(min(max(draft_seconds / plain / WASTE, 1), MAX_INTERVAL))
+            self._interval = min(2 * self._interval, longest)
+            self._sequences_when_rare = len(trees)
+
+
+def _keep_nodes(trees: DraftTrees, keep: npt.NDArray[np.bool_]) -> DraftTrees:
+    """Return the trees of some of the nodes; a kept node's parent is kept."""
+    offsets = np.empty_like(trees.offsets)
+    kept = np.empty(int(np.count_nonzero(keep)), np.int64)
+    parents = np.empty(len(kept), np.int32)
+    _index_kept(trees.parents, trees.offsets, keep, offsets, kept, parents)
+    return DraftTrees(token_ids=trees.token_ids[kept], parents=parents, scores=trees.scores[kept], offsets=offsets)
+
+
+@numba.njit(cache=True, nogil=True)
+def _index_kept(
+    parents: Array, offsets: Array, keep: Array, new_offsets: Array, kept: Array, new_parents: Array
+) -> None:
+    """Fill the new trees' offsets [B + 1], their nodes' old indices and their new parents (within each tree)."""
+    places = np.empty(len(parents), np.int32)
+    count = 0
+    for b in range(len(offsets) - 1):
+        new_offsets[b] = count
+        first = offsets[b]
+        for node in range(first, offsets[b + 1]):
+            if keep[node]:
+                parent = parents[node]
+                places[node] = count - new_offsets[b]
+                new_parents[count] = ROOT if parent == ROOT else places[first + parent]
+                kept[count] = node
+                count += 1
+    new_offsets[len(offsets) - 1] = count
+
+
+@numba.njit(cache=True, nogil=True)
+def _choose(chances: Array, offsets: Array, weights: Array, seconds: Array, trust: float, keep: Array) -> None:
+    """Mark the nodes of the best step.
+
+    Args:
+        chances: [num_nodes] float32, in [0, 1], of a node never more than of its parent.
+        offsets: [B + 1] int64.
+        weights: [B] float64, worth of a token.
+        seconds: [num_nodes + 1] float64, of a step with so many nodes.
+        trust: Factor of the chances.
+        keep: [num_nodes] bool, written.
+    """
+    worths = np.empty(len(chances), np.float32)
+    total = 0.0
+    for b in range(len(offsets) - 1):
+        total += weights[b]
+        for node in range(offsets[b], offsets[b + 1]):
+            worths[node] = weights[b] * chances[node]
+    # Stable: of equals the first comes first, and parents come before their children.
+    order = descending_order(worths)
+    plain_rate = total / seconds[0]
+    best_rate, worth = plain_rate, total
+    rates = np.empty(len(order), np.float64)
+    for i in range(len(order)):
+        worth += trust * worths[order[i]]
+        rates[i] = worth / seconds[i + 1]
+        best_rate = max(best_rate, rates[i])
+    count = 0
+    if best_rate > (1.0 + MIN_GAIN) * plain_rate:
+        while rates[count] < (1.0 - SLACK) * best_rate:
+            count += 1
+        count += 1
+    keep[:] = False
+    for i in range(count):
+        keep[order[i]] = True
+
+
+@numba.njit(cache=True, nogil=True)
+def descending_order(values: Array) -> Array:
+    """Return the indices that sort `values` [n] float32, at least 0, from the largest; equals keep their order.
+
+    A radix sort of the bits, which are ordered as the values: three passes of 11 bits.
+    """
+    num_values = len(values)
+    keys = ~values.view(np.uint32)
+    order = np.arange(num_values).astype(np.int32)
+    other = np.empty(num_values, np.int32)
+    for shift in (0, 11, 22):
+        starts = np.zeros(2049, np.int64)
+        for i in range(num_values):
+            starts[((keys[i] >> shift) & 2047) + 1] += 1
+        for digit in range(2048):
+            starts[digit + 1] += starts[digit]
+        for i in range(num_values):
+            digit = (keys[order[i]] >> shift) & 2047
+            other[starts[digit]] = order[i]
+            starts[digit] += 1
+        order, other = other, order
+    return order

@@ -1,0 +1,141 @@
+"""The drafts of a decode step: proposed by the drafter, chosen by what they cost, and learned from.
+
+Also how many rows run-aheads may have, for that is a question of the same measured cost.
+"""
+
+import time
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.draft_tree import DraftTrees
+from srtrl.drafters.none import Drafter as NoDrafter
+from srtrl.engine.budget import DraftBudget
+from srtrl.engine.runner import ROW_MULTIPLE, ModelRunner
+from srtrl.engine.scheduler import Scheduler
+from srtrl.engine.sequence import ScheduledStep
+from srtrl.engine.step_cost import StepCost
+from srtrl.engine.verify import Walk
+from srtrl.types import Request
+
+MAX_ROWS = 2048
+"""Largest step whose cost is followed bucket by bucket; beyond, it is extrapolated."""
+UNLIMITED = 1 << 30
+
+
+@dataclass(slots=True)
+class Draft:
+    """The drafts of one step."""
+
+    proposed: DraftTrees
+    verified: DraftTrees
+    """What the budget and the free pages left of them."""
+    context_tokens: int
+    """Committed tokens of all decoding sequences."""
+    seconds: float
+    """Spent on proposing, choosing and learning."""
+
+
+class Speculation:
+    """Drafter and budget of one engine. It changes what a step costs, never what is sampled."""
+
+    def __init__(
+        self,
+        drafter: DrafterBase,
+        *,
+        draft_budget: Literal["auto"] | int,
+        max_draft_nodes: int,
+        run_ahead_max_slowdown: float,
+        cost_points: SequenceOf[tuple[int, float]] | None,
+        deterministic: bool,
+    ) -> None:
+        """See `EngineOptions` for the arguments."""
+        self.drafter = drafter
+        self.cost = (
+            StepCost.from_points(cost_points)
+            if cost_points is not None
+            else StepCost.padded_to(ROW_MULTIPLE if deterministic else 1, MAX_ROWS)
+        )
+        fixed = None if draft_budget == "auto" else draft_budget
+        self.budget = DraftBudget(self.cost, fixed=fixed, most_nodes=max_draft_nodes)
+        self._run_ahead_max_slowdown = run_ahead_max_slowdown
+        self._num_rows = 0
+        """Rows of the last step without those of run-aheads."""
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is ever drafted."""
+        return isinstance(self.drafter, NoDrafter) or self.budget.fixed == 0
+
+    def prepare(self, runner: ModelRunner, request: Request, *, max_context_tokens: int) -> None:
+        """Make ready for a request while no page is in use: measure what steps cost, once, if it is asked for."""
+        self.budget.restart()
+        is_asked = self.budget.fixed is None or (request.is_run_ahead and self._run_ahead_max_slowdown < float("inf"))
+        if is_asked and not self.is_off and not self.cost.is_known:
+            self.cost.probe(runner.time_forward, max_context_tokens=max_context_tokens)
+
+    def max_run_ahead_rows(self) -> int:
+        """Rows that run-aheads may have in the coming step, if it is like the last one without them."""
+        if self._run_ahead_max_slowdown == float("inf"):
+            return UNLIMITED
+        if not self.cost.is_known or self._num_rows == 0:
+            return 0
+        more = np.arange(self.cost.max_rows)
+        seconds = self.cost.seconds_at(self._num_rows + more)
+        return int(np.searchsorted(seconds, (1 + self._run_ahead_max_slowdown) * seconds[0], side="right")) - 1
+
+    def draft(self, scheduled: ScheduledStep, scheduler: Scheduler) -> Draft:
+        """Trees for the decoding sequences, as large as pays and as free pages allow; run-aheads get none."""
+        started = time.perf_counter()
+        sequences = scheduled.decodes
+        context_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+        num_nodes = 0 if self.is_off or not sequences else self.budget.max_nodes(scheduled.num_primaries)
+        if num_nodes == 0:
+            empty = DraftTrees.empty(len(sequences))
+            return Draft(empty, empty, context_tokens, 0.0)
+        # A sample that ends with its next token, whatever is guessed, needs no draft.
+        room = [num_nodes if sequence.num_remaining > 1 and not sequence.is_run_ahead else 0 for sequence in sequences]
+        proposed = self.drafter.propose([sequence.sequence_id for sequence in sequences], room)
+        assert len(proposed) == len(sequences)
+        assert (proposed.sizes <= room).all(), "a tree beyond max_nodes"
+        chosen = self.budget.select(
+            proposed,
+            context_tokens=context_tokens,
+            num_other_rows=sum(chunk.count for chunk in scheduled.prefills),
+            weights=np.array([not sequence.is_run_ahead for sequence in sequences], np.float64),
+        )
+        granted = [
+            scheduler.grow_for_drafts(sequence, size) if size else 0
+            for sequence, size in zip(sequences, chosen.sizes.tolist(), strict=True)
+        ]
+        verified = chosen
+        if sum(granted) < chosen.num_nodes:
+            verified = DraftTrees.of(tree.first(most) for tree, most in zip(chosen, granted, strict=True))
+        return Draft(proposed, verified, context_tokens, time.perf_counter() - started)
+
+    def learn(self, draft: Draft, walks: SequenceOf[Walk]) -> None:
+        """Compare the estimates with what was emitted."""
+        if draft.proposed.num_nodes == 0:
+            return
+        started = time.perf_counter()
+        counts = [1 + len(walk.accepted) for walk in walks]
+        offsets = np.cumsum([0, *counts], dtype=np.int64)
+        emitted = [walk.sequence.token_ids[-count:] for walk, count in zip(walks, counts, strict=True)]
+        tokens = np.array([token for tokens_of_one in emitted for token in tokens_of_one])
+        self.budget.observe(draft.proposed, offsets, tokens)
+        draft.seconds += time.perf_counter() - started
+
+    def record(self, scheduled: ScheduledStep, draft: Draft, seconds: float) -> None:
+        """Learn what the step cost; `seconds` is its wall time."""
+        self._num_rows = scheduled.num_primaries + draft.verified.num_nodes
+        if scheduled.prefills or not self.cost.is_known:
+            return  # a prompt's rows have no logits, and are not like others
+        self.budget.record(
+            draft.verified,
+            context_tokens=draft.context_tokens,
+            seconds=seconds - draft.seconds,
+            draft_seconds=draft.seconds,
+        )

@@ -1,0 +1,68 @@
+"""Run-aheads in the real decoder: the completions are the same bits, and the run-aheads say what samples would."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_cases import decode, options, outputs, requests_for, tiny_policy
+
+from srtrl.drafters.none import Drafter
+from srtrl.engine.engine import Engine
+from srtrl.types import Completion, Request
+
+
+class Listener(Drafter):
+    """Checks that it hears of each sample once, from start to finish; keeps what run-aheads said by stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, Request] = {}
+        self.said: dict[int, list[int]] = {}
+
+    def start(self, sequence_id: int, request: Request) -> None:
+        assert sequence_id not in self.live
+        self.live[sequence_id] = request
+        if request.is_run_ahead:
+            assert request.stream not in self.said
+            self.said[request.stream] = []
+
+    def observe(self, sequence_ids: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
+        for sequence_id, tokens in zip(sequence_ids, token_ids, strict=True):
+            if self.live[sequence_id].is_run_ahead:
+                self.said[self.live[sequence_id].stream] += tokens
+
+    def finish(self, sequence_id: int, completion: Completion | None) -> None:
+        request = self.live.pop(sequence_id)
+        assert (completion is None) == request.is_run_ahead
+
+
+@pytest.mark.parametrize(("slots", "num_pages"), [(4, None), (7, 14), (16, None), (64, 40)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_run_aheads_change_no_bit_and_are_the_samples_they_stand_for(
+    dtype: torch.dtype, slots: int, num_pages: int | None
+) -> None:
+    policy = tiny_policy(dtype)
+    requests = requests_for()
+    expected = outputs(decode(Engine(policy, options(slots=1)), requests))
+    coming, further = requests_for(seed=5), requests_for(seed=6)
+    ahead = [replace(request, is_run_ahead=True) for request in coming]
+    ahead += [replace(request, is_run_ahead=True, ends_with_prompt=True) for request in further]
+    listener = Listener()
+    engine = Engine(
+        policy,
+        options(slots=slots, num_pages=num_pages, run_ahead_max_slowdown=float("inf")),
+        drafter=listener,
+    )
+    completions = {
+        (completion.request.draw_index, completion.request.sample_index): completion
+        for completion in engine.generate(requests, run_ahead=ahead)
+    }
+    assert outputs(completions) == expected
+    assert not listener.live
+    assert engine.pool.num_used == 0
+    assert any(listener.said.values())
+    later = [*coming, *(replace(request, draw_index=10 + request.draw_index) for request in further)]
+    truth = {c.request.stream: c.token_ids for c in decode(Engine(policy, options(slots=1)), later).values()}
+    for stream, said in listener.said.items():
+        assert said == truth[stream][: len(said)]

@@ -1,0 +1,168 @@
+"""The rollout cache: what is kept, what goes first, and the file."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from srtrl.drafters.rollout_cache import PROMPT_BYTES, ROLLOUT_BYTES, TOKEN_BYTES, RolloutCache
+
+ROOMY = 1 << 40
+
+
+def as_lists(cache: RolloutCache) -> dict[tuple[int, ...], list[list[int]]]:
+    return {prompt: [rollout.tolist() for rollout in cache.rollouts(prompt)] for prompt in cache.prompts()}
+
+
+def size_of(num_prompt_tokens: int, *lengths: int) -> int:
+    """Bytes of one prompt and its rollouts."""
+    return PROMPT_BYTES + TOKEN_BYTES * (num_prompt_tokens + sum(lengths)) + ROLLOUT_BYTES * len(lengths)
+
+
+def test_the_newest_rollouts_of_a_prompt_are_kept_in_order() -> None:
+    cache = RolloutCache(max_rollouts=2, max_bytes=ROOMY)
+    for token in range(4):
+        cache.add((1, 2), [token] * 3)
+    cache.add((1, 3), [9])
+    cache.add((1, 3), [])
+    assert as_lists(cache) == {(1, 2): [[2] * 3, [3] * 3], (1, 3): [[9]]}
+    assert (cache.num_prompts, cache.num_rollouts, cache.num_tokens) == (2, 3, 7)
+    assert cache.num_dropped_rollouts == 0  # replaced by newer ones, not dropped for want of memory
+    assert cache.mean_tokens((1, 2)) == 3
+    assert cache.mean_tokens((2,)) is None
+    assert cache.rollouts((1,)) == []
+    assert (1, 2) in cache
+    assert (1, 2, 3) not in cache
+
+
+def test_every_prompt_is_trimmed_before_one_is_dropped() -> None:
+    room_for_two_each = 4 * size_of(1, 5, 5)
+    cache = RolloutCache(max_rollouts=8, max_bytes=room_for_two_each)
+    for prompt in range(4):
+        for rollout in range(8):
+            cache.add((prompt,), [rollout] * 5)
+    assert as_lists(cache) == {(prompt,): [[6] * 5, [7] * 5] for prompt in range(4)}
+    assert (cache.num_dropped_rollouts, cache.num_dropped_tokens, cache.num_dropped_prompts) == (24, 120, 0)
+    assert cache.num_bytes == room_for_two_each
+
+
+def test_then_the_prompt_that_is_needed_last_is_dropped() -> None:
+    cache = RolloutCache(max_rollouts=8, max_bytes=4 * size_of(1, 5))
+    for prompt in range(4):
+        cache.add((prompt,), [prompt] * 5)
+    cache.set_next_uses([(2,), (5,), (0,), (3,), (0,)])
+    cache.add((5,), [5] * 5)
+    assert set(as_lists(cache)) == {(0,), (2,), (3,), (5,)}, "prompt 1 is not known to come again"
+    cache.add((6,), [6] * 5)
+    assert set(as_lists(cache)) == {(0,), (2,), (3,), (5,)}, "nor is prompt 6"
+    cache.set_next_uses([(6,), (2,), (5,), (0,), (3,)])
+    cache.add((6,), [6] * 5)
+    assert set(as_lists(cache)) == {(0,), (2,), (5,), (6,)}
+    assert cache.num_dropped_prompts == 3
+
+
+def test_among_prompts_not_known_to_come_the_least_recently_added_is_dropped() -> None:
+    cache = RolloutCache(max_rollouts=1, max_bytes=3 * size_of(1, 5))
+    for prompt in (0, 1, 2, 0, 3):
+        cache.add((prompt,), [prompt] * 5)
+    assert cache.prompts() == [(2,), (0,), (3,)]
+
+
+def test_a_rollout_larger_than_the_whole_cache_drops_nothing_else() -> None:
+    cache = RolloutCache(max_rollouts=4, max_bytes=2 * size_of(1, 5))
+    cache.add((1,), [1] * 5)
+    cache.add((2,), [1] * 5000)
+    assert as_lists(cache) == {(1,): [[1] * 5]}
+    assert (cache.num_dropped_rollouts, cache.num_dropped_tokens, cache.num_dropped_prompts) == (1, 5000, 0)
+
+
+def test_an_epoch_larger_than_the_bound() -> None:
+    """512 prompts x 16 rollouts x 1,000 tokens; with room for 80% of them every prompt still has history."""
+    rollout = np.arange(1000, dtype=np.int32)
+    whole = 512 * size_of(3, *[1000] * 16)
+    cache = RolloutCache(max_rollouts=16, max_bytes=int(0.8 * whole))
+    prompts = [(prompt, 1, 2) for prompt in range(512)]
+    for prompt in prompts:
+        for _ in range(16):
+            cache.add(prompt, rollout)
+    assert 0.79 * whole < cache.num_bytes <= 0.8 * whole
+    assert all(len(cache.rollouts(prompt)) in (12, 13) for prompt in prompts)
+    assert cache.num_dropped_prompts == 0
+    assert cache.num_dropped_rollouts == 512 * 16 - cache.num_rollouts
+    assert cache.num_dropped_tokens == 512 * 16000 - cache.num_tokens
+
+
+Additions = st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 9), max_size=30)), max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(Additions, st.integers(0, 6000), st.permutations(range(6)))
+def test_the_accounts_agree_with_the_contents(
+    additions: list[tuple[int, list[int]]], max_bytes: int, order: list[int]
+) -> None:
+    cache = RolloutCache(max_rollouts=3, max_bytes=max_bytes)
+    num_added = 0
+    for number, (prompt, tokens) in enumerate(additions):
+        if number == len(additions) // 2:
+            cache.set_next_uses([(prompt,) for prompt in order[:3]])
+        cache.add((prompt,), tokens)
+        num_added += len(tokens)
+        held = as_lists(cache)
+        assert cache.num_bytes == sum(size_of(1, *map(len, rollouts)) for rollouts in held.values()) <= max_bytes
+        assert cache.num_tokens == sum(len(rollout) for rollouts in held.values() for rollout in rollouts)
+        assert cache.num_rollouts == sum(map(len, held.values()))
+        assert cache.num_tokens + cache.num_dropped_tokens <= num_added
+        newest = {
+            key: [tokens for prompt, tokens in additions[: number + 1] if (prompt,) == key and tokens] for key in held
+        }
+        assert all(newest[key][-len(rollouts) :] == rollouts for key, rollouts in held.items())
+
+
+def filled() -> RolloutCache:
+    cache = RolloutCache(max_rollouts=3, max_bytes=ROOMY)
+    for prompt, tokens in [((1, 2), [3, 4]), ((5,), [6]), ((), [7, 8, 9]), ((1, 2), [5, 6, 7])]:
+        cache.add(prompt, tokens)
+    return cache
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    cache = filled()
+    cache.save(tmp_path / "a.safetensors")
+    filled().save(tmp_path / "b.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    read = RolloutCache(max_rollouts=3, max_bytes=ROOMY)
+    read.load(tmp_path / "a.safetensors")
+    assert as_lists(read) == as_lists(cache)
+    assert read.prompts() == cache.prompts()
+    assert (read.num_bytes, read.num_tokens) == (cache.num_bytes, cache.num_tokens)
+    narrower = RolloutCache(max_rollouts=1, max_bytes=ROOMY)
+    narrower.load(tmp_path / "a.safetensors")
+    assert as_lists(narrower) == {(5,): [[6]], (): [[7, 8, 9]], (1, 2): [[5, 6, 7]]}
+
+
+def test_an_empty_cache_is_a_file_too(tmp_path: Path) -> None:
+    RolloutCache(max_rollouts=3, max_bytes=ROOMY).save(tmp_path / "empty.safetensors")
+    cache = filled()
+    cache.load(tmp_path / "empty.safetensors")
+    assert as_lists(cache) == as_lists(filled())
+
+
+def test_damaged_and_foreign_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.safetensors"
+    cache = filled()
+    with pytest.raises(FileNotFoundError):
+        cache.load(path)
+    path.write_bytes(b"not a cache")
+    with pytest.raises(ValueError, match=r"rollouts\.safetensors"):
+        cache.load(path)
+    cache.save(path)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"rollouts\.safetensors"):
+        cache.load(path)
+    cache.save(path)
+    path.write_bytes(path.read_bytes().replace(b"rollout cache 1", b"rollout cache 9"))
+    with pytest.raises(ValueError, match=r"rollouts\.safetensors: expected .*cache 1.*found .*cache 9"):
+        cache.load(path)
+    assert as_lists(cache) == as_lists(filled()), "a file that is refused changes nothing"

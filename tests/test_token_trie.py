@@ -1,0 +1,179 @@
+"""The token trie against its twin in plain Python: counts, matches, drafts, with samples inserted interleaved."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trie_reference import ReferenceTrie
+
+from srtrl.drafters.draft_tree import DraftTree
+from srtrl.drafters.token_trie import DraftRule, TokenTrie, extend_batch, propose_batch
+
+VOCAB = 5
+TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=8)
+RUN = st.tuples(st.integers(0, VOCAB - 1), st.integers(1, 60)).map(lambda run: [run[0]] * run[1])
+STEPS = st.lists(st.tuples(st.integers(0, 3), st.one_of(TOKENS, TOKENS, RUN)), min_size=1, max_size=12)
+"""Which of four cursors goes on, with which tokens: the first three insert, the last one follows."""
+RULES = st.builds(
+    DraftRule,
+    name=st.sampled_from(["blend", "paper", "authors", "suffix"]),
+    min_score=st.sampled_from([0.0, 0.02, 0.1, 0.3]),
+    max_depth=st.sampled_from([2, 1 << 20]),
+    max_contexts=st.integers(1, 5),
+    distinct_weight=st.sampled_from([0.0, 0.5, 1.0]),
+    tail=st.sampled_from([0.0, 0.1, 1.0]),
+    max_match=st.sampled_from([3, 64]),
+)
+
+
+def play(steps: Sequence[tuple[int, list[int]]]) -> tuple[TokenTrie, ReferenceTrie, list[int]]:
+    """Both tries after the steps, and the cursors of the first (those of the twin are 0 to 3)."""
+    trie, twin = TokenTrie(), ReferenceTrie()
+    cursors = [trie.start(), trie.start(), trie.start(), trie.follow()]
+    for cursor in [twin.start(), twin.start(), twin.start()]:
+        assert cursor < 3
+    twin.follow()
+    for cursor, tokens in steps:
+        trie.extend(cursors[cursor], tokens)
+        twin.extend(cursor, tokens)
+    return trie, twin, cursors
+
+
+def assert_equal_trees(tree: DraftTree, expected: DraftTree) -> None:
+    assert tree.token_ids.tolist() == expected.token_ids.tolist()
+    assert tree.parents.tolist() == expected.parents.tolist()
+    assert tree.scores.tolist() == expected.scores.tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps=STEPS)
+def test_counts_and_continuations_of_every_string(steps: list[tuple[int, list[int]]]) -> None:
+    trie, twin, _ = play(steps)
+    strings = {
+        tuple(text[i : i + size])
+        for text in twin.texts
+        for i in range(1, len(text))
+        for size in (1, 2, 3, 7, 40)
+        if i + size <= len(text)
+    }
+    for string in strings:
+        assert trie.count(string) == twin.count(string)
+        assert trie.continuations(string) == twin.continuations(string)
+        unseen = (*string, 0)
+        assert trie.count(unseen) == twin.count(unseen)
+    assert trie.continuations(()) == twin.continuations(())
+    assert trie.num_tokens == sum(len(text) - 1 for text in twin.texts)
+    assert trie.num_states <= 2 * (trie.num_tokens + 4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps=STEPS, max_nodes=st.sampled_from([0, 1, 3, 8, 40]), rule=RULES, every=st.booleans())
+def test_drafts_and_matches(steps: list[tuple[int, list[int]]], max_nodes: int, rule: DraftRule, every: bool) -> None:
+    trie, twin = TokenTrie(), ReferenceTrie()
+    cursors = [trie.start(), trie.start(), trie.start(), trie.follow()]
+    assert [twin.start(), twin.start(), twin.start(), twin.follow()] == [0, 1, 2, 3]
+    for step, (moved, tokens) in enumerate(steps):
+        trie.extend(cursors[moved], tokens)
+        twin.extend(moved, tokens)
+        if not every and step < len(steps) - 1:
+            continue
+        trees = propose_batch([trie] * 4, cursors, [max_nodes] * 4, rule)
+        for cursor, tree in enumerate(trees):
+            assert trie.match_length(cursors[cursor]) == twin.match_length(cursor)
+            assert_equal_trees(tree, twin.propose(cursor, max_nodes, rule))
+            tree.check(VOCAB)
+            assert (np.diff(tree.scores) <= 0).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(steps=st.lists(st.tuples(st.integers(0, 5), TOKENS), max_size=30), rule=RULES)
+def test_a_batch_over_several_tries_is_one_by_one(steps: list[tuple[int, list[int]]], rule: DraftRule) -> None:
+    batch, single = [TokenTrie() for _ in range(3)], [TokenTrie() for _ in range(3)]
+    owners = [0, 1, 2, 0, 1, 0]
+    batch_cursors = [batch[owner].start() for owner in owners]
+    single_cursors = [single[owner].start() for owner in owners]
+    sequences = [sequence for sequence, _ in steps]
+    extend_batch(
+        [batch[owners[i]] for i in sequences], [batch_cursors[i] for i in sequences], [ids for _, ids in steps]
+    )
+    for sequence, token_ids in steps:
+        single[owners[sequence]].extend(single_cursors[sequence], token_ids)
+    max_nodes = [0, 8, 2, 5, 1, 40]
+    trees = propose_batch([batch[owner] for owner in owners], batch_cursors, max_nodes, rule)
+    for i, owner in enumerate(owners):
+        alone = propose_batch([single[owner]], [single_cursors[i]], [max_nodes[i]], rule)
+        assert_equal_trees(trees[i], alone[0])
+
+
+def test_many_distinct_tokens() -> None:
+    """States with many edges keep them in hash tables, which grow and are cloned."""
+    generator = np.random.default_rng(0)
+    trie, twin = TokenTrie(), ReferenceTrie()
+    for _ in range(3):
+        text = [token for tail in generator.permutation(200).tolist() for token in (7, 8, 1000 + tail)]
+        trie.insert(text)
+        twin.insert(text)
+    for context in [(), (8,), (7, 8), (1000,), (1017, 7), (1017, 7, 8)]:
+        assert trie.continuations(context) == twin.continuations(context)
+    cursor, other = trie.start(), twin.start()
+    trie.extend(cursor, [7, 8])
+    twin.extend(other, [7, 8])
+    rule = DraftRule(min_score=0.001)
+    assert_equal_trees(propose_batch([trie], [cursor], [50], rule)[0], twin.propose(other, 50, rule))
+
+
+@pytest.mark.parametrize("step", [1, 3, 4000])
+def test_repetition(step: int) -> None:
+    """Counts stay exact where each token is an occurrence of as many strings as there are tokens before it."""
+    trie = TokenTrie()
+    cursor = trie.start()
+    for begin in range(0, 4000, step):
+        trie.extend(cursor, [0] * min(step, 4000 - begin))
+        tree = propose_batch([trie], [cursor], [4], DraftRule())[0]
+    assert tree.token_ids.tolist()[:2] == [0, 0]
+    assert [trie.count([0] * size) for size in (1, 2, 100, 3999, 4000, 4001)] == [4000, 3999, 3901, 2, 1, 0]
+
+
+def test_a_match_is_kept_while_states_are_cloned() -> None:
+    trie = TokenTrie()
+    trie.insert([1, 2, 3, 4])
+    follower = trie.follow()
+    trie.extend(follower, [2, 3])
+    trie.insert([5, 2, 3, 6])  # parts (2, 3) from (1, 2, 3)
+    assert trie.match_length(follower) == 2
+    tree = propose_batch([trie], [follower], [4], DraftRule(name="paper"))[0]
+    assert sorted(tree.token_ids.tolist()) == [4, 6]
+
+
+def test_the_beginning_of_a_response_is_a_context() -> None:
+    trie = TokenTrie()
+    trie.insert([3, 4, 3, 5, 3, 6])
+    tree = propose_batch([trie], [trie.start()], [2], DraftRule(name="paper"))[0]
+    assert tree.token_ids.tolist() == [3, 4]
+    assert tree.scores.tolist() == [1.0, 1.0]
+
+
+def test_cursors_are_used_again() -> None:
+    trie = TokenTrie()
+    for _ in range(100):
+        trie.insert([1, 2])
+        trie.stop(trie.follow())
+    assert trie.num_states == 4
+    assert trie.num_bytes == TokenTrie().num_bytes
+    cursor = trie.start()
+    trie.stop(cursor)
+    with pytest.raises(AssertionError, match="was stopped"):
+        trie.extend(cursor, [1])
+
+
+def test_nothing_to_draft_from() -> None:
+    trie = TokenTrie()
+    cursor = trie.start()
+    for name in ("blend", "paper", "authors", "suffix"):
+        trees = propose_batch([trie, trie], [cursor, trie.follow()], [4, 4], DraftRule(name=name))
+        assert trees.sizes.tolist() == [0, 0]
+    assert len(propose_batch([], [], [], DraftRule())) == 0
+    with pytest.raises(ValueError, match="token_ids is empty"):
+        trie.count([])
