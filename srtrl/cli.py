@@ -14,8 +14,10 @@ from typing import Annotated, Any, Literal, ParamSpec
 import typer
 
 from srtrl import __version__
+from srtrl.bench.replay import replay
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import RecipeSource, build_recipe, dump_recipe, read_source
+from srtrl.report import trie
 
 P = ParamSpec("P")
 
@@ -247,6 +249,10 @@ def generate(
     kv_memory_gib: Annotated[float, typer.Option(help="Most memory of the KV cache.")] = 4.0,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights.")] = "float32",
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")] = "auto",
+    drafter: Annotated[
+        str, typer.Option(help="Guesses tokens; changes the speed only. `none` drafts nothing.")
+    ] = "srt",
+    cache: Annotated[Path | None, typer.Option(help="Rollouts to draft from: a run, .parquet or .jsonl.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Give each text to the model's chat template.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -277,6 +283,8 @@ def generate(
         kv_memory_gib=kv_memory_gib,
         dtype=dtype,
         device=device,
+        drafter=drafter,
+        cache=cache,
         chat=chat,
     )
     sources = generation.gather_prompts(prompts, prompt or (), prompt_ids or ())
@@ -286,6 +294,7 @@ def generate(
         options,
         on_row=lambda row: print(row.to_json() if as_json else row.to_text(), flush=True),
         on_error=lambda message: print(f"error: {message}", file=sys.stderr, flush=True),
+        on_note=lambda message: print(message, file=sys.stderr, flush=True),
     )
     if num_failed:
         raise typer.Exit(2)
@@ -319,6 +328,9 @@ def bench(
     benchmark(args=context.args, prog_name=f"srtrl bench {name}")
 
 
+command("replay")(replay)
+
+
 @command("report")
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
@@ -334,6 +346,9 @@ def report(
     print(path)
     if open_page:
         open_in_browser(path)
+
+
+command("trie")(trie.command)
 
 
 @command("show-config")

@@ -13,6 +13,7 @@ from srtrl.types import Completion, FinishReason, Request, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from srtrl.drafters.base import DrafterBase
     from srtrl.engine.engine import Engine
     from srtrl.model.transformer import Transformer
 
@@ -42,6 +43,10 @@ class GenerateOptions:
     kv_memory_gib: float = 4.0
     dtype: str = "float32"
     device: str = "auto"
+    drafter: str = "srt"
+    """Guesses tokens; it changes the speed and nothing else."""
+    cache: Path | None = None
+    """Recorded rollouts that the drafter knows from the start."""
     chat: bool = False
     """Give each text to the tokenizer's chat template, as a user's message."""
 
@@ -120,17 +125,18 @@ def generate(
     *,
     on_row: Callable[[GeneratedRow], None],
     on_error: Callable[[str], None],
+    on_note: Callable[[str], None],
 ) -> int:
     """Complete each prompt `options.num_samples` times.
 
     Rows are handed to `on_row` in the order of (prompt, sample), each as soon as those before it are done. A prompt
-    that cannot be served goes to `on_error` and the others go on.
+    that cannot be served goes to `on_error` and the others go on. `on_note` is told what drafting brought.
 
     Returns:
         How many prompts could not be served.
 
     Raises:
-        ValueError: the model cannot be loaded.
+        ValueError: the model cannot be loaded; there is no such drafter; the cache cannot be read.
     """
     from srtrl.model.weights import end_token_ids, load_tokenizer, read_config
 
@@ -144,7 +150,8 @@ def generate(
         return len(errors)
 
     longest = max(len(token_ids) for _, token_ids in encoded) + options.sampling.max_new_tokens
-    engine = _build_engine(model_path, options, tokenizer, min(longest, config.max_position_embeddings))
+    drafter = _build_drafter(options, tokenizer, {token_ids for _, token_ids in encoded}, on_note)
+    engine = _build_engine(model_path, options, tokenizer, drafter, min(longest, config.max_position_embeddings))
     sampling = replace(options.sampling, end_token_ids=end_token_ids(model_path, tokenizer))
     requests: list[Request] = []
     for draw_index, (source, token_ids) in enumerate(encoded):
@@ -158,6 +165,12 @@ def generate(
             requests.extend(samples)
     for completion in _in_order(requests, engine.generate(requests)):
         on_row(_row(completion, tokenizer))
+    metrics = engine.take_metrics()
+    if metrics["engine/tokens_per_decode_step"] > 1:
+        on_note(
+            f"drafter {options.drafter}: {metrics['engine/tokens_per_decode_step']:.2f} tokens a sequence and step, "
+            f"{metrics['engine/verified_per_decode_step']:.2f} verified"
+        )
     return len(errors)
 
 
@@ -238,6 +251,7 @@ def _requests(
             sample_index=sample_index,
             stream=stream_of(options.seed, "generate", 0, draw_index, sample_index),
             sampling=sampling,
+            purpose="generate",
         )
         for sample_index in range(options.num_samples)
     ]
@@ -270,8 +284,33 @@ def _row(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Generate
     )
 
 
+def _build_drafter(
+    options: GenerateOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: set[tuple[int, ...]],
+    on_note: Callable[[str], None],
+) -> DrafterBase:
+    from srtrl.resolve import resolve_class
+    from srtrl.rollout.recorded import feed_drafter, read_recorded
+
+    try:
+        drafter: DrafterBase = resolve_class("srtrl.drafters", options.drafter, "Drafter")()
+    except ValueError as error:
+        raise ValueError(f"--drafter: {error}") from error
+    if options.cache is not None:
+        recorded = read_recorded(options.cache, tokenizer=tokenizer, max_tokens=1 << 30).prompts()
+        num_known = sum(prompt.prompt_token_ids in prompts for prompt in recorded)
+        on_note(f"--cache: {options.cache} has rollouts of {num_known} of the {len(prompts)} prompts")
+        feed_drafter(drafter, recorded, "generate")
+    return drafter
+
+
 def _build_engine(
-    model_path: str, options: GenerateOptions, tokenizer: PreTrainedTokenizerBase, max_sequence_tokens: int
+    model_path: str,
+    options: GenerateOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    drafter: DrafterBase,
+    max_sequence_tokens: int,
 ) -> Engine:
     import torch
 
@@ -287,7 +326,7 @@ def _build_engine(
         num_pages=_num_pages(model, options, max_sequence_tokens),
         max_sequence_tokens=max_sequence_tokens,
     )
-    return Engine(model, engine_options, tokenizer=tokenizer)
+    return Engine(model, engine_options, tokenizer=tokenizer, drafter=drafter)
 
 
 def _num_pages(model: Transformer, options: GenerateOptions, max_sequence_tokens: int) -> int:

@@ -17,7 +17,12 @@ PROMPTS = ((5,), (1, 2, 3, 4, 5, 6, 7, 8, 9), tuple(range(10, 27)), (3, 3, 3, 3)
 
 
 def tiny_policy(
-    dtype: torch.dtype = torch.float32, *, hidden_size: int = 36, model_type: str = "qwen2", scale: float = 6.0
+    dtype: torch.dtype = torch.float32,
+    *,
+    hidden_size: int = 36,
+    model_type: str = "qwen2",
+    scale: float = 6.0,
+    vocab_size: int = 61,
 ) -> Transformer:
     """A random policy, its widths no multiple of 16; `scale` makes its distributions uneven, as trained ones are."""
     config = {
@@ -25,7 +30,7 @@ def tiny_policy(
         "architectures": [
             {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[model_type]
         ],
-        "vocab_size": 61,
+        "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": 2 * hidden_size + 5,
         "num_hidden_layers": 2,

@@ -21,7 +21,7 @@ from srtrl.bench.environment import Environment, cpu_name
 from srtrl.bench.peer_hf import PAD_TOKEN_ID, HuggingFaceGenerate
 from srtrl.bench.shapes import SHAPES, write_random_model
 from srtrl.bench.statistics import paired_ratio
-from srtrl.bench.tables import Document, put_section
+from srtrl.bench.tables import Document, comparison_values, peer_grid, put_section
 from srtrl.bench.workload import Workload, draw_lengths, make_workload, random_prompts
 from srtrl.cli import app
 from srtrl.engine.engine import EngineOptions
@@ -121,9 +121,7 @@ def test_our_decoder_has_a_slot_for_every_sequence_unless_told(folder: Path) -> 
     workload = workload_of([20] * 6)
     for slots, num_steps in ((0, 21), (2, 63)):  # a step of prefill and twenty of decoding, once or for each pair
         decoder = OurDecoder("ours", model, EngineOptions(slots=slots, kv_memory_gib=0.1))
-        decoder.run(workload)
-        assert decoder.engine is not None
-        assert decoder.engine.take_metrics()["engine/decode_steps"] == num_steps
+        assert decoder.run(workload).metrics["engine/decode_steps"] == num_steps
 
 
 def test_the_peer_ends_each_row_at_its_length_and_pads_it_until_the_last(folder: Path) -> None:
@@ -231,8 +229,13 @@ def document(**seconds: list[float]) -> Document:
         versions={"torch": "2.11"},
     )
     comparison = Comparison(lengths="equal", num_sequences=8, num_tokens=1000, longest=125, seconds=seconds)
+    ratios = {name: comparison.ratio("ours", to=name) for name in seconds if name != "ours"}
     return Document(
-        title="Rollouts: x", environment=environment, notes=("A note.",), baseline="ours", comparisons=(comparison,)
+        title="Rollouts: x",
+        environment=environment,
+        notes=("A note.",),
+        grids=(peer_grid("ours", [comparison]),),
+        values={"comparisons": [comparison_values(comparison, ratios)]},
     )
 
 
@@ -324,12 +327,13 @@ def test_one_peer_and_one_spread_of_lengths_of_a_random_model(tmp_path: Path) ->
         (("--prompts", "PROMPTS", "--sequences", 3), ":3: the prompt is empty"),
         (("--prompts", "PROMPTS", "--sequences", 2), ":2: expected one of `prompt`"),
         (("--model", "./nowhere"), "./nowhere: no local folder"),
+        (("--slots", "4,8"), "--slots: one number here, found 2; several are for --drafters"),
     ],
 )
 def test_mistakes_are_named(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...], error: str
 ) -> None:
-    monkeypatch.setattr("srtrl.bench.rollout_run.compare_all", lambda *_: pytest.fail("must not be reached"))
+    monkeypatch.setattr("srtrl.bench.peers_run.compare_all", lambda *_: pytest.fail("must not be reached"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n{"text": "b"}\n{"prompt": ""}\n')

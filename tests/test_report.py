@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from srtrl.engine.timeline import DecodeStep
 from srtrl.metrics import MetricLog
 from srtrl.report.page import write_report
 from srtrl.report.run_data import Sample, StepRollouts, choose_samples
+from srtrl.report.speculation_charts import early_and_late, epoch_starts, timeline_columns
+from srtrl.trainer.timeline_files import read_timeline, timeline_file_name, write_timeline
 
 RECIPE = """\
 name: fake
@@ -26,8 +30,15 @@ train: {{num_steps: {num_steps}}}
 """
 
 
-def make_run(folder: Path, num_steps: int, *, planned: int | None = None, without: tuple[str, ...] = ()) -> Path:
-    """A run folder as the trainer writes it, with made-up figures."""
+def make_run(
+    folder: Path,
+    num_steps: int,
+    *,
+    planned: int | None = None,
+    without: tuple[str, ...] = (),
+    drafts: float | None = 0.0,
+) -> Path:
+    """A run folder as the trainer writes it, with made-up figures; `drafts` are verified a step, None: an old run."""
     (folder / "rollouts").mkdir(parents=True)
     (folder / "recipe.yaml").write_text(RECIPE.format(num_steps=planned or num_steps))
     noise = random.Random(0)
@@ -35,6 +46,8 @@ def make_run(folder: Path, num_steps: int, *, planned: int | None = None, withou
         log.write(0, eval_metrics(0.31))
         for step in range(1, num_steps + 1):
             row = step_metrics(step, noise)
+            if drafts is not None:
+                row |= engine_metrics(step, drafts)
             if step == num_steps or step % 10 == 0:
                 row |= eval_metrics(0.31 + 0.4 * step / num_steps)
             log.write(step, {name: value for name, value in row.items() if not name.startswith(without or ("-",))})
@@ -81,6 +94,42 @@ def step_metrics(step: int, noise: random.Random) -> dict[str, float]:
     return values | {"grading/correct": 20, "grading/wrong": 11, "grading/timeout": float(step == 2)}
 
 
+def engine_metrics(step: int, drafts: float) -> dict[str, float]:
+    """What the engine logs with a drafter, and without one (`drafts` 0): three steps are an epoch."""
+    metrics = {
+        "data/epoch": (step - 1) / 3,
+        "engine/tokens_per_decode_step": 1 + drafts / 4 + step / 100 * drafts,
+        "engine/verified_per_decode_step": 1 + drafts,
+        "engine/accepted_per_draft": drafts / 4,
+        "engine/draft_hit_rate": drafts / (drafts + 1),
+        "engine/saved_seconds": 0.4 * drafts,
+        "engine/draft_seconds": 0.01,
+        "engine/forward_seconds": 0.8,
+        "engine/sample_seconds": 0.1,
+        "engine/commit_seconds": 0.02,
+    }
+    if drafts:
+        metrics |= {f"engine/acceptance_depth_{depth}": 0.4 + 0.05 * depth for depth in range(1, 9)}
+        metrics |= {"engine/run_ahead_tokens_made": 40, "engine/run_ahead_tokens_used": 25}
+        metrics["engine/calibration_error"] = 0.03
+    return metrics
+
+
+def decode_steps(count: int) -> list[DecodeStep]:
+    return [
+        DecodeStep(
+            seconds=0.25 * (index + 1),
+            num_primaries=8,
+            num_run_ahead=index % 3,
+            num_waiting=max(0, 5 - index),
+            num_rows=30 - index % 7,
+            num_prefill=index,
+            num_tokens=12,
+        )
+        for index in range(count)
+    ]
+
+
 def rollout_table(step: int, noise: random.Random) -> pa.Table:
     rows: list[dict[str, Any]] = []
     for draw in range(8):
@@ -110,13 +159,13 @@ def chart_titles(page: str) -> list[str]:
     for _, picture in charts:
         root = ElementTree.fromstring(base64.b64decode(picture))
         assert root.tag.endswith("svg")
-        assert len(list(root.iter())) > 30
+        assert len(list(root.iter())) > 20
     return [title for title, _ in charts]
 
 
-@pytest.mark.parametrize("num_steps", [1, 3, 60])
-def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path, num_steps: int) -> None:
-    page = write_report(make_run(tmp_path / "fake", num_steps)).read_text(encoding="utf-8")
+@pytest.mark.parametrize(("num_steps", "drafts"), [(1, 0.0), (3, None), (60, 0.0)])
+def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path, num_steps: int, drafts: float | None) -> None:
+    page = write_report(make_run(tmp_path / "fake", num_steps, drafts=drafts)).read_text(encoding="utf-8")
     assert chart_titles(page) == [
         "Reward",
         "Accuracy",
@@ -139,6 +188,76 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path, num_steps: in
     assert "Samples of step 1" in page
     assert f"Samples of step {num_steps}" in page
     assert "still going on" not in page
+    assert "Speculation" not in page
+    assert "Tokens a decode step" not in page
+
+
+@pytest.mark.parametrize("num_steps", [1, 42])
+def test_a_run_that_speculates_shows_what_it_brought(tmp_path: Path, num_steps: int) -> None:
+    run = make_run(tmp_path / "fake", num_steps, drafts=3.0)
+    (run / "timeline").mkdir()
+    for step in range(1, num_steps + 1):
+        write_timeline(run / "timeline" / timeline_file_name(step), decode_steps(4 if step == 1 else 1500))
+    page = write_report(run).read_text(encoding="utf-8")
+    titles = chart_titles(page)
+    several = num_steps > 1
+    assert titles[titles.index("Distribution of lengths") + 1 :] == [
+        "Tokens a decode step",
+        "Acceptance by depth",
+        "Where decoding time goes",
+        "Acceptance of drafts",
+        "Tokens decoded ahead",
+        "Calibration of scores",
+        "Timeline of step 1",
+        *([f"Timeline of step {num_steps}", "Trie of a prompt"] if several else []),
+    ]
+    assert "<h2>Speculation</h2>" in page
+    assert ("4.0 verified" in page, "Rollout time saved" in page) == (True, True)
+    assert ("1,500 decode steps in 375 seconds" in page) == several
+    assert (f"Step {num_steps}, sample 0, in decode steps" in page) == several
+
+
+def test_epochs_and_the_groups_of_steps_are_named(tmp_path: Path) -> None:
+    rows = [{"step": float(step), **engine_metrics(step, 3.0)} for step in range(1, 8)]
+    assert epoch_starts(rows) == [(4.0, 2), (7.0, 3)]
+    named = [(label, [row["step"] for row in of]) for label, _, of in early_and_late(rows)]
+    assert named == [("first epoch", [1, 2, 3]), ("latest 4 steps", [4, 5, 6, 7])]
+    assert [label for label, _, _ in early_and_late(rows[:3])] == ["all steps"]
+    assert [label for label, _, _ in early_and_late([{"step": 1.0}, {"step": 2.0}])] == ["all steps"]
+
+
+def test_a_long_timeline_keeps_its_end_and_its_sums() -> None:
+    steps = decode_steps(1501)
+    seconds, columns = timeline_columns(steps)
+    assert len(seconds) <= 601
+    assert (seconds[0], seconds[-1]) == (0.0, steps[-1].seconds)
+    assert len(columns["num_rows"]) == len(seconds)
+    widths = np.diff(seconds)
+    assert (columns["num_rows"][1:] * widths).sum() == pytest.approx(sum(step.num_rows for step in steps) * 0.25)
+
+
+def test_a_timeline_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / timeline_file_name(7)
+    assert path.name == "step_000007.parquet"
+    write_timeline(path, decode_steps(5))
+    assert read_timeline(path) == decode_steps(5)
+    write_timeline(path, [])
+    assert read_timeline(path) == []
+    pq.write_table(pa.table({"seconds": [1.0]}), path)
+    with pytest.raises(ValueError, match=r"step_000007.parquet: .*num_primaries"):
+        read_timeline(path)
+    path.write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match=r"step_000007.parquet: cannot read this timeline"):
+        read_timeline(path)
+
+
+def test_the_report_is_whole_where_the_tokenizer_is_gone(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "fake", 2, drafts=3.0)
+    recipe = run / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("bundled:tiny", str(tmp_path / "gone")))
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "Trie of a prompt" in chart_titles(page)
+    assert "&lt;1&gt;&lt;1&gt;" in page
 
 
 def test_the_page_needs_no_network_and_escapes_what_the_policy_wrote(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ RULES = st.builds(
     max_depth=st.sampled_from([2, 1 << 20]),
     max_contexts=st.integers(1, 5),
     distinct_weight=st.sampled_from([0.0, 0.5, 1.0]),
-    tail=st.sampled_from([0.0, 0.1, 1.0]),
     max_match=st.sampled_from([3, 64]),
 )
 

@@ -1,63 +1,22 @@
 """The rollout benchmark, from its options to its document."""
 
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
-from srtrl.bench.comparison import Comparison, compare
-from srtrl.bench.contender import Contender, OurDecoder
 from srtrl.bench.environment import read_environment
-from srtrl.bench.peer_hf import HuggingFaceGenerate
-from srtrl.bench.rollout import Peer
+from srtrl.bench.live_run import measure_live
+from srtrl.bench.peers_run import measure_peers
+from srtrl.bench.rollout_options import RolloutBench
 from srtrl.bench.shapes import write_random_model
 from srtrl.bench.tables import Document
-from srtrl.bench.workload import (
-    TAIL_MEDIAN_SHARE,
-    TAIL_SIGMA,
-    Lengths,
-    Workload,
-    draw_lengths,
-    make_workload,
-    random_prompts,
-)
-from srtrl.engine.engine import EngineOptions
-from srtrl.generate import read_prompts
+from srtrl.bench.trace_run import measure_trace
 from srtrl.model.cpu_threads import set_cpu_threads
-from srtrl.model.transformer import ModelConfig, Transformer
-from srtrl.model.weights import load_model, load_tokenizer, locate, read_config
-from srtrl.trainer.progress import RunProgress
+from srtrl.model.weights import locate
 
-OURS = "srtrl"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class RolloutBench:
-    """The options of `srtrl bench rollout`; see there."""
-
-    model: str | None
-    """A model to load; None for random weights of `shape`."""
-    shape: str
-    peers: tuple[Peer, ...]
-    num_sequences: tuple[int, ...]
-    lengths: tuple[Lengths, ...]
-    equal_tokens: int
-    longest_tokens: int
-    num_samples: int
-    prompts: Path | None
-    prompt_tokens: tuple[int, int]
-    slots: int
-    """0: as many as sequences."""
-    kv_memory_gib: float
-    repeats: int
-    seed: int
-    dtype: str
-    device: torch.device
-    num_threads: int | None
+_MEASURES = {"peers": measure_peers, "trace": measure_trace, "live": measure_live}
 
 
 def choose_device(name: str) -> torch.device:
@@ -77,129 +36,10 @@ def measure(bench: RolloutBench) -> Document:
     Raises:
         ValueError: Model, prompts, lengths and memory do not fit each other.
     """
+    device = choose_device(bench.device)
     set_cpu_threads(bench.num_threads)
-    environment = read_environment(bench.device)
+    environment = read_environment(device)
     dtype = _DTYPES[bench.dtype]
     with tempfile.TemporaryDirectory() as temporary:
         folder = locate(bench.model) if bench.model else write_random_model(bench.shape, Path(temporary), dtype)
-        workloads = build_workloads(bench, read_config(folder), folder)
-        policy = load_model(folder, dtype=dtype, device=bench.device)
-        comparisons = compare_all(build_contenders(bench, policy, folder), workloads, bench.repeats)
-    return Document(
-        title=f"Rollouts: {bench.model or bench.shape}, {bench.dtype}, {bench.device.type}, {environment.threads}",
-        environment=environment,
-        notes=tuple(describe(bench, policy)),
-        baseline=OURS,
-        comparisons=tuple(comparisons),
-    )
-
-
-def build_workloads(bench: RolloutBench, config: ModelConfig, folder: Path) -> list[Workload]:
-    """The rollouts to measure: each number of sequences, with each spread of lengths.
-
-    Raises:
-        ValueError: Prompts that cannot be read or are too few, or a sequence longer than the model was made for.
-    """
-    num_prompts = -(-max(bench.num_sequences) // bench.num_samples)
-    if bench.prompts is not None:
-        prompts = encode_prompts(bench.prompts, num_prompts, folder)
-    else:
-        least, most = bench.prompt_tokens
-        prompts = random_prompts(
-            num_prompts, shortest=least, longest=most, vocab_size=config.vocab_size, seed=bench.seed
-        )
-    workloads = []
-    for lengths in bench.lengths:
-        for count in bench.num_sequences:
-            new_tokens = draw_lengths(
-                lengths, count, equal=bench.equal_tokens, longest=bench.longest_tokens, seed=bench.seed
-            )
-            workloads.append(
-                make_workload(lengths, new_tokens, prompts, num_samples=bench.num_samples, seed=bench.seed)
-            )
-    longest = max(workload.max_sequence_tokens for workload in workloads)
-    if longest > config.max_position_embeddings:
-        raise ValueError(
-            f"--equal-tokens, --longest-tokens: the longest prompt and response together are {longest} tokens, but the "
-            f"model was made for {config.max_position_embeddings}; lower them, or --prompt-tokens"
-        )
-    return workloads
-
-
-def encode_prompts(path: Path, num_prompts: int, folder: Path) -> list[tuple[int, ...]]:
-    """Token ids of the first prompts of a file, the texts among them by the tokenizer of the model in `folder`.
-
-    Raises:
-        ValueError: A row that cannot be used, too few rows, or a text and no tokenizer.
-    """
-    sources = read_prompts(path)[:num_prompts]
-    if len(sources) < num_prompts:
-        raise ValueError(f"--prompts: {path} has {len(sources)} rows, but {num_prompts} different prompts are needed")
-    tokenizer = load_tokenizer(folder) if any(source.text for source in sources) else None
-    prompts = []
-    for source in sources:
-        token_ids = tuple(tokenizer.encode(source.text)) if tokenizer and source.text else source.token_ids
-        if not token_ids:
-            raise ValueError(f"{source.where}: {source.error or 'the prompt is empty; at least one token is needed'}")
-        prompts.append(token_ids)
-    return prompts
-
-
-def build_contenders(bench: RolloutBench, policy: Transformer, folder: Path) -> list[Contender]:
-    """Our decoder as a training run has it, then the peers."""
-    options = EngineOptions(slots=bench.slots, kv_memory_gib=bench.kv_memory_gib, deterministic=True)
-    peers: dict[Peer, Callable[[], Contender]] = {
-        Peer.HF: lambda: HuggingFaceGenerate(folder, dtype=policy.dtype, device=policy.device),
-        Peer.NOT_DETERMINISTIC: lambda: OurDecoder(
-            f"{OURS}, not deterministic", policy, replace(options, deterministic=False)
-        ),
-    }
-    return [OurDecoder(OURS, policy, options), *(peers[peer]() for peer in bench.peers)]
-
-
-def compare_all(contenders: Sequence[Contender], workloads: Sequence[Workload], repeats: int) -> list[Comparison]:
-    """One comparison a workload, with progress on standard error."""
-    comparisons = []
-    num_runs = len(workloads) * len(contenders) * (repeats + 1)
-    numbers = iter(range(1, num_runs + 1))
-    with RunProgress("bench rollout", num_runs, console=Console(stderr=True)) as progress:
-        for workload in workloads:
-
-            def tell(text: str, what: str = f"{len(workload.requests)} sequences, {workload.lengths}") -> None:
-                progress.step(next(numbers), f"{what}: {text}")
-
-            comparisons.append(compare(contenders, workload, repeats=repeats, on_run=tell))
-    return comparisons
-
-
-def describe(bench: RolloutBench, policy: Transformer) -> list[str]:
-    """What was measured, in sentences."""
-    config = policy.config
-    millions = sum(parameter.numel() for parameter in policy.parameters()) / 1e6
-    weights = bench.model or f"random weights of the shape `{bench.shape}`"
-    least, most = bench.prompt_tokens
-    prompts = f"from {bench.prompts}" if bench.prompts else f"random ids, {least} to {most} tokens"
-    notes = [
-        f"Model: {weights}, {millions:,.1f} million parameters ({config.num_hidden_layers} layers of width "
-        f"{config.hidden_size}, vocabulary {config.vocab_size:,}), {bench.dtype}, on {bench.device.type}.",
-        f"Prompts: {prompts}; {bench.num_samples} sequence{'s' if bench.num_samples > 1 else ''} of each. "
-        "Temperature 1, end tokens ignored: every sequence ends at a length drawn beforehand.",
-        "A run is a whole rollout, from the prompts to the tokens of all sequences on the host. Contenders take turns: "
-        f"one run each to warm up, then {bench.repeats} each. Seconds are medians. The ratio is the geometric mean "
-        "over pairs of neighbouring runs, with a 95% interval. Only tokens within a sequence's own length count.",
-    ]
-    if "equal" in bench.lengths:
-        notes.append(f"Equal: {bench.equal_tokens} tokens each.")
-    if "long-tailed" in bench.lengths:
-        median = round(bench.longest_tokens * TAIL_MEDIAN_SHARE)
-        notes.append(
-            f"Long-tailed: log-normal lengths with median {median}, sigma {TAIL_SIGMA}, cut at {bench.longest_tokens}."
-        )
-    slots = f"{bench.slots} slots" if bench.slots else "a slot for every sequence"
-    notes.append(f"`{OURS}`: deterministic mode, {slots}; computes the log-prob of every token, too.")
-    if Peer.HF in bench.peers:
-        notes.append(
-            f"`{HuggingFaceGenerate.name}`: `generate` on one batch padded on the left, SDPA attention, dynamic cache, "
-            "inference mode; no log-probs. The batch goes on until its longest sequence has ended."
-        )
-    return notes
+        return _MEASURES[bench.mode](bench, folder, dtype, device, environment)

@@ -2,14 +2,15 @@
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from srtrl.engine.sampler import stream_of
 from srtrl.types import Request, SamplingParams
 
-Lengths = Literal["equal", "long-tailed"]
+Lengths = Literal["equal", "long-tailed", "recorded", "sampled"]
+"""`recorded`: those of a trace; `sampled`: a policy ends its samples itself."""
 
 TAIL_SIGMA = 0.8
 """Standard deviation of the log-lengths in the long-tailed case; 0.78 in published GRPO groups of a Qwen2.5-0.5B on
@@ -24,6 +25,14 @@ class Workload:
 
     lengths: Lengths
     requests: tuple[Request, ...]
+    slots: int = 0
+    """Sequences that our engine decodes at once; 0: what the contender was told."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """What tells it from the benchmark's other workloads: column of a table -> cell."""
+
+    def __str__(self) -> str:
+        slots = f" in {self.slots} slots" if self.slots else ""
+        return f"{len(self.requests)} sequences{slots}, {self.lengths}"
 
     @property
     def num_tokens(self) -> int:

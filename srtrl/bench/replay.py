@@ -1,0 +1,85 @@
+"""`srtrl replay`: what would a drafter have brought to these recorded rollouts?"""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DEFAULT_BUDGET = 16
+"""Nodes of a draft tree where neither `--draft-budget` nor `--min-score` is given."""
+MOST_NODES = 128
+"""Nodes of a draft tree where only `--min-score` bounds it."""
+
+
+class Order(StrEnum):
+    """Which samples get a slot first."""
+
+    BREADTH = "breadth"
+    """The first sample of every prompt, then the second, and so on."""
+    DEPTH = "depth"
+    """All samples of a prompt, then those of the next."""
+
+
+def replay(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Rollouts: JSONL, a run's folder, or a Parquet file of its rollouts/."),
+    ],
+    *,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Folder or hub name of the tokenizer, where FILE has texts.")
+    ] = None,
+    drafter: Annotated[str, typer.Option(metavar="NAME", help="The drafter, as in rollout.drafter.")] = "srt",
+    drafter_options: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="An option of the drafter; may be given more than once."),
+    ] = None,
+    draft_budget: Annotated[
+        int | None,
+        typer.Option(min=0, help=f"Most nodes of a draft. [default: {DEFAULT_BUDGET}; {MOST_NODES} with --min-score]"),
+    ] = None,
+    min_score: Annotated[
+        float | None, typer.Option(metavar="P", help="Verify only nodes that the drafter gives this chance or more.")
+    ] = None,
+    history: Annotated[
+        float, typer.Option(metavar="SHARE", help="Share of each prompt's samples that are known beforehand.")
+    ] = 0.0,
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="Sequences decoded at once. [default: one prompt at a time, all of it]")
+    ] = None,
+    order: Annotated[Order | None, typer.Option(help="Who gets a slot first. [default: breadth]")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Samples are cut to this many tokens.")] = 4000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Count what speculation would bring to recorded rollouts.
+
+    No model is needed: the tokens are known, and each draft is verified against them as the decoder would. The steps of
+    a run follow each other, so that each is history for the next; every FILE begins with an empty drafter.
+    """
+    from srtrl.bench.replay_loop import ReplaySettings
+    from srtrl.bench.replay_run import print_result, replay_files
+
+    if not 0 <= history < 1:
+        raise ValueError(f"--history: expected a share of at least 0 and below 1, found {history}")
+    if min_score is not None and not 0 <= min_score <= 1:
+        raise ValueError(f"--min-score: expected a chance from 0 to 1, found {min_score}")
+    if order is not None and slots is None:
+        raise ValueError("--order: it needs --slots, the number of sequences decoded at once")
+    default_budget = DEFAULT_BUDGET if min_score is None else MOST_NODES
+    settings = ReplaySettings(
+        max_nodes=default_budget if draft_budget is None else draft_budget,
+        min_score=min_score,
+        history=history,
+        slots=slots,
+        order="depth" if order is Order.DEPTH else "breadth",
+    )
+    result = replay_files(
+        files,
+        settings,
+        drafter_name=drafter,
+        drafter_options=drafter_options or (),
+        tokenizer=tokenizer,
+        max_tokens=max_tokens,
+    )
+    print_result(result, as_json=as_json)

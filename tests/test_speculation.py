@@ -1,0 +1,249 @@
+"""Speculation changes no token: every drafter against `none`, bit by bit, and against the exact distribution."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import PROMPTS, decode, options, outputs, requests_for, tiny_policy
+from scipy.stats import chisquare
+
+from srtrl.drafters.base import DrafterBase
+from srtrl.engine.engine import Engine
+from srtrl.engine.sampler import stream_of
+from srtrl.model.transformer import Transformer
+from srtrl.resolve import resolve_class
+from srtrl.rollout.recorded import RecordedPrompt, feed_drafter
+from srtrl.types import Completion, Request, SamplingParams
+
+DRAFTERS = ("ngram", "suffix", "history", "srt")
+
+
+def make_drafter(name: str, **options: object) -> DrafterBase:
+    drafter_class = resolve_class("srtrl.drafters", name, "Drafter")
+    drafter: DrafterBase = drafter_class(drafter_class.Options(**options))
+    return drafter
+
+
+def rollouts_of(completions: dict[tuple[int, int], Completion]) -> list[RecordedPrompt]:
+    """The completions as history, prompt by prompt."""
+    prompts = {c.request.prompt_token_ids for c in completions.values()}
+    return [
+        RecordedPrompt(
+            prompt_id=str(number),
+            prompt_token_ids=prompt,
+            samples=[
+                np.array(c.token_ids, np.int32) for c in completions.values() if c.request.prompt_token_ids == prompt
+            ],
+        )
+        for number, prompt in enumerate(sorted(prompts))
+    ]
+
+
+def nonsense(seed: int = 0) -> list[RecordedPrompt]:
+    """History that no policy would write: random tokens, long repetitions, end tokens in the middle."""
+    random = np.random.default_rng(seed)
+    texts = [random.integers(0, 61, 40), np.full(40, 7), np.zeros(40), np.tile([3, 4], 20)]
+    samples = [text.astype(np.int32) for text in texts]
+    return [
+        RecordedPrompt(prompt_id=str(number), prompt_token_ids=prompt, samples=samples)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+
+
+def generate(
+    engine: Engine, requests: Sequence[Request], run_ahead: Sequence[Request] = ()
+) -> dict[tuple[int, int], Completion]:
+    """Completions by (draw, sample)."""
+    completions = {
+        (c.request.draw_index, c.request.sample_index): c for c in engine.generate(requests, run_ahead=run_ahead)
+    }
+    engine.scheduler.check_integrity()
+    assert engine.pool.num_used == 0
+    return completions
+
+
+def train_requests(seed: int = 0, max_new_tokens: int = 24) -> list[Request]:
+    return [replace(r, purpose="train") for r in requests_for(seed=seed, max_new_tokens=max_new_tokens)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_gives_the_bits_of_none(name: str, dtype: torch.dtype) -> None:
+    policy = tiny_policy(dtype)
+    requests = train_requests()
+    truth = decode(Engine(policy, options(slots=1)), requests)
+    for history, (slots, num_pages) in product(
+        ([], rollouts_of(truth), nonsense()), ((1, None), (4, None), (16, None), (64, None), (7, 12))
+    ):
+        drafter = make_drafter(name)
+        feed_drafter(drafter, history, "train")
+        engine = Engine(policy, options(slots=slots, num_pages=num_pages), drafter=drafter)
+        assert outputs(decode(engine, requests)) == outputs(truth)
+        metrics = engine.take_metrics()
+        if history and name in ("history", "srt"):
+            assert metrics["engine/verified_per_decode_step"] > 1.1
+        if num_pages is not None:
+            assert metrics["engine/preemptions"] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_threads_give_the_bits_of_none_too(dtype: torch.dtype) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    policy = tiny_policy(dtype)
+    requests = train_requests()
+    truth = decode(Engine(policy, options(slots=16)), requests)
+    for name in DRAFTERS:
+        drafter = make_drafter(name)
+        feed_drafter(drafter, rollouts_of(truth), "train")
+        engine = Engine(policy, options(slots=9), drafter=drafter)
+        assert outputs(decode(engine, requests)) == outputs(truth)
+        assert engine.runner.model.dtype == dtype
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rule", ["blend", "paper", "authors"])
+def test_a_full_cache_saves_steps_under_every_rule(rule: str) -> None:
+    policy = tiny_policy()
+    requests = train_requests()
+    truth = decode(Engine(policy, options(slots=64)), requests)
+    drafter = make_drafter("srt", rule=rule)
+    feed_drafter(drafter, rollouts_of(truth), "train")
+    engine = Engine(policy, options(slots=64), drafter=drafter)
+    assert outputs(decode(engine, requests)) == outputs(truth)
+    metrics = engine.take_metrics()
+    assert metrics["engine/tokens_per_decode_step"] > 1.5
+    assert metrics["engine/acceptance_depth_1"] > 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("coupled", [True, False])
+def test_run_ahead_changes_no_bit_and_is_followed(dtype: torch.dtype, coupled: bool) -> None:
+    """Step 1 runs ahead of step 2, with the same policy: a coupled sample repeats its run-ahead word for word."""
+    policy = tiny_policy(dtype)
+    first, second = train_requests(), train_requests(seed=5)
+    ahead = [replace(request, is_run_ahead=True) for request in second]
+    if not coupled:
+        ahead = [replace(request, stream=request.stream ^ 1, purpose="run_ahead") for request in ahead]
+    expected = [outputs(decode(Engine(policy, options(slots=1)), requests)) for requests in (first, second)]
+    for slots, num_pages in ((16, None), (64, None), (20, 40)):
+        unlimited = options(slots=slots, num_pages=num_pages, run_ahead_max_slowdown=float("inf"))
+        engine = Engine(policy, unlimited, drafter=make_drafter("srt", coupled=coupled))
+        assert outputs(generate(engine, first, ahead)) == expected[0]
+        assert engine.take_metrics()["engine/run_ahead_tokens_made"] > 0
+        engine.on_policy_update()
+        assert outputs(generate(engine, second)) == expected[1]
+        metrics = engine.take_metrics()
+        if coupled:
+            assert metrics["engine/run_ahead_followed"] > 0
+            # The policy is the same, and so is every token of what was decoded ahead.
+            assert metrics["engine/run_ahead_tokens_used"] > 0
+            assert metrics["engine/run_ahead_confidence"] > 0.9
+
+
+def test_the_measured_budget_changes_no_bit() -> None:
+    policy = tiny_policy()
+    requests = train_requests()
+    truth = decode(Engine(policy, options(slots=1)), requests)
+    for curve in (None, ((1, 1.0), (512, 1.0)), ((1, 1.0), (512, 512.0))):  # measured; rows are free; rows are dear
+        drafter = make_drafter("srt")
+        feed_drafter(drafter, rollouts_of(truth), "train")
+        engine = Engine(policy, options(slots=7, draft_budget="auto", cost_points=curve), drafter=drafter)
+        assert outputs(generate(engine, requests)) == outputs(truth)
+        verified = engine.take_metrics()["engine/verified_per_decode_step"]
+        if curve is not None:
+            assert (verified > 2) == (curve[-1][1] == 1.0)
+
+
+def test_an_interrupted_rollout_leaves_nothing_behind() -> None:
+    policy = tiny_policy()
+    requests = train_requests()
+    engine = Engine(policy, options(slots=4), drafter=make_drafter("srt"))
+    completions = engine.generate(requests)
+    next(completions)
+    completions.close()  # type: ignore[attr-defined]
+    assert engine.pool.num_used == 0
+    expected = outputs(decode(Engine(policy, options(slots=1)), requests))
+    assert outputs(generate(engine, requests)) == expected
+
+
+def test_stop_strings_and_limits_inside_an_accepted_path() -> None:
+    class Letters:
+        def decode(self, token_ids: list[int], /) -> str:
+            return "".join(chr(60 + token) for token in token_ids)
+
+    policy = tiny_policy()
+    requests = train_requests()
+    truth = decode(Engine(policy, options(slots=1)), requests)
+    stops = tuple({Letters().decode(c.token_ids[3:5]) for c in truth.values() if len(c.token_ids) > 8})
+    stopping = [replace(r, sampling=replace(r.sampling, stop_strings=stops)) for r in requests]
+    expected = outputs(decode(Engine(policy, options(slots=1), tokenizer=Letters()), stopping))
+    assert any(reason == "stop" for _, _, reason in expected.values())
+    drafter = make_drafter("srt")
+    feed_drafter(drafter, rollouts_of(truth), "train")  # the texts go on behind the stop strings
+    engine = Engine(policy, options(slots=16), tokenizer=Letters(), drafter=drafter)
+    assert outputs(decode(engine, stopping)) == expected
+    assert engine.take_metrics()["engine/tokens_per_decode_step"] > 1.5
+
+
+def exact_distribution(policy: Transformer, prompt: tuple[int, ...], length: int) -> np.ndarray:
+    """[V ** length] float64: probability of each continuation, by the policy's softmax in float64."""
+    from srtrl.model.attention import PackedPlan
+
+    vocab_size = policy.config.vocab_size
+    probabilities = np.ones(1)
+    contexts: list[tuple[int, ...]] = [()]
+    for _ in range(length):
+        sequences = [[*prompt, *context] for context in contexts]
+        token_ids = torch.tensor([token for sequence in sequences for token in sequence])
+        plan = PackedPlan.from_lengths([len(sequence) for sequence in sequences], "cpu")
+        last = torch.tensor(np.cumsum([len(sequence) for sequence in sequences]) - 1)
+        with torch.no_grad():
+            logits = policy.logits(policy(token_ids, plan)[last])
+        following = logits.double().softmax(-1).numpy()  # [contexts, V]
+        probabilities = (probabilities[:, None] * following).ravel()
+        contexts = [(*context, token) for context in contexts for token in range(vocab_size)]
+    return probabilities
+
+
+@pytest.mark.slow
+def test_a_million_samples_with_a_full_wrong_cache_have_the_exact_distribution() -> None:
+    """No equality needed: outside deterministic mode, with drafts that are mostly wrong, the distribution is right."""
+    num_samples, vocab_size, length, prompt = 1_000_000, 8, 3, (5, 3)
+    policy = tiny_policy(scale=3.0, vocab_size=vocab_size)
+    exact = exact_distribution(policy, prompt, length)
+    assert abs(exact.sum() - 1) < 1e-6
+    texts = np.random.default_rng(0).integers(0, vocab_size, (64, length)).astype(np.int32)
+    drafter = make_drafter("history", max_rollouts=64)
+    feed_drafter(drafter, [RecordedPrompt(prompt_id="0", prompt_token_ids=prompt, samples=list(texts))], "train")
+    engine = Engine(policy, options(slots=256, deterministic=False, draft_budget=6), drafter=drafter)
+    counts = np.zeros(len(exact), np.int64)
+    for first in range(0, num_samples, 20_000):
+        requests = [
+            Request(
+                prompt_id="0",
+                prompt_token_ids=prompt,
+                draw_index=0,
+                sample_index=index,
+                stream=stream_of(0, "train", 1, 0, index),
+                sampling=SamplingParams(max_new_tokens=length),
+                purpose="train",
+            )
+            for index in range(first, first + 20_000)
+        ]
+        for completion in engine.generate(requests):
+            counts[np.ravel_multi_index(tuple(completion.token_ids), (vocab_size,) * length)] += 1
+    metrics = engine.take_metrics()
+    assert metrics["engine/verified_per_decode_step"] > 2
+    assert 0.02 < metrics["engine/acceptance_depth_1"] < 0.98
+    expected = exact * num_samples
+    is_rare = expected < 10  # too few for chi-square: one cell for all of them
+    found = np.append(counts[~is_rare], counts[is_rare].sum())
+    assert chisquare(found, np.append(expected[~is_rare], expected[is_rare].sum())).pvalue > 0.001
+    # The test can fail: as many samples of a policy whose probabilities are 1% off would not pass.
+    tilted = expected * np.where(np.arange(len(exact)) % 2, 1.01, 0.99)
+    tilted *= num_samples / tilted.sum()
+    assert chisquare(found, np.append(tilted[~is_rare], tilted[is_rare].sum())).pvalue < 0.001

@@ -1,0 +1,261 @@
+"""`srtrl trie`: the branches it counts, the rollout it decodes again, and what it says where there is nothing."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from srtrl.cli import app
+from srtrl.drafters.token_trie import DraftRule
+from srtrl.recipe_file import load_recipe
+from srtrl.report.prompt_history import PastRollout, PromptHistory
+from srtrl.report.trie_picture import draw_trie
+from srtrl.report.trie_view import Branch, one_line, rule_of, text_decoder, view_trie
+from srtrl.trainer.tokenizer_training import train_tokenizer
+
+RECIPE = """\
+name: fake
+model: {{path: "{model}"}}
+task: {{name: arithmetic}}
+rollout: {{num_prompts: 2, num_samples: 2, max_prompt_tokens: 64, max_new_tokens: 64}}
+train: {{num_steps: 4}}
+log: {{save_rollouts: false}}
+"""
+TEXTS = {
+    1: {"sum": ["one plus two is three", "one plus one is two"], "odd": ["alone here", "not alone"]},
+    3: {"sum": ["one plus two is three", "two"]},
+    4: {"sum": ["one plus two is four", "never looked at"]},
+}
+"""Step -> prompt -> the texts of its samples."""
+END = "<|endoftext|>"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose tokenizer has a token a byte."""
+    folder = tmp_path_factory.mktemp("runs") / "fake"
+    (folder / "rollouts").mkdir(parents=True)
+    tokenizer = train_tokenizer([], 257)
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "recipe.yaml").write_text(RECIPE.format(model=folder / "model"))
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    for step, prompts in TEXTS.items():
+        rows = [
+            {
+                "prompt_id": prompt_id,
+                "prompt": f"[{prompt_id}]\n",
+                "draw_index": draw,
+                "sample_index": index,
+                "token_ids": [*tokenizer.encode(text), tokenizer.eos_token_id],
+            }
+            for draw, (prompt_id, texts) in enumerate(prompts.items())
+            for index, text in enumerate(texts)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows[::-1]), folder / "rollouts" / f"step_{step:06d}.parquet")
+    return folder
+
+
+def show(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["trie", *map(str, arguments)])
+
+
+def record(*arguments: object) -> dict[str, Any]:
+    result = show(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    loaded: dict[str, Any] = json.loads(result.stdout)
+    return loaded
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_branches_and_the_decode_steps_are_printed(run: Path) -> None:
+    result = show(run, "--prompt", "sum")
+    assert result.exit_code == 0, result.output
+    assert "trie of 4 rollouts of steps 1, 3: 68 tokens" in result.stdout
+    assert "* is the way of step 4, sample 0" in result.stdout
+    lines = [line.strip(" │├└─") for line in result.stdout.splitlines()]
+    assert "* 3  one plus" in lines
+    assert "* 2  two is" in lines
+    assert "2  three∎" in lines
+    assert "* new: four∎" in lines
+    assert "1  one is two∎" in lines
+    assert "1  two∎" in lines
+    shown = result.stdout.splitlines()[-2]
+    counts = [int(part.partition("]")[0].removeprefix("[")) for part in shown.split(" | ")]
+    assert sum(counts) == len("one plus two is four") + 1
+    assert f"21 tokens in {len(counts)} decode steps: {21 / len(counts):.2f} a step" in result.stdout
+
+
+def test_json_has_the_same(run: Path) -> None:
+    found = record(run)  # without a prompt: the one with the most rollouts
+    assert found["prompt_id"] == "sum"
+    assert found["prompt"] == "[sum]\n"
+    assert [(one["step"], one["sample_index"]) for one in found["history"]] == [(1, 0), (1, 1), (3, 0), (3, 1)]
+    assert found["later"]["text"] == "one plus two is four" + END
+    assert found["root"]["count"] == 4
+    assert "".join(step["text"] for step in found["decode_steps"]) == found["later"]["text"]
+    assert found["tokens_per_step"] == 21 / len(found["decode_steps"])
+    assert found["verified_per_step"] > found["tokens_per_step"] - 1
+
+
+def test_a_step_may_be_named(run: Path) -> None:
+    found = record(run, "--prompt", "sum", "--step", 3)
+    assert {one["step"] for one in found["history"]} == {1}
+    assert found["later"]["step"] == 3
+    taken = [child for child in found["root"]["children"] if child["is_taken"]]
+    assert [child["text"] for child in taken] == ["one plus "]
+
+
+def test_a_prompt_of_one_step_has_its_samples_in_turn(run: Path) -> None:
+    found = record(run, "--prompt", "odd")
+    assert found["history"] == [{"step": 1, "sample_index": 0}]
+    assert found["later"]["text"] == "not alone" + END
+    first = record(run, "--prompt", "sum", "--step", 1)
+    assert (len(first["history"]), first["later"]["sample_index"]) == (1, 1)
+
+
+def test_depth_and_nodes_bound_what_is_shown(run: Path) -> None:
+    shallow = record(run, "--prompt", "sum", "--depth", 4)["root"]
+    texts = {child["text"]: child for child in shallow["children"]}
+    assert texts["one "]["children"] == []
+    assert texts["one "]["num_hidden"] == 3
+    narrow = record(run, "--prompt", "sum", "--nodes", 1)["root"]
+    assert [child["text"] for child in narrow["children"]] == ["one plus "]
+    assert narrow["num_hidden"] == 1
+
+
+def test_the_tokenizer_may_be_named(run: Path) -> None:
+    assert record(run, "--tokenizer", run / "model") == record(run)
+    result = show(run, "--tokenizer", run / "rollouts")
+    assert result.exit_code == 2
+    assert "no tokenizer in this folder" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prompt", "summ"), "has no rollouts of `summ`, did you mean `sum`?; it has those of odd, sum"),
+        (("--prompt", "odd", "--step", "3"), "--step 3: prompt odd was sampled in the steps 1"),
+        (("--step", "2"), "has rollouts of the steps 1, 3, 4"),
+    ],
+)
+def test_what_is_not_there_is_named(run: Path, arguments: tuple[str, ...], message: str) -> None:
+    result = show(run, *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_run_without_rollouts_is_refused(run: Path, tmp_path: Path) -> None:
+    result = show(tmp_path / "none")
+    assert (result.exit_code, "no such folder" in result.output) == (2, True)
+    for name in ("recipe.yaml", "metrics.jsonl"):
+        (tmp_path / name).write_bytes((run / name).read_bytes())
+    result = show(tmp_path)
+    assert (result.exit_code, "log.save_rollouts: false" in result.output) == (2, True)
+
+
+# --- The branches -----------------------------------------------------------------------------------------------------
+
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=12)
+
+
+def history_of(earlier: list[list[int]], later: list[int]) -> PromptHistory:
+    past = [PastRollout(step=1, sample_index=index, token_ids=text) for index, text in enumerate(earlier)]
+    return PromptHistory(
+        prompt_id="x", prompt="x", earlier=past, later=PastRollout(step=2, sample_index=0, token_ids=later)
+    )
+
+
+def walk(branch: Branch, before: list[int]) -> Iterator[tuple[list[int], Branch]]:
+    """Every branch with the tokens from the start to its end."""
+    for child in branch.children:
+        path = [*before, *child.token_ids]
+        yield path, child
+        yield from walk(child, path)
+
+
+@settings(max_examples=60, deadline=None)
+@given(earlier=st.lists(texts, max_size=6), later=texts, num_branches=st.integers(1, 30), max_depth=st.integers(1, 15))
+def test_branches_count_what_a_plain_count_finds(
+    earlier: list[list[int]], later: list[int], num_branches: int, max_depth: int
+) -> None:
+    earlier = [[*text, 9] for text in earlier]  # the end token
+    later = [*later, 9]
+    view = view_trie(
+        history_of(earlier, later), DraftRule(min_score=0.01), num_branches=num_branches, max_depth=max_depth
+    )
+    branches = list(walk(view.root, []))
+    known = [(path, branch) for path, branch in branches if branch.count]
+    assert len(known) <= num_branches
+    for path, branch in known:
+        begins = path[: len(path) - len(branch.token_ids) + 1]
+        assert branch.count == sum(text[: len(begins)] == begins for text in earlier)
+        assert branch.count == sum(text[: len(path)] == path for text in earlier)
+        assert branch.is_taken == (later[: len(path)] == path)
+        assert len(path) <= max_depth
+        ended = sum(text == path for text in earlier)
+        assert branch.count == ended + sum(child.count for child in branch.children) + branch.num_hidden
+    new = [path for path, branch in branches if not branch.count]
+    assert new in ([], [later])
+    if num_branches == 30 and max_depth == 15:
+        assert (later in earlier) == (not new)
+
+
+@settings(max_examples=40, deadline=None)
+@given(earlier=st.lists(texts, max_size=6), later=texts)
+def test_the_replay_gives_the_rollout(earlier: list[list[int]], later: list[int]) -> None:
+    view = view_trie(history_of(earlier, later), DraftRule(min_score=0.01), num_branches=4, max_depth=9)
+    assert [token for step in view.steps for token in step.token_ids] == later
+    for step in view.steps:
+        assert 1 <= len(step.token_ids) <= step.num_drafted + 1
+    assert draw_trie(view, text_decoder(None)).svg.count("<rect") >= 2
+
+
+def test_a_known_rollout_takes_few_steps() -> None:
+    text = list(range(100, 150))
+    view = view_trie(history_of([text] * 4, text), DraftRule(min_score=0.01), num_branches=4, max_depth=60)
+    assert len(view.steps) <= 4
+    (only,) = view.root.children
+    assert (only.token_ids, only.count, only.is_taken, only.children) == (text, 4, True, [])
+    unknown = view_trie(history_of([], text), DraftRule(min_score=0.01), num_branches=4, max_depth=60)
+    assert len(unknown.steps) == 50
+
+
+def test_a_picture_ends_at_the_width_of_a_page_and_counts_what_it_leaves_out() -> None:
+    way = list(range(100, 160))
+    earlier = [[*way[:length], 7, 9] for length in range(60)]  # one leaves the way at each token
+    view = view_trie(history_of(earlier, way), DraftRule(min_score=0.01), num_branches=200, max_depth=99)
+    svg = draw_trie(view, text_decoder(None)).svg
+    root = ElementTree.fromstring(svg)
+    assert float(root.attrib["width"]) < 1300
+    shown = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    (hidden,) = [int(text) for text in shown if text.startswith("+")]
+    left_the_way = sum(text == "<7><9>" for text in shown)
+    assert left_the_way + hidden == len(earlier)
+    assert left_the_way > 5
+
+
+# --- Small things -----------------------------------------------------------------------------------------------------
+
+
+def test_labels_stay_on_one_line() -> None:
+    assert one_line("a\nb\tc", 9) == "a⏎b·c"
+    assert one_line("0123456789", 10) == "0123456789"
+    assert one_line("0123456789", 9) == "01234…789"
+
+
+def test_the_rule_is_that_of_the_run(run: Path) -> None:
+    recipe = load_recipe(run / "recipe.yaml")
+    assert rule_of(recipe) == DraftRule(name="blend", min_score=0.01)
+    options = {"drafter": "srt", "drafter_options": {"rule": "authors"}}
+    changed = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=options)})
+    assert rule_of(changed) == DraftRule(name="authors", min_score=0.1)
