@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trie_reference import ReferenceTrie
 
+from srtrl.drafters import token_trie
 from srtrl.drafters.draft_tree import DraftTree
 from srtrl.drafters.token_trie import DraftRule, TokenTrie, extend_batch, propose_batch
 
@@ -104,6 +105,23 @@ def test_a_batch_over_several_tries_is_one_by_one(steps: list[tuple[int, list[in
     for i, owner in enumerate(owners):
         alone = propose_batch([single[owner]], [single_cursors[i]], [max_nodes[i]], rule)
         assert_equal_trees(trees[i], alone[0])
+
+
+def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(1)
+    texts = [generator.integers(0, VOCAB, 500).tolist() for _ in range(12)]
+    owners = [0, 1, 2, 0] * 3
+    found = []
+    for in_parallel in (False, True):
+        monkeypatch.setattr(token_trie, "_pays_for_threads", lambda work, num_tries, answer=in_parallel: answer)
+        tries = [TokenTrie() for _ in range(3)]
+        batch = [tries[owner] for owner in owners]
+        cursors = [trie.start() for trie in batch]
+        extend_batch(batch, cursors, texts)
+        found.append(propose_batch(batch, cursors, range(12), DraftRule(min_score=0.01)))
+    assert found[0].num_nodes > 50
+    for tree, expected in zip(*found, strict=True):
+        assert_equal_trees(tree, expected)
 
 
 def test_many_distinct_tokens() -> None:

@@ -10,9 +10,9 @@ class DecodeStep:
     seconds: float
     """Since the start of the rollout stage, at the end of the decode step."""
     num_primaries: int
-    """Slots with samples of the training step."""
+    """Samples of the training step that sampled, one a slot; those whose prompt is still computed do not."""
     num_run_ahead: int
-    """Slots with samples that are decoded ahead."""
+    """The same of samples that are decoded ahead."""
     num_waiting: int
     """Samples of the training step that have no slot."""
     num_rows: int

@@ -7,11 +7,15 @@ import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from srtrl import __version__
-from srtrl.metrics import write_atomic
+from srtrl.metrics import MetricRow, write_atomic
 from srtrl.report.charts import draw_charts
+from srtrl.report.drawing import Chart
 from srtrl.report.run_data import RunData, StepRollouts, choose_samples, read_run
+from srtrl.report.speculation_charts import NUM_LATEST, draw_speculation
+from srtrl.report.trie_section import look_at_trie
 from srtrl.trainer.summary import HeldOut, RunSummary, summarise_run
 
 TEMPLATE = Path(__file__).parent / "page.html"
@@ -54,14 +58,19 @@ def render(run: RunData) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     is_finished = bool(run.steps) and run.steps[-1]["step"] >= run.recipe.train.num_steps
     summary = summarise_run(run.recipe.name, run.rows, interrupted=not is_finished)
-    charts = [{"title": chart.title, "note": chart.note, "uri": _data_uri(chart.svg)} for chart in draw_charts(run)]
+    trie = look_at_trie(run) if run.speculates else None
+    sections = {
+        "Curves": draw_charts(run),
+        "Speculation": [*draw_speculation(run), *([trie.picture] if trie is not None else [])],
+    }
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         summary=summary,
         recipe=run.recipe,
         recipe_text=run.recipe_text,
         tiles=_tiles(run, summary),
         notices=_notices(run, summary),
-        charts=charts,
+        sections=[(name, [_shown(chart) for chart in charts]) for name, charts in sections.items() if charts],
+        trie=trie,
         samples=[StepRollouts(step=step.step, samples=choose_samples(step)) for step in _ends(run.rollouts)],
         version=__version__,
     )
@@ -91,6 +100,22 @@ def _tiles(run: RunData, summary: RunSummary) -> list[Tile]:
     share = summary.seconds.get("rollout", 0.0) / total if total else 0.0
     tiles.append(Tile("Time of all stages", _duration(total), f"{share:.0%} of it rollouts"))
     tiles.append(Tile("Response tokens", f"{summary.num_response_tokens:,}", "sampled for training"))
+    if run.speculates:
+        tiles += _speculation_tiles(run.steps[-NUM_LATEST:])
+    return tiles
+
+
+def _speculation_tiles(rows: Sequence[MetricRow]) -> list[Tile]:
+    """What drafts bring in the latest steps."""
+    tokens, verified = (
+        fmean(row.get(f"engine/{name}_per_decode_step", 1.0) for row in rows) for name in ("tokens", "verified")
+    )
+    tiles = [Tile("Tokens a decode step", f"{tokens:.2f}", f"{verified:.1f} verified, in the latest steps")]
+    saved = sum(row.get("engine/saved_seconds", 0.0) for row in rows)
+    spent = sum(row.get("time/rollout", 0.0) for row in rows)
+    if saved and spent and saved + spent > 0:
+        share = saved / (saved + spent)
+        tiles.append(Tile("Rollout time saved", f"{share:.0%}", "estimated, in the latest steps"))
     return tiles
 
 
@@ -129,6 +154,11 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def _shown(chart: Chart) -> dict[str, object]:
+    """A chart as the template takes it."""
+    return {"title": chart.title, "note": chart.note, "uri": _data_uri(chart.svg), "is_wide": chart.is_wide}
 
 
 def _data_uri(svg: str) -> str:

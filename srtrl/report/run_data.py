@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from srtrl.engine.timeline import DecodeStep
 from srtrl.metrics import MetricRow, read_metrics
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import load_recipe
+from srtrl.trainer.timeline_files import read_timeline
 
 SAMPLE_COLUMNS = ("prompt_id", "prompt", "text", "reward", "outcome", "finish_reason", "sample_index", "token_ids")
 
@@ -36,9 +38,18 @@ class StepRollouts:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class StepTimeline:
+    """The decode steps of one training step's rollouts."""
+
+    step: int
+    decode_steps: Sequence[DecodeStep]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class RunData:
     """A run, finished or not."""
 
+    folder: Path
     recipe: Recipe
     recipe_text: str
     """`recipe.yaml` as it stands."""
@@ -46,11 +57,27 @@ class RunData:
     """All rows of `metrics.jsonl`; row 0, where there is one, is the evaluation before training."""
     rollouts: Sequence[StepRollouts]
     """Those of the first, the middle and the last step that are on disk; fewer in a short run, none if not saved."""
+    timelines: Sequence[StepTimeline]
+    """Those of the first and the last step that are on disk."""
 
     @property
     def steps(self) -> list[MetricRow]:
         """The rows of training steps."""
         return [row for row in self.rows if row["step"] > 0]
+
+    @property
+    def speculates(self) -> bool:
+        """Whether any draft was verified."""
+        return any(row.get("engine/verified_per_decode_step", 1.0) > 1 for row in self.steps)
+
+
+def require_run(folder: Path) -> None:
+    """Raise ValueError where `folder` is not the folder of a run."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder; expected the folder of a run, such as runs/quickstart")
+    missing = [name for name in ("recipe.yaml", "metrics.jsonl") if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{folder} is not the folder of a run: it has no {' and no '.join(missing)}")
 
 
 def read_run(folder: Path) -> RunData:
@@ -59,24 +86,23 @@ def read_run(folder: Path) -> RunData:
     Raises:
         ValueError: it is not a run's folder, or the run has not logged anything yet.
     """
+    require_run(folder)
     recipe_file, metrics_file = folder / "recipe.yaml", folder / "metrics.jsonl"
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; expected the folder of a run, such as runs/quickstart")
-    if not recipe_file.is_file() or not metrics_file.is_file():
-        missing = [file.name for file in (recipe_file, metrics_file) if not file.is_file()]
-        raise ValueError(f"{folder} is not the folder of a run: it has no {' and no '.join(missing)}")
     rows = read_metrics(metrics_file)
     if not rows:
         raise ValueError(
             f"{metrics_file} has no complete row yet: there is nothing to report before the first step ends"
         )
-    files = sorted((folder / "rollouts").glob("step_*.parquet"))
-    chosen = {files[index] for index in (0, len(files) // 2, -1)} if files else set()
+    rollouts, timelines = _step_files(folder / "rollouts"), _step_files(folder / "timeline")
     return RunData(
+        folder=folder,
         recipe=load_recipe(recipe_file),
         recipe_text=recipe_file.read_text(encoding="utf-8"),
         rows=rows,
-        rollouts=[_read_rollouts(file) for file in sorted(chosen)],
+        rollouts=[_read_rollouts(file) for file in _pick(rollouts, (0, len(rollouts) // 2, -1))],
+        timelines=[
+            StepTimeline(step=_step_of(file), decode_steps=read_timeline(file)) for file in _pick(timelines, (0, -1))
+        ],
     )
 
 
@@ -96,11 +122,24 @@ def choose_samples(rollouts: StepRollouts, most: int = 2) -> list[Sample]:
     return chosen
 
 
+def _step_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step_*.parquet"))
+
+
+def _pick(files: Sequence[Path], places: Sequence[int]) -> list[Path]:
+    """The files at these places, each once, in order; none where there is no file."""
+    return sorted({files[place] for place in places}) if files else []
+
+
+def _step_of(file: Path) -> int:
+    return int(file.stem.removeprefix("step_"))
+
+
 def _read_rollouts(file: Path) -> StepRollouts:
     import pyarrow.parquet as pq
 
     rows = pq.read_table(file, columns=list(SAMPLE_COLUMNS)).to_pylist()
-    return StepRollouts(step=int(file.stem.removeprefix("step_")), samples=[_sample(row) for row in rows])
+    return StepRollouts(step=_step_of(file), samples=[_sample(row) for row in rows])
 
 
 def _sample(row: Mapping[str, Any]) -> Sample:
