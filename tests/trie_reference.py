@@ -69,7 +69,7 @@ class ReferenceTrie:
         context = tuple(self.cursors[cursor][0])
         contexts = [string for string, _ in self.contexts(context)]
         if rule.name == "blend":
-            return best_first(context, max_nodes, rule, lambda string, score: self.blend(string, score, rule))
+            return best_first(context, max_nodes, rule, lambda string, score: self.blend(string, score, rule))[0]
         if rule.name == "suffix":
             trees = [
                 best_first(
@@ -77,9 +77,9 @@ class ReferenceTrie:
                 )
                 for string, _ in self.contexts(context[-rule.max_match :])
             ]
-            return max(trees, key=score_sum, default=best_first(context, 0, rule, self.share))
+            return max(trees, key=lambda tree: tree[1], default=best_first(context, 0, rule, self.share))[0]
         if rule.name == "paper":
-            return best_first(contexts[0] if contexts else (), max_nodes, rule, self.share)
+            return best_first(contexts[0] if contexts else (), max_nodes, rule, self.share)[0]
         return self.line(contexts[0] if contexts else (), min(max_nodes, rule.max_tokens), rule)
 
     def share(self, string: Text, score: float) -> list[tuple[float, Candidate]]:
@@ -120,12 +120,13 @@ class ReferenceTrie:
 
 def best_first(
     context: Text, max_nodes: int, rule: DraftRule, expand: Callable[[Text, float], list[tuple[float, Candidate]]]
-) -> DraftTree:
+) -> tuple[DraftTree, float]:
+    """The tree, and the sum of its scores, added up in order before they are rounded to 32 bits."""
     tokens: list[int] = []
     parents: list[int] = []
     scores: list[float] = []
     frontier: list[tuple[float, int, int, int, Text, int]] = []
-    score, node, depth = 1.0, -1, 0
+    score, total, node, depth = 1.0, 0.0, -1, 0
     while len(tokens) < max_nodes:
         if depth < rule.max_depth:
             for child_score, (token, count, string) in expand(context, score):
@@ -141,11 +142,8 @@ def best_first(
         parents.append(parent)
         scores.append(score)
         node += 1
-    return tree_of(tokens, parents, scores)
-
-
-def score_sum(tree: DraftTree) -> float:
-    return float(tree.scores.sum(dtype=np.float64))
+        total += score
+    return tree_of(tokens, parents, scores), total
 
 
 def tree_of(tokens: list[int], parents: list[int], scores: list[float]) -> DraftTree:

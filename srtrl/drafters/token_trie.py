@@ -67,8 +67,8 @@ class TokenTrie:
     """All suffixes of one prompt's rollouts, stored as a suffix automaton, with exact counts.
 
     Several samples may be inserted at the same time, each by its own cursor: `start`, `extend` as its tokens come,
-    `stop`. All see the others' tokens at once. A cursor knows what it matches: a sample that is inserted all of its text
-    (nothing has to be searched), a cursor made by `follow` the longest suffix of its text that occurs.
+    `stop`. All see the others' tokens at once. A cursor knows what it matches: a sample that is inserted all of its
+    text (nothing has to be searched), one made by `follow` the longest suffix of its text that occurs.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,8 @@ class DraftRule:
     name: Literal["blend", "paper", "authors", "suffix"] = "blend"
     """`blend`: Witten-Bell back-off. A context and its suffixes, the longest first, each take the share
     total / (total + distinct_weight x distinct) x match / (match + match_weight) of the probability mass that is left
-    and spread it over the tokens that followed them, by count; trees grow best-first.
+    and spread it over the tokens that followed them, by count, until what is left could not make a node of its own;
+    trees grow best-first.
     `paper`: the rule of the SRT paper: the longest match that something follows, share of its occurrences, best-first.
     `authors`: the rule of that paper's code: the most frequent token again and again, at most as many as the match has.
     `suffix`: the rule of SuffixDecoding (Oliaro et al., 2024): a tree from each suffix of the match, by share of the
@@ -176,13 +177,11 @@ class DraftRule:
     max_depth: int = 1 << 20
     """Longest path of a tree."""
     max_contexts: int = 4
-    """`blend`: contexts that are blended at a node, counting those that something follows."""
+    """`blend`: most contexts that are blended at a node, counting those that something follows."""
     distinct_weight: float = 0.5
     """`blend`: what a distinct token takes from the trust in a context."""
     match_weight: float = 1.0
     """`blend`: length of a match that is trusted by half."""
-    tail: float = 0.1
-    """`blend`: contexts end where the mass that is left times the node's score is below this share of `min_score`."""
     max_tokens: int = 24
     """`authors`: longest draft."""
     max_tree: int = 48
@@ -202,7 +201,6 @@ class DraftRule:
             max_contexts=self.max_contexts,
             distinct_weight=self.distinct_weight,
             match_weight=self.match_weight,
-            tail=self.tail,
             max_nodes=max_nodes,
             max_match=self.max_match,
             nodes_per_match=self.nodes_per_match,

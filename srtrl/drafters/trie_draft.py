@@ -4,7 +4,7 @@ A context is a pair (state, match): one of the strings of a state, by its length
 frontier holds the candidates in order, and never more of them than can still become nodes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -33,6 +33,9 @@ Scores32 = npt.NDArray[np.float32]
 
 BLEND, PAPER, AUTHORS, SUFFIX = 0, 1, 2, 3
 
+_wide: Any = np.int64
+"""Integers of a record that a loop replaces must all have one width."""
+
 
 class RuleConstants(NamedTuple):
     """What the kernels need of a `DraftRule`; see there."""
@@ -43,7 +46,6 @@ class RuleConstants(NamedTuple):
     max_contexts: int
     distinct_weight: float
     match_weight: float
-    tail: float
     max_nodes: int
     max_match: int
     nodes_per_match: float
@@ -117,12 +119,12 @@ def make_scratch(max_nodes: int, largest_class: int, max_contexts: int) -> Scrat
 def _is_better(score: float, count: int, token: int, parent: int, slot: int, scratch: Scratch) -> bool:
     """The order of candidates: by score, then count, then token id, then parent."""
     if score != scratch.score[slot]:
-        return score > scratch.score[slot]
+        return bool(score > scratch.score[slot])
     if count != scratch.entry[slot, OCCURRENCES]:
-        return count > scratch.entry[slot, OCCURRENCES]
+        return bool(count > scratch.entry[slot, OCCURRENCES])
     if token != scratch.entry[slot, TOKEN]:
-        return token < scratch.entry[slot, TOKEN]
-    return parent < scratch.entry[slot, PARENT]
+        return bool(token < scratch.entry[slot, TOKEN])
+    return bool(parent < scratch.entry[slot, PARENT])
 
 
 @numba.njit(inline="always")
@@ -183,7 +185,7 @@ def _choose_contexts(memory: Memory, node: Node, rule: RuleConstants, scratch: S
     state, match = node.state, node.match
     mass = 1.0
     num = 0
-    while state != ROOT and num < rule.max_contexts and node.score * mass >= rule.tail * rule.min_score:
+    while state != ROOT and num < rule.max_contexts and node.score * mass >= rule.min_score:
         distinct = memory[state + DEGREE]
         if distinct > 0:
             total = num_continued(memory, state)
@@ -243,7 +245,7 @@ def _best_first(
     """Grow a tree from a context; returns its number of nodes and the sum of their scores."""
     for slot in range(max_nodes):
         scratch.free[slot] = slot
-    node = Node(-1, 1.0, 0, state, match)
+    node = Node(_wide(-1), 1.0, _wide(0), _wide(state), _wide(match))
     size, total = 0, 0.0
     for number in range(max_nodes):
         if node.depth < rule.max_depth:
@@ -258,7 +260,8 @@ def _best_first(
         scratch.free[size] = slot
         score = scratch.score[slot]
         entry = scratch.entry
-        node = Node(number, score, entry[slot, DEPTH], entry[slot, TARGET], entry[slot, CONTEXT])
+        depth, state, match = entry[slot, DEPTH], entry[slot, TARGET], entry[slot, CONTEXT]
+        node = Node(_wide(number), score, _wide(depth), _wide(state), _wide(match))
         tree.token_ids[number] = entry[slot, TOKEN]
         tree.parents[number] = entry[slot, PARENT]
         tree.scores[number] = score

@@ -77,7 +77,7 @@ def new_cursor(memory: Memory, kind: int) -> int:
     memory[cursor + NEW_STATE] = NONE
     if kind == INSERTING:
         memory[START_STATE + COUNT] += 1
-    return cursor
+    return int(cursor)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -96,7 +96,7 @@ def resolve(memory: Memory, cursor: int) -> int:
     while state != ROOT and memory[memory[state + LINK] + LENGTH] >= match:
         state = memory[state + LINK]
     memory[cursor + STATE] = state
-    return state
+    return int(state)
 
 
 @numba.njit(cache=True, nogil=True)

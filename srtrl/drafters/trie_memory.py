@@ -15,6 +15,8 @@ from typing import Any
 import numba
 import numpy as np
 import numpy.typing as npt
+from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 
 Memory = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int64]
@@ -94,13 +96,13 @@ def allocate(memory: Memory, size_class: int) -> int:
     block = memory[FREE_BLOCKS + size_class]
     if block != NONE:
         memory[FREE_BLOCKS + size_class] = memory[block]
-        return block
+        return int(block)
     block = memory[USED]
     end = block + (2 << size_class)
     if end > len(memory):
         return NONE
     memory[USED] = end
-    return block
+    return int(block)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -146,7 +148,7 @@ def find_edge(memory: Memory, state: int, token: int) -> int:
     while True:
         edge = block + 2 * slot
         if memory[edge] == token:
-            return edge
+            return int(edge)
         if memory[edge] == EMPTY:
             return NONE
         slot = (slot + 1) & mask
@@ -170,7 +172,7 @@ def edges_end(memory: Memory, state: int) -> int:
     """End of the pairs of a state, which begin at its `BLOCK`; those whose token is `EMPTY` are none."""
     size_class = memory[state + SIZE_CLASS]
     pairs = memory[state + DEGREE] if size_class <= LINEAR_CLASS else 1 << size_class
-    return memory[state + BLOCK] + 2 * pairs
+    return int(memory[state + BLOCK] + 2 * pairs)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -194,7 +196,7 @@ def clone_state(memory: Memory, state: int, length: int) -> int:
             memory[block + i] = memory[copied + i]
         memory[clone + BLOCK] = block
     memory[NUM_STATES] += 1
-    return clone
+    return int(clone)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -234,10 +236,10 @@ def _place(memory: Memory, block: int, size_class: int, place: int, token: int, 
     memory[block + 2 * place + 1] = target
 
 
-@numba.extending.intrinsic
-def _pointer(typing_context: Any, address: Any) -> Any:
+def _address_to_pointer(typing_context: Any, address: Any) -> Any:
     """Turn an int64 address into a pointer to int32."""
-    signature = numba.types.CPointer(numba.types.int32)(address)
+    types: Any = numba.types
+    signature = types.CPointer(types.int32)(address)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -245,7 +247,10 @@ def _pointer(typing_context: Any, address: Any) -> Any:
     return signature, generate
 
 
+_pointer: Any = intrinsic(_address_to_pointer)
+
+
 @numba.njit(cache=True, nogil=True)
 def open_memory(address: int, size: int) -> Memory:
     """View of the `size` int32 at an address; the owner of the array must outlive it."""
-    return numba.carray(_pointer(address), (size,), np.int32)
+    return carray(_pointer(address), (size,), np.int32)

@@ -24,13 +24,13 @@ SLACK = 0.002
 """Of choices that are as good as the best up to this share, the one with the fewest nodes is taken."""
 FIRST_ASK, LEAST_ASK = 16, 4
 """Nodes of a sequence to ask for at first, and at least."""
-USE_MEMORY = 0.97
+USE_MEMORY = 0.95
 TRUST_MEMORY = 0.98
 TRUST_PRIOR = 8.0
 """Accepted nodes that stand for the trust in the chances before there are outcomes."""
 GAIN_STEP, GAIN_STEP_WHEN_RARE = 0.1, 0.5
 FIRST_GAIN = 0.05
-MAX_INTERVAL = 32
+MAX_INTERVAL = 64
 WASTE = 0.002
 """Where drafts do not pay, looking whether they do again takes about this share of the time."""
 FEWER = 0.7
@@ -79,6 +79,7 @@ class DraftBudget:
         self._plain_interval = FIRST_PLAIN
         self._gain = FIRST_GAIN
         """Mean of what asking for drafts brought, as a share of the tokens per second without."""
+        self._num_sequences = 0
         self._sequences_when_rare = 0
         self._draft_seconds: float | None = None
         self._expected = self._accepted = TRUST_PRIOR
@@ -89,7 +90,9 @@ class DraftBudget:
         """Return for how many nodes of each sequence to ask the drafter; called once a step.
 
         0 where drafts do not pay: they are then asked for now and then only, to see whether they do again.
+        `num_sequences` are those that drafts are wanted for.
         """
+        self._num_sequences = num_sequences
         self._num_steps += 1
         self._steps_since_ask += 1
         self._steps_since_plain += 1
@@ -127,24 +130,28 @@ class DraftBudget:
             weights: [B], worth of a token of each sequence, at least 0: above 1 for those that will be last, 0 where
                 nobody waits for it; by default all are 1.
         """
-        if not trees.num_nodes:
-            self._learn_gain(trees, 0.0, trees, context_tokens, num_other_rows)
-            return trees
+        worths = np.ones(len(trees)) if weights is None else np.asarray(weights, np.float64)
+        assert len(worths) == len(trees)
         chances = self.calibration.calibrated(trees)
         if self.fixed is not None:
             keep = np.arange(trees.num_nodes) - np.repeat(trees.offsets[:-1], trees.sizes) < self.fixed
+        elif not trees.num_nodes:
+            keep = np.empty(0, np.bool_)
         else:
-            worth = np.ones(len(trees)) if weights is None else np.asarray(weights, np.float64)
-            assert len(worth) == len(trees)
             rows = np.arange(trees.num_nodes + 1) + (len(trees) + num_other_rows)
             seconds = self.cost.seconds_at(rows, context_tokens / len(trees))
             keep = np.empty(trees.num_nodes, np.bool_)
-            _choose(chances, trees.offsets, worth, seconds, self.trust, keep)
+            _choose(chances, trees.offsets, worths, seconds, self.trust, keep)
         chosen = _keep_nodes(trees, keep)
         self._last_expected = float(chances[keep].sum())
-        if self.fixed is None:
+        if self.fixed is None and len(trees):
             self._use = max(USE_MEMORY * self._use, float(chosen.sizes.max()))
-            self._learn_gain(trees, self._last_expected, chosen, context_tokens, num_other_rows)
+            rows_before = len(trees) + num_other_rows
+            plain, drafted = self.cost.seconds_at(
+                [rows_before, rows_before + chosen.num_nodes], context_tokens / len(trees)
+            ).tolist()
+            expected = float((np.repeat(worths, trees.sizes)[keep] * chances[keep]).sum())
+            self._learn_gain(self.trust * expected / max(float(worths.sum()), 1e-9), plain, drafted)
         return chosen
 
     def observe(self, trees: DraftTrees, emitted_offsets: npt.NDArray[np.int64], emitted_tokens: Array) -> None:
@@ -207,23 +214,25 @@ class DraftBudget:
         self._num_steps = self._num_asks = 0
         return metrics
 
-    def _learn_gain(
-        self, trees: DraftTrees, expected: float, chosen: DraftTrees, context_tokens: float, num_other_rows: int
-    ) -> None:
-        """Follow what asking brings, drafting time included, and set how often to ask."""
-        if self.fixed is not None or self._steps_since_ask or not len(trees):
+    def _learn_gain(self, more_tokens: float, plain: float, drafted: float) -> None:
+        """Follow what asking brings, drafting time included, and set how often to ask.
+
+        Args:
+            more_tokens: Expected tokens of the drafts, as a share of those without.
+            plain: Seconds of the step without drafts.
+            drafted: Seconds of the step with the chosen ones, drafting not included.
+        """
+        if self._steps_since_ask:
             return  # drafts were not asked for in this step
-        roots = len(trees) + num_other_rows
-        plain, drafted = self.cost.seconds_at([roots, roots + chosen.num_nodes], context_tokens / len(trees))
         draft_seconds = self._draft_seconds or 0.0
-        gain = float((1 + self.trust * expected / len(trees)) * plain / (drafted + draft_seconds) - 1)
+        gain = (1 + more_tokens) * plain / (drafted + draft_seconds) - 1
         self._gain += (GAIN_STEP if self._interval == 1 else GAIN_STEP_WHEN_RARE) * (gain - self._gain)
         if self._gain > 0:
             self._interval = max(1, self._interval // 4)
         else:
             longest = int(min(max(draft_seconds / plain / WASTE, 1), MAX_INTERVAL))
             self._interval = min(2 * self._interval, longest)
-            self._sequences_when_rare = len(trees)
+            self._sequences_when_rare = self._num_sequences
 
 
 def _keep_nodes(trees: DraftTrees, keep: npt.NDArray[np.bool_]) -> DraftTrees:

@@ -14,6 +14,8 @@ TimeForward = Callable[[int, int, int], float]
 """(rows, context tokens of each row, rows with logits) -> seconds of one forward pass."""
 
 NUM_REPEATS = 3
+LINEAR_FROM = 16.0
+"""Beyond a pass that takes so many times the smallest one's seconds, cost is taken to be linear and not timed."""
 DRIFT = 0.002
 """How far costs wander from step to step, as a share of them."""
 NOISE = 0.1
@@ -157,7 +159,10 @@ class StepCost:
         measured: list[tuple[int, float]] = []
         for rows in sizes:
             # A quarter is left for the long context, and no size is begun that would take half of the rest.
-            if len(measured) >= 2 and not effort.can_afford(4 * measured[-1][1], reserve=0.25):
+            if len(measured) >= 2 and (
+                measured[-1][1] > LINEAR_FROM * measured[0][1]
+                or not effort.can_afford(4 * measured[-1][1], reserve=0.25)
+            ):
                 break
             measured.append((rows, effort.time(rows, context)))
         rows, seconds = measured[min(len(measured) - 1, 2)]
