@@ -20,6 +20,7 @@ LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 CODE_NAME = re.compile(r"`([A-Za-z_][\w.]*)`")
 REWARD_NAMES = ("digits", "correct")
 """Those of the tiny run: what `reward/<name>` stands for there."""
+DEPTHS = tuple(str(depth) for depth in range(1, 9))
 
 
 @pytest.fixture(scope="module")
@@ -30,19 +31,25 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         make_policy(folder / "policy"),
         folder / "runs",
         algorithm__kl={"coefficient": 0.01, "placement": "reward"},
-        train__num_steps=2,
+        train__num_steps=6,
         train__checkpoint_every=1,
+        rollout__draft_budget=8,
+        rollout__run_ahead_max_slowdown=1e9,
+        rollout__slots=13,
     )
     assert tuple(reward.name.rpartition(":")[2] for reward in recipe.rewards) == REWARD_NAMES
-    result = run_training(recipe, progress=RunProgress("docs", 2, plain_every=1000))
+    result = run_training(recipe, progress=RunProgress("docs", 6, plain_every=1000))
     return {key for row in read_metrics(result.folder / "metrics.jsonl") for key in row} - {"step"}
 
 
 def documented_metrics() -> list[str]:
     """The first cell of every table row of metrics.md, with `<name>` filled in."""
     cells = re.findall(r"^\| `([^`]+)` \|", (DOCS / "metrics.md").read_text(encoding="utf-8"), re.MULTILINE)
-    filled = [[cell.replace("<name>", name) for name in REWARD_NAMES] if "<name>" in cell else [cell] for cell in cells]
-    return [name for names in filled for name in names]
+    filled = []
+    for cell in cells:
+        names = REWARD_NAMES if "<name>" in cell else DEPTHS if "<d>" in cell else ("",)
+        filled += [cell.replace("<name>", name).replace("<d>", name) for name in names]
+    return filled
 
 
 def links(page: Path) -> Iterator[tuple[str, str, Path]]:

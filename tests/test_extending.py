@@ -10,11 +10,13 @@ import torch
 from tiny_run import make_policy, make_recipe
 
 from srtrl.checks import check_recipe
+from srtrl.metrics import read_metrics
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import build_recipe, dump_recipe, read_source
 from srtrl.resolve import resolve_function
 from srtrl.tasks.base import load_task
 from srtrl.tasks.reward_input import RewardInput
+from srtrl.trainer.training import run_training
 from srtrl.types import Prompt
 
 TEXT = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -51,7 +53,7 @@ def recipe_of(command: str, path: Path) -> Recipe:
     return recipe
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("srtrl train")])
 def test_every_command_of_the_page_passes_the_checks(recipe_file: Path, command: str) -> None:
     assert "my_fork." in dump_recipe(recipe_of(command, recipe_file))
 
@@ -88,6 +90,19 @@ def test_brevity_rewards_short_right_answers(folder: Path) -> None:
 
     assert reward(correct=True, num_tokens=3) == pytest.approx(0.7)
     assert reward(correct=False, num_tokens=3) == 0.0
+
+
+def test_the_drafter_drafts_and_its_training_run_learns_what_none_learns(recipe_file: Path) -> None:
+    command = next(command for command in COMMANDS if "repeat" in command)
+    recipe = recipe_of(f"{command} rollout.draft_budget=3 train.num_steps=2", recipe_file)
+    drafted = run_training(recipe).folder
+    rows = read_metrics(drafted / "metrics.jsonl")
+    assert 1.5 < rows[-1]["engine/verified_per_decode_step"] <= 4
+    plain = run_training(
+        build_recipe(read_source(recipe_file, ["rollout.drafter=none", "train.num_steps=2", "name=plain"]))
+    )
+    expected = read_metrics(plain.folder / "metrics.jsonl")
+    assert [row["loss"] for row in rows[1:]] == [row["loss"] for row in expected[1:]]
 
 
 def test_the_task_loads_and_its_errors_name_the_option(recipe_file: Path) -> None:

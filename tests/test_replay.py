@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from srtrl.rollout.recorded import RecordedPrompt, Recording, load_recorded_tokenizer, read_recorded
 from srtrl.bench.replay_loop import (
     Replay,
     ReplayCounts,
@@ -29,6 +28,7 @@ from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.recipe import Section
+from srtrl.rollout.recorded import RecordedPrompt, Recording, load_recorded_tokenizer, read_recorded
 from srtrl.trainer.rollout_files import rollout_file_name, write_rollouts
 from srtrl.trainer.tokenizer_training import train_tokenizer
 from srtrl.types import Completion, Grade, Prompt, Request, Rollout, RolloutGroup

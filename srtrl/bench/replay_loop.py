@@ -17,9 +17,9 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.rollout.recorded import RecordedPrompt, Recording, Tokens
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
+from srtrl.rollout.recorded import RecordedPrompt, Recording, Tokens
 from srtrl.types import Completion, Request, SamplingParams
 
 Order = Literal["breadth", "depth"]

@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from srtrl.rollout.recorded import Recording, load_recorded_tokenizer, read_recorded
 from srtrl.bench.replay_loop import Replay, ReplayCounts, ReplaySettings, num_history_samples_of, warm_up
 from srtrl.drafters.base import DrafterBase
 from srtrl.recipe_errors import RecipeError, validate_section
 from srtrl.recipe_file import RecipeSource
 from srtrl.resolve import resolve_class
+from srtrl.rollout.recorded import Recording, load_recorded_tokenizer, read_recorded
 from srtrl.trainer.progress import RunProgress
 
 PLAIN_WIDTH = 120

@@ -260,10 +260,9 @@ def _best_first(
         scratch.free[size] = slot
         score = scratch.score[slot]
         entry = scratch.entry
-        depth, state, match = entry[slot, DEPTH], entry[slot, TARGET], entry[slot, CONTEXT]
-        node = Node(_wide(number), score, _wide(depth), _wide(state), _wide(match))
-        tree.token_ids[number] = entry[slot, TOKEN]
-        tree.parents[number] = entry[slot, PARENT]
+        depth, state, match = _wide(entry[slot, DEPTH]), _wide(entry[slot, TARGET]), _wide(entry[slot, CONTEXT])
+        node = Node(_wide(number), score, depth, state, match)
+        tree.token_ids[number], tree.parents[number] = entry[slot, TOKEN], entry[slot, PARENT]
         tree.scores[number] = score
         total += score
     return max_nodes, total
@@ -288,9 +287,7 @@ def _draft_line(memory: Memory, state: int, max_nodes: int, rule: RuleConstants,
         score *= best_count / total
         if score < rule.min_score:
             return node
-        tree.token_ids[node] = best_token
-        tree.parents[node] = node - 1
-        tree.scores[node] = score
+        tree.token_ids[node], tree.parents[node], tree.scores[node] = best_token, node - 1, score
         state = best
     return max_nodes
 
@@ -378,8 +375,7 @@ def _close_up(batch: Batch, num_nodes: Places, trees: Tree, offsets: Places) -> 
         offsets[row] = place
         begin = batch.rooms[row]
         for i in range(begin, begin + num_nodes[row]):
-            trees.token_ids[place] = trees.token_ids[i]
-            trees.parents[place] = trees.parents[i]
+            trees.token_ids[place], trees.parents[place] = trees.token_ids[i], trees.parents[i]
             trees.scores[place] = trees.scores[i]
             place += 1
     offsets[len(num_nodes)] = place
