@@ -48,7 +48,7 @@ def learned(folder: Path) -> tuple[list[dict[str, float]], list[torch.Tensor], l
     ]
     checkpoint = latest_checkpoint(folder / "checkpoints")
     assert checkpoint is not None
-    weights = list(load_model(str(checkpoint), dtype=torch.float32, device="cpu").parameters())
+    weights: list[torch.Tensor] = list(load_model(str(checkpoint), dtype=torch.float32, device="cpu").parameters())
     rollouts = [row for file in sorted((folder / "rollouts").iterdir()) for row in pq.read_table(file).to_pylist()]
     return rows, weights, rollouts
 

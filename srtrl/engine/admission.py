@@ -25,6 +25,8 @@ class WaitingLine:
         """A heap by admission."""
         self._waves: dict[int, list[Sequence]] = {}
         """Sample index -> samples; depth-first: draw index -> samples. Never an empty list."""
+        self._numbers: list[int] = []
+        """Its keys, as a heap."""
         self._sorted_wave: int | None = None
         """The wave whose list is in order, the next sample last; None once something has changed."""
         self._lengths: dict[tuple[int, ...], tuple[float, int]] = {}
@@ -46,7 +48,10 @@ class WaitingLine:
         """A new sample waits."""
         request = sequence.request
         number = request.sample_index if self.admission == "breadth_first" else request.draw_index
-        self._waves.setdefault(number, []).append(sequence)
+        if number not in self._waves:
+            self._waves[number] = []
+            heapq.heappush(self._numbers, number)
+        self._waves[number].append(sequence)
         self._sorted_wave = None
 
     def put_back(self, sequence: Sequence) -> None:
@@ -71,7 +76,7 @@ class WaitingLine:
         """
         if self._preempted:
             return self._preempted[0][1]
-        number = min(self._waves)
+        number = self._numbers[0]
         if self._sorted_wave != number:
             self._sort(self._waves[number], running)
             self._sorted_wave = number
@@ -83,16 +88,17 @@ class WaitingLine:
         if self._preempted:
             heapq.heappop(self._preempted)
             return sequence
-        number = min(self._waves)
+        number = self._numbers[0]
         self._waves[number].pop()
         if not self._waves[number]:
-            del self._waves[number]
+            del self._waves[heapq.heappop(self._numbers)]
         return sequence
 
     def clear(self) -> None:
         """Forget all samples and lengths."""
         self._preempted.clear()
         self._waves.clear()
+        self._numbers.clear()
         self._lengths.clear()
         self._sorted_wave = None
 

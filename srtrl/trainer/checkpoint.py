@@ -1,9 +1,9 @@
 """Checkpoints: written beside, made durable, then renamed; a killed run finds the last one whole.
 
 A checkpoint is a folder `step_000010` that `transformers` loads as a model, with `optimizer.pt`, `rng.pt` and
-`state.json` for the trainer, and the drafter's files (its rollouts, so that speculation goes on as well as it did). The data position and the learning rate are functions of the step and are not stored;
-sampling noise is a hash of (seed, step, draw, sample), so the global random states are kept only for the user's own
-reward and loss functions.
+`state.json` for the trainer, and the drafter's files (its rollouts: speculation goes on as well as it did). The data
+position and the learning rate are functions of the step and are not stored; sampling noise is a hash of (seed, step,
+draw, sample), so the global random states are kept only for the user's own reward and loss functions.
 """
 
 from __future__ import annotations
