@@ -150,7 +150,8 @@ def generate(
         return len(errors)
 
     longest = max(len(token_ids) for _, token_ids in encoded) + options.sampling.max_new_tokens
-    drafter = _build_drafter(options, tokenizer, {token_ids for _, token_ids in encoded}, on_note)
+    known = {token_ids for _, token_ids in encoded}
+    drafter = _build_drafter(options, tokenizer, config.vocab_size, known, on_note)
     engine = _build_engine(model_path, options, tokenizer, drafter, min(longest, config.max_position_embeddings))
     sampling = replace(options.sampling, end_token_ids=end_token_ids(model_path, tokenizer))
     requests: list[Request] = []
@@ -287,6 +288,7 @@ def _row(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Generate
 def _build_drafter(
     options: GenerateOptions,
     tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
     prompts: set[tuple[int, ...]],
     on_note: Callable[[str], None],
 ) -> DrafterBase:
@@ -298,7 +300,16 @@ def _build_drafter(
     except ValueError as error:
         raise ValueError(f"--drafter: {error}") from error
     if options.cache is not None:
-        recorded = read_recorded(options.cache, tokenizer=tokenizer, max_tokens=1 << 30).prompts()
+        try:
+            recorded = read_recorded(options.cache, tokenizer=tokenizer, max_tokens=1 << 30).prompts()
+        except ValueError as error:
+            raise ValueError(f"--cache: {error}") from error
+        largest = max(int(tokens.max()) for prompt in recorded for tokens in prompt.samples)
+        if largest >= vocab_size:
+            raise ValueError(
+                f"--cache: {options.cache}: token id {largest} is not in the model's vocabulary of {vocab_size}; "
+                "expected rollouts of this model's tokenizer"
+            )
         num_known = sum(prompt.prompt_token_ids in prompts for prompt in recorded)
         on_note(f"--cache: {options.cache} has rollouts of {num_known} of the {len(prompts)} prompts")
         feed_drafter(drafter, recorded, "generate")

@@ -100,7 +100,7 @@ class RolloutSection(Section):
     drafter_options: dict[str, Any] = Field(default_factory=dict)
     """Options of that drafter; its `Options` class documents and checks them."""
     draft_budget: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
-    """`auto`: as many draft nodes as pay, by the measured cost of a step; N: at most N nodes a sequence."""
+    """`auto`: as many draft nodes as pay, by the measured cost of a step; N: at most N (and 128) nodes a sequence."""
     slots: int = Field(default=64, ge=1)
     """Sequences decoded at once; a finished one is replaced at once."""
     admission: Literal["breadth_first", "depth_first"] = "breadth_first"
@@ -113,7 +113,8 @@ class RolloutSection(Section):
     run_ahead: Literal["off", "next_step", "active", "both"] = "next_step"
     """What idle slots decode, to draft from: samples of the next step, or more samples of this step's open prompts.
 
-    Run-aheads give way to every sample of the step and are never learned from.
+    Run-aheads give way to every sample of the step and are never learned from. There are none with a drafter that
+    has no use for them (of ours only `srt` has), nor with a `draft_budget` of 0.
     """
     run_ahead_coupled: bool = True
     """The next step's run-aheads use the noise that their samples will have; false is for measuring the difference."""

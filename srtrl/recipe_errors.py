@@ -4,7 +4,8 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_args
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -53,7 +54,7 @@ def validate_section(section: type[SectionT], data: dict[str, Any], prefix: Key 
     except ValidationError as error:
         details = error.errors(include_url=False)
         problems = [problem for detail in details for problem in _problems_of(section, detail, prefix)]
-        raise RecipeError(problems) from error
+        raise RecipeError(_merge_alternatives(section, problems, prefix)) from error
 
 
 def dotted(key: Key) -> str:
@@ -117,6 +118,24 @@ def _problems_of(section: type[Section], detail: Any, prefix: Key) -> list[Probl
     return [Problem(key, f"expected {_EXPECTED[kind].format(**context)}, found {describe(detail['input'])}{hint}")]
 
 
+def _merge_alternatives(section: type[Section], problems: Sequence[Problem], prefix: Key) -> list[Problem]:
+    """Make one problem of those that pydantic lists for each alternative of `A | B`, whose name it adds to the key."""
+    merged: list[Problem] = []
+    for problem in problems:
+        key = problem.key[:-1]
+        location = key[len(prefix) :]
+        info = _section_at(section, location[:-1]).model_fields.get(str(location[-1])) if location else None
+        if info is None or get_origin(info.annotation) not in (Union, UnionType) or section_in(info.annotation):
+            merged.append(problem)
+        elif merged and merged[-1].key == key:
+            first, _, found = merged[-1].message.partition(", found ")
+            second = problem.message.removeprefix("expected ").partition(", found ")[0]
+            merged[-1] = Problem(key, f"{first} or {second}, found {found}")
+        else:
+            merged.append(Problem(key, problem.message))
+    return merged
+
+
 def _unknown_key(section: type[Section], location: Key) -> str:
     """Name the nearest key of the same section, or the section that does have this key."""
     name = str(location[-1])
@@ -129,6 +148,8 @@ def _unknown_key(section: type[Section], location: Key) -> str:
             if (inner := section_in(info.annotation)) and name in inner.model_fields
         ]
         hint = f", did you mean `{elsewhere[0]}`?" if elsewhere else ""
+    if not known:
+        return "unknown key; there are no options here"
     return f"unknown key{hint or '; known here: ' + ', '.join(known)}"
 
 

@@ -1,7 +1,7 @@
 """Requests and steps for tests of the scheduler without a model."""
 
-from srtrl.engine.scheduler import ScheduledStep, Scheduler
-from srtrl.engine.sequence import Sequence
+from srtrl.engine.scheduler import Scheduler
+from srtrl.engine.sequence import ScheduledStep, Sequence
 from srtrl.types import Request, SamplingParams
 
 

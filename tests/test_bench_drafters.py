@@ -106,10 +106,9 @@ def test_history_is_fed_as_an_epoch_that_is_over_and_only_of_the_prompts_that_ar
     feed_history(diary, trace, [request for request in trace.requests if request.draw_index == 0])
     assert diary.entries == [
         ("start", -1, (3, 7)),
-        ("observe", [-1], [[1]]),
-        ("finish", -1, [1]),
         ("start", -2, (3, 7)),
-        ("observe", [-2], [[2, 2]]),
+        ("observe", [-1, -2], [[1], [2, 2]]),
+        ("finish", -1, [1]),
         ("finish", -2, [2, 2]),
         "update",
     ]
@@ -249,6 +248,9 @@ def test_a_curve_that_cannot_be_used_is_named(text: str, error: str) -> None:
             ("--drafters", "none", "--model", "MODEL", "--run-ahead", "on"),
             "--run-ahead: 'on' is none of off, uncoupled",
         ),
+        (("--trace", "TEXTS", "--tokenizer", "./nowhere"), "--tokenizer: ./nowhere: "),
+        (("--trace", "TRACE", "--json", "nowhere/x.json"), "--json: there is no folder nowhere to write x.json into"),
+        (("--trace", "TRACE", "--write-docs", "."), "--write-docs: . is a folder; expected a file to write"),
     ],
 )
 def test_mistakes_are_named(folder: Path, tmp_path: Path, arguments: tuple[object, ...], error: str) -> None:

@@ -106,6 +106,11 @@ def test_help_fields_documents_every_field_and_the_tasks_options() -> None:
         ("task.name=arithmetics", "task.name: `arithmetics` is not in srtrl/tasks/, did you mean `arithmetic`?"),
         ("task.options.max_operan=3", "task.options.max_operan: unknown key, did you mean `max_operand`?"),
         ("rollout.drafter=nne", "rollout.drafter: `nne` is not in srtrl/drafters/, did you mean `none`?"),
+        ("rollout.drafter=collections:Counter", "rollout.drafter: `collections:Counter` is no drafter; expected a sub"),
+        (
+            "rollout.drafter_options={rule: foo}",
+            "rollout.drafter_options.rule: expected 'blend', 'paper' or 'authors',",
+        ),
         ("model.path=./nowhere", "model.path: ./nowhere: "),
         (
             "rollout.max_new_tokens=65",

@@ -1,6 +1,6 @@
 """Each drafter on texts made by hand, and all of them on random ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +14,14 @@ from srtrl.drafters.history import Drafter as HistoryDrafter
 from srtrl.drafters.history import HistoryOptions
 from srtrl.drafters.ngram import Drafter as NgramDrafter
 from srtrl.drafters.ngram import NgramOptions
+from srtrl.drafters.prompt_tries import PromptTrie, PromptTries
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.drafters.srt import SrtOptions
 from srtrl.drafters.suffix import Drafter as SuffixDrafter
 from srtrl.drafters.suffix import SuffixOptions
 from srtrl.recipe import Section
 from srtrl.recipe_errors import validate_section
+from srtrl.rollout.recorded import RecordedPrompt, feed_drafter
 
 TEXT = list(np.random.default_rng(1).integers(0, 50, 60).tolist())
 OTHER = list(np.random.default_rng(2).integers(0, 50, 60).tolist())
@@ -285,6 +287,40 @@ def test_suffix_keeps_the_newest_responses(tmp_path: Path) -> None:
     read.load(tmp_path)
     assert sum(run(read, 92, request(), texts[7])) > 40
     assert read.take_metrics()["engine/cache_tokens"] <= 256
+
+
+def test_drafters_whose_caches_have_other_keys_do_not_read_each_others_files(tmp_path: Path) -> None:
+    pairs: list[tuple[SrtDrafter | SuffixDrafter, SrtDrafter | SuffixDrafter]]
+    pairs = [(SrtDrafter(), SuffixDrafter()), (SuffixDrafter(), SrtDrafter())]
+    for written, read in pairs:
+        folder = tmp_path / type(written).__module__
+        folder.mkdir()
+        run(written, 0, request(), TEXT)
+        written.save(folder)
+        assert list(folder.iterdir())
+        read.load(folder)
+        assert read.cache("train").num_prompts == 0
+
+
+def test_recorded_rollouts_of_a_prompt_are_fed_to_one_trie(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+    build = PromptTries._build
+
+    def counting(self: PromptTries, prompts: Sequence[PromptTrie]) -> None:
+        built.append(len(prompts))
+        build(self, prompts)
+
+    monkeypatch.setattr(PromptTries, "_build", counting)
+    samples = [np.array(text, np.int32) for text in (TEXT, OTHER, TEXT[:30])]
+    prompts = [
+        RecordedPrompt(prompt_id="0", prompt_token_ids=(1, 2), samples=samples),
+        RecordedPrompt(prompt_id="1", prompt_token_ids=(1, 3), samples=[]),
+    ]
+    drafter = SrtDrafter()
+    feed_drafter(drafter, prompts, "train")
+    assert built == [1]
+    assert [one.tolist() for one in drafter.cache("train").rollouts((1, 2))] == [TEXT, OTHER, TEXT[:30]]
+    assert drafter.cache("train").num_prompts == 1
 
 
 # --- all of them

@@ -125,12 +125,22 @@ def test_a_prompt_that_can_never_fit_in_the_memory_fails_alone(policy: Path) -> 
         (("--prompts", "/nowhere.jsonl"), "--prompts: cannot read /nowhere.jsonl"),
         (("--prompt", "1", "--top-p", 0), "--top-p: expected a number above 0 and at most 1, found 0.0"),
         (("--prompt", "1", "--chat"), "--chat: the tokenizer has no chat template"),
+        (("--prompt", "1", "--cache", "/nowhere.jsonl"), "--cache: /nowhere.jsonl: no such file or folder"),
     ],
 )
 def test_what_stops_the_whole_command(policy: Path, flags: tuple[object, ...], error: str) -> None:
     result, rows = run(policy, *flags)
     assert (result.exit_code, rows) == (2, [])
     assert error in result.stderr
+
+
+def test_a_cache_of_another_models_rollouts_is_refused(policy: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "rollouts.jsonl"
+    row = {"prompt_token_ids": [5, 6], "samples": [{"token_ids": [1, VOCAB_SIZE]}]}
+    cache.write_text(json.dumps(row) + "\n")
+    result, rows = run(policy, "--prompt-ids", "5,6", "--cache", cache, "--drafter", "suffix")
+    assert (result.exit_code, rows) == (2, [])
+    assert f"token id {VOCAB_SIZE} is not in the model's vocabulary of {VOCAB_SIZE}" in result.stderr
 
 
 def test_prompts_get_numbers_in_the_order_of_the_command_line(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from model_cases import CASES, ModelCase, hf_logits, load_ours, make_hf_model, r
 
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.engine.runner import ModelRunner
-from srtrl.engine.scheduler import PrefillChunk, ScheduledStep
-from srtrl.engine.sequence import PromptPages, Sequence
+from srtrl.engine.sequence import PrefillChunk, PromptPages, ScheduledStep, Sequence
 from srtrl.model.paged_attention import KVCache, PagedPlan, PagedRows, ReferenceRows
 from srtrl.types import Request, SamplingParams
 

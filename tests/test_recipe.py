@@ -7,6 +7,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from srtrl.drafters.base import NoOptions
 from srtrl.recipe import Section
 from srtrl.recipe_errors import RecipeError, validate_section
 from srtrl.recipe_file import dump_recipe, load_recipe, read_source
@@ -142,6 +143,11 @@ def test_file_errors_name_line_key_and_expectation(recipe_file: Path, line: str,
         ("train..num_steps=1", "expected section.key=value"),
         ("train.num_steps.x=1", "train.num_steps is the integer 3, not a section"),
         ("rewards.0.weight=2", "the recipe file has no list `rewards`; give it whole: rewards=[...]"),
+        (
+            "rollout.draft_budget=-1",
+            "rollout.draft_budget: expected 'auto' or a number of at least 0, found the integer -1",
+        ),
+        ("rollout.draft_budget=many", "rollout.draft_budget: expected 'auto' or an integer, found the text \"many\""),
         ("task={name: arithmetic, nam: 1}", "task.nam: unknown key, did you mean `name`?"),
         (
             "log.trackers=[1]",
@@ -311,3 +317,8 @@ def test_options_of_a_task_are_checked_at_their_place() -> None:
     with pytest.raises(RecipeError, match=r"^task.options.num_trian: unknown key, did you mean `num_train`\?$"):
         validate_section(Options, {"num_trian": 3}, ("task", "options"))
     assert validate_section(Options, {"num_train": 3}, ("task", "options")).num_train == 3
+
+
+def test_where_there_are_no_options_the_error_says_so() -> None:
+    with pytest.raises(RecipeError, match=r"^rollout.drafter_options.rule: unknown key; there are no options here$"):
+        validate_section(NoOptions, {"rule": "blend"}, ("rollout", "drafter_options"))

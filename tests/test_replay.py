@@ -542,7 +542,7 @@ def test_the_command_prints_a_table(rows_file: Path) -> None:
         (("--drafter", "none", "--min-score", "2"), "--min-score: expected a chance from 0 to 1, found 2.0"),
         (("--drafter", "none", "--order", "depth"), "--order: it needs --slots"),
         (("--drafter", "none", "--max-tokens", "1"), "nothing to decode: each sample has one token"),
-        (("--drafter", "none", "--tokenizer", "./nowhere"), "./nowhere: "),
+        (("--drafter", "none", "--tokenizer", "./nowhere"), "--tokenizer: ./nowhere: "),
     ],
 )
 def test_mistakes_are_named_and_exit_with_2(rows_file: Path, arguments: tuple[str, ...], error: str) -> None:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from srtrl.drafters.draft_tree import EMPTY_TREE, ROOT, DraftTree, DraftTrees
 from srtrl.engine.rows import build_rows, dummy_rows
 from srtrl.engine.runner import ModelRunner
-from srtrl.engine.scheduler import PrefillChunk
-from srtrl.engine.sequence import PromptPages, Sequence
+from srtrl.engine.sequence import PrefillChunk, PromptPages, Sequence
 from srtrl.engine.tree_rows import node_depths, node_rows, root_rows
 from srtrl.engine.verify import Walk
 from srtrl.types import Request, SamplingParams

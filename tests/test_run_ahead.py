@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from tiny_run import make_policy, make_recipe
 
-from srtrl.drafters.none import Drafter
+from srtrl.drafters.srt import Drafter
 from srtrl.engine.sampler import stream_of
+from srtrl.metrics import read_metrics
 from srtrl.rollout.collect import collect_rollouts, sample_requests
 from srtrl.rollout.run_ahead import RunAheadMode, run_ahead_requests
 from srtrl.trainer import trainer
@@ -86,7 +87,7 @@ def test_the_trainer_looks_one_step_ahead_and_says_what_comes(tmp_path: Path, mo
 
     monkeypatch.setattr(trainer, "collect_rollouts", collect)
     monkeypatch.setattr(Drafter, "set_next_uses", lambda self, prompts: next_uses.append(list(prompts)), raising=False)
-    recipe = make_recipe(make_policy(tmp_path / "policy"), tmp_path, rollout__drafter="none", train__num_steps=3)
+    recipe = make_recipe(make_policy(tmp_path / "policy"), tmp_path, train__num_steps=3)
     run_training(recipe, resume=False, overwrite=False)
     changed = {"run_ahead": "both", "run_ahead_coupled": False, "run_ahead_max_slowdown": 0.5, "draft_budget": 3}
     changed |= {"admission": "depth_first", "long_first": False}
@@ -101,3 +102,18 @@ def test_the_trainer_looks_one_step_ahead_and_says_what_comes(tmp_path: Path, mo
     assert steps[-1][1] == []  # the last step has no next one
     drawn = [request.prompt_token_ids for requests, _ in steps for request in requests if request.sample_index == 0]
     assert next_uses == [drawn[:10], drawn[4:], drawn[8:]]  # an epoch of 10 prompts, as far as the run goes
+
+
+@pytest.mark.parametrize(("drafter", "draft_budget"), [("ngram", 4), ("srt", 0)])
+def test_nothing_runs_ahead_where_nobody_drafts_from_it(tmp_path: Path, drafter: str, draft_budget: int) -> None:
+    recipe = make_recipe(
+        make_policy(tmp_path / "policy"),
+        tmp_path,
+        rollout__drafter=drafter,
+        rollout__draft_budget=draft_budget,
+        rollout__run_ahead="both",
+        rollout__run_ahead_max_slowdown=1e9,
+        train__num_steps=2,
+    )
+    rows = read_metrics(run_training(recipe).folder / "metrics.jsonl")
+    assert {row["engine/run_ahead_rows"] for row in rows if row["step"]} == {0}

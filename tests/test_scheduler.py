@@ -1,5 +1,8 @@
 """The scheduler without a model: a fake step computes what was scheduled and appends one token a sample."""
 
+from collections.abc import Iterable
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_cases import compute, request
@@ -108,6 +111,24 @@ def test_scouts_that_finished_long_or_still_run_call_their_siblings_early() -> N
     # After 3 tokens nothing but draw 0's length is known, and the running ones are as long: data order decides. After 5
     # tokens the scouts of 1 and 3 have said more than draw 2's whole response.
     assert order[4:] == [(0, 1), (1, 1), (3, 1), (2, 1)]
+
+
+def test_a_long_wave_is_not_sorted_for_each_sample_that_finishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    sort = WaitingLine._sort
+
+    def counting(self: WaitingLine, wave: list[Sequence], running: Iterable[Sequence]) -> None:
+        sizes.append(len(wave))
+        sort(self, wave, running)
+
+    monkeypatch.setattr(WaitingLine, "_sort", counting)
+    line = WaitingLine()
+    for draw in range(640):
+        line.add(waiting_sequence(draw, 0))
+    while line:
+        line.expect(line.pop_first([]).request.prompt_token_ids, 5.0)
+    assert sum(sizes) < 30 * 640
+    assert sizes[-1] == 1  # a short wave follows each change
 
 
 def test_a_preempted_sample_comes_before_an_expected_long_one() -> None:

@@ -24,6 +24,7 @@ RULES = st.builds(
     max_depth=st.sampled_from([2, 1 << 20]),
     max_contexts=st.integers(1, 5),
     distinct_weight=st.sampled_from([0.0, 0.5, 1.0]),
+    tail=st.sampled_from([0.0, 0.15, 1.0]),
     max_match=st.sampled_from([3, 64]),
 )
 
@@ -194,3 +195,18 @@ def test_nothing_to_draft_from() -> None:
     assert len(propose_batch([], [], [], DraftRule())) == 0
     with pytest.raises(ValueError, match="token_ids is empty"):
         trie.count([])
+
+
+def test_scores_do_not_depend_on_the_threshold() -> None:
+    """A draft cut at a score is the draft made with that threshold: the budget may do the cutting."""
+    generator = np.random.default_rng(0)
+    trie = TokenTrie()
+    for _ in range(6):
+        trie.insert(generator.choice(VOCAB, 200, p=[0.6, 0.25, 0.1, 0.03, 0.02]).tolist())
+    cursor = trie.start()
+    trie.extend(cursor, generator.choice(VOCAB, 50, p=[0.6, 0.25, 0.1, 0.03, 0.02]).tolist())
+    full = propose_batch([trie], [cursor], [1000], DraftRule(min_score=0.001))[0]
+    for threshold in (0.3, 0.1, 0.01):
+        cut = full.first(int((full.scores >= threshold).sum()))
+        assert 0 < cut.num_nodes < full.num_nodes
+        assert_equal_trees(propose_batch([trie], [cursor], [1000], DraftRule(min_score=threshold))[0], cut)

@@ -91,7 +91,7 @@ class ReferenceTrie:
         mass = 1.0
         levels: list[tuple[float, Text, dict[int, int]]] = []
         for context, following in self.contexts(string):
-            if len(levels) == rule.max_contexts or score * mass < rule.min_score:
+            if len(levels) == rule.max_contexts or mass < rule.tail:
                 break
             total, match = sum(following.values()), len(context)
             trust = total / (total + rule.distinct_weight * len(following)) * (match / (match + rule.match_weight))

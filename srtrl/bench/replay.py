@@ -54,8 +54,9 @@ def replay(
 ) -> None:
     """Count what speculation would bring to recorded rollouts.
 
-    No model is needed: the tokens are known, and each draft is verified against them as the decoder would. The steps of
-    a run follow each other, so that each is history for the next; every FILE begins with an empty drafter.
+    No model is needed: the tokens are known, and each draft is verified against them as the decoder would; the
+    first token of each sample is given, not drafted. The steps of a run follow each other, so that each is history for
+    the next; every FILE begins with an empty drafter.
     """
     from srtrl.bench.replay_loop import ReplaySettings
     from srtrl.bench.replay_run import print_result, replay_files

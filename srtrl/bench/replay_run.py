@@ -106,7 +106,8 @@ class ReplayResult:
     def _caption(self) -> str:
         sentences = [
             "Recorded tokens through the drafter under the decoder's rule, without a model: a decode step gives a "
-            "sequence so many tokens on average for so many verified; without drafts it is 1 for 1.",
+            "sequence so many tokens on average for so many verified (the root included); without drafts it is 1 for "
+            "1. The first token of each sample is given, not drafted.",
             "`us a draft` is the time of drafting, `us a token` that of all the drafter's other work for each token it "
             "was shown.",
         ]
@@ -137,7 +138,10 @@ def replay_files(
         twice = next(path for path, count in Counter(files).items() if count > 1)
         raise ValueError(f"{twice}: given twice")
     make_drafter, options = find_drafter(drafter_name, drafter_options)
-    loaded = load_recorded_tokenizer(tokenizer) if tokenizer is not None else None
+    try:
+        loaded = load_recorded_tokenizer(tokenizer) if tokenizer is not None else None
+    except ValueError as error:
+        raise ValueError(f"--tokenizer: {error}") from error
     total = ReplayCounts()
     num_cut = 0
     rows: dict[str, ReplayRow] = {}

@@ -81,6 +81,8 @@ def command(
         run_ahead=options.parse_names("--run-ahead", run_ahead or "off", ("off", "uncoupled", "coupled")),
     )
     _check(bench)
+    _check_output("--json", json_file)
+    _check_output("--write-docs", write_docs)
     _run(bench, json_file, write_docs)
 
 
@@ -98,6 +100,16 @@ def _check(bench: RolloutBench) -> None:
         raise ValueError(f"--kv-memory-gib: expected a number above 0, found {bench.kv_memory_gib}")
     if bench.mode == "peers" and len(bench.slots) > 1:
         raise ValueError(f"--slots: one number here, found {len(bench.slots)}; several are for --drafters")
+
+
+def _check_output(option: str, path: Path | None) -> None:
+    """Refuse a file that cannot be written before anything is measured, not after."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{option}: {path} is a folder; expected a file to write")
+    if not path.parent.is_dir():
+        raise ValueError(f"{option}: there is no folder {path.parent} to write {path.name} into; make it first")
 
 
 def _run(bench: RolloutBench, json_file: Path | None, write_docs: Path | None) -> None:

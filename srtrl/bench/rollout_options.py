@@ -100,7 +100,10 @@ Trace = Annotated[
     Path | None,
     typer.Option(help="Recorded rollouts that the decoder is made to sample; JSONL, or Parquet of a run of srtrl."),
 ]
-TokenizerFolder = Annotated[Path | None, typer.Option("--tokenizer", help="Tokenizer of a trace of texts.")]
+TokenizerFolder = Annotated[
+    str | None,
+    typer.Option("--tokenizer", metavar="DIR", help="Folder or hub name of the tokenizer, for a trace of texts."),
+]
 History = Annotated[
     float | None,
     typer.Option(min=0, max=1, help="Share of each prompt's samples that the drafter has seen before. [default: 0]"),
@@ -176,7 +179,7 @@ class RolloutBench:
     draft_budget: Literal["auto"] | int
     price_as: str | None
     trace: Path | None
-    tokenizer: Path | None
+    tokenizer: str | None
     history: float
     trace_note: str | None
     num_epochs: int

@@ -100,7 +100,10 @@ def read_trace(bench: RolloutBench) -> Recording:
         ValueError: The file cannot be read, has texts and no tokenizer was given, or has too few prompts.
     """
     assert bench.trace is not None
-    tokenizer = load_recorded_tokenizer(bench.tokenizer) if bench.tokenizer is not None else None
+    try:
+        tokenizer = load_recorded_tokenizer(bench.tokenizer) if bench.tokenizer is not None else None
+    except ValueError as error:
+        raise ValueError(f"--tokenizer: {error}") from error
     recording = read_recorded(bench.trace, tokenizer=tokenizer, max_tokens=bench.max_tokens or sys.maxsize)
     num_prompts = len(recording.prompts())
     if bench.num_prompts is not None and max(bench.num_prompts) > num_prompts:

@@ -8,8 +8,8 @@ from srtrl.bench.workload import Workload
 from srtrl.drafters.base import DrafterBase
 from srtrl.engine.sampler import stream_of
 from srtrl.model.transformer import ModelConfig
-from srtrl.rollout.recorded import RecordedPrompt, Tokens
-from srtrl.types import Completion, Request, SamplingParams
+from srtrl.rollout.recorded import RecordedPrompt, Tokens, feed_drafter
+from srtrl.types import Request, SamplingParams
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -95,20 +95,9 @@ def _check_vocabulary(requests: Sequence[Request], trace: Trace, config: ModelCo
 
 def feed_history(drafter: DrafterBase, trace: Trace, requests: Sequence[Request]) -> None:
     """Let the drafter see the earlier rollouts of the requests' prompts, as an epoch that is over."""
-    of_prompt = {request.prompt_token_ids: request for request in requests}
-    sequence_id = -1  # the engine's own begin at 0
-    for prompt, request in of_prompt.items():
-        for sample in trace.history[prompt]:
-            token_ids = sample.tolist()
-            completion = Completion(
-                request=request,
-                token_ids=token_ids,
-                rollout_logprobs=[0.0] * len(token_ids),
-                finish_reason="stop",
-                policy_version=0,
-            )
-            drafter.start(sequence_id, request)
-            drafter.observe([sequence_id], [token_ids])
-            drafter.finish(sequence_id, completion)
-            sequence_id -= 1
-    drafter.on_policy_update()
+    of_prompt = {request.prompt_token_ids: request.prompt_id for request in requests}
+    earlier = [
+        RecordedPrompt(prompt_id=prompt_id, prompt_token_ids=prompt, samples=list(trace.history[prompt]))
+        for prompt, prompt_id in of_prompt.items()
+    ]
+    feed_drafter(drafter, earlier, "train")

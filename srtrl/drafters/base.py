@@ -21,6 +21,8 @@ class DrafterBase:
     """
 
     Options: type[Section] = NoOptions
+    uses_run_aheads: bool = False
+    """Whether it drafts from what run-aheads have decoded; where it does not, training decodes none."""
 
     def __init__(self, options: Section | None = None) -> None:
         """Make a drafter; without options, with their defaults."""

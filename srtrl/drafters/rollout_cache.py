@@ -209,9 +209,11 @@ class RolloutCache:
 class RolloutCaches:
     """One cache for each purpose of a sample, with equal bounds: evaluation never learns from training."""
 
-    def __init__(self, *, max_rollouts: int, max_bytes: int) -> None:
+    def __init__(self, *, max_rollouts: int, max_bytes: int, file_stem: str = "rollouts") -> None:
+        """`file_stem` begins the names of the files: caches with other keys have another one."""
         self.max_rollouts = max_rollouts
         self.max_bytes = max_bytes
+        self._file_stem = file_stem
         self._caches: dict[str, RolloutCache] = {}
 
     def of(self, purpose: str) -> RolloutCache:
@@ -221,15 +223,15 @@ class RolloutCaches:
         return self._caches[purpose]
 
     def save(self, folder: Path) -> None:
-        """Write `rollouts_<purpose>.safetensors` for each purpose that has been seen."""
+        """Write `<file_stem>_<purpose>.safetensors` for each purpose that has been seen."""
         for purpose, cache in self._caches.items():
-            cache.save(folder / f"rollouts_{purpose}.safetensors")
+            cache.save(folder / f"{self._file_stem}_{purpose}.safetensors")
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote in place of what is there; raises ValueError naming a damaged file."""
         self._caches = {}
-        for path in sorted(folder.glob("rollouts_*.safetensors")):
-            self.of(path.stem.removeprefix("rollouts_")).load(path)
+        for path in sorted(folder.glob(f"{self._file_stem}_*.safetensors")):
+            self.of(path.stem.removeprefix(f"{self._file_stem}_")).load(path)
 
     def take_metrics(self) -> dict[str, float]:
         """Sizes of all caches, and what was dropped since the last call."""

@@ -44,12 +44,20 @@ class SrtOptions(Section):
     max_trie_tokens: int = Field(default=262_144, ge=64)
     """Most tokens in one prompt's trie (some 150 bytes each); a larger one is rebuilt from its newest texts."""
 
+    def draft_rule(self) -> DraftRule:
+        """The rule with its threshold."""
+        min_score = self.min_score
+        if min_score is None:
+            min_score = 0.01 if self.rule == "blend" else 0.1
+        return DraftRule(name=self.rule, min_score=min_score)
+
 
 class Drafter(DrafterBase):
     """See `srtrl.drafters.base.DrafterBase`."""
 
     Options = SrtOptions
     options: SrtOptions
+    uses_run_aheads = True
 
     def __init__(self, options: Section | None = None) -> None:
         super().__init__(options)
@@ -62,10 +70,7 @@ class Drafter(DrafterBase):
             max_bytes=max_bytes,
         )
         self._run_aheads = RunAheads()
-        min_score = self.options.min_score
-        if min_score is None:
-            min_score = 0.01 if self.options.rule == "blend" else 0.1
-        self._rule = DraftRule(name=self.options.rule, min_score=min_score)
+        self._rule = self.options.draft_rule()
         self._num_started = 0
         self._num_with_history = 0
 

@@ -42,7 +42,9 @@ class Drafter(DrafterBase):
     def __init__(self, options: Section | None = None) -> None:
         super().__init__(options)
         max_tokens = self.options.max_tokens
-        self._caches = RolloutCaches(max_rollouts=max_tokens, max_bytes=2 * TOKEN_BYTES * max_tokens)
+        self._caches = RolloutCaches(
+            max_rollouts=max_tokens, max_bytes=2 * TOKEN_BYTES * max_tokens, file_stem="responses"
+        )
         self._global = PromptTries(self._history, online=False, max_trie_tokens=max_tokens, max_bytes=1 << 62)
         self._purposes: set[str] = set()
         self._own: dict[int, tuple[TokenTrie, int]] = {}

@@ -166,8 +166,7 @@ class DraftRule:
     name: Literal["blend", "paper", "authors", "suffix"] = "blend"
     """`blend`: Witten-Bell back-off. A context and its suffixes, the longest first, each take the share
     total / (total + distinct_weight x distinct) x match / (match + match_weight) of the probability mass that is left
-    and spread it over the tokens that followed them, by count, until what is left could not make a node of its own;
-    trees grow best-first.
+    and spread it over the tokens that followed them, by count, until `tail` is left; trees grow best-first.
     `paper`: the rule of the SRT paper: the longest match that something follows, share of its occurrences, best-first.
     `authors`: the rule of that paper's code: the most frequent token again and again, at most as many as the match has.
     `suffix`: the rule of SuffixDecoding (Oliaro et al., 2024): a tree from each suffix of the match, by share of the
@@ -182,6 +181,9 @@ class DraftRule:
     """`blend`: what a distinct token takes from the trust in a context."""
     match_weight: float = 1.0
     """`blend`: length of a match that is trusted by half."""
+    tail: float = 0.15
+    """`blend`: mass that is not worth a shorter context. It is a share of each node's own mass, so that scores do not
+    depend on `min_score`: in replays shorter contexts cost more nodes than they brought tokens."""
     max_tokens: int = 24
     """`authors`: longest draft."""
     max_tree: int = 48
@@ -201,6 +203,7 @@ class DraftRule:
             max_contexts=self.max_contexts,
             distinct_weight=self.distinct_weight,
             match_weight=self.match_weight,
+            tail=self.tail,
             max_nodes=max_nodes,
             max_match=self.max_match,
             nodes_per_match=self.nodes_per_match,

@@ -46,6 +46,7 @@ class RuleConstants(NamedTuple):
     max_contexts: int
     distinct_weight: float
     match_weight: float
+    tail: float
     max_nodes: int
     max_match: int
     nodes_per_match: float
@@ -185,7 +186,7 @@ def _choose_contexts(memory: Memory, node: Node, rule: RuleConstants, scratch: S
     state, match = node.state, node.match
     mass = 1.0
     num = 0
-    while state != ROOT and num < rule.max_contexts and node.score * mass >= rule.min_score:
+    while state != ROOT and num < rule.max_contexts and mass >= rule.tail:
         distinct = memory[state + DEGREE]
         if distinct > 0:
             total = num_continued(memory, state)

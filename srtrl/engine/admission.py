@@ -11,6 +11,9 @@ from typing import Literal
 
 from srtrl.engine.sequence import Sequence
 
+CHANGES_PER_SORT = 1 / 16
+"""A wave is sorted anew once lengths have come that are so many by its samples: the order is a guess anyway."""
+
 Admission = Literal["breadth_first", "depth_first"]
 """See `rollout.admission` of the recipe."""
 
@@ -28,7 +31,9 @@ class WaitingLine:
         self._numbers: list[int] = []
         """Its keys, as a heap."""
         self._sorted_wave: int | None = None
-        """The wave whose list is in order, the next sample last; None once something has changed."""
+        """The wave whose list is in order, the next sample last; None where a sample has come since."""
+        self._num_changes = 0
+        """Lengths that have come since it was sorted."""
         self._lengths: dict[tuple[int, ...], tuple[float, int]] = {}
         """Prompt -> (sum, count) of the lengths it is expected by."""
 
@@ -62,14 +67,13 @@ class WaitingLine:
         """Take one more length, of a finished sample or from elsewhere, into the prompt's mean."""
         total, count = self._lengths.get(prompt_token_ids, (0.0, 0))
         self._lengths[prompt_token_ids] = (total + num_tokens, count + 1)
-        if self.long_first:
-            self._sorted_wave = None
+        self._num_changes += self.long_first
 
     def first(self, running: Iterable[Sequence]) -> Sequence:
         """The sample to be admitted next; one must wait.
 
-        Only the first wave is kept in order, and it is sorted here, at most once a step: thousands may wait, and each
-        finished sample changes what is expected.
+        Only the first wave is kept in order, and it is sorted here, at most once a step. Each finished sample changes
+        what is expected, but thousands may wait: a long wave is sorted again when several have finished.
 
         Args:
             running: Primaries with a slot: how far they are already is the least that their siblings are expected by.
@@ -77,10 +81,12 @@ class WaitingLine:
         if self._preempted:
             return self._preempted[0][1]
         number = self._numbers[0]
-        if self._sorted_wave != number:
-            self._sort(self._waves[number], running)
+        wave = self._waves[number]
+        if self._sorted_wave != number or self._num_changes >= CHANGES_PER_SORT * len(wave):
+            self._sort(wave, running)
             self._sorted_wave = number
-        return self._waves[number][-1]
+            self._num_changes = 0
+        return wave[-1]
 
     def pop_first(self, running: Iterable[Sequence]) -> Sequence:
         """Take `first` out of the line."""
@@ -101,6 +107,7 @@ class WaitingLine:
         self._numbers.clear()
         self._lengths.clear()
         self._sorted_wave = None
+        self._num_changes = 0
 
     def _sort(self, wave: list[Sequence], running: Iterable[Sequence]) -> None:
         """Put the next sample last. A prompt of which nothing is known is taken for an average one."""

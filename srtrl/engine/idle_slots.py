@@ -48,6 +48,11 @@ class IdleSlots:
         return sum(len(sequence.page_ids) for sequence in self.running)
 
     @property
+    def has_work(self) -> bool:
+        """Whether a run-ahead is running or waits."""
+        return bool(self.running or self._line)
+
+    @property
     def num_waiting(self) -> int:
         """Run-aheads that have had no slot yet."""
         return len(self._line)
@@ -186,7 +191,7 @@ class IdleSlots:
         if num_pages > 0:
             pages = self.pool.allocate(num_pages)
             assert pages is not None
-            sequence.set_pages(sequence.page_ids + pages)
+            sequence.add_pages(pages)
 
     def _drop(self, sequence: Sequence) -> None:
         self.finish(sequence)

@@ -13,8 +13,6 @@ from srtrl.engine.page_pool import PagePool
 from srtrl.engine.sequence import PageHolder, PrefillChunk, PromptPages, ScheduledStep, Sequence
 from srtrl.types import Request
 
-__all__ = ["PrefillChunk", "ScheduledStep", "Scheduler"]
-
 
 class Scheduler:
     """Keeps waiting and running samples and their pages."""
@@ -126,15 +124,14 @@ class Scheduler:
             pages = self.pool.allocate(1)
             if pages is None:
                 break
-            sequence.set_pages(sequence.page_ids + pages)
+            sequence.add_pages(pages)
         return min(num_nodes, len(sequence.page_ids) * page_size - len(sequence.token_ids))
 
     def trim(self, sequence: Sequence) -> None:
         """Give back the pages behind the root: rejected drafts leave nothing."""
         needed = self.pool.pages_for(len(sequence.token_ids))
         if len(sequence.page_ids) > needed:
-            self.pool.release(sequence.page_ids[needed:])
-            sequence.set_pages(sequence.page_ids[:needed])
+            self.pool.release(sequence.cut_pages(needed))
 
     def finish(self, sequence: Sequence) -> None:
         """Free the slot and the pages of a finished sample; the next waiting one takes them in the next step."""
@@ -169,7 +166,9 @@ class Scheduler:
         """Assert that pages and their holders agree (for tests, after any operation)."""
         running = [*self.running, *self.idle_slots.running]
         assert len(running) <= self.num_slots
-        self.pool.check_integrity([h.page_ids for h in [*running, *self._prompts.values()]])
+        holders: list[PageHolder] = [*running, *self._prompts.values()]
+        self.pool.check_integrity([holder.page_ids for holder in holders])
+        assert all(holder.page_table.tolist() == holder.page_ids for holder in holders)
         for sequence in running:
             assert len(sequence.page_ids) * self.pool.page_size >= sequence.num_computed
             writable = sequence.num_computed // self.pool.page_size
@@ -244,7 +243,7 @@ class Scheduler:
             return False
         pages = self.pool.allocate(missing)
         assert pages is not None
-        sequence.set_pages(sequence.page_ids + pages)
+        sequence.add_pages(pages)
         return True
 
     def _obtain(self, count: int, sequence: Sequence) -> bool:

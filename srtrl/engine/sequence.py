@@ -25,6 +25,18 @@ class PageHolder:
         self.page_ids = list(page_ids)
         self.page_table = np.array(self.page_ids, dtype=np.int32)
 
+    def add_pages(self, page_ids: SequenceOf[int]) -> None:
+        """Hold these pages, too, behind the present ones (the table is not made anew: it may be long)."""
+        self.page_ids = [*self.page_ids, *page_ids]
+        self.page_table = np.concatenate([self.page_table, np.array(page_ids, dtype=np.int32)])
+
+    def cut_pages(self, num_pages: int) -> list[int]:
+        """Hold the first `num_pages` only; returns the others, to be released."""
+        cut = self.page_ids[num_pages:]
+        self.page_ids = self.page_ids[:num_pages]
+        self.page_table = self.page_table[:num_pages]
+        return cut
+
     def drop_pages(self) -> list[int]:
         """Hold no page and no KV any more; returns the pages, to be released or handed on."""
         page_ids = self.page_ids
@@ -85,6 +97,10 @@ class Sequence(PageHolder):
     def generated_token_ids(self) -> list[int]:
         """Generated tokens only."""
         return self.token_ids[len(self.request.prompt_token_ids) :]
+
+    def last_generated(self, num_tokens: int) -> list[int]:
+        """The last generated tokens, `num_tokens` of them where there are as many."""
+        return self.token_ids[max(len(self.request.prompt_token_ids), len(self.token_ids) - num_tokens) :]
 
     @property
     def num_remaining(self) -> int:

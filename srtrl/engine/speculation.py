@@ -137,5 +137,6 @@ class Speculation:
             draft.verified,
             context_tokens=draft.context_tokens,
             seconds=seconds - draft.seconds,
-            draft_seconds=draft.seconds,
+            # A given cost is that of another machine: what drafting takes on this one says nothing about it.
+            draft_seconds=0.0 if self.cost.is_fixed else draft.seconds,
         )

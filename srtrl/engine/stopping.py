@@ -21,21 +21,25 @@ def finish_reason(sequence: Sequence, tokenizer: Tokenizer | None) -> FinishReas
         return "stop"
     if sampling.stop_strings:
         assert tokenizer is not None, "check_request refuses stop strings without a tokenizer"
-        if ends_with_stop_string(sampling.stop_strings, sequence.generated_token_ids, tokenizer):
+        tail = sequence.last_generated(num_tail_tokens(sampling.stop_strings))
+        if ends_with_stop_string(sampling.stop_strings, tail, tokenizer):
             return "stop"
     return "length" if sequence.num_remaining == 0 else None
 
 
 def ends_with_stop_string(stop_strings: tuple[str, ...], generated: SequenceOf[int], tokenizer: Tokenizer) -> bool:
-    """Whether the text of `generated` contains a stop string; the caller has asked for every shorter prefix.
-
-    A stop string that the newest token completes ends in it, and each of its bytes but the last few comes from some
-    token before; so the tail of as many tokens as the string has bytes, and four more for characters that are cut at
-    the tail's start, decides.
-    """
-    longest = max(len(stop.encode()) for stop in stop_strings)
-    text = tokenizer.decode(list(generated[-(longest + 4) :]))
+    """Whether the text of `generated` contains a stop string; the caller has asked for every shorter prefix."""
+    text = tokenizer.decode(list(generated[-num_tail_tokens(stop_strings) :]))
     return any(stop in text for stop in stop_strings)
+
+
+def num_tail_tokens(stop_strings: tuple[str, ...]) -> int:
+    """How many of the last tokens decide whether the newest one completes a stop string.
+
+    The string ends in that token, and each of its bytes but the last few comes from some token before; so as many
+    tokens as the string has bytes, and four more for characters that are cut at the tail's start.
+    """
+    return max(len(stop.encode()) for stop in stop_strings) + 4
 
 
 def cut_at_stop_string(text: str, stop_strings: SequenceOf[str]) -> str:

@@ -100,11 +100,7 @@ def view_trie(
 def rule_of(recipe: Recipe) -> DraftRule:
     """The rule by which the run's drafter `srt` drafts; that of its defaults where the run has another drafter."""
     section = recipe.rollout
-    options = SrtOptions.model_validate(section.drafter_options if section.drafter == "srt" else {})
-    min_score = options.min_score
-    if min_score is None:
-        min_score = 0.01 if options.rule == "blend" else 0.1
-    return DraftRule(name=options.rule, min_score=min_score)
+    return SrtOptions.model_validate(section.drafter_options if section.drafter == "srt" else {}).draft_rule()
 
 
 def text_decoder(tokenizer: "PreTrainedTokenizerBase | None", *, special: str | None = None) -> Decode:

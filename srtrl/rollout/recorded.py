@@ -65,10 +65,12 @@ class Recording:
 
 def feed_drafter(drafter: DrafterBase, prompts: Iterable[RecordedPrompt], purpose: Purpose) -> None:
     """Let a drafter that has no live sample see recorded rollouts as completed samples, before it drafts for others."""
-    sequence_id = -1  # the engine counts from 0
+    first_id = -1  # the engine counts from 0
     for prompt in prompts:
-        for index, tokens in enumerate(prompt.samples):
-            request = Request(
+        if not prompt.samples:
+            continue
+        requests = {
+            first_id - index: Request(
                 prompt_id=prompt.prompt_id,
                 prompt_token_ids=prompt.prompt_token_ids,
                 draw_index=0,
@@ -77,9 +79,14 @@ def feed_drafter(drafter: DrafterBase, prompts: Iterable[RecordedPrompt], purpos
                 sampling=SamplingParams(max_new_tokens=len(tokens)),
                 purpose=purpose,
             )
-            token_ids = tokens.tolist()
+            for index, tokens in enumerate(prompt.samples)
+        }
+        texts = [tokens.tolist() for tokens in prompt.samples]
+        # Together: what the drafter builds for a prompt is then built once, not for each of its samples.
+        for sequence_id, request in requests.items():
             drafter.start(sequence_id, request)
-            drafter.observe([sequence_id], [token_ids])
+        drafter.observe(list(requests), texts)
+        for (sequence_id, request), token_ids in zip(requests.items(), texts, strict=True):
             drafter.finish(
                 sequence_id,
                 Completion(
@@ -90,7 +97,7 @@ def feed_drafter(drafter: DrafterBase, prompts: Iterable[RecordedPrompt], purpos
                     policy_version=0,
                 ),
             )
-            sequence_id -= 1
+        first_id -= len(requests)
     drafter.on_policy_update()
 
 

@@ -155,9 +155,13 @@ def build_drafter(recipe: Recipe) -> DrafterBase:
     """The drafter that the recipe names, with its options.
 
     Raises:
-        ValueError: unknown, or an option of it is wrong.
+        ValueError: unknown, no drafter, or an option of it is wrong.
     """
     drafter_class = resolve_class("srtrl.drafters", recipe.rollout.drafter, "Drafter")
+    if not (isinstance(drafter_class, type) and issubclass(drafter_class, DrafterBase)):
+        raise ValueError(
+            f"`{recipe.rollout.drafter}` is no drafter; expected a subclass of {DrafterBase.__module__}:DrafterBase"
+        )
     given = dict(recipe.rollout.drafter_options)
     drafter: DrafterBase = drafter_class(validate_section(drafter_class.Options, given, ("rollout", "drafter_options")))
     return drafter

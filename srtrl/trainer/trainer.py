@@ -134,8 +134,10 @@ class Trainer:
         )
 
     def run_ahead(self, step: int, draws: Sequence[tuple[int, Prompt]]) -> list[Request]:
-        """What idle slots may decode during a step; the last step has no next one."""
+        """What idle slots may decode during a step; the last step has no next one, and not every drafter has a use."""
         section = self.recipe.rollout
+        if self.parts.engine.speculation.is_off or not self.parts.engine.drafter.uses_run_aheads:
+            return []
         return run_ahead_requests(
             section.run_ahead,
             current_draws=draws,
