@@ -75,19 +75,22 @@ def test_the_choice_is_the_best_prefix_of_the_queue(
     chances = budget.calibration.calibrated(trees)
     worths = np.repeat(weights, trees.sizes).astype(np.float32) * chances
     queue = sorted(range(trees.num_nodes), key=lambda node: (-worths[node], node))
-    rates = [
-        (weights.sum() + sum(float(worths[node]) for node in queue[:count]))
-        / cost.seconds(num_trees + num_other_rows + count)
-        for count in range(len(queue) + 1)
+    tokens = [weights.sum() + sum(float(worths[node]) for node in queue[:count]) for count in range(len(queue) + 1)]
+    rates = [tokens[count] / cost.seconds(num_trees + count) for count in range(len(queue) + 1)]
+    values = [
+        tokens[count] - max(rates) * cost.seconds(num_trees + num_other_rows + count) for count in range(len(queue) + 1)
     ]
     flat = {int(trees.offsets[b]) + node for b, nodes in enumerate(kept) for node in nodes}
     assert flat == set(queue[: len(flat)])
+    total, little = float(weights.sum()), 1e-6 * float(weights.sum()) + 1e-9
     if flat:
-        assert max(rates) > rates[0] * (1 + MIN_GAIN)
-        assert rates[len(flat)] >= max(rates) * (1 - SLACK) * (1 - 1e-9)
-        assert all(rate < max(rates) * (1 - SLACK) * (1 + 1e-9) for rate in rates[: len(flat)])
+        assert max(rates) > rates[0] * (1 + MIN_GAIN) - little
+        assert max(values) > values[0] + MIN_GAIN * total - little
+        assert values[len(flat)] >= max(values) - SLACK * total - little
+        assert all(value < max(values) - SLACK * total + little for value in values[: len(flat)])
     else:
-        assert max(rates) <= rates[0] * (1 + MIN_GAIN) * (1 + 1e-9)
+        pays = max(rates) > rates[0] * (1 + MIN_GAIN) * (1 + 1e-6) + little
+        assert not (pays and max(values) > values[0] + MIN_GAIN * total + little)
 
 
 @settings(deadline=None, max_examples=50)

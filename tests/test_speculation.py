@@ -11,6 +11,7 @@ from engine_cases import PROMPTS, decode, options, outputs, requests_for, tiny_p
 from scipy.stats import chisquare
 
 from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.draft_tree import DraftTree, DraftTrees
 from srtrl.engine.engine import Engine
 from srtrl.engine.sampler import stream_of
 from srtrl.model.transformer import Transformer
@@ -168,6 +169,20 @@ def test_an_interrupted_rollout_leaves_nothing_behind() -> None:
     assert engine.pool.num_used == 0
     expected = outputs(decode(Engine(policy, options(slots=1)), requests))
     assert outputs(generate(engine, requests)) == expected
+
+
+def test_a_drafter_that_breaks_its_promises_is_named() -> None:
+    class Wild(DrafterBase):
+        def propose(self, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:
+            tree = DraftTree(
+                token_ids=np.array([61], np.int32), parents=np.array([-1], np.int32), scores=np.ones(1, np.float32)
+            )
+            return DraftTrees.of([tree] * len(sequence_ids))
+
+    engine = Engine(tiny_policy(), options(), drafter=Wild())
+    with pytest.raises(ValueError, match=r"Wild proposed tokens from 61 to 61, but the vocabulary has 61"):
+        generate(engine, train_requests())
+    assert engine.pool.num_used == 0
 
 
 def test_stop_strings_and_limits_inside_an_accepted_path() -> None:

@@ -138,17 +138,19 @@ class DraftBudget:
         elif not trees.num_nodes:
             keep = np.empty(0, np.bool_)
         else:
-            rows = np.arange(trees.num_nodes + 1) + (len(trees) + num_other_rows)
+            rows = np.arange(trees.num_nodes + 1) + len(trees)
             seconds = self.cost.seconds_at(rows, context_tokens / len(trees))
+            with_others = seconds
+            if num_other_rows:
+                with_others = self.cost.seconds_at(rows + num_other_rows, context_tokens / len(trees))
             keep = np.empty(trees.num_nodes, np.bool_)
-            _choose(chances, trees.offsets, worths, seconds, self.trust, keep)
+            _choose(chances, trees.offsets, worths, seconds, with_others, self.trust, keep)
         chosen = _keep_nodes(trees, keep)
         self._last_expected = float(chances[keep].sum())
         if self.fixed is None and len(trees):
             self._use = max(USE_MEMORY * self._use, float(chosen.sizes.max()))
-            rows_before = len(trees) + num_other_rows
             plain, drafted = self.cost.seconds_at(
-                [rows_before, rows_before + chosen.num_nodes], context_tokens / len(trees)
+                [len(trees), len(trees) + chosen.num_nodes], context_tokens / len(trees)
             ).tolist()
             expected = float((np.repeat(worths, trees.sizes)[keep] * chances[keep]).sum())
             self._learn_gain(self.trust * expected / max(float(worths.sum()), 1e-9), plain, drafted)
@@ -265,14 +267,20 @@ def _index_kept(
 
 
 @numba.njit(cache=True, nogil=True)
-def _choose(chances: Array, offsets: Array, weights: Array, seconds: Array, trust: float, keep: Array) -> None:
-    """Mark the nodes of the best step.
+def _choose(
+    chances: Array, offsets: Array, weights: Array, seconds: Array, with_others: Array, trust: float, keep: Array
+) -> None:
+    """Mark the nodes of the best step: that of most tokens per second.
+
+    Where prompt rows are in the step, their time is spent anyway, and more tokens to share it are no gain: there a node
+    is worth it if its token costs less time than it would in a step of the same sequences without prompt rows.
 
     Args:
         chances: [num_nodes] float32, in [0, 1], of a node never more than of its parent.
         offsets: [B + 1] int64.
         weights: [B] float64, worth of a token.
-        seconds: [num_nodes + 1] float64, of a step with so many nodes.
+        seconds: [num_nodes + 1] float64, of a step with so many nodes and no other rows.
+        with_others: [num_nodes + 1] float64, with the other rows of this step; `seconds` itself if there are none.
         trust: Factor of the chances.
         keep: [num_nodes] bool, written.
     """
@@ -286,16 +294,20 @@ def _choose(chances: Array, offsets: Array, weights: Array, seconds: Array, trus
     order = descending_order(worths)
     plain_rate = total / seconds[0]
     best_rate, worth = plain_rate, total
-    rates = np.empty(len(order), np.float64)
     for i in range(len(order)):
         worth += trust * worths[order[i]]
-        rates[i] = worth / seconds[i + 1]
-        best_rate = max(best_rate, rates[i])
+        best_rate = max(best_rate, worth / seconds[i + 1])
     count = 0
     if best_rate > (1.0 + MIN_GAIN) * plain_rate:
-        while rates[count] < (1.0 - SLACK) * best_rate:
-            count += 1
-        count += 1
+        # Of all counts the best rate's has the largest worth - best_rate x seconds, which is then 0 (Dinkelbach 1967).
+        values = np.empty(len(order) + 1, np.float64)
+        values[0] = worth = total - best_rate * with_others[0]
+        for i in range(len(order)):
+            worth += trust * worths[order[i]] - best_rate * (with_others[i + 1] - with_others[i])
+            values[i + 1] = worth
+        if values.max() > values[0] + MIN_GAIN * total:
+            while values[count] < values.max() - SLACK * total:
+                count += 1
     keep[:] = False
     for i in range(count):
         keep[order[i]] = True

@@ -94,6 +94,7 @@ class Engine:
         )
         self.speculation = Speculation(
             drafter or NoDrafter(),
+            vocab_size=self.vocab_size,
             draft_budget=options.draft_budget,
             max_draft_nodes=options.max_draft_nodes,
             run_ahead_max_slowdown=options.run_ahead_max_slowdown,

@@ -46,6 +46,7 @@ class Speculation:
         self,
         drafter: DrafterBase,
         *,
+        vocab_size: int,
         draft_budget: Literal["auto"] | int,
         max_draft_nodes: int,
         run_ahead_max_slowdown: float,
@@ -54,6 +55,7 @@ class Speculation:
     ) -> None:
         """See `EngineOptions` for the arguments."""
         self.drafter = drafter
+        self._vocab_size = vocab_size
         self.cost = (
             StepCost.from_points(cost_points)
             if cost_points is not None
@@ -99,8 +101,7 @@ class Speculation:
         # A sample that ends with its next token, whatever is guessed, needs no draft.
         room = [num_nodes if sequence.num_remaining > 1 and not sequence.is_run_ahead else 0 for sequence in sequences]
         proposed = self.drafter.propose([sequence.sequence_id for sequence in sequences], room)
-        assert len(proposed) == len(sequences)
-        assert (proposed.sizes <= room).all(), "a tree beyond max_nodes"
+        self._check(proposed, room)
         chosen = self.budget.select(
             proposed,
             context_tokens=context_tokens,
@@ -115,6 +116,17 @@ class Speculation:
         if sum(granted) < chosen.num_nodes:
             verified = DraftTrees.of(tree.first(most) for tree, most in zip(chosen, granted, strict=True))
         return Draft(proposed, verified, context_tokens, time.perf_counter() - started)
+
+    def _check(self, trees: DraftTrees, room: SequenceOf[int]) -> None:
+        """Raise ValueError where a drafter (of the user's own, say) does not keep its promises."""
+        name = f"{type(self.drafter).__module__}.{type(self.drafter).__qualname__}"
+        if len(trees) != len(room) or (trees.sizes > room).any():
+            raise ValueError(f"the drafter {name} proposed other trees than it was asked for: {trees.sizes} for {room}")
+        if trees.num_nodes and not 0 <= trees.token_ids.min() <= trees.token_ids.max() < self._vocab_size:
+            raise ValueError(
+                f"the drafter {name} proposed tokens from {trees.token_ids.min()} to {trees.token_ids.max()}, but the "
+                f"vocabulary has {self._vocab_size}: are its rollouts those of another tokenizer?"
+            )
 
     def learn(self, draft: Draft, walks: SequenceOf[Walk]) -> None:
         """Compare the estimates with what was emitted."""

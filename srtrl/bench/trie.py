@@ -1,0 +1,30 @@
+"""`srtrl bench trie`: how fast tokens enter a token trie and how fast drafts come out."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    *,
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Recorded rollouts: .jsonl, .parquet, a run.")],
+    tokenizer: Annotated[str | None, typer.Option(help="Folder or hub name, where FILE holds texts.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each row; medians are shown.")] = 7,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file, too.")] = None,
+    write_docs: Annotated[
+        Path | None, typer.Option(help="Put the result into this Markdown file, in place of an older one.")
+    ] = None,
+) -> None:
+    """Measure the token trie on recorded rollouts: insertion, batches of drafts, memory."""
+    from srtrl.bench.tables import print_document, put_section
+    from srtrl.bench.trie_run import measure
+    from srtrl.metrics import write_atomic
+
+    document = measure(files, tokenizer=tokenizer, repeats=repeats, num_threads=threads)
+    print_document(document)
+    if json_file is not None:
+        write_atomic(json_file, document.to_json())
+    if write_docs is not None:
+        put_section(write_docs, document.to_markdown())
