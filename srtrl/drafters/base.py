@@ -39,7 +39,7 @@ class DrafterBase:
         raise NotImplementedError
 
     def observe(self, sequence_ids: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
-        """Tokens that were committed to the samples in a step, in order; called once a step."""
+        """Tokens that were committed to the samples since the last call, in order; before `propose` and `finish`."""
 
     def finish(self, sequence_id: int, completion: Completion | None) -> None:
         """End of a sample; `completion` is None where it was given up (a run-ahead, or an interrupted rollout)."""

@@ -178,7 +178,7 @@ class Engine:
                 yield from self.step()
         finally:
             for sequence_id in self.scheduler.clear():
-                self.drafter.finish(sequence_id, None)
+                self.speculation.finish(sequence_id, None)
             self._rollout_started = None
 
     def step(self) -> list[Completion]:
@@ -245,13 +245,13 @@ class Engine:
         for sequence in scheduled.admitted_run_aheads:
             self.drafter.start(sequence.sequence_id, sequence.request)
         for sequence_id in self.scheduler.take_dropped():
-            self.drafter.finish(sequence_id, None)
+            self.speculation.finish(sequence_id, None)
         return scheduled
 
     def _observe(self, walks: list[Walk]) -> list[Completion]:
         """Tell the drafter what was committed, and take out the finished samples."""
         completions = []
-        self.drafter.observe(
+        self.speculation.observe(
             [walk.sequence.sequence_id for walk in walks],
             [walk.sequence.token_ids[-1 - len(walk.accepted) :] for walk in walks],
         )
@@ -261,7 +261,7 @@ class Engine:
                 self.scheduler.trim(sequence)
                 continue
             if sequence.is_run_ahead:
-                self.drafter.finish(sequence.sequence_id, None)
+                self.speculation.finish(sequence.sequence_id, None)
                 self.scheduler.finish(sequence)
                 continue
             completion = Completion(
@@ -271,7 +271,7 @@ class Engine:
                 finish_reason=walk.finish,
                 policy_version=self.policy_version,
             )
-            self.drafter.finish(sequence.sequence_id, completion)
+            self.speculation.finish(sequence.sequence_id, completion)
             self.scheduler.finish(sequence)
             completions.append(completion)
         return completions

@@ -19,7 +19,7 @@ from srtrl.engine.scheduler import Scheduler
 from srtrl.engine.sequence import ScheduledStep
 from srtrl.engine.step_cost import StepCost
 from srtrl.engine.verify import Walk
-from srtrl.types import Request
+from srtrl.types import Completion, Request
 
 MAX_ROWS = 2048
 """Largest step whose cost is followed bucket by bucket; beyond, it is extrapolated."""
@@ -64,6 +64,8 @@ class Speculation:
         fixed = None if draft_budget == "auto" else draft_budget
         self.budget = DraftBudget(self.cost, fixed=fixed, most_nodes=max_draft_nodes)
         self._run_ahead_max_slowdown = run_ahead_max_slowdown
+        self._unseen: dict[int, list[int]] = {}
+        """Committed tokens that the drafter has not been told of, by sequence id."""
         self._num_rows = 0
         """Rows of the last step without those of run-aheads."""
 
@@ -100,6 +102,7 @@ class Speculation:
             return Draft(empty, empty, context_tokens, 0.0)
         # A sample that ends with its next token, whatever is guessed, needs no draft.
         room = [num_nodes if sequence.num_remaining > 1 and not sequence.is_run_ahead else 0 for sequence in sequences]
+        self._tell()
         proposed = self.drafter.propose([sequence.sequence_id for sequence in sequences], room)
         self._check(proposed, room)
         chosen = self.budget.select(
@@ -116,6 +119,23 @@ class Speculation:
         if sum(granted) < chosen.num_nodes:
             verified = DraftTrees.of(tree.first(most) for tree, most in zip(chosen, granted, strict=True))
         return Draft(proposed, verified, context_tokens, time.perf_counter() - started)
+
+    def observe(self, sequence_ids: SequenceOf[int], token_ids: SequenceOf[SequenceOf[int]]) -> None:
+        """Tokens that were committed; the drafter hears of them when it is asked next, so that idle steps are free."""
+        for sequence_id, tokens in zip(sequence_ids, token_ids, strict=True):
+            self._unseen.setdefault(sequence_id, []).extend(tokens)
+
+    def finish(self, sequence_id: int, completion: Completion | None) -> None:
+        """End of a sample; the drafter hears of its last tokens first."""
+        tokens = self._unseen.pop(sequence_id, None)
+        if tokens:
+            self.drafter.observe([sequence_id], [tokens])
+        self.drafter.finish(sequence_id, completion)
+
+    def _tell(self) -> None:
+        if self._unseen:
+            self.drafter.observe(list(self._unseen), list(self._unseen.values()))
+            self._unseen = {}
 
     def _check(self, trees: DraftTrees, room: SequenceOf[int]) -> None:
         """Raise ValueError where a drafter (of the user's own, say) does not keep its promises."""
