@@ -1,15 +1,15 @@
-"""Advantages, losses, reductions, KL and filters against formulas written out in loops over plain floats."""
+"""GRPO's parts, reductions, KL and filters against formulas written out in loops over plain floats."""
 
 import inspect
 import math
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from srtrl.algorithms import advantages, filters, kl, losses, reductions
+from srtrl.algorithms.kl_control import adapted_coefficient
 from srtrl.resolve import list_functions
 
 F64 = torch.float64
@@ -140,27 +140,6 @@ def test_group_relative_by_hand(rewards: list[float], expected: list[float]) -> 
     assert found[0].tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_groups_do_not_see_each_other() -> None:
-    rewards = torch.from_numpy(np.random.default_rng(0).standard_normal((5, 3)))
-    together = advantages.group_relative(rewards)
-    for index in range(5):
-        alone = advantages.group_relative(rewards[index : index + 1])
-        torch.testing.assert_close(together[index : index + 1], alone, rtol=1e-14, atol=0.0)
-
-
-@pytest.mark.parametrize("reward", [0.1, 0.7, -3.3, 1e-8, 1e8, 0.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_group_of_equal_rewards_has_exactly_zero_advantages(reward: float, dtype: torch.dtype) -> None:
-    found = advantages.group_relative(torch.full((1, 5), reward, dtype=dtype))
-    assert found.dtype == dtype
-    assert torch.equal(found, torch.zeros(1, 5, dtype=dtype))
-
-
-def test_one_sample_is_no_group() -> None:
-    with pytest.raises(AssertionError, match="at least 2 samples, found 1"):
-        advantages.group_relative(torch.zeros(3, 1))
-
-
 def test_kl_by_hand() -> None:
     logprobs, ref_logprobs = torch.tensor([-1.0, -2.0], dtype=F64), torch.tensor([-1.5, -1.0], dtype=F64)
     assert kl.k1(logprobs, ref_logprobs).tolist() == [0.5, -1.0]
@@ -195,12 +174,57 @@ def test_what_the_estimators_and_their_gradients_estimate() -> None:
         assert (mean.item() == pytest.approx(true_kl, rel=1e-12)) == (estimator is not kl.k2)
 
 
-def test_drop_uniform_keeps_groups_with_different_rewards() -> None:
-    rewards = torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.5, 0.4, 0.5]])
-    assert filters.drop_uniform(rewards).tolist() == [False, False, True, True]
+def test_filters_keep_groups_to_learn_from() -> None:
+    """Rewards and verdicts may differ: a further reward makes a group mixed that is all wrong."""
+    rewards = torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.5, 0.4, 0.5], [0.3, 0.3, 0.3]])
+    correct = torch.tensor([[1, 1, 1], [0, 0, 0], [0, 0, 1], [0, 0, 0], [1, 0, 1]], dtype=torch.bool)
+    assert filters.drop_uniform(rewards, correct).tolist() == [False, False, True, True, False]
+    assert filters.drop_all_right_or_wrong(rewards, correct).tolist() == [False, False, True, False, True]
 
 
-@pytest.mark.parametrize("module", [advantages, filters, kl, losses, reductions])
+@pytest.mark.parametrize("name", list_functions(filters))
+def test_a_filter_sees_each_group_alone(name: str) -> None:
+    """Dynamic sampling calls it on one group at a time, in the order in which grades come in."""
+    generator = torch.Generator().manual_seed(0)
+    correct = torch.rand(30, 3, generator=generator) < 0.5
+    keep = getattr(filters, name)
+    together = keep(correct.double(), correct)
+    alone = [keep(correct[row : row + 1].double(), correct[row : row + 1]) for row in range(30)]
+    assert together.dtype == torch.bool
+    assert torch.equal(torch.cat(alone), together)
+    assert 0 < together.sum() < 30
+
+
+@pytest.mark.parametrize(
+    ("kl_now", "factor"),
+    [
+        (0.1, 1.0),  # at the target
+        (0.11, 1 + 0.1 * 0.1),  # 10% above: error 0.1, times 1000 / 10000
+        (0.095, 1 - 0.05 * 0.1),
+        (5.0, 1 + 0.2 * 0.1),  # clipped
+        (0.0, 1 - 0.2 * 0.1),
+        (-0.3, 1 - 0.2 * 0.1),  # an estimate may be negative
+    ],
+)
+def test_adapted_kl_coefficient_by_hand(kl_now: float, factor: float) -> None:
+    found = adapted_coefficient(0.05, kl_now, target=0.1, horizon=10_000, num_samples=1000)
+    assert found == pytest.approx(0.05 * factor, rel=1e-12)
+
+
+def test_adapted_kl_coefficient_reaches_its_target() -> None:
+    """A policy whose KL is 0.01 / coefficient is held at the target 0.04, that is at a coefficient of 0.25."""
+    coefficient = 1.0
+    for _ in range(400):
+        coefficient = adapted_coefficient(coefficient, 0.01 / coefficient, target=0.04, horizon=1000, num_samples=100)
+    assert coefficient == pytest.approx(0.25, rel=1e-6)
+
+
+def test_a_horizon_that_could_turn_the_kl_coefficient_round_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^algorithm.kl.horizon: expected more than 0.2 x the 5000 samples of a step"):
+        adapted_coefficient(0.05, 0.0, target=0.1, horizon=1000, num_samples=5000)
+
+
+@pytest.mark.parametrize("module", [filters, kl, reductions])
 def test_public_functions_of_a_kind_have_one_signature(module: object) -> None:
     """Each is a legal name in a recipe, so each must be callable as the trainer calls it."""
     names = list_functions(module)  # type: ignore[arg-type]

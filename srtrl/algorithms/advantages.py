@@ -1,11 +1,25 @@
-"""Advantages: from the rewards of a group's samples to the number that scales each sample's learning signal.
+"""Advantages: from rewards to the number that scales each token's learning signal.
 
-Every public function here is a value of `algorithm.advantage` and has the signature
-`(rewards: Tensor) -> Tensor`, both [G, S]: G groups (draws of a prompt) of S samples each.
+Every public function here is a value of `algorithm.advantage`, of one of two kinds.
+
+*Sequence-level*, `(rewards: Tensor) -> Tensor`, both [G, S]: G groups (draws of a prompt) of S samples each, one reward
+and one advantage a sample.
+
+*Token-level*, marked `@token_level` (see markers.py):
+
+    (token_rewards, values, mask, *, group_index, gamma, lam) -> advantages
+
+with `token_rewards`, `values`, `mask` (bool) and the result [B, L]: B responses, L tokens in the longest, shorter ones
+padded on the right, where the mask is false and the result is zero. `values` are the critic's, zeros without one;
+`group_index` [B] int64 says which responses are of one draw of a prompt. All is computed in float64. The critic's
+targets are advantages + values, so a token-level function that needs a critic must not rescale what it returns.
 """
 
 import torch
 from torch import Tensor
+
+from srtrl.algorithms.markers import token_level
+from srtrl.algorithms.whitening import whiten
 
 EPSILON = 1e-6
 """Added to the standard deviation, as in verl; TRL adds 1e-4."""
@@ -24,10 +38,119 @@ def group_relative(rewards: Tensor) -> Tensor:
     Returns:
         Advantages [G, S], in the dtype of `rewards`; all tokens of a sample share its advantage.
     """
-    num_samples = rewards.shape[1]
-    assert num_samples >= 2, f"groups of at least 2 samples, found {num_samples}"
-    exact = rewards.double()
+    exact = _group_rewards(rewards)
     deviation = exact - exact.mean(dim=1, keepdim=True)  # [G, S]
     spread = exact.std(dim=1, correction=1, keepdim=True)  # [G, 1]
+    return _zero_if_uniform(rewards, deviation / (spread + EPSILON))
+
+
+def group_centered(rewards: Tensor) -> Tensor:
+    """Dr. GRPO: reward - mean of the group, not divided by the standard deviation.
+
+    Section 3 of arXiv 2503.20783: the division favours problems that are nearly always or nearly never solved. A
+    group whose rewards are all equal gets exactly zero.
+
+    Args:
+        rewards: [G, S], S at least 2.
+
+    Returns:
+        Advantages [G, S], in the dtype of `rewards`.
+    """
+    exact = _group_rewards(rewards)
+    return _zero_if_uniform(rewards, exact - exact.mean(dim=1, keepdim=True))
+
+
+def leave_one_out(rewards: Tensor) -> Tensor:
+    """RLOO: reward - mean of the group's other rewards.
+
+    Section 2 of arXiv 2402.14740 (after Kool, van Hoof and Welling, 2019): the baseline of a sample does not depend on
+    it, so the gradient is unbiased. It equals `group_centered` times S / (S - 1). A group whose rewards are all equal
+    gets exactly zero.
+
+    Args:
+        rewards: [G, S], S at least 2.
+
+    Returns:
+        Advantages [G, S], in the dtype of `rewards`.
+    """
+    exact = _group_rewards(rewards)
+    others = (exact.sum(dim=1, keepdim=True) - exact) / (rewards.shape[1] - 1)  # [G, S]
+    return _zero_if_uniform(rewards, exact - others)
+
+
+@token_level(needs_critic=True)
+def gae(
+    token_rewards: Tensor, values: Tensor, mask: Tensor, *, group_index: Tensor, gamma: float, lam: float
+) -> Tensor:
+    """PPO: generalised advantage estimation, the sum over l of (gamma lam)^l delta(t + l).
+
+    delta(t) = reward(t) + gamma value(t + 1) - value(t), equation 16 of arXiv 1506.02438, computed backwards:
+    A(t) = delta(t) + gamma lam A(t + 1). With gamma = lam = 1 it is the sum of the rewards to come less the value.
+
+    The value after the last response token is 0, also where the response was cut at the length limit: being cut ends
+    the episode, with the reward that the graders gave. verl and OpenRLHF do the same; the alternative, to bootstrap
+    from the critic's value of the state after the cut (arXiv 1712.00378), treats the limit as no part of the task.
+
+    Args:
+        token_rewards: [B, L].
+        values: the critic's value of the state in which each token was chosen, [B, L].
+        mask: [B, L] bool, true for the response's tokens, which come first in each row.
+        group_index: [B], not used.
+        gamma: discount.
+        lam: lambda.
+
+    Returns:
+        Advantages [B, L] float64, zero where the mask is false.
+    """
+    rewards, baseline = _padded_with_zeros(token_rewards, mask), _padded_with_zeros(values, mask)
+    next_values = torch.cat((baseline[:, 1:], torch.zeros_like(baseline[:, :1])), dim=1)  # [B, L]
+    return _discounted_sums((rewards + gamma * next_values - baseline) * mask, gamma * lam)
+
+
+@token_level
+def reinforce_plus_plus(
+    token_rewards: Tensor, values: Tensor, mask: Tensor, *, group_index: Tensor, gamma: float, lam: float
+) -> Tensor:
+    """REINFORCE++: a token's discounted sum of rewards to come, whitened over all tokens of the batch.
+
+    arXiv 2501.03262: with the KL in the reward (k1) and gamma = 1 the sum is the response's reward less coefficient x
+    the KL of this token and those after it; the normalisation is over the whole batch, not over a prompt's group, and
+    there is no other baseline. It is meant for one sample a prompt as well.
+
+    Args:
+        token_rewards: [B, L].
+        values: [B, L], not used.
+        mask: [B, L] bool, true for the response's tokens, which come first in each row.
+        group_index: [B], not used: that is the point of it.
+        gamma: discount.
+        lam: not used.
+
+    Returns:
+        Advantages [B, L] float64, zero where the mask is false; all zero where all sums are equal.
+    """
+    return whiten(_discounted_sums(_padded_with_zeros(token_rewards, mask), gamma), mask)
+
+
+def _group_rewards(rewards: Tensor) -> Tensor:
+    num_samples = rewards.shape[1]
+    assert num_samples >= 2, f"groups of at least 2 samples, found {num_samples}"
+    return rewards.double()
+
+
+def _zero_if_uniform(rewards: Tensor, advantages: Tensor) -> Tensor:
     uniform = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)  # [G, 1]
-    return torch.where(uniform, 0.0, deviation / (spread + EPSILON)).to(rewards.dtype)
+    return torch.where(uniform, 0.0, advantages).to(rewards.dtype)
+
+
+def _padded_with_zeros(numbers: Tensor, mask: Tensor) -> Tensor:
+    """Whatever stood behind the end of a response (not a number, perhaps) must not reach it."""
+    return torch.where(mask, numbers.double(), 0.0)  # [B, L]
+
+
+def _discounted_sums(numbers: Tensor, discount: float) -> Tensor:
+    """Sum over l of discount^l x numbers(t + l), along the last dimension of [B, L], which is zero behind each end."""
+    # [L, B], the numbers of one position side by side: over rows this takes seconds
+    sums = numbers.T.clone(memory_format=torch.contiguous_format)
+    for position in reversed(range(len(sums) - 1)):
+        sums[position].add_(sums[position + 1], alpha=discount)
+    return sums.T.contiguous()

@@ -6,13 +6,16 @@ Every public function here is a value of `algorithm.loss` and has the signature
 
 with tensors [R], the response tokens of a micro-batch: `logprobs` by the policy being trained (with gradient),
 `old_logprobs` by the policy that sampled, `sequence_index` int64 that says which tokens belong to one sequence (whole
-sequences are in one micro-batch; losses of single tokens do not need it). `token_loss` [R] is to be minimised; how it
-becomes one number is the reduction's part. Each metric is a number a token, [R], without gradient: the trainer logs its
-mean over all tokens of the step under its name.
+sequences are in one micro-batch; losses of single tokens do not need it). Further keyword arguments with defaults are
+its options, given as `algorithm.loss_options`. `token_loss` [R] is to be minimised; how it becomes one number is the
+reduction's part. Each metric is a number a token, [R], without gradient: the trainer logs its mean over all tokens of
+the step under its name.
 """
 
 import torch
 from torch import Tensor
+
+from srtrl.algorithms.segments import sequence_means
 
 
 def ppo_clip(
@@ -32,7 +35,126 @@ def ppo_clip(
     Metrics: `clip_share/low` and `clip_share/high` mark tokens whose gradient the clip took away: a ratio below
     1 - clip_low at a negative advantage, above 1 + clip_high at a positive one. `sequence_index` is not used.
     """
+    return _clipped(torch.exp(logprobs - old_logprobs), advantages, clip_low, clip_high)
+
+
+def dual_clip(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_index: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    ratio_cap: float = 3.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`ppo_clip` whose loss is at most -ratio_cap * A where the advantage is negative.
+
+    Dual-clip PPO of arXiv 1912.09729: max(min(ratio * A, clip(ratio) * A), ratio_cap * A) for A < 0. Without it the
+    loss of a token that has become much more likely although its advantage is negative grows without bound. verl always
+    has this clip (`clip_ratio_c`, 3.0); OpenRLHF has it as `dual_clip`; TRL's `delta` is the same.
+
+    Metrics: those of `ppo_clip`, and `clip_share/dual` marks the tokens whose gradient the cap took away.
+
+    Raises:
+        ValueError: `ratio_cap` is not above 1: every unchanged token of negative advantage would lose its gradient.
+    """
+    if not ratio_cap > 1:
+        raise ValueError(f"algorithm.loss_options.ratio_cap: expected a number above 1, found {ratio_cap}")
     ratio = torch.exp(logprobs - old_logprobs)
+    token_loss, metrics = _clipped(ratio, advantages, clip_low, clip_high)
+    is_capped = (ratio > ratio_cap) & (advantages < 0)  # [R]
+    metrics["clip_share/dual"] = is_capped.to(ratio.dtype)
+    return torch.where(is_capped, -ratio_cap * advantages, token_loss), metrics
+
+
+def gspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_index: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """GSPO: `ppo_clip` with one ratio a sequence, s = exp(mean over its tokens of (new - old)).
+
+    Equations 5 and 7 of arXiv 2507.18071. Every token of a sequence carries the sequence's loss, so that the reduction
+    `sequence_mean_token_mean` gives the paper's mean over sequences. The ratio is a geometric mean, close to 1, and so
+    the clip range is narrow: 3e-4 and 4e-4 in the paper.
+
+    Metrics: as in `ppo_clip`; a clipped sequence marks all its tokens.
+    """
+    ratio = torch.exp(sequence_means(logprobs - old_logprobs, sequence_index)).to(logprobs.dtype)  # [R]
+    return _clipped(ratio, advantages, clip_low, clip_high)
+
+
+def gspo_token(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_index: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """GSPO-token: the sequence's ratio s of `gspo` as a number, the gradient of the token's own log-prob.
+
+    Equations 13 and 14 of arXiv 2507.18071: the ratio is sg(s) * exp(new - sg(new)), sg the stop-gradient. The value is
+    that of `gspo`; with one advantage a sequence and `sequence_mean_token_mean` so is the gradient. It differs where
+    advantages differ within a sequence, and under other reductions. verl's `gspo` is this one.
+
+    Metrics: as in `gspo`.
+    """
+    ratio = torch.exp(sequence_means((logprobs - old_logprobs).detach(), sequence_index)).to(logprobs.dtype)  # [R]
+    return _clipped(ratio * torch.exp(logprobs - logprobs.detach()), advantages, clip_low, clip_high)
+
+
+def cispo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_index: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """CISPO: -sg(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * logprob, with sg the stop-gradient.
+
+    Equations 4 and 5 of MiniMax-M1 (arXiv 2506.13585): the clip bounds a token's weight and takes no token's gradient
+    away. `clip_low` 1 means no lower bound, as in the paper's runs. verl clips the same way. TRL's `epsilon_high` is
+    the greatest weight itself, 1 + `clip_high` here, and TRL has no lower bound.
+
+    Metrics: `clip_share/low` and `clip_share/high` mark tokens whose weight was clipped, of either sign of the
+    advantage; they keep their gradient. `sequence_index` is not used.
+    """
+    ratio = torch.exp((logprobs - old_logprobs).detach())
+    metrics = {
+        "clip_share/low": (ratio < 1 - clip_low).to(ratio.dtype),
+        "clip_share/high": (ratio > 1 + clip_high).to(ratio.dtype),
+    }
+    return -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages * logprobs, metrics
+
+
+def policy_gradient(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_index: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """REINFORCE: -A * logprob, without ratio and without clip (Williams, 1992).
+
+    At the weights that sampled, its gradient is that of `ppo_clip`; after the first optimizer step on a batch nothing
+    corrects for the change. `old_logprobs`, `sequence_index` and the clip range are not used; no metrics.
+    """
+    return -advantages * logprobs, {}
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """-min(ratio * A, clip(ratio) * A), and which tokens the clip took the gradient from."""
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     token_loss = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
     with torch.no_grad():

@@ -1,0 +1,238 @@
+"""Advantages and whitening against the papers' formulas in loops (`algorithm_reference.py`), on ragged batches."""
+
+import inspect
+import math
+
+import algorithm_reference as reference
+import numpy as np
+import pytest
+import torch
+from algorithm_reference import Ragged, packed, padded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from srtrl.algorithms import advantages
+from srtrl.algorithms.markers import is_token_level, needs_critic, token_level
+from srtrl.algorithms.whitening import whiten
+from srtrl.resolve import list_functions
+
+F64 = torch.float64
+GROUP_FUNCTIONS = ["group_relative", "group_centered", "leave_one_out"]
+
+numbers = st.floats(-3, 3).map(lambda number: round(number, 3))
+lengths = st.lists(st.integers(1, 6), min_size=1, max_size=5)
+
+
+@st.composite
+def ragged_rows(draw: st.DrawFn) -> tuple[Ragged, Ragged]:
+    """Rewards and values of 1 to 5 responses of 1 to 6 tokens."""
+    rows = [st.lists(numbers, min_size=length, max_size=length) for length in draw(lengths)]
+    return [np.array(draw(row)) for row in rows], [np.array(draw(row)) for row in rows]
+
+
+def group_formula(name: str, rewards: list[float]) -> list[float]:
+    """One group by the paper: GRPO section 4.1.2 (divisor S - 1, 1e-6), Dr. GRPO, RLOO."""
+    mean = sum(rewards) / len(rewards)
+    if name == "leave_one_out":
+        others = [[r for j, r in enumerate(rewards) if j != i] for i in range(len(rewards))]
+        return [r - sum(rest) / len(rest) for r, rest in zip(rewards, others, strict=True)]
+    deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
+    return [(r - mean) / (deviation + 1e-6 if name == "group_relative" else 1) for r in rewards]
+
+
+@pytest.mark.parametrize("name", GROUP_FUNCTIONS)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 5), (40, 8)])
+def test_group_advantages_equal_the_formula(name: str, shape: tuple[int, int]) -> None:
+    rewards = np.random.default_rng(shape[0]).standard_normal(shape)
+    found = getattr(advantages, name)(torch.from_numpy(rewards))
+    expected = torch.tensor([group_formula(name, list(map(float, row))) for row in rewards], dtype=F64)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found.sum(dim=1), torch.zeros(shape[0], dtype=F64), rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("group_relative", [1.5 / (1 + 1e-6), -0.5 / (1 + 1e-6), -0.5 / (1 + 1e-6), -0.5 / (1 + 1e-6)]),
+        ("group_centered", [1.5, -0.5, -0.5, -0.5]),
+        ("leave_one_out", [2.0, -2 / 3, -2 / 3, -2 / 3]),
+    ],
+)
+def test_group_advantages_by_hand(name: str, expected: list[float]) -> None:
+    """Rewards 2, 0, 0, 0: mean 0.5, squared deviations 2.25 + 3 x 0.25 = 3, divided by 3: standard deviation 1."""
+    found = getattr(advantages, name)(torch.tensor([[2.0, 0.0, 0.0, 0.0]], dtype=F64))
+    assert found[0].tolist() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", GROUP_FUNCTIONS)
+def test_groups_do_not_see_each_other(name: str) -> None:
+    function = getattr(advantages, name)
+    rewards = torch.from_numpy(np.random.default_rng(0).standard_normal((5, 3)))
+    together = function(rewards)
+    for index in range(5):
+        torch.testing.assert_close(
+            together[index : index + 1], function(rewards[index : index + 1]), rtol=1e-13, atol=1e-15
+        )
+
+
+@pytest.mark.parametrize("name", GROUP_FUNCTIONS)
+@pytest.mark.parametrize("reward", [0.1, 0.7, -3.3, 1e-8, 1e8, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_group_of_equal_rewards_has_exactly_zero_advantages(name: str, reward: float, dtype: torch.dtype) -> None:
+    found = getattr(advantages, name)(torch.full((1, 5), reward, dtype=dtype))
+    assert found.dtype == dtype
+    assert torch.equal(found, torch.zeros(1, 5, dtype=dtype))
+
+
+@pytest.mark.parametrize("name", GROUP_FUNCTIONS)
+def test_one_sample_is_no_group(name: str) -> None:
+    with pytest.raises(AssertionError, match="at least 2 samples, found 1"):
+        getattr(advantages, name)(torch.zeros(3, 1))
+
+
+def token_advantages(
+    name: str, rewards: Ragged, values: Ragged, gamma: float, lam: float, padding: float = 0.0
+) -> Tensor:
+    """Of one of our functions: [B, L], with `padding` behind the ends of its inputs."""
+    rows, mask = padded(rewards, padding)
+    baseline, _ = padded(values, padding)
+    given = rows.clone()
+    found = getattr(advantages, name)(
+        rows, baseline, mask, group_index=torch.arange(len(rewards)), gamma=gamma, lam=lam
+    )
+    assert torch.equal(rows.nan_to_num(), given.nan_to_num()), "the caller's rewards were changed"
+    assert isinstance(found, Tensor)
+    assert found.dtype == F64
+    assert bool((found[~mask] == 0).all())
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=ragged_rows(), gamma=st.sampled_from([1.0, 0.99, 0.5, 0.0]), lam=st.sampled_from([1.0, 0.95, 0.3, 0.0]))
+def test_the_gae_recursion_equals_the_closed_form(rows: tuple[Ragged, Ragged], gamma: float, lam: float) -> None:
+    rewards, values = rows
+    found = token_advantages("gae", rewards, values, gamma, lam)
+    expected, _ = padded(reference.gae(rewards, values, gamma, lam))
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_gae_by_hand() -> None:
+    """Gamma 0.5, lambda 0.5, reward 4 at the end; a second response of one token."""
+    found = token_advantages(
+        "gae", [np.array([0.0, 0.0, 4.0]), np.array([1.0])], [np.array([1.0, 2.0, 1.0]), np.array([3.0])], 0.5, 0.5
+    )
+    # deltas: 0 + 0.5 * 2 - 1 = 0;  0 + 0.5 * 1 - 2 = -1.5;  4 + 0 - 1 = 3
+    assert found.tolist() == [[0 + 0.25 * -0.75, -1.5 + 0.25 * 3, 3.0], [-2.0, 0.0, 0.0]]
+
+
+def test_gae_with_gamma_and_lambda_one_is_the_return_less_the_value() -> None:
+    generator = np.random.default_rng(1)
+    rewards = [generator.standard_normal(length) for length in (4, 1, 7)]
+    values = [generator.standard_normal(length) for length in (4, 1, 7)]
+    found = token_advantages("gae", rewards, values, 1.0, 1.0)
+    expected = [np.cumsum(reward[::-1])[::-1] - value for reward, value in zip(rewards, values, strict=True)]
+    torch.testing.assert_close(found, padded(expected)[0], rtol=1e-12, atol=1e-13)
+    one_step = token_advantages("gae", rewards, values, 1.0, 0.0)
+    deltas = [r + np.append(v[1:], 0.0) - v for r, v in zip(rewards, values, strict=True)]
+    torch.testing.assert_close(one_step, padded(deltas)[0], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
+@pytest.mark.parametrize("padding", [1e6, math.nan, math.inf])
+def test_what_stands_behind_the_end_does_not_matter(name: str, padding: float) -> None:
+    generator = np.random.default_rng(2)
+    rewards = [generator.standard_normal(length) for length in (5, 2, 1)]
+    values = [generator.standard_normal(length) for length in (5, 2, 1)]
+    clean = token_advantages(name, rewards, values, 0.9, 0.8)
+    assert torch.equal(token_advantages(name, rewards, values, 0.9, 0.8, padding), clean)
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
+def test_rows_may_stand_in_any_order(name: str) -> None:
+    generator = np.random.default_rng(3)
+    rewards = [generator.standard_normal(length) for length in (5, 2, 1, 4)]
+    values = [generator.standard_normal(length) for length in (5, 2, 1, 4)]
+    found = token_advantages(name, rewards, values, 0.9, 0.8)
+    order = [2, 0, 3, 1]
+    shuffled = token_advantages(name, [rewards[row] for row in order], [values[row] for row in order], 0.9, 0.8)
+    torch.testing.assert_close(shuffled, found[order], rtol=1e-13, atol=1e-15)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=ragged_rows(), gamma=st.sampled_from([1.0, 0.9, 0.0]))
+def test_reinforce_plus_plus_is_the_whitened_return(rows: tuple[Ragged, Ragged], gamma: float) -> None:
+    rewards, values = rows
+    returns = reference.returns_to_go(rewards, gamma)
+    found = token_advantages("reinforce_plus_plus", rewards, values, gamma, 1.0)
+    tokens = np.concatenate(returns)
+    if (tokens == tokens[0]).all():
+        assert torch.equal(found, torch.zeros_like(found))
+    elif np.ptp(tokens) > 1e-9:  # below it the sums differ by rounding alone
+        torch.testing.assert_close(found, padded(reference.whiten(returns))[0], rtol=1e-9, atol=1e-9)
+
+
+def test_reinforce_plus_plus_of_a_reward_at_the_end_is_one_number_a_response() -> None:
+    """Without KL in the reward: each token of a response has its whitened reward, and each token counts once."""
+    rewards = [np.array([0.0, 0.0, 1.0]), np.array([0.0])]
+    found = token_advantages("reinforce_plus_plus", rewards, rewards, 1.0, 1.0)
+    deviation = math.sqrt((3 * 0.25**2 + 0.75**2) / 3 + 1e-8)  # mean 3 / 4, divisor 4 - 1
+    assert found[0].tolist() == pytest.approx([0.25 / deviation] * 3, rel=1e-12)
+    assert found[1, 0].item() == pytest.approx(-0.75 / deviation, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_whitened_numbers_have_mean_zero_and_deviation_one(dtype: torch.dtype) -> None:
+    generator = np.random.default_rng(4)
+    rows = [5 + 3 * generator.standard_normal(length) for length in (6, 1, 3)]
+    values, mask = padded(rows, math.nan)
+    found = whiten(values.to(dtype), mask)
+    assert found.dtype == dtype
+    expected = packed(
+        reference.whiten([row.astype(np.float32).astype(float) if dtype == torch.float32 else row for row in rows])
+    )
+    torch.testing.assert_close(
+        found[mask].double(), expected, rtol=1e-6 if dtype == torch.float32 else 1e-12, atol=1e-12
+    )
+    assert found[mask].double().mean().item() == pytest.approx(0, abs=1e-6)
+    assert found[mask].double().std().item() == pytest.approx(1, abs=1e-6)
+    assert bool((found[~mask] == 0).all())
+
+
+@pytest.mark.parametrize("number", [0.1, -7.7, 1e8, 0.0])
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_equal_numbers_become_exactly_zero(number: float, num_tokens: int) -> None:
+    """A single token among them: it has no standard deviation."""
+    values, mask = padded([np.full(num_tokens, number), np.array([number])][: 1 if num_tokens == 1 else 2])
+    assert torch.equal(whiten(values, mask), torch.zeros_like(values))
+
+
+def test_nothing_to_whiten_is_a_bug_of_the_caller() -> None:
+    with pytest.raises(AssertionError, match="no token to whiten"):
+        whiten(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool))
+
+
+def test_marks_say_how_an_advantage_is_called() -> None:
+    marks = {name: is_token_level(getattr(advantages, name)) for name in list_functions(advantages)}
+    assert marks == dict.fromkeys(GROUP_FUNCTIONS, False) | {"gae": True, "reinforce_plus_plus": True}
+    assert [name for name in marks if needs_critic(getattr(advantages, name))] == ["gae"]
+
+
+def test_a_mark_with_and_without_arguments() -> None:
+    def plain() -> int:
+        return 3
+
+    assert not is_token_level(plain)
+    assert token_level(plain) is plain
+    assert is_token_level(plain)
+    assert not needs_critic(plain)
+    assert needs_critic(token_level(needs_critic=True)(plain))
+    assert plain() == 3
+
+
+@pytest.mark.parametrize("token_level_ones", [False, True])
+def test_advantages_of_a_kind_have_one_signature(token_level_ones: bool) -> None:
+    """Each is a legal name in a recipe, so each must be callable as the trainer calls it."""
+    functions = [getattr(advantages, name) for name in list_functions(advantages)]
+    signatures = {str(inspect.signature(f)) for f in functions if is_token_level(f) == token_level_ones}
+    assert len(signatures) == 1

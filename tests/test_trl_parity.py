@@ -1,0 +1,218 @@
+"""Losses, reductions, KL and importance weights against the code of TRL: `GRPOTrainer._compute_loss` itself.
+
+TRL's method runs with a stand-in for the trainer, whose log-probs are given numbers; ours gets the same numbers without
+padding. Compared are the loss of a mini-batch, its gradient with respect to every log-prob, and the clip shares, in one
+piece and in micro-batches. TRL is not needed for anything else (`pip install -e .[dev]` brings it).
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from algorithm_reference import Ragged, padded
+from torch import Tensor
+
+from srtrl.algorithms import kl
+from srtrl.algorithms.importance import truncated_weights
+from srtrl.resolve import resolve_function
+
+MAX_NEW_TOKENS = 11
+NUM_SEQUENCES = 8
+
+
+@dataclass
+class Case:
+    """One of TRL's settings, and the names here that mean the same."""
+
+    loss_type: str
+    loss: str
+    reduction: str
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    """TRL's; of CISPO it is the greatest weight itself."""
+    level: str = "token"
+    beta: float = 0.0
+    delta: float | None = None
+    spread: float = 0.4
+    importance: bool = False
+
+    @property
+    def clip(self) -> dict[str, float]:
+        if self.loss == "cispo":
+            return {"clip_low": 1.0, "clip_high": self.epsilon_high - 1}
+        return {"clip_low": self.epsilon_low, "clip_high": self.epsilon_high}
+
+    @property
+    def options(self) -> dict[str, float]:
+        return {} if self.delta is None else {"ratio_cap": self.delta}
+
+
+CASES = {
+    "grpo": Case("grpo", "ppo_clip", "sequence_mean_token_mean", beta=0.04),
+    "dr_grpo": Case("dr_grpo", "ppo_clip", "sequence_mean_token_sum_norm"),
+    "dapo": Case("dapo", "ppo_clip", "token_mean", epsilon_high=0.28),
+    "gspo": Case("grpo", "gspo", "sequence_mean_token_mean", 3e-2, 4e-2, level="sequence"),
+    "gspo as published": Case("grpo", "gspo", "sequence_mean_token_mean", 3e-4, 4e-4, level="sequence", spread=1e-3),
+    "gspo_token": Case("grpo", "gspo_token", "sequence_mean_token_mean", 3e-2, 4e-2, level="sequence"),
+    "cispo": Case("cispo", "cispo", "token_mean", epsilon_high=1.5),
+    "cispo, ScaleRL": Case("cispo", "cispo", "token_mean", epsilon_high=5.0, spread=1.5),
+    "dual clip": Case("dapo", "dual_clip", "token_mean", delta=1.8, spread=1.0),
+    "KL and importance": Case("dapo", "ppo_clip", "token_mean", beta=0.1, importance=True),
+}
+
+
+@dataclass
+class Numbers:
+    """Log-probs of ragged sequences and one advantage each."""
+
+    new: Ragged
+    old: Ragged
+    ref: Ragged
+    decoder: Ragged
+    advantages: Tensor
+    """[B]"""
+
+
+@pytest.fixture(scope="module")
+def grpo_trainer() -> Any:
+    """TRL's module, imported when a test first needs it."""
+    return pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed: pip install 'trl>=1.0'")
+
+
+def numbers_of(case: Case) -> Numbers:
+    generator = np.random.default_rng(0)
+    lengths = [5, 1, 9, 3, 7, 2, 8, 4]
+    old = [generator.uniform(-4.0, -0.05, length) for length in lengths]
+
+    def near(rows: Ragged, spread: float) -> Ragged:
+        return [row + spread * generator.standard_normal(len(row)) for row in rows]
+
+    advantages = torch.from_numpy(generator.standard_normal(len(lengths)))
+    return Numbers(near(old, case.spread), old, near(old, 0.5), near(old, 0.1), advantages)
+
+
+def stand_in(case: Case, logprobs: Tensor, num_micro_batches: int) -> SimpleNamespace:
+    """What `_compute_loss` reads of its trainer; `logprobs` [B, L] are what the model would give."""
+    return SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
+        loss_type=case.loss_type,
+        importance_sampling_level=case.level,
+        epsilon_low=case.epsilon_low,
+        epsilon_high=case.epsilon_high,
+        beta=case.beta,
+        use_vllm=case.importance,
+        vllm_importance_sampling_correction=case.importance,
+        max_completion_length=MAX_NEW_TOKENS,
+        current_gradient_accumulation_steps=num_micro_batches,
+        args=SimpleNamespace(delta=case.delta, use_bias_correction_kl=False, steps_per_generation=num_micro_batches),
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        _entropy_bonus_enabled=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
+
+
+def trl_loss(
+    module: Any, case: Case, numbers: Numbers, rows: slice, num_micro_batches: int
+) -> tuple[Tensor, Tensor, dict[str, list[float]]]:
+    """Loss of a micro-batch by TRL, its gradient [R], and TRL's metrics."""
+    new, mask = padded(numbers.new[rows], padding=-1.0)
+    new.requires_grad_()
+    prompt = torch.ones(len(new), 2, dtype=torch.int64)
+    old = padded(numbers.old[rows], padding=-2.0)[0]
+    inputs = {
+        "prompt_ids": prompt,
+        "prompt_mask": prompt,
+        "completion_ids": mask.long(),
+        "completion_mask": mask.long(),
+        "old_per_token_logps": old,
+        "ref_per_token_logps": padded(numbers.ref[rows], padding=-0.5)[0],
+        "importance_sampling_ratio": torch.exp(old - padded(numbers.decoder[rows])[0]).clamp(max=1.1),
+        "advantages": numbers.advantages[rows],
+        "num_items_in_batch": torch.tensor(float(sum(map(len, numbers.new)))),
+    }
+    trainer = stand_in(case, new, num_micro_batches)
+    loss = module.GRPOTrainer._compute_loss(trainer, None, inputs)
+    gradient = torch.autograd.grad(loss, new)[0]
+    assert bool((gradient[~mask] == 0).all())
+    return loss.detach(), gradient[mask], trainer._metrics["train"]
+
+
+def our_loss(case: Case, numbers: Numbers, rows: slice) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The same with the functions that a recipe would name; `rows` of the mini-batch are the micro-batch."""
+    lengths = torch.tensor([len(row) for row in numbers.new])
+    sequence_index = torch.arange(len(lengths))[rows].repeat_interleave(lengths[rows])
+    new, old, ref, decoder = (
+        torch.from_numpy(np.concatenate(values[rows]))
+        for values in (numbers.new, numbers.old, numbers.ref, numbers.decoder)
+    )
+    new.requires_grad_()
+    loss = resolve_function("srtrl.algorithms.losses", case.loss)
+    token_loss, metrics = loss(
+        new, old, numbers.advantages[sequence_index], sequence_index, **case.clip, **case.options
+    )
+    if case.importance:
+        token_loss = token_loss * truncated_weights(old, decoder, sequence_index, cap=1.1, level="token")
+    if case.beta:
+        token_loss = token_loss + case.beta * kl.k3(new, ref)
+    reduced = resolve_function("srtrl.algorithms.reductions", case.reduction)(
+        token_loss, sequence_index, sequence_lengths=lengths, max_new_tokens=MAX_NEW_TOKENS
+    )
+    return reduced.detach(), torch.autograd.grad(reduced, new)[0], metrics
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradient_equal_trl(grpo_trainer: Any, name: str, num_micro_batches: int) -> None:
+    case = CASES[name]
+    numbers = numbers_of(case)
+    size = NUM_SEQUENCES // num_micro_batches
+    micro_batches = [slice(first, first + size) for first in range(0, NUM_SEQUENCES, size)]
+    theirs = [trl_loss(grpo_trainer, case, numbers, rows, num_micro_batches) for rows in micro_batches]
+    ours = [our_loss(case, numbers, rows) for rows in micro_batches]
+    their_gradient, our_gradient = (torch.cat([gradient for _, gradient, _ in parts]) for parts in (theirs, ours))
+    assert their_gradient.abs().max() > 1e-3
+    torch.testing.assert_close(our_gradient, their_gradient, rtol=1e-9, atol=1e-12)
+    # TRL's DAPO divides by the tokens of the mini-batch, so its micro-batches add up as ours do; so do the others.
+    torch.testing.assert_close(sum(x for x, _, _ in ours), sum(x for x, _, _ in theirs), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.loss == "ppo_clip"])
+def test_clip_shares_equal_trl(grpo_trainer: Any, name: str) -> None:
+    everything = slice(0, NUM_SEQUENCES)
+    numbers = numbers_of(CASES[name])
+    _, _, theirs = trl_loss(grpo_trainer, CASES[name], numbers, everything, 1)
+    _, _, ours = our_loss(CASES[name], numbers, everything)
+    for side in ("low", "high"):
+        share = ours[f"clip_share/{side}"].mean().item()
+        assert share > 0
+        assert share == pytest.approx(theirs[f"clip_ratio/{side}_mean"][0], rel=1e-6)
+
+
+def test_policy_gradient_is_trls_rloo_at_unchanged_weights() -> None:
+    """TRL's RLOO takes the ratio of whole responses; on the policy that sampled its gradient is REINFORCE's."""
+    module = pytest.importorskip("trl.trainer.rloo_trainer", reason="TRL is not installed: pip install 'trl>=1.0'")
+    case = Case("", "policy_gradient", "sequence_mean_token_sum")
+    numbers = numbers_of(case)
+    numbers.new = numbers.old
+    new, mask = padded(numbers.new)
+    new.requires_grad_()
+    prompt = torch.ones(len(new), 2, dtype=torch.int64)
+    inputs = {
+        "prompt_ids": prompt,
+        "prompt_mask": prompt,
+        "completion_ids": mask.long(),
+        "completion_mask": mask.long(),
+        "old_logps": (new.detach() * mask).sum(1),
+        "advantages": numbers.advantages,
+    }
+    loss = module.RLOOTrainer._compute_loss(stand_in(case, new, 1), None, inputs)
+    _, our_gradient, _ = our_loss(case, numbers, slice(0, NUM_SEQUENCES))
+    torch.testing.assert_close(our_gradient, torch.autograd.grad(loss, new)[0][mask], rtol=1e-12, atol=1e-14)
