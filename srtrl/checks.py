@@ -3,13 +3,14 @@
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from srtrl.recipe import Recipe
 from srtrl.recipe_errors import Key, Problem, RecipeError
 from srtrl.recipe_file import RecipeSource
-from srtrl.resolve import resolve_function
+from srtrl.resolve import resolve_function, suggestion
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +24,14 @@ class Signature:
 
 
 ADVANTAGE = Signature("srtrl.algorithms.advantages", 1)
+TOKEN_ADVANTAGE = Signature("srtrl.algorithms.advantages", 3, ("group_index", "gamma", "lam"))
+"""Of an advantage function that is marked `@token_level`."""
 LOSS = Signature("srtrl.algorithms.losses", 4, ("clip_low", "clip_high"))
 REDUCTION = Signature("srtrl.algorithms.reductions", 2, ("sequence_lengths", "max_new_tokens"))
 KL_ESTIMATOR = Signature("srtrl.algorithms.kl", 2)
-FILTER = Signature("srtrl.algorithms.filters", 1)
-REWARD = Signature("srtrl.tasks.rewards", 1)
+FILTER = Signature("srtrl.algorithms.filters", 2)
+VALUE_LOSS = Signature("srtrl.algorithms.value_losses", 4, ("value_clip",))
+REWARDS = "srtrl.tasks.rewards"
 
 
 def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_start: bool = False) -> None:
@@ -41,20 +45,26 @@ def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_sta
     Raises:
         RecipeError: listing every problem.
     """
-    problems = [*_function_problems(recipe), *_problems_of_parts(recipe, warm_start=warm_start)]
+    problems = [
+        *_function_problems(recipe),
+        *_advantage_problems(recipe),
+        *_loss_option_problems(recipe),
+        *_reward_problems(recipe),
+        *_problems_of_parts(recipe, warm_start=warm_start),
+    ]
     if problems:
         raise RecipeError([source.located(problem) if source else problem for problem in problems])
 
 
 def _function_problems(recipe: Recipe) -> Iterator[Problem]:
     algorithm = recipe.algorithm
+    loss = replace(LOSS, keywords=(*LOSS.keywords, *_known_loss_options(recipe)))
     named: list[tuple[Key, Signature, str]] = [
-        (("algorithm", "advantage"), ADVANTAGE, algorithm.advantage),
-        (("algorithm", "loss"), LOSS, algorithm.loss),
+        (("algorithm", "loss"), loss, algorithm.loss),
         (("algorithm", "reduction"), REDUCTION, algorithm.reduction),
         (("algorithm", "kl", "estimator"), KL_ESTIMATOR, algorithm.kl.estimator),
         *((("algorithm", "filters", index), FILTER, name) for index, name in enumerate(algorithm.filters)),
-        *((("rewards", index, "name"), REWARD, reward.name) for index, reward in enumerate(recipe.rewards)),
+        *([(("critic", "value_loss"), VALUE_LOSS, recipe.critic.value_loss)] if recipe.critic else []),
     ]
     for key, signature, name in named:
         try:
@@ -78,11 +88,117 @@ def _check_function(signature: Signature, name: str) -> None:
         ) from error
 
 
+def _advantage_problems(recipe: Recipe) -> Iterator[Problem]:
+    """An advantage is called as its mark says; what it does not use must not be set, and what it needs must be there.
+
+    `recipe_conflicts.py` knows our own functions by name; this looks at the function, and so at a user's too.
+    """
+    from srtrl.algorithms.markers import is_token_level, needs_critic
+
+    algorithm, key = recipe.algorithm, ("algorithm", "advantage")
+    name = algorithm.advantage
+    try:
+        function = resolve_function(ADVANTAGE.module, name)
+        _check_function(TOKEN_ADVANTAGE if is_token_level(function) else ADVANTAGE, name)
+    except ValueError as error:
+        yield Problem(key, str(error))
+        return
+    if not is_token_level(function):
+        for option, value in (("gamma", algorithm.gamma), ("lam", algorithm.lam)):
+            if value != 1:
+                message = f"{name} gives all tokens of a sample one advantage (no @token_level): expected 1, found"
+                yield Problem(("algorithm", option), f"{message} {value:g}")
+    if is_token_level(function) and algorithm.loss == "gspo":
+        message = f"gspo has one ratio and one advantage a response, {name} one a token: expected gspo_token"
+        yield Problem(("algorithm", "loss"), message)
+    if needs_critic(function) and recipe.critic is None:
+        yield Problem(key, f"{name} needs a critic: add a section `critic: {{}}`")
+    if recipe.critic is not None and not needs_critic(function):
+        yield Problem(
+            ("critic",),
+            f"algorithm.advantage {name} uses no critic (no @token_level(needs_critic=True)): leave the critic out, "
+            "or take gae",
+        )
+
+
+def _known_loss_options(recipe: Recipe) -> list[str]:
+    """Those of `algorithm.loss_options` that the loss has; a loss may need some."""
+    try:
+        known, _ = _options_of(resolve_function(LOSS.module, recipe.algorithm.loss), LOSS)
+    except ValueError:
+        return []  # an unknown loss is a problem of `algorithm.loss`
+    return [option for option in recipe.algorithm.loss_options if option in known]
+
+
+def _loss_option_problems(recipe: Recipe) -> Iterator[Problem]:
+    """`algorithm.loss_options` that the loss does not have, or whose values it refuses (tried on two tokens)."""
+    name, options = recipe.algorithm.loss, recipe.algorithm.loss_options
+    if not options:
+        return
+    key: Key = ("algorithm", "loss_options")
+    try:
+        function = resolve_function(LOSS.module, name)
+        known, takes_any = _options_of(function, LOSS)
+    except ValueError:
+        return  # an unknown loss is a problem of `algorithm.loss`
+    unknown = [option for option in options if option not in known and not takes_any]
+    has = f"it has {', '.join(known)}" if known else "it has none"
+    for option in unknown:
+        yield Problem((*key, option), f"{name} has no such option{suggestion(option, known)} ({has})")
+    if unknown:
+        return
+    try:
+        _call_loss(function, recipe)
+    except (TypeError, ValueError) as error:
+        yield _problem_of(error, key)
+
+
+def _options_of(function: Callable[..., Any], signature: Signature) -> tuple[list[str], bool]:
+    """Names of a function's keyword arguments beside those of its signature, and whether it takes any name."""
+    parameters = list(inspect.signature(function).parameters.values())
+    named = [
+        parameter.name
+        for parameter in parameters[signature.num_positional :]
+        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        and parameter.name not in signature.keywords
+    ]
+    return named, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _call_loss(function: Callable[..., Any], recipe: Recipe) -> None:
+    """Call a loss as the trainer will, on two tokens."""
+    import torch
+
+    algorithm = recipe.algorithm
+    tokens = torch.tensor([-0.5, -1.5])
+    index = torch.zeros(2, dtype=torch.int64)
+    clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
+    function(tokens, tokens, tokens, index, **clip, **algorithm.loss_options)
+
+
+def _reward_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Rewards that are not there, that refuse their options, or that the grader could not call."""
+    from srtrl.tasks.reward_terms import check_reward_options, resolve_rewards
+
+    for index, section in enumerate(recipe.rewards):
+        part = "name"
+        try:
+            function = resolve_function(REWARDS, section.name)
+            part = "options"
+            check_reward_options(section.name, function, section.options, recipe.rollout.max_new_tokens)
+            part = "name"
+            _check_function(Signature(REWARDS, 1, tuple(section.options)), section.name)
+            resolve_rewards([section], recipe.rollout.max_new_tokens)
+        except ValueError as error:
+            yield Problem(("rewards", index, part), str(error))
+
+
 def _problems_of_parts(recipe: Recipe, *, warm_start: bool) -> Iterator[Problem]:
     from_scratch = warm_start and recipe.warm_start is not None and recipe.warm_start.architecture is not None
     checks: list[tuple[Key, Callable[[Recipe], None]]] = [
         (("task", "name"), _check_task),
         (("model", "path"), _check_architecture if from_scratch else _check_model),
+        (("critic", "path"), _check_critic),
         (("rollout", "drafter"), _check_drafter),
         (("device",), _check_device),
         (("log", "trackers"), _check_trackers),
@@ -96,7 +212,7 @@ def _problems_of_parts(recipe: Recipe, *, warm_start: bool) -> Iterator[Problem]
             yield _problem_of(error, key)
 
 
-def _problem_of(error: ValueError, default_key: Key) -> Problem:
+def _problem_of(error: Exception, default_key: Key) -> Problem:
     """A message that begins with its option ("task.options.train.files.0: no file ...") is a problem of that one."""
     option, _, message = str(error).partition(": ")
     if re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*", option) and option.split(".")[0] == default_key[0]:
@@ -115,9 +231,25 @@ def _check_model(recipe: Recipe) -> None:
     from srtrl.model.weights import read_config
 
     path = recipe.model.path
-    if not (path.startswith("bundled:") or Path(path).exists() or _looks_local(path)):
+    if not _is_local(path):
         return
     _check_length(recipe, read_config(path).max_position_embeddings, path)
+
+
+def _check_critic(recipe: Recipe) -> None:
+    """Local weights that the critic starts from must fit the policy; the hub is not asked."""
+    from srtrl.model.weights import read_config
+    from srtrl.trainer.build import build_tokenizer, check_critic
+
+    critic_path = recipe.critic.path if recipe.critic else None
+    policy = recipe.model.path
+    if (
+        critic_path is None
+        or not _is_local(critic_path)
+        or not (policy.startswith("bundled:") or Path(policy).exists())
+    ):
+        return
+    check_critic(recipe, read_config(recipe.model.path).vocab_size, build_tokenizer(recipe))
 
 
 def _check_architecture(recipe: Recipe) -> None:
@@ -136,9 +268,9 @@ def _check_length(recipe: Recipe, num_positions: int, model: str) -> None:
         raise RecipeError([Problem(key, message)])
 
 
-def _looks_local(path: str) -> bool:
-    """A hub name is `name` or `organisation/name`; what cannot be one was meant as a folder."""
-    return path.startswith((".", "/", "~")) or path.count("/") > 1
+def _is_local(path: str) -> bool:
+    """A hub name is `name` or `organisation/name`; what cannot be one was meant as a folder, there or not."""
+    return path.startswith(("bundled:", ".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
 
 
 def _check_drafter(recipe: Recipe) -> None:

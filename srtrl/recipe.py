@@ -4,36 +4,13 @@ The docstring under a field is its documentation (`srtrl show-config --help-fiel
 overrides and error messages live in `recipe_file.py`; names such as `algorithm.loss` are resolved by `resolve.py`.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-
-@dataclass(frozen=True, slots=True)
-class Conflict:
-    """A combination of values that cannot run."""
-
-    key: tuple[str | int, ...]
-    """The value to change first; its line is shown."""
-    message: str
-
-
-class RecipeConflictsError(ValueError):
-    """All combinations in a recipe that cannot run."""
-
-    def __init__(self, conflicts: list[Conflict]) -> None:
-        self.conflicts = conflicts
-        super().__init__("; ".join(f"{'.'.join(map(str, conflict.key))} {conflict.message}" for conflict in conflicts))
-
-
-class Section(BaseModel):
-    """A strict part of a recipe: unknown keys are errors, values are not coerced between types."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+from srtrl.recipe_algorithm import AlgorithmSection, CriticSection
+from srtrl.recipe_base import RecipeConflictsError, Section
+from srtrl.recipe_conflicts import find_conflicts
 
 
 class ModelSection(Section):
@@ -69,6 +46,8 @@ class RewardSection(Section):
     """A function in `srtrl/tasks/rewards.py`, or `package.module:function` of your own."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of that function, such as `cache_tokens` of `overlong_penalty`."""
 
 
 class GradingSection(Section):
@@ -84,9 +63,21 @@ class RolloutSection(Section):
     """The decoder and what it decodes in a step."""
 
     num_prompts: int = Field(ge=1)
-    """Prompts drawn a step. The rollout batch of a step is `num_prompts` x `num_samples` samples."""
+    """Prompts drawn a step. The rollout batch of a step is `num_prompts` x `num_samples` samples.
+
+    verl's `train_batch_size` counts prompts too; TRL's `generation_batch_size` counts samples.
+    """
     num_samples: int = Field(ge=1)
     """Samples (responses) of each prompt: the group of GRPO."""
+    dynamic_sampling: bool = False
+    """Replace the groups that `algorithm.filters` drop by further prompts until the batch has `num_prompts` (DAPO)."""
+    max_open_prompts: int | None = Field(default=None, ge=1)
+    """With dynamic sampling: most prompts decoded or graded at the same time; by default `num_prompts`."""
+    max_draws: int | None = Field(default=None, ge=1)
+    """With dynamic sampling: most prompts drawn in a step; by default 10 x `num_prompts`.
+
+    Where they do not suffice the step learns from the groups that it has, and says so.
+    """
     max_prompt_tokens: int = Field(ge=1)
     """Longest prompt; the task's `overlong_prompts` option says what happens to a longer one."""
     max_new_tokens: int = Field(ge=1)
@@ -135,38 +126,6 @@ class RolloutSection(Section):
     """
 
 
-class KLSection(Section):
-    """The KL divergence to the frozen reference policy."""
-
-    coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the KL to the frozen reference policy; 0 keeps no reference."""
-    estimator: str = "k3"
-    """A function in `srtrl/algorithms/kl.py`, or `package.module:function` of your own."""
-    placement: Literal["loss", "reward"] = "loss"
-    """`loss`: added to the loss (GRPO); `reward`: subtracted from the reward before advantages."""
-
-
-class AlgorithmSection(Section):
-    """How rewards become a gradient."""
-
-    advantage: str = "group_relative"
-    """A function in `srtrl/algorithms/advantages.py`, or `package.module:function` of your own."""
-    loss: str = "ppo_clip"
-    """A function in `srtrl/algorithms/losses.py`, or `package.module:function` of your own."""
-    reduction: str = "sequence_mean_token_mean"
-    """How token losses become one number: a function in `srtrl/algorithms/reductions.py`, or one of your own."""
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """The ratio is clipped below at 1 - `clip_low`."""
-    clip_high: float = Field(default=0.2, ge=0)
-    """The ratio is clipped above at 1 + `clip_high`."""
-    kl: KLSection = KLSection()
-    """KL to the frozen reference."""
-    old_logprobs: Literal["rollout", "recompute"] = "rollout"
-    """`rollout` reuses the decoder's log-probs; `recompute` spends one forward pass of the trainer."""
-    filters: list[str] = Field(default_factory=list)
-    """Functions in `srtrl/algorithms/filters.py` (or your own) that drop groups before the update, in this order."""
-
-
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -176,7 +135,11 @@ class TrainSection(Section):
     num_steps: int = Field(ge=1)
     """Training steps (one rollout batch each)."""
     mini_batch_prompts: int | None = Field(default=None, ge=1)
-    """Prompts of one optimizer step; must divide `rollout.num_prompts`. By default all: one optimizer step a step."""
+    """Prompts of one optimizer step, with all their samples; must divide `rollout.num_prompts`.
+
+    By default all: one optimizer step a step. verl's `ppo_mini_batch_size` counts prompts too; TRL and OpenRLHF count
+    samples, so theirs is this times `rollout.num_samples`.
+    """
     num_epochs: int = Field(default=1, ge=1)
     """Passes over each rollout batch."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
@@ -308,6 +271,8 @@ class Recipe(Section):
     """The decoder and what it decodes."""
     algorithm: AlgorithmSection = AlgorithmSection()
     """Advantage, loss, reduction, KL and filters."""
+    critic: CriticSection | None = None
+    """PPO's value model; none by default."""
     train: TrainSection
     """The update."""
     eval: EvalSection = EvalSection()
@@ -320,69 +285,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def check_combinations(self) -> Self:
         """Refuse combinations that cannot run, before any weight is loaded."""
-        conflicts = [*self._rollout_conflicts(), *self._train_conflicts(), *self._other_conflicts()]
+        conflicts = list(find_conflicts(self))
         if conflicts:
             raise RecipeConflictsError(conflicts)
         return self
-
-    def _rollout_conflicts(self) -> Iterator[Conflict]:
-        rollout = self.rollout
-        longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-        longest_text = f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}"
-        pages_of_one = -(-longest // rollout.page_size)
-        if rollout.num_pages is not None and rollout.num_pages < pages_of_one:
-            yield Conflict(
-                ("rollout", "num_pages"),
-                f"expected at least {pages_of_one} pages of {rollout.page_size} tokens, to hold one sequence "
-                f"({longest_text}), found {rollout.num_pages}",
-            )
-        if self.train.micro_batch_tokens < longest:
-            yield Conflict(
-                ("train", "micro_batch_tokens"),
-                f"expected at least the longest sequence ({longest_text}), found {self.train.micro_batch_tokens}",
-            )
-        if self.algorithm.advantage == "group_relative" and rollout.num_samples < 2:
-            yield Conflict(
-                ("rollout", "num_samples"),
-                f"expected at least 2 with algorithm.advantage group_relative (a group of one has no advantage), "
-                f"found {rollout.num_samples}",
-            )
-
-    def _train_conflicts(self) -> Iterator[Conflict]:
-        train, num_prompts = self.train, self.rollout.num_prompts
-        mini_batch = train.mini_batch_prompts or num_prompts
-        if num_prompts % mini_batch != 0:
-            yield Conflict(
-                ("train", "mini_batch_prompts"),
-                f"expected a divisor of rollout.num_prompts ({num_prompts}), found {mini_batch}",
-            )
-        num_updates = train.num_steps * train.num_epochs * (num_prompts // mini_batch)
-        if train.schedule != "constant" and train.warmup_steps >= num_updates:
-            yield Conflict(
-                ("train", "warmup_steps"),
-                f"expected fewer than the run's {num_updates} optimizer steps, or the {train.schedule} schedule would "
-                f"never begin, found {train.warmup_steps}",
-            )
-
-    def _other_conflicts(self) -> Iterator[Conflict]:
-        names = [reward.name for reward in self.rewards]
-        for index, name in enumerate(names):
-            if name in names[:index]:
-                yield Conflict(("rewards", index, "name"), f"{name} is given twice; add the weights up in one entry")
-        if self.eval.temperature == 0 and self.eval.num_samples > 1:
-            yield Conflict(
-                ("eval", "num_samples"),
-                f"expected 1 with eval.temperature 0 (greedy samples are all the same), found {self.eval.num_samples}",
-            )
-        shape = self.warm_start.architecture if self.warm_start else None
-        if shape and shape.hidden_size % shape.num_attention_heads != 0:
-            yield Conflict(
-                ("warm_start", "architecture", "num_attention_heads"),
-                f"expected a divisor of hidden_size ({shape.hidden_size}), found {shape.num_attention_heads}",
-            )
-        if shape and shape.num_attention_heads % shape.num_key_value_heads != 0:
-            yield Conflict(
-                ("warm_start", "architecture", "num_key_value_heads"),
-                f"expected a divisor of num_attention_heads ({shape.num_attention_heads}), "
-                f"found {shape.num_key_value_heads}",
-            )

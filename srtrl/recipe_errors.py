@@ -9,7 +9,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
-from srtrl.recipe import RecipeConflictsError, Section
+from srtrl.recipe_base import RecipeConflictsError, Section
 from srtrl.resolve import suggestion
 
 Key = tuple[str | int, ...]

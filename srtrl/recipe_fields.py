@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from srtrl.recipe import Section
+from srtrl.recipe_base import Section
 from srtrl.recipe_errors import section_in
 
 NAMES = {str: "text", int: "integer", float: "number", bool: "true | false", type(None): "null", Any: "anything"}

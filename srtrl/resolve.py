@@ -13,7 +13,7 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -62,6 +62,43 @@ def list_modules(package_name: str, attribute: str) -> list[str]:
         if any(isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == attribute for node in tree.body):
             names.append(info.name)
     return names
+
+
+def check_options(
+    name: str,
+    function: Callable[..., Any],
+    options: Mapping[str, object],
+    *,
+    num_positional: int,
+    reserved: Collection[str] = (),
+) -> None:
+    """Refuse options that are no keyword arguments of a function, and the lack of those that it needs.
+
+    Args:
+        name: The function's, as the recipe has it.
+        function: What `options` shall be given to.
+        options: The recipe's options of that function.
+        num_positional: How many arguments the caller gives by position.
+        reserved: Keyword arguments that the caller gives itself.
+
+    Raises:
+        ValueError: naming the option and the known ones.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    by_position = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    given = {one.name for one in by_position[:num_positional]}.union(reserved)
+    known = {
+        one.name: one.default is one.empty
+        for one in parameters
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in given
+    }
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    for option in options:
+        if option in given or (option not in known and not takes_any):
+            near = suggestion(option, known) or ";"
+            raise ValueError(f"`{name}` has no option `{option}`{near} known: {', '.join(known) or 'none'}")
+    if missing := [option for option, is_needed in known.items() if is_needed and option not in options]:
+        raise ValueError(f"`{name}` needs the option `{missing[0]}`, which is not given")
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -67,7 +67,8 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     """Requests with equal prompt tokens share the prompt's pages."""
     draw_index: int
-    """Which draw of the step this is: the admission order, and the first half of the sort key of what is learned."""
+    """Which draw of the run this is (evaluation: which problem): the order of admission, and the first half of the sort
+    key of what is learned."""
     sample_index: int
     """Which sample of the draw's group."""
     stream: int
@@ -142,6 +143,8 @@ class TrainSequence:
     token_ids: npt.NDArray[np.int64]
     """Prompt then response, [L]."""
     num_prompt_tokens: int
+    draw_index: int
+    """Which draw of the run; the sequences of one draw are a group, whole or what is left of it."""
     rollout_logprobs: npt.NDArray[np.float32]
     """[L - num_prompt_tokens]."""
     advantages: npt.NDArray[np.float32]
@@ -150,3 +153,7 @@ class TrainSequence:
     """[L - num_prompt_tokens], PPO's snapshot; filled before the first mini-batch."""
     ref_logprobs: npt.NDArray[np.float32] | None = None
     """[L - num_prompt_tokens], by the frozen reference; None where the recipe asks for no KL."""
+    values: npt.NDArray[np.float32] | None = None
+    """[L - num_prompt_tokens], by the critic before the update; None where the recipe has none."""
+    returns: npt.NDArray[np.float32] | None = None
+    """[L - num_prompt_tokens], what the critic shall say: advantages before whitening + `values`."""

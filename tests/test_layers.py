@@ -15,6 +15,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = {
     "recipe": 0,
+    "recipe_algorithm": 0,
+    "recipe_base": 0,
+    "recipe_conflicts": 0,
     "recipe_errors": 0,
     "recipe_fields": 0,
     "recipe_file": 0,
@@ -33,6 +36,7 @@ LAYERS = {
     "generate": 8,
     "bench": 8,
     "report": 8,
+    "evaluation": 8,
 }
 """The table of DESIGN.md: root file or package -> layer. Imports go to a lower number, or stay inside the package."""
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from srtrl.drafters.base import NoOptions
-from srtrl.recipe import Section
+from srtrl.recipe_base import Section
 from srtrl.recipe_errors import RecipeError, validate_section
 from srtrl.recipe_file import dump_recipe, load_recipe, read_source
 
