@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from srtrl.rollout.packing import PackedBatch, pack
 from srtrl.types import TrainSequence
 
+PER_TOKEN = ("advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "returns")
 
-def make_sequence(num_prompt: int, num_response: int, seed: int, with_reference: bool = True) -> TrainSequence:
+
+def make_sequence(num_prompt: int, num_response: int, seed: int, with_optional: bool = True) -> TrainSequence:
     rng = np.random.default_rng(seed)
 
     def numbers() -> np.ndarray[tuple[int], np.dtype[np.float32]]:
@@ -21,18 +23,21 @@ def make_sequence(num_prompt: int, num_response: int, seed: int, with_reference:
     return TrainSequence(
         token_ids=rng.integers(1000, size=num_prompt + num_response),
         num_prompt_tokens=num_prompt,
+        draw_index=seed,
         rollout_logprobs=numbers(),
         advantages=numbers(),
         old_logprobs=numbers(),
-        ref_logprobs=numbers() if with_reference else None,
+        ref_logprobs=numbers() if with_optional else None,
+        values=numbers() if with_optional else None,
+        returns=numbers() if with_optional else None,
     )
 
 
 @st.composite
 def sequences_and_budget(draw: st.DrawFn) -> tuple[list[TrainSequence], int]:
     shapes = draw(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=12))
-    with_reference = draw(st.booleans())
-    sequences = [make_sequence(*shape, seed, with_reference) for seed, shape in enumerate(shapes)]
+    with_optional = draw(st.booleans())
+    sequences = [make_sequence(*shape, seed, with_optional) for seed, shape in enumerate(shapes)]
     return sequences, draw(st.integers(max(sum(shape) for shape in shapes), 60))
 
 
@@ -46,7 +51,7 @@ def naive_rows(sequences: list[TrainSequence], batch: PackedBatch, first: int) -
             assert batch.token_ids[position] == token_id
             response_token = offset - sequence.num_prompt_tokens
             if response_token >= 0:
-                arrays = (sequence.advantages, sequence.rollout_logprobs, sequence.old_logprobs, sequence.ref_logprobs)
+                arrays = [getattr(sequence, name) for name in PER_TOKEN]
                 numbers = [float(array[response_token]) for array in arrays if array is not None]
                 rows.append([position - 1, int(token_id), index, *numbers])
             position += 1
@@ -60,11 +65,12 @@ def test_every_token_is_packed_once_in_order_with_the_right_indices(case: tuple[
     sequences, max_tokens = case
     first = 0
     for batch in pack(sequences, max_tokens, "cpu"):
-        columns = [batch.hidden_index, batch.target_ids, batch.sequence_index, batch.advantages]
-        columns += [c for c in (batch.rollout_logprobs, batch.old_logprobs, batch.ref_logprobs) if c is not None]
+        columns = [batch.hidden_index, batch.target_ids, batch.sequence_index]
+        columns += [column for name in PER_TOKEN if (column := getattr(batch, name)) is not None]
         rows = [list(row) for row in zip(*(column.tolist() for column in columns), strict=True)]
         assert rows == naive_rows(sequences, batch, first)
-        assert (batch.ref_logprobs is None) == (sequences[0].ref_logprobs is None)
+        for name in PER_TOKEN:
+            assert (getattr(batch, name) is None) == (getattr(sequences[0], name) is None)
         first += len(batch.lengths)
     assert first == len(sequences)
 
@@ -109,6 +115,8 @@ def test_no_sequences_make_no_batch() -> None:
         ({"num_prompt_tokens": 0}, "needs a token before it"),
         ({"num_prompt_tokens": 5}, "without response tokens"),
         ({"advantages": np.zeros(2, np.float32)}, "per-token arrays of {"),
+        ({"values": np.zeros(2, np.float32)}, "per-token arrays of {"),
+        ({"returns": np.zeros(4, np.float32)}, "per-token arrays of {"),
     ],
 )
 def test_broken_sequences_are_refused(change: dict[str, object], message: str) -> None:
@@ -117,6 +125,8 @@ def test_broken_sequences_are_refused(change: dict[str, object], message: str) -
         pack([sequence], 8, "cpu")
 
 
-def test_sequences_with_and_without_a_reference_do_not_mix() -> None:
-    with pytest.raises(AssertionError, match="all sequences have these log-probs or none"):
-        pack([make_sequence(1, 2, 0), make_sequence(1, 2, 1, with_reference=False)], 8, "cpu")
+@pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "values", "returns"])
+def test_sequences_with_and_without_optional_numbers_do_not_mix(name: str) -> None:
+    second = dataclasses.replace(make_sequence(1, 2, 1), **{name: None})  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="all sequences have these numbers or none"):
+        pack([make_sequence(1, 2, 0), second], 8, "cpu")

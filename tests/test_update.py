@@ -21,13 +21,13 @@ from update_cases import (
     make_sequences,
     naive_distributions,
     naive_logprobs,
+    update,
 )
 
 from srtrl.model.transformer import Transformer
 from srtrl.recipe import Recipe
-from srtrl.trainer.objective import subtract_kl
+from srtrl.trainer.mini_batches import mini_batches
 from srtrl.trainer.sequence_logprobs import compute_logprobs
-from srtrl.trainer.update import mini_batches, update_policy
 from srtrl.types import TrainSequence
 
 COEFFICIENT = 0.1
@@ -45,7 +45,7 @@ def gradient_of(
     """Gradient of the first mini-batch at fresh weights, and the metrics."""
     policy = make_policy()
     optimizer = RecordingSGD(policy)
-    metrics = update_policy(policy, optimizer, accelerator, sequences, recipe=recipe, step=1)
+    metrics = update(policy, optimizer, accelerator, sequences, recipe)
     assert len(optimizer.gradients[0]) == len(list(policy.parameters()))
     return optimizer.gradients[0], metrics
 
@@ -78,7 +78,6 @@ def hand_loss(policy: Transformer, sequences: Sequence[TrainSequence], recipe: R
                 loss += (
                     COEFFICIENT
                     * {
-                        "k1": new - ref,
                         "k2": (new - ref) ** 2 / 2,
                         "k3": math.exp(ref - new) - 1 - (ref - new),
                     }[algorithm.kl.estimator]
@@ -89,7 +88,7 @@ def hand_loss(policy: Transformer, sequences: Sequence[TrainSequence], recipe: R
 
 KL_OPTIONS: dict[str, dict[str, Any]] = {
     "no KL": {},
-    **{f"{k} in loss": {"kl": {"coefficient": COEFFICIENT, "estimator": k}} for k in ("k1", "k2", "k3")},
+    **{f"{k} in loss": {"kl": {"coefficient": COEFFICIENT, "estimator": k}} for k in ("k2", "k3")},
     "KL in reward": {"kl": {"coefficient": COEFFICIENT, "placement": "reward"}},
 }
 REDUCTIONS = [
@@ -125,25 +124,12 @@ def test_loss_and_gradient_equal_the_hand_computation(kl: str, reduction: str, a
         assert slope == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-6, abs=1e-8)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_micro_batches_and_order_do_not_change_gradient_or_metrics(reduction: str, accelerator: Accelerator) -> None:
-    algorithm = {"reduction": reduction, "kl": {"coefficient": COEFFICIENT}}
-    sequences = make_sequences(make_policy(), noise=0.3)
-    expected, expected_metrics = gradient_of(make_recipe(algorithm=algorithm), sequences, accelerator)
-    reordered = [sequences[index] for index in (4, 5, 0, 1, 3, 2)]
-    for micro_batch_tokens, order in ((16, sequences), (23, sequences), (1000, reordered), (16, reordered)):
-        recipe = make_recipe(algorithm=algorithm, train__micro_batch_tokens=micro_batch_tokens)
-        found, metrics = gradient_of(recipe, order, accelerator)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-        assert metrics == pytest.approx(expected_metrics, rel=1e-6)  # log-probs are compared in float32
-
-
 def test_metrics_are_means_over_all_tokens_of_all_mini_batches(accelerator: Accelerator) -> None:
     recipe = make_recipe(
         train__mini_batch_prompts=1,
         train__micro_batch_tokens=16,
         train__learning_rate=1e-300,  # the weights stay, so that one naive pass gives all
-        algorithm__kl={"coefficient": COEFFICIENT, "estimator": "k1"},
+        algorithm__kl={"coefficient": COEFFICIENT, "estimator": "k2"},
     )
     policy = make_policy()
     sequences = make_sequences(policy, noise=0.3)
@@ -154,7 +140,7 @@ def test_metrics_are_means_over_all_tokens_of_all_mini_batches(accelerator: Acce
         rows = naive_distributions(policy, sequence).detach()
         entropies += (-(rows.exp() * rows).sum(-1)).tolist()
         new = np.array(naive_logprobs(policy, sequence))
-        kls += (new - sequence.ref_logprobs).tolist()
+        kls += ((new - sequence.ref_logprobs) ** 2 / 2).tolist()
         ratio = np.exp(new - sequence.rollout_logprobs)
         low += ((ratio < 0.8) & (sequence.advantages < 0)).tolist()
         high += ((ratio > 1.3) & (sequence.advantages > 0)).tolist()
@@ -176,11 +162,11 @@ def test_each_mini_batch_has_a_gradient_of_its_own(accelerator: Accelerator) -> 
     sequences = make_sequences(policy, noise=0.3)
     optimizer = RecordingSGD(policy)
     recipe = make_recipe(train__mini_batch_prompts=1, train__num_epochs=2, train__learning_rate=1e-300)
-    update_policy(policy, optimizer, accelerator, sequences, recipe=recipe, step=1)
-    order = [batch.indices for batch in mini_batches(len(sequences), recipe, step=1)]
-    assert len(optimizer.gradients) == len(order) == 6
-    for gradient, indices in zip(optimizer.gradients, order, strict=True):
-        alone, _ = gradient_of(make_recipe(), [sequences[index] for index in indices], accelerator)
+    update(policy, optimizer, accelerator, sequences, recipe)
+    batches = list(mini_batches(sequences, size=1, num_epochs=2, seed=recipe.seed, step=1))
+    assert len(optimizer.gradients) == len(batches) == 6
+    for gradient, batch in zip(optimizer.gradients, batches, strict=True):
+        alone, _ = gradient_of(make_recipe(), batch.sequences, accelerator)
         torch.testing.assert_close(gradient, alone, rtol=1e-12, atol=1e-12)
     assert all(parameter.grad is None for parameter in policy.parameters()), "gradients must not outlive the update"
 
@@ -202,7 +188,7 @@ def test_an_update_makes_good_samples_likelier(accelerator: Accelerator) -> None
         for index, sequence in enumerate(make_sequences(policy))
     ]
     before = [np.mean(naive_logprobs(policy, sequence)) for sequence in sequences]
-    update_policy(policy, RecordingSGD(policy), accelerator, sequences, recipe=make_recipe(), step=1)
+    update(policy, RecordingSGD(policy), accelerator, sequences, make_recipe())
     change = np.array([np.mean(naive_logprobs(policy, sequence)) for sequence in sequences]) - before
     assert change[0::2].mean() > 0 > change[1::2].mean()
 
@@ -213,7 +199,7 @@ def test_tied_heads_get_the_gradient_of_both_uses(accelerator: Accelerator) -> N
     recipe = make_recipe(algorithm__reduction="token_mean")
     optimizer = RecordingSGD(policy)
     index = [name for name, _ in policy.named_parameters()].index("embedding")
-    update_policy(policy, optimizer, accelerator, sequences, recipe=recipe, step=1)
+    update(policy, optimizer, accelerator, sequences, recipe)
     values = []
     for sign in (1, -1):
         moved = make_policy(tied=True)
@@ -223,36 +209,7 @@ def test_tied_heads_get_the_gradient_of_both_uses(accelerator: Accelerator) -> N
     assert float(optimizer.gradients[0][index][3, 2]) == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-6)
 
 
-# ---- mini-batches, epochs, learning rate ----
-
-
-def test_first_epoch_is_in_data_order_and_later_ones_are_seeded() -> None:
-    recipe = make_recipe(
-        rollout__num_prompts=20, train__mini_batch_prompts=4, train__num_epochs=3, rollout__num_samples=3
-    )
-    found = list(mini_batches(60, recipe, step=5))
-    assert [(batch.epoch, batch.number) for batch in found] == [(e, n) for e in range(3) for n in range(5)]
-    assert [index for batch in found[:5] for index in batch.indices] == list(range(60))
-    for epoch in range(3):
-        batches = [batch.indices for batch in found if batch.epoch == epoch]
-        assert sorted(index for indices in batches for index in indices) == list(range(60))
-        for indices in batches:
-            assert indices == sorted(indices)
-            groups = {index // 3 for index in indices}
-            assert len(groups) == 4
-            assert indices == [group * 3 + sample for group in sorted(groups) for sample in range(3)]
-    orders = {str([b.indices for b in found if b.epoch == epoch]) for epoch in range(3)}
-    orders.add(str([b.indices for b in mini_batches(60, recipe, step=6) if b.epoch == 1]))
-    other_seed = recipe.model_copy(update={"seed": 1})
-    orders.add(str([b.indices for b in mini_batches(60, other_seed, step=5) if b.epoch == 1]))
-    assert len(orders) == 5, "epochs, steps and seeds must have orders of their own"
-    assert list(mini_batches(60, recipe, step=5)) == found
-
-
-def test_dropped_groups_make_the_last_mini_batch_smaller() -> None:
-    recipe = make_recipe(rollout__num_prompts=8, train__mini_batch_prompts=4)
-    assert [len(batch.indices) for batch in mini_batches(5 * NUM_SAMPLES, recipe, step=1)] == [8, 2]
-    assert [len(batch.indices) for batch in mini_batches(3 * NUM_SAMPLES, recipe, step=1)] == [6]
+# ---- learning rate ----
 
 
 def test_learning_rate_follows_the_schedule_over_steps_epochs_and_mini_batches(accelerator: Accelerator) -> None:
@@ -262,7 +219,7 @@ def test_learning_rate_follows_the_schedule_over_steps_epochs_and_mini_batches(a
     policy = make_policy()
     optimizer = RecordingSGD(policy)
     for step in (1, 2):
-        metrics = update_policy(policy, optimizer, accelerator, make_sequences(policy), recipe=recipe, step=step)
+        metrics = update(policy, optimizer, accelerator, make_sequences(policy), recipe, step=step)
         assert metrics["learning_rate"] == optimizer.rates[-1]
     falling = [(12 - index) / 9 for index in range(3, 12)]
     assert optimizer.rates == pytest.approx([1e-3 * f for f in (1 / 4, 2 / 4, 3 / 4, *falling)], rel=1e-12)
@@ -294,20 +251,6 @@ def test_compute_logprobs_equals_one_sequence_at_a_time(accelerator: Accelerator
     for array, sequence in zip(found, sequences, strict=True):
         assert array.dtype == np.float32
         np.testing.assert_allclose(array, naive_logprobs(policy, sequence), rtol=1e-6)
-
-
-def test_kl_in_the_reward_by_hand() -> None:
-    sequences = make_sequences(make_policy(), noise=0.3)
-    rewards = torch.arange(6, dtype=torch.float64).reshape(3, 2)
-    for estimator in ("k1", "k3"):
-        kl = {"coefficient": COEFFICIENT, "estimator": estimator, "placement": "reward"}
-        found = subtract_kl(rewards, sequences, make_recipe(algorithm__kl=kl))
-        for index, sequence in enumerate(sequences):
-            assert sequence.ref_logprobs is not None
-            penalty = 0.0
-            for new, ref in zip(sequence.rollout_logprobs.tolist(), sequence.ref_logprobs.tolist(), strict=True):
-                penalty += new - ref if estimator == "k1" else math.exp(ref - new) - 1 - (ref - new)
-            assert float(found.flatten()[index]) == pytest.approx(index - COEFFICIENT * penalty, rel=1e-12)
 
 
 def test_autocast_reaches_the_model_and_the_head() -> None:

@@ -11,11 +11,18 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from update_cases import RecordingSGD, fresh_accelerator, make_policy, make_recipe, make_sequences, naive_logprobs
+from update_cases import (
+    RecordingSGD,
+    fresh_accelerator,
+    make_policy,
+    make_recipe,
+    make_sequences,
+    naive_logprobs,
+    update,
+)
 
 from srtrl.model.transformer import Transformer
 from srtrl.trainer.sequence_logprobs import LogprobDifferenceError, NonFiniteError, logprob_difference
-from srtrl.trainer.update import update_policy
 from srtrl.types import TrainSequence
 
 
@@ -47,10 +54,10 @@ def test_a_large_logprob_difference_stops_before_any_change(old_logprobs: str, a
         rf"step 7.*: sequence 4 .*, response token 1 \(id {token}\).* differ by 0\.5.*max_logprob_difference \(0\.4\)"
     )
     with pytest.raises(LogprobDifferenceError, match=message):
-        update_policy(policy, RecordingSGD(policy), accelerator, sequences, recipe=recipe, step=7)
+        update(policy, RecordingSGD(policy), accelerator, sequences, recipe, step=7)
     assert all(map(torch.equal, before, policy.parameters()))
     within = recipe.model_copy(update={"train": recipe.train.model_copy(update={"max_logprob_difference": 0.6})})
-    metrics = update_policy(policy, RecordingSGD(policy), accelerator, sequences, recipe=within, step=7)
+    metrics = update(policy, RecordingSGD(policy), accelerator, sequences, within, step=7)
     assert metrics["logprob_difference/max"] == pytest.approx(0.5, abs=1e-5)
 
 
@@ -60,7 +67,7 @@ def test_mini_batches_after_the_first_are_not_compared(accelerator: Accelerator)
     policy = make_policy()
     sequences = make_sequences(policy)
     recipe = make_recipe(**options, train__learning_rate=1e-2)
-    metrics = update_policy(policy, RecordingSGD(policy), accelerator, sequences, recipe=recipe, step=1)
+    metrics = update(policy, RecordingSGD(policy), accelerator, sequences, recipe)
     assert metrics["logprob_difference/max"] < 1e-5
     moved = [np.abs(naive_logprobs(policy, s) - s.rollout_logprobs).max() for s in sequences]
     assert max(moved) > 1e-2
@@ -115,7 +122,7 @@ def test_a_non_finite_loss_or_gradient_stops_before_any_change(
     before = weights_of(policy)
     recipe = make_recipe(algorithm__loss=f"{__name__}:{loss}")
     with pytest.raises(NonFiniteError, match=message):
-        update_policy(policy, RecordingSGD(policy), accelerator, sequences, recipe=recipe, step=4)
+        update(policy, RecordingSGD(policy), accelerator, sequences, recipe, step=4)
     assert all(map(torch.equal, before, policy.parameters()))
 
 
@@ -126,15 +133,15 @@ def test_a_later_mini_batch_that_is_not_finite_is_named(accelerator: Accelerator
         algorithm__loss=f"{__name__}:nan_after_a_change_loss", train__mini_batch_prompts=1, train__learning_rate=0.1
     )
     with pytest.raises(NonFiniteError, match="step 4, epoch 1, mini-batch 2: the loss is nan"):
-        update_policy(policy, optimizer, accelerator, make_sequences(policy), recipe=recipe, step=4)
+        update(policy, optimizer, accelerator, make_sequences(policy), recipe, step=4)
     assert len(optimizer.gradients) == 1
 
 
 def test_a_loss_of_the_wrong_shape_is_a_users_error(accelerator: Accelerator) -> None:
     policy = make_policy()
     recipe = make_recipe(algorithm__loss=f"{__name__}:mean_loss")
-    with pytest.raises(ValueError, match=r"one number a token, \(\d+,\); token loss has shape \(\)"):
-        update_policy(policy, RecordingSGD(policy), accelerator, make_sequences(policy), recipe=recipe, step=1)
+    with pytest.raises(ValueError, match=r"one number a token, \(\d+,\); its loss has shape \(\)"):
+        update(policy, RecordingSGD(policy), accelerator, make_sequences(policy), recipe)
 
 
 def loss_with_an_entropy(*args: torch.Tensor, **options: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -145,4 +152,64 @@ def test_a_loss_may_not_log_under_a_name_of_the_trainers(accelerator: Accelerato
     policy = make_policy()
     recipe = make_recipe(algorithm__loss=f"{__name__}:loss_with_an_entropy")
     with pytest.raises(ValueError, match="a metric named `entropy`, which is srtrl's own"):
-        update_policy(policy, RecordingSGD(policy), accelerator, make_sequences(policy), recipe=recipe, step=1)
+        update(policy, RecordingSGD(policy), accelerator, make_sequences(policy), recipe)
+
+
+def loss_with_a_wrong_metric(logprobs: Tensor, *_: Tensor, **options: float) -> tuple[Tensor, dict[str, Tensor]]:
+    return -logprobs, {"mine": logprobs.detach().mean()}
+
+
+def loss_with_a_weight(logprobs: Tensor, *_: Tensor, **options: float) -> tuple[Tensor, dict[str, Tensor]]:
+    return -logprobs, {"importance/weight": logprobs.detach()}
+
+
+def loss_with_an_option(
+    logprobs: Tensor, *_: Tensor, clip_low: float, clip_high: float, factor: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return -factor * logprobs, {}
+
+
+def mean_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    return (logprobs - ref_logprobs).mean()
+
+
+def no_reduction(token_loss: Tensor, sequence_index: Tensor, **_: Any) -> Tensor:
+    return token_loss
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": f"{__name__}:loss_with_a_wrong_metric"}, r"algorithm\.loss .* \(\d+,\); mine has shape \(\)"),
+        ({"loss": f"{__name__}:loss_with_a_weight"}, "a metric named `importance/weight`, which is srtrl's own"),
+        (
+            {"kl": {"coefficient": 0.1, "estimator": f"{__name__}:mean_kl"}},
+            r"algorithm\.kl\.estimator must .* \(\d+,\); its estimate has shape \(\)",
+        ),
+        (
+            {"reduction": f"{__name__}:no_reduction"},
+            r"algorithm\.reduction must return one number, found shape \(\d+,\)",
+        ),
+        ({"loss": "ppo_clipp"}, "`ppo_clipp` is not in srtrl/algorithms/losses.py, did you mean `ppo_clip`"),
+        ({"reduction": "mean"}, "`mean` is not in srtrl/algorithms/reductions.py"),
+    ],
+)
+def test_a_wrong_function_is_a_users_error(options: dict[str, Any], message: str, accelerator: Accelerator) -> None:
+    policy = make_policy()
+    before = weights_of(policy)
+    with pytest.raises(ValueError, match=message):
+        update(policy, RecordingSGD(policy), accelerator, make_sequences(policy), make_recipe(algorithm=options))
+    assert all(map(torch.equal, before, policy.parameters()))
+
+
+def test_a_loss_gets_its_options(accelerator: Accelerator) -> None:
+    gradients = []
+    for factor in (1.0, 4.0):
+        policy = make_policy()
+        optimizer = RecordingSGD(policy)
+        recipe = make_recipe(
+            algorithm__loss=f"{__name__}:loss_with_an_option", algorithm__loss_options={"factor": factor}
+        )
+        update(policy, optimizer, accelerator, make_sequences(policy), recipe)
+        gradients.append(optimizer.gradients[0])
+    torch.testing.assert_close(gradients[1], [4 * slope for slope in gradients[0]], rtol=1e-12, atol=0)

@@ -1,6 +1,6 @@
 """A tiny float64 policy, its training sequences and naive log-probs: what the tests of the update share."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,6 +16,7 @@ from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import init_model
 from srtrl.recipe import Recipe
+from srtrl.trainer.update import update_policy
 from srtrl.types import TrainSequence
 
 NUM_GROUPS, NUM_SAMPLES = 3, 2
@@ -64,7 +65,10 @@ def make_recipe(**options: Any) -> Recipe:
     return Recipe.model_validate(fields)
 
 
-def make_policy(seed: int = 0, dtype: torch.dtype = torch.float64, tied: bool = False) -> Transformer:
+def make_policy(
+    seed: int = 0, dtype: torch.dtype = torch.float64, tied: bool = False, scale: float = 20
+) -> Transformer:
+    """A random policy; `scale` multiplies the usual initialisation: distributions far from uniform."""
     config = config_from_hf(
         {
             "model_type": "llama",
@@ -84,7 +88,7 @@ def make_policy(seed: int = 0, dtype: torch.dtype = torch.float64, tied: bool = 
     with torch.no_grad():
         for parameter in policy.parameters():
             if parameter.ndim == 2:
-                parameter.mul_(20)  # far from a uniform distribution
+                parameter.mul_(scale)
     return policy
 
 
@@ -104,16 +108,19 @@ def naive_logprobs(policy: Transformer, sequence: TrainSequence) -> list[float]:
     ]
 
 
-def make_sequences(policy: Transformer, noise: float = 0.0, num_groups: int = NUM_GROUPS) -> list[TrainSequence]:
+def make_sequences(
+    policy: Transformer, noise: float = 0.0, num_groups: int = NUM_GROUPS, seed: int = 5
+) -> list[TrainSequence]:
     """Random sequences; `rollout_logprobs` are the policy's, off by noise of this deviation, `ref_logprobs` by 0.5."""
-    rng = np.random.default_rng(5)
+    rng = np.random.default_rng(seed)
     sequences = []
-    for _ in range(num_groups * NUM_SAMPLES):
+    for index in range(num_groups * NUM_SAMPLES):
         num_prompt, num_response = int(rng.integers(1, 6)), int(rng.integers(1, 10))
         blank = np.zeros(num_response, np.float32)
         sequence = TrainSequence(
             token_ids=rng.integers(19, size=num_prompt + num_response),
             num_prompt_tokens=num_prompt,
+            draw_index=index // NUM_SAMPLES,
             rollout_logprobs=blank,
             advantages=np.full(num_response, rng.standard_normal(), np.float32),
         )
@@ -127,6 +134,27 @@ def make_sequences(policy: Transformer, noise: float = 0.0, num_groups: int = NU
             )
         )
     return sequences
+
+
+def update(
+    policy: Transformer,
+    optimizer: torch.optim.Optimizer,
+    accelerator: Accelerator,
+    sequences: Sequence[TrainSequence],
+    recipe: Recipe,
+    *,
+    step: int = 1,
+) -> dict[str, float]:
+    """`update_policy` with the recipe's own KL coefficient."""
+    return update_policy(
+        policy,
+        optimizer,
+        accelerator,
+        sequences,
+        recipe=recipe,
+        step=step,
+        kl_coefficient=recipe.algorithm.kl.coefficient,
+    )
 
 
 class RecordingSGD(torch.optim.SGD):

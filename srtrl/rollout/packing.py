@@ -33,6 +33,10 @@ class PackedBatch:
     """[R] float32; None where the sequences have none."""
     ref_logprobs: Tensor | None
     """[R] float32; None where the sequences have none."""
+    values: Tensor | None
+    """By the critic before the update, [R] float32; None where the sequences have none."""
+    returns: Tensor | None
+    """What the critic shall say, [R] float32; None where the sequences have none."""
 
 
 def pack(sequences: Sequence[TrainSequence], max_tokens: int, device: torch.device | str) -> list[PackedBatch]:
@@ -79,7 +83,7 @@ def _pack_range(sequences: Sequence[TrainSequence], first: int, last: int, devic
 
     def optional(field: Callable[[TrainSequence], npt.NDArray[np.float32] | None]) -> Tensor | None:
         arrays = [array for array in map(field, chosen) if array is not None]
-        assert len(arrays) in (0, len(chosen)), "either all sequences have these log-probs or none"
+        assert len(arrays) in (0, len(chosen)), "either all sequences have these numbers or none"
         return tensor(np.concatenate(arrays)) if arrays else None
 
     return PackedBatch(
@@ -92,6 +96,8 @@ def _pack_range(sequences: Sequence[TrainSequence], first: int, last: int, devic
         rollout_logprobs=tensor(np.concatenate([sequence.rollout_logprobs for sequence in chosen])),
         old_logprobs=optional(lambda sequence: sequence.old_logprobs),
         ref_logprobs=optional(lambda sequence: sequence.ref_logprobs),
+        values=optional(lambda sequence: sequence.values),
+        returns=optional(lambda sequence: sequence.returns),
     )
 
 
@@ -104,6 +110,13 @@ def _check(sequence: TrainSequence) -> None:
     num_response_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
     assert sequence.num_prompt_tokens >= 1, "the first response token needs a token before it"
     assert num_response_tokens >= 1, "a sequence without response tokens"
-    arrays = (sequence.advantages, sequence.rollout_logprobs, sequence.old_logprobs, sequence.ref_logprobs)
+    arrays = (
+        sequence.advantages,
+        sequence.rollout_logprobs,
+        sequence.old_logprobs,
+        sequence.ref_logprobs,
+        sequence.values,
+        sequence.returns,
+    )
     lengths = {len(array) for array in arrays if array is not None}
     assert lengths == {num_response_tokens}, f"{num_response_tokens} response tokens, but per-token arrays of {lengths}"

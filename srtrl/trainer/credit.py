@@ -1,19 +1,24 @@
-"""From graded groups to training sequences with an advantage on every response token."""
+"""From graded groups to training sequences with an advantage on every response token.
+
+Dimension letters: G groups of S samples each, B = G x S sequences, L the longest response (shorter ones are padded on
+the right). Everything is float64 until it is stored in a sequence.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from srtrl.algorithms.markers import is_token_level, needs_critic
+from srtrl.algorithms.whitening import whiten
 from srtrl.recipe import Recipe
+from srtrl.recipe_algorithm import AlgorithmSection
 from srtrl.resolve import resolve_function
-from srtrl.trainer.objective import subtract_kl
 from srtrl.types import Rollout, RolloutGroup, TrainSequence
 
 
@@ -22,18 +27,23 @@ class Credit:
     """What a step learns from."""
 
     sequences: list[TrainSequence]
-    """In the order of (draw, sample)."""
+    """In the order of (draw, sample); none where overlong filtering left nothing."""
     advantages: dict[tuple[int, int], float]
-    """Advantage of each (draw, sample)."""
+    """Advantage of each (draw, sample) that is learned from; the mean over its tokens where they differ."""
     metrics: dict[str, float]
 
 
 def filter_groups(groups: Sequence[RolloutGroup], filters: Sequence[str]) -> list[RolloutGroup]:
-    """The groups that every filter of `algorithm.filters` keeps, in their order; a later filter sees what is left."""
+    """The groups that every filter of `algorithm.filters` keeps, in their order; a later filter sees what is left.
+
+    Raises:
+        ValueError: a filter is unknown, or returns something else than a bool for each group.
+    """
     kept = list(groups)
     for name in filters:
         if kept:
-            mask: Tensor = resolve_function("srtrl.algorithms.filters", name)(group_rewards(kept))  # [G]
+            keeps = resolve_function("srtrl.algorithms.filters", name)
+            mask: Tensor = keeps(group_rewards(kept), group_correct(kept))  # [G]
             if mask.shape != (len(kept),) or mask.dtype != torch.bool:
                 raise ValueError(
                     f"algorithm.filters: {name} must return a bool for each of the {len(kept)} groups, "
@@ -49,49 +59,14 @@ def group_rewards(groups: Sequence[RolloutGroup]) -> Tensor:
     return torch.tensor(rewards, dtype=torch.float64)
 
 
+def group_correct(groups: Sequence[RolloutGroup]) -> Tensor:
+    """Which samples were graded correct, [G, S] bool; a failed grading is not correct."""
+    return torch.tensor([[rollout.grade.outcome == "correct" for rollout in group.rollouts] for group in groups])
+
+
 def train_sequences(groups: Sequence[RolloutGroup]) -> list[TrainSequence]:
     """One sequence a rollout, in order, with advantages still zero."""
     return [_sequence(rollout) for group in groups for rollout in group.rollouts]
-
-
-def assign_credit(groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence], recipe: Recipe) -> Credit:
-    """Advantages from the groups' rewards, less the KL penalty where `algorithm.kl.placement` is `reward`.
-
-    All tokens of a sample share its advantage. `reward/kl_penalty` is the mean penalty of a sample; the `reward`
-    that is logged and saved stays the graders'.
-
-    Args:
-        groups: The groups to learn from.
-        sequences: Their rollouts, as `train_sequences` gives them, with `ref_logprobs` where a reference is kept.
-        recipe: Its `algorithm` section names the advantage and the KL.
-
-    Raises:
-        ValueError: the advantage function returns another shape than [G, S], or a number that is not finite.
-    """
-    rewards = group_rewards(groups)  # [G, S]
-    metrics: dict[str, float] = {}
-    if recipe.algorithm.kl.coefficient > 0 and recipe.algorithm.kl.placement == "reward":
-        penalised = subtract_kl(rewards, sequences, recipe)
-        metrics["reward/kl_penalty"] = float((rewards - penalised).mean())
-        rewards = penalised
-    name = recipe.algorithm.advantage
-    advantages: Tensor = resolve_function("srtrl.algorithms.advantages", name)(rewards)  # [G, S]
-    if advantages.shape != rewards.shape:
-        raise ValueError(
-            f"algorithm.advantage: {name} must return shape {tuple(rewards.shape)}, that of the rewards; "
-            f"it returned {tuple(advantages.shape)}"
-        )
-    if not bool(advantages.isfinite().all()):
-        raise ValueError(f"algorithm.advantage: {name} returned a number that is not finite")
-    rollouts = chain.from_iterable(group.rollouts for group in groups)
-    values = advantages.flatten().tolist()
-    return Credit(
-        sequences=[_with_advantage(sequence, value) for sequence, value in zip(sequences, values, strict=True)],
-        advantages={
-            (rollout.draw_index, rollout.sample_index): value for rollout, value in zip(rollouts, values, strict=True)
-        },
-        metrics=metrics,
-    )
 
 
 def with_reference(
@@ -101,15 +76,171 @@ def with_reference(
     return [replace(sequence, ref_logprobs=ref) for sequence, ref in zip(sequences, ref_logprobs, strict=True)]
 
 
+def assign_credit(
+    groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence], recipe: Recipe, *, kl_coefficient: float
+) -> Credit:
+    """Advantages from the graders' rewards, less the KL penalty where `algorithm.kl.placement` is `reward`.
+
+    A sequence-level advantage gets the sum of each sample's token rewards, and all tokens of a sample share it. A
+    token-level one (`gae`, `reinforce_plus_plus`) gets the token rewards and the critic's values. Where there are
+    values, `returns` = advantages + values, for the critic to learn from; whitening comes after that. Overlong
+    filtering comes last: a sample that was cut counts in its group's baseline and in the whitening, and is then left
+    out of what is learned from.
+
+    Args:
+        groups: The groups to learn from, at least one.
+        sequences: Their rollouts, as `train_sequences` gives them, with `ref_logprobs` where a reference is kept and
+            `values` where there is a critic.
+        recipe: Its `algorithm` section names the advantage and the KL.
+        kl_coefficient: The present one; the recipe's is only the first where it is adaptive.
+
+    Returns:
+        The credit; its metrics are `reward/kl_penalty`, the mean penalty of a sample (the `reward` that is logged and
+        saved stays the graders'), and `samples/overlong_dropped`, each only where the recipe asks for it.
+
+    Raises:
+        ValueError: the advantage function returns another shape than it must, or a number that is not finite.
+    """
+    algorithm = recipe.algorithm
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert len(rollouts) == len(sequences), "one sequence a rollout"
+    mask = _response_mask(sequences)  # [B, L]
+    rewards = _last_token_rewards(rollouts, mask)  # [B, L]
+    metrics: dict[str, float] = {}
+    if algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward":
+        penalty = kl_coefficient * _kl_estimates(sequences, mask, algorithm.kl.estimator)
+        metrics["reward/kl_penalty"] = float(penalty.sum(dim=1).mean())
+        rewards = rewards - penalty
+    values = _values(sequences, mask)  # [B, L]
+    advantages = _advantages(rewards, values, mask, groups, algorithm)  # [B, L]
+    if values is not None:
+        sequences = _with_returns(sequences, advantages + values, mask)
+    if algorithm.whiten_advantages:
+        advantages = whiten(advantages, mask)
+    by_sequence = [row[used].numpy() for row, used in zip(advantages, mask, strict=True)]
+    kept = [
+        index
+        for index, rollout in enumerate(rollouts)
+        if not (algorithm.overlong_filtering and rollout.finish_reason == "length")
+    ]
+    if algorithm.overlong_filtering:
+        metrics["samples/overlong_dropped"] = len(rollouts) - len(kept)
+    return Credit(
+        sequences=[replace(sequences[index], advantages=by_sequence[index].astype(np.float32)) for index in kept],
+        advantages={
+            (rollouts[index].draw_index, rollouts[index].sample_index): _mean(by_sequence[index]) for index in kept
+        },
+        metrics=metrics,
+    )
+
+
 def _sequence(rollout: Rollout) -> TrainSequence:
     prompt_ids = rollout.prompt.token_ids
     return TrainSequence(
         token_ids=np.array([*prompt_ids, *rollout.token_ids], np.int64),
         num_prompt_tokens=len(prompt_ids),
+        draw_index=rollout.draw_index,
         rollout_logprobs=np.array(rollout.rollout_logprobs, np.float32),
         advantages=np.zeros(len(rollout.token_ids), np.float32),
     )
 
 
-def _with_advantage(sequence: TrainSequence, advantage: float) -> TrainSequence:
-    return replace(sequence, advantages=np.full(len(sequence.rollout_logprobs), advantage, np.float32))
+def _response_mask(sequences: Sequence[TrainSequence]) -> Tensor:
+    """True at each response token, [B, L]."""
+    lengths = torch.tensor([len(sequence.rollout_logprobs) for sequence in sequences])  # [B]
+    return torch.arange(int(lengths.max())) < lengths[:, None]
+
+
+def _padded(arrays: Sequence[npt.NDArray[np.float32]], mask: Tensor) -> Tensor:
+    """One array a sequence -> [B, L] float64, zero where the mask is false."""
+    padded = torch.zeros(mask.shape, dtype=torch.float64)
+    padded[mask] = torch.from_numpy(np.concatenate(arrays)).double()
+    return padded
+
+
+def _last_token_rewards(rollouts: Sequence[Rollout], mask: Tensor) -> Tensor:
+    """The graders' reward on each response's last token, zero on the others: [B, L]."""
+    rewards = torch.zeros(mask.shape, dtype=torch.float64)
+    rewards[torch.arange(len(rollouts)), mask.sum(dim=1) - 1] = torch.tensor(
+        [rollout.grade.reward for rollout in rollouts], dtype=torch.float64
+    )
+    return rewards
+
+
+def _kl_estimates(sequences: Sequence[TrainSequence], mask: Tensor, name: str) -> Tensor:
+    """Estimate of KL(policy || reference) at each token, [B, L], zero where the mask is false.
+
+    Its multiple is what the reward of each token loses, as in equation 2 of InstructGPT (arXiv 2203.02155; its reward
+    of a sample has the sum). The policy's log-probs are the decoder's: the samples are from that policy.
+    """
+    estimator: Callable[[Tensor, Tensor], Tensor] = resolve_function("srtrl.algorithms.kl", name)
+    references = [sequence.ref_logprobs for sequence in sequences if sequence.ref_logprobs is not None]
+    assert len(references) == len(sequences), "KL in the reward needs ref_logprobs"
+    logprobs = torch.from_numpy(np.concatenate([sequence.rollout_logprobs for sequence in sequences])).double()  # [R]
+    found = estimator(logprobs, torch.from_numpy(np.concatenate(references)).double())  # [R]
+    if found.shape != logprobs.shape:
+        raise ValueError(
+            f"algorithm.kl.estimator: {name} must return one number a token, {tuple(logprobs.shape)}; "
+            f"it returned shape {tuple(found.shape)}"
+        )
+    estimates = torch.zeros(mask.shape, dtype=torch.float64)
+    estimates[mask] = found.double()
+    return estimates
+
+
+def _values(sequences: Sequence[TrainSequence], mask: Tensor) -> Tensor | None:
+    """The critic's values [B, L], zero where the mask is false; None without a critic."""
+    values = [sequence.values for sequence in sequences if sequence.values is not None]
+    assert len(values) in (0, len(sequences)), "either all sequences have values or none"
+    return _padded(values, mask) if values else None
+
+
+def _with_returns(sequences: Sequence[TrainSequence], returns: Tensor, mask: Tensor) -> list[TrainSequence]:
+    """The sequences with the critic's targets [B, L] filled in."""
+    return [
+        replace(sequence, returns=row[used].numpy().astype(np.float32))
+        for sequence, row, used in zip(sequences, returns, mask, strict=True)
+    ]
+
+
+def _advantages(
+    rewards: Tensor, values: Tensor | None, mask: Tensor, groups: Sequence[RolloutGroup], algorithm: AlgorithmSection
+) -> Tensor:
+    """What `algorithm.advantage` makes of the token rewards [B, L], on every token: [B, L], before any whitening."""
+    name = algorithm.advantage
+    function = resolve_function("srtrl.algorithms.advantages", name)
+    sizes = [len(group.rollouts) for group in groups]
+    if is_token_level(function):
+        assert values is not None or not needs_critic(function), f"{name} needs the critic's values"
+        advantages = function(
+            rewards,
+            torch.zeros_like(rewards) if values is None else values,
+            mask,
+            group_index=torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes)),  # [B]
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+        )
+        _check_shape(name, advantages, mask.shape, "the padded tokens")  # [B, L]
+    else:
+        assert len(set(sizes)) == 1, f"a sequence-level advantage needs groups of one size, found {sizes}"
+        by_group = rewards.sum(dim=1).reshape(len(groups), sizes[0])  # [G, S]
+        advantages = function(by_group)
+        _check_shape(name, advantages, by_group.shape, "the rewards")
+        advantages = advantages.reshape(-1, 1)  # [B, 1]
+    on_tokens = torch.where(mask, advantages.double(), 0.0)  # [B, L]
+    if not bool(on_tokens.isfinite().all()):
+        raise ValueError(f"algorithm.advantage: {name} returned a number that is not finite")
+    return on_tokens
+
+
+def _mean(numbers: npt.NDArray[np.float64]) -> float:
+    """The mean; that of equal numbers is exactly theirs."""
+    return float(numbers[0] + (numbers - numbers[0]).mean())
+
+
+def _check_shape(name: str, found: Tensor, expected: torch.Size, of_what: str) -> None:
+    if found.shape != expected:
+        raise ValueError(
+            f"algorithm.advantage: {name} must return shape {tuple(expected)}, that of {of_what}; "
+            f"it returned {tuple(found.shape)}"
+        )

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
+from srtrl.algorithms.importance import truncated_weights
 from srtrl.recipe import Recipe
 from srtrl.resolve import resolve_function
 from srtrl.rollout.packing import PackedBatch
-from srtrl.types import TrainSequence
 
-RESERVED_METRICS = frozenset({"step", "loss", "entropy", "kl/ref", "grad_norm", "learning_rate", "accuracy"})
+RESERVED_METRICS = frozenset(
+    {
+        "step",
+        "loss",
+        "entropy",
+        "kl/ref",
+        "kl/coefficient",
+        "importance/weight",
+        "importance/capped_share",
+        "grad_norm",
+        "learning_rate",
+        "accuracy",
+    }
+)
 """Names that a loss function's metrics may not have: the trainer logs them itself."""
 
 
@@ -27,14 +40,23 @@ class Objective:
     """None where the recipe has no reference."""
     kl_loss_coefficient: float
     """0 where the KL is in the reward (the estimate is logged all the same)."""
+    importance_cap: float | None
+    """Most that a loss is weighted with; None where the recipe asks for no importance weights."""
+    importance_level: Literal["token", "sequence"]
+    loss_options: Mapping[str, Any]
+    """What the loss function takes beside the clips."""
     clip_low: float
     clip_high: float
     temperature: float
     max_new_tokens: int
 
     @classmethod
-    def from_recipe(cls, recipe: Recipe) -> Objective:
+    def from_recipe(cls, recipe: Recipe, *, kl_coefficient: float) -> Objective:
         """Resolve the names of `recipe.algorithm`.
+
+        Args:
+            recipe: `algorithm`, and `rollout` for temperature and length.
+            kl_coefficient: the present one; the recipe's is only the first where it is adaptive.
 
         Raises:
             ValueError: a name is unknown.
@@ -45,7 +67,10 @@ class Objective:
             loss=resolve_function("srtrl.algorithms.losses", algorithm.loss),
             reduction=resolve_function("srtrl.algorithms.reductions", algorithm.reduction),
             kl=resolve_function("srtrl.algorithms.kl", kl.estimator) if kl.coefficient > 0 else None,
-            kl_loss_coefficient=kl.coefficient if kl.placement == "loss" else 0.0,
+            kl_loss_coefficient=kl_coefficient if kl.placement == "loss" else 0.0,
+            importance_cap=algorithm.importance_cap,
+            importance_level=algorithm.importance_level,
+            loss_options=algorithm.loss_options,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
             temperature=recipe.rollout.temperature,
@@ -57,35 +82,30 @@ class Objective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Share of one micro-batch in its mini-batch's loss, and metrics with one number a token [R].
 
+        The importance weights multiply the policy's loss and not the KL, which is no expectation over what the decoder
+        sampled but a measure of how far the policy has gone.
+
         Args:
             logprobs: by the policy, with gradient, [R].
             packed: the micro-batch; its `sequence_index` are rows of `sequence_lengths`.
             sequence_lengths: response lengths of the whole mini-batch, [B].
+
+        Raises:
+            ValueError: a function of the recipe's returns the wrong shape, or a metric with a name of the trainer's.
         """
-        token_loss, loss_metrics = self.loss(
-            logprobs,
-            packed.old_logprobs,
-            packed.advantages,
-            packed.sequence_index,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-        )
-        taken = sorted(RESERVED_METRICS & loss_metrics.keys())
-        if taken:
-            raise ValueError(f"algorithm.loss returns a metric named `{taken[0]}`, which is srtrl's own: rename it")
-        metrics = dict(loss_metrics)
+        token_loss, metrics = self._policy_loss(logprobs, packed)
+        if self.importance_cap is not None:
+            weights = self._importance_weights(packed)
+            token_loss = token_loss * weights
+            metrics["importance/weight"] = weights
+            metrics["importance/capped_share"] = (weights == weights.new_tensor(self.importance_cap)).to(weights.dtype)
         if self.kl is not None:
             assert packed.ref_logprobs is not None, "a KL coefficient above 0 needs ref_logprobs"
             kl = self.kl(logprobs, packed.ref_logprobs)  # [R]
+            _check_shape("algorithm.kl.estimator", "its estimate", kl, logprobs)
             metrics["kl/ref"] = kl.detach()
             if self.kl_loss_coefficient > 0:
                 token_loss = token_loss + self.kl_loss_coefficient * kl
-        for name, value in {"token loss": token_loss, **metrics}.items():
-            if value.shape != logprobs.shape:
-                raise ValueError(
-                    f"algorithm.loss and algorithm.kl.estimator must return one number a token, "
-                    f"{tuple(logprobs.shape)}; {name} has shape {tuple(value.shape)}"
-                )
         reduced = self.reduction(
             token_loss, packed.sequence_index, sequence_lengths=sequence_lengths, max_new_tokens=self.max_new_tokens
         )
@@ -93,28 +113,39 @@ class Objective:
             raise ValueError(f"algorithm.reduction must return one number, found shape {tuple(reduced.shape)}")
         return reduced, metrics
 
+    def _policy_loss(self, logprobs: Tensor, packed: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss function's token loss [R] and its metrics, checked."""
+        token_loss, loss_metrics = self.loss(
+            logprobs,
+            packed.old_logprobs,
+            packed.advantages,
+            packed.sequence_index,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            **self.loss_options,
+        )
+        taken = sorted(RESERVED_METRICS & loss_metrics.keys())
+        if taken:
+            raise ValueError(f"algorithm.loss returns a metric named `{taken[0]}`, which is srtrl's own: rename it")
+        for name, value in {"its loss": token_loss, **loss_metrics}.items():
+            _check_shape("algorithm.loss", name, value, logprobs)
+        return token_loss, dict(loss_metrics)
 
-def subtract_kl(rewards: Tensor, sequences: Sequence[TrainSequence], recipe: Recipe) -> Tensor:
-    """KL in the reward (`algorithm.kl.placement: reward`), to be applied before advantages are computed.
+    def _importance_weights(self, packed: PackedBatch) -> Tensor:
+        """min(trainer's probability / decoder's, cap) before the update, [R], in the dtype of the log-probs."""
+        assert packed.old_logprobs is not None, "filled before the first mini-batch"
+        assert self.importance_cap is not None
+        return truncated_weights(
+            packed.old_logprobs,
+            packed.rollout_logprobs,
+            packed.sequence_index,
+            cap=self.importance_cap,
+            level=self.importance_level,
+        )
 
-    Each sample's reward loses `coefficient` x the sum over its tokens of the KL estimate, as in InstructGPT
-    (arXiv 2203.02155, equation 2). The policy's log-probs are the decoder's: the samples are from that policy.
 
-    Args:
-        rewards: of G groups of S samples, [G, S].
-        sequences: the G x S sequences in the same order, with `ref_logprobs`.
-        recipe: names estimator and coefficient.
-
-    Returns:
-        Rewards [G, S], in the dtype of `rewards`.
-    """
-    kl = recipe.algorithm.kl
-    estimator: Callable[[Tensor, Tensor], Tensor] = resolve_function("srtrl.algorithms.kl", kl.estimator)
-    assert len(sequences) == rewards.numel()
-    penalties = []
-    for sequence in sequences:
-        assert sequence.ref_logprobs is not None, "KL in the reward needs ref_logprobs"
-        logprobs, ref_logprobs = map(torch.from_numpy, (sequence.rollout_logprobs, sequence.ref_logprobs))
-        penalties.append(estimator(logprobs.double(), ref_logprobs.double()).sum())  # over [L - num_prompt_tokens]
-    penalty = torch.stack(penalties).reshape(rewards.shape)  # [G, S]
-    return (rewards - kl.coefficient * penalty.to(rewards.device)).to(rewards.dtype)
+def _check_shape(option: str, what: str, found: Tensor, logprobs: Tensor) -> None:
+    if found.shape != logprobs.shape:
+        raise ValueError(
+            f"{option} must return one number a token, {tuple(logprobs.shape)}; {what} has shape {tuple(found.shape)}"
+        )

@@ -28,7 +28,11 @@ def solution_sequence(task: Task, tokenizer: PreTrainedTokenizerBase, prompt: Pr
     token_ids = np.array([*prompt.token_ids, *solution_ids, tokenizer.eos_token_id], np.int64)
     zeros = np.zeros(len(solution_ids) + 1, np.float32)
     return TrainSequence(
-        token_ids=token_ids, num_prompt_tokens=len(prompt.token_ids), rollout_logprobs=zeros, advantages=zeros
+        token_ids=token_ids,
+        num_prompt_tokens=len(prompt.token_ids),
+        draw_index=0,
+        rollout_logprobs=zeros,
+        advantages=zeros,
     )
 
 

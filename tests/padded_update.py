@@ -1,0 +1,129 @@
+"""The policy's loss on one padded batch with masks, in plain float64 PyTorch: the slow twin of the packed update.
+
+Written from the formulas on [B, L] tensors, sharing nothing with `srtrl.algorithms`, packing or micro-batches; only the
+forward pass is the policy's own. B sequences, L the longest response; the mask is true at response tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from update_cases import TEMPERATURE
+
+from srtrl.model.attention import PackedPlan
+from srtrl.model.transformer import Transformer
+from srtrl.types import TrainSequence
+
+LOSSES = ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "policy_gradient")
+REDUCTIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm")
+RATIO_CAP = 2.0
+"""Of `dual_clip`; low, so that it is met, and a power of 2, so that its product with a float32 is exact."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class Padded:
+    """Sequences padded on the right, [B, L] each."""
+
+    mask: Tensor
+    new: Tensor
+    """Log-probs by the policy, float64, with gradient."""
+    old: Tensor
+    rollout: Tensor
+    ref: Tensor
+    advantages: Tensor
+
+
+def padded_logprobs(policy: Transformer, sequences: Sequence[TrainSequence]) -> Tensor:
+    """Log-probs [B, L] float64 of each response's tokens, from one batch of equally long rows; garbage in the padding.
+
+    What stands behind a response is token 1: the attention is causal, so it reaches no token before it.
+    """
+    longest = max(len(sequence.token_ids) for sequence in sequences)
+    token_ids = torch.ones(len(sequences), longest, dtype=torch.int64)
+    for row, sequence in zip(token_ids, sequences, strict=True):
+        row[: len(sequence.token_ids)] = torch.from_numpy(sequence.token_ids)
+    hidden = policy(token_ids.flatten(), PackedPlan.from_lengths([longest] * len(sequences), "cpu"))
+    logits = policy.logits(hidden).double().reshape(*token_ids.shape, -1)  # [B, longest, V]
+    logprobs = torch.log_softmax(logits[:, :-1] / TEMPERATURE, dim=-1)
+    chosen = logprobs.gather(2, token_ids[:, 1:, None])[..., 0]  # [B, longest - 1], of token 1, 2, ...
+    longest_response = max(len(sequence.rollout_logprobs) for sequence in sequences)
+    rows = [
+        torch.nn.functional.pad(row[sequence.num_prompt_tokens - 1 :], (0, longest))[:longest_response]
+        for row, sequence in zip(chosen, sequences, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def pad(arrays: Sequence[npt.NDArray[np.float32]]) -> Tensor:
+    """[B, L] float64, zero in the padding."""
+    padded = torch.zeros(len(arrays), max(map(len, arrays)), dtype=torch.float64)
+    for row, array in zip(padded, arrays, strict=True):
+        row[: len(array)] = torch.from_numpy(array)
+    return padded
+
+
+def pad_all(policy: Transformer, sequences: Sequence[TrainSequence]) -> Padded:
+    """Everything that a loss needs; `old` are the decoder's log-probs where the sequences have none."""
+    references = [sequence.ref_logprobs for sequence in sequences if sequence.ref_logprobs is not None]
+    olds = [s.rollout_logprobs if s.old_logprobs is None else s.old_logprobs for s in sequences]
+    mask = pad([np.ones(len(sequence.advantages), np.float32) for sequence in sequences]) > 0
+    return Padded(
+        mask=mask,
+        new=torch.where(mask, padded_logprobs(policy, sequences), 0.0),
+        old=pad(olds),
+        rollout=pad([sequence.rollout_logprobs for sequence in sequences]),
+        ref=pad(references),
+        advantages=pad([sequence.advantages for sequence in sequences]),
+    )
+
+
+def token_losses(name: str, p: Padded, low: float, high: float) -> Tensor:
+    """Loss of each token, [B, L]."""
+    ratio = (p.new - p.old).exp()
+    mean_log_ratio = (p.new - p.old).sum(1, keepdim=True) / p.mask.sum(1, keepdim=True)  # the padding holds zeros
+    if name == "policy_gradient":
+        return -p.advantages * p.new
+    if name == "cispo":
+        return -ratio.clamp(1 - low, 1 + high).detach() * p.advantages * p.new
+    if name == "gspo":
+        ratio = mean_log_ratio.exp().expand_as(p.new)
+    if name == "gspo_token":
+        ratio = mean_log_ratio.detach().exp() * (p.new - p.new.detach()).exp()
+    loss = torch.maximum(-ratio * p.advantages, -ratio.clamp(1 - low, 1 + high) * p.advantages)
+    if name == "dual_clip":
+        loss = torch.where(p.advantages < 0, torch.minimum(loss, -RATIO_CAP * p.advantages), loss)
+    return loss
+
+
+def importance_weights(p: Padded, cap: float, level: str) -> Tensor:
+    """[B, L] for `token`, [B, 1] for `sequence`."""
+    log_ratio = p.old - p.rollout
+    if level == "sequence":
+        log_ratio = log_ratio.sum(1, keepdim=True)
+    return log_ratio.exp().clamp(max=cap)
+
+
+def reduce(name: str, losses: Tensor, mask: Tensor, max_new_tokens: int) -> Tensor:
+    """The loss of the batch, a scalar."""
+    losses = torch.where(mask, losses, 0.0)
+    if name == "token_mean":
+        return losses.sum() / mask.sum()
+    of_sequences = losses.sum(1)  # [B]
+    if name == "sequence_mean_token_mean":
+        of_sequences = of_sequences / mask.sum(1)
+    if name == "sequence_mean_token_sum_norm":
+        of_sequences = of_sequences / max_new_tokens
+    return of_sequences.mean()
+
+
+def k3(p: Padded) -> Tensor:
+    """The estimate of each token, [B, L]."""
+    return (p.ref - p.new).exp() - 1 - (p.ref - p.new)
+
+
+def gradient_of(policy: Transformer, loss: Tensor) -> list[Tensor]:
+    """Gradient of the loss, in the order of the parameters."""
+    return list(torch.autograd.grad(loss, list(policy.parameters())))

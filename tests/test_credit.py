@@ -1,0 +1,384 @@
+"""Credit assignment against loops over plain floats: rewards to tokens, advantages, returns, overlong filtering."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from padded_update import gradient_of, pad_all, reduce, token_losses
+from torch import Tensor
+from update_cases import RecordingSGD, fresh_accelerator, make_policy, make_recipe, make_sequences, update
+
+from srtrl.algorithms.markers import token_level
+from srtrl.trainer.credit import Credit, assign_credit, filter_groups, train_sequences, with_reference
+from srtrl.types import FinishReason, Grade, GradeOutcome, Prompt, Rollout, RolloutGroup, TrainSequence
+
+KL = 0.1
+
+
+def group(
+    draw_index: int,
+    rewards: Sequence[float],
+    *,
+    lengths: Sequence[int] | None = None,
+    cut: Sequence[int] = (),
+    correct: Sequence[int] = (),
+) -> RolloutGroup:
+    """A draw; `lengths` of its responses (1, 2, ...), `cut` and `correct` are samples."""
+    prompt = Prompt(prompt_id="p", text="p", token_ids=(3, 4), answer="")
+    rng = np.random.default_rng(draw_index)
+    rollouts = []
+    for index, reward in enumerate(rewards):
+        length = index + 1 if lengths is None else lengths[index]
+        outcome: GradeOutcome = "correct" if index in correct else "wrong"
+        reason: FinishReason = "length" if index in cut else "stop"
+        rollouts.append(
+            Rollout(
+                prompt=prompt,
+                draw_index=draw_index,
+                sample_index=index,
+                token_ids=[5] * length,
+                rollout_logprobs=(-rng.random(length)).tolist(),
+                text="",
+                finish_reason=reason,
+                policy_version=0,
+                grade=Grade(reward=reward, parts={}, outcome=outcome),
+            )
+        )
+    return RolloutGroup(prompt=prompt, draw_index=draw_index, rollouts=rollouts)
+
+
+def random_groups(seed: int, num_groups: int = 4, num_samples: int = 3) -> list[RolloutGroup]:
+    rng = np.random.default_rng(seed)
+    return [
+        group(10 + 3 * number, rng.normal(size=num_samples).tolist(), lengths=rng.integers(1, 8, num_samples).tolist())
+        for number in range(num_groups)
+    ]
+
+
+def random_sequences(groups: Sequence[RolloutGroup], seed: int, *, with_values: bool = False) -> list[TrainSequence]:
+    """The groups' sequences with a random reference and, if asked for, a random critic."""
+    rng = np.random.default_rng(seed)
+    plain = train_sequences(groups)
+    noises = [rng.normal(scale=0.5, size=len(s.rollout_logprobs)).astype(np.float32) for s in plain]
+    sequences = with_reference(plain, [s.rollout_logprobs + noise for s, noise in zip(plain, noises, strict=True)])
+    if not with_values:
+        return sequences
+    return [
+        replace(sequence, values=rng.normal(size=len(sequence.rollout_logprobs)).astype(np.float32))
+        for sequence in sequences
+    ]
+
+
+def credit_of(
+    groups: Sequence[RolloutGroup],
+    sequences: Sequence[TrainSequence] | None = None,
+    *,
+    kl_coefficient: float = KL,
+    **options: Any,
+) -> Credit:
+    given = train_sequences(groups) if sequences is None else sequences
+    return assign_credit(groups, given, make_recipe(**options), kl_coefficient=kl_coefficient)
+
+
+def estimate(estimator: str, new: float, ref: float) -> float:
+    """The estimate of one token's KL; `new` is the log-prob by the policy."""
+    return {"k1": new - ref, "k2": (new - ref) ** 2 / 2, "k3": math.exp(ref - new) - 1 - (ref - new)}[estimator]
+
+
+def token_rewards(
+    groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence], kl: str | None
+) -> list[list[float]]:
+    """Reward of each token of each sequence."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = []
+    for rollout, sequence in zip(rollouts, sequences, strict=True):
+        row = [0.0] * len(rollout.token_ids)
+        row[-1] = rollout.grade.reward
+        if kl is not None:
+            assert sequence.ref_logprobs is not None
+            for token, (new, ref) in enumerate(zip(sequence.rollout_logprobs, sequence.ref_logprobs, strict=True)):
+                row[token] -= KL * estimate(kl, float(new), float(ref))
+        rewards.append(row)
+    return rewards
+
+
+# ---- filters ----
+
+
+def drop_all(rewards: Tensor, correct: Tensor) -> Tensor:
+    return torch.zeros(len(rewards), dtype=torch.bool)
+
+
+def one_number(rewards: Tensor, correct: Tensor) -> Tensor:
+    return torch.tensor(True)
+
+
+def test_filters_keep_whole_groups_in_order() -> None:
+    groups = [group(0, [1.0, 1.0]), group(1, [0.0, 1.0]), group(2, [0.0, 0.0]), group(3, [1.0, 0.0])]
+    assert [kept.draw_index for kept in filter_groups(groups, ["drop_uniform"])] == [1, 3]
+    assert filter_groups(groups, ["drop_uniform", "test_credit:drop_all", "drop_uniform"]) == []
+    assert filter_groups(groups, []) == groups
+
+
+def test_filters_see_rewards_and_verdicts() -> None:
+    """Rewards may differ where all are wrong (a length penalty), and be equal where one is right."""
+    groups = [group(0, [0.0, -0.1]), group(1, [0.5, 0.5], correct=[1]), group(2, [1.0, 0.9], correct=[0, 1])]
+    assert [kept.draw_index for kept in filter_groups(groups, ["drop_all_right_or_wrong"])] == [1]
+    assert [kept.draw_index for kept in filter_groups(groups, ["drop_uniform"])] == [0, 2]
+    assert filter_groups(groups, ["drop_uniform", "drop_all_right_or_wrong"]) == []
+
+
+def test_a_filter_must_say_something_of_each_group() -> None:
+    with pytest.raises(ValueError, match=r"algorithm\.filters: test_credit:one_number must return a bool for each of"):
+        filter_groups([group(0, [1.0, 0.0])], ["test_credit:one_number"])
+
+
+# ---- sequence-level advantages ----
+
+
+def as_it_is(rewards: Tensor) -> Tensor:
+    return rewards
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_kl_in_the_reward_is_summed_over_the_sample(estimator: str) -> None:
+    groups = random_groups(1)
+    sequences = random_sequences(groups, 1)
+    kl = {"coefficient": 77.0, "estimator": estimator, "placement": "reward"}  # the present coefficient counts
+    credit = credit_of(groups, sequences, algorithm__advantage="test_credit:as_it_is", algorithm__kl=kl)
+    expected = [sum(row) for row in token_rewards(groups, sequences, estimator)]
+    assert list(credit.advantages.values()) == pytest.approx(expected, rel=1e-12)
+    plain = [rollout.grade.reward for group in groups for rollout in group.rollouts]
+    assert credit.metrics == {"reward/kl_penalty": pytest.approx(np.mean(np.array(plain) - expected), rel=1e-9)}
+    in_loss = credit_of(
+        groups,
+        sequences,
+        algorithm__advantage="test_credit:as_it_is",
+        algorithm__kl={**kl, "placement": "loss", "estimator": "k3"},
+    )
+    assert list(in_loss.advantages.values()) == plain
+    assert in_loss.metrics == {}
+
+
+def test_all_tokens_of_a_sample_share_its_advantage() -> None:
+    groups = random_groups(2)
+    credit = credit_of(groups)
+    samples = [(g.draw_index, rollout.sample_index) for g in groups for rollout in g.rollouts]
+    assert list(credit.advantages) == samples
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    for (draw, _), advantage, sequence, rollout in zip(
+        samples, credit.advantages.values(), credit.sequences, rollouts, strict=True
+    ):
+        of_group = np.array([r.grade.reward for r in rollouts if r.draw_index == draw])
+        expected = (rollout.grade.reward - of_group.mean()) / (of_group.std(ddof=1) + 1e-6)
+        assert advantage == pytest.approx(expected, rel=1e-12)
+        assert sequence.draw_index == draw
+        assert sequence.advantages.tolist() == [np.float32(advantage)] * len(rollout.token_ids)
+        assert sequence.returns is None
+
+
+# ---- token-level advantages ----
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("kl", [None, "k1", "k3"])
+def test_gae_with_the_kl_in_the_reward(kl: str | None, whiten: bool) -> None:
+    """The sums of TD errors, token by token: A(t) = sum over l of (gamma lam)^l (r + gamma V' - V)(t + l)."""
+    gamma, lam = 0.97, 0.9
+    groups = random_groups(3)
+    sequences = random_sequences(groups, 3, with_values=True)
+    credit = credit_of(
+        groups,
+        sequences,
+        algorithm__advantage="gae",
+        algorithm__gamma=gamma,
+        algorithm__lam=lam,
+        algorithm__whiten_advantages=whiten,
+        algorithm__kl={"coefficient": 77.0, "estimator": kl, "placement": "reward"} if kl else {},
+        critic={},
+    )
+    expected: list[list[float]] = []
+    for rewards, sequence in zip(token_rewards(groups, sequences, kl), sequences, strict=True):
+        assert sequence.values is not None
+        values = [*sequence.values.astype(float), 0.0]
+        errors = [reward + gamma * values[t + 1] - values[t] for t, reward in enumerate(rewards)]
+        expected.append(
+            [sum((gamma * lam) ** (s - t) * errors[s] for s in range(t, len(errors))) for t in range(len(errors))]
+        )
+    for sequence, advantages in zip(credit.sequences, expected, strict=True):
+        assert sequence.values is not None
+        assert sequence.returns is not None
+        returns = [a + v for a, v in zip(advantages, sequence.values.tolist(), strict=True)]
+        assert sequence.returns.tolist() == pytest.approx(returns, rel=1e-6, abs=1e-7), "from before the whitening"
+    if whiten:
+        tokens = np.concatenate([np.array(row) for row in expected])
+        scale = math.sqrt(tokens.var(ddof=1) + 1e-8)
+        expected = [[(number - tokens.mean()) / scale for number in row] for row in expected]
+    for sequence, advantages in zip(credit.sequences, expected, strict=True):
+        assert sequence.advantages.tolist() == pytest.approx(advantages, rel=1e-6, abs=1e-7)
+    assert list(credit.advantages.values()) == pytest.approx([np.mean(row) for row in expected], rel=1e-9)
+
+
+def test_reinforce_plus_plus_needs_no_critic() -> None:
+    gamma = 0.9
+    groups = random_groups(4, num_samples=1)
+    sequences = random_sequences(groups, 4)
+    credit = credit_of(
+        groups,
+        sequences,
+        rollout__num_samples=1,
+        algorithm__advantage="reinforce_plus_plus",
+        algorithm__gamma=gamma,
+        algorithm__kl={"coefficient": KL, "estimator": "k1", "placement": "reward"},
+    )
+    to_come = [
+        [sum(gamma ** (s - t) * row[s] for s in range(t, len(row))) for t in range(len(row))]
+        for row in token_rewards(groups, sequences, "k1")
+    ]
+    tokens = np.concatenate([np.array(row) for row in to_come])
+    for sequence, row in zip(credit.sequences, to_come, strict=True):
+        expected = [(number - tokens.mean()) / math.sqrt(tokens.var(ddof=1) + 1e-8) for number in row]
+        assert sequence.advantages.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-7)
+        assert sequence.returns is None
+
+
+SEEN: list[dict[str, Any]] = []
+
+
+@token_level
+def looks_around(rewards: Tensor, values: Tensor, mask: Tensor, **options: Any) -> Tensor:
+    """Not a number in the padding must not matter."""
+    SEEN.append({"rewards": rewards, "values": values, "mask": mask, **options})
+    return torch.where(mask, 1.0, math.nan).float()
+
+
+def test_a_token_level_function_gets_padded_rows_and_groups() -> None:
+    SEEN.clear()
+    groups = [group(7, [1.0, 2.0], lengths=[3, 1]), group(9, [3.0, 4.0], lengths=[1, 2])]
+    credit = credit_of(
+        groups, algorithm__advantage="test_credit:looks_around", algorithm__gamma=0.5, algorithm__lam=0.25
+    )
+    (seen,) = SEEN
+    assert seen["rewards"].tolist() == [[0, 0, 1], [2, 0, 0], [3, 0, 0], [0, 4, 0]]
+    assert seen["rewards"].dtype == torch.float64
+    assert seen["mask"].tolist() == [[True] * 3, [True, False, False], [True, False, False], [True, True, False]]
+    assert seen["values"].tolist() == [[0.0] * 3] * 4
+    assert seen["group_index"].tolist() == [0, 0, 1, 1]
+    assert (seen["gamma"], seen["lam"]) == (0.5, 0.25)
+    assert [sequence.advantages.tolist() for sequence in credit.sequences] == [[1.0] * 3, [1.0], [1.0], [1.0] * 2]
+
+
+@token_level
+def transposed(rewards: Tensor, values: Tensor, mask: Tensor, **_: Any) -> Tensor:
+    return rewards.T
+
+
+@token_level
+def infinite(rewards: Tensor, values: Tensor, mask: Tensor, **_: Any) -> Tensor:
+    return rewards / 0
+
+
+def one_a_group(rewards: Tensor) -> Tensor:
+    return rewards.mean(dim=1)
+
+
+def one_a_sequence(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    return (logprobs - ref_logprobs).sum()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("transposed", r"must return shape \(4, 3\), that of the padded tokens; it returned \(3, 4\)"),
+        ("infinite", "returned a number that is not finite"),
+        ("one_a_group", r"must return shape \(2, 2\), that of the rewards; it returned \(2,\)"),
+    ],
+)
+def test_a_wrong_advantage_function_is_a_users_error(name: str, message: str) -> None:
+    groups = [group(7, [1.0, 2.0], lengths=[3, 1]), group(9, [3.0, 4.0], lengths=[1, 2])]
+    with pytest.raises(ValueError, match=rf"algorithm\.advantage: test_credit:{name} {message}"):
+        credit_of(groups, algorithm__advantage=f"test_credit:{name}")
+
+
+def test_a_wrong_kl_estimator_is_a_users_error() -> None:
+    groups = random_groups(5)
+    kl = {"coefficient": KL, "estimator": "test_credit:one_a_sequence", "placement": "reward"}
+    with pytest.raises(
+        ValueError, match=r"algorithm\.kl\.estimator: .* must return one number a token, \(\d+,\); .* \(\)"
+    ):
+        credit_of(groups, random_sequences(groups, 5), algorithm__kl=kl)
+
+
+# ---- overlong filtering ----
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    with fresh_accelerator() as accelerator:
+        yield accelerator
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean_token_mean"])
+def test_cut_samples_count_in_the_baseline_and_not_in_the_gradient(reduction: str, accelerator: Accelerator) -> None:
+    policy = make_policy()
+    shapes = make_sequences(policy, noise=0.3, num_groups=3)  # two samples of each
+    rewards = [[1.0, 0.0], [0.25, 1.0], [0.0, 1.0]]
+    cut = {(1, 0), (2, 0), (2, 1)}
+    prompt = Prompt(prompt_id="p", text="", token_ids=(1,), answer="")
+    groups = [RolloutGroup(prompt=prompt, draw_index=draw, rollouts=[]) for draw in range(3)]
+    for index, shape in enumerate(shapes):
+        draw, sample = divmod(index, 2)
+        rollout = Rollout(
+            prompt=replace(prompt, token_ids=tuple(shape.token_ids[: shape.num_prompt_tokens].tolist())),
+            draw_index=draw,
+            sample_index=sample,
+            token_ids=shape.token_ids[shape.num_prompt_tokens :].tolist(),
+            rollout_logprobs=shape.rollout_logprobs.tolist(),
+            text="",
+            finish_reason="length" if (draw, sample) in cut else "stop",
+            policy_version=0,
+            grade=Grade(reward=rewards[draw][sample], parts={}, outcome="wrong"),
+        )
+        groups[draw].rollouts.append(rollout)
+    options: dict[str, Any] = {"algorithm__overlong_filtering": True, "algorithm__reduction": reduction}
+    credit = credit_of(groups, **options)
+    assert list(credit.advantages) == [(0, 0), (0, 1), (1, 1)], "what is not learned from has no advantage"
+    assert credit.metrics == {"samples/overlong_dropped": 3}
+    optimizer = RecordingSGD(policy)
+    update(policy, optimizer, accelerator, credit.sequences, make_recipe(**options))
+
+    # by hand: group-relative advantages of the whole groups, then the loss of the three samples that are left
+    expected: list[TrainSequence] = []
+    for index, shape in enumerate(shapes):
+        draw, sample = divmod(index, 2)
+        if (draw, sample) not in cut:
+            of_group = np.array(rewards[draw])
+            advantage = (rewards[draw][sample] - of_group.mean()) / (of_group.std(ddof=1) + 1e-6)
+            expected.append(replace(shape, advantages=np.full(len(shape.advantages), advantage, np.float32)))
+    policy = make_policy()
+    padded = pad_all(policy, expected)
+    loss = reduce(reduction, token_losses("ppo_clip", padded, 0.2, 0.3), padded.mask, 10)
+    for found, wanted in zip(optimizer.gradients[0], gradient_of(policy, loss), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_whitening_comes_before_overlong_filtering() -> None:
+    groups = [group(0, [1.0, 0.0], cut=[1]), group(1, [3.0, 0.0])]
+    options: dict[str, Any] = {"algorithm__advantage": "test_credit:as_it_is", "algorithm__whiten_advantages": True}
+    whole = credit_of(groups, **options)
+    filtered = credit_of(groups, **options, algorithm__overlong_filtering=True)
+    tokens = np.array([1.0, 0.0, 0.0, 3.0, 0.0, 0.0])  # responses of 1, 2, 1 and 2 tokens
+    expected = ((tokens - tokens.mean()) / math.sqrt(tokens.var(ddof=1) + 1e-8))[[0, 1, 3, 4]]
+    assert list(whole.advantages.values()) == pytest.approx(expected, rel=1e-12)
+    assert list(filtered.advantages.values()) == pytest.approx(expected[[0, 2, 3]], rel=1e-12)
+    assert "samples/overlong_dropped" not in whole.metrics
+
+
+def test_nothing_may_be_left_by_overlong_filtering() -> None:
+    credit = credit_of([group(0, [1.0, 0.0], cut=[0, 1])], algorithm__overlong_filtering=True)
+    assert credit == Credit(sequences=[], advantages={}, metrics={"samples/overlong_dropped": 2})
