@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.metrics import read_metrics
 from srtrl.model.transformer import Transformer
+from srtrl.model.value_model import ValueModel
 from srtrl.model.weights import load_model, load_tokenizer
 from srtrl.recipe_file import load_recipe
+from srtrl.trainer import checkpoint
 from srtrl.trainer.checkpoint import (
     TrainerState,
     latest_checkpoint,
@@ -23,6 +25,7 @@ from srtrl.trainer.checkpoint import (
     read_state,
     save_checkpoint,
 )
+from srtrl.trainer.critic import Critic
 from srtrl.trainer.optimizer import build_optimizer
 from srtrl.trainer.run_folder import check_run_folder, open_run_folder
 
@@ -42,22 +45,35 @@ class _Parts:
                 parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
             self.optimizer.step()
 
-    def save(self, folder: Path, step: int, keep: int = 2) -> Path:
+    def save(self, folder: Path, step: int, keep: int = 2, critic: Critic | None = None) -> Path:
         return save_checkpoint(
             folder,
-            TrainerState(step=step, policy_version=step - 1),
+            TrainerState(step=step, policy_version=step - 1, num_draws=5 * step, kl_coefficient=0.1 * step),
             model=self.model,
             optimizer=self.optimizer,
             tokenizer=self.tokenizer,
             end_ids=[0],
             drafter=NoDrafter(),
             keep=keep,
+            critic=critic,
         )
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_policy(tmp_path_factory.mktemp("model") / "policy")
+
+
+def test_subfolders_are_made_durable_before_the_rename(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file whose name is lost in a power failure is lost: the folder of the critic too must be synced."""
+    critic_model = ValueModel(load_model(str(policy), dtype=torch.float32, device="cpu"))
+    optimizer = build_optimizer(critic_model, learning_rate=0.01, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-8)
+    synced: list[str] = []
+    monkeypatch.setattr(checkpoint, "sync_folder", lambda folder: synced.append(folder.name))
+    _Parts(policy, torch.float32).save(tmp_path, 3, critic=Critic(model=critic_model, optimizer=optimizer))
+    assert synced == ["critic", ".step_000003.writing", tmp_path.name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -68,7 +84,9 @@ def test_training_goes_on_with_the_same_bits(policy: Path, tmp_path: Path, dtype
     parts.make_steps(2, seed=2)
 
     loaded = _Parts(path, dtype)
-    assert load_training_state(path, loaded.optimizer) == TrainerState(step=3, policy_version=2)
+    assert load_training_state(path, loaded.optimizer) == TrainerState(
+        step=3, policy_version=2, num_draws=15, kl_coefficient=0.1 * 3
+    )
     loaded.make_steps(2, seed=2)
     for (name, mine), (_, other) in zip(loaded.model.named_parameters(), parts.model.named_parameters(), strict=True):
         assert mine.dtype == dtype

@@ -19,6 +19,7 @@ from srtrl.model.transformer import Layer, ModelConfig, Transformer
 __all__ = [
     "config_from_hf",
     "end_token_ids",
+    "has_tokenizer",
     "init_model",
     "load_model",
     "load_tokenizer",
@@ -82,6 +83,12 @@ def read_config(path: str | Path) -> ModelConfig:
     return replace(config, hf_generation_config=_read_json(generation_file) if generation_file.is_file() else None)
 
 
+def has_tokenizer(path: str | Path) -> bool:
+    """Whether there is a tokenizer in the folder at `path` (see `locate`)."""
+    folder = locate(path)
+    return any((folder / name).is_file() for name in _VOCABULARY_FILES)
+
+
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Tokenizer of the model or tokenizer folder at `path` (see `locate`).
 
@@ -89,7 +96,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         ValueError: No such folder, or no tokenizer in it that `transformers` reads.
     """
     folder = locate(path)
-    if not any((folder / name).is_file() for name in _VOCABULARY_FILES):  # transformers would make an empty tokenizer
+    if not has_tokenizer(folder):  # transformers would make an empty tokenizer
         raise ValueError(f"{folder}: no tokenizer in this folder; expected one of {', '.join(_VOCABULARY_FILES)}")
     try:
         return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder))

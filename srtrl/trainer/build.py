@@ -10,10 +10,14 @@ import torch
 
 from srtrl.drafters.base import DrafterBase
 from srtrl.engine.engine import Engine, EngineOptions
-from srtrl.model.weights import end_token_ids, load_model, load_tokenizer
+from srtrl.model.value_model import load_value_model
+from srtrl.model.weights import end_token_ids, has_tokenizer, load_model, load_tokenizer, read_config
 from srtrl.recipe import Recipe
 from srtrl.recipe_errors import validate_section
 from srtrl.resolve import resolve_class
+from srtrl.trainer.checkpoint import CRITIC_FOLDER
+from srtrl.trainer.critic import Critic
+from srtrl.trainer.optimizer import build_optimizer
 from srtrl.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -114,6 +118,73 @@ def build_reference(recipe: Recipe, device: torch.device) -> Transformer | None:
     reference = load_model(recipe.model.path, dtype=DTYPES[recipe.model.dtype], device=device)
     reference.requires_grad_(False)
     return reference
+
+
+def build_critic(
+    recipe: Recipe, checkpoint: Path | None, policy: Transformer, tokenizer: PreTrainedTokenizerBase
+) -> Critic | None:
+    """The critic with a fresh optimizer, or None where the recipe has none.
+
+    Its weights are those of the checkpoint, else of `critic.path`, else of `model.path`; a folder without a value head
+    gets one that is zero.
+
+    Raises:
+        ValueError: the checkpoint has no critic, or `critic.path` does not fit the policy.
+    """
+    section, train = recipe.critic, recipe.train
+    if section is None:
+        return None
+    path = section.path or recipe.model.path
+    if checkpoint is not None:
+        path = str(checkpoint / CRITIC_FOLDER)
+        if not Path(path).is_dir():
+            raise ValueError(f"{checkpoint}: no folder `{CRITIC_FOLDER}`, but the recipe has a critic to go on with")
+    elif section.path is not None:
+        check_critic(recipe, policy.config.vocab_size, tokenizer)
+    model = load_value_model(path, dtype=DTYPES[recipe.model.dtype], device=policy.device)
+    model.body.gradient_checkpointing = recipe.model.gradient_checkpointing
+    optimizer = build_optimizer(
+        model,
+        learning_rate=section.learning_rate,
+        weight_decay=section.weight_decay,
+        betas=train.betas,
+        eps=train.eps,
+    )
+    return Critic(model=model, optimizer=optimizer)
+
+
+def check_critic(recipe: Recipe, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a `critic.path` that cannot read what the policy reads and writes; no weight is loaded.
+
+    A larger vocabulary is fine if its tokens have the same ids (models of one family pad theirs differently).
+
+    Raises:
+        ValueError: it is not there, its tokens are others or fewer, or it has fewer positions than a sequence may need.
+    """
+    assert recipe.critic is not None
+    path = recipe.critic.path
+    assert path is not None
+    try:
+        config = read_config(path)
+        own_tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
+    except ValueError as error:
+        raise ValueError(f"critic.path: {error}") from error
+    if config.vocab_size < vocab_size or (own_tokenizer is None and config.vocab_size != vocab_size):
+        raise ValueError(
+            f"critic.path: {path} has a vocabulary of {config.vocab_size} tokens, the policy one of {vocab_size}; the "
+            "critic reads the policy's tokens: take a critic of the policy's family, or leave critic.path out"
+        )
+    if own_tokenizer is not None and own_tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"critic.path: the tokenizer in {path} gives other ids than the policy's; the critic reads the policy's "
+            "tokens: take a critic of the policy's family, or leave critic.path out"
+        )
+    longest = recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens
+    if longest > config.max_position_embeddings:
+        raise ValueError(
+            f"critic.path: {path} has {config.max_position_embeddings} positions; "
+            f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}"
+        )
 
 
 def is_deterministic(recipe: Recipe, device: torch.device) -> bool:

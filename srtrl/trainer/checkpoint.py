@@ -1,9 +1,10 @@
 """Checkpoints: written beside, made durable, then renamed; a killed run finds the last one whole.
 
 A checkpoint is a folder `step_000010` that `transformers` loads as a model, with `optimizer.pt`, `rng.pt` and
-`state.json` for the trainer, and the drafter's files (its rollouts: speculation goes on as well as it did). The data
-position and the learning rate are functions of the step and are not stored; sampling noise is a hash of (seed, step,
-draw, sample), so the global random states are kept only for the user's own reward and loss functions.
+`state.json` for the trainer, `critic/` and `critic_optimizer.pt` where there is a critic, and the drafter's files (its
+rollouts: speculation goes on as well as it did). The learning rate is a function of the step and is not
+stored; sampling noise is a hash of (seed, draw, sample), so the global random states are kept only for the user's own
+reward and loss functions.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 
 from srtrl.metrics import sync_folder, write_atomic
+from srtrl.model.value_model import save_value_model
 from srtrl.model.weights import save_model
 
 if TYPE_CHECKING:
@@ -29,9 +31,12 @@ if TYPE_CHECKING:
 
     from srtrl.drafters.base import DrafterBase
     from srtrl.model.transformer import Transformer
+    from srtrl.trainer.critic import Critic
 
-FORMAT = 1
+FORMAT = 2
 """Version of the layout; a resume refuses another one."""
+CRITIC_FOLDER = "critic"
+CRITIC_OPTIMIZER = "critic_optimizer.pt"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -42,6 +47,10 @@ class TrainerState:
     """Training steps done."""
     policy_version: int
     """Policy updates done; differs from `step` where a step had nothing to learn from."""
+    num_draws: int
+    """Draws of the data order that these steps have used; with dynamic sampling no function of `step`."""
+    kl_coefficient: float
+    """The KL coefficient of the next step; the recipe's where it is not adaptive."""
     format: int = FORMAT
 
 
@@ -78,6 +87,7 @@ def save_checkpoint(
     end_ids: Sequence[int],
     drafter: DrafterBase,
     keep: int,
+    critic: Critic | None = None,
 ) -> Path:
     """Write the checkpoint of `state.step` into `folder`, then delete all but the newest `keep`.
 
@@ -92,6 +102,9 @@ def save_checkpoint(
     temporary.mkdir()
     save_policy(temporary, model=model, tokenizer=tokenizer, end_ids=end_ids)
     torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
+    if critic is not None:
+        save_value_model(critic.model, temporary / CRITIC_FOLDER)
+        torch.save(critic.optimizer.state_dict(), temporary / CRITIC_OPTIMIZER)
     torch.save(_random_states(), temporary / "rng.pt")
     drafter.save(temporary)
     write_atomic(temporary / "state.json", json.dumps(asdict(state), indent=2) + "\n")
@@ -134,9 +147,18 @@ def read_state(checkpoint: Path) -> TrainerState:
     return TrainerState(**record)
 
 
-def load_training_state(checkpoint: Path, optimizer: torch.optim.Optimizer) -> TrainerState:
-    """Put the optimizer and the global random states back; the weights are loaded like any model's."""
+def load_training_state(
+    checkpoint: Path, optimizer: torch.optim.Optimizer, critic: Critic | None = None
+) -> TrainerState:
+    """Put the optimizers and the global random states back; the weights are loaded like any model's.
+
+    Raises:
+        ValueError: written by another version of the layout.
+    """
     optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True))
+    if critic is not None:
+        state = torch.load(checkpoint / CRITIC_OPTIMIZER, map_location="cpu", weights_only=True)
+        critic.optimizer.load_state_dict(state)
     _restore_random_states(torch.load(checkpoint / "rng.pt", map_location="cpu", weights_only=True))
     return read_state(checkpoint)
 
@@ -172,6 +194,8 @@ def _sync_files(folder: Path) -> None:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+        elif path.is_dir():
+            sync_folder(path)
     sync_folder(folder)
 
 

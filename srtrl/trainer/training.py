@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +16,14 @@ from srtrl.recipe import Recipe
 from srtrl.tasks.base import Task, check_task, load_task
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
-from srtrl.trainer.checkpoint import latest_checkpoint, load_training_state
+from srtrl.trainer.checkpoint import CRITIC_FOLDER, TrainerState, latest_checkpoint, load_training_state
 from srtrl.trainer.evaluate import held_out_prompts
 from srtrl.trainer.optimizer import build_optimizer
 from srtrl.trainer.progress import RunProgress
 from srtrl.trainer.run_folder import check_run_folder, open_run_folder, run_path
 from srtrl.trainer.sequence_logprobs import LogprobDifferenceError, NonFiniteError
 from srtrl.trainer.summary import RunSummary, write_summary
-from srtrl.trainer.trainer import Trainer, TrainerParts
+from srtrl.trainer.trainer import Trainer, TrainerParts, first_state
 from srtrl.types import Prompt
 
 
@@ -60,34 +61,44 @@ def run_training(
         KeyboardInterrupt: the second Ctrl-C.
     """
     progress = progress if progress is not None else RunProgress(recipe.name, recipe.train.num_steps)
+    with open_trainer(recipe, resume=resume, overwrite=overwrite, progress=progress) as trainer:
+        try:
+            trainer.train()
+        except (NonFiniteError, LogprobDifferenceError, FloatingPointError) as error:
+            raise TrainingStoppedError(f"{error}\n{_how_to_go_on(trainer.run.checkpoints)}") from error
+        interrupted = trainer.step < recipe.train.num_steps
+        summary = write_summary(trainer.run.path, recipe.name, interrupted=interrupted)
+        return TrainingResult(folder=trainer.run.path, summary=summary, interrupted=interrupted)
+
+
+@contextmanager
+def open_trainer(
+    recipe: Recipe, *, resume: bool = False, overwrite: bool = False, progress: RunProgress
+) -> Iterator[Trainer]:
+    """Everything that a run needs, ready for its next step; see `run_training` for the arguments and errors."""
     check_run_folder(recipe, resume=resume, overwrite=overwrite)
     build.check_trackers(recipe.log.trackers)
     check_task(recipe)
     checkpoint = latest_checkpoint(run_path(recipe) / "checkpoints") if resume else None
     with ExitStack() as stack:
-        parts, step = _build_parts(recipe, checkpoint, stack)
+        parts, state = _build_parts(recipe, checkpoint, stack)
         run = stack.enter_context(open_run_folder(recipe, resume=resume, overwrite=overwrite))
         if run.checkpoint != checkpoint:
             raise ValueError(f"{run.path} has changed while the model was loading: another process trains there")
-        build.start_trackers(parts.accelerator, recipe, step)
-        trainer = Trainer(recipe, parts, run, progress, step)
+        build.start_trackers(parts.accelerator, recipe, state.step)
+        trainer = Trainer(recipe, parts, run, progress, state)
         _announce(trainer, progress, resume=resume)
         try:
-            trainer.train()
-        except (NonFiniteError, LogprobDifferenceError, FloatingPointError) as error:
-            raise TrainingStoppedError(f"{error}\n{_how_to_go_on(run.checkpoints)}") from error
+            yield trainer
         finally:
             parts.accelerator.end_training()
-        interrupted = trainer.step < recipe.train.num_steps
-        summary = write_summary(run.path, recipe.name, interrupted=interrupted)
-        return TrainingResult(folder=run.path, summary=summary, interrupted=interrupted)
 
 
-def _build_parts(recipe: Recipe, checkpoint: Path | None, stack: ExitStack) -> tuple[TrainerParts, int]:
+def _build_parts(recipe: Recipe, checkpoint: Path | None, stack: ExitStack) -> tuple[TrainerParts, TrainerState]:
     """Load the task, then the weights, and put a checkpoint's state back; `stack` ends the graders.
 
     Returns:
-        The parts, and the training steps done.
+        The parts, and where the run is.
     """
     set_cpu_threads(recipe.num_threads)
     seed_user_code(recipe.seed)
@@ -116,13 +127,14 @@ def _build_parts(recipe: Recipe, checkpoint: Path | None, stack: ExitStack) -> t
             betas=train.betas,
             eps=train.eps,
         ),
+        critic=build.build_critic(recipe, checkpoint, policy, tokenizer),
     )
     if checkpoint is None:
-        return parts, 0
-    state = load_training_state(checkpoint, parts.optimizer)
+        return parts, first_state(recipe)
+    state = load_training_state(checkpoint, parts.optimizer, parts.critic)
     parts.engine.drafter.load(checkpoint)
     parts.engine.policy_version = state.policy_version
-    return parts, state.step
+    return parts, state
 
 
 def seed_user_code(seed: int) -> None:
@@ -156,8 +168,9 @@ def _how_to_go_on(checkpoints: Path) -> str:
     checkpoint = latest_checkpoint(checkpoints)
     if checkpoint is None:
         return "There is no checkpoint yet. Change the recipe and start again with --overwrite"
+    critic = f" and critic.path={checkpoint / CRITIC_FOLDER}" if (checkpoint / CRITIC_FOLDER).is_dir() else ""
     return (
         f"The last checkpoint is intact: {checkpoint}. --resume would go on from it with the same numbers, and so stop "
-        f"at the same place; to go on otherwise, start a run of another name with model.path={checkpoint}, for example "
-        "with a lower train.learning_rate"
+        f"at the same place; to go on otherwise, start a run of another name with model.path={checkpoint}{critic}, for "
+        "example with a lower train.learning_rate"
     )

@@ -1,0 +1,199 @@
+"""PPO's critic in a training step: the values of the response tokens, and what the critic learns from their returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from srtrl.model.attention import PackedPlan
+from srtrl.recipe import Recipe
+from srtrl.resolve import resolve_function
+from srtrl.rollout.packing import PackedBatch, pack
+from srtrl.trainer.mini_batches import descend, mini_batches
+from srtrl.trainer.optimizer import learning_rate_at
+from srtrl.trainer.sequence_logprobs import NonFiniteError, split_by_sequence
+from srtrl.types import TrainSequence
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from srtrl.model.value_model import ValueModel
+
+RESERVED_METRICS = frozenset({"loss", "grad_norm", "learning_rate", "value_mean", "return_mean", "explained_variance"})
+"""Names that a value loss' metrics may not have: the trainer logs them itself, under `critic/`."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Critic:
+    """The value model and what trains it."""
+
+    model: ValueModel
+    optimizer: torch.optim.Optimizer
+    """Of the model's parameters alone."""
+
+
+def response_values(model: ValueModel, packed: PackedBatch, accelerator: Accelerator) -> Tensor:
+    """Forward pass of one micro-batch: values [R], differentiable.
+
+    The value of a response token is that of the state in which it is chosen: of all tokens before it.
+    """
+    plan = PackedPlan.from_lengths(packed.lengths, packed.token_ids.device)
+    with accelerator.autocast():
+        values: Tensor = model(packed.token_ids, plan)  # [T]
+    return values[packed.hidden_index]
+
+
+def compute_values(
+    model: ValueModel,
+    sequences: Sequence[TrainSequence],
+    accelerator: Accelerator,
+    *,
+    micro_batch_tokens: int,
+    where: str,
+) -> list[npt.NDArray[np.float32]]:
+    """Values of the response tokens of each sequence, without gradient.
+
+    Returns:
+        One array [L - num_prompt_tokens] a sequence, in their order.
+
+    Raises:
+        NonFiniteError: a value is not finite; names the sequence, after `where` ("step 3").
+        ValueError: a sequence is longer than `micro_batch_tokens`.
+    """
+    with torch.no_grad():
+        parts = [
+            response_values(model, packed, accelerator) for packed in pack(sequences, micro_batch_tokens, model.device)
+        ]
+    values = split_by_sequence(torch.cat(parts), sequences)
+    for index, one in enumerate(values):
+        if not np.isfinite(one).all():
+            row = int(np.argmin(np.isfinite(one)))
+            raise NonFiniteError(
+                f"{where}: sequence {index} (in order of draw and sample), response token {row}: the critic's value is "
+                f"{one[row]}; no weights of this step were changed"
+            )
+    return values
+
+
+def with_values(sequences: Sequence[TrainSequence], values: Sequence[npt.NDArray[np.float32]]) -> list[TrainSequence]:
+    """The sequences with the critic's values filled in."""
+    return [replace(sequence, values=one) for sequence, one in zip(sequences, values, strict=True)]
+
+
+def update_critic(
+    critic: Critic, accelerator: Accelerator, sequences: Sequence[TrainSequence], *, recipe: Recipe, step: int
+) -> dict[str, float]:
+    """Learn the returns of training step `step` (the first is 1); changes the weights of `critic.model`.
+
+    The loss of a mini-batch is the mean over all its response tokens, however it is cut into micro-batches. Learning
+    rate and order depend on the step alone, so that nothing of it is saved for resume but the optimizer's state.
+
+    Args:
+        critic: value model and optimizer.
+        accelerator: gives autocast, backward and clipping.
+        sequences: at least one, sorted by (draw, sample), with `values` (before this update) and `returns`.
+        recipe: the sections `critic` and `train`, and the seed.
+        step: names the step in errors and places it on the learning rate's schedule.
+
+    Returns:
+        `critic/loss` and `critic/grad_norm` (before clipping): means over optimizer steps. `critic/learning_rate`:
+        that of the last optimizer step. `critic/<name>`: what the value loss returns, means over all response tokens
+        of all mini-batches. Of the values before the update, over all response tokens: `critic/value_mean`,
+        `critic/return_mean` and `critic/explained_variance` (absent where all returns are equal).
+
+    Raises:
+        NonFiniteError: a loss or a gradient norm is not finite; raised before that optimizer step.
+        ValueError: `critic.value_loss` is unknown or returns the wrong shape, or a sequence exceeds the micro-batch.
+    """
+    section = recipe.critic
+    assert section is not None, "the recipe has no critic"
+    metrics = descend(
+        critic.model,
+        critic.optimizer,
+        accelerator,
+        mini_batches(
+            sequences,
+            size=section.mini_batch_prompts or recipe.train.mini_batch_prompts or recipe.rollout.num_prompts,
+            num_epochs=section.num_epochs or recipe.train.num_epochs,
+            seed=recipe.seed,
+            step=step,
+        ),
+        _micro_batch_loss(critic.model, accelerator, recipe),
+        micro_batch_tokens=recipe.train.micro_batch_tokens,
+        max_grad_norm=section.max_grad_norm,
+        learning_rate=lambda number: critic_learning_rate(recipe, step, number),
+        where=f"step {step}, critic",
+    )
+    metrics |= value_metrics(sequences)
+    return {f"critic/{name}": value for name, value in metrics.items()}
+
+
+def value_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
+    """How well `values` predict `returns`, over all response tokens: `value_mean`, `return_mean`, `explained_variance`.
+
+    Explained variance is 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for one that knows no more
+    than a constant, below 0 for a worse one. It is left out where all returns are equal.
+    """
+    values = np.concatenate([_present(sequence.values) for sequence in sequences]).astype(np.float64)  # [R]
+    returns = np.concatenate([_present(sequence.returns) for sequence in sequences]).astype(np.float64)  # [R]
+    metrics = {"value_mean": float(values.mean()), "return_mean": float(returns.mean())}
+    if returns.min() < returns.max():
+        metrics["explained_variance"] = float(1 - (returns - values).var() / returns.var())
+    return metrics
+
+
+def critic_learning_rate(recipe: Recipe, step: int, number: int) -> float:
+    """Learning rate of the critic's `number`-th optimizer step (from 0) of training step `step` (from 1)."""
+    section, train = recipe.critic, recipe.train
+    assert section is not None, "the recipe has no critic"
+    num_prompts = recipe.rollout.num_prompts
+    mini_batch = section.mini_batch_prompts or train.mini_batch_prompts or num_prompts
+    per_step = (section.num_epochs or train.num_epochs) * (num_prompts // mini_batch)
+    return learning_rate_at(
+        (step - 1) * per_step + number,
+        peak=section.learning_rate,
+        warmup_steps=section.lr_warmup_steps,
+        num_steps=train.num_steps * per_step,
+        schedule=train.schedule,
+    )
+
+
+def _micro_batch_loss(
+    model: ValueModel, accelerator: Accelerator, recipe: Recipe
+) -> Callable[[PackedBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]:
+    """The share of a micro-batch in the mean over its mini-batch's response tokens, and the value loss' metrics [R]."""
+    section = recipe.critic
+    assert section is not None, "the recipe has no critic"
+    value_loss = resolve_function("srtrl.algorithms.value_losses", section.value_loss)
+
+    def loss_of(packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        assert packed.values is not None
+        assert packed.returns is not None
+        values = response_values(model, packed, accelerator)  # [R]
+        token_loss: Tensor
+        token_loss, metrics = value_loss(
+            values, packed.values, packed.returns, packed.sequence_index, value_clip=section.value_clip
+        )
+        taken = sorted(RESERVED_METRICS & metrics.keys())
+        if taken:
+            raise ValueError(f"critic.value_loss returns a metric named `{taken[0]}`, which is srtrl's own: rename it")
+        for name, value in {"token loss": token_loss, **metrics}.items():
+            if value.shape != values.shape:
+                raise ValueError(
+                    f"critic.value_loss: {section.value_loss} must return one number a token, {tuple(values.shape)}; "
+                    f"{name} has shape {tuple(value.shape)}"
+                )
+        return token_loss.sum() / sequence_lengths.sum(), metrics
+
+    return loss_of
+
+
+def _present(array: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32]:
+    assert array is not None, "the critic learns from sequences with values and returns"
+    return array

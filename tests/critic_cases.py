@@ -1,0 +1,106 @@
+"""A tiny critic, sequences with values and returns, and the same numbers computed the slow way."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from update_cases import make_policy, make_recipe, make_sequences
+
+from srtrl.model.attention import PackedPlan
+from srtrl.model.transformer import Transformer
+from srtrl.model.value_model import ValueModel
+from srtrl.recipe import Recipe
+from srtrl.trainer.critic import Critic
+from srtrl.types import TrainSequence
+
+
+def make_critic_recipe(critic: dict[str, Any] | None = None, **options: Any) -> Recipe:
+    """Three groups of two, a critic with a norm that is never clipped; `critic` are values of its section."""
+    section = {"learning_rate": 0.02, "max_grad_norm": 1e9, "value_clip": 0.1, **(critic or {})}
+    return make_recipe(critic=section, algorithm__advantage="gae", **options)
+
+
+def make_value_model(seed: int = 1, dtype: torch.dtype = torch.float64) -> ValueModel:
+    """A body of random weights and a head that is not zero any more."""
+    model = ValueModel(make_policy(seed=seed, dtype=dtype))
+    head = torch.randn(model.value_head.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    with torch.no_grad():
+        model.value_head.copy_(head)
+    return model
+
+
+def with_random_targets(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
+    """Values and returns of all sizes."""
+    rng = np.random.default_rng(8)
+    filled = []
+    for sequence in sequences:
+        values, noise = rng.standard_normal((2, len(sequence.rollout_logprobs)))
+        filled.append(replace(sequence, values=values.astype(np.float32), returns=(values + noise).astype(np.float32)))
+    return filled
+
+
+def make_value_sequences() -> list[TrainSequence]:
+    """Six sequences of three draws with random values and returns; their lengths differ."""
+    return with_random_targets(make_sequences(make_policy()))
+
+
+def naive_values(model: ValueModel, sequence: TrainSequence) -> list[float]:
+    """The value before each response token: the last hidden state of everything before it, times the head."""
+    values = []
+    with torch.no_grad():
+        for end in range(sequence.num_prompt_tokens, len(sequence.token_ids)):
+            prefix = torch.from_numpy(sequence.token_ids[:end])
+            hidden = model.body(prefix, PackedPlan.from_lengths([end], "cpu"))
+            values.append(float(hidden[-1] @ model.value_head[0].to(hidden.dtype)))
+    return values
+
+
+def padded_values(model: ValueModel, sequences: Sequence[TrainSequence]) -> tuple[Tensor, Tensor]:
+    """Values of all tokens of a batch padded on the right, [B, L], and the mask of those before a response token."""
+    length = max(len(sequence.token_ids) for sequence in sequences)
+    token_ids = torch.zeros(len(sequences), length, dtype=torch.int64)
+    mask = torch.zeros(len(sequences), length, dtype=torch.bool)
+    for row, sequence in enumerate(sequences):
+        token_ids[row, : len(sequence.token_ids)] = torch.from_numpy(sequence.token_ids)
+        mask[row, sequence.num_prompt_tokens - 1 : len(sequence.token_ids) - 1] = True
+    plan = PackedPlan.from_lengths([length] * len(sequences), "cpu")  # causal: padding on the right is never seen
+    hidden = model.body(token_ids.flatten(), plan)
+    return (hidden @ model.value_head[0]).reshape(token_ids.shape), mask
+
+
+def padded_targets(arrays: Sequence[Any], mask: Tensor) -> Tensor:
+    """Numbers of the response tokens on their places in the padded batch, [B, L] float64."""
+    padded = torch.zeros(mask.shape, dtype=torch.float64)
+    padded[mask] = torch.from_numpy(np.concatenate(arrays)).double()
+    return padded
+
+
+class RecordedSGD(torch.optim.SGD):
+    """Plain gradient descent that keeps copies of the gradients and learning rates it was given."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.0)
+        self.gradients: list[list[Tensor]] = []
+        self.rates: list[float] = []
+
+    def step(self, closure: Any = None) -> Any:
+        """Record, then descend."""
+        parameters = self.param_groups[0]["params"]
+        assert all(parameter.grad is not None for parameter in parameters), "every weight of a critic learns"
+        self.gradients.append([parameter.grad.clone() for parameter in parameters])
+        self.rates.append(self.param_groups[0]["lr"])
+        return super().step(closure)
+
+
+def make_critic(model: ValueModel) -> tuple[Critic, RecordedSGD]:
+    """A critic that descends plainly, and its optimizer's records."""
+    optimizer = RecordedSGD(model)
+    return Critic(model=model, optimizer=optimizer), optimizer
+
+
+def untied_body(dtype: torch.dtype = torch.float32) -> Transformer:
+    """A policy with an output head of its own."""
+    return make_policy(dtype=dtype, tied=False)

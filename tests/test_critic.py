@@ -1,0 +1,237 @@
+"""The critic in a training step: values, gradients and metrics against the same numbers computed the slow way."""
+
+import copy
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from critic_cases import (
+    make_critic,
+    make_critic_recipe,
+    make_value_model,
+    make_value_sequences,
+    naive_values,
+    padded_targets,
+    padded_values,
+)
+from torch import Tensor
+from update_cases import fresh_accelerator
+
+from srtrl.model.value_model import ValueModel
+from srtrl.trainer.critic import compute_values, critic_learning_rate, update_critic, value_metrics
+from srtrl.trainer.sequence_logprobs import NonFiniteError
+from srtrl.types import TrainSequence
+
+
+def naive_loss(model: ValueModel, sequences: Sequence[TrainSequence], value_clip: float | None) -> tuple[Tensor, float]:
+    """The mini-batch's loss on a padded batch, and the share of tokens whose gradient the clip takes away.
+
+    One half of max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2), in the mean over all tokens.
+    """
+    values, mask = padded_values(model, sequences)  # [B, L]
+    old = padded_targets([sequence.values for sequence in sequences], mask)
+    returns = padded_targets([sequence.returns for sequence in sequences], mask)
+    loss = (values - returns) ** 2
+    clipped_away = torch.zeros_like(mask)
+    if value_clip is not None:
+        moved = torch.minimum(torch.maximum(values, old - value_clip), old + value_clip)
+        clipped_away = (moved - returns).abs() > (values - returns).abs()
+        loss = torch.where(clipped_away, (moved - returns) ** 2, loss)
+    total = (0.5 * loss * mask).sum() / mask.sum()
+    return total, float(clipped_away[mask].double().mean())
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [17, 1000])
+def test_values_equal_those_of_every_prefix_alone(micro_batch_tokens: int) -> None:
+    model, sequences = make_value_model(), make_value_sequences()
+    with fresh_accelerator() as accelerator:
+        found = compute_values(model, sequences, accelerator, micro_batch_tokens=micro_batch_tokens, where="step 1")
+    assert len(found) == len(sequences)
+    for values, sequence in zip(found, sequences, strict=True):
+        assert values.dtype == np.float32
+        np.testing.assert_allclose(values, naive_values(model, sequence), rtol=1e-6)
+
+
+@pytest.mark.parametrize("value_loss", ["clipped_value", "squared_error"])
+def test_gradients_equal_autograd_on_a_padded_batch(value_loss: str) -> None:
+    """Two mini-batches and two epochs; the clip is around the values before the update, not the latest ones."""
+    recipe = make_critic_recipe(
+        {"value_loss": value_loss, "mini_batch_prompts": 2, "num_epochs": 2}, rollout__num_prompts=4
+    )  # a filter dropped the fourth
+    assert recipe.critic is not None
+    model, sequences = make_value_model(), make_value_sequences()
+    naive = copy.deepcopy(model)
+    critic, optimizer = make_critic(model)
+    with fresh_accelerator() as accelerator:
+        metrics = update_critic(critic, accelerator, sequences, recipe=recipe, step=3)
+    assert len(optimizer.gradients) == 4
+
+    second_epoch = np.random.default_rng((recipe.seed, 3, 1)).permutation(3)
+    losses, norms, shares, counts = [], [], [], []
+    for gradients, draws in zip(
+        optimizer.gradients, [[0, 1], [2], sorted(second_epoch[:2]), [second_epoch[2]]], strict=True
+    ):
+        batch = [sequence for sequence in sequences if sequence.draw_index in draws]
+        value_clip = recipe.critic.value_clip if value_loss == "clipped_value" else None
+        loss, share = naive_loss(naive, batch, value_clip)
+        expected = torch.autograd.grad(loss, list(naive.parameters()))
+        for (name, _), mine, other in zip(naive.named_parameters(), gradients, expected, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12, msg=name)
+        with torch.no_grad():
+            for parameter, gradient in zip(naive.parameters(), expected, strict=True):
+                parameter.sub_(recipe.critic.learning_rate * gradient)
+        losses.append(loss.item())
+        norms.append(float(torch.cat([gradient.flatten() for gradient in expected]).norm()))
+        shares.append(share)
+        counts.append(sum(len(sequence.advantages) for sequence in batch))
+    assert metrics["critic/loss"] == pytest.approx(np.mean(losses), rel=1e-7)  # the bounds of the clip are float32
+    assert metrics["critic/grad_norm"] == pytest.approx(np.mean(norms), rel=1e-10)
+    if value_loss == "clipped_value":
+        assert shares[0] != shares[2]  # the clip does something, and not the same in both epochs
+        assert metrics["critic/clip_share/value"] == pytest.approx(np.average(shares, weights=counts), rel=1e-10)
+
+
+def one_gradient(sequences: Sequence[TrainSequence], **options: Any) -> list[Tensor]:
+    critic, optimizer = make_critic(make_value_model())
+    with fresh_accelerator() as accelerator:
+        update_critic(critic, accelerator, sequences, recipe=make_critic_recipe(**options), step=1)
+    assert len(optimizer.gradients) == 1
+    return optimizer.gradients[0]
+
+
+def test_order_and_micro_batches_do_not_change_the_gradient() -> None:
+    sequences = make_value_sequences()
+    expected = one_gradient(sequences)
+    scale = max(float(gradient.abs().max()) for gradient in expected)
+    generator = random.Random(3)
+    for tokens in (16, 25, 40, 1000):
+        shuffled = generator.sample(sequences, len(sequences))
+        found = one_gradient(shuffled, train__micro_batch_tokens=tokens)
+        for mine, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-12 * scale)
+
+
+def test_the_norm_is_clipped_and_the_rate_is_the_critics_own() -> None:
+    model = make_value_model()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    critic, _ = make_critic(model)
+    recipe = make_critic_recipe({"max_grad_norm": 0.01, "learning_rate": 0.5}, train__learning_rate=1e-9)
+    with fresh_accelerator() as accelerator:
+        metrics = update_critic(critic, accelerator, make_value_sequences(), recipe=recipe, step=1)
+    assert metrics["critic/grad_norm"] > 0.1
+    assert metrics["critic/learning_rate"] == 0.5
+    moved = torch.cat([(a.detach() - b).flatten() for a, b in zip(model.parameters(), before, strict=True)])
+    assert float(moved.norm()) == pytest.approx(0.5 * 0.01, rel=1e-4)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_rate_follows_the_runs_schedule_over_the_critics_own_steps() -> None:
+    """Three optimizer steps a training step for the critic, one for the policy."""
+    recipe = make_critic_recipe(
+        {"learning_rate": 0.4, "lr_warmup_steps": 3, "mini_batch_prompts": 1, "warmup_steps": 1},
+        train__num_steps=5,
+        train__schedule="linear",
+    )
+    rates = [critic_learning_rate(recipe, step, number) for step in range(1, 6) for number in range(3)]
+    assert rates[:4] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert rates[4:] == pytest.approx([0.4 * (1 - done / 12) for done in range(1, 12)])
+
+
+def test_explained_variance_equals_its_definition() -> None:
+    sequences = make_value_sequences()
+    values = np.concatenate([sequence.values for sequence in sequences if sequence.values is not None])
+    returns = np.concatenate([sequence.returns for sequence in sequences if sequence.returns is not None])
+    metrics = value_metrics(sequences)
+    assert metrics["value_mean"] == pytest.approx(np.mean(values), rel=1e-5)
+    assert metrics["return_mean"] == pytest.approx(np.mean(returns), rel=1e-5)
+    residual = np.mean((returns - values - np.mean(returns - values)) ** 2)
+    spread = np.mean((returns - np.mean(returns)) ** 2)
+    assert metrics["explained_variance"] == pytest.approx(1 - residual / spread, rel=1e-4)
+
+    perfect = [replace(sequence, values=sequence.returns) for sequence in sequences]
+    assert value_metrics(perfect)["explained_variance"] == 1
+    equal = [replace(sequence, returns=np.full_like(sequence.advantages, 0.25)) for sequence in sequences]
+    assert value_metrics(equal).keys() == {"value_mean", "return_mean"}
+
+
+def test_metrics_are_of_the_values_before_the_update() -> None:
+    sequences = make_value_sequences()
+    critic, _ = make_critic(make_value_model())
+    with fresh_accelerator() as accelerator:
+        metrics = update_critic(critic, accelerator, sequences, recipe=make_critic_recipe(), step=1)
+    for name, value in value_metrics(sequences).items():
+        assert metrics[f"critic/{name}"] == value
+
+
+def test_no_random_state_moves() -> None:
+    states = random.getstate(), torch.get_rng_state(), np.random.get_state(legacy=False)["state"]["pos"]
+    one_gradient(make_value_sequences())
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+    assert np.random.get_state(legacy=False)["state"]["pos"] == states[2]
+
+
+# --- Numbers and functions that are wrong -----------------------------------------------------------------------------
+
+
+def test_a_value_that_is_no_number_stops_the_step() -> None:
+    model, sequences = make_value_model(), make_value_sequences()
+    token = int(sequences[2].token_ids[sequences[2].num_prompt_tokens])  # the first that is read within a response
+    with torch.no_grad():
+        model.body.embedding[token] = float("nan")
+    with fresh_accelerator() as accelerator, pytest.raises(NonFiniteError, match=r"step 7: sequence \d .*value is nan"):
+        compute_values(model, sequences, accelerator, micro_batch_tokens=1000, where="step 7")
+
+
+def test_a_loss_that_is_no_number_changes_no_weight() -> None:
+    model, sequences = make_value_model(), make_value_sequences()
+    assert sequences[0].returns is not None
+    sequences[0].returns[0] = np.inf
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    critic, _ = make_critic(model)
+    with fresh_accelerator() as accelerator, pytest.raises(NonFiniteError, match="step 2, critic, epoch 1, mini-batch"):
+        update_critic(critic, accelerator, sequences, recipe=make_critic_recipe(), step=2)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+def mean_error(
+    values: Tensor, old_values: Tensor, returns: Tensor, sequence_index: Tensor, *, value_clip: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Wrong: one number a micro-batch."""
+    return (values - returns).square().mean(), {}
+
+
+def greedy_for_names(
+    values: Tensor, old_values: Tensor, returns: Tensor, sequence_index: Tensor, *, value_clip: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Wrong: a metric of the trainer's."""
+    return (values - returns).square(), {"explained_variance": values.detach()}
+
+
+def absolute_error(
+    values: Tensor, old_values: Tensor, returns: Tensor, sequence_index: Tensor, *, value_clip: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Right."""
+    error = (values - returns).abs()
+    return error, {"far_share": (error.detach() > 1).double()}
+
+
+def update_with(value_loss: str) -> dict[str, float]:
+    critic, _ = make_critic(make_value_model())
+    recipe = make_critic_recipe({"value_loss": value_loss})
+    with fresh_accelerator() as accelerator:
+        return update_critic(critic, accelerator, make_value_sequences(), recipe=recipe, step=1)
+
+
+def test_a_value_loss_of_ones_own() -> None:
+    assert 0 < update_with("test_critic:absolute_error")["critic/far_share"] < 1
+    with pytest.raises(ValueError, match=r"critic.value_loss: test_critic:mean_error must return one number a token"):
+        update_with("test_critic:mean_error")
+    with pytest.raises(ValueError, match="a metric named `explained_variance`"):
+        update_with("test_critic:greedy_for_names")
+    with pytest.raises(ValueError, match=r"no_such_loss.*value_losses.py"):
+        update_with("no_such_loss")

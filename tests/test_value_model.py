@@ -1,0 +1,142 @@
+"""The value model: zero at first, float32 whatever the body, and the same bits back from its folder."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from critic_cases import make_value_model, untied_body
+from safetensors.torch import save_file
+from update_cases import make_policy
+
+from srtrl.model.attention import PackedPlan
+from srtrl.model.value_model import HEAD_FILE, ValueModel, load_value_model, save_value_model
+from srtrl.model.weights import load_model, save_model
+
+TOKEN_IDS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
+LENGTHS = (5, 3)
+
+
+def values_of(model: ValueModel) -> torch.Tensor:
+    values: torch.Tensor = model(TOKEN_IDS, PackedPlan.from_lengths(LENGTHS, "cpu"))
+    return values
+
+
+def test_a_fresh_critic_says_zero_and_moves_no_random_state() -> None:
+    body = untied_body()
+    before = torch.get_rng_state()
+    model = ValueModel(body)
+    assert torch.equal(torch.get_rng_state(), before)
+    values = values_of(model)
+    assert values.shape == TOKEN_IDS.shape
+    assert torch.equal(values, torch.zeros_like(values))
+
+
+def test_a_zero_head_learns_in_its_first_step_and_the_body_in_the_next() -> None:
+    """Zero is no place to be stuck in: only the first gradient of the body is zero."""
+    model = ValueModel(untied_body(torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    body_gradients = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        torch.autograd.backward((values_of(model) - 1).square().mean())
+        gradient = model.body.layers[0].get_parameter("qkv_proj.weight").grad
+        assert gradient is not None
+        body_gradients.append(float(gradient.norm()))
+        optimizer.step()
+    assert body_gradients[0] == 0
+    assert body_gradients[1] > 0
+
+
+def test_a_value_is_of_the_state_behind_its_token() -> None:
+    """A sequence's value at a token does not depend on what follows, nor on the other sequence."""
+    model = make_value_model()
+    values = values_of(model)
+    for first, length in ((0, 5), (5, 3)):
+        for end in range(1, length + 1):
+            alone = model(TOKEN_IDS[first : first + end], PackedPlan.from_lengths([end], "cpu"))
+            torch.testing.assert_close(values[first + end - 1], alone[-1], rtol=0, atol=1e-12)
+
+
+def test_values_are_float32_for_a_bfloat16_body_and_under_autocast() -> None:
+    model = make_value_model(dtype=torch.bfloat16)
+    assert model.value_head.dtype == torch.float32
+    hidden = model.body(TOKEN_IDS, PackedPlan.from_lengths(LENGTHS, "cpu"))
+    assert hidden.dtype == torch.bfloat16
+    expected = (hidden.double() @ model.value_head[0].double()).float()
+    torch.testing.assert_close(values_of(model), expected, rtol=1e-6, atol=1e-6)  # bfloat16 would be off by 1e-2
+
+    full = make_value_model(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = full.body(TOKEN_IDS, PackedPlan.from_lengths(LENGTHS, "cpu"))
+        values = values_of(full)
+    assert values.dtype == torch.float32
+    assert not torch.equal(values, values_of(full))  # the body was under autocast
+    expected = (hidden.double() @ full.value_head[0].double()).float()
+    torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
+    assert values_of(make_value_model(dtype=torch.float64)).dtype == torch.float64
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    gradients = []
+    for recompute in (False, True):
+        model = make_value_model()
+        model.body.gradient_checkpointing = recompute
+        torch.autograd.backward(values_of(model).square().sum())
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert plain is not None
+        assert recomputed is not None
+        torch.testing.assert_close(plain, recomputed, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tied", [True, False])
+def test_saved_and_loaded_has_the_same_bits(dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
+    model = ValueModel(make_policy(dtype=dtype, tied=tied))
+    with torch.no_grad():
+        model.value_head.copy_(torch.linspace(-1, 1 / 3, model.value_head.numel())[None])
+    save_value_model(model, tmp_path / "critic")
+    loaded = load_value_model(tmp_path / "critic", dtype=dtype, device="cpu")
+    assert [name for name, _ in loaded.named_parameters()] == [name for name, _ in model.named_parameters()]
+    for (name, mine), other in zip(loaded.named_parameters(), model.parameters(), strict=True):
+        assert mine.dtype == other.dtype
+        assert torch.equal(mine, other), name
+    assert torch.equal(values_of(loaded), values_of(model))
+
+
+def test_a_policy_becomes_a_critic_with_its_body_and_without_its_output_head(tmp_path: Path) -> None:
+    policy = untied_body()
+    save_model(policy, tmp_path / "policy")
+    model = load_value_model(tmp_path / "policy", dtype=torch.float32, device="cpu")
+    assert not model.value_head.any()
+    assert model.body.head is None
+    assert torch.equal(model.body.embedding, policy.embedding)
+    plan = PackedPlan.from_lengths(LENGTHS, "cpu")
+    assert torch.equal(model.body(TOKEN_IDS, plan), policy(TOKEN_IDS, plan))
+
+
+def test_the_body_of_a_saved_critic_is_a_model_folder(tmp_path: Path) -> None:
+    model = make_value_model(dtype=torch.float32)
+    save_value_model(model, tmp_path / "critic")
+    body = load_model(tmp_path / "critic", dtype=torch.float32, device="cpu")
+    assert torch.equal(body.embedding, model.body.embedding)
+
+
+def test_a_critic_is_not_saved_over_another(tmp_path: Path) -> None:
+    model = make_value_model(dtype=torch.float32)
+    save_value_model(model, tmp_path)
+    with pytest.raises(ValueError, match="already holds weights"):
+        save_value_model(model, tmp_path)
+
+
+def test_a_wrong_value_head_is_refused(tmp_path: Path) -> None:
+    save_value_model(make_value_model(dtype=torch.float32), tmp_path)
+    save_file({"value_head.weight": torch.zeros(1, 9)}, tmp_path / HEAD_FILE)
+    with pytest.raises(ValueError, match=r"value_head.weight has shape \[1, 9\]; .*should be \[1, 8\]"):
+        load_value_model(tmp_path, dtype=torch.float32, device="cpu")
+    save_file({"score.weight": torch.zeros(1, 8)}, tmp_path / HEAD_FILE)
+    with pytest.raises(ValueError, match=r"expected a tensor value_head.weight, found score.weight"):
+        load_value_model(tmp_path, dtype=torch.float32, device="cpu")
+    (tmp_path / HEAD_FILE).write_bytes(b"half a file")
+    with pytest.raises(ValueError, match="no readable safetensors file"):
+        load_value_model(tmp_path, dtype=torch.float32, device="cpu")
