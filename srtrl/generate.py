@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from srtrl.drafters.base import DrafterBase
     from srtrl.engine.engine import Engine
-    from srtrl.model.transformer import Transformer
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -250,7 +249,7 @@ def _requests(
             prompt_token_ids=token_ids,
             draw_index=draw_index,
             sample_index=sample_index,
-            stream=stream_of(options.seed, "generate", 0, draw_index, sample_index),
+            stream=stream_of(options.seed, "generate", draw_index, sample_index),
             sampling=sampling,
             purpose="generate",
         )
@@ -325,32 +324,21 @@ def _build_engine(
 ) -> Engine:
     import torch
 
-    from srtrl.engine.engine import Engine, EngineOptions
+    from srtrl.engine.engine import Engine, EngineOptions, page_bytes_of
     from srtrl.model.weights import load_model
 
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
     model = load_model(model_path, dtype=dtype, device=torch.device(device))
     engine_options = EngineOptions(
-        slots=options.slots,
-        page_size=options.page_size,
-        num_pages=_num_pages(model, options, max_sequence_tokens),
-        max_sequence_tokens=max_sequence_tokens,
+        slots=options.slots, page_size=options.page_size, max_sequence_tokens=max_sequence_tokens
     )
-    return Engine(model, engine_options, tokenizer=tokenizer, drafter=drafter)
+    num_pages = _num_pages(page_bytes_of(model, engine_options), options, max_sequence_tokens)
+    return Engine(model, replace(engine_options, num_pages=num_pages), tokenizer=tokenizer, drafter=drafter)
 
 
-def _num_pages(model: Transformer, options: GenerateOptions, max_sequence_tokens: int) -> int:
+def _num_pages(page_bytes: int, options: GenerateOptions, max_sequence_tokens: int) -> int:
     """Pages for all slots at full length, as far as the memory goes; a request that needs more is refused alone."""
-    from srtrl.model.paged_attention import KVCache
-
-    page_bytes = KVCache.bytes_per_page(
-        num_layers=model.config.num_hidden_layers,
-        page_size=options.page_size,
-        num_kv_heads=model.config.num_key_value_heads,
-        head_dim=model.config.head_dim,
-        dtype=model.dtype,
-    )
     affordable = int(options.kv_memory_gib * 2**30) // page_bytes
     if affordable == 0:
         raise ValueError(

@@ -66,7 +66,7 @@ def requests_for(
             prompt_token_ids=prompt,
             draw_index=draw,
             sample_index=sample,
-            stream=stream_of(seed, "train", 1, draw, sample),
+            stream=stream_of(seed, "train", draw, sample),
             sampling=SamplingParams(
                 max_new_tokens=max(1, max_new_tokens - 3 * draw), temperature=temperature, end_token_ids=(0,)
             ),

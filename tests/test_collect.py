@@ -85,7 +85,6 @@ def collect(
         sampling=SamplingParams(max_new_tokens=40, end_token_ids=(0,), stop_strings=("STOP",)),
         seed=11,
         purpose="train",
-        step=5,
         **options,
     )
 
@@ -111,16 +110,16 @@ def test_every_sample_has_its_own_stream(tokenizer: PreTrainedTokenizerBase) -> 
     collect(tokenizer, engine, [(0, problem), (1, problem)])
     streams = {(r.draw_index, r.sample_index): r.stream for r in engine.requests}
     assert len(set(streams.values())) == 6  # two draws of one prompt are two draws
-    assert streams[1, 2] == stream_of(11, "train", 5, 1, 2)
+    assert streams[1, 2] == stream_of(11, "train", 1, 2)
 
 
 def test_run_aheads_reach_the_engine_and_never_come_back(tokenizer: PreTrainedTokenizerBase) -> None:
     draws = list(enumerate(prompts(tokenizer, 2)))
-    coming = [(draw, prompt) for draw, (_, prompt) in enumerate(draws[::-1])]
+    coming = [(draw, prompt) for draw, (_, prompt) in enumerate(draws[::-1], 2)]
     options: dict[str, Any] = {"num_samples": 3, "sampling": SamplingParams(max_new_tokens=40), "seed": 11}
     engine = _FakeEngine(tokenizer, 2)
     alone = collect(tokenizer, engine, draws)
-    ahead = run_ahead_requests("both", current_draws=draws, next_draws=coming, step=5, **options)
+    ahead = run_ahead_requests("both", current_draws=draws, next_draws=coming, **options)
     assert collect(tokenizer, engine, draws, run_ahead=ahead) == alone
     assert engine.run_ahead == ahead
     engine.leaks_run_aheads = True
@@ -129,7 +128,7 @@ def test_run_aheads_reach_the_engine_and_never_come_back(tokenizer: PreTrainedTo
     unmarked = [replace(request, is_run_ahead=False) for request in ahead]
     with pytest.raises(AssertionError, match="among the run-aheads"):
         collect(tokenizer, engine, draws, run_ahead=unmarked)
-    of_this_step = run_ahead_requests("next_step", current_draws=[], next_draws=draws, step=4, **options)
+    of_this_step = run_ahead_requests("next_step", current_draws=[], next_draws=draws, **options)
     with pytest.raises(AssertionError, match="stream of a sample"):
         collect(tokenizer, engine, draws, run_ahead=of_this_step)
 

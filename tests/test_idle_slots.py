@@ -43,6 +43,10 @@ class Run:
         scheduler = self.scheduler
         for arrival, sequence_id, asked in self.arriving:
             if arrival == self.num_steps:
+                ended = scheduler.idle_slots.end_stream(asked.stream)
+                assert set(ended) <= self.told
+                self.told -= set(ended)
+                scheduler.check_integrity()
                 scheduler.add(sequence_id, asked)
         self.num_steps += 1
         waits = bool(scheduler._waiting)
@@ -92,6 +96,9 @@ def test_primaries_are_scheduled_exactly_as_without_run_aheads(data: st.DataObje
         run_ahead(draw, number, shapes[draw][0] if draw < len(shapes) else prompt, new, active=active)
         for number, (draw, (prompt, new), active) in enumerate(ahead)
     ]
+    for number in range(len(run_aheads)):  # of some the sample comes in this rollout: coupled, and opened early
+        stream = data.draw(st.sampled_from([run_aheads[number].stream, *(one.stream for one in primaries)]), "stream")
+        run_aheads[number] = replace(run_aheads[number], stream=stream)
     largest = max(-(-(len(r.prompt_token_ids) + r.sampling.max_new_tokens) // page_size) for r in primaries)
     options = {
         "num_pages": largest + data.draw(st.integers(0, 30), "spare pages"),
@@ -145,6 +152,28 @@ def test_without_a_limit_from_the_engine_there_is_no_run_ahead() -> None:
         assert step.admitted_run_aheads == []
         compute(scheduler, step)
     assert scheduler.clear() == []  # it never had a slot: nobody was told of it
+
+
+def test_a_sample_ends_the_run_aheads_on_its_stream_running_or_waiting() -> None:
+    scheduler = make(num_slots=4)
+    scheduler.add(0, request(0, 0, 5, 30))
+    for number, asked in enumerate([run_ahead(1, 0, 5, 30), run_ahead(2, 0, 5, 30), run_ahead(3, 0, 5, 30)], 1):
+        scheduler.add(number, asked)
+    scheduler.add(4, run_ahead(1, 0, 5, 30))  # on the stream of 1 once more: it waits, for there is no row left
+    for _ in range(3):
+        compute(scheduler, scheduler.schedule(12))
+    idle = scheduler.idle_slots
+    assert [s.sequence_id for s in idle.running] == [1, 2, 3]
+    assert idle.num_waiting == 1
+    num_free = scheduler.pool.num_free
+    num_pages = len(idle.running[0].page_ids)
+    assert idle.end_stream(run_ahead(1, 0, 5, 30).stream) == [1]
+    scheduler.check_integrity()
+    assert scheduler.pool.num_free == num_free + num_pages > num_free
+    assert [s.sequence_id for s in idle.running] == [2, 3]
+    assert idle.num_waiting == 0
+    assert idle.end_stream(7) == []
+    assert scheduler.take_dropped() == []  # whoever ended it knows
 
 
 def test_rows_bound_roots_and_prompt_tokens_and_the_newest_pause() -> None:

@@ -20,7 +20,7 @@ from srtrl.metrics import read_metrics
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.tasks.grading import Grader
-from srtrl.trainer import checkpoint, trainer, training
+from srtrl.trainer import checkpoint, sampling, trainer, training
 from srtrl.trainer.progress import RunProgress
 
 CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
@@ -54,13 +54,15 @@ def kill_in_rollout() -> None:
     original = collect_rollouts
 
     def collect(*arguments: Any, **options: Any) -> Any:
+        first_draw = arguments[3][0][0]
+
         def on_progress(progress: Any) -> None:
-            if options["purpose"] == "train" and options["step"] == 3 and progress.num_done == 5:
+            if options["purpose"] == "train" and first_draw == 2 * 4 and progress.num_done == 5:
                 die()
 
         return original(*arguments, **{**options, "on_progress": on_progress})
 
-    setattr(trainer, "collect_rollouts", collect)  # noqa: B010
+    setattr(sampling, "collect_rollouts", collect)  # noqa: B010
 
 
 def kill_in_grading() -> None:

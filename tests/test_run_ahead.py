@@ -13,14 +13,14 @@ from srtrl.engine.sampler import stream_of
 from srtrl.metrics import read_metrics
 from srtrl.rollout.collect import collect_rollouts, sample_requests
 from srtrl.rollout.run_ahead import RunAheadMode, run_ahead_requests
-from srtrl.trainer import trainer
+from srtrl.trainer import sampling
 from srtrl.trainer.run_folder import check_run_folder
 from srtrl.trainer.training import run_training
 from srtrl.types import Prompt, Request, SamplingParams
 
 SAMPLING = SamplingParams(max_new_tokens=9, temperature=0.7, end_token_ids=(0,))
 CURRENT = [(draw, Prompt(prompt_id=f"c{draw}", text="", token_ids=(1, draw), answer="")) for draw in range(3)]
-NEXT = [(draw, Prompt(prompt_id=f"n{draw}", text="", token_ids=(2, draw), answer="")) for draw in range(4)]
+NEXT = [(draw, Prompt(prompt_id=f"n{draw}", text="", token_ids=(2, draw), answer="")) for draw in range(3, 7)]
 
 
 def run_aheads(mode: RunAheadMode, *, coupled: bool = True) -> list[Request]:
@@ -31,26 +31,27 @@ def run_aheads(mode: RunAheadMode, *, coupled: bool = True) -> list[Request]:
         num_samples=2,
         sampling=SAMPLING,
         seed=3,
-        step=8,
         coupled=coupled,
     )
 
 
-def samples_of(step: int, draws: list[tuple[int, Prompt]]) -> list[Request]:
-    return sample_requests(draws, num_samples=2, sampling=SAMPLING, seed=3, purpose="train", step=step)
+def samples_of(draws: list[tuple[int, Prompt]]) -> list[Request]:
+    return sample_requests(draws, num_samples=2, sampling=SAMPLING, seed=3, purpose="train")
 
 
 def test_the_next_steps_samples_are_decoded_on_their_very_streams() -> None:
     found = run_aheads("next_step")
     assert all(request.is_run_ahead and not request.ends_with_prompt for request in found)
-    assert [(r.sample_index, r.draw_index) for r in found] == [(s, d) for s in range(2) for d in range(4)]
+    assert [(r.sample_index, r.draw_index) for r in found] == [(s, d) for s in range(2) for d in range(3, 7)]
     plain = {replace(request, is_run_ahead=False).stream: replace(request, is_run_ahead=False) for request in found}
-    assert plain == {request.stream: request for request in samples_of(9, NEXT)}
-    assert found[5].stream == stream_of(3, "train", 9, 1, 1)
+    assert plain == {request.stream: request for request in samples_of(NEXT)}
+    assert found[5].stream == stream_of(3, "train", 4, 1)
 
 
 def test_only_coupled_ones_share_a_stream_with_a_sample() -> None:
-    samples = {request.stream for step in range(1, 20) for request in samples_of(step, NEXT)}
+    whole_run = [(draw, NEXT[0][1]) for draw in range(500)]
+    samples = {request.stream for request in samples_of(whole_run)}
+    assert len(samples) == 1000
     for found in (run_aheads("next_step", coupled=False), run_aheads("active")):
         streams = {request.stream for request in found}
         assert len(streams) == len(found)
@@ -68,7 +69,7 @@ def test_active_prompts_get_further_samples_that_end_with_them() -> None:
 
 def test_both_take_turns_by_wave_and_off_is_nothing() -> None:
     found = run_aheads("both")
-    waves = ["c0", "c1", "c2", "n0", "n1", "n2", "n3"]
+    waves = ["c0", "c1", "c2", "n3", "n4", "n5", "n6"]
     assert [request.prompt_id for request in found] == waves * 2
     assert run_aheads("off") == []
 
@@ -79,13 +80,13 @@ def test_the_trainer_looks_one_step_ahead_and_says_what_comes(tmp_path: Path, mo
 
     def collect(*arguments: Any, run_ahead: Any = (), **options: Any) -> Any:
         if options["purpose"] == "train":
-            names = ("num_samples", "sampling", "seed", "purpose", "step")
+            names = ("num_samples", "sampling", "seed", "purpose")
             steps.append((sample_requests(arguments[3], **{name: options[name] for name in names}), list(run_ahead)))
         else:
             assert run_ahead == ()
         return collect_rollouts(*arguments, run_ahead=run_ahead, **options)
 
-    monkeypatch.setattr(trainer, "collect_rollouts", collect)
+    monkeypatch.setattr(sampling, "collect_rollouts", collect)
     monkeypatch.setattr(Drafter, "set_next_uses", lambda self, prompts: next_uses.append(list(prompts)), raising=False)
     recipe = make_recipe(make_policy(tmp_path / "policy"), tmp_path, train__num_steps=3)
     run_training(recipe, resume=False, overwrite=False)

@@ -62,7 +62,7 @@ def test_frequencies_of_one_distribution() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -4.0, 1.5, -9.0])
     probs = torch.softmax(logits / 0.8, 0).double().numpy()
     rows = logits.expand(num_draws, -1)
-    streams = np.full(num_draws, stream_of(1, "train", 2, 3, 4), np.uint64)
+    streams = np.full(num_draws, stream_of(1, "train", 3, 4), np.uint64)
     token_ids, _ = sample_rows(rows, np.full(num_draws, 0.8, np.float32), streams, np.arange(num_draws, dtype=np.int64))
     counts = np.bincount(token_ids, minlength=len(probs))
     assert stats.chisquare(counts, probs * num_draws / probs.sum()).pvalue > 1e-3
@@ -85,15 +85,15 @@ def assert_uncorrelated(a: np.ndarray, b: np.ndarray) -> None:
     assert abs(correlation) < 4.5 / np.sqrt(len(a)), correlation
 
 
-def test_noise_of_siblings_draws_steps_seeds_and_purposes_is_uncorrelated() -> None:
-    base: tuple[int, Purpose, int, int, int] = (7, "train", 5, 3, 2)
-    others: list[tuple[int, Purpose, int, int, int]] = [
-        (7, "train", 5, 3, 3),
-        (7, "train", 5, 4, 2),
-        (7, "train", 6, 3, 2),
-        (8, "train", 5, 3, 2),
-        (7, "eval", 5, 3, 2),
-        (7, "generate", 5, 3, 2),
+def test_noise_of_siblings_draws_seeds_and_purposes_is_uncorrelated() -> None:
+    base: tuple[int, Purpose, int, int] = (7, "train", 3, 2)
+    others: list[tuple[int, Purpose, int, int]] = [
+        (7, "train", 3, 3),
+        (7, "train", 4, 2),
+        (8, "train", 3, 2),
+        (7, "eval", 3, 2),
+        (7, "generate", 3, 2),
+        (7, "run_ahead", 3, 2),
     ]
     noise = noise_of([stream_of(*base), *(stream_of(*other) for other in others)])
     for row in noise[1:]:
@@ -104,7 +104,7 @@ def test_noise_of_siblings_draws_steps_seeds_and_purposes_is_uncorrelated() -> N
 
 
 def test_noise_of_successive_positions_and_tokens_is_uncorrelated_and_uniform() -> None:
-    noise = noise_of([stream_of(0, "train", 0, 0, 0)], num_positions=400, vocab_size=500)[0]
+    noise = noise_of([stream_of(0, "train", 0, 0)], num_positions=400, vocab_size=500)[0]
     assert_uncorrelated(noise[:-500], noise[500:])
     assert_uncorrelated(noise[:-1], noise[1:])
     assert stats.kstest(noise, "norm").pvalue > 1e-3
@@ -145,10 +145,15 @@ def test_top_p_never_empties_a_row_and_greedy_ignores_both() -> None:
 
 
 def test_streams_are_64_bits_and_distinct() -> None:
+    purposes: tuple[Purpose, ...] = ("train", "eval", "generate", "run_ahead")
     streams = {
-        stream_of(0, "train", step, draw, sample) for step in range(10) for draw in range(20) for sample in range(20)
+        stream_of(seed, purpose, draw, sample)
+        for seed in (0, 11)  # 1/11/... and 11/1/... must not be written alike
+        for purpose in purposes
+        for draw in range(120)
+        for sample in range(20)
     }
-    assert len(streams) == 4000
+    assert len(streams) == 2 * 4 * 120 * 20
     assert all(0 <= stream < 2**64 for stream in streams)
     assert max(streams) > 2**63  # the high bit is used
 
@@ -166,7 +171,7 @@ def test_sampled_stories_have_the_exact_probabilities(shared_data: Path) -> None
             prompt_token_ids=(1,),
             draw_index=draw,
             sample_index=0,
-            stream=stream_of(3, "generate", 0, draw, 0),
+            stream=stream_of(3, "generate", draw, 0),
             sampling=SamplingParams(max_new_tokens=length, temperature=temperature),
         )
         for draw in range(num_samples)

@@ -243,7 +243,7 @@ def test_a_million_samples_with_a_full_wrong_cache_have_the_exact_distribution()
                 prompt_token_ids=prompt,
                 draw_index=0,
                 sample_index=index,
-                stream=stream_of(0, "train", 1, 0, index),
+                stream=stream_of(0, "train", 0, index),
                 sampling=SamplingParams(max_new_tokens=length),
                 purpose="train",
             )

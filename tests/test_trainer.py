@@ -17,10 +17,11 @@ from torch import Tensor
 from srtrl.metrics import read_metrics
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import collect_rollouts
-from srtrl.trainer import build, trainer
+from srtrl.trainer import build, sampling, trainer
 from srtrl.trainer.progress import RunProgress
 from srtrl.trainer.run_eval import resolve_eval_source, run_eval
 from srtrl.trainer.run_folder import open_run_folder
+from srtrl.trainer.step_metrics import describe_step
 from srtrl.trainer.summary import summary_table
 from srtrl.trainer.training import TrainingResult, TrainingStoppedError, run_training
 from srtrl.trainer.update import update_policy
@@ -64,6 +65,7 @@ def test_every_promised_metric_is_logged(run: TrainingResult) -> None:
         reward/mean reward/digits reward/correct accuracy length/mean length/max length/truncated_share entropy kl/ref
         clip_share/low clip_share/high grad_norm learning_rate loss tokens/prompt tokens/response
         grading/correct grading/wrong grading/timeout grading/crash grading/error groups/kept groups/dropped
+        groups/short groups/all_right groups/all_wrong data/draws data/epoch
         time/rollout time/grading time/reference time/update time/step time/tokens_per_second
         engine/pages_in_use_max engine/pages
         logprob_difference/mean logprob_difference/max logprob_difference/kl
@@ -72,6 +74,7 @@ def test_every_promised_metric_is_logged(run: TrainingResult) -> None:
         assert set(promised.split()) - row.keys() == set()
         assert row["logprob_difference/max"] < 1e-4
         assert row["grading/wrong"] + row["grading/correct"] == 16
+        assert (row["data/draws"], row["data/epoch"], row["groups/short"]) == (4, 4 * (row["step"] - 1) / 10, 0)
         stages = ("rollout", "grading", "reference", "update", "save_rollouts", "eval", "checkpoint")
         assert row["time/step"] == pytest.approx(sum(row.get(f"time/{stage}", 0.0) for stage in stages))
     assert "eval/accuracy" in steps[-1]
@@ -80,7 +83,7 @@ def test_every_promised_metric_is_logged(run: TrainingResult) -> None:
 def test_rollout_file_is_what_was_learned_from(run: TrainingResult, policy: Path) -> None:
     table = pq.read_table(run.folder / "rollouts" / "step_000002.parquet").to_pylist()
     row = learned(run.folder)[1]
-    assert [(r["draw_index"], r["sample_index"]) for r in table] == [(d, s) for d in range(4) for s in range(4)]
+    assert [(r["draw_index"], r["sample_index"]) for r in table] == [(d, s) for d in range(4, 8) for s in range(4)]
     assert sum(r["reward"] for r in table) / 16 == pytest.approx(row["reward/mean"], rel=1e-6)
     assert sum(len(r["token_ids"]) for r in table) == row["tokens/response"]
     tokenizer = build.build_tokenizer(make_recipe(policy, run.folder))
@@ -91,7 +94,7 @@ def test_rollout_file_is_what_was_learned_from(run: TrainingResult, policy: Path
         assert len(r["rollout_logprobs"]) == len(r["token_ids"])
         assert (r["finish_reason"] == "stop") == (r["token_ids"][-1] == tokenizer.eos_token_id)
         assert r["policy_version"] == 1
-    for draw in range(4):
+    for draw in range(4, 8):  # of the run: step 1 had 0 to 3
         group = [r for r in table if r["draw_index"] == draw]
         rewards = torch.tensor([r["reward"] for r in group])
         expected = (rewards - rewards.mean()) / rewards.std()
@@ -160,11 +163,11 @@ def stop_at_second_step(policy: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     """The process gets a signal while step 2 decodes."""
 
     def collect(*arguments: Any, **options: Any) -> Any:
-        if options["purpose"] == "train" and options["step"] == 2:
+        if options["purpose"] == "train" and arguments[3][0][0] == 4:  # the first draw of step 2
             os.kill(os.getpid(), number)
         return collect_rollouts(*arguments, **options)
 
-    monkeypatch.setattr(trainer, "collect_rollouts", collect)
+    monkeypatch.setattr(sampling, "collect_rollouts", collect)
     return make_recipe(policy, tmp_path, train__num_steps=3, train__checkpoint_every=100, eval__every_steps=None)
 
 
@@ -237,7 +240,7 @@ def test_logprob_difference_stops_before_anything_is_learned(policy: Path, tmp_p
         train(recipe)
 
 
-def drop_all(rewards: Tensor) -> Tensor:
+def drop_all(rewards: Tensor, correct: Tensor) -> Tensor:
     return torch.zeros(len(rewards), dtype=torch.bool)
 
 
@@ -252,6 +255,17 @@ def test_step_without_a_group_is_logged_and_learns_nothing(policy: Path, tmp_pat
     assert {(r["advantage"], r["policy_version"]) for r in table} == {(None, 0)}
     state = json.loads((result.folder / "checkpoints/step_000002/state.json").read_text())
     assert (state["step"], state["policy_version"]) == (2, 0)
+
+
+def test_step_whose_samples_were_all_cut_says_so_and_learns_nothing(policy: Path, tmp_path: Path) -> None:
+    changes = {"rollout__max_new_tokens": 1, "algorithm__overlong_filtering": True, "train__num_steps": 1}
+    result = train(make_recipe(policy, tmp_path, **changes))
+    row = read_metrics(result.folder / "metrics.jsonl")[-1]
+    assert row["groups/kept"] == 4
+    assert row["samples/overlong_dropped"] == row["tokens/response"]  # one token each
+    assert "grad_norm" not in row
+    assert describe_step(row).endswith("all samples cut at the length limit (algorithm.overlong_filtering): no update")
+    assert result.summary.num_skipped_steps == 1
 
 
 @pytest.mark.parametrize(

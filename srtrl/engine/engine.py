@@ -1,7 +1,7 @@
 """The rollout engine: requests in, completions out as they finish; one decode step reads like a list."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -114,6 +114,11 @@ class Engine:
         """What guesses."""
         return self.speculation.drafter
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a sample is unfinished; run-aheads do not count."""
+        return self.scheduler.has_work
+
     def check_request(self, request: Request) -> None:
         """Raise ValueError, naming the request, where it can never be decoded."""
         who = f"prompt {request.prompt_id!r}, sample {request.sample_index}"
@@ -145,23 +150,41 @@ class Engine:
             )
 
     def add(self, request: Request) -> None:
-        """Queue a request; raises ValueError (see `check_request`) and leaves the others alone."""
+        """Queue a request; also while `generate` runs, between two of its completions or from its `before_step`.
+
+        A sample ends the run-ahead on its own stream: what that has said so far is the sample's draft from now on.
+
+        Raises:
+            ValueError: See `check_request`; the other requests are left alone.
+        """
         self.check_request(request)
         if self.pool.num_used == 0:
             self.speculation.prepare(self.runner, request, max_context_tokens=self.max_sequence_tokens)
+        if not request.is_run_ahead:
+            for sequence_id in self.scheduler.idle_slots.end_stream(request.stream):
+                self.speculation.finish(sequence_id, None)
         self.scheduler.add(self._next_sequence_id, request, self.drafter.expected_tokens(request))
         if not request.is_run_ahead:  # the drafter hears of a run-ahead once it has a slot
             self.drafter.start(self._next_sequence_id, request)
         self._next_sequence_id += 1
 
-    def generate(self, requests: Iterable[Request], *, run_ahead: Iterable[Request] = ()) -> Iterator[Completion]:
+    def generate(
+        self,
+        requests: Iterable[Request],
+        *,
+        run_ahead: Iterable[Request] = (),
+        before_step: Callable[[], None] | None = None,
+    ) -> Iterator[Completion]:
         """Decode the requests; yields each completion as it finishes, in no particular order.
 
-        A consumer that stops early drops the rest: no sample and no page is left behind.
+        It ends when no sample is left. More may be added (`add`) while it runs: by the consumer between two
+        completions, the last one included, or by `before_step`. A consumer that stops early drops the rest: no sample
+        and no page is left behind.
 
         Args:
             requests: The samples wanted.
             run_ahead: What idle slots may decode beside them, for the sake of later drafts; ends with the last sample.
+            before_step: Called before each decode step, and once more when no sample is left; it may add requests.
 
         Raises:
             ValueError: A request can never be decoded; raised before anything is decoded.
@@ -174,7 +197,7 @@ class Engine:
         try:
             for request in [*requests, *run_ahead]:
                 self.add(request)
-            while self.scheduler.has_work:
+            while self._has_work_after(before_step):
                 yield from self.step()
         finally:
             for sequence_id in self.scheduler.clear():
@@ -196,10 +219,9 @@ class Engine:
         walks = verify_trees(scheduled.decodes, draft.verified, logits, self.tokenizer, forced)
         sampled = time.perf_counter()
         self.runner.commit(walks)
-        self.speculation.learn(draft, walks)
-        completions = self._observe(walks)
+        self.speculation.observe(draft, walks)
+        completions = self._take_finished(walks)
         finished = time.perf_counter()
-        self.speculation.record(scheduled, draft, finished - started)
         self._count(
             scheduled,
             draft,
@@ -211,6 +233,7 @@ class Engine:
                 commit=finished - sampled,
             ),
         )
+        self.speculation.record(scheduled, draft, finished - started)
         return completions
 
     def on_policy_update(self) -> None:
@@ -238,6 +261,11 @@ class Engine:
         timeline, self._timeline = self._timeline, []
         return timeline
 
+    def _has_work_after(self, before_step: Callable[[], None] | None) -> bool:
+        if before_step is not None:
+            before_step()
+        return self.has_work
+
     def _schedule(self) -> ScheduledStep:
         """Who decodes; the drafter hears of the run-aheads that came and went."""
         has_run_ahead = self.scheduler.idle_slots.has_work
@@ -248,13 +276,9 @@ class Engine:
             self.speculation.finish(sequence_id, None)
         return scheduled
 
-    def _observe(self, walks: list[Walk]) -> list[Completion]:
-        """Tell the drafter what was committed, and take out the finished samples."""
+    def _take_finished(self, walks: list[Walk]) -> list[Completion]:
+        """Take out the finished samples."""
         completions = []
-        self.speculation.observe(
-            [walk.sequence.sequence_id for walk in walks],
-            [walk.sequence.token_ids[-1 - len(walk.accepted) :] for walk in walks],
-        )
         for walk in walks:
             sequence = walk.sequence
             if walk.finish is None:
@@ -280,11 +304,10 @@ class Engine:
         """Statistics and timeline of a step."""
         num_primaries = scheduled.num_primaries
         num_run_ahead = len(scheduled.decodes) - num_primaries
-        num_prefill = sum(chunk.count for chunk in scheduled.prefills)
+        num_prefill = scheduled.num_prefill_tokens
         num_rows = len(scheduled.decodes) + draft.verified.num_nodes
-        num_tokens = num_primaries + sum(len(walk.accepted) for walk in walks[:num_primaries])
+        num_tokens = self.stats.add_walks(walks, draft.verified, num_primaries)
         self.stats.num_prefill_tokens += num_prefill
-        self.stats.add_walks(walks, draft.verified, num_primaries)
         self.stats.add_seconds(seconds)
         cost = self.speculation.cost
         if cost.is_known:
@@ -322,13 +345,7 @@ def default_num_pages(policy: Transformer, options: EngineOptions, max_sequence_
         ValueError: That memory does not hold one sequence.
     """
     of_one = -(-max_sequence_tokens // options.page_size)
-    page_bytes = KVCache.bytes_per_page(
-        num_layers=policy.config.num_hidden_layers,
-        page_size=options.page_size,
-        num_kv_heads=policy.config.num_key_value_heads,
-        head_dim=policy.config.head_dim,
-        dtype=options.decode_dtype or policy.dtype,
-    )
+    page_bytes = page_bytes_of(policy, options)
     affordable = int(options.kv_memory_gib * 2**30) // page_bytes
     if affordable < of_one:
         raise ValueError(
@@ -336,3 +353,14 @@ def default_num_pages(policy: Transformer, options: EngineOptions, max_sequence_
             f"{max_sequence_tokens} tokens needs {of_one}: at least {of_one * page_bytes / 2**30:.2f} GiB"
         )
     return min(affordable, options.slots * (of_one + 1))
+
+
+def page_bytes_of(policy: Transformer, options: EngineOptions) -> int:
+    """Memory of one page of the decoder's KV."""
+    return KVCache.bytes_per_page(
+        num_layers=policy.config.num_hidden_layers,
+        page_size=options.page_size,
+        num_kv_heads=policy.config.num_key_value_heads,
+        head_dim=policy.config.head_dim,
+        dtype=options.decode_dtype or policy.dtype,
+    )

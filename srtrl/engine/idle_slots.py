@@ -2,8 +2,8 @@
 
 A run-ahead has all its pages to itself, so that dropping it gives back every one, and the scheduler may count them as
 free. It takes a slot only while no primary waits, and only free pages, of which it leaves what the primaries may want
-in this step. When a primary wants its slot or its pages it is dropped for good, the newest first; what it has said so
-far stays with the drafter.
+in this step. When a primary wants its slot or its pages it is dropped for good, the newest first; and so it is when the
+sample comes whose random stream it has. What it has said so far stays with the drafter.
 """
 
 from collections import deque
@@ -61,6 +61,15 @@ class IdleSlots:
         """Queue a run-ahead; they are admitted in the order in which they were added."""
         assert request.is_run_ahead
         self._line.append((sequence_id, request))
+
+    def end_stream(self, stream: int) -> list[int]:
+        """Drop the run-aheads on a random stream, for its sample has come; returns the ids of those that had a slot."""
+        ended = [sequence for sequence in self.running if sequence.request.stream == stream]
+        for sequence in ended:
+            self.finish(sequence)
+        if any(request.stream == stream for _, request in self._line):
+            self._line = deque(waiting for waiting in self._line if waiting[1].stream != stream)
+        return [sequence.sequence_id for sequence in ended]
 
     def free_pages(self, count: int) -> None:
         """Drop run-aheads until `count` pages of the pool are free, or none is left."""

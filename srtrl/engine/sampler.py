@@ -27,12 +27,16 @@ MAX_NOISE = 1 << 24
 """Most noise numbers (rows x vocabulary) at once outside the CPU: some 130 MB for each of a few float64 tensors."""
 
 
-def stream_of(seed: int, purpose: Purpose, step: int, draw_index: int, sample_index: int) -> int:
+def stream_of(seed: int, purpose: Purpose, draw_index: int, sample_index: int) -> int:
     """Return the unsigned 64-bit random stream of one sample: a hash of everything that names it.
 
-    Two draws of one prompt in a step are two draws and have different streams; so have training and evaluation.
+    In training `draw_index` is the draw's place in the data order of the whole run, and no draw is sampled in two
+    steps. So the names of all samples that a run ever learns from differ, and so do their streams, but for collisions
+    of the hash (of n samples, n^2 / 2^65: 3e-6 for ten million). Two draws of one prompt are two draws. Names of other
+    purposes differ in their second part: evaluation shares no noise with training, nor does a `run_ahead` that is not
+    coupled. A coupled run-ahead has, on purpose, the name of the sample that it decodes early.
     """
-    name = f"{seed}/{purpose}/{step}/{draw_index}/{sample_index}".encode()
+    name = f"{seed}/{purpose}/{draw_index}/{sample_index}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
 
 

@@ -51,7 +51,7 @@ class Scheduler:
         return len(self._waiting)
 
     def add(self, sequence_id: int, request: Request, expected_tokens: float | None = None) -> None:
-        """Queue one sample, a primary or a run-ahead.
+        """Queue one sample, a primary or a run-ahead; also between two steps of others.
 
         Args:
             sequence_id: Given out once.

@@ -130,3 +130,8 @@ class ScheduledStep:
     """(source, target) pages to copy before the forward pass, all sources read before any target is written."""
     admitted_run_aheads: list[Sequence] = field(default_factory=list)
     """Run-aheads that took a slot in this step: the drafter hears of them now, not while they wait."""
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Rows of the step that are neither roots nor draft nodes."""
+        return sum(chunk.count for chunk in self.prefills)

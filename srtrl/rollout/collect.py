@@ -6,8 +6,8 @@ never in the order in which they finished.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from srtrl.engine.sampler import stream_of
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from srtrl.engine.engine import Engine
-    from srtrl.tasks.grading import Grader
+    from srtrl.tasks.grading import Grader, GradeTicket
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -29,6 +29,7 @@ class CollectProgress:
     num_done: int
     """Completions so far."""
     num_total: int
+    """Completions that are asked for; with dynamic sampling it may grow."""
     num_tokens: int
     """Response tokens so far, of finished completions."""
 
@@ -43,7 +44,6 @@ def collect_rollouts(
     sampling: SamplingParams,
     seed: int,
     purpose: Purpose,
-    step: int,
     run_ahead: Sequence[Request] = (),
     on_progress: Callable[[CollectProgress], None] | None = None,
     timer: StageTimer | None = None,
@@ -52,14 +52,14 @@ def collect_rollouts(
 
     Args:
         engine: Decodes; its policy is not changed.
-        grader: Grades beside the decoder.
+        grader: Grades beside the decoder; `batched` rewards see all samples at once.
         tokenizer: Turns response tokens into the text that is graded.
-        draws: `(draw_index, prompt)`, draw indices distinct; the same prompt may be drawn twice.
+        draws: `(draw_index, prompt)`, draw indices distinct; the same prompt may be drawn twice. In training a draw's
+            index is its place in the data order of the run.
         num_samples: Samples of each draw.
         sampling: How each sample is decoded.
-        seed: The run's seed; with `purpose`, `step`, draw and sample index it makes each sample's random stream.
+        seed: The run's seed; with `purpose`, draw and sample index it makes each sample's random stream.
         purpose: `train` or `eval`: they never share noise.
-        step: Training step of the streams.
         run_ahead: What idle slots may decode meanwhile (see `run_ahead.py`); none of it comes back.
         on_progress: Called after each completion.
         timer: Counts decoding as `rollout` and waiting for the last graders as `grading`.
@@ -70,34 +70,127 @@ def collect_rollouts(
     Raises:
         ValueError: A request that the engine can never serve (see `Engine.check_request`), before anything is decoded.
     """
+    assert len({draw_index for draw_index, _ in draws}) == len(draws), "draw indices must be distinct"
     timer = timer if timer is not None else StageTimer()
-    requests = sample_requests(draws, num_samples=num_samples, sampling=sampling, seed=seed, purpose=purpose, step=step)
+    collector = Collector(
+        grader,
+        tokenizer,
+        num_samples=num_samples,
+        sampling=sampling,
+        seed=seed,
+        purpose=purpose,
+        on_progress=on_progress,
+    )
+    ordered = sorted(draws, key=lambda draw: draw[0])
+    requests = [request for draw_index, prompt in ordered for request in collector.open(draw_index, prompt)]
     assert all(request.is_run_ahead for request in run_ahead), "a request to learn from among the run-aheads"
     streams = {request.stream for request in requests}
     assert streams.isdisjoint(one.stream for one in run_ahead), "a run-ahead has the stream of a sample of this step"
-    prompts = dict(draws)
-    completions: dict[tuple[int, int], Completion] = {}
-    texts: dict[tuple[int, int], str] = {}
-    tickets = {}
-    num_tokens = 0
     with timer.stage("rollout"):
         for completion in engine.generate(requests, run_ahead=run_ahead):
-            assert not completion.request.is_run_ahead, "a run-ahead must never be learned from"
-            key = (completion.request.draw_index, completion.request.sample_index)
-            assert key not in completions, f"the engine finished draw {key[0]}, sample {key[1]} twice"
-            completions[key] = completion
-            texts[key] = response_text(tokenizer, completion.token_ids, sampling.stop_strings)
-            tickets[key] = grader.submit(
-                prompts[key[0]], texts[key], completion.finish_reason, len(completion.token_ids)
-            )
-            num_tokens += len(completion.token_ids)
-            if on_progress is not None:
-                on_progress(CollectProgress(num_done=len(completions), num_total=len(requests), num_tokens=num_tokens))
-    assert len(completions) == len(requests), f"{len(completions)} completions of {len(requests)} requests"
-    keys = sorted(completions)
+            collector.receive(completion)
     with timer.stage("grading"):
-        grades = dict(zip(keys, grader.collect([tickets[key] for key in keys]), strict=True))
-    return _groups(prompts, completions, texts, grades)
+        return collector.take([draw_index for draw_index, _ in ordered])
+
+
+class Collector:
+    """Samples between request and grade: of the draws that were opened and not yet taken."""
+
+    def __init__(
+        self,
+        grader: Grader,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        num_samples: int,
+        sampling: SamplingParams,
+        seed: int,
+        purpose: Purpose,
+        on_progress: Callable[[CollectProgress], None] | None = None,
+    ) -> None:
+        """See `collect_rollouts` for the arguments."""
+        self._grader = grader
+        self._tokenizer = tokenizer
+        self._num_samples = num_samples
+        self._sampling = sampling
+        self._seed = seed
+        self._purpose: Purpose = purpose
+        self._on_progress = on_progress
+        self._draws: dict[int, _OpenDraw] = {}
+        self._num_opened = 0
+        self._num_done = 0
+        self._num_tokens = 0
+
+    def open(self, draw_index: int, prompt: Prompt) -> list[Request]:
+        """The samples of one more draw, which the engine shall decode."""
+        assert draw_index not in self._draws, f"draw {draw_index} is opened twice"
+        self._draws[draw_index] = _OpenDraw(prompt)
+        self._num_opened += 1
+        return sample_requests(
+            [(draw_index, prompt)],
+            num_samples=self._num_samples,
+            sampling=self._sampling,
+            seed=self._seed,
+            purpose=self._purpose,
+        )
+
+    def receive(self, completion: Completion) -> None:
+        """A completion of an open draw goes to the graders."""
+        assert not completion.request.is_run_ahead, "a run-ahead must never be learned from"
+        draw_index, sample_index = completion.request.draw_index, completion.request.sample_index
+        draw = self._draws[draw_index]
+        assert sample_index not in draw.samples, f"the engine finished draw {draw_index}, sample {sample_index} twice"
+        text = response_text(self._tokenizer, completion.token_ids, self._sampling.stop_strings)
+        num_tokens = len(completion.token_ids)
+        ticket = self._grader.submit(draw.prompt, text, completion.finish_reason, num_tokens)
+        draw.samples[sample_index] = _Sample(completion, text, ticket)
+        self._num_done += 1
+        self._num_tokens += num_tokens
+        if self._on_progress is not None:
+            total = self._num_opened * self._num_samples
+            self._on_progress(CollectProgress(num_done=self._num_done, num_total=total, num_tokens=self._num_tokens))
+
+    def is_graded(self, draw_index: int) -> bool:
+        """Whether all samples of an open draw are decoded and graded: `take` would not wait."""
+        samples = self._draws[draw_index].samples
+        return len(samples) == self._num_samples and all(self._grader.is_done(one.ticket) for one in samples.values())
+
+    def wait_any(self, draw_indices: Sequence[int]) -> None:
+        """Wait until one of these draws, all of them decoded, is graded."""
+        while not any(self.is_graded(draw_index) for draw_index in draw_indices):
+            samples = [one for draw_index in draw_indices for one in self._draws[draw_index].samples.values()]
+            self._grader.wait_any([one.ticket for one in samples])
+
+    def take(self, draw_indices: Iterable[int]) -> list[RolloutGroup]:
+        """The groups of decoded draws, in the given order; waits for their grades, and forgets them."""
+        draws = [(draw_index, self._draws.pop(draw_index)) for draw_index in draw_indices]
+        for draw_index, draw in draws:
+            assert len(draw.samples) == self._num_samples, f"draw {draw_index} has {len(draw.samples)} completions"
+        samples = [draw.samples[index] for _, draw in draws for index in range(self._num_samples)]
+        grades = iter(self._grader.collect([sample.ticket for sample in samples]))
+        return [
+            RolloutGroup(
+                prompt=draw.prompt,
+                draw_index=draw_index,
+                rollouts=[_rollout(draw.prompt, draw.samples[i], next(grades)) for i in range(self._num_samples)],
+            )
+            for draw_index, draw in draws
+        ]
+
+
+@dataclass(slots=True, frozen=True)
+class _Sample:
+    """A completion and what became of it."""
+
+    completion: Completion
+    text: str
+    ticket: GradeTicket
+
+
+@dataclass(slots=True, frozen=True)
+class _OpenDraw:
+    prompt: Prompt
+    samples: dict[int, _Sample] = field(default_factory=dict)
+    """The finished ones, by sample index."""
 
 
 def sample_requests(
@@ -107,17 +200,15 @@ def sample_requests(
     sampling: SamplingParams,
     seed: int,
     purpose: Purpose,
-    step: int,
 ) -> list[Request]:
     """One request a sample, sorted by (draw, sample); the engine chooses its own admission order."""
-    assert len({draw_index for draw_index, _ in draws}) == len(draws), "draw indices must be distinct"
     return [
         Request(
             prompt_id=prompt.prompt_id,
             prompt_token_ids=prompt.token_ids,
             draw_index=draw_index,
             sample_index=sample_index,
-            stream=stream_of(seed, purpose, step, draw_index, sample_index),
+            stream=stream_of(seed, purpose, draw_index, sample_index),
             sampling=sampling,
             purpose=purpose,
         )
@@ -133,29 +224,16 @@ def response_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], 
     return cut_at_stop_string(text, stop_strings)
 
 
-def _groups(
-    prompts: dict[int, Prompt],
-    completions: dict[tuple[int, int], Completion],
-    texts: dict[tuple[int, int], str],
-    grades: dict[tuple[int, int], Grade],
-) -> list[RolloutGroup]:
-    rollouts: dict[int, list[Rollout]] = {draw_index: [] for draw_index in sorted(prompts)}
-    for key in sorted(completions):
-        completion = completions[key]
-        rollouts[key[0]].append(
-            Rollout(
-                prompt=prompts[key[0]],
-                draw_index=key[0],
-                sample_index=key[1],
-                token_ids=completion.token_ids,
-                rollout_logprobs=completion.rollout_logprobs,
-                text=texts[key],
-                finish_reason=completion.finish_reason,
-                policy_version=completion.policy_version,
-                grade=grades[key],
-            )
-        )
-    return [
-        RolloutGroup(prompt=prompts[draw_index], draw_index=draw_index, rollouts=group)
-        for draw_index, group in rollouts.items()
-    ]
+def _rollout(prompt: Prompt, sample: _Sample, grade: Grade) -> Rollout:
+    completion = sample.completion
+    return Rollout(
+        prompt=prompt,
+        draw_index=completion.request.draw_index,
+        sample_index=completion.request.sample_index,
+        token_ids=completion.token_ids,
+        rollout_logprobs=completion.rollout_logprobs,
+        text=sample.text,
+        finish_reason=completion.finish_reason,
+        policy_version=completion.policy_version,
+        grade=grade,
+    )

@@ -26,7 +26,6 @@ def run_ahead_requests(
     num_samples: int,
     sampling: SamplingParams,
     seed: int,
-    step: int,
     coupled: bool = True,
 ) -> list[Request]:
     """Run-aheads of one training step, in the order in which they shall take idle slots.
@@ -42,26 +41,21 @@ def run_ahead_requests(
         num_samples: Samples of each draw.
         sampling: As in training.
         seed: The run's seed.
-        step: This training step.
         coupled: Whether the next step's run-aheads have the streams of their samples; else streams of their own.
     """
     requests: list[Request] = []
     if mode in ("next_step", "both"):
-        ahead = sample_requests(
-            next_draws, num_samples=num_samples, sampling=sampling, seed=seed, purpose="train", step=step + 1
-        )
-        requests += [request if coupled else _decoupled(request, seed, step + 1) for request in ahead]
+        ahead = sample_requests(next_draws, num_samples=num_samples, sampling=sampling, seed=seed, purpose="train")
+        requests += [request if coupled else _decoupled(request, seed) for request in ahead]
     if mode in ("active", "both"):
-        present = sample_requests(
-            current_draws, num_samples=num_samples, sampling=sampling, seed=seed, purpose="train", step=step
-        )
+        present = sample_requests(current_draws, num_samples=num_samples, sampling=sampling, seed=seed, purpose="train")
         for request in present:
             further = replace(request, sample_index=num_samples + request.sample_index, ends_with_prompt=True)
-            requests.append(_decoupled(further, seed, step))
+            requests.append(_decoupled(further, seed))
     requests.sort(key=lambda one: (one.sample_index % num_samples, not one.ends_with_prompt, one.draw_index))
     return [replace(request, is_run_ahead=True) for request in requests]
 
 
-def _decoupled(request: Request, seed: int, step: int) -> Request:
-    """The request on a stream that no sample of a training step has."""
-    return replace(request, stream=stream_of(seed, "run_ahead", step, request.draw_index, request.sample_index))
+def _decoupled(request: Request, seed: int) -> Request:
+    """The request on a stream that no sample of training has: the purpose in its name is another."""
+    return replace(request, stream=stream_of(seed, "run_ahead", request.draw_index, request.sample_index))

@@ -1,4 +1,4 @@
-"""Which prompt is drawn when: a pure function of (seed, position), so that a resumed run needs no saved position."""
+"""Which prompt is drawn when: a pure function of (seed, place in the run), so that one can look ahead."""
 
 import numpy as np
 import numpy.typing as npt
@@ -8,7 +8,7 @@ class DataOrder:
     """A seeded permutation of the prompts for each epoch, laid end to end.
 
     Draw number `d` of a run is place `d % num_prompts` of the permutation of epoch `d // num_prompts`. A step takes the
-    next draws and may cross an epoch's end, so no prompt is left over.
+    next draws, with dynamic sampling as many as it needs, and may cross an epoch's end, so no prompt is left over.
     """
 
     def __init__(self, num_prompts: int, seed: int) -> None:
@@ -22,10 +22,6 @@ class DataOrder:
     def draws(self, first: int, count: int) -> list[int]:
         """Prompt indices of the draws `first`, ..., `first + count - 1` of the run (0-based)."""
         return [self._prompt_of(draw) for draw in range(first, first + count)]
-
-    def draws_of_step(self, step: int, num_prompts: int) -> list[int]:
-        """Prompt indices of training step `step` (1-based) where each step draws `num_prompts`; any step works."""
-        return self.draws((step - 1) * num_prompts, num_prompts)
 
     def _prompt_of(self, draw: int) -> int:
         epoch, place = divmod(draw, self.num_prompts)

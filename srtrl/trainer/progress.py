@@ -50,6 +50,12 @@ class RunProgress:
         if self._bars is not None:
             self._bars.stop()
 
+    def expect(self, num_steps: int) -> None:
+        """There are other steps than was thought."""
+        self._num_steps = num_steps
+        if self._bars is not None:
+            self._bars.update(self._outer, total=num_steps)
+
     def step(self, step: int, text: str) -> None:
         """Step `step` (1-based) is done; `text` says how it went."""
         if self._bars is not None:

@@ -29,6 +29,7 @@ FREE_KEYS = (
 
 FREE_KEYS_IF_DETERMINISTIC = (
     "rollout.slots",
+    "rollout.max_open_prompts",
     "rollout.num_pages",
     "rollout.kv_memory_gib",
     "rollout.prefill_chunk_tokens",

@@ -12,8 +12,9 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """What the policy did in a step, before any filter.
 
     `reward/mean` is the weighted sum, `reward/<name>` each reward's own unweighted mean; `accuracy` the share of
-    samples graded correct (a failed grading is not correct); lengths in response tokens; `tokens/prompt` counts a
-    draw's prompt once, for its pages are shared by the samples.
+    samples graded correct (a failed grading is not correct); `groups/all_right` and `groups/all_wrong` count groups
+    whose samples are all correct, or none of them; lengths in response tokens; `tokens/prompt` counts a draw's prompt
+    once, for its pages are shared by the samples.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [len(rollout.token_ids) for rollout in rollouts]
@@ -21,7 +22,10 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     metrics = {"reward/mean": fmean(rollout.grade.reward for rollout in rollouts)}
     for name in rollouts[0].grade.parts:
         metrics[f"reward/{name}"] = fmean(rollout.grade.parts[name] for rollout in rollouts)
+    right = [[rollout.grade.outcome == "correct" for rollout in group.rollouts] for group in groups]
     metrics |= {
+        "groups/all_right": sum(map(all, right)),
+        "groups/all_wrong": len(right) - sum(map(any, right)),
         "accuracy": outcomes["correct"] / len(rollouts),
         "length/mean": fmean(lengths),
         "length/max": max(lengths),
@@ -52,6 +56,10 @@ def describe_step(metrics: Mapping[str, float]) -> str:
     failed = sum(metrics[f"grading/{outcome}"] for outcome in ("timeout", "crash", "error"))
     if failed:
         parts.append(f"{failed:.0f} gradings failed")
+    if metrics["groups/short"]:
+        parts.append(f"{metrics['groups/short']:.0f} groups too few: rollout.max_draws reached")
     if metrics["groups/kept"] == 0:
         parts.append("no group left by the filters: no update")
+    elif "grad_norm" not in metrics and "critic/grad_norm" not in metrics:
+        parts.append("all samples cut at the length limit (algorithm.overlong_filtering): no update")
     return "  ".join(parts)

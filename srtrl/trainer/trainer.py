@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from srtrl.recipe import Recipe
-from srtrl.rollout.collect import CollectProgress, collect_rollouts
-from srtrl.rollout.run_ahead import run_ahead_requests
+from srtrl.rollout.collect import CollectProgress
 from srtrl.rollout.stage_timer import StageTimer
-from srtrl.trainer.build import eval_sampling, train_sampling
+from srtrl.trainer.build import eval_sampling
 from srtrl.trainer.checkpoint import TrainerState, save_checkpoint
-from srtrl.trainer.credit import Credit, assign_credit, filter_groups, train_sequences, with_reference
-from srtrl.trainer.data_order import DataOrder
+from srtrl.trainer.credit import Credit, assign_credit, train_sequences, with_reference
+from srtrl.trainer.critic import Critic, compute_values, update_critic, with_values
 from srtrl.trainer.evaluate import EvalResult, evaluate
 from srtrl.trainer.interrupt import Interrupt
 from srtrl.trainer.progress import RunProgress
 from srtrl.trainer.rollout_files import rollout_file_name, write_rollouts
 from srtrl.trainer.run_folder import RunFolder
+from srtrl.trainer.sampling import StepSampler
 from srtrl.trainer.sequence_logprobs import compute_logprobs
-from srtrl.trainer.step_metrics import describe_step, rollout_metrics, time_metrics
+from srtrl.trainer.step_metrics import describe_step, time_metrics
 from srtrl.trainer.timeline_files import timeline_file_name, write_timeline
-from srtrl.trainer.update import update_policy
-from srtrl.types import Prompt, Request, RolloutGroup
+from srtrl.trainer.update import next_kl_coefficient, update_policy
+from srtrl.types import Prompt, RolloutGroup
 
 if TYPE_CHECKING:
     import torch
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from srtrl.model.transformer import Transformer
     from srtrl.tasks.base import Task
     from srtrl.tasks.grading import Grader
-
-MAX_NEXT_USES = 4096
-"""Draws, from the current step's on, that a drafter is told of: what is needed later may all be forgotten first."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,21 +55,29 @@ class TrainerParts:
     engine: Engine
     grader: Grader
     optimizer: torch.optim.Optimizer
+    critic: Critic | None
+    """PPO's value model and its optimizer; None where the recipe has no `critic`."""
+
+
+def first_state(recipe: Recipe) -> TrainerState:
+    """Where a new run begins."""
+    return TrainerState(step=0, policy_version=0, num_draws=0, kl_coefficient=recipe.algorithm.kl.coefficient)
 
 
 class Trainer:
     """Trains the policy step by step; what it learned is in the run folder after each step."""
 
     def __init__(
-        self, recipe: Recipe, parts: TrainerParts, run: RunFolder, progress: RunProgress, step: int = 0
+        self, recipe: Recipe, parts: TrainerParts, run: RunFolder, progress: RunProgress, state: TrainerState
     ) -> None:
-        """Start after training step `step`: 0 for a new run, the checkpoint's for a resumed one."""
+        """Start at `state`: `first_state(recipe)` for a new run, the checkpoint's for a resumed one."""
         self.recipe = recipe
         self.parts = parts
         self.run = run
         self.progress = progress
-        self.step = step
-        self.order = DataOrder(len(parts.task.train_prompts), recipe.seed)
+        self.step = state.step
+        self.kl_coefficient = state.kl_coefficient
+        self.sampler = StepSampler(recipe, parts, state.num_draws)
         self.timer = StageTimer()
         self.timeline: list[DecodeStep] = []
         """Decode steps of the latest rollouts."""
@@ -93,72 +98,22 @@ class Trainer:
 
     def train_step(self, step: int) -> None:
         """Training step `step` (the first is 1): DESIGN.md, "One training step"."""
-        draws = self.next_draws(step)
-        groups = self.collect(step, draws)
+        rollouts = self.sampler.sample(step, on_progress=self._show("rollout"), timer=self.timer)
         self.timeline = self.parts.engine.take_timeline()
-        metrics = rollout_metrics(groups) | self.parts.engine.take_metrics()
-        metrics["data/epoch"] = (step - 1) * self.recipe.rollout.num_prompts / self.order.num_prompts
-        kept = filter_groups(groups, self.recipe.algorithm.filters)
-        metrics |= {"groups/kept": len(kept), "groups/dropped": len(groups) - len(kept)}
-        credit = self.assign_credit(kept)
+        metrics = rollouts.metrics | self.parts.engine.take_metrics()
+        credit = self.assign_credit(step, rollouts.kept)
         metrics |= credit.metrics
-        if kept:
+        if credit.sequences:
+            metrics |= self.update_critic(step, credit)
             metrics |= self.update(step, credit)
-        self.save_rollouts(step, groups, credit)
+        self.save_rollouts(step, rollouts.groups, credit)
         metrics |= self.evaluate_if_due(step)
         self.step = step
         self.log(metrics)
         self.checkpoint_if_due()
 
-    def next_draws(self, step: int) -> list[tuple[int, Prompt]]:
-        """(draw index, prompt) of a step; a pure function of the step, so that later steps can be looked at ahead."""
-        indices = self.order.draws_of_step(step, self.recipe.rollout.num_prompts)
-        return [(draw, self.parts.task.train_prompts[index]) for draw, index in enumerate(indices)]
-
-    def collect(self, step: int, draws: Sequence[tuple[int, Prompt]]) -> list[RolloutGroup]:
-        """Decode and grade the step's rollouts; idle slots may look ahead to the next step's."""
-        self.parts.engine.drafter.set_next_uses(self.next_uses(step))
-        return collect_rollouts(
-            self.parts.engine,
-            self.parts.grader,
-            self.parts.tokenizer,
-            draws,
-            num_samples=self.recipe.rollout.num_samples,
-            sampling=train_sampling(self.recipe, self.parts.end_ids),
-            seed=self.recipe.seed,
-            purpose="train",
-            step=step,
-            run_ahead=self.run_ahead(step, draws),
-            on_progress=self._show("rollout"),
-            timer=self.timer,
-        )
-
-    def run_ahead(self, step: int, draws: Sequence[tuple[int, Prompt]]) -> list[Request]:
-        """What idle slots may decode during a step; the last step has no next one, and not every drafter has a use."""
-        section = self.recipe.rollout
-        if self.parts.engine.speculation.is_off or not self.parts.engine.drafter.uses_run_aheads:
-            return []
-        return run_ahead_requests(
-            section.run_ahead,
-            current_draws=draws,
-            next_draws=self.next_draws(step + 1) if step < self.recipe.train.num_steps else [],
-            num_samples=section.num_samples,
-            sampling=train_sampling(self.recipe, self.parts.end_ids),
-            seed=self.recipe.seed,
-            step=step,
-            coupled=section.run_ahead_coupled,
-        )
-
-    def next_uses(self, step: int) -> list[tuple[int, ...]]:
-        """Token ids of the prompts that are drawn from this step on, in order, as far as a drafter's cache cares."""
-        per_step = self.recipe.rollout.num_prompts
-        left = (self.recipe.train.num_steps - step + 1) * per_step
-        prompts = self.parts.task.train_prompts
-        count = min(left, max(per_step, len(prompts)), MAX_NEXT_USES)
-        return [prompts[index].token_ids for index in self.order.draws((step - 1) * per_step, count)]
-
-    def assign_credit(self, groups: Sequence[RolloutGroup]) -> Credit:
-        """Advantages of the groups' samples; with a reference also its log-probs."""
+    def assign_credit(self, step: int, groups: Sequence[RolloutGroup]) -> Credit:
+        """Advantages of the groups' samples; with a reference also its log-probs, with a critic its values."""
         if not groups:
             return Credit(sequences=[], advantages={}, metrics={})
         sequences = train_sequences(groups)
@@ -172,10 +127,34 @@ class Trainer:
                     temperature=self.recipe.rollout.temperature,
                 )
             sequences = with_reference(sequences, ref_logprobs)
-        return assign_credit(groups, sequences, self.recipe)
+        if self.parts.critic is not None:
+            with self.timer.stage("values"):
+                values = compute_values(
+                    self.parts.critic.model,
+                    sequences,
+                    self.parts.accelerator,
+                    micro_batch_tokens=self.recipe.train.micro_batch_tokens,
+                    where=f"step {step}",
+                )
+            sequences = with_values(sequences, values)
+        return assign_credit(groups, sequences, self.recipe, kl_coefficient=self.kl_coefficient)
+
+    def update_critic(self, step: int, credit: Credit) -> dict[str, float]:
+        """Teach the critic, where there is one, the step's returns."""
+        if self.parts.critic is None:
+            return {}
+        with self.timer.stage("critic"):
+            return update_critic(
+                self.parts.critic, self.parts.accelerator, credit.sequences, recipe=self.recipe, step=step
+            )
 
     def update(self, step: int, credit: Credit) -> dict[str, float]:
-        """Change the policy, and tell the decoder."""
+        """Change the policy, tell the decoder, and adapt the KL coefficient where the recipe wants that.
+
+        In the first `critic.warmup_steps` steps nothing of this is done: only the critic learns.
+        """
+        if self.recipe.critic is not None and step <= self.recipe.critic.warmup_steps:
+            return {}
         with self.timer.stage("update"):
             metrics = update_policy(
                 self.parts.policy,
@@ -184,8 +163,14 @@ class Trainer:
                 credit.sequences,
                 recipe=self.recipe,
                 step=step,
+                kl_coefficient=self.kl_coefficient,
             )
             self.parts.engine.on_policy_update()
+        if self.recipe.algorithm.kl.target is not None:
+            metrics["kl/coefficient"] = self.kl_coefficient
+        self.kl_coefficient = next_kl_coefficient(
+            self.kl_coefficient, metrics, self.recipe, num_samples=len(credit.sequences)
+        )
         return metrics
 
     def evaluate_before(self) -> None:
@@ -240,9 +225,15 @@ class Trainer:
         with self.timer.stage("checkpoint"):  # counted in the next row: this step's row precedes its checkpoint
             save_checkpoint(
                 self.run.checkpoints,
-                TrainerState(step=self.step, policy_version=self.parts.engine.policy_version),
+                TrainerState(
+                    step=self.step,
+                    policy_version=self.parts.engine.policy_version,
+                    num_draws=self.sampler.num_draws,
+                    kl_coefficient=self.kl_coefficient,
+                ),
                 model=self.parts.policy,
                 optimizer=self.parts.optimizer,
+                critic=self.parts.critic,
                 tokenizer=self.parts.tokenizer,
                 end_ids=self.parts.end_ids,
                 drafter=self.parts.engine.drafter,

@@ -1,0 +1,182 @@
+"""The first stage of a training step: draw prompts, decode and grade their samples, keep what is to be learned from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from srtrl.recipe import Recipe
+from srtrl.rollout.collect import Collector, CollectProgress, collect_rollouts
+from srtrl.rollout.dynamic_sampling import BatchLimits, sample_until_full
+from srtrl.rollout.run_ahead import run_ahead_requests
+from srtrl.rollout.stage_timer import StageTimer
+from srtrl.trainer.build import train_sampling
+from srtrl.trainer.credit import filter_groups
+from srtrl.trainer.data_order import DataOrder
+from srtrl.trainer.step_metrics import rollout_metrics
+from srtrl.types import Prompt, Request, RolloutGroup
+
+if TYPE_CHECKING:
+    from srtrl.trainer.trainer import TrainerParts
+
+MAX_NEXT_USES = 4096
+"""Draws, from the current step's on, that a drafter is told of: what is needed later may all be forgotten first."""
+DRAWS_PER_PROMPT = 10
+"""`rollout.max_draws` by default: so many times `rollout.num_prompts`."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StepRollouts:
+    """What a step has sampled."""
+
+    groups: list[RolloutGroup]
+    """Of all its draws, in data order."""
+    kept: list[RolloutGroup]
+    """Those that the filters keep, in data order."""
+    metrics: dict[str, float]
+    """What the policy did, and what was drawn for it."""
+
+
+class StepSampler:
+    """Takes each step's groups from the data order and knows how far it has come."""
+
+    def __init__(self, recipe: Recipe, parts: TrainerParts, num_draws: int) -> None:
+        """Begin behind the first `num_draws` draws of the run: 0 for a new one."""
+        self.recipe = recipe
+        self.parts = parts
+        self.num_draws = num_draws
+        """Draws that the steps so far have used."""
+        self.order = DataOrder(len(parts.task.train_prompts), recipe.seed)
+
+    def sample(
+        self,
+        step: int,
+        *,
+        on_progress: Callable[[CollectProgress], None] | None = None,
+        timer: StageTimer | None = None,
+    ) -> StepRollouts:
+        """The rollouts of training step `step`; idle slots may look ahead to what is drawn next.
+
+        The step has the next `rollout.num_prompts` draws; with dynamic sampling as many as it takes to keep so many.
+        """
+        first = self.num_draws
+        self.parts.engine.drafter.set_next_uses(self.next_uses(step))
+        sample = self._sample_until_full if self.recipe.rollout.dynamic_sampling else self._sample_once
+        groups, kept = sample(step, on_progress, timer)
+        self.num_draws = first + len(groups)
+        rollout = self.recipe.rollout
+        metrics = rollout_metrics(groups) | {
+            "data/epoch": first / self.order.num_prompts,
+            "data/draws": len(groups),
+            "groups/kept": len(kept),
+            "groups/dropped": len(groups) - len(kept),
+            "groups/short": rollout.num_prompts - len(kept) if rollout.dynamic_sampling else 0,
+        }
+        return StepRollouts(groups=groups, kept=kept, metrics=metrics)
+
+    def draws(self, which: range) -> list[tuple[int, Prompt]]:
+        """(draw index, prompt) of draws of the run; a pure function of the seed, so that one can look ahead."""
+        return [(draw, self.prompt_of(draw)) for draw in which]
+
+    def prompt_of(self, draw: int) -> Prompt:
+        """The prompt of one draw of the run."""
+        (index,) = self.order.draws(draw, 1)
+        return self.parts.task.train_prompts[index]
+
+    def next_uses(self, step: int) -> list[tuple[int, ...]]:
+        """Token ids of the prompts that are drawn from this step on, in order, as far as a drafter's cache cares."""
+        per_step = self.recipe.rollout.num_prompts
+        most_left = (self.recipe.train.num_steps - step + 1) * self._max_draws
+        count = min(most_left, max(per_step, self.order.num_prompts), MAX_NEXT_USES)
+        return [prompt.token_ids for _, prompt in self.draws(range(self.num_draws, self.num_draws + count))]
+
+    @property
+    def _max_draws(self) -> int:
+        """Most draws of one step."""
+        rollout = self.recipe.rollout
+        if not rollout.dynamic_sampling:
+            return rollout.num_prompts
+        return rollout.max_draws or DRAWS_PER_PROMPT * rollout.num_prompts
+
+    def _sample_once(
+        self, step: int, on_progress: Callable[[CollectProgress], None] | None, timer: StageTimer | None
+    ) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
+        """The next draws; returns all groups and those that the filters keep."""
+        rollout = self.recipe.rollout
+        draws = range(self.num_draws, self.num_draws + rollout.num_prompts)
+        groups = collect_rollouts(
+            self.parts.engine,
+            self.parts.grader,
+            self.parts.tokenizer,
+            self.draws(draws),
+            num_samples=rollout.num_samples,
+            sampling=train_sampling(self.recipe, self.parts.end_ids),
+            seed=self.recipe.seed,
+            purpose="train",
+            run_ahead=self._run_ahead(draws, self._coming(step, draws)),
+            on_progress=on_progress,
+            timer=timer,
+        )
+        return groups, filter_groups(groups, self.recipe.algorithm.filters)
+
+    def _sample_until_full(
+        self, step: int, on_progress: Callable[[CollectProgress], None] | None, timer: StageTimer | None
+    ) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
+        """As many of the next draws as fill the batch; returns all groups and those that the filters keep."""
+        rollout = self.recipe.rollout
+        looked_at = self.num_draws
+
+        def run_ahead(opened: range) -> list[Request]:
+            """Further draws come into view as others are opened; each is looked at once."""
+            nonlocal looked_at
+            coming = self._coming(step, opened)
+            unseen = range(max(coming.start, looked_at), coming.stop)
+            looked_at = max(looked_at, coming.stop)
+            return self._run_ahead(opened, unseen)
+
+        batch = sample_until_full(
+            self.parts.engine,
+            Collector(
+                self.parts.grader,
+                self.parts.tokenizer,
+                num_samples=rollout.num_samples,
+                sampling=train_sampling(self.recipe, self.parts.end_ids),
+                seed=self.recipe.seed,
+                purpose="train",
+                on_progress=on_progress,
+            ),
+            self.prompt_of,
+            first_draw=self.num_draws,
+            limits=BatchLimits(
+                num_prompts=rollout.num_prompts,
+                max_open_prompts=rollout.max_open_prompts or rollout.num_prompts,
+                max_draws=self._max_draws,
+            ),
+            keeps=lambda group: bool(filter_groups([group], self.recipe.algorithm.filters)),
+            run_ahead=run_ahead,
+            timer=timer,
+        )
+        return batch.groups, batch.kept
+
+    def _coming(self, step: int, opened: range) -> range:
+        """The draws behind the opened ones, which come next: as replacements in this step, or in the next step."""
+        last = opened.stop + self.recipe.rollout.num_prompts
+        if step == self.recipe.train.num_steps:  # no step comes after it
+            last = min(last, self.num_draws + self._max_draws)
+        return range(opened.stop, last)
+
+    def _run_ahead(self, opened: range, coming: range) -> list[Request]:
+        """What idle slots may decode; nothing where nobody would draft from it."""
+        rollout = self.recipe.rollout
+        if self.parts.engine.speculation.is_off or not self.parts.engine.drafter.uses_run_aheads:
+            return []
+        return run_ahead_requests(
+            rollout.run_ahead,
+            current_draws=self.draws(opened),
+            next_draws=self.draws(coming),
+            num_samples=rollout.num_samples,
+            sampling=train_sampling(self.recipe, self.parts.end_ids),
+            seed=self.recipe.seed,
+            coupled=rollout.run_ahead_coupled,
+        )

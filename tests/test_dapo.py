@@ -1,0 +1,228 @@
+"""A tiny DAPO run: its batches are full, and what is learned depends on no timing, no slot, no draft and no kill."""
+
+import io
+import signal
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from dapo_cases import make_dapo_recipe
+from rich.console import Console
+from test_resume import assert_same_run, die, finish, start
+from test_speculative_training import learned
+from tiny_run import make_policy
+from torch import equal
+
+from srtrl.drafters.srt import Drafter as SrtDrafter
+from srtrl.engine.engine import Engine
+from srtrl.metrics import read_metrics
+from srtrl.rollout.dynamic_sampling import sample_until_full
+from srtrl.rollout.run_ahead import run_ahead_requests
+from srtrl.trainer import sampling
+from srtrl.trainer.checkpoint import latest_checkpoint, read_state
+from srtrl.trainer.progress import RunProgress
+from srtrl.trainer.training import run_training
+from srtrl.types import Request, RolloutGroup
+
+NUM_PROMPTS = 4
+NUM_STEPS = 4
+
+EVERY_RUN_AHEAD: dict[str, Any] = {
+    "rollout__draft_budget": 8,
+    "rollout__run_ahead": "both",
+    "rollout__run_ahead_max_slowdown": 1e9,
+    "rollout__slots": 40,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "srt": {},
+    "every run-ahead": EVERY_RUN_AHEAD,
+    "uncoupled run-ahead": {**EVERY_RUN_AHEAD, "rollout__run_ahead_coupled": False, "rollout__slots": 13},
+    "no run-ahead": {"rollout__run_ahead": "off", "rollout__draft_budget": 8, "rollout__slots": 13},
+    "one open prompt": {"rollout__max_open_prompts": 1, "rollout__slots": 3},
+    "few pages": {"rollout__slots": 16, "rollout__num_pages": 5},
+    "three open prompts": {"rollout__drafter": "none", "rollout__max_open_prompts": 3, "rollout__slots": 64},
+    "slow graders": {
+        **EVERY_RUN_AHEAD,
+        "rewards": [{"name": "dapo_cases:correct"}, {"name": "overlong_penalty", "options": {"cache_tokens": 4}}],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("model") / "policy")
+
+
+@pytest.fixture(scope="module")
+def plain(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_training(make_dapo_recipe(policy, tmp_path_factory.mktemp("plain"), rollout__drafter="none")).folder
+
+
+def test_each_batch_is_the_shortest_prefix_that_fills_it(plain: Path) -> None:
+    rows = [row for row in read_metrics(plain / "metrics.jsonl") if row["step"] > 0]
+    next_draw = 0
+    for row in rows:
+        table = pq.read_table(plain / "rollouts" / f"step_{row['step']:06.0f}.parquet").to_pylist()
+        correct: dict[int, list[bool]] = {}
+        for sample in table:
+            correct.setdefault(sample["draw_index"], []).append(sample["outcome"] == "correct")
+        mixed = [any(group) and not all(group) for group in correct.values()]
+        assert list(correct) == list(range(next_draw, next_draw + len(mixed)))  # all draws, in data order
+        assert sum(mixed) == NUM_PROMPTS
+        assert mixed[-1]
+        for sample in table:
+            group = correct[sample["draw_index"]]
+            is_learned = any(group) and not all(group) and sample["finish_reason"] == "stop"  # overlong filtering
+            assert (sample["advantage"] is not None) == is_learned
+        assert row["data/draws"] == len(mixed)
+        assert (row["groups/kept"], row["groups/dropped"], row["groups/short"]) == (4, len(mixed) - 4, 0)
+        assert row["groups/all_right"] == sum(map(all, correct.values()))
+        assert row["groups/all_right"] + row["groups/all_wrong"] == row["groups/dropped"]
+        assert row["accuracy"] == pytest.approx(sum(map(sum, correct.values())) / len(table))  # before the filters
+        assert row["data/epoch"] == pytest.approx(next_draw / 10)
+        assert row["grad_norm"] > 0
+        next_draw += len(mixed)
+    assert len(rows) == NUM_STEPS
+    checkpoint = latest_checkpoint(plain / "checkpoints")
+    assert checkpoint is not None
+    assert read_state(checkpoint).num_draws == next_draw
+    assert {row["groups/dropped"] for row in rows} != {0}
+    assert sum(row["groups/all_right"] for row in rows) > 0
+    assert sum(row["samples/overlong_dropped"] for row in rows) > 0
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_timing_changes_nothing_that_is_learned(name: str, policy: Path, plain: Path, tmp_path: Path) -> None:
+    folder = run_training(make_dapo_recipe(policy, tmp_path, **SETTINGS[name])).folder
+    expected_rows, expected_weights, expected_rollouts = learned(plain)
+    rows, weights, rollouts = learned(folder)
+    assert rows == expected_rows
+    assert all(equal(a, b) for a, b in zip(weights, expected_weights, strict=True))
+    assert rollouts == expected_rollouts
+    metrics = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
+    if name == "every run-ahead":
+        assert sum(row["engine/run_ahead_followed"] for row in metrics) > 0
+    if name == "few pages":
+        assert sum(row["engine/preemptions"] for row in metrics) > 0
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+def test_no_stream_is_learned_from_twice(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, coupled: bool
+) -> None:
+    requests: list[Request] = []
+    add = Engine.add
+
+    def recording_add(engine: Engine, request: Request) -> None:
+        requests.append(request)
+        add(engine, request)
+
+    monkeypatch.setattr(Engine, "add", recording_add)
+    recipe = make_dapo_recipe(
+        policy, tmp_path, **{**EVERY_RUN_AHEAD, "rollout__run_ahead_coupled": coupled}, train__num_steps=3
+    )
+    run_training(recipe)
+    samples = [request for request in requests if request.purpose == "train" and not request.is_run_ahead]
+    learned_from = {request.stream: (request.draw_index, request.sample_index) for request in samples}
+    assert len(learned_from) == len(samples) == len(set(learned_from.values())) > 3 * NUM_PROMPTS * 4
+    assert learned_from.keys().isdisjoint(one.stream for one in requests if one.purpose == "eval")
+    ahead = [request for request in requests if request.is_run_ahead]
+    further = [request for request in ahead if request.ends_with_prompt]
+    coming = [request for request in ahead if not request.ends_with_prompt]
+    assert further
+    assert learned_from.keys().isdisjoint(request.stream for request in further)
+    met = [request for request in coming if request.stream in learned_from]
+    assert all(learned_from[one.stream] == (one.draw_index, one.sample_index) for one in met)
+    if coupled:  # all but those of the last step's prompts ahead
+        assert len(met) > len(coming) / 2
+    else:
+        assert not met
+
+
+def test_dropped_groups_feed_the_drafter(policy: Path, tmp_path: Path) -> None:
+    folder = run_training(make_dapo_recipe(policy, tmp_path, train__num_steps=1)).folder
+    checkpoint = latest_checkpoint(folder / "checkpoints")
+    assert checkpoint is not None
+    drafter = SrtDrafter()
+    drafter.load(checkpoint)
+    rows = pq.read_table(folder / "rollouts" / "step_000001.parquet").to_pylist()
+    dropped = [row for row in rows if row["advantage"] is None]
+    assert dropped
+    for row in dropped:
+        kept = drafter.cache("train").rollouts(tuple(row["prompt_token_ids"]))
+        assert row["token_ids"] in [one.tolist() for one in kept]
+
+
+def test_where_max_draws_do_not_suffice_the_step_says_so_and_goes_on(policy: Path, tmp_path: Path) -> None:
+    output = io.StringIO()
+    recipe = make_dapo_recipe(policy, tmp_path, rollout__max_draws=5, train__num_steps=3)
+    folder = run_training(recipe, progress=RunProgress("run", 3, console=Console(file=output, width=200))).folder
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
+    assert any(row["groups/short"] > 0 for row in rows)
+    for row in rows:
+        assert row["groups/kept"] == NUM_PROMPTS - row["groups/short"]
+        if row["groups/short"]:
+            assert row["data/draws"] == 5
+            assert f"{row['groups/short']:.0f} groups too few: rollout.max_draws reached" in output.getvalue()
+        if row["groups/kept"]:
+            assert row["grad_norm"] > 0
+
+
+def kill_in_dynamic_sampling() -> None:
+    """In step 3, when more groups have been decided than the batch has: some were replaced, others are open."""
+    original = sample_until_full
+    num_steps = 0
+
+    def sample(*arguments: Any, keeps: Callable[[RolloutGroup], bool], **options: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        num_decided = 0
+
+        def counting_keeps(group: RolloutGroup) -> bool:
+            nonlocal num_decided
+            num_decided += 1
+            if num_steps == 3 and num_decided == NUM_PROMPTS + 2:
+                die()
+            return keeps(group)
+
+        return original(*arguments, keeps=counting_keeps, **options)
+
+    setattr(sampling, "sample_until_full", sample)  # noqa: B010
+
+
+def test_killed_in_the_middle_of_dynamic_sampling_and_resumed(policy: Path, plain: Path, tmp_path: Path) -> None:
+    recipe = make_dapo_recipe(policy, tmp_path, rollout__drafter="none")
+    assert finish(start(recipe, prepare=kill_in_dynamic_sampling)) == -signal.SIGKILL
+    checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert checkpoint is not None
+    assert checkpoint.name == "step_000002"
+    other = make_dapo_recipe(policy, tmp_path, rollout__drafter="none", rollout__max_open_prompts=2)  # may be changed
+    assert finish(start(other, resume=True)) == 0
+    assert_same_run(tmp_path / "run", plain)
+
+
+def test_run_ahead_looks_at_the_draws_behind_the_opened_ones(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[list[int], list[int]]] = []
+
+    def requests(mode: Any, *, current_draws: Any, next_draws: Any, **options: Any) -> Any:
+        calls.append(([draw for draw, _ in current_draws], [draw for draw, _ in next_draws]))
+        return run_ahead_requests(mode, current_draws=current_draws, next_draws=next_draws, **options)
+
+    monkeypatch.setattr(sampling, "run_ahead_requests", requests)
+    recipe = make_dapo_recipe(policy, tmp_path, rollout__max_draws=12, train__num_steps=2)
+    folder = run_training(recipe).folder
+    first, second = (row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0)
+    begin, end = int(first["data/draws"]), int(first["data/draws"] + second["data/draws"])
+    assert [draw for opened, _ in calls for draw in opened] == list(range(end))
+    steps = [[call for call in calls if call[0][0] < begin], [call for call in calls if call[0][0] >= begin]]
+    for number, step in enumerate(steps, 1):
+        seen = [draw for _, coming in step for draw in coming]
+        assert all(b == a + 1 for a, b in pairwise(seen))  # each once, in data order
+        assert seen[0] == step[0][0][-1] + 1
+        last = step[-1][0][-1] + NUM_PROMPTS
+        assert seen[-1] == (last if number == 1 else min(last, begin + 12 - 1))  # no step comes behind the last
