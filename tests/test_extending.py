@@ -4,18 +4,24 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from statistics import median
 
+import numpy as np
 import pytest
 import torch
 from tiny_run import make_policy, make_recipe
 
+from srtrl.algorithms.markers import is_token_level, needs_critic
 from srtrl.checks import check_recipe
 from srtrl.metrics import read_metrics
-from srtrl.recipe import Recipe
+from srtrl.model.weights import load_model, named_tensors
+from srtrl.recipe import Recipe, RewardSection
 from srtrl.recipe_file import build_recipe, dump_recipe, read_source
 from srtrl.resolve import resolve_function
 from srtrl.tasks.base import load_task
 from srtrl.tasks.reward_input import RewardInput
+from srtrl.tasks.reward_terms import resolve_rewards
+from srtrl.trainer.checkpoint import checkpoint_name
 from srtrl.trainer.training import run_training
 from srtrl.types import Prompt
 
@@ -58,38 +64,105 @@ def test_every_command_of_the_page_passes_the_checks(recipe_file: Path, command:
     assert "my_fork." in dump_recipe(recipe_of(command, recipe_file))
 
 
-def test_gspo_of_single_token_sequences_is_ppo(folder: Path) -> None:
-    gspo = resolve_function("srtrl.algorithms.losses", "my_fork.losses:gspo")
-    ppo = resolve_function("srtrl.algorithms.losses", "ppo_clip")
-    generator = torch.Generator().manual_seed(0)
-    new, old, advantages = torch.randn(3, 9, generator=generator) * 0.3
-    index = torch.arange(9)
-    torch.testing.assert_close(
-        gspo(new, old, advantages, index, clip_low=0.2, clip_high=0.3)[0],
-        ppo(new, old, advantages, index, clip_low=0.2, clip_high=0.3)[0],
+def test_a_loss_outside_the_package_trains(recipe_file: Path) -> None:
+    """A run as the page says: the policy changes, the loss's metric is logged, and its options reach it."""
+    command = next(command for command in COMMANDS if "name=sapo" in command) + " train.num_steps=2"
+    recipe = recipe_of(command, recipe_file)
+    run = run_training(recipe)
+    rows = [row for row in read_metrics(run.folder / "metrics.jsonl") if row["step"] > 0]
+    assert len(rows) == 2
+    assert all(0 < row["sapo/slope"] <= 1 and row["grad_norm"] > 0 for row in rows)
+    assert not any(key.startswith("clip_share") for row in rows for key in row)
+    before, after = (
+        named_tensors(load_model(path, dtype=torch.float32, device="cpu"))
+        for path in (recipe.model.path, run.folder / "checkpoints" / checkpoint_name(2))
     )
-    together = gspo(new, old, advantages, torch.zeros(9, dtype=torch.int64), clip_low=9, clip_high=9)[1]
-    torch.testing.assert_close(together["ratio/sequence"], torch.exp((new - old).mean()).expand(9))
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    options = "name=hotter 'algorithm.loss_options={negative_temperature: 3.0}'"
+    other = read_metrics(run_training(recipe_of(f"{command} {options}", recipe_file)).folder / "metrics.jsonl")
+    assert other[1]["reward/mean"] == rows[0]["reward/mean"], "the first policy's rollouts are the same"
+    assert other[1]["sapo/slope"] != rows[0]["sapo/slope"], "the second mini-batch is off-policy: the gate differs"
 
 
-def test_leave_one_out_compares_with_the_other_samples(folder: Path) -> None:
-    leave_one_out = resolve_function("srtrl.algorithms.advantages", "my_fork.advantages:leave_one_out")
-    rewards = torch.tensor([[1.0, 0.0, 0.5]])
-    torch.testing.assert_close(leave_one_out(rewards), torch.tensor([[1 - 0.25, 0 - 0.75, 0.5 - 0.5]]))
+def test_sapo_is_its_formula_and_has_the_policy_gradient_at_ratio_one(folder: Path) -> None:
+    sapo = resolve_function("srtrl.algorithms.losses", "my_fork.losses:sapo")
+    generator = torch.Generator().manual_seed(0)
+    old, advantages = torch.randn(2, 9, generator=generator, dtype=torch.float64)
+    new = (old + 0.3 * torch.randn(9, generator=generator, dtype=torch.float64)).requires_grad_()
+    index = torch.arange(9)
+    token_loss, metrics = sapo(new, old, advantages, index, clip_low=0.2, clip_high=0.2, negative_temperature=1.5)
+    ratio, factor = np.exp((new - old).detach().numpy()), np.where(advantages.numpy() > 0, 1.0, 1.5)
+    expected = -4 / factor / (1 + np.exp(-factor * (ratio - 1))) * advantages.numpy()
+    np.testing.assert_allclose(token_loss.detach().numpy(), expected, rtol=1e-12)
+    assert not metrics["sapo/slope"].requires_grad
+    same = old.clone().requires_grad_()
+    token_loss, metrics = sapo(same, old, advantages, index, clip_low=0.2, clip_high=0.2)
+    (gradient,) = torch.autograd.grad(token_loss.sum(), same)
+    torch.testing.assert_close(gradient, -advantages)
+    assert metrics["sapo/slope"].tolist() == [1.0] * 9
+
+
+def test_above_median_subtracts_the_median_of_the_group(folder: Path) -> None:
+    above_median = resolve_function("srtrl.algorithms.advantages", "my_fork.advantages:above_median")
+    rewards = [[1.0, 0.0, 0.5, 7.0], [0.0, 0.0, 0.0, 1.0]]
+    expected = [[reward - median(group) for reward in group] for group in rewards]
+    assert above_median(torch.tensor(rewards)).tolist() == expected
+
+
+def test_length_adaptive_gae_is_a_discounted_sum_of_td_errors(folder: Path) -> None:
+    """Against the sum written out; a padded row has the advantages it has alone."""
+    function = resolve_function("srtrl.algorithms.advantages", "my_fork.advantages:length_adaptive_gae")
+    assert (is_token_level(function), needs_critic(function)) == (True, True)
+    lengths, gamma = (30, 7, 44), 0.97
+    generator = torch.Generator().manual_seed(1)
+    rewards, values = torch.randn(2, 3, 44, generator=generator, dtype=torch.float64)
+    mask = torch.arange(44) < torch.tensor(lengths)[:, None]
+    found = function(rewards * mask, values * mask, mask, group_index=torch.arange(3), gamma=gamma, lam=1.0)
+    for row, length in enumerate(lengths):
+        lam = max(0.0, 1 - 1 / (0.05 * length))
+        after = [*values[row, 1:length].tolist(), 0.0]
+        errors = [rewards[row, t].item() + gamma * after[t] - values[row, t].item() for t in range(length)]
+        for t in range(length):
+            expected = sum((gamma * lam) ** (later - t) * errors[later] for later in range(t, length))
+            assert found[row, t].item() == pytest.approx(expected, abs=1e-12)
+        assert not found[row, length:].any()
+
+
+def test_a_run_learns_from_the_token_level_advantage(recipe_file: Path) -> None:
+    command = next(command for command in COMMANDS if "length_adaptive_gae" in command)
+    run = run_training(recipe_of(f"{command} train.num_steps=1", recipe_file))
+    assert read_metrics(run.folder / "metrics.jsonl")[-1]["grad_norm"] > 0
+
+
+def test_a_token_level_advantage_that_needs_a_critic_is_refused_without_one(recipe_file: Path) -> None:
+    with pytest.raises(ValueError, match="needs a critic"):
+        recipe_of("srtrl train recipe.yaml algorithm.advantage=my_fork.advantages:length_adaptive_gae", recipe_file)
+
+
+def test_drop_nearly_uniform_wants_two_of_each(folder: Path) -> None:
+    keep = resolve_function("srtrl.algorithms.filters", "my_fork.filters:drop_nearly_uniform")
+    correct = torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool)
+    assert keep(torch.zeros(5, 4), correct).tolist() == [False, False, True, False, False]
 
 
 def test_brevity_rewards_short_right_answers(folder: Path) -> None:
-    brevity = resolve_function("srtrl.tasks.rewards", "my_fork.rewards:brevity")
-    prompt = Prompt(prompt_id="0", text="", token_ids=(1,), answer="")
-
     def reward(*, correct: bool, num_tokens: int) -> float:
         sample = RewardInput(
-            prompt=prompt, text="", correct=correct, finish_reason="stop", num_tokens=num_tokens, max_new_tokens=10
+            prompt=Prompt(prompt_id="0", text="", token_ids=(1,), answer=""),
+            text="",
+            correct=correct,
+            finish_reason="stop",
+            num_tokens=num_tokens,
+            max_new_tokens=10,
         )
-        return float(brevity(sample))
+        return float(term.function(sample))
 
-    assert reward(correct=True, num_tokens=3) == pytest.approx(0.7)
-    assert reward(correct=False, num_tokens=3) == 0.0
+    section = RewardSection(name="my_fork.rewards:brevity", options={"free_tokens": 2})
+    [term] = resolve_rewards([section], max_new_tokens=10)
+    assert [reward(correct=True, num_tokens=length) for length in (1, 2, 6, 10)] == [1.0, 1.0, 0.5, 0.0]
+    assert reward(correct=False, num_tokens=1) == 0.0
+    with pytest.raises(ValueError, match="free_tokens: expected 0 to 1, found 2"):
+        resolve_rewards([section], max_new_tokens=2)
 
 
 def test_the_drafter_drafts_and_its_training_run_learns_what_none_learns(recipe_file: Path) -> None:

@@ -15,8 +15,10 @@ import pytest
 from srtrl.recipe import GradingSection, RewardSection
 from srtrl.resolve import resolve_function
 from srtrl.tasks.base import Verifier
-from srtrl.tasks.grading import Grader, resolve_rewards
+from srtrl.tasks.grading import Grader
 from srtrl.tasks.reward_input import RewardInput
+from srtrl.tasks.reward_terms import resolve_rewards
+from srtrl.tasks.rewards import overlong_penalty
 from srtrl.tasks.worker import Caught, describe_error
 from srtrl.types import Grade, Prompt
 
@@ -95,6 +97,17 @@ REWARDS = """
     @batched
     def both(samples: list[RewardInput]) -> list[float]:
         return [0.0 for _ in samples]
+
+    @isolated
+    def scaled(sample: RewardInput, factor: float, *, offset: float = 0.0) -> float:
+        return factor * len(sample.text) + offset
+
+    def shifted(sample: RewardInput, **options: float) -> float:
+        return sum(options.values())
+
+    @batched
+    def ranked(samples: list[RewardInput], *, step: float = 1.0) -> list[float]:
+        return [step * index for index, _ in enumerate(samples)]
 
     def verify(text: str, answer: str) -> bool:
         if text == "verifier raises":
@@ -205,6 +218,21 @@ def test_workers_grade_while_the_caller_goes_on(package: str, tmp_path: Path) ->
     assert [grade.outcome for grade in grades] == ["wrong", "wrong"]
 
 
+def test_tickets_say_when_they_are_done(package: str, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with make_grader(f"{package}:act") as grader:
+        tickets = [grader.submit(prompt_of("ok"), text, "stop", 1) for text in (f"await {gate}", "ok")]
+        grader.wait_any(tickets)
+        assert [grader.is_done(ticket) for ticket in tickets] == [False, True]
+        gate.touch()
+        grader.wait_any(tickets)  # one more
+        assert all(grader.is_done(ticket) for ticket in tickets)
+        grader.wait_any(tickets)  # does not wait: there is none left
+        assert [grade.outcome for grade in grader.collect(tickets)] == ["wrong", "correct"]
+    with make_grader() as grader:
+        assert grader.is_done(grader.submit(prompt_of("ok"), "ok", "stop", 1))  # nothing runs apart
+
+
 def test_an_interrupt_from_the_keyboard_does_not_reach_the_workers(package: str) -> None:
     def interrupt_workers() -> int:
         pids = [process.pid for process in multiprocessing.active_children() if process.name == "srtrl-grading"]
@@ -297,13 +325,79 @@ def test_a_value_that_is_no_finite_number_stops_the_run(package: str, name: str,
 def test_rewards_are_refused_by_name(package: str) -> None:
     def refused(match: str, *sections: RewardSection) -> None:
         with pytest.raises(ValueError, match=match):
-            resolve_rewards(sections)
+            resolve_rewards(sections, max_new_tokens=10)
 
     refused("did you mean `correct`", RewardSection(name="corect"))
     refused("`own_rewards:both` is isolated and batched", RewardSection(name=f"{package}:both"))
     refused("cannot be logged as reward/mean", RewardSection(name="statistics:mean"))
     refused("two are named `correct`", RewardSection(name="correct"), RewardSection(name="correct", weight=0.5))
-    refused("known: correct, format;", RewardSection(name="isolated"))
+    refused("known: correct, format, overlong_penalty;", RewardSection(name="isolated"))
+
+
+def test_options_reach_rewards_wherever_they_run(package: str) -> None:
+    rewards = [
+        RewardSection(name=f"{package}:scaled", options={"factor": 3.0, "offset": 0.5}),
+        RewardSection(name=f"{package}:shifted", options={"a": 1.0, "b": 2.0}),
+        RewardSection(name=f"{package}:ranked", options={"step": 10.0}),
+        RewardSection(name="overlong_penalty", options={"cache_tokens": 4}),
+    ]
+    with Grader(StubTask(equal_texts), rewards, GradingSection(num_workers=1), max_new_tokens=10) as grader:
+        grades = grade_all(grader, ["ok", "12345678"])
+    assert [grade.outcome for grade in grades] == ["correct", "wrong"]
+    assert grades[0].parts == {"scaled": 6.5, "shifted": 3.0, "ranked": 0.0, "overlong_penalty": 0.0}
+    assert grades[1].parts == {"scaled": 24.5, "shifted": 3.0, "ranked": 10.0, "overlong_penalty": -0.5}
+
+
+def test_options_are_refused_by_name(package: str) -> None:
+    def refused(match: str, name: str, **options: object) -> None:
+        with pytest.raises(ValueError, match=match):
+            resolve_rewards([RewardSection(name=name, options=options)], max_new_tokens=10)
+
+    refused("`correct` has no option `cache`; known: none", "correct", cache=1)
+    refused("`correct` has no option `sample`; known: none", "correct", sample=1)
+    known = "`overlong_penalty` has no option `cache_token`, did you mean `cache_tokens`. known: cache_tokens"
+    refused(known, "overlong_penalty", cache_token=4)
+    refused("`overlong_penalty` needs the option `cache_tokens`", "overlong_penalty")
+    refused("`own_rewards:scaled` needs the option `factor`", f"{package}:scaled", offset=1)
+    for wrong in (0, -1, 10, 2.0, True, "4", None):
+        message = rf"cache_tokens: expected a number of tokens from 1 to .* \(9\), found {wrong!r}"
+        refused(message, "overlong_penalty", cache_tokens=wrong)
+    for right in (1, 9):
+        resolve_rewards([RewardSection(name="overlong_penalty", options={"cache_tokens": right})], max_new_tokens=10)
+
+
+def test_options_of_an_isolated_reward_must_be_picklable(package: str) -> None:
+    section = RewardSection(name=f"{package}:scaled", options={"factor": lambda: 3})
+    with pytest.raises(ValueError, match="own_rewards:scaled is isolated"):
+        resolve_rewards([section], max_new_tokens=10)
+
+
+@pytest.mark.parametrize(("max_new_tokens", "cache_tokens"), [(20480, 4096), (96, 32), (10, 9), (7, 1)])
+def test_the_overlong_penalty_is_the_formula_of_dapo(max_new_tokens: int, cache_tokens: int) -> None:
+    """Equation 13 of arXiv 2503.14476, its three cases written out."""
+
+    def formula(length: int) -> float:
+        if length <= max_new_tokens - cache_tokens:
+            return 0.0
+        if length <= max_new_tokens:
+            return ((max_new_tokens - cache_tokens) - length) / cache_tokens
+        return -1.0
+
+    end = max_new_tokens - cache_tokens
+    lengths = {1, max(1, end), end + 1, end + (cache_tokens + 1) // 2, max_new_tokens - 1, max_new_tokens}
+    values = {}
+    for length in sorted(lengths):
+        sample = RewardInput(
+            prompt=prompt_of("1"),
+            text="",
+            correct=True,
+            finish_reason="stop",
+            num_tokens=length,
+            max_new_tokens=max_new_tokens,
+        )
+        values[length] = overlong_penalty(sample, cache_tokens=cache_tokens)
+        assert values[length] == pytest.approx(formula(length), abs=1e-15)
+    assert (values[max(1, end)], values[end + 1], values[max_new_tokens]) == (0.0, -1 / cache_tokens, -1.0)
 
 
 def test_an_isolated_verifier_must_be_importable() -> None:
@@ -316,7 +410,7 @@ def test_an_isolated_verifier_must_be_importable() -> None:
 
 
 def test_format_wants_a_final_answer_on_the_last_line() -> None:
-    [reward] = resolve_rewards([RewardSection(name="format")])
+    [reward] = resolve_rewards([RewardSection(name="format")], max_new_tokens=1)
 
     def value(text: str, finish_reason: str = "stop") -> float:
         sample = RewardInput(

@@ -81,6 +81,24 @@ CURVES = (
     Curves("Gradient norm", "norm", (("grad_norm", "before clipping"),), "Mean over a step's optimizer steps."),
     Curves("Learning rate", "rate", (("learning_rate", "last optimizer step"),), "Of a step's last optimizer step."),
     Curves(
+        "KL coefficient",
+        "coefficient",
+        (("kl/coefficient", "coefficient"),),
+        "With a target it rises while the KL is above it and falls while it is below.",
+    ),
+    Curves(
+        "Explained variance of the critic",
+        "share",
+        (("critic/explained_variance", "before the update"),),
+        "Of the returns, by the critic's values. 1 is perfect, 0 no better than a constant, below 0 worse.",
+    ),
+    Curves(
+        "Loss of the critic",
+        "squared reward",
+        (("critic/loss", "mean"),),
+        "Mean over a step's optimizer steps.",
+    ),
+    Curves(
         "Decoder against trainer",
         "difference of log-probs",
         (("logprob_difference/mean", "mean"), ("logprob_difference/max", "largest")),
@@ -91,9 +109,18 @@ CURVES = (
 )
 
 
+DRAWS = Curves(
+    "Prompts drawn for a batch",
+    "prompts",
+    (("data/draws", "drawn"), ("groups/kept", "kept")),
+    "With dynamic sampling: groups that the filters drop are replaced until the batch is full.",
+)
+
+
 def draw_charts(run: RunData) -> list[Chart]:
     """All charts that the run has data for, in reading order."""
     drawn = [draw_curves(curves, run.steps) for curves in CURVES]
+    drawn += [draw_curves(DRAWS, run.steps)] if run.recipe.rollout.dynamic_sampling else []
     accuracy = _draw_accuracy(run)
     parts = draw_curves(_reward_parts(run), run.steps)
     later = [_draw_stage_times(run.steps), _draw_lengths(run.rollouts)]

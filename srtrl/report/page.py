@@ -129,7 +129,8 @@ def _notices(run: RunData, summary: RunSummary) -> list[str]:
         )
     if summary.num_skipped_steps:
         notices.append(
-            f"{summary.num_skipped_steps} steps had nothing to learn from: the filters dropped all their groups."
+            f"{summary.num_skipped_steps} steps had nothing to learn from: the filters dropped all their groups, or "
+            "overlong filtering all that was left."
         )
     failed = {
         kind: int(sum(row.get(f"grading/{kind}", 0) for row in run.rows)) for kind in ("timeout", "crash", "error")

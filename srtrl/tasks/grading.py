@@ -7,17 +7,16 @@ an outcome of its own, and a line in the log.
 """
 
 import logging
-import pickle
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from srtrl.recipe import GradingSection, RewardSection
-from srtrl.resolve import resolve_function
 from srtrl.tasks.base import Task
 from srtrl.tasks.reward_input import RewardInput
+from srtrl.tasks.reward_terms import Reward, check_importable, is_isolated, resolve_rewards
 from srtrl.tasks.worker import (
     Caught,
     Failure,
@@ -32,21 +31,6 @@ from srtrl.types import FinishReason, Grade, Prompt
 
 logger = logging.getLogger(__name__)
 
-RESERVED_NAMES = frozenset({"mean", "kl_penalty"})
-"""`reward/...` metrics of the trainer."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Reward:
-    """A resolved reward function."""
-
-    name: str
-    """Name of its metric: the function's, without the user's package."""
-    weight: float
-    function: Callable[..., Any]
-    isolated: bool
-    batched: bool
-
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GradeTicket:
@@ -56,37 +40,6 @@ class GradeTicket:
     """Its `correct` is None as long as an isolated verifier runs."""
     verdict: "Future[Graded | Failure] | Failure | None"
     """What the workers say; a failure of an in-process verifier; None where nothing ran apart."""
-
-
-def resolve_rewards(sections: Sequence[RewardSection]) -> list[Reward]:
-    """Look up the rewards of a recipe.
-
-    Raises:
-        ValueError: an unknown name, two of one name, or a function that is both `isolated` and `batched`, or that is
-            isolated and that workers could not import.
-    """
-    rewards: list[Reward] = []
-    for section in sections:
-        function = resolve_function("srtrl.tasks.rewards", section.name)
-        reward = Reward(
-            name=section.name.rpartition(":")[2],
-            weight=section.weight,
-            function=function,
-            isolated=_is_isolated(function),
-            batched=bool(getattr(function, "batched", False)),
-        )
-        if reward.name in RESERVED_NAMES:
-            raise ValueError(
-                f"rewards: `{section.name}` cannot be logged as reward/{reward.name}, which is srtrl's own"
-            )
-        if any(reward.name == other.name for other in rewards):
-            raise ValueError(f"rewards: two are named `{reward.name}`; their metrics would be one")
-        if reward.isolated and reward.batched:
-            raise ValueError(f"rewards: `{section.name}` is isolated and batched; a hang would then cost every sample")
-        if reward.isolated:
-            _check_importable(section.name, function)
-        rewards.append(reward)
-    return rewards
 
 
 class Grader:
@@ -108,12 +61,12 @@ class Grader:
     def __init__(
         self, task: Task, rewards: Sequence[RewardSection], grading: GradingSection, max_new_tokens: int
     ) -> None:
-        self._rewards = resolve_rewards(rewards)
+        self._rewards = resolve_rewards(rewards, max_new_tokens)
         self._max_new_tokens = max_new_tokens
         self._verifier = task.verifier
-        self._verifier_isolated = _is_isolated(task.verifier)
+        self._verifier_isolated = is_isolated(task.verifier)
         if self._verifier_isolated:
-            _check_importable("the task's verifier", task.verifier)
+            check_importable("the task's verifier", task.verifier)
         functions = IsolatedFunctions(
             verifier=self._verifier if self._verifier_isolated else None,
             rewards=tuple((reward.name, reward.function) for reward in self._rewards if reward.isolated),
@@ -155,6 +108,15 @@ class Grader:
                 failure = Failure(outcome="error", detail=f"verifier: {describe_error(caught.error)}")
                 return GradeTicket(sample=sample, verdict=failure)
         return GradeTicket(sample=sample, verdict=None if self._pool is None else self._pool.submit(sample))
+
+    def is_done(self, ticket: GradeTicket) -> bool:
+        """Whether `collect` would not have to wait for this one."""
+        return not isinstance(ticket.verdict, Future) or ticket.verdict.done()
+
+    def wait_any(self, tickets: Sequence[GradeTicket]) -> None:
+        """Wait until one more of `tickets` is done; at once where all of them are."""
+        verdicts = [ticket.verdict for ticket in tickets if isinstance(ticket.verdict, Future)]
+        wait([verdict for verdict in verdicts if not verdict.done()], return_when=FIRST_COMPLETED)
 
     def collect(self, tickets: Sequence[GradeTicket]) -> list[Grade]:
         """Wait for the grades of `tickets`, in their order; batched rewards see all of them at once.
@@ -240,15 +202,3 @@ def _call_batched(reward: Reward, samples: Sequence[RewardInput]) -> list[float 
 
 def _error(reward: Reward, error: Exception) -> Failure:
     return Failure(outcome="error", detail=f"reward `{reward.name}`: {describe_error(error)}")
-
-
-def _is_isolated(function: object) -> bool:
-    return bool(getattr(function, "isolated", False))
-
-
-def _check_importable(what: str, function: object) -> None:
-    """Refuse what a worker could not import: workers get functions by name."""
-    try:
-        pickle.dumps(function)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(f"{what} is isolated and must be a function of an importable module: {error}") from error

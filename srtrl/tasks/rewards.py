@@ -1,13 +1,13 @@
 r"""Rewards by name: `rewards: [{name: correct}, {name: format, weight: 0.1}]` in a recipe.
 
-A reward takes a `RewardInput` and returns a finite number. Your own is named `package.module:function`; it runs in the
-training process unless it is marked `@isolated`, and one at a time unless it is marked `@batched`
-(both of `srtrl.tasks.reward_input`).
+A reward takes a `RewardInput` and returns a finite number; its keyword arguments are the recipe's `options`. Your own
+is named `package.module:function`; it runs in the training process unless it is marked `@isolated`, and one at a time
+unless it is marked `@batched` (both of `srtrl.tasks.reward_input`).
 """
 
 import re
 
-from srtrl.tasks.reward_input import RewardInput
+from srtrl.tasks.reward_input import RewardInput, with_options_check
 
 FINAL_ANSWER = re.compile(r"\\boxed\{.*\}|####\s*\S|(?i:answer)\s*:\s*\S")
 
@@ -24,3 +24,27 @@ def format(sample: RewardInput) -> float:
     """
     last_line = sample.text.rstrip().rpartition("\n")[2]
     return 1.0 if sample.finish_reason == "stop" and FINAL_ANSWER.search(last_line) else 0.0
+
+
+def _check_cache(max_new_tokens: int, *, cache_tokens: object) -> None:
+    """Raise ValueError unless `cache_tokens` leaves responses that are not punished."""
+    is_count = isinstance(cache_tokens, int) and not isinstance(cache_tokens, bool)
+    if not is_count or not 1 <= cache_tokens < max_new_tokens:  # type: ignore[operator]
+        raise ValueError(
+            f"cache_tokens: expected a number of tokens from 1 to rollout.max_new_tokens - 1 ({max_new_tokens - 1}), "
+            f"found {cache_tokens!r}"
+        )
+
+
+@with_options_check(_check_cache)
+def overlong_penalty(sample: RewardInput, *, cache_tokens: int) -> float:
+    """DAPO's soft overlong punishment: 0 for a response that ends in time, falling to -1 at the length limit.
+
+    Equation 13 of arXiv 2503.14476; `cache_tokens` is its L_cache and `rollout.max_new_tokens` its L_max.
+
+    Args:
+        sample: Its length counts, the end token included.
+        cache_tokens: Over how many tokens, the last before the limit, the value falls linearly.
+    """
+    unpunished = sample.max_new_tokens - cache_tokens
+    return min(0.0, (unpunished - sample.num_tokens) / cache_tokens)

@@ -1,0 +1,175 @@
+"""`srtrl compare`: which runs belong together, what is computed of them, and the picture."""
+
+import json
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from srtrl.cli import app
+from srtrl.metrics import MetricLog
+from srtrl.report.compare import draw_comparison
+from srtrl.report.run_groups import group_runs
+
+RECIPE = """\
+name: {name}
+seed: {seed}
+model: {{path: "bundled:tiny"}}
+task: {{name: arithmetic}}
+rollout: {{num_prompts: 8, num_samples: 4, max_prompt_tokens: 64, max_new_tokens: 64}}
+algorithm: {{loss: {loss}}}
+train: {{num_steps: 4}}
+"""
+
+
+def make_run(
+    folder: Path, *, seed: int = 0, loss: str = "ppo_clip", steps: int = 4, gain: float = 0.1, every: int = 2
+) -> Path:
+    """A run folder with made-up figures: accuracy 0.3 before, and `gain` more with each step."""
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(RECIPE.format(name=folder.name, seed=seed, loss=loss))
+    with MetricLog(folder / "metrics.jsonl") as log:
+        for step in range(steps + 1):
+            row: dict[str, float] = {}
+            if step > 0:
+                row |= {"reward/mean": 0.5 * step, "time/rollout": 2.0, "time/update": 1.0, "time/step": 3.0}
+                row |= {"tokens/prompt": 10, "tokens/response": 100, "groups/kept": 8}
+            if step % every == 0:
+                row |= {"eval/accuracy": 0.3 + gain * step, "eval/accuracy_low": 0.2, "eval/accuracy_high": 0.9}
+                row |= {"eval/num_problems": 9, "eval/num_samples": 1, "eval/length/mean": 5, "time/eval": 0.5}
+            log.write(step, row)
+    return folder
+
+
+def compare(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["compare", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def table_rows(result: Result) -> list[list[str]]:
+    assert result.exit_code == 0, result.stderr
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.stdout.splitlines() if "│" in line]
+
+
+def test_runs_that_differ_in_the_seed_are_one_line(tmp_path: Path) -> None:
+    gains = (0.1, 0.12, 0.05)
+    ours = [make_run(tmp_path / f"ppo_s{seed}", seed=seed, gain=gain) for seed, gain in enumerate(gains)]
+    other = make_run(tmp_path / "gspo", loss="gspo", gain=0.08)
+    assert table_rows(compare(ours[2], other, ours[0], ours[1])) == [
+        [
+            *("ppo", "0 1 2", "0 to 4", "30.0 (30.0 to 30.0)", "66.0 (50.0 to 78.0)", "+36.0 (+20.0 to +48.0)"),
+            *("14 (14 to 14)", "400 (400 to 400)"),
+        ],
+        ["gspo", "0", "0 to 4", "30.0", "62.0", "+32.0", "14", "400"],
+    ]
+    record = json.loads(compare(*ours, "--json").stdout)
+    [group] = record["groups"]
+    after = [0.3 + 4 * gain for gain in gains]
+    assert record["metric"] == "eval/accuracy"
+    assert (group["label"], group["first_step"], group["last_step"]) == ("ppo", 0, 4)
+    assert group["after"] == pytest.approx({"mean": mean(after), "min": 0.5, "max": 0.78, "sd": stdev(after)})
+    assert group["change"]["mean"] == pytest.approx(4 * mean(gains))
+    assert group["seconds"] == {"mean": 13.5, "min": 13.5, "max": 13.5, "sd": 0.0}
+    assert [run["seed"] for run in group["runs"]] == [0, 1, 2]
+    assert group["runs"][1]["values"] == [[0, 0.3], [2, pytest.approx(0.54)], [4, pytest.approx(0.78)]]
+
+
+def test_a_single_run_has_no_spread(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "alone_s0")
+    assert table_rows(compare(run)) == [["alone_s0", "0", "0 to 4", "30.0", "70.0", "+40.0", "14", "400"]]
+    [group] = json.loads(compare(run, "--json").stdout)["groups"]
+    assert group["after"]["sd"] is None
+
+
+def test_an_interrupted_run_holds_its_group_back_and_is_named(tmp_path: Path) -> None:
+    whole, part = make_run(tmp_path / "a_s0"), make_run(tmp_path / "a_s1", seed=1, steps=3, gain=0.2)
+    with (part / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 4, "eval/acc')
+    result = compare(whole, part)
+    assert table_rows(result) == [
+        [
+            *("a", "0 1", "0 to 2", "30.0 (30.0 to 30.0)", "60.0 (50.0 to 70.0)", "+30.0 (+20.0 to +40.0)"),
+            *("7 (7 to 7)", "200 (200 to 200)"),
+        ]
+    ]
+    note = f"{part} has done 3 of 4 steps: it is still going on, or it was interrupted; the figures of a are those up"
+    assert note in result.stdout
+    begun = make_run(tmp_path / "b", steps=0)
+    assert table_rows(compare(begun)) == [["b", "0", "0 to 0", "30.0", "-", "-", "0", "0"]]
+
+
+def test_other_metrics_begin_where_they_are_logged(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    assert table_rows(compare(run, "--metric", "reward/mean"))[0][2:6] == ["1 to 4", "0.5", "2", "+1.5"]
+
+
+def test_a_metric_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    result = compare(make_run(tmp_path / "a"), "--metric", "eval/acuracy")
+    assert result.exit_code == 2
+    assert "a has not logged `eval/acuracy`, did you mean `eval/accuracy`? there: eval/accuracy, " in result.stderr
+    assert "time/update, tokens/prompt, tokens/response" in result.stderr
+    (tmp_path / "a" / "metrics.jsonl").write_text("")
+    assert "it has no complete row yet" in compare(tmp_path / "a").stderr
+
+
+def test_what_is_no_run_or_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a_s0")
+    late = make_run(tmp_path / "a_s1", seed=1)
+    (late / "metrics.jsonl").write_text('{"step": 3, "eval/accuracy": 0.5}\n')
+    for arguments, message in (
+        ((tmp_path / "none",), "no such folder"),
+        ((tmp_path,), "is not the folder of a run"),
+        ((run, run.parent / "." / "a_s0"), "a_s0 is given twice"),
+        ((run, late), f"have `eval/accuracy` at no common step ({run}: 0 to 4, {late}: 3 to 3)"),
+        ((run, "--out", tmp_path / "curve.png"), "--out: expected a file name that ends in .svg"),
+        ((run, "--out", tmp_path / "none" / "curve.svg"), f"--out: there is no folder {tmp_path / 'none'}"),
+    ):
+        result = compare(*arguments)
+        assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("names", "label"),
+    [
+        (("ppo_s0", "ppo_s1"), "ppo"),
+        (("ppo-seed-10", "ppo-seed-11"), "ppo"),
+        (("ppo.0", "ppo.1"), "ppo"),
+        (("run1", "run2"), "run"),
+        (("x", "y"), "x"),
+    ],
+)
+def test_a_group_is_named_after_its_runs_without_the_seed(tmp_path: Path, names: tuple[str, ...], label: str) -> None:
+    folders = [make_run(tmp_path / name, seed=seed) for seed, name in enumerate(names)]
+    assert [group.label for group in group_runs(folders, "eval/accuracy")] == [label]
+
+
+def test_groups_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / "x" / "run"), make_run(tmp_path / "y" / "run", loss="gspo")]
+    assert [group.label for group in group_runs(folders, "eval/accuracy")] == [str(folder) for folder in folders]
+
+
+def test_the_picture_is_small_reproducible_and_shows_every_seed(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / f"ppo_s{seed}", seed=seed, gain=0.1 + seed / 50) for seed in range(3)]
+    folders.append(make_run(tmp_path / "gspo", loss="gspo"))
+    out = tmp_path / "curve.svg"
+    result = compare(*folders, "--out", out)
+    assert (result.exit_code, f"the picture is in {out}" in result.stdout) == (0, True)
+    text = out.read_text(encoding="utf-8")
+    assert text == draw_comparison(group_runs(folders, "eval/accuracy"), "eval/accuracy")
+    assert len(text) < 30_000
+    assert "date" not in text
+    words = [element.text for element in _elements(text, "text")]
+    assert {"ppo (mean of 3)", "gspo", "step", "held-out accuracy"} <= set(words)
+    points = [path.get("d", "").count("L") for path in _elements(text, "path")]
+    assert points.count(2) >= 5, "three seeds and two means, of three points each"
+
+
+def test_long_curves_are_smoothed_and_say_so(tmp_path: Path) -> None:
+    text = draw_comparison(group_runs([make_run(tmp_path / "a", steps=60)], "reward/mean"), "reward/mean")
+    assert "reward/mean (moving average)" in [element.text for element in _elements(text, "text")]
+
+
+def _elements(svg: str, name: str) -> list[Any]:
+    return list(ElementTree.fromstring(svg).iter(f"{{http://www.w3.org/2000/svg}}{name}"))
