@@ -1,13 +1,11 @@
 """The command line: a command checks its arguments and calls one function. Heavy imports wait until then."""
 
 import functools
-import json
 import os
 import shlex
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec
 
@@ -15,9 +13,10 @@ import typer
 
 from srtrl import __version__
 from srtrl.bench.replay import replay
+from srtrl.evaluation import command as evaluation
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import RecipeSource, build_recipe, dump_recipe, read_source
-from srtrl.report import trie
+from srtrl.report import compare, trie
 
 P = ParamSpec("P")
 
@@ -136,7 +135,7 @@ def warm_start(recipe: RecipePath, overrides: Overrides = None, overwrite: Overw
     So that reinforcement learning has something to reinforce. The policy goes to the recipe's warm_start.output.
     """
     loaded = _load_checked(read_source(recipe, overrides or ()), warm_start=True)
-    from srtrl.trainer.run_eval import eval_table
+    from srtrl.evaluation.tables import eval_table
     from srtrl.trainer.warm_start import run_warm_start
 
     summary = run_warm_start(loaded, overwrite=overwrite)
@@ -144,80 +143,7 @@ def warm_start(recipe: RecipePath, overrides: Overrides = None, overwrite: Overw
         _print_table(eval_table(str(summary.output), summary.held_out))
 
 
-@command("eval")
-def evaluate(
-    model_or_run: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, or the folder of a run.")],
-    overrides: Overrides = None,
-    *,
-    recipe: Annotated[Path | None, typer.Option(help="Recipe with the task; by default the run's own.")] = None,
-    task: Annotated[str | None, typer.Option(help="Task to evaluate on; its options are overrides.")] = None,
-    step: Annotated[int | None, typer.Option(help="Checkpoint of the run; by default the newest.")] = None,
-    samples: Annotated[int | None, typer.Option(help="Samples of each problem.")] = None,
-    problems: Annotated[int | None, typer.Option(help="Held-out problems to use, from the first.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Longest response.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Measure a policy on held-out problems.
-
-    Prints pass@1 (as the average over N samples of each problem) with a 95% confidence interval. Values of the recipe
-    may be overridden, the task's options for example: task.options.eval.files=[test.jsonl].
-    """
-    from srtrl.trainer.run_eval import resolve_eval_source
-
-    evaluated = resolve_eval_source(model_or_run, step=step)
-    recipe_path = recipe or evaluated.recipe_path
-    if recipe_path is None and task is None:
-        raise ValueError(
-            f"{model_or_run} is not a run folder: say what to evaluate on, with --task NAME or --recipe FILE"
-        )
-    source = read_source(recipe_path) if recipe_path else _bare_source(evaluated.model)
-    source.put(("model", "path"), evaluated.model, "MODEL_OR_RUN")
-    flags = {
-        "--task": (("task", "name"), task),
-        "--samples": (("eval", "num_samples"), samples),
-        "--problems": (("eval", "num_problems"), problems),
-        "--temperature": (("eval", "temperature"), temperature),
-        "--max-new-tokens": (("rollout", "max_new_tokens"), max_new_tokens),
-        "--seed": (("seed",), seed),
-    }
-    for flag, (key, value) in flags.items():
-        if value is not None:
-            source.put(key, value, flag)
-    source.override(overrides or ())
-    _run_eval(_load_checked(source), as_json=as_json)
-
-
-def _bare_source(model: str) -> RecipeSource:
-    """The least recipe that an evaluation needs; what only training reads is set so that it cannot be in the way.
-
-    Prompts and responses of up to 1024 tokens each, or half of what the model was made for where that is less.
-    """
-    from srtrl.model.weights import read_config
-
-    longest = min(1024, read_config(model).max_position_embeddings // 2)
-    rollout = {"num_prompts": 1, "num_samples": 2, "max_prompt_tokens": longest, "max_new_tokens": longest}
-    train = {"num_steps": 1, "micro_batch_tokens": 1 << 30}
-    return RecipeSource(Path("--task"), {"name": "eval", "rollout": rollout, "train": train})
-
-
-def _run_eval(recipe: Recipe, *, as_json: bool) -> None:
-    from rich.console import Console
-
-    from srtrl.trainer.progress import RunProgress
-    from srtrl.trainer.run_eval import eval_table, run_eval
-
-    with RunProgress("eval", 1, console=Console(stderr=True)) as progress:
-        result = run_eval(
-            recipe.model.path,
-            recipe,
-            on_progress=lambda done: progress.stage("decode", done.num_done, done.num_total),
-        )
-    if as_json:
-        print(json.dumps({"model": recipe.model.path, **asdict(result)}))
-    else:
-        _print_table(eval_table(recipe.model.path, result))
+command("eval")(evaluation.command)
 
 
 @command("generate")
@@ -348,6 +274,7 @@ def report(
         open_in_browser(path)
 
 
+command("compare")(compare.command)
 command("trie")(trie.command)
 
 

@@ -4,7 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,11 @@ from tiny_run import make_policy
 from typer.testing import CliRunner, Result
 
 from srtrl import __version__
+from srtrl.checks import check_recipe
 from srtrl.cli import app
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import load_recipe
+from srtrl.trainer.run_eval import EvalJob
 
 RECIPE = """\
 name: test
@@ -60,7 +63,7 @@ def json_rows(result: Result) -> list[dict[str, Any]]:
 def test_version_and_help() -> None:
     assert run("--version").stdout == f"srtrl {__version__}\n"
     listed = run("--help").stdout
-    for name in ("train", "warm-start", "eval", "generate", "bench", "report", "show-config"):
+    for name in ("train", "warm-start", "eval", "generate", "bench", "report", "compare", "show-config"):
         assert f"  {name} " in listed
         assert run(name, "--help").exit_code == 0
 
@@ -103,6 +106,13 @@ def test_help_fields_documents_every_field_and_the_tasks_options() -> None:
         ),
         ("algorithm.filters=[drop_unifrm]", "algorithm.filters.0: `drop_unifrm` is not in"),
         ("rewards=[{name: no_such:reward}]", "rewards.0.name: `no_such:reward`: cannot import no_such"),
+        ("rewards=[{name: correct, options: {a: 1}}]", "rewards.0.options: `correct` has no option `a`; known: none"),
+        ("rewards=[{name: overlong_penalty}]", "rewards.0.options: `overlong_penalty` needs the option `cache_tokens`"),
+        (
+            "rewards=[{name: overlong_penalty, options: {cache_tokens: 64}}]",
+            "rewards.0.options: cache_tokens: expected a number of tokens from 1 to rollout.max_new_tokens - 1 (63), ",
+        ),
+        ("rewards=[{name: srtrl.algorithms.kl:k3}]", "rewards.0.options: `srtrl.algorithms.kl:k3` needs the option"),
         ("task.name=arithmetics", "task.name: `arithmetics` is not in srtrl/tasks/, did you mean `arithmetic`?"),
         ("task.options.max_operan=3", "task.options.max_operan: unknown key, did you mean `max_operand`?"),
         ("rollout.drafter=nne", "rollout.drafter: `nne` is not in srtrl/drafters/, did you mean `none`?"),
@@ -234,12 +244,18 @@ def evaluated(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[Resu
     """Run `srtrl eval` without evaluating; the recipes that would have been used."""
     recipes: list[Recipe] = []
 
-    def run_eval(model: str, recipe: Recipe, **_: object) -> None:
-        assert model == recipe.model.path
-        recipes.append(recipe)
+    @dataclass
+    class Figures:
+        accuracy: float = 0.5
 
-    monkeypatch.setattr("srtrl.trainer.run_eval.run_eval", run_eval)
-    monkeypatch.setattr("srtrl.trainer.run_eval.eval_table", lambda *_: "a table")
+    def run_evals(model: str, jobs: Sequence[EvalJob], **_: object) -> Iterator[SimpleNamespace]:
+        for job in jobs:
+            assert model == job.recipe.model.path
+            recipes.append(job.recipe)
+            yield SimpleNamespace(job=job, result=Figures())
+
+    monkeypatch.setattr("srtrl.evaluation.run.run_evals", run_evals)
+    monkeypatch.setattr("srtrl.evaluation.tables.eval_table", lambda *_: "a table")
     return run("eval", *arguments), recipes
 
 
@@ -248,7 +264,7 @@ def test_eval_of_a_model_needs_a_task_or_a_recipe(
 ) -> None:
     result, _ = evaluated(monkeypatch, policy)
     assert result.exit_code == 2
-    assert "--task NAME or --recipe FILE" in result.stderr
+    assert "--suite NAME, --task NAME or --recipe FILE" in result.stderr
     flags = ("--samples", 4, "--problems", 9, "--max-new-tokens", 32, "--seed", 3)
     result, recipes = evaluated(
         monkeypatch,
@@ -326,19 +342,48 @@ def test_the_console_script_answers(tmp_path: Path) -> None:
 # --- The recipes ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["quickstart", "grpo_gsm8k", "grpo_math"])
-def test_the_recipes_that_come_with_the_repository_are_valid(name: str) -> None:
-    path = Path(__file__).resolve().parent.parent / "recipes" / f"{name}.yaml"
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: str(path.stem))
+def test_the_recipes_that_come_with_the_repository_are_valid(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.name.replace("-", "_") == path.stem
+    if recipe.warm_start is not None:  # what `srtrl warm-start` checks: such a recipe may make its model itself
+        check_recipe(recipe, warm_start=True)
+        return
     result = run("show-config", path, "--check")
     assert (result.exit_code, result.stderr) == (0, "")
-    assert yaml.safe_load(result.stdout)["name"] == name
+    assert Recipe.model_validate(yaml.safe_load(result.stdout)) == recipe
 
 
 def test_grpo_math_is_the_setting_of_the_paper() -> None:
-    recipe = load_recipe(Path(__file__).resolve().parent.parent / "recipes" / "grpo_math.yaml")
+    recipe = load_recipe(RECIPES / "grpo_math.yaml")
     rollout, train, kl = recipe.rollout, recipe.train, recipe.algorithm.kl
     assert recipe.model.path == "Qwen/Qwen2.5-1.5B"
     assert (rollout.num_prompts, rollout.num_samples, rollout.temperature) == (128, 5, 1.0)
     assert (rollout.max_prompt_tokens, rollout.max_new_tokens) == (512, 4096)
     assert (train.num_steps, train.mini_batch_prompts, train.learning_rate) == (300, 64, 1e-6)
     assert (kl.coefficient, kl.estimator, kl.placement) == (0.001, "k3", "loss")
+
+
+def test_ppo_math_is_the_setting_of_the_paper() -> None:
+    recipe = load_recipe(RECIPES / "ppo_math.yaml")
+    rollout, train, kl, critic = recipe.rollout, recipe.train, recipe.algorithm.kl, recipe.critic
+    assert critic is not None
+    assert (rollout.num_prompts, rollout.temperature, train.mini_batch_prompts) == (512, 1.0, 128)
+    assert (rollout.max_prompt_tokens, rollout.max_new_tokens, train.num_steps) == (512, 4096, 300)
+    assert (kl.coefficient, kl.placement) == (0.001, "reward")
+    assert (train.learning_rate, critic.learning_rate) == (1e-6, 1e-5)
+    assert recipe.algorithm.advantage == "gae"
+
+
+def test_dapo_math17k_is_the_setting_of_the_paper() -> None:
+    recipe = load_recipe(RECIPES / "dapo_math17k.yaml")
+    rollout, train, algorithm = recipe.rollout, recipe.train, recipe.algorithm
+    assert (rollout.num_prompts, rollout.num_samples, train.mini_batch_prompts) == (128, 16, 32)
+    assert (rollout.max_prompt_tokens, rollout.max_new_tokens, train.num_steps) == (2048, 8192, 300)
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.kl.coefficient) == (0.20, 0.28, 0)
+    assert (algorithm.reduction, algorithm.filters) == ("token_mean", ["drop_all_right_or_wrong"])
+    assert rollout.dynamic_sampling
+    assert recipe.rewards[1].options == {"cache_tokens": 4096}

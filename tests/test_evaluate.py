@@ -1,18 +1,39 @@
-"""Accuracy, its confidence interval, and that evaluation repeats itself."""
+"""Accuracy, pass@k and majority votes with their confidence intervals."""
 
+import itertools
 import math
 import random
+import time
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 import pytest
 from scipy import stats
 
-from srtrl.trainer.evaluate import confidence_interval, summarise, wilson_interval
+from srtrl.recipe import GradingSection
+from srtrl.tasks import arithmetic, math_verifier
+from srtrl.tasks.final_answer import extract_answer
+from srtrl.trainer.eval_statistics import (
+    Estimate,
+    confidence_interval,
+    estimate,
+    macro_average,
+    pass_at_k,
+    pass_at_ks,
+    wilson_interval,
+)
+from srtrl.trainer.evaluate import summarise
+from srtrl.trainer.majority import majority_scores, vote
 from srtrl.types import FinishReason, Grade, GradeOutcome, Prompt, Rollout, RolloutGroup
 
 
 def group(
-    draw_index: int, outcomes: list[GradeOutcome], *, length: int = 4, finish_reason: FinishReason = "stop"
+    draw_index: int,
+    outcomes: Sequence[GradeOutcome],
+    *,
+    length: int = 4,
+    finish_reason: FinishReason = "stop",
+    texts: Sequence[str] = (),
 ) -> RolloutGroup:
     prompt = Prompt(prompt_id=str(draw_index), text="?", token_ids=(1,), answer="")
     rollouts = [
@@ -22,7 +43,7 @@ def group(
             sample_index=index,
             token_ids=[1] * (length + index),
             rollout_logprobs=[0.0] * (length + index),
-            text="",
+            text=texts[index] if texts else "",
             finish_reason=finish_reason,
             policy_version=0,
             grade=Grade(reward=float(outcome == "correct"), parts={}, outcome=outcome),
@@ -41,15 +62,15 @@ def test_wilson_interval_equals_scipy(successes: int, n: int) -> None:
 def test_interval_is_clustered_by_problem() -> None:
     shares = [0.25, 0.5, 1.0, 1.0, 1.0, 0.75]
     half = 1.959963984540054 * stats.sem(shares)  # the standard error of problem means, not of samples
-    low, high = confidence_interval(shares, num_samples=4)
+    low, high = confidence_interval(shares)
     assert high == 1.0  # cut
     assert low == pytest.approx(fmean(shares) - half)
-    assert confidence_interval([0.0, 1.0], num_samples=1) == wilson_interval(0.5, 2)
+    assert confidence_interval([0.0, 1.0]) == wilson_interval(0.5, 2)
 
 
 @pytest.mark.parametrize("shares", [[0.0] * 5, [1.0] * 5, [0.5]])
 def test_interval_without_spread_is_not_a_point(shares: list[float]) -> None:
-    low, high = confidence_interval(shares, num_samples=4)
+    low, high = confidence_interval(shares)
     assert high - low > 0.3
     assert low <= shares[0] <= high
 
@@ -61,7 +82,7 @@ def test_interval_covers_the_truth_about_95_times_in_100(num_samples: int) -> No
     for _ in range(1000):
         chances = [generator.betavariate(1, 1) for _ in range(60)]  # problems differ in difficulty; their mean is 0.5
         shares = [fmean(generator.random() < chance for _ in range(num_samples)) for chance in chances]
-        low, high = confidence_interval(shares, num_samples)
+        low, high = confidence_interval(shares)
         covered += low <= 0.5 <= high
     assert 0.93 <= covered / 1000 <= 0.97  # the standard deviation of this share is 0.007
 
@@ -78,10 +99,176 @@ def test_summary_counts_failures_apart_and_as_not_right() -> None:
     assert result.outcomes == {"correct": 2, "wrong": 2, "timeout": 1, "crash": 1, "error": 0}
     assert (result.num_problems, result.num_samples, result.num_tokens) == (3, 2, 4 + 5 + 8 + 9 + 2 + 3)
     assert result.mean_length == pytest.approx(31 / 6)
+    assert result.median_length == 4.5
     assert result.max_length == 9
+    assert result.pass_at[1].value == pytest.approx(result.accuracy)
+    assert result.pass_at[2].value == result.solved_any
     assert result.truncated_share == pytest.approx(1 / 3)
     metrics = result.metrics()
     assert metrics["eval/grading/timeout"] == 1
+    assert metrics["eval/pass_at_2"] == metrics["eval/solved_any"]
+    assert "eval/pass_at_1" not in metrics  # that is eval/accuracy
     assert all(math.isfinite(value) for value in metrics.values())
     timed = {name for name in metrics if name.startswith("time/")}
     assert timed == {"time/eval"}  # all else must be equal after a resume
+
+
+# --- pass@k -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 5, 8])
+def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples(num_samples: int) -> None:
+    for num_correct in range(num_samples + 1):
+        right = [index < num_correct for index in range(num_samples)]
+        for k in range(1, num_samples + 1):
+            expected = fmean(any(chosen) for chosen in itertools.combinations(right, k))
+            assert pass_at_k(num_samples, num_correct, k) == pytest.approx(expected, abs=1e-14)
+
+
+def test_pass_at_k_with_many_samples_neither_overflows_nor_loses_digits() -> None:
+    assert pass_at_k(4096, 1, 1) == pytest.approx(1 / 4096, rel=1e-9)
+    assert pass_at_k(4096, 2048, 2048) == 1.0
+    log_miss = sum(math.log1p(-10 / (1000 - i)) for i in range(100))  # C(990, 100) / C(1000, 100), term by term
+    assert pass_at_k(1000, 10, 100) == pytest.approx(-math.expm1(log_miss), rel=1e-9)
+
+
+def test_pass_at_k_of_half_the_samples_estimates_that_of_fresh_ones() -> None:
+    """Without bias: over many problems, pass@4 of 8 samples is the share of problems that 4 fresh samples solve."""
+    generator = random.Random(0)
+    chances = [generator.betavariate(0.5, 2) for _ in range(20_000)]
+    estimated = fmean(pass_at_k(8, sum(generator.random() < chance for _ in range(8)), 4) for chance in chances)
+    assert estimated == pytest.approx(fmean(1 - (1 - chance) ** 4 for chance in chances), abs=0.01)
+
+
+def test_reported_ks() -> None:
+    assert [pass_at_ks(n) for n in (1, 2, 5, 8)] == [[1], [1, 2], [1, 2, 4, 5], [1, 2, 4, 8]]
+
+
+def test_macro_average_weighs_benchmarks_equally_and_adds_their_variances() -> None:
+    generator = random.Random(1)
+    big = [generator.random() for _ in range(400)]
+    small = [generator.random() for _ in range(30)]
+    macro = macro_average([estimate(big), estimate(small)])
+    assert macro.value == pytest.approx((fmean(big) + fmean(small)) / 2)
+    error = math.hypot(stats.sem(big), stats.sem(small)) / 2
+    assert macro.high - macro.value == pytest.approx(1.959963984540054 * error)
+    assert macro.value - macro.low == pytest.approx(1.959963984540054 * error)
+
+
+def test_macro_average_keeps_the_two_arms_of_an_interval_apart() -> None:
+    nothing = estimate([0.0] * 8)
+    assert nothing.high > 0.3
+    macro = macro_average([nothing, nothing])
+    assert (macro.value, macro.low) == (0.0, 0.0)
+    assert macro.high == pytest.approx(nothing.high / math.sqrt(2))
+    one = macro_average([Estimate(value=0.9, low=0.5, high=1.0)])
+    assert (one.value, one.low, one.high) == pytest.approx((0.9, 0.5, 1.0))
+
+
+# --- maj@N ------------------------------------------------------------------------------------------------------------
+
+
+def first_word(text: str) -> str | None:
+    return text.split(maxsplit=1)[0] if text.split() else None
+
+
+def same_value(text: str, answers: Sequence[str]) -> list[bool]:
+    """Equal numbers are equal answers, and words only to themselves."""
+
+    def value(answer: str) -> object:
+        return float(answer) if answer.replace(".", "").isdecimal() else answer
+
+    return [value(text.split(maxsplit=1)[0]) == value(answer) for answer in answers]
+
+
+@pytest.mark.parametrize(
+    ("texts", "right", "score"),
+    [
+        (["7", "7", "8"], {"7"}, 1.0),
+        (["7", "8", "8"], {"7"}, 0.0),
+        (["7", "7.0", "8", "8.0", "8.00"], {"7", "7.0"}, 0.0),
+        (["7", "7.0", "8", "8.0", "9"], {"7", "7.0"}, 1 / 2),  # a tie of two
+        (["7", "8", "9", "x"], {"7"}, 1 / 4),  # a tie of four
+        (["7", "8.0", "9", "8"], {"7"}, 0.0),
+        (["7", "", "", ""], {"7"}, 1.0),  # what has no answer does not vote
+        (["", "", ""], set(), 0.0),
+        (["8", "9", "9"], {"7"}, 0.0),
+        (["07", "8", "08"], {"07"}, 0.0),  # integers are compared as such
+    ],
+)
+def test_majority_vote(texts: list[str], right: set[str], score: float) -> None:
+    outcomes: list[GradeOutcome] = ["correct" if text in right else "wrong" for text in texts]
+    assert majority_scores([group(0, outcomes, texts=texts)], first_word, same_value) == [pytest.approx(score)]
+
+
+def test_a_sample_whose_grading_failed_does_not_vote() -> None:
+    outcomes: list[GradeOutcome] = ["correct", "timeout", "crash", "error"]
+    assert majority_scores([group(0, outcomes, texts=["7", "8", "8", "8"])], first_word, same_value) == [1.0]
+
+
+def test_majority_vote_equals_counting_all_clusters() -> None:
+    """Against a reference that clusters every vote and looks at the answer afterwards."""
+    generator = random.Random(2)
+    for _ in range(300):
+        texts = generator.choices(["1", "1.0", "2", "2.0", "3", ""], k=generator.randint(2, 9))
+        outcomes: list[GradeOutcome] = ["correct" if text in ("1", "1.0") else "wrong" for text in texts]
+        values = [float(text) for text in texts if text]
+        counts = {value: values.count(value) for value in values}
+        winners = [value for value, count in counts.items() if count == max(counts.values())]
+        expected = (1.0 in winners) / len(winners) if winners else 0.0
+        scores = majority_scores([group(0, outcomes, texts=texts)], first_word, same_value)
+        assert scores == [pytest.approx(expected)]
+
+
+def test_vote_by_math_verify_in_worker_processes() -> None:
+    texts = [
+        "\\boxed{1/2}",
+        "it is 7",
+        "\\boxed{0.25}",
+        "\\boxed{\\frac{1}{4}}",
+        "\\boxed{1 4 ^ }",
+        "\\boxed{\\frac12}",
+    ]
+    outcomes: list[GradeOutcome] = ["correct", "wrong", "wrong", "wrong", "wrong", "correct"]
+    tie = [group(0, outcomes, texts=texts)]
+    grading = GradingSection(num_workers=1, timeout_seconds=10.0)
+    assert vote(tie, math_verifier.is_correct, grading) == [0.5]  # 1/2 twice, 0.25 twice
+    assert vote([group(0, ["correct"], texts=["1"])], math_verifier.is_correct, grading) is None  # nothing to vote on
+    assert vote(tie, lambda text, answer: text == answer, grading) is None  # no way to read the answer
+
+
+def test_vote_by_a_verifier_of_this_process() -> None:
+    texts = ["Answer: 7", "Answer: 8", "Answer: 08", "no idea"]
+    outcomes: list[GradeOutcome] = ["correct", "wrong", "wrong", "wrong"]
+    grading = GradingSection(num_workers=1)
+    assert vote([group(0, outcomes, texts=texts)], arithmetic.is_correct, grading) == [0.0]
+
+
+EXTRACTORS: list[tuple[Callable[[str], str | None], str, str | None]] = [
+    (extract_answer, "so \\boxed{\\frac{1}{2}} is it", "\\frac{1}{2}"),
+    (extract_answer, "\\boxed{4} and \\boxed{5", "4"),
+    (extract_answer, "we have 1\n#### 1,234", "1,234"),
+    (extract_answer, "<think>9</think><answer> 8 </answer>", "8"),
+    (extract_answer, "<answer>\\boxed{8}</answer>", "8"),
+    (extract_answer, "The final answer is $x = 3$. I hope so.", "x = 3"),
+    (extract_answer, "**Answer:** yes", "yes"),
+    (extract_answer, "Each pays $360 / 2 = $180 of the cost.", "180"),
+    (extract_answer, "hence $a$ and then $b^2$.", "b^2"),
+    (extract_answer, "it is .5", "5"),
+    (extract_answer, "no idea", None),
+    (extract_answer, "", None),
+    (arithmetic.extract_integer, "3+4=7\nAnswer: 007", "7"),
+    (arithmetic.extract_integer, "Answer: 7 or 8", None),
+]
+
+
+@pytest.mark.parametrize(("extract", "text", "answer"), EXTRACTORS)
+def test_the_final_answer_as_it_is_written(extract: Callable[[str], str | None], text: str, answer: str | None) -> None:
+    assert extract(text) == answer
+
+
+@pytest.mark.parametrize("unit", ["\\boxed{", "$$", "\\[", "\\(", "answer is ", "1,", "<answer>", "$"])
+def test_extraction_takes_no_quadratic_time(unit: str) -> None:
+    start = time.process_time()
+    extract_answer(unit * 40_000)
+    assert time.process_time() - start < 4  # 40,000 starts x 80,000 characters would take a minute

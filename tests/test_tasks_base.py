@@ -13,7 +13,7 @@ from srtrl.recipe import ModelSection, Recipe, RolloutSection, TaskSection, Trai
 from srtrl.tasks.base import check_task, load_task, task_texts
 
 OWN_TASK = '''
-    from srtrl.recipe import Section
+    from srtrl.recipe_base import Section
     from srtrl.types import Prompt
 
     class Options(Section):

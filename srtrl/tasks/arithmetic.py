@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
-from srtrl.recipe import Section
+from srtrl.recipe_base import Section
 from srtrl.tasks.prompts import Problem, PromptTable, tokenise
 from srtrl.types import Prompt
 
@@ -85,11 +85,17 @@ def is_correct(text: str, answer: str) -> bool:
 
     Integers are compared exactly, leading zeros apart, as strings: linear in the text, also for a million digits.
     """
+    return extract_integer(text) == _normalise(answer)
+
+
+def extract_integer(text: str) -> str | None:
+    """The integer after the last `Answer:` of a completion, without leading zeros; None where there is none."""
     _, mark, rest = text.rpartition(ANSWER_MARK)
     line = rest.partition("\n")[0].strip(" \t\r")
-    if not mark or re.fullmatch(r"-?[0-9]+", line) is None:
-        return False
-    return _normalise(line) == _normalise(answer)
+    return _normalise(line) if mark and re.fullmatch(r"-?[0-9]+", line) else None
+
+
+is_correct.extract = extract_integer  # type: ignore[attr-defined]
 
 
 def _normalise(integer: str) -> str:

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from srtrl.recipe import Recipe, Section
+from srtrl.recipe import Recipe
+from srtrl.recipe_base import Section
 from srtrl.recipe_errors import validate_section
 from srtrl.resolve import resolve_class
 from srtrl.types import Prompt
@@ -17,7 +18,8 @@ class Verifier(Protocol):
 
     With an attribute `isolated = True` it runs in worker processes that are killed when it takes too long, and must
     then be a function of a module (workers import it); otherwise it runs in the training process, must be quick and
-    must end for any text.
+    must end for any text. With an attribute `extract`, a quick function from a completion to its final answer (or
+    None), evaluations hold majority votes and list the answers.
     """
 
     def __call__(self, text: str, answer: str, /) -> bool:

@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from srtrl.recipe import Section
+from srtrl.recipe_base import Section
+from srtrl.tasks.choices import choice_letter, is_chosen, render_choices
+from srtrl.tasks.final_answer import last_boxed
 from srtrl.tasks.math_verifier import is_correct
 from srtrl.tasks.prompts import Problem, PromptTable, tokenise
 from srtrl.tasks.rows import Row, RowError, RowSource, check_source, get_field, read_rows
@@ -32,6 +34,8 @@ from srtrl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from srtrl.tasks.base import Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +54,14 @@ class MathOptions(Section):
     problem_field: str = "problem"
     """Field of the problem's text; `a.b` is the field `b` inside the field `a`."""
     answer_field: str = "answer"
-    """Field of the reference answer, or of a text that contains it (see `answer_pattern`)."""
+    """Field of the reference answer, or of a text that contains it (`answer_pattern`); a list is one set of answers."""
     answer_pattern: str | None = None
     """Regular expression with one group: its last match in the answer field is the answer (GSM8K: `#### (.+)`)."""
     answer_boxed: bool = False
     r"""The answer is what the last `\boxed{...}` in the answer field holds (rows of MATH have a solution only)."""
+    choices_field: str | None = None
+    """Multiple choice: field of the list of choices, put below the problem as `A. ...`; the answer, a letter or an
+    index that counts from 0, becomes a letter."""
     solution_field: str = "solution"
     """Field of the worked solution, the target of a warm start; rows need not have it otherwise."""
     id_field: str | None = None
@@ -83,11 +90,18 @@ class MathOptions(Section):
             raise ValueError("system_prompt needs chat_template: true")
         if self.chat_template_options and not self.chat_template:
             raise ValueError("chat_template_options need chat_template: true")
+        if self.choices_field is not None and (self.answer_boxed or self.answer_pattern is not None):
+            raise ValueError("choices_field says how the answer reads: leave answer_pattern and answer_boxed out")
         if self.answer_pattern is not None:
             if self.answer_boxed:
                 raise ValueError("answer_pattern and answer_boxed are two ways to find the answer: choose one")
             _check_pattern(self.answer_pattern)
         return self
+
+    @property
+    def verifier(self) -> "Verifier":
+        """The judge of answers: math-verify, or a comparison of letters for multiple choice."""
+        return is_correct if self.choices_field is None else is_chosen
 
 
 def _check_pattern(pattern: str) -> None:
@@ -103,7 +117,6 @@ class Task:
     """Prompts of the mathematics task; see the options."""
 
     Options = MathOptions
-    verifier = staticmethod(is_correct)
 
     def __init__(self, options: MathOptions, *, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int) -> None:
         if options.chat_template and tokenizer.chat_template is None:
@@ -129,12 +142,17 @@ class Task:
             raise ValueError("task.options.chat_template: a tokenizer that is yet to be trained has no chat template")
         if options.train is None:
             raise ValueError("task.options.train: there are no training problems to train a tokenizer on")
-        for problem in _read_problems(options, options.train, "train", Counter()):
-            yield problem.text + _solution(options, problem)
+        for problem in read_problems(options, options.train, "train", Counter()):
+            yield problem.text + solution_of(options, problem)
+
+    @property
+    def verifier(self) -> "Verifier":
+        """The judge of all completions."""
+        return self._options.verifier
 
     def solution(self, prompt: Prompt) -> str:
         """The worked solution of the prompt's row; ValueError if it has none."""
-        return _solution(self._options, prompt)
+        return solution_of(self._options, prompt)
 
     def _load(
         self, split: str, source: RowSource | None, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
@@ -143,7 +161,7 @@ class Task:
         if source is None:
             return PromptTable([], [])
         counts: Counter[str] = Counter(rows=0, malformed=0, overlong=0)
-        problems = list(_read_problems(self._options, source, split, counts))
+        problems = list(read_problems(self._options, source, split, counts))
         if self._options.chat_template:
             problems = _apply_chat_template(self._options, tokenizer, problems)
         texts = [problem.text for problem in problems]
@@ -166,7 +184,7 @@ class Task:
 # --- From rows to problems --------------------------------------------------------------------------------------------
 
 
-def _read_problems(options: MathOptions, source: RowSource, split: str, counts: Counter[str]) -> Iterator[Problem]:
+def read_problems(options: MathOptions, source: RowSource, split: str, counts: Counter[str]) -> Iterator[Problem]:
     """The well-formed problems of a source, in order; `counts` takes the numbers of rows and of malformed ones."""
     prompt_ids: set[str] = set()
     first_reason = ""
@@ -212,17 +230,32 @@ def _problem_of(options: MathOptions, row: Row) -> Problem:
     if isinstance(row.fields, RowError):
         raise row.fields
     problem = _text_of(row.fields, options.problem_field)
-    answer = _text_of(row.fields, options.answer_field)
-    if options.answer_pattern is not None:
+    answer = _answer_text(row.fields, options.answer_field)
+    if options.choices_field is not None:
+        choices = get_field(row.fields, options.choices_field)
+        problem = render_choices(problem, choices, options.choices_field)
+        answer = choice_letter(answer, len(choices), options.answer_field)
+    elif options.answer_pattern is not None:
         matches = re.findall(options.answer_pattern, answer)
         if not matches or not matches[-1].strip():
             raise RowError(f"no answer: `{options.answer_field}` has no match of {options.answer_pattern!r}")
         answer = matches[-1]
     elif options.answer_boxed:
-        answer = _last_boxed(answer, options.answer_field)
+        boxed = last_boxed(answer)
+        if boxed is None:
+            raise RowError(f"no answer: `{options.answer_field}` has no complete \\boxed{{...}}")
+        answer = boxed
     prompt_id = row.name if options.id_field is None else _text_of(row.fields, options.id_field)
     text = options.prompt_template.replace("{problem}", problem.strip())
     return Problem(prompt_id=prompt_id, text=text, answer=answer.strip(), metadata=row.fields)
+
+
+def _answer_text(fields: Mapping[str, Any], name: str) -> str:
+    """As `_text_of`; the texts of a list (OlympiadBench's `final_answer`) stand side by side, as one set of answers."""
+    value = get_field(fields, name)
+    if isinstance(value, list) and value:
+        return ", ".join(_text_of({name: item}, name) for item in value)
+    return _text_of(fields, name)
 
 
 def _text_of(fields: Mapping[str, Any], name: str) -> str:
@@ -239,21 +272,8 @@ def _text_of(fields: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def _last_boxed(text: str, name: str) -> str:
-    r"""What the last `\boxed{...}` of a solution holds."""
-    start = text.rfind("\\boxed{")
-    depth = 0
-    for match in re.finditer(r"\\.|[{}]", text[start + len("\\boxed") :], re.DOTALL) if start >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(match.group(), 0)
-        if depth == 0 and match.group() == "}":
-            boxed = text[start + len("\\boxed{") : start + len("\\boxed") + match.start()]
-            if boxed.strip():
-                return boxed
-            break
-    raise RowError(f"no answer: `{name}` has no complete \\boxed{{...}}")
-
-
-def _solution(options: MathOptions, problem: Problem | Prompt) -> str:
+def solution_of(options: MathOptions, problem: Problem | Prompt) -> str:
+    """The worked solution in a problem's row; ValueError if it has none."""
     try:
         return _text_of(problem.metadata, options.solution_field)
     except RowError as error:

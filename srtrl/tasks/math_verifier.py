@@ -1,17 +1,31 @@
 r"""Whether a completion gives the reference answer of a mathematical problem, by math-verify.
 
-A module of its own, since worker processes import it: math-verify and sympy, but no torch.
+A module of its own, since worker processes import it: math-verify and sympy, but no torch. What it does beside
+math-verify, and how often the two agree with reference solutions, is in docs/grading.md.
 """
 
 import functools
 import logging
+import re
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-GOLD_MARK = "####"
+from srtrl.tasks.final_answer import BOX, extract_answer, marked_answer
+
 _LATEX = LatexExtractionConfig(boxed_match_priority=0)
 _ANY = (_LATEX, ExprExtractionConfig())
+
+DELIMITERS = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed|\\fbox")
+"""What math-verify knows a formula by."""
+COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mbox|operatorname|begin|end)\{[^{}]*\}|\\[A-Za-z]+")
+WORD = re.compile(r"[A-Za-z]{3,}")
+THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))")
+r"""LaTeX's spaces between groups of three digits: `1\,234`."""
+BARE_UNIT = re.compile(
+    r"(\\boxed\{\s*\\?\$?-?\d[\d.,]*\s+)((?!(?:sin|cos|tan|cot|log|exp|mod)\b)[A-Za-z]{3,}(?:[ -][A-Za-z]+)*)\.?\s*\}"
+)
+r"""A number and words in a box: `\boxed{5 dollars}`, which would be read as 5 d o l l a r s."""
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns, for each process, that its timeouts are off
 
@@ -19,10 +33,12 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns, for each p
 def is_correct(text: str, answer: str) -> bool:
     r"""Whether the final answer of a completion equals the reference answer.
 
-    The final answer is what follows `####` where the last line starts with that (as in GSM8K); else, in this order, the
-    last `\boxed{...}` (boxes that stand close together are one set of answers), what follows "final answer is" or
-    "answer:", the last formula, the last number. These are math-verify's rules, with `\boxed` first. Equality is
-    math-verify's too: symbolic, and numeric to six decimals.
+    The final answer is what follows `####` where the last line starts with that (as in GSM8K), or what the
+    `<answer>...</answer>` at the end holds; else, in this order, the last `\boxed{...}` (boxes that stand close
+    together are one set of answers), what follows "final answer is" or "answer:", the last formula, the last number.
+    These are math-verify's rules, with `\boxed` first; beyond them, a marked or stated answer may be LaTeX without
+    dollar signs, and a boxed one may end in words (`\boxed{5 dollars}`). Equality is math-verify's: symbolic, and
+    numeric to six decimals.
 
     It may take for ever on some texts (`9^{9^{9^9}}`), so it is `isolated`: the worker process has the time limit, and
     math-verify's own, which need the main thread's alarm signal, are off.
@@ -30,19 +46,45 @@ def is_correct(text: str, answer: str) -> bool:
     Raises:
         ValueError: the reference answer cannot be parsed.
     """
-    last_line = text.rstrip().rpartition("\n")[2].lstrip()
-    marked = last_line.removeprefix(GOLD_MARK)
-    found = parse(text if marked == last_line else marked, _ANY, parsing_timeout=None)
-    return bool(verify(_parse_reference(answer), found, timeout_seconds=None))
+    return bool(verify(_parse_reference(answer), _parse_completion(text), timeout_seconds=None))
 
 
 is_correct.isolated = True  # type: ignore[attr-defined]
+is_correct.extract = extract_answer  # type: ignore[attr-defined]
+
+
+def _parse_completion(text: str) -> list[Any]:
+    """What math-verify reads of a completion; empty where it finds no answer."""
+    marked = marked_answer(text)
+    formula = None if marked is None else _bare_formula(marked)
+    if formula is not None:
+        parsed: list[Any] = parse(_tidied(f"{BOX}{formula}}}"), (_LATEX,), parsing_timeout=None)
+        if parsed:
+            return parsed
+    found: list[Any] = parse(_tidied(text if marked is None else marked), _ANY, parsing_timeout=None)
+    return found
+
+
+def _bare_formula(marked: str) -> str | None:
+    """A marked answer that is a formula without dollar signs, or one word; None for a sentence, or where marks say."""
+    marked = marked.strip().rstrip(".")
+    if not marked or DELIMITERS.search(marked):
+        return None
+    words = WORD.findall(COMMAND.sub("", marked))
+    return marked if not words or words == [marked] else None
+
+
+def _tidied(text: str) -> str:
+    r"""The same text with digit groups joined, units in a box marked as text, and `\fbox` as `\boxed`."""
+    text = THIN_SPACE.sub("", text.replace("\\fbox{", BOX))
+    return BARE_UNIT.sub(r"\1\\text{ \2}}", text)
 
 
 @functools.lru_cache(maxsize=4096)  # the samples of a prompt share it
 def _parse_reference(answer: str) -> list[Any]:
     r"""Parse a reference answer, with or without the `$` or `\boxed` of a worked solution."""
-    parsed: list[Any] = parse(f"\\boxed{{{answer}}}", (_LATEX,), parsing_timeout=None)
+    bare = re.sub(r"(?<!\\)\$", "", answer)  # stray ones too: `221,$8`
+    parsed: list[Any] = parse(_tidied(f"{BOX}{bare}}}"), (_LATEX,), parsing_timeout=None)
     if not parsed:
         raise ValueError(f"math-verify cannot read the reference answer {answer!r}")
     return parsed

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from srtrl.recipe import Section
+from srtrl.recipe_base import Section
 from srtrl.resolve import suggestion
 
 PARQUET_BATCH_ROWS = 1024
@@ -43,6 +43,10 @@ class RowError(ValueError):
     """Why a row cannot be used; its place is added by who reads on or stops."""
 
 
+class MissingDataError(ValueError):
+    """The data as a whole is not to be had: no such file, or the hub's data set cannot be read."""
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Row:
     """One row, or why it is none."""
@@ -58,7 +62,8 @@ def read_rows(source: RowSource) -> Iterator[Row]:
     """Rows in order; a malformed one carries its error, so that the caller decides whether to go on.
 
     Raises:
-        ValueError: a file or the hub's data set as a whole cannot be read.
+        ValueError: a file as a whole cannot be read.
+        MissingDataError: the hub's data set cannot be read.
     """
     if source.hub is not None:
         yield from _read_hub(source)
@@ -78,7 +83,7 @@ def check_source(source: RowSource, option: str) -> None:
         if path.suffix not in (".jsonl", ".parquet"):
             raise ValueError(f"{option}.files.{index}: expected a .jsonl or .parquet file, found {name}")
         if not path.is_file():
-            raise ValueError(f"{option}.files.{index}: no file {name} (in {Path.cwd()}){_near_file(path)}")
+            raise MissingDataError(f"{option}.files.{index}: no file {name} (in {Path.cwd()}){_near_file(path)}")
         if name in source.files[:index]:
             raise ValueError(f"{option}.files.{index}: {name} is listed twice")
 
@@ -142,7 +147,7 @@ def _read_hub(source: RowSource) -> Iterator[Row]:
     try:
         dataset = datasets.load_dataset(source.hub, source.config, split=source.split)
     except (OSError, ValueError) as error:
-        raise ValueError(f"hub data set {source.hub} ({source.config}, {source.split}): {error}") from error
+        raise MissingDataError(f"hub data set {source.hub} ({source.config}, {source.split}): {error}") from error
     for number, fields in enumerate(dataset, start=1):
         name = f"{source.hub}/{source.split}:{number}"
         yield Row(place=name, name=name, fields=fields)

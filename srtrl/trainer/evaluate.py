@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from statistics import fmean, stdev
+from statistics import fmean, median
 from typing import TYPE_CHECKING, get_args
 
 from srtrl.rollout.collect import CollectProgress, collect_rollouts
 from srtrl.rollout.stage_timer import StageTimer
+from srtrl.trainer.eval_statistics import Estimate, confidence_interval, estimate, pass_at_k, pass_at_ks
 from srtrl.types import GradeOutcome, Prompt, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from srtrl.recipe import Recipe
     from srtrl.tasks.base import Task
     from srtrl.tasks.grading import Grader
-
-Z_95 = 1.959963984540054
-"""The 97.5% quantile of the normal distribution."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -39,10 +36,13 @@ class EvalResult:
     """95% confidence interval of `accuracy`; see `confidence_interval`."""
     solved_any: float
     """Share of problems with at least one right sample: pass@N."""
+    pass_at: dict[int, Estimate]
+    """pass@k for k = 1, 2, 4, ..., N; see `pass_at_k`."""
     reward: float
     """Mean reward of a sample."""
     mean_length: float
     """Mean response length in tokens."""
+    median_length: float
     max_length: int
     truncated_share: float
     """Share of samples that reached the length limit."""
@@ -51,6 +51,11 @@ class EvalResult:
     num_tokens: int
     """Response tokens in all."""
     seconds: float
+    """Decoding, and waiting for the last graders."""
+    tokens_per_decode_step: float | None = None
+    """Tokens that one decode step brought a sequence: 1 without speculation. None where it was not measured."""
+    majority: Estimate | None = None
+    """Accuracy of the majority vote, maj@N; None where no vote was held."""
 
     def metrics(self) -> dict[str, float]:
         """The row of `metrics.jsonl`: `eval/...` (and `time/eval`)."""
@@ -61,6 +66,7 @@ class EvalResult:
             "eval/solved_any": self.solved_any,
             "eval/reward": self.reward,
             "eval/length/mean": self.mean_length,
+            "eval/length/median": self.median_length,
             "eval/length/max": self.max_length,
             "eval/length/truncated_share": self.truncated_share,
             "eval/num_problems": self.num_problems,
@@ -68,6 +74,7 @@ class EvalResult:
             "eval/tokens": self.num_tokens,
             "time/eval": self.seconds,
         }
+        row |= {f"eval/pass_at_{k}": share.value for k, share in self.pass_at.items() if k > 1}
         return row | {f"eval/grading/{outcome}": count for outcome, count in self.outcomes.items()}
 
 
@@ -98,10 +105,57 @@ def evaluate(
     seed: int,
     on_progress: Callable[[CollectProgress], None] | None = None,
 ) -> EvalResult:
+    """Sample every problem `num_samples` times and grade: the figures of `sample_and_grade`.
+
+    Raises:
+        ValueError: a problem that the engine can never serve.
+    """
+    graded = sample_and_grade(
+        engine,
+        grader,
+        tokenizer,
+        prompts,
+        num_samples=num_samples,
+        sampling=sampling,
+        seed=seed,
+        on_progress=on_progress,
+    )
+    return graded.summarise()
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GradedSamples:
+    """What an evaluation decoded, before any figure is made of it."""
+
+    groups: list[RolloutGroup]
+    """One a problem, in order; all of the same number of samples."""
+    seconds: float
+    tokens_per_decode_step: float
+
+    def summarise(self, majority: Estimate | None = None) -> EvalResult:
+        """The figures, with those of a vote where one was held."""
+        return summarise(
+            self.groups, self.seconds, tokens_per_decode_step=self.tokens_per_decode_step, majority=majority
+        )
+
+
+def sample_and_grade(
+    engine: Engine,
+    grader: Grader,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    *,
+    num_samples: int,
+    sampling: SamplingParams,
+    seed: int,
+    on_progress: Callable[[CollectProgress], None] | None = None,
+) -> GradedSamples:
     """Sample every problem `num_samples` times and grade.
 
-    The streams are those of purpose `eval` and step 0, whatever the training step: training noise is untouched, and two
-    policies are compared on the same noise (common random numbers: their difference varies less than each accuracy).
+    The streams are those of purpose `eval`, whatever the training step: training noise is untouched, and two policies
+    are compared on the same noise (common random numbers: their difference varies less than each accuracy). The
+    drafter works as in training, on a cache of its own for that purpose: the samples of a problem draft from each
+    other, and from those of earlier evaluations. The engine's metrics since they were last taken are taken here.
 
     Raises:
         ValueError: a problem that the engine can never serve.
@@ -117,59 +171,47 @@ def evaluate(
         sampling=sampling,
         seed=seed,
         purpose="eval",
-        step=0,
         on_progress=on_progress,
         timer=timer,
     )
-    return summarise(groups, sum(timer.take().values()))
+    return GradedSamples(
+        groups=groups,
+        seconds=sum(timer.take().values()),
+        tokens_per_decode_step=engine.take_metrics()["engine/tokens_per_decode_step"],
+    )
 
 
-def summarise(groups: Sequence[RolloutGroup], seconds: float) -> EvalResult:
+def summarise(
+    groups: Sequence[RolloutGroup],
+    seconds: float,
+    *,
+    tokens_per_decode_step: float | None = None,
+    majority: Estimate | None = None,
+) -> EvalResult:
     """The figures of an evaluation's graded groups, all of the same number of samples."""
     rollouts = list(chain.from_iterable(group.rollouts for group in groups))
-    shares = [fmean(rollout.grade.outcome == "correct" for rollout in group.rollouts) for group in groups]
     num_samples = len(groups[0].rollouts)
+    num_correct = [sum(rollout.grade.outcome == "correct" for rollout in group.rollouts) for group in groups]
+    shares = [count / num_samples for count in num_correct]
     counts = Counter(rollout.grade.outcome for rollout in rollouts)
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     return EvalResult(
         num_problems=len(groups),
         num_samples=num_samples,
         accuracy=fmean(shares),
-        interval=confidence_interval(shares, num_samples),
+        interval=confidence_interval(shares),
         solved_any=fmean(share > 0 for share in shares),
+        pass_at={
+            k: estimate([pass_at_k(num_samples, count, k) for count in num_correct]) for k in pass_at_ks(num_samples)
+        },
         reward=fmean(rollout.grade.reward for rollout in rollouts),
         mean_length=fmean(lengths),
+        median_length=float(median(lengths)),
         max_length=max(lengths),
         truncated_share=fmean(rollout.finish_reason == "length" for rollout in rollouts),
         outcomes={outcome: counts[outcome] for outcome in get_args(GradeOutcome)},
         num_tokens=sum(lengths),
         seconds=seconds,
+        tokens_per_decode_step=tokens_per_decode_step,
+        majority=majority,
     )
-
-
-def confidence_interval(shares: Sequence[float], num_samples: int) -> tuple[float, float]:
-    """95% confidence interval of the mean share of right samples; problems are the independent units.
-
-    With one sample a problem: the Wilson score interval (Wilson 1927; Brown, Cai and DasGupta 2001, section 3.1.1).
-    With more: mean +- z s / sqrt(n) over the n problems' shares, the standard error clustered by problem of Miller
-    2024, "Adding Error Bars to Evals" (arXiv 2411.00640), section 2.2, cut to [0, 1]. Where the shares do not vary (all
-    right, all wrong, one problem) s says nothing, and Wilson's interval for n problems is used, which is the wider one.
-
-    Args:
-        shares: Share of right samples of each problem.
-        num_samples: Samples a problem.
-    """
-    mean, n = fmean(shares), len(shares)
-    spread = stdev(shares) if n > 1 else 0.0
-    if num_samples == 1 or spread == 0.0:
-        return wilson_interval(mean, n)
-    half = Z_95 * spread / math.sqrt(n)
-    return max(0.0, mean - half), min(1.0, mean + half)
-
-
-def wilson_interval(share: float, n: int) -> tuple[float, float]:
-    """Wilson's 95% score interval of a proportion `share` seen in `n` independent trials."""
-    z2 = Z_95 * Z_95
-    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
-    half = Z_95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)

@@ -1,12 +1,11 @@
-"""`srtrl eval`: a policy on a task's held-out problems."""
+"""Evaluation outside training: a policy on the held-out problems of one task, or of several, one after the other."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich.table import Table
 
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe import Recipe
@@ -15,8 +14,13 @@ from srtrl.trainer.checkpoint import checkpoint_name, latest_checkpoint, list_ch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from transformers import PreTrainedTokenizerBase
+
+    from srtrl.engine.engine import Engine
     from srtrl.rollout.collect import CollectProgress
+    from srtrl.tasks.base import Task
     from srtrl.trainer.evaluate import EvalResult
+    from srtrl.types import Prompt, RolloutGroup
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -52,33 +56,93 @@ def resolve_eval_source(model_or_run: str, *, step: int | None = None) -> EvalSo
     return EvalSource(model=str(chosen), recipe_path=recipe_path)
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EvalJob:
+    """One set of held-out problems, and how the policy is asked about them."""
+
+    name: str
+    recipe: Recipe
+    """Task, rewards, lengths, grading, decoder and evaluation options; all jobs of a run share device and decoder."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EvalOutcome:
+    """What came of one job."""
+
+    job: EvalJob
+    task: Task
+    groups: list[RolloutGroup]
+    result: EvalResult
+
+    @property
+    def num_left_out(self) -> int:
+        """Problems whose prompt is longer than `rollout.max_prompt_tokens`."""
+        return self.task.load_report.get("eval/overlong", 0)
+
+
 def run_eval(model: str, recipe: Recipe, *, on_progress: Callable[[CollectProgress], None] | None = None) -> EvalResult:
     """Evaluate the policy `model` on the recipe's task, as its `eval`, `rollout` and `rewards` sections say.
+
+    Args and errors are those of `run_evals`.
+    """
+    show = None if on_progress is None else lambda _, progress: on_progress(progress)
+    [outcome] = run_evals(model, [EvalJob(name=recipe.task.name, recipe=recipe)], on_progress=show)
+    return outcome.result
+
+
+def run_evals(
+    model: str, jobs: Sequence[EvalJob], *, on_progress: Callable[[EvalJob, CollectProgress], None] | None = None
+) -> Iterator[EvalOutcome]:
+    """Evaluate the policy `model` on each job, with one decoder; an outcome as soon as its job is done.
+
+    All problems are loaded before the weights, so that what is wrong with the last job's is not said after hours.
 
     Args:
         model: Hugging Face folder, hub name, `bundled:tiny`, or a checkpoint. `recipe.model.path` is not read;
             `recipe.model.tokenizer` is, where it is set.
-        recipe: Task, rewards, lengths, decoder and evaluation options.
+        jobs: At least one.
         on_progress: Called after each completion.
 
     Raises:
-        ValueError: the model or the task cannot be loaded, or the task has no held-out problems.
+        ValueError: the model or a task cannot be loaded, or a task has no held-out problems.
     """
     from srtrl.tasks.base import check_task, load_task
+    from srtrl.trainer import build
+    from srtrl.trainer.evaluate import held_out_prompts
+
+    recipes = [_with_model(job.recipe, model) for job in jobs]
+    for recipe in recipes:
+        check_task(recipe)
+    base = max(recipes, key=_longest_sequence)
+    set_cpu_threads(base.num_threads)
+    tokenizer = build.build_tokenizer(base)
+    tasks = [load_task(recipe, tokenizer) for recipe in recipes]
+    prompts = [held_out_prompts(task, recipe) for task, recipe in zip(tasks, recipes, strict=True)]
+    policy = build.build_policy(base, model, build.choose_device(base))
+    engine = build.build_engine(base, policy, tokenizer)
+    for job, recipe, task, problems in zip(jobs, recipes, tasks, prompts, strict=True):
+        show = None if on_progress is None else lambda progress, job=job: on_progress(job, progress)
+        groups, result = _evaluate(model, recipe, task, problems, engine, tokenizer, show)
+        yield EvalOutcome(job=job, task=task, groups=groups, result=result)
+
+
+def _evaluate(
+    model: str,
+    recipe: Recipe,
+    task: Task,
+    prompts: Sequence[Prompt],
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    on_progress: Callable[[CollectProgress], None] | None,
+) -> tuple[list[RolloutGroup], EvalResult]:
     from srtrl.tasks.grading import Grader
     from srtrl.trainer import build
-    from srtrl.trainer.evaluate import evaluate, held_out_prompts
+    from srtrl.trainer.eval_statistics import estimate
+    from srtrl.trainer.evaluate import sample_and_grade
+    from srtrl.trainer.majority import vote
 
-    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": model})})
-    check_task(recipe)
-    set_cpu_threads(recipe.num_threads)
-    tokenizer = build.build_tokenizer(recipe)
-    task = load_task(recipe, tokenizer)
-    prompts = held_out_prompts(task, recipe)
-    policy = build.build_policy(recipe, model, build.choose_device(recipe))
-    engine = build.build_engine(recipe, policy, tokenizer)
     with Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens) as grader:
-        return evaluate(
+        graded = sample_and_grade(
             engine,
             grader,
             tokenizer,
@@ -88,20 +152,13 @@ def run_eval(model: str, recipe: Recipe, *, on_progress: Callable[[CollectProgre
             seed=recipe.seed,
             on_progress=on_progress,
         )
+    scores = vote(graded.groups, task.verifier, recipe.grading)
+    return graded.groups, graded.summarise(majority=None if scores is None else estimate(scores))
 
 
-def eval_table(model: str, result: EvalResult) -> Table:
-    """The result for people."""
-    low, high = result.interval
-    name = "pass@1" if result.num_samples == 1 else f"pass@1 (avg@{result.num_samples})"
-    table = Table(title=f"{model}: {result.num_problems} problems x {result.num_samples}", show_header=False)
-    table.add_row(name, f"{result.accuracy:.2%}  (95% interval {low:.2%} to {high:.2%})")
-    if result.num_samples > 1:
-        table.add_row(f"pass@{result.num_samples}", f"{result.solved_any:.2%}")
-    table.add_row("reward, mean", f"{result.reward:.4f}")
-    table.add_row("response length, mean / max", f"{result.mean_length:.1f} / {result.max_length} tokens")
-    table.add_row("cut at the length limit", f"{result.truncated_share:.2%}")
-    for outcome, count in result.outcomes.items():
-        table.add_row(f"graded {outcome}", str(count))
-    table.add_row("time", f"{result.seconds:.1f} s  ({result.num_tokens / result.seconds:,.0f} tokens/s)")
-    return table
+def _with_model(recipe: Recipe, model: str) -> Recipe:
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": model})})
+
+
+def _longest_sequence(recipe: Recipe) -> int:
+    return recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens

@@ -1,0 +1,78 @@
+"""`srtrl eval`: a policy on held-out problems, of a task or of a suite; or its graders on reference solutions."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    model_or_run: Annotated[
+        str | None, typer.Argument(metavar="MODEL_OR_RUN", help="A model, or the folder of a run.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that replace those of the recipe."),
+    ] = None,
+    *,
+    recipe: Annotated[Path | None, typer.Option(help="Recipe with the task; by default the run's own.")] = None,
+    task: Annotated[str | None, typer.Option(help="Task to evaluate on; its options are overrides.")] = None,
+    suite: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Benchmarks to evaluate on: `math`, or a YAML file.")
+    ] = None,
+    only: Annotated[str | None, typer.Option(metavar="A,B", help="Only these benchmarks of the suite.")] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=FILE", help="A benchmark's problems, instead of the hub's; repeatable."),
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of NAME.jsonl or .parquet; the hub is not asked then.")
+    ] = None,
+    skip_missing: Annotated[
+        bool, typer.Option("--skip-missing", help="Go on without the benchmarks whose data is not to be had.")
+    ] = False,
+    step: Annotated[int | None, typer.Option(help="Checkpoint of the run; by default the newest.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples of each problem.")] = None,
+    problems: Annotated[int | None, typer.Option(help="Held-out problems to use, from the first.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Longest response.")] = None,
+    prompt_template: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Text of the prompt, with {problem} in it.")
+    ] = None,
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--no-chat", help="Whether the prompt goes into the model's chat template.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a row for each sample: .jsonl or .parquet.")
+    ] = None,
+    check_grader: Annotated[
+        bool, typer.Option("--check-grader", help="Grade the reference solutions instead; needs no model.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Measure a policy on held-out problems.
+
+    Prints pass@k and the majority vote with 95% confidence intervals, for the task of a recipe (--task, --recipe, or
+    that of a run) or for each benchmark of a suite (--suite math). Values of the recipe may be overridden, the task's
+    options for example: task.options.eval.files=[test.jsonl].
+    """
+    from srtrl.evaluation import run
+    from srtrl.evaluation.settings import EvalFlags
+
+    flags = EvalFlags(
+        task=task,
+        samples=samples,
+        problems=problems,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        prompt_template=prompt_template,
+        chat=chat,
+        overrides=tuple(overrides or ()),
+    )
+    chosen = run.SuiteChoice.of(suite, only=only, data=data or (), data_dir=data_dir, skip_missing=skip_missing)
+    if check_grader:
+        run.check_graders(model_or_run, recipe, chosen, flags, as_json=as_json)
+    else:
+        run.evaluate(model_or_run, step, recipe, chosen, flags, output=output, as_json=as_json)

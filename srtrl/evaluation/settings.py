@@ -1,0 +1,156 @@
+"""What each evaluation runs with: recipes made from the run's own, from a suite, and from the command line.
+
+Whoever says more goes first: the command line, then the recipe of a run on the task `math`, then the suite. So a policy
+is asked as it was trained unless the user says otherwise, and what was used is in the table and in the JSON.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from srtrl.checks import check_recipe
+from srtrl.evaluation.suite import LocatedBenchmark, Suite
+from srtrl.recipe import Recipe
+from srtrl.recipe_file import RecipeSource, build_recipe
+from srtrl.trainer.run_eval import EvalJob
+
+PROMPT_OPTIONS = ("prompt_template", "chat_template", "chat_template_options", "system_prompt")
+"""Options of the task `math` that say how a policy is asked."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EvalFlags:
+    """The command line's values; None and False where it says nothing."""
+
+    task: str | None = None
+    samples: int | None = None
+    problems: int | None = None
+    temperature: float | None = None
+    max_new_tokens: int | None = None
+    seed: int | None = None
+    prompt_template: str | None = None
+    chat: bool | None = None
+    overrides: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what would otherwise be blamed on a recipe."""
+        if self.prompt_template is not None and "{problem}" not in self.prompt_template:
+            raise ValueError(f"--prompt-template: it must contain {{problem}}, found {self.prompt_template!r}")
+
+    def put(self, source: RecipeSource) -> None:
+        """Put the flags into the recipe's data, then the overrides; errors name the flag."""
+        values: Mapping[str, tuple[tuple[str, ...], Any]] = {
+            "--task": (("task", "name"), self.task),
+            "--samples": (("eval", "num_samples"), self.samples),
+            "--problems": (("eval", "num_problems"), self.problems),
+            "--temperature": (("eval", "temperature"), self.temperature),
+            "--max-new-tokens": (("rollout", "max_new_tokens"), self.max_new_tokens),
+            "--seed": (("seed",), self.seed),
+            "--prompt-template": (("task", "options", "prompt_template"), self.prompt_template),
+            "--chat": (("task", "options", "chat_template"), self.chat),
+        }
+        for flag, (key, value) in values.items():
+            if value is not None:
+                source.put(key, value, flag)
+        source.override(self.overrides)
+
+
+def bare_source(model: str, max_prompt_tokens: int = 1024, max_new_tokens: int = 1024) -> RecipeSource:
+    """The least recipe that an evaluation needs; what only training reads is set so that it cannot be in the way.
+
+    Prompts and responses of up to so many tokens each, or half of what the model was made for where that is less.
+    """
+    rollout = {"num_prompts": 1, "num_samples": 2, **_lengths(model, max_prompt_tokens, max_new_tokens)}
+    train = {"num_steps": 1, "micro_batch_tokens": 1 << 30}
+    data = {"name": "eval", "model": {"path": model}, "rollout": rollout, "train": train}
+    return RecipeSource(Path("--task"), data)
+
+
+def task_job(source: RecipeSource, flags: EvalFlags) -> EvalJob:
+    """The evaluation of the task that a recipe names.
+
+    Raises:
+        RecipeError: a value is wrong.
+    """
+    flags.put(source)
+    recipe = build_checked(source)
+    return EvalJob(name=recipe.task.name, recipe=recipe)
+
+
+def suite_job(
+    suite: Suite, located: LocatedBenchmark, model: str, run: RecipeSource | None, flags: EvalFlags
+) -> EvalJob:
+    """The evaluation of one benchmark of a suite.
+
+    Args:
+        suite: Its values hold where neither the command line nor `run` has any.
+        located: The benchmark with its data.
+        model: What is evaluated.
+        run: The recipe of the run; None for a model.
+        flags: The command line.
+
+    Raises:
+        RecipeError: a value is wrong.
+    """
+    benchmark = located.benchmark
+    where = f"benchmark {benchmark.name}"
+    lengths = (suite.max_prompt_tokens, benchmark.max_new_tokens or suite.max_new_tokens)
+    if run is None:
+        source = bare_source(model, *lengths)
+        source.put(("eval",), {"temperature": suite.temperature, "top_p": suite.top_p}, where)
+    else:
+        source = copy.deepcopy(run)
+        source.put(("train", "micro_batch_tokens"), 1 << 30, where)  # only training reads it
+        if not _knows_math(run):
+            for name, value in _lengths(model, *lengths).items():
+                source.put(("rollout", name), value, where)
+    options = {**located.options, **_prompt_options(suite, located, run)}
+    source.put(("task",), {"name": "math", "options": options}, where)
+    source.put(("rewards",), [{"name": "correct"}], where)
+    temperature = flags.temperature if flags.temperature is not None else _value(source, "eval", "temperature")
+    num_samples = 1 if temperature == 0 else benchmark.num_samples or suite.num_samples
+    source.put(("eval", "num_samples"), num_samples, where)
+    source.put(("eval", "num_problems"), None, where)
+    flags.put(source)
+    return EvalJob(name=benchmark.name, recipe=build_checked(source))
+
+
+def build_checked(source: RecipeSource) -> Recipe:
+    """The recipe of `source`, every name and local path in it resolved."""
+    recipe = build_recipe(source)
+    check_recipe(recipe, source)
+    return recipe
+
+
+def _lengths(model: str, max_prompt_tokens: int, max_new_tokens: int) -> dict[str, int]:
+    """So many tokens, or half of what the model was made for where that is less."""
+    from srtrl.model.weights import read_config
+
+    half = read_config(model).max_position_embeddings // 2
+    return {"max_prompt_tokens": min(half, max_prompt_tokens), "max_new_tokens": min(half, max_new_tokens)}
+
+
+def _knows_math(run: RecipeSource) -> bool:
+    """Whether the run is about the task `math`: only then do its prompts and lengths fit a suite's problems."""
+    return bool(_value(run, "task", "name") == "math")
+
+
+def _prompt_options(suite: Suite, located: LocatedBenchmark, run: RecipeSource | None) -> dict[str, Any]:
+    """How the run's policy was asked, where that was the task `math`; else the suite's way."""
+    if run is not None and _knows_math(run):
+        trained = _value(run, "task", "options") or {}
+        return {name: trained[name] for name in PROMPT_OPTIONS if name in trained}
+    options: dict[str, Any] = {"prompt_template": located.benchmark.prompt_template or suite.prompt_template}
+    if suite.system_prompt is not None:
+        options["system_prompt"] = suite.system_prompt
+    return options
+
+
+def _value(source: RecipeSource, section: str, name: str) -> Any:
+    """A value of the recipe's data, which has not been checked; None where it is not given."""
+    values = source.data.get(section)
+    return values.get(name) if isinstance(values, dict) else None

@@ -1,0 +1,309 @@
+"""`srtrl eval --suite`: where the data is found, what each benchmark runs with, and what comes out."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import yaml
+from test_cli import run
+from tiny_run import make_policy
+
+from srtrl.evaluation.run import SuiteChoice
+from srtrl.evaluation.settings import EvalFlags, bare_source, suite_job
+from srtrl.evaluation.suite import load_suite, locate
+from srtrl.recipe import Recipe
+from srtrl.recipe_file import RecipeSource, dump_recipe, read_source
+from srtrl.tasks.rows import MissingDataError
+from srtrl.trainer.run_eval import EvalJob, run_evals
+
+GSM8K = [{"question": f"{n} plus 1?", "answer": f"so it is\n#### {n + 1}"} for n in range(6)]
+MATH = [{"problem": f"{n} plus 2?", "answer": f"{n + 2}", "solution": f"\\boxed{{{n + 2}}}"} for n in range(5)]
+MMLU = [{"question": "Prime?", "choices": ["4", "13"], "answer": 1, "subject": "x"}]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder with three of the benchmarks."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder / "gsm8k_test.jsonl", GSM8K)
+    write(folder / "math500.jsonl", MATH)
+    write(folder / "mmlu_stem.jsonl", MMLU)
+    return folder
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def jobs_of(data: Path, only: str, source: RecipeSource | None = None, **flags: Any) -> dict[str, EvalJob]:
+    chosen = SuiteChoice.of("math", only=only, data=(), data_dir=data, skip_missing=False)
+    assert chosen is not None
+    found = chosen.locate().benchmarks
+    jobs = [suite_job(chosen.suite, one, "bundled:tiny", source, EvalFlags(**flags)) for one in found]
+    return {job.name: job for job in jobs}
+
+
+# --- The suite and its data -------------------------------------------------------------------------------------------
+
+
+def test_the_math_suite_has_the_eight_benchmarks() -> None:
+    suite = load_suite("math")
+    names = ["gsm8k", "math500", "aime24", "aime25", "amc23", "olympiadbench", "minerva", "mmlu_stem"]
+    assert [benchmark.name for benchmark in suite.benchmarks] == names
+    assert all(benchmark.data.hub and benchmark.num_rows for benchmark in suite.benchmarks)
+
+
+def test_fields_are_called_what_the_rows_call_them(tmp_path: Path) -> None:
+    suite = load_suite("math")
+    [olympiad] = [benchmark for benchmark in suite.benchmarks if benchmark.name == "olympiadbench"]
+    write(tmp_path / "hub.jsonl", [{"question": "q", "final_answer": ["1", "2"], "answer": None}])
+    write(tmp_path / "own.jsonl", [{"problem": "q", "answer": "1, 2"}])
+    fields = []
+    for name in ("hub", "own"):
+        located = locate(olympiad, {"olympiadbench": str(tmp_path / f"{name}.jsonl")}, None)
+        fields.append((located.options["problem_field"], located.options["answer_field"]))
+        assert "solution_field" not in located.options
+    assert fields == [("question", "final_answer"), ("problem", "answer")]
+    write(tmp_path / "none.jsonl", [{"q": "q", "a": "1"}])
+    with pytest.raises(ValueError, match=r"olympiadbench: its rows have no field `question` or `problem`.*q, a"):
+        locate(olympiad, {"olympiadbench": str(tmp_path / "none.jsonl")}, None)
+
+
+def test_what_is_not_in_the_folder_is_missing_and_the_hub_is_not_asked(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hub(*_: object, **__: object) -> None:
+        raise AssertionError("must not be reached")
+
+    monkeypatch.setattr("datasets.load_dataset", hub)
+    strict = SuiteChoice.of("math", only=None, data=(), data_dir=data, skip_missing=False)
+    assert strict is not None
+    with pytest.raises(MissingDataError, match=r"benchmark aime24: .*looked for aime24\.jsonl.*--data aime24=FILE"):
+        strict.locate()
+    lenient = SuiteChoice.of("math", only=None, data=(), data_dir=data, skip_missing=True)
+    assert lenient is not None
+    found = lenient.locate()
+    assert [one.benchmark.name for one in found.benchmarks] == ["gsm8k", "math500", "mmlu_stem"]
+    assert list(found.missing) == ["aime24", "aime25", "amc23", "olympiadbench", "minerva"]
+    nothing = SuiteChoice.of("math", only="aime24,aime25", data=(), data_dir=data, skip_missing=True)
+    assert nothing is not None
+    with pytest.raises(MissingDataError, match="no benchmark is left: aime24: "):
+        nothing.locate()
+
+
+def test_a_hub_that_gives_nothing_is_a_missing_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def hub(name: str, config: str | None, *, split: str) -> None:
+        asked.append((name, config, split))
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("datasets.load_dataset", hub)
+    result = run("eval", "bundled:tiny", "--suite", "math", "--only", "gsm8k")
+    assert result.exit_code == 2
+    assert "benchmark gsm8k: hub data set openai/gsm8k (main, test): no network; give a file" in result.stderr
+    assert asked == [("openai/gsm8k", "main", "test")]
+
+
+def test_a_suite_of_one_s_own(tmp_path: Path, data: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "num_samples: 3\nbenchmarks:\n  - name: sums\n    title: Sums\n"
+        f"    data: {{files: ['{data}/math500.jsonl']}}\n    max_new_tokens: 17\n"
+    )
+    chosen = SuiteChoice.of(str(path), only=None, data=(), data_dir=None, skip_missing=False)
+    assert chosen is not None
+    [one] = chosen.locate().benchmarks
+    recipe = suite_job(chosen.suite, one, "bundled:tiny", None, EvalFlags()).recipe
+    assert (recipe.eval.num_samples, recipe.rollout.max_new_tokens) == (3, 17)
+    path.write_text(path.read_text().replace("title", "titel"))
+    result = run("eval", "bundled:tiny", "--suite", path)
+    assert result.exit_code == 2
+    assert f"{path}:4: benchmarks.0.titel: unknown key, did you mean `title`?" in result.stderr
+
+
+# --- What each benchmark runs with ------------------------------------------------------------------------------------
+
+
+def test_a_model_is_asked_as_the_suite_says(data: Path) -> None:
+    jobs = jobs_of(data, "gsm8k,mmlu_stem")
+    gsm8k, mmlu = jobs["gsm8k"].recipe, jobs["mmlu_stem"].recipe
+    assert (gsm8k.rollout.max_prompt_tokens, gsm8k.rollout.max_new_tokens) == (256, 256)  # half of 512 positions
+    assert (gsm8k.eval.num_samples, gsm8k.eval.temperature, gsm8k.eval.num_problems) == (1, 1.0, None)
+    assert "step by step" in gsm8k.task.options["prompt_template"]
+    assert "letter" in mmlu.task.options["prompt_template"]
+    assert mmlu.task.options["choices_field"] == "choices"
+
+
+def test_a_run_is_asked_as_it_was_trained_and_the_command_line_goes_before_all(data: Path, tmp_path: Path) -> None:
+    source = bare_source("bundled:tiny", 100, 50)
+    trained = {"eval": {"files": ["gone.jsonl"]}, "prompt_template": "Q {problem} A", "malformed_rows": "skip"}
+    source.put(("task",), {"name": "math", "options": trained}, "test")
+    source.put(("eval",), {"num_samples": 8, "num_problems": 3, "temperature": 0.5}, "test")
+    source.put(("rewards",), [{"name": "format"}], "test")
+    recipe = jobs_of(data, "gsm8k", source)["gsm8k"].recipe
+    assert recipe.task.options["prompt_template"] == "Q {problem} A"
+    assert recipe.task.options["eval"] == {"files": [str(data / "gsm8k_test.jsonl")]}
+    assert "malformed_rows" not in recipe.task.options
+    assert [reward.name for reward in recipe.rewards] == ["correct"]
+    assert (recipe.rollout.max_new_tokens, recipe.eval.temperature) == (50, 0.5)
+    assert (recipe.eval.num_samples, recipe.eval.num_problems) == (1, None)  # those are of its training
+    flags = {"samples": 4, "max_new_tokens": 9, "temperature": 0.7, "problems": 2, "prompt_template": "{problem}!"}
+    recipe = jobs_of(data, "gsm8k", source, **flags, overrides=["rollout.max_prompt_tokens=77"])["gsm8k"].recipe
+    assert (recipe.eval.num_samples, recipe.eval.num_problems, recipe.eval.temperature) == (4, 2, 0.7)
+    assert (recipe.rollout.max_prompt_tokens, recipe.rollout.max_new_tokens) == (77, 9)
+    assert recipe.task.options["prompt_template"] == "{problem}!"
+    assert source.data["task"]["options"] == trained  # the next benchmark starts from the same
+
+
+def test_the_lengths_of_a_run_on_another_task_are_not_those_of_the_suite(data: Path) -> None:
+    source = bare_source("bundled:tiny", 20, 30)
+    source.put(("task",), {"name": "arithmetic"}, "test")
+    recipe = jobs_of(data, "gsm8k", source)["gsm8k"].recipe
+    assert (recipe.rollout.max_prompt_tokens, recipe.rollout.max_new_tokens) == (256, 256)
+    assert "step by step" in recipe.task.options["prompt_template"]
+
+
+def test_a_greedy_policy_is_sampled_once(data: Path) -> None:
+    suite = load_suite("math")
+    [aime] = [benchmark for benchmark in suite.benchmarks if benchmark.name == "aime24"]
+    located = locate(aime, {"aime24": str(data / "math500.jsonl")}, None)
+    counts = [
+        suite_job(suite, located, "bundled:tiny", None, EvalFlags(temperature=temperature)).recipe.eval.num_samples
+        for temperature in (None, 0.0)
+    ]
+    assert counts == [16, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "gsm8k"], "--only: it needs --suite"),
+        (["--skip-missing"], "--skip-missing: it needs --suite"),
+        (["--suite", "mth"], "--suite: mth is neither a suite, did you mean `math`?"),
+        (["--suite", "math", "--only", "gsm8"], "--only: no benchmark `gsm8` in this suite, did you mean `gsm8k`?"),
+        (["--suite", "math", "--only", ","], "--only: expected names of benchmarks"),
+        (["--suite", "math", "--data", "gsm8k"], "--data: expected NAME=FILE, found 'gsm8k'"),
+        (["--suite", "math", "--data", "gsm=x.jsonl"], "--data: no benchmark `gsm` in this suite"),
+        (["--suite", "math", "--data-dir", "nowhere"], "--data-dir: there is no folder nowhere"),
+        (["--suite", "math", "--task", "math"], "--task and --suite: choose one"),
+        (["--suite", "math", "--output", "x.csv"], "--output: expected a .jsonl or .parquet file, found x.csv"),
+        (["--suite", "math", "--output", "gone/x.jsonl"], "--output: there is no folder gone"),
+        (["--suite", "math", "--prompt-template", "hello"], "--prompt-template: it must contain {problem}"),
+    ],
+)
+def test_wrong_options_are_named_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr("srtrl.model.weights.load_model", None)
+    result = run("eval", "bundled:tiny", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_data_that_does_not_fit_is_said_before_weights(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("srtrl.trainer.build.load_model", None)
+    write(data / "math500.jsonl", [*MATH, {"problem": "no answer"}])
+    result = run("eval", "bundled:tiny", "--suite", "math", "--only", "gsm8k,math500", "--data-dir", data)
+    assert result.exit_code == 2
+    assert "math500.jsonl:6: no field `answer`" in result.stderr
+    write(data / "math500.jsonl", MATH[:1])
+    result = run("eval", "bundled:tiny", "--suite", "math", "--data", f"gsm8k={data}/math500.jsonl", "--only", "gsm8k")
+    assert "no answer: `answer` has no match of '#### (.+)'" in result.stderr
+
+
+# --- What comes out ---------------------------------------------------------------------------------------------------
+
+
+def short(policy: Path, data: Path, *arguments: object) -> Any:
+    lengths = ("--max-new-tokens", 8, "rollout.max_prompt_tokens=110", "rollout.kv_memory_gib=0.05")
+    options = ("--suite", "math", "--data-dir", data, "--prompt-template", "{problem}\n")
+    result = run("eval", policy, *lengths, *options, *arguments)
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
+def test_the_suite_end_to_end(policy: Path, data: Path, tmp_path: Path) -> None:
+    write(data / "gsm8k_test.jsonl", [*GSM8K, {"question": "long " * 40, "answer": "#### 1"}])
+    output = tmp_path / "rows.jsonl"
+    result = short(policy, data, "--skip-missing", "--samples", 4, "--problems", 3, "--output", output, "--json")
+    report = json.loads(result.stdout)
+    gsm8k, math500, mmlu = report["benchmarks"]
+    assert (gsm8k["num_rows"], gsm8k["num_left_out"], gsm8k["expected_rows"]) == (7, 1, 1319)
+    assert (gsm8k["result"]["num_problems"], gsm8k["result"]["num_samples"]) == (3, 4)
+    assert mmlu["result"]["num_problems"] == 1
+    assert list(gsm8k["result"]["pass_at"]) == ["1", "2", "4"]
+    assert gsm8k["result"]["majority"] is not None
+    assert report["macro_average"]["num_benchmarks"] == 3
+    assert "aime24" in report["missing"]
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 4 * (3 + 3 + 1)
+    assert [row["sample_index"] for row in rows[:5]] == [0, 1, 2, 3, 0]
+    for one in (gsm8k, math500, mmlu):
+        own = [row for row in rows if row["benchmark"] == one["name"]]
+        assert one["result"]["accuracy"] == pytest.approx(sum(row["correct"] for row in own) / len(own))
+        assert one["result"]["num_tokens"] == sum(row["num_tokens"] for row in own)
+    again = run("eval", policy, "--suite", "math", "--data-dir", data, "--output", output)
+    assert again.exit_code == 2
+    assert "exists; name another file" in again.stderr
+    # One benchmark alone gives the same samples as among others, and the table says the same.
+    parquet = tmp_path / "rows.parquet"
+    table = short(policy, data, "--only", "math500", "--samples", 4, "--problems", 3, "--output", parquet).stdout
+    own = [row for row in rows if row["benchmark"] == "math500"]
+    assert pyarrow.parquet.read_table(parquet).to_pylist() == own
+    assert "MATH-500" in table
+    assert f"{100 * math500['result']['accuracy']:.1f}% (" in table
+    assert "has 5 problems, known are 500." in " ".join(table.split())
+
+
+def test_the_table_says_what_is_missing_and_what_was_left_out(policy: Path, data: Path) -> None:
+    write(data / "gsm8k_test.jsonl", [*GSM8K, {"question": "long " * 40, "answer": "#### 1"}])
+    table = " ".join(short(policy, data, "--only", "gsm8k,aime24", "--skip-missing").stdout.split())
+    assert "1 of 7 problems are in no figure: their prompts have more than 110 tokens." in table
+    assert "aime24: no data: --data-dir: " in table
+    assert "of 1 of 2" in table
+    assert "no chat template, prompt '{problem}\\n'" in table
+
+
+def test_a_run_s_recipe_reaches_the_suite(policy: Path, data: Path, tmp_path: Path) -> None:
+    """By way of the folder of a run: the prompt is the one that the policy was trained on."""
+    source = bare_source(str(policy), 60, 8)
+    options = {"train": {"files": [str(data / "math500.jsonl")]}, "prompt_template": "Sum: {problem}\n"}
+    source.put(("task",), {"name": "math", "options": options}, "test")
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / "step_000001").symlink_to(policy)
+    (folder / "recipe.yaml").write_text(dump_recipe(Recipe.model_validate(source.data)))
+    assert yaml.safe_load((folder / "recipe.yaml").read_text())["task"]["options"] == options
+    assert read_source(folder / "recipe.yaml").data["rollout"]["max_new_tokens"] == 8
+    output = tmp_path / "rows.jsonl"
+    result = run("eval", folder, "--suite", "math", "--only", "gsm8k", "--data-dir", data, "--output", output)
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(output.read_text().splitlines()[0])["prompt"] == "Sum: 0 plus 1?\n"
+
+
+# --- The drafter ------------------------------------------------------------------------------------------------------
+
+
+def test_samples_of_a_problem_draft_from_each_other(policy: Path, data: Path) -> None:
+    """Speculation changes the steps and nothing else."""
+    flags: dict[str, Any] = {"samples": 8, "temperature": 0.3, "max_new_tokens": 24, "problems": 3}
+    overrides = ["rollout.max_prompt_tokens=100", "rollout.draft_budget=8", "rollout.slots=6"]
+    results = {}
+    for drafter in ("none", "srt"):
+        jobs = jobs_of(data, "gsm8k", **flags, overrides=[*overrides, f"rollout.drafter={drafter}"])
+        [outcome] = run_evals(str(policy), list(jobs.values()))
+        results[drafter] = outcome
+    assert results["none"].result.tokens_per_decode_step == 1.0
+    assert (results["srt"].result.tokens_per_decode_step or 0) > 1.2
+    texts = [[rollout.token_ids for group in one.groups for rollout in group.rollouts] for one in results.values()]
+    assert texts[0] == texts[1]
