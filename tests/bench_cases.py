@@ -8,8 +8,14 @@ from typer.testing import CliRunner, Result
 from srtrl.cli import app
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import EMPTY_TREE, DraftTree, DraftTrees
+from srtrl.tasks.reward_input import RewardInput
 
 REPEATER = "bench_cases:Repeater"
+
+
+def digit_share(sample: RewardInput) -> float:
+    """Share of digits in the response."""
+    return sum(character.isdigit() for character in sample.text) / max(1, len(sample.text))
 
 
 class Repeater(DrafterBase):

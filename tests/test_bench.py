@@ -4,7 +4,6 @@ import json
 import math
 import statistics
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,11 @@ from conftest import REPOSITORY
 from tiny_run import VOCAB_SIZE, make_policy
 from typer.testing import CliRunner, Result
 
-from srtrl.bench.comparison import Comparison, compare
-from srtrl.bench.contender import OurDecoder, RunTime
+from srtrl.bench.comparison import Comparison
+from srtrl.bench.contender import OurDecoder
 from srtrl.bench.environment import Environment, cpu_name
 from srtrl.bench.peer_hf import PAD_TOKEN_ID, HuggingFaceGenerate
 from srtrl.bench.shapes import SHAPES, write_random_model
-from srtrl.bench.statistics import paired_ratio
 from srtrl.bench.tables import Document, comparison_values, peer_grid, put_section
 from srtrl.bench.workload import Workload, draw_lengths, make_workload, random_prompts
 from srtrl.cli import app
@@ -156,65 +154,6 @@ def test_the_peer_samples_from_the_whole_distribution_of_the_same_weights(folder
     assert scipy.stats.chisquare(observed, expected.numpy()).pvalue > 1e-4
 
 
-# --- How they are compared --------------------------------------------------------------------------------------------
-
-
-@dataclass
-class FakeContender:
-    """Takes the seconds it is told to, and notes when it ran."""
-
-    name: str
-    seconds: list[float]
-    journal: list[str]
-    num_tokens: int | None = None
-    turns: list[float] = field(default_factory=list)
-
-    def run(self, workload: Workload) -> RunTime:
-        self.journal.append(self.name)
-        self.turns.append(self.seconds[len(self.turns)])
-        return RunTime(seconds=self.turns[-1], num_tokens=self.num_tokens or workload.num_tokens)
-
-
-def test_contenders_take_turns_and_the_warm_up_does_not_count() -> None:
-    journal: list[str] = []
-    told: list[str] = []
-    contenders = [FakeContender("a", [9.0, 1.0, 2.0], journal), FakeContender("b", [8.0, 3.0, 5.0], journal)]
-    result = compare(contenders, workload_of([2, 3]), repeats=2, on_run=told.append)
-    assert journal == ["a", "b"] * 3
-    assert result.seconds == {"a": [1.0, 2.0], "b": [3.0, 5.0]}
-    assert (result.num_sequences, result.num_tokens, result.longest) == (2, 5, 3)
-    assert told[:3] == ["a, warm-up: 9.000 s", "b, warm-up: 8.000 s", "a, run 1 of 2: 1.000 s"]
-    assert result.ratio("a", to="b").value == pytest.approx(math.sqrt(3.0 * 2.5))
-
-
-def test_a_contender_that_does_less_work_is_caught() -> None:
-    contenders = [FakeContender("a", [1.0] * 2, []), FakeContender("b", [1.0] * 2, [], num_tokens=4)]
-    with pytest.raises(AssertionError, match="b made 4 tokens"):
-        compare(contenders, workload_of([2, 3]), repeats=1, on_run=lambda _: None)
-
-
-@pytest.mark.parametrize("num_pairs", [2, 3, 5, 31])
-def test_the_interval_is_that_of_students_t(num_pairs: int) -> None:
-    slow = [3.0 + 0.1 * (i % 3) + 0.01 * i for i in range(num_pairs)]
-    fast = [2.0 - 0.05 * (i % 2) for i in range(num_pairs)]
-    logs = [math.log(a / b) for a, b in zip(slow, fast, strict=True)]
-    expected = scipy.stats.t.interval(0.95, num_pairs - 1, statistics.fmean(logs), scipy.stats.sem(logs))
-    ratio = paired_ratio(slow, fast)
-    assert ratio.value == pytest.approx(statistics.geometric_mean(slow) / statistics.geometric_mean(fast))
-    assert ratio.low is not None
-    assert ratio.high is not None
-    assert [math.log(ratio.low), math.log(ratio.high)] == pytest.approx(expected, rel=1e-3)
-
-
-def test_one_pair_has_no_interval_and_many_have_one_that_is_not_too_narrow() -> None:
-    assert str(paired_ratio([3.0], [2.0])) == "1.50x as fast"
-    logs = [0.1 * (i % 7) for i in range(60)]
-    ratio = paired_ratio([math.exp(value) for value in logs], [1.0] * 60)
-    exact = scipy.stats.t.interval(0.95, 59, statistics.fmean(logs), scipy.stats.sem(logs))
-    assert ratio.high is not None
-    assert 0 <= math.log(ratio.high) - exact[1] < 0.04 * (exact[1] - statistics.fmean(logs))
-
-
 # --- What is written --------------------------------------------------------------------------------------------------
 
 
@@ -246,7 +185,7 @@ def test_markdown_has_the_medians_the_speeds_the_ratio_and_where_it_was_measured
     )
     assert "- A note.\n" in text
     assert "| 8 | equal | ours | 1.200 | 833 |  |\n" in text
-    assert "| 8 | equal | peer | 2.400 | 417 | 2.00x as fast (2.00 to 2.00) |\n" in text
+    assert "| 8 | equal | peer | 2.400 | 417 | 2.000x as fast (2.000 to 2.000) |\n" in text
 
 
 def test_json_has_every_run() -> None:
@@ -327,6 +266,10 @@ def test_one_peer_and_one_spread_of_lengths_of_a_random_model(tmp_path: Path) ->
         (("--prompts", "PROMPTS", "--sequences", 3), ":3: the prompt is empty"),
         (("--prompts", "PROMPTS", "--sequences", 2), ":2: expected one of `prompt`"),
         (("--model", "./nowhere"), "./nowhere: no local folder"),
+        (("--precision", 0.02, "--repeats", 2), "--precision: expected a share like 0.02 and --repeats of at least 3"),
+        (("--precision", 2), "--precision: expected a share like 0.02"),
+        (("--max-minutes", 2), "--max-minutes: expected a number above 0, beside --precision; found 2"),
+        (("--control",), "--control has no meaning here: it is for --trace; or --drafters on a live policy"),
         (("--slots", "4,8"), "--slots: one number here, found 2; several are for --drafters"),
     ],
 )

@@ -13,6 +13,7 @@ from srtrl.bench.comparison import Comparison
 from srtrl.bench.drafter_tables import merge_metrics, merge_steps, run_ahead_grid, speed_grid, time_grid
 from srtrl.bench.live_run import LiveDecoder, run_series
 from srtrl.bench.live_workload import LiveWorkload, PolicyChanges
+from srtrl.bench.run_plan import RunPlan
 from srtrl.engine.engine import EngineOptions
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model
@@ -86,7 +87,7 @@ def test_all_contenders_of_a_series_sample_the_same_and_the_weights_are_restored
     changes = PolicyChanges(policy, 0.05, seed=1)
     told: list[str] = []
     lengths: list[int] = []
-    steps = run_series(contenders, live_workload(), 2, changes, told.append, lengths)
+    steps = run_series(contenders, live_workload(), RunPlan(repeats=2), changes, told.append, lengths)
     assert [step.labels for step in steps] == [{"slots": "3", "step": str(number)} for number in range(1, 5)]
     assert lengths == [6] * 16
     assert len(told) == 2 + 2 * 4 * 2
@@ -109,7 +110,9 @@ def test_contenders_that_sample_otherwise_are_caught(policy: Transformer, folder
         for name, model in (("a", policy), ("b", other))
     ]
     with pytest.raises(AssertionError, match="b sampled other tokens"):
-        run_series(contenders, live_workload(), 1, PolicyChanges(policy, 0, seed=1), lambda _: None, [])
+        run_series(
+            contenders, live_workload(), RunPlan(repeats=1), PolicyChanges(policy, 0, seed=1), lambda _: None, []
+        )
 
 
 def test_the_change_of_the_policy_is_measured(policy: Transformer) -> None:
@@ -222,7 +225,7 @@ def test_tables_show_what_was_measured() -> None:
         "| slots | step | drafter | seconds | ms/step | ms/token | tokens/step | verified/step | against none |"
     )
     assert lines[4] == "| 8 | 1 | none | 2.200 | 220.00 | 22.000 | 1.00 | 4.00 |  |"
-    assert lines[5] == "| 8 | 1 | srt | 1.100 | 110.00 | 11.000 | 3.00 | 4.00 | 2.00x as fast (2.00 to 2.00) |"
+    assert lines[5] == "| 8 | 1 | srt | 1.100 | 110.00 | 11.000 | 3.00 | 4.00 | 2.000x as fast (2.000 to 2.000) |"
     (_, _, _, _, _, row) = time_grid([whole]).to_markdown()
     assert row == "| 8 | srt | 20.0% | 60.0% | 12.0% | 8.0% | - | - | - - - - |"
 

@@ -27,7 +27,7 @@ from srtrl.cli import app
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.drafters.none import Drafter as NoDrafter
-from srtrl.recipe import Section
+from srtrl.recipe_base import Section
 from srtrl.rollout.recorded import RecordedPrompt, Recording, load_recorded_tokenizer, read_recorded
 from srtrl.trainer.rollout_files import rollout_file_name, write_rollouts
 from srtrl.trainer.tokenizer_training import train_tokenizer
@@ -461,7 +461,8 @@ def test_a_parquet_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 # --- The command ------------------------------------------------------------------------------------------------------
 
 COUNTED = set(ReplayRow.__dataclass_fields__)
-SETTINGS = {"drafter", "drafter_options", "draft_budget", "min_score", "history", "slots", "order", "max_tokens"}
+SETTINGS = {"drafter", "drafter_options", "draft_budget", "min_score", "max_tokens"}
+SETTINGS |= {"history", "history_as", "slots", "order"}
 
 
 def run(*arguments: object) -> Result:
@@ -497,6 +498,7 @@ def test_the_command_prints_json(rows_file: Path, tmp_path: Path) -> None:
         "draft_budget": 16,
         "min_score": None,
         "history": 0.0,
+        "history_as": "complete",
         "slots": None,
         "order": None,
         "max_tokens": 3,

@@ -1,25 +1,14 @@
 """What takes part in a benchmark, and our own decoder as such."""
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
+from srtrl.bench.engine_run import EngineRun, RunTime, take_turns
 from srtrl.bench.workload import Workload
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.model.transformer import Transformer
-from srtrl.types import Completion, Request
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class RunTime:
-    """One rollout of a workload, from the prompts to all tokens on the host."""
-
-    seconds: float
-    num_tokens: int
-    """Generated tokens, padding apart."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """What our engine counted; nothing of other decoders."""
+from srtrl.types import Completion
 
 
 class Contender(Protocol):
@@ -51,11 +40,19 @@ class OurDecoder:
         Raises:
             ValueError: The workload does not fit the model or the pages.
         """
-        engine = self._engine_for(workload)
-        self.prepare(engine, workload)
-        time_taken, completions = timed_run(engine, workload.requests)
+        ((time_taken, completions),) = take_turns([self.start(workload)])
         self.check(completions)
         return time_taken
+
+    def start(self, workload: Workload) -> EngineRun:
+        """Begin to decode the whole workload once; `check` what comes out.
+
+        Raises:
+            ValueError: The workload does not fit the model or the pages.
+        """
+        engine = self._engine_for(workload)
+        self.prepare(engine, workload)
+        return EngineRun(engine, workload.requests)
 
     def prepare(self, engine: Engine, workload: Workload) -> None:
         """What comes before the time that counts; here nothing."""
@@ -76,18 +73,3 @@ class OurDecoder:
             self.engine = Engine(self._model, options)
             self._workload = workload
         return self.engine
-
-
-def timed_run(
-    engine: Engine, requests: Sequence[Request], run_ahead: Sequence[Request] = ()
-) -> tuple[RunTime, list[Completion]]:
-    """Decode the requests; where the engine's options state a cost of its steps, the seconds are priced by it."""
-    engine.take_metrics()
-    started = time.perf_counter()
-    completions = list(engine.generate(requests, run_ahead=run_ahead))
-    seconds = time.perf_counter() - started
-    metrics = engine.take_metrics()
-    if engine.options.cost_points is not None:
-        seconds = metrics["engine/priced_seconds"]
-    num_tokens = sum(len(completion.token_ids) for completion in completions)
-    return RunTime(seconds=seconds, num_tokens=num_tokens, metrics=metrics), completions

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from srtrl.bench.comparison import Comparison
 from srtrl.bench.statistics import Ratio
@@ -42,115 +42,101 @@ def aligned(num_labels: int, num_numbers: int, num_words: int) -> tuple[Align, .
     return (*[right] * num_labels, left, *[right] * num_numbers, *[left] * num_words)
 
 
-def speed_grid(comparisons: Sequence[Comparison], caption: str = "") -> Grid:
-    """One row a comparison and contender: seconds, and what a decode step took and brought."""
+def drafter_grid(
+    comparisons: Sequence[Comparison],
+    columns: Sequence[str],
+    cells: Callable[[Comparison, str], Sequence[str]],
+    *,
+    caption: str,
+) -> Grid:
+    """One row a comparison and contender: the comparison's labels, the contender, numbers, and one column of words.
+
+    Args:
+        comparisons: With the same labels and contenders.
+        columns: Headings behind those of the labels and the drafter; all but the last are numbers.
+        cells: What stands below them for a contender.
+        caption: A line above the table.
+    """
     labels = tuple(comparisons[0].labels)
-    baseline = next(iter(comparisons[0].seconds))
-    rows = []
-    for comparison in comparisons:
-        ratios = ratios_of(comparison)
-        for name, seconds in comparison.seconds.items():
-            runs = comparison.metrics[name]
-            median = statistics.median(seconds)
-            rows.append(
-                (
-                    *comparison.labels.values(),
-                    name,
-                    f"{median:.3f}",
-                    f"{1000 * median / mean_metric(runs, 'engine/decode_steps'):.2f}",
-                    f"{1000 * median / comparison.num_tokens:.3f}",
-                    f"{mean_metric(runs, 'engine/tokens_per_decode_step'):.2f}",
-                    f"{mean_metric(runs, 'engine/verified_per_decode_step'):.2f}",
-                    str(ratios[name]) if name in ratios else "",
-                )
-            )
     return Grid(
         caption=caption,
-        columns=(
-            *labels,
-            "drafter",
-            "seconds",
-            "ms/step",
-            "ms/token",
-            "tokens/step",
-            "verified/step",
-            f"against {baseline}",
+        columns=(*labels, "drafter", *columns),
+        alignments=aligned(len(labels), len(columns) - 1, 1),
+        rows=tuple(
+            (*comparison.labels.values(), name, *cells(comparison, name))
+            for comparison in comparisons
+            for name in comparison.seconds
         ),
-        alignments=aligned(len(labels), 5, 1),
-        rows=tuple(rows),
         group_by=len(labels),
     )
+
+
+def speed_grid(comparisons: Sequence[Comparison], caption: str = "") -> Grid:
+    """Seconds, and what a decode step took and brought."""
+
+    def cells(comparison: Comparison, name: str) -> Sequence[str]:
+        runs = comparison.metrics[name]
+        median = statistics.median(comparison.seconds[name])
+        return (
+            f"{median:.3f}",
+            f"{1000 * median / mean_metric(runs, 'engine/decode_steps'):.2f}",
+            f"{1000 * median / comparison.num_tokens:.3f}",
+            f"{mean_metric(runs, 'engine/tokens_per_decode_step'):.2f}",
+            f"{mean_metric(runs, 'engine/verified_per_decode_step'):.2f}",
+            _ratio(comparison, name),
+        )
+
+    columns = ("seconds", "ms/step", "ms/token", "tokens/step", "verified/step", _against(comparisons))
+    return drafter_grid(comparisons, columns, cells, caption=caption)
 
 
 def time_grid(comparisons: Sequence[Comparison]) -> Grid:
     """Shares of the time by part of a decode step, and how far drafts were accepted."""
-    labels = tuple(comparisons[0].labels)
-    rows = []
-    for comparison in comparisons:
-        for name, runs in comparison.metrics.items():
-            seconds = [mean_metric(runs, f"engine/{part}_seconds") for part in PARTS]
-            depths = [mean_metric(runs, f"engine/acceptance_depth_{depth}") for depth in _DEPTHS]
-            rows.append(
-                (
-                    *comparison.labels.values(),
-                    name,
-                    *(f"{part / sum(seconds):.1%}" for part in seconds),
-                    _cell(mean_metric(runs, "engine/draft_hit_rate"), ".0%"),
-                    _cell(mean_metric(runs, "engine/accepted_per_draft"), ".2f"),
-                    " ".join(_cell(depth, ".2f") for depth in depths),
-                )
-            )
-    return Grid(
-        caption="Where the time of the clock goes, and what became of the drafts",
-        columns=(*labels, "drafter", *PARTS, "hits", "accepted/draft", f"accepted at depth {_words(_DEPTHS)}"),
-        alignments=aligned(len(labels), len(PARTS) + 2, 1),
-        rows=tuple(rows),
-        group_by=len(labels),
-    )
+
+    def cells(comparison: Comparison, name: str) -> Sequence[str]:
+        runs = comparison.metrics[name]
+        seconds = [mean_metric(runs, f"engine/{part}_seconds") for part in PARTS]
+        depths = [mean_metric(runs, f"engine/acceptance_depth_{depth}") for depth in _DEPTHS]
+        return (
+            *(f"{part / sum(seconds):.1%}" for part in seconds),
+            _cell(mean_metric(runs, "engine/draft_hit_rate"), ".0%"),
+            _cell(mean_metric(runs, "engine/accepted_per_draft"), ".2f"),
+            " ".join(_cell(depth, ".2f") for depth in depths),
+        )
+
+    columns = (*PARTS, "hits", "accepted/draft", f"accepted at depth {_words(_DEPTHS)}")
+    caption = "Where the time of the clock goes, and what became of the drafts"
+    return drafter_grid(comparisons, columns, cells, caption=caption)
 
 
 def run_ahead_grid(comparisons: Sequence[Comparison], num_tokens: Sequence[int]) -> Grid:
     """What run-ahead made, how much of it later samples took over, and what that was worth.
 
     Args:
-        comparisons: Each of all steps together.
+        comparisons: Each of all steps together, with different labels.
         num_tokens: For each the tokens of the steps that had one before them, and could follow its run-ahead.
     """
-    labels = tuple(comparisons[0].labels)
-    rows = []
-    for comparison, most in zip(comparisons, num_tokens, strict=True):
-        ratios = ratios_of(comparison)
-        for name, runs in comparison.metrics.items():
-            made = mean_metric(runs, "engine/run_ahead_tokens_made")
-            used = mean_metric(runs, "engine/run_ahead_tokens_used")
-            followed = mean_metric(runs, "engine/run_ahead_followed")
-            mismatch = mean_metric(runs, _FIRST_MISMATCH)
-            rows.append(
-                (
-                    *comparison.labels.values(),
-                    name,
-                    _cell(made, ",.0f"),
-                    _cell(followed, ",.0f"),
-                    _cell(used / max(most, 1), ".1%"),
-                    _cell(mismatch, ".1f"),
-                    str(ratios[name]) if name in ratios else "",
-                )
-            )
-    return Grid(
-        caption="What run-ahead brought",
-        columns=(
-            *labels,
-            "drafter",
-            "tokens decoded ahead",
-            "samples that followed",
-            "share of tokens accepted from it",
-            "tokens before the first mismatch or its end",
-            f"against {next(iter(comparisons[0].seconds))}",
-        ),
-        alignments=aligned(len(labels), 4, 1),
-        rows=tuple(rows),
-        group_by=len(labels),
+    most = {tuple(one.labels.values()): count for one, count in zip(comparisons, num_tokens, strict=True)}
+
+    def cells(comparison: Comparison, name: str) -> Sequence[str]:
+        runs = comparison.metrics[name]
+        used = mean_metric(runs, "engine/run_ahead_tokens_used")
+        return (
+            _cell(mean_metric(runs, "engine/run_ahead_tokens_made"), ",.0f"),
+            _cell(mean_metric(runs, "engine/run_ahead_followed"), ",.0f"),
+            _cell(used / max(most[tuple(comparison.labels.values())], 1), ".1%"),
+            _cell(mean_metric(runs, _FIRST_MISMATCH), ".1f"),
+            _ratio(comparison, name),
+        )
+
+    columns = (
+        "tokens decoded ahead",
+        "samples that followed",
+        "share of tokens accepted from it",
+        "tokens before the first mismatch or its end",
+        _against(comparisons),
     )
+    return drafter_grid(comparisons, columns, cells, caption="What run-ahead brought")
 
 
 def merge_steps(steps: Sequence[Comparison]) -> Comparison:
@@ -169,6 +155,7 @@ def merge_steps(steps: Sequence[Comparison]) -> Comparison:
             for name in names
         },
         labels={"slots": steps[0].labels["slots"]},
+        num_pilot=steps[0].num_pilot,
     )
 
 
@@ -189,6 +176,17 @@ def merge_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
             weights = [step["engine/tokens"] / step["engine/tokens_per_decode_step"] for step in having]
         merged[name] = sum(w * step[name] for w, step in zip(weights, having, strict=True)) / sum(weights)
     return merged
+
+
+def _against(comparisons: Sequence[Comparison]) -> str:
+    """Heading of the ratios."""
+    return f"against {next(iter(comparisons[0].seconds))}"
+
+
+def _ratio(comparison: Comparison, name: str) -> str:
+    """How many times as fast as the first contender it is; nothing for that one."""
+    first = next(iter(comparison.seconds))
+    return "" if name == first else str(comparison.ratio(name, to=first))
 
 
 def _cell(value: float, form: str) -> str:

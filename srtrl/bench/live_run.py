@@ -5,17 +5,23 @@ take turns step by step. All must sample the same tokens: that is checked after 
 """
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
-from srtrl.bench.comparison import Comparison
-from srtrl.bench.contender import RunTime, timed_run
+from srtrl.bench.comparison import Comparison, RunTeller
 from srtrl.bench.drafter_tables import merge_steps, ratios_of, run_ahead_grid, speed_grid, time_grid
-from srtrl.bench.drafters_setup import describe_drafters, describe_model, drafter_maker, drafter_options
+from srtrl.bench.drafters_setup import (
+    control_name,
+    describe_drafters,
+    describe_model,
+    drafter_maker,
+    drafter_options,
+)
+from srtrl.bench.engine_run import EngineRun, RunTime, take_turns
 from srtrl.bench.environment import Environment
 from srtrl.bench.live_workload import (
     DEFAULT_PROMPTS,
@@ -24,13 +30,13 @@ from srtrl.bench.live_workload import (
     make_live_workload,
 )
 from srtrl.bench.rollout_options import RolloutBench
+from srtrl.bench.run_plan import RunPlan
 from srtrl.bench.tables import Document, comparison_values
 from srtrl.bench.workload import TAIL_SIGMA
 from srtrl.drafters.base import DrafterBase
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model
-from srtrl.trainer.progress import RunProgress
 from srtrl.types import Completion
 
 
@@ -53,15 +59,12 @@ class LiveDecoder:
 
     def begin(self) -> None:
         """A series of steps begins: a new drafter."""
-        self.engine.speculation.drafter = self._make_drafter()
+        self.engine.speculation.use(self._make_drafter())
 
-    def run(self, workload: LiveWorkload, step: int) -> tuple[RunTime, list[Completion]]:
-        """Decode one step; completions by draw and sample."""
+    def start(self, workload: LiveWorkload, step: int) -> EngineRun:
+        """Begin to decode one step."""
         self.engine.drafter.set_next_uses(workload.next_uses(step))
-        run, completions = timed_run(
-            self.engine, workload.requests(step), run_ahead=workload.run_ahead(self._run_ahead, step)
-        )
-        return run, sorted(completions, key=lambda one: (one.request.draw_index, one.request.sample_index))
+        return EngineRun(self.engine, workload.requests(step), workload.run_ahead(self._run_ahead, step))
 
 
 def measure_live(
@@ -83,8 +86,7 @@ def measure_live(
     lengths: list[int] = []
     num_later_tokens = []
     num_runs = sum(bench.repeats * workload.num_steps + 1 for workload in workloads) * len(contender_names(bench))
-    with RunProgress("bench rollout", num_runs, console=Console(stderr=True)) as progress:
-        tell = _Teller(progress)
+    with RunTeller(num_runs) as teller:
         for slots, workload in zip(bench.slots, workloads, strict=True):
             num_slots = slots or workload.step_prompts * workload.num_samples
             at_slots = replace(options, slots=num_slots, max_sequence_tokens=workload.max_sequence_tokens)
@@ -92,7 +94,7 @@ def measure_live(
                 LiveDecoder(name, policy, at_slots, make_drafter=makers[drafter], run_ahead=run_ahead)
                 for name, (drafter, run_ahead) in contender_names(bench).items()
             ]
-            steps = run_series(contenders, workload, bench.repeats, changes, tell, lengths)
+            steps = run_series(contenders, workload, bench.plan, changes, teller.tell, lengths)
             by_step += steps
             whole.append(merge_steps(steps))
             num_later_tokens.append(sum(step.num_tokens for step in steps[1:]))
@@ -110,7 +112,7 @@ def measure_live(
         notes=(
             describe_model(bench, policy),
             *describe_live(bench, workloads, lengths, changes.kls),
-            *describe_drafters(bench, curve),
+            *describe_drafters(bench, curve, whole),
         ),
         grids=tuple(grids),
         values={
@@ -124,41 +126,33 @@ def measure_live(
 
 def contender_names(bench: RolloutBench) -> dict[str, tuple[str, str]]:
     """Contender -> its drafter and run-ahead; `none` never drafts and has no use for run-ahead."""
-    return {
+    names = {
         drafter if run_ahead == "off" else f"{drafter}, {run_ahead}": (drafter, run_ahead)
         for drafter in bench.drafters
         for run_ahead in (("off",) if drafter == "none" else bench.run_ahead)
     }
-
-
-class _Teller:
-    """Says which run is over."""
-
-    def __init__(self, progress: RunProgress) -> None:
-        self._progress = progress
-        self._num_runs = 0
-
-    def __call__(self, text: str) -> None:
-        self._num_runs += 1
-        self._progress.step(self._num_runs, text)
+    if bench.control:
+        first = next(iter(names))
+        names[control_name(first)] = names[first]
+    return names
 
 
 def run_series(
     contenders: Sequence[LiveDecoder],
     workload: LiveWorkload,
-    repeats: int,
+    plan: RunPlan,
     changes: PolicyChanges,
     on_run: Callable[[str], None],
     num_tokens: list[int],
 ) -> list[Comparison]:
-    """Run all steps `repeats` times, the contenders taking turns at each, after one step each to warm up.
+    """Run all steps several times, the contenders side by side, after one step each to warm up.
 
     The series are equal: same streams, same changes of the policy, new drafters.
 
     Args:
         contenders: On the same weights, with different names.
         workload: What they decode.
-        repeats: Series that count.
+        plan: How many series count; with a precision, that of each step's ratios.
         changes: What happens to the weights between steps.
         on_run: Told after each run what it was.
         num_tokens: Gets the length of each response of a series.
@@ -172,23 +166,49 @@ def run_series(
     steps = [_StepRuns(contenders) for _ in range(workload.num_steps)]
     for contender in contenders:
         contender.begin()
-        run, _ = contender.run(workload, 1)
+    runs = take_turns([contender.start(workload, 1) for contender in contenders])
+    for contender, (run, _) in zip(contenders, runs, strict=True):
         on_run(f"{contender.name}, warm-up: {run.seconds:.3f} s")
-    for series in range(repeats):
-        for contender in contenders:
-            contender.begin()
-        with changes.series() as generator:
-            for step, runs in enumerate(steps, start=1):
-                for contender in contenders:
-                    contender.engine.on_policy_update()
-                    run, completions = contender.run(workload, step)
-                    runs.add(contender.name, run, completions)
-                    on_run(f"{contender.name}, series {series + 1} of {repeats}, step {step}: {run.seconds:.3f} s")
-                changes.change(generator, runs.completions)
-    num_tokens += [len(completion.token_ids) for runs in steps for completion in runs.completions]
+    started = time.perf_counter()
+    series, num_series = 0, plan.repeats
+    while series < num_series:
+
+        def tell(text: str, which: str = f"series {series + 1} of {num_series}") -> None:
+            on_run(f"{which}, {text}")
+
+        _run_once(contenders if series % 2 == 0 else contenders[::-1], workload, changes, steps, tell)
+        series += 1
+        if series == plan.repeats:
+            pilots = [runs_of_step.seconds() for runs_of_step in steps]
+            num_series = plan.num_runs(pilots, time.perf_counter() - started)
+    num_tokens += [len(completion.token_ids) for runs_of_step in steps for completion in runs_of_step.completions]
     word = "epoch" if workload.step_prompts == len(workload.prompts) else "step"
     slots = str(contenders[0].engine.options.slots)
-    return [runs.comparison({"slots": slots, word: str(step)}) for step, runs in enumerate(steps, start=1)]
+    return [
+        runs_of_step.comparison({"slots": slots, word: str(step)}, plan)
+        for step, runs_of_step in enumerate(steps, start=1)
+    ]
+
+
+def _run_once(
+    contenders: Sequence[LiveDecoder],
+    workload: LiveWorkload,
+    changes: PolicyChanges,
+    steps: "Sequence[_StepRuns]",
+    on_run: Callable[[str], None],
+) -> None:
+    """One series: all steps, with new drafters."""
+    for contender in contenders:
+        contender.begin()
+    with changes.series() as generator:
+        for step, runs in enumerate(steps, start=1):
+            for contender in contenders:
+                contender.engine.on_policy_update()
+            results = take_turns([contender.start(workload, step) for contender in contenders])
+            for contender, (run, completions) in zip(contenders, results, strict=True):
+                runs.add(contender.name, run, completions)
+                on_run(f"{contender.name}, step {step}: {run.seconds:.3f} s")
+            changes.change(generator, runs.completions)
 
 
 class _StepRuns:
@@ -199,8 +219,9 @@ class _StepRuns:
         """Of the first run."""
         self._runs: dict[str, list[RunTime]] = {contender.name: [] for contender in contenders}
 
-    def add(self, name: str, run: RunTime, completions: list[Completion]) -> None:
+    def add(self, name: str, run: RunTime, completions: Sequence[Completion]) -> None:
         """Note a run of a contender; asserts that its tokens and log-probs are those of the first."""
+        completions = sorted(completions, key=lambda one: (one.request.draw_index, one.request.sample_index))
         if not self.completions:
             self.completions = completions
         for completion, first in zip(completions, self.completions, strict=True):
@@ -208,7 +229,11 @@ class _StepRuns:
             assert completion.rollout_logprobs == first.rollout_logprobs, f"{name} has other log-probs"
         self._runs[name].append(run)
 
-    def comparison(self, labels: dict[str, str]) -> Comparison:
+    def seconds(self) -> dict[str, list[float]]:
+        """Contender -> seconds of its runs so far."""
+        return {name: [run.seconds for run in runs] for name, runs in self._runs.items()}
+
+    def comparison(self, labels: dict[str, str], plan: RunPlan) -> Comparison:
         """The contenders on this step."""
         lengths = [len(completion.token_ids) for completion in self.completions]
         return Comparison(
@@ -216,14 +241,18 @@ class _StepRuns:
             num_sequences=len(lengths),
             num_tokens=sum(lengths),
             longest=max(lengths),
-            seconds={name: [run.seconds for run in runs] for name, runs in self._runs.items()},
+            seconds=self.seconds(),
             metrics={name: [run.metrics for run in runs] for name, runs in self._runs.items()},
             labels=labels,
+            num_pilot=plan.num_pilot,
         )
 
 
 def describe_live(
-    bench: RolloutBench, workloads: Sequence[LiveWorkload], lengths: Sequence[int], kls: Sequence[float]
+    bench: RolloutBench,
+    workloads: Sequence[LiveWorkload],
+    lengths: Sequence[int],
+    kls: Sequence[float],
 ) -> list[str]:
     """What is decoded, in sentences; `lengths` are the tokens of all responses."""
     workload = workloads[0]
@@ -241,8 +270,8 @@ def describe_live(
         f"{bench.num_epochs} time{'s' if bench.num_epochs > 1 else ''} on new random streams{per_step}. {ends}: "
         f"{statistics.median(lengths):.0f} in the median, "
         f"{statistics.fmean(lengths):.0f} on average, {max(lengths)} at most.",
-        f"Same tokens: in each of {bench.repeats} series all contenders sampled the same {sum(lengths):,} tokens with "
-        "the same log-probs (checked with `==` after each step).",
+        f"Same tokens: in each series all contenders sampled the same {sum(lengths):,} tokens with the same log-probs "
+        "(checked with `==` after each step).",
     ]
     if bench.policy_change:
         notes.append(

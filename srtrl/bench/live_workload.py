@@ -51,11 +51,11 @@ class LiveWorkload:
         return max(len(prompt.token_ids) for prompt in self.prompts) + self.sampling.max_new_tokens
 
     def draws(self, step: int) -> list[tuple[int, Prompt]]:
-        """(draw index, prompt) of a step from 1 on; none behind the last."""
+        """(draw index in the run, prompt) of a step from 1 on; none behind the last."""
         if step > self.num_steps:
             return []
-        start = (step - 1) * self.step_prompts % len(self.prompts)
-        return list(enumerate(self.prompts[start : start + self.step_prompts]))
+        first = (step - 1) * self.step_prompts
+        return [(draw, self.prompts[draw % len(self.prompts)]) for draw in range(first, first + self.step_prompts)]
 
     def requests(self, step: int) -> list[Request]:
         """The samples of a step, on the streams that training gives them."""
@@ -65,7 +65,6 @@ class LiveWorkload:
             sampling=self.sampling,
             seed=self.seed,
             purpose="train",
-            step=step,
         )
         return [self._with_length(request) for request in requests]
 
@@ -78,7 +77,6 @@ class LiveWorkload:
             num_samples=self.num_samples,
             sampling=self.sampling,
             seed=self.seed,
-            step=step,
             coupled=mode == "coupled",
         )
         return [self._with_length(request) for request in requests]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from srtrl.bench.contender import RunTime
+from srtrl.bench.engine_run import RunTime
 from srtrl.bench.workload import Workload
 
 PAD_TOKEN_ID = 0

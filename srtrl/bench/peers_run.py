@@ -39,7 +39,7 @@ def measure_peers(
     """
     workloads = build_workloads(bench, read_config(folder), folder)
     policy = load_model(folder, dtype=dtype, device=device)
-    comparisons = compare_all(build_contenders(bench, policy, folder), workloads, bench.repeats)
+    comparisons = compare_all(build_contenders(bench, policy, folder), workloads, bench.plan)
     ratios = [
         {name: comparison.ratio(OURS, to=name) for name in comparison.seconds if name != OURS}
         for comparison in comparisons
@@ -133,14 +133,21 @@ def describe(bench: RolloutBench, policy: Transformer) -> list[str]:
     weights = bench.model or f"random weights of the shape `{bench.shape}`"
     least, most = bench.prompt_tokens
     prompts = f"from {bench.prompts}" if bench.prompts else f"random ids, {least} to {most} tokens"
+    more = (
+        ""
+        if bench.precision is None
+        else ", a pilot by whose spread there were as many more as bring the interval to "
+        f"{bench.precision:.1%} (Stein's two-stage rule)"
+    )
     notes = [
         f"Model: {weights}, {millions:,.1f} million parameters ({config.num_hidden_layers} layers of width "
         f"{config.hidden_size}, vocabulary {config.vocab_size:,}), {bench.dtype}, on {policy.device.type}.",
         f"Prompts: {prompts}; {bench.num_samples} sequence{'s' if bench.num_samples > 1 else ''} of each. "
         "Temperature 1, end tokens ignored: every sequence ends at a length drawn beforehand.",
-        "A run is a whole rollout, from the prompts to the tokens of all sequences on the host. Contenders take turns: "
-        f"one run each to warm up, then {bench.repeats} each. Seconds are medians. The ratio is the geometric mean "
-        "over pairs of neighbouring runs, with a 95% interval. Only tokens within a sequence's own length count.",
+        "A run is a whole rollout, from the prompts to the tokens of all sequences on the host. Contenders take turns, "
+        f"the order changing each time: one run each to warm up, then {bench.repeats} each{more}. Seconds are medians. "
+        "The ratio is the geometric mean over pairs of neighbouring runs, with a 95% interval. Only tokens within a "
+        "sequence's own length count.",
     ]
     if "equal" in spreads(bench):
         notes.append(f"Equal: {bench.equal_tokens} tokens each.")

@@ -21,6 +21,17 @@ class Order(StrEnum):
     """All samples of a prompt, then those of the next."""
 
 
+class HistoryAs(StrEnum):
+    """What the drafter sees of the history."""
+
+    COMPLETE = "complete"
+    """All of it, before the other samples start: an epoch that is over."""
+    RUN_AHEAD = "run-ahead"
+    """What slots that the step before leaves idle can decode of it, one token a step."""
+    NONE = "none"
+    """Nothing: the same samples are decoded without it, for comparison."""
+
+
 def replay(
     files: Annotated[
         list[Path],
@@ -45,6 +56,16 @@ def replay(
     history: Annotated[
         float, typer.Option(metavar="SHARE", help="Share of each prompt's samples that are known beforehand.")
     ] = 0.0,
+    history_as: Annotated[
+        HistoryAs,
+        typer.Option(
+            help="What is known of the history: all of it beforehand; what idle slots decoded of it during the step "
+            "before (texts on streams of their own, not coupled); nothing."
+        ),
+    ] = HistoryAs.COMPLETE,
+    step_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Prompts of a training step. [default: as recorded; JSONL is one step]")
+    ] = None,
     slots: Annotated[
         int | None, typer.Option(min=1, help="Sequences decoded at once. [default: one prompt at a time, all of it]")
     ] = None,
@@ -67,11 +88,14 @@ def replay(
         raise ValueError(f"--min-score: expected a chance from 0 to 1, found {min_score}")
     if order is not None and slots is None:
         raise ValueError("--order: it needs --slots, the number of sequences decoded at once")
+    if history_as is HistoryAs.RUN_AHEAD and slots is None:
+        raise ValueError("--history-as: run-ahead needs --slots, for it takes slots that are idle")
     default_budget = DEFAULT_BUDGET if min_score is None else MOST_NODES
     settings = ReplaySettings(
         max_nodes=default_budget if draft_budget is None else draft_budget,
         min_score=min_score,
         history=history,
+        history_as=history_as.value,
         slots=slots,
         order="depth" if order is Order.DEPTH else "breadth",
     )
@@ -82,5 +106,6 @@ def replay(
         drafter_options=drafter_options or (),
         tokenizer=tokenizer,
         max_tokens=max_tokens,
+        step_prompts=step_prompts,
     )
     print_result(result, as_json=as_json)

@@ -23,6 +23,7 @@ from srtrl.rollout.recorded import RecordedPrompt, Recording, Tokens
 from srtrl.types import Completion, Request, SamplingParams
 
 Order = Literal["breadth", "depth"]
+HistoryAs = Literal["complete", "run-ahead", "none"]
 
 LOOK_AHEAD_PROMPTS = 1024
 """How many coming prompts a drafter is told of."""
@@ -39,7 +40,10 @@ class ReplaySettings:
     min_score: float | None = None
     """Nodes of a lower score are not verified; None verifies all."""
     history: float = 0.0
-    """Share of each prompt's samples, rounded down, that the drafter has seen completed before the others start."""
+    """Share of each prompt's samples, rounded down, that are earlier than the others and not decoded as samples."""
+    history_as: HistoryAs = "complete"
+    """`complete`: the drafter has seen them before the others start; `run-ahead`: as far as slots that the step before
+    leaves idle can decode them, a token a step; `none`: it never sees them."""
     slots: int | None = None
     """Sequences decoded at once, of whatever prompts; None replays each prompt alone, its samples in lockstep."""
     order: Order = "breadth"
@@ -56,6 +60,8 @@ class ReplayCounts:
     num_history_samples: int = 0
     num_tokens: int = 0
     """Tokens that the decoded samples got from decode steps: all but the first token of each."""
+    num_run_ahead_tokens: int = 0
+    """Tokens of earlier samples that idle slots decoded."""
     num_observed_tokens: int = 0
     """Tokens that the drafter was shown, those of the history too."""
     num_sequence_steps: int = 0
@@ -113,25 +119,41 @@ class Replay:
         Prompts of a step follow each other in the order of the file, for every drafter alike, since some (`suffix`)
         learn from other prompts too. With `slots` they share the slots. `on_sample` is called when a sample is done.
         """
-        for step, prompts in enumerate(recording.steps):
+        following = [*recording.steps[1:], []]
+        for step, (prompts, next_step) in enumerate(zip(recording.steps, following, strict=True)):
             coming = itertools.islice(itertools.chain.from_iterable(recording.steps[step:]), LOOK_AHEAD_PROMPTS)
             next_prompts = [prompt.prompt_token_ids for prompt in coming]
             with self._clock("insert_seconds"):
                 self._drafter.set_next_uses(next_prompts)
-            self._replay_step(step, prompts, on_sample)
+            self._replay_step(step, prompts, self._ahead(next_step), on_sample)
             with self._clock("insert_seconds"):
                 self._drafter.on_policy_update()
 
-    def _replay_step(self, step: int, prompts: Sequence[RecordedPrompt], on_sample: Callable[[], None]) -> None:
+    def _ahead(self, prompts: Sequence[RecordedPrompt]) -> list[_LiveSample]:
+        """What idle slots may decode for the step of these prompts: one sample of each, then the second, ..."""
+        if self._settings.history_as != "run-ahead":
+            return []
+        share = self._settings.history
+        samples = [
+            [self._sample_of(prompt, draw, index, is_run_ahead=True) for index in range(num_history)]
+            for draw, prompt in enumerate(prompts)
+            if (num_history := num_history_samples_of(len(prompt.samples), share))
+        ]
+        return admission_order(samples, "breadth")
+
+    def _replay_step(
+        self, step: int, prompts: Sequence[RecordedPrompt], ahead: Sequence[_LiveSample], on_sample: Callable[[], None]
+    ) -> None:
         """Show the drafter the history of every prompt, then decode the other samples."""
         live = []
         num_history_samples = 0
         for draw, prompt in enumerate(prompts):
             num_history = num_history_samples_of(len(prompt.samples), self._settings.history)
             samples = [self._sample_of(prompt, draw, index) for index in range(len(prompt.samples))]
-            self._show(samples[:num_history], step)
             live.append(samples[num_history:])
-            num_history_samples += num_history
+            if self._settings.history_as == "complete":
+                self._show(samples[:num_history], step)
+                num_history_samples += num_history
         if num_history_samples:
             with self._clock("insert_seconds"):
                 self._drafter.on_policy_update()
@@ -142,10 +164,21 @@ class Replay:
             for samples in live:
                 self._decode(samples, len(samples), step, on_sample)
         else:
-            self._decode(admission_order(live, self._settings.order), self._settings.slots, step, on_sample)
+            queue = admission_order(live, self._settings.order)
+            self._decode(queue, self._settings.slots, step, on_sample, ahead)
 
-    def _decode(self, queue: Sequence[_LiveSample], num_slots: int, step: int, on_sample: Callable[[], None]) -> None:
-        """Decode the samples of `queue`, `num_slots` at once; one that is done is replaced before the next step."""
+    def _decode(
+        self,
+        queue: Sequence[_LiveSample],
+        num_slots: int,
+        step: int,
+        on_sample: Callable[[], None],
+        ahead: Sequence[_LiveSample] = (),
+    ) -> None:
+        """Decode the samples of `queue`, `num_slots` at once; one that is done is replaced before the next step.
+
+        Slots for which no sample is left decode those of `ahead`, until the last sample of `queue` is done.
+        """
         lengths = [len(sample.token_ids) - 1 for sample in queue]
         self.counts.num_steps_without_drafts += count_steps(lengths, num_slots)
         recorded = np.concatenate([np.empty(0, np.int32), *(sample.tokens for sample in queue)])
@@ -154,14 +187,31 @@ class Replay:
             self._start(sample)  # those that wait too, as the engine does
         waiting = deque(queue)
         live: list[_LiveSample] = []
+        line, running = deque(ahead), list[_LiveSample]()
         while waiting or live:
             while waiting and len(live) < num_slots:
                 admitted = [waiting.popleft() for _ in range(min(num_slots - len(live), len(waiting)))]
                 self._observe(admitted, [1] * len(admitted))  # given: it comes from the prompt's forward pass
                 live = self._without_done([*live, *admitted], step, on_sample)
             if live:
+                running = self._run_ahead(running, line, num_slots - len(live))
                 self._decode_step(live, recorded)
                 live = self._without_done(live, step, on_sample)
+        for sample in running:
+            self._finish(sample, step)
+
+    def _run_ahead(self, running: list[_LiveSample], line: deque[_LiveSample], num_free: int) -> list[_LiveSample]:
+        """One token of each run-ahead, new ones having taken the slots that are free; returns the unfinished ones."""
+        while len(running) < num_free and line:  # slots only become free: nobody waits when the first one is
+            running.append(line.popleft())
+            self._start(running[-1])
+        if running:
+            self._observe(running, [1] * len(running))
+            self.counts.num_run_ahead_tokens += len(running)
+        for sample in running:
+            if sample.is_done:
+                self._finish(sample, 0)
+        return [sample for sample in running if not sample.is_done]
 
     def _decode_step(self, live: Sequence[_LiveSample], recorded: Tokens) -> None:
         """All draft, all verify, all commit."""
@@ -187,7 +237,7 @@ class Replay:
 
     # --- The drafter's calls ---
 
-    def _sample_of(self, prompt: RecordedPrompt, draw: int, index: int) -> _LiveSample:
+    def _sample_of(self, prompt: RecordedPrompt, draw: int, index: int, *, is_run_ahead: bool = False) -> _LiveSample:
         number = next(self._numbers)  # a stream and an identity that no other sample has
         request = Request(
             prompt_id=prompt.prompt_id,
@@ -197,6 +247,7 @@ class Replay:
             stream=number,
             sampling=SamplingParams(max_new_tokens=max(len(sample) for sample in prompt.samples)),
             purpose="train",
+            is_run_ahead=is_run_ahead,
         )
         tokens = prompt.samples[index]
         return _LiveSample(sequence_id=number, request=request, tokens=tokens, token_ids=tokens.tolist())
@@ -227,13 +278,15 @@ class Replay:
         self.counts.num_observed_tokens += sum(num_tokens)
 
     def _finish(self, sample: _LiveSample, step: int) -> None:
-        completion = Completion(
-            request=sample.request,
-            token_ids=sample.token_ids,
-            rollout_logprobs=[0.0] * len(sample.token_ids),  # not recorded, and of no use to a drafter
-            finish_reason="stop",
-            policy_version=step,
-        )
+        completion = None  # a run-ahead completes nothing
+        if not sample.request.is_run_ahead:
+            completion = Completion(
+                request=sample.request,
+                token_ids=sample.token_ids,
+                rollout_logprobs=[0.0] * len(sample.token_ids),  # not recorded, and of no use to a drafter
+                finish_reason="stop",
+                policy_version=step,
+            )
         with self._clock("insert_seconds"):
             self._drafter.finish(sample.sequence_id, completion)
 

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ class ReplayRow:
     num_samples: int
     """Samples that were decoded; the history's are not among them."""
     num_history_samples: int
+    num_run_ahead_tokens: int
+    """Tokens of the history that idle slots decoded, where it is not known beforehand."""
     num_cut: int
     """Samples that lost their end to `max_tokens`."""
     num_tokens: int
@@ -79,6 +81,7 @@ class ReplayResult:
             "draft_budget": settings["max_nodes"],
             "min_score": settings["min_score"],
             "history": settings["history"],
+            "history_as": settings["history_as"],
             "slots": slots,
             "order": order if slots is not None else None,
         }
@@ -128,6 +131,7 @@ def replay_files(
     drafter_options: Sequence[str],
     tokenizer: str | None,
     max_tokens: int,
+    step_prompts: int | None = None,
 ) -> ReplayResult:
     """Replay each file with a new drafter.
 
@@ -138,6 +142,8 @@ def replay_files(
         twice = next(path for path, count in Counter(files).items() if count > 1)
         raise ValueError(f"{twice}: given twice")
     make_drafter, options = find_drafter(drafter_name, drafter_options)
+    if settings.history_as == "run-ahead" and not make_drafter().uses_run_aheads:
+        raise ValueError(f"--history-as: run-ahead, but the drafter {drafter_name} does not draft from run-aheads")
     try:
         loaded = load_recorded_tokenizer(tokenizer) if tokenizer is not None else None
     except ValueError as error:
@@ -148,7 +154,9 @@ def replay_files(
     metrics: dict[str, dict[str, float]] = {}
     with RunProgress("replay", len(files), console=Console(stderr=True), plain_every=len(files) + 1) as progress:
         for number, path in enumerate(files, start=1):
-            recording = read_recorded(path, tokenizer=loaded, max_tokens=max_tokens)
+            recording = in_steps(read_recorded(path, tokenizer=loaded, max_tokens=max_tokens), step_prompts)
+            if settings.history_as == "run-ahead" and len(recording.steps) < 2:
+                raise ValueError(f"{path}: one training step, and nothing to run ahead for; give --step-prompts")
             drafter = make_drafter()
             counts = _replay_recording(recording, make_drafter, drafter, settings, progress)
             rows[str(path)] = make_row(
@@ -168,6 +176,15 @@ def replay_files(
         files=rows,
         drafter_metrics=metrics,
     )
+
+
+def in_steps(recording: Recording, step_prompts: int | None) -> Recording:
+    """The same prompts in the same order, so many a step; None leaves the steps as they were recorded."""
+    if step_prompts is None:
+        return recording
+    prompts = recording.prompts()
+    steps = [prompts[first : first + step_prompts] for first in range(0, len(prompts), step_prompts)]
+    return replace(recording, steps=steps)
 
 
 def find_drafter(name: str, overrides: Sequence[str]) -> tuple[Callable[[], DrafterBase], dict[str, Any]]:
@@ -233,6 +250,7 @@ def make_row(counts: ReplayCounts, settings: ReplaySettings, *, num_cut: int, ap
         num_prompts=counts.num_prompts,
         num_samples=counts.num_samples,
         num_history_samples=counts.num_history_samples,
+        num_run_ahead_tokens=counts.num_run_ahead_tokens,
         num_cut=num_cut,
         num_tokens=counts.num_tokens,
         num_sequence_steps=num_sequence_steps,
@@ -275,7 +293,8 @@ def _describe(settings: ReplaySettings) -> str:
     parts = [f"at most {settings.max_nodes} nodes"]
     if settings.min_score is not None:
         parts.append(f"scores of at least {settings.min_score:g}")
-    parts.append(f"history {settings.history:g}")
+    how = "" if settings.history_as == "complete" else f" as {settings.history_as}"
+    parts.append(f"history {settings.history:g}{how}")
     if settings.slots is not None:
         parts.append(f"{settings.slots} slots, {settings.order}-first")
     return ", ".join(parts)

@@ -13,6 +13,7 @@ def command(
     *,
     peer: options.Peers = None,
     drafters: options.Drafters = None,
+    control: options.Control = False,
     model: options.ModelName = None,
     model_shape: options.ModelShape = "small",
     slots: options.Slots = "0",
@@ -37,6 +38,8 @@ def command(
     run_ahead: options.RunAhead = None,
     kv_memory_gib: options.KvMemory = 4.0,
     repeats: options.Repeats = 5,
+    precision: options.Precision = None,
+    max_minutes: options.MaxMinutes = None,
     seed: options.Seed = 0,
     dtype: options.Dtype = "float32",
     device: options.Device = "auto",
@@ -54,6 +57,8 @@ def command(
         slots=counts,
         kv_memory_gib=kv_memory_gib,
         repeats=repeats,
+        precision=precision,
+        max_minutes=max_minutes,
         seed=seed,
         dtype=dtype,
         device=device,
@@ -67,6 +72,7 @@ def command(
         prompts=prompts,
         prompt_tokens=prompt_tokens,
         drafters=options.parse_names("--drafters", drafters or "none,srt"),
+        control=control,
         num_prompts=options.parse_prompts_used(prompts_used, len(counts)),
         max_tokens=max_tokens,
         draft_budget=options.parse_draft_budget(draft_budget),
@@ -81,8 +87,8 @@ def command(
         run_ahead=options.parse_names("--run-ahead", run_ahead or "off", ("off", "uncoupled", "coupled")),
     )
     _check(bench)
-    _check_output("--json", json_file)
-    _check_output("--write-docs", write_docs)
+    options.check_output("--json", json_file)
+    options.check_output("--write-docs", write_docs)
     _run(bench, json_file, write_docs)
 
 
@@ -98,18 +104,15 @@ def _check(bench: RolloutBench) -> None:
         raise ValueError(f"--prompt-tokens: expected 1 <= LEAST <= MOST, found {least} {most}")
     if bench.kv_memory_gib <= 0:
         raise ValueError(f"--kv-memory-gib: expected a number above 0, found {bench.kv_memory_gib}")
+    if bench.precision is not None and not (0 < bench.precision < 1 and bench.repeats >= 3):
+        raise ValueError(
+            f"--precision: expected a share like 0.02 and --repeats of at least 3, found {bench.precision:g} and "
+            f"{bench.repeats}"
+        )
+    if bench.max_minutes is not None and (bench.precision is None or bench.max_minutes <= 0):
+        raise ValueError(f"--max-minutes: expected a number above 0, beside --precision; found {bench.max_minutes:g}")
     if bench.mode == "peers" and len(bench.slots) > 1:
         raise ValueError(f"--slots: one number here, found {len(bench.slots)}; several are for --drafters")
-
-
-def _check_output(option: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written before anything is measured, not after."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise ValueError(f"{option}: {path} is a folder; expected a file to write")
-    if not path.parent.is_dir():
-        raise ValueError(f"{option}: there is no folder {path.parent} to write {path.name} into; make it first")
 
 
 def _run(bench: RolloutBench, json_file: Path | None, write_docs: Path | None) -> None:

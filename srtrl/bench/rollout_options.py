@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from srtrl.bench.run_plan import RunPlan
+
 
 class Peer(StrEnum):
     """What our decoder is compared with."""
@@ -31,6 +33,17 @@ Slots = Annotated[
 ]
 KvMemory = Annotated[float, typer.Option(help="Most memory of one KV cache of srtrl.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Runs of each contender, after one to warm up.")]
+Precision = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SHARE",
+        help="Go on until the ratios' 95% intervals reach at most SHARE to either side: the --repeats runs are a pilot "
+        "that decides once how many there will be.",
+    ),
+]
+MaxMinutes = Annotated[
+    float | None, typer.Option(help="With --precision: at most about so long for each number of slots or sequences.")
+]
 Seed = Annotated[int, typer.Option(min=0, help="Of prompts, lengths and sampling.")]
 Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights.")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
@@ -72,6 +85,10 @@ Drafters = Annotated[
         help="Compare these drafters with the first of them, on a trace or a live policy (--model), in place of "
         "other decoders. [default of a trace: none,srt]",
     ),
+]
+Control = Annotated[
+    bool,
+    typer.Option("--control", help="Compare the first drafter with itself, too: the interval should cover 1."),
 ]
 PromptsUsed = Annotated[
     str | None,
@@ -137,7 +154,7 @@ _OPTIONS_OF: dict[tuple[Mode, ...], tuple[str, ...]] = {
     ("peers", "live"): ("samples", "lengths", "prompts"),
     ("peers", "trace"): ("model_shape",),
     ("trace",): ("trace", "tokenizer_folder", "history", "trace_note"),
-    ("trace", "live"): ("drafters", "prompts_used", "max_tokens", "draft_budget", "price_as"),
+    ("trace", "live"): ("drafters", "control", "prompts_used", "max_tokens", "draft_budget", "price_as"),
     ("live",): ("epochs", "step_prompts", "policy_change", "run_ahead"),
 }
 """Modes -> parameters of the command that these alone heed."""
@@ -160,6 +177,8 @@ class RolloutBench:
     """0: as many as sequences."""
     kv_memory_gib: float
     repeats: int
+    precision: float | None
+    max_minutes: float | None
     seed: int
     dtype: str
     device: str
@@ -173,6 +192,7 @@ class RolloutBench:
     prompts: Path | None
     prompt_tokens: tuple[int, int]
     drafters: tuple[str, ...]
+    control: bool
     num_prompts: tuple[int, ...] | None
     """One for all numbers of slots, or one for each; None: the mode's default."""
     max_tokens: int | None
@@ -186,6 +206,12 @@ class RolloutBench:
     step_prompts: int | None
     policy_change: float
     run_ahead: tuple[str, ...]
+
+    @property
+    def plan(self) -> RunPlan:
+        """How many runs count."""
+        most = float("inf") if self.max_minutes is None else 60 * self.max_minutes
+        return RunPlan(repeats=self.repeats, precision=self.precision, max_seconds=most)
 
     def num_prompts_at(self, slots_index: int) -> int | None:
         """Prompts to use in the comparison of that number of slots."""
@@ -272,3 +298,17 @@ def parse_draft_budget(text: str | None) -> Literal["auto"] | int:
     if not text.isdecimal():
         raise ValueError(f"--draft-budget: expected auto or a number of nodes, found {text!r}")
     return int(text)
+
+
+def check_output(option: str, path: Path | None) -> None:
+    """Refuse a file that cannot be written before anything is measured, not after.
+
+    Raises:
+        ValueError: It is a folder, or in none.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{option}: {path} is a folder; expected a file to write")
+    if not path.parent.is_dir():
+        raise ValueError(f"{option}: there is no folder {path.parent} to write {path.name} into; make it first")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from srtrl.bench.comparison import compare_all
+from srtrl.bench.comparison import compare_all, step_by_step
 from srtrl.bench.contender import OurDecoder
 from srtrl.bench.drafter_tables import ratios_of, speed_grid, time_grid
-from srtrl.bench.drafters_setup import describe_drafters, describe_model, drafter_maker, drafter_options
+from srtrl.bench.drafters_setup import describe_drafters, describe_model, drafter_makers, drafter_options
 from srtrl.bench.environment import Environment
 from srtrl.bench.rollout_options import RolloutBench
 from srtrl.bench.tables import Document, comparison_values
@@ -45,7 +45,7 @@ class TracedDecoder(OurDecoder):
 
     def prepare(self, engine: Engine, workload: Workload) -> None:
         """A new drafter that has seen the history and nothing else."""
-        engine.speculation.drafter = self._make_drafter()
+        engine.speculation.use(self._make_drafter())
         feed_history(engine.drafter, self._trace, workload.requests)
         engine.trace = {request.stream: self._trace.responses[request.stream] for request in workload.requests}
 
@@ -64,7 +64,7 @@ def measure_trace(
     Raises:
         ValueError: The trace cannot be read, does not fit the model, or a drafter is unknown.
     """
-    makers = {name: drafter_maker(name) for name in bench.drafters}
+    makers = drafter_makers(bench)
     options, curve = drafter_options(bench)
     recording = read_trace(bench)
     num_prompts = None if bench.num_prompts is None else max(bench.num_prompts)
@@ -72,7 +72,7 @@ def measure_trace(
     workloads = trace_workloads(bench, trace, read_config(folder))
     policy = load_model(folder, dtype=dtype, device=device)
     contenders = [TracedDecoder(name, policy, options, make_drafter=make, trace=trace) for name, make in makers.items()]
-    comparisons = compare_all(contenders, workloads, bench.repeats)
+    comparisons = compare_all(contenders, workloads, bench.plan, step_by_step)
     slots = ", ".join(dict.fromkeys(comparison.labels["slots"] for comparison in comparisons))
     history = f"{bench.history:g} as history" if bench.history else "no history"
     priced = f", priced as {bench.price_as}" if bench.price_as else ""
@@ -83,7 +83,7 @@ def measure_trace(
         notes=(
             describe_model(bench, policy),
             describe_trace(bench, recording, trace),
-            *describe_drafters(bench, curve),
+            *describe_drafters(bench, curve, comparisons),
         ),
         grids=(speed_grid(comparisons), time_grid(comparisons)),
         values={

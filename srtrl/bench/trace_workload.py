@@ -37,7 +37,7 @@ def share_out(prompts: Sequence[RecordedPrompt], *, history: float, seed: int) -
         num_earlier = round(history * len(prompt.samples))
         earlier[prompt.prompt_token_ids] = prompt.samples[:num_earlier]
         for sample, token_ids in enumerate(prompt.samples[num_earlier:]):
-            stream = stream_of(seed, "train", 1, draw, sample)
+            stream = stream_of(seed, "train", draw, sample)
             responses[stream] = token_ids
             requests.append(
                 Request(

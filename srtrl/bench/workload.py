@@ -83,7 +83,7 @@ def make_workload(
                 prompt_token_ids=prompts[draw],
                 draw_index=draw,
                 sample_index=sample,
-                stream=stream_of(seed, "generate", 0, draw, sample),
+                stream=stream_of(seed, "generate", draw, sample),
                 sampling=SamplingParams(max_new_tokens=max_new_tokens),
             )
         )

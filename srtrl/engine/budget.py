@@ -36,6 +36,8 @@ WASTE = 0.002
 WORTH_ASKING = 0.06
 """Least gain for which to go on asking. With 0, quickstart's first epoch was 8% slower: the estimates promised a gain
 that the clock did not show (docs/LOG.md)."""
+RESTART = 8
+"""Drafts are asked for so many times as often as before when there is a reason to try again."""
 FEWER = 0.7
 """With so much fewer sequences than when drafts did not pay, they are tried again."""
 SMALL_GAIN = 0.15
@@ -200,8 +202,11 @@ class DraftBudget:
             self._draft_seconds = known + 0.2 * (min(draft_seconds, 3 * known) - known)
 
     def restart(self) -> None:
-        """Other prompts or other weights come: ask for drafts again, whatever they brought. Estimates stay."""
-        self._interval = 1
+        """Other prompts or other weights come: ask for drafts again soon, whatever they brought. Estimates stay.
+
+        Not at once: where they do not pay, each training step would begin with a row of vain drafts (docs/LOG.md).
+        """
+        self._interval = max(1, self._interval // RESTART)
         self._gain = max(self._gain, FIRST_GAIN)
 
     @property

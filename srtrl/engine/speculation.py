@@ -6,6 +6,7 @@ Also how many rows run-aheads may have, for that is a question of the same measu
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -74,6 +75,11 @@ class Speculation:
         """Whether nothing is ever drafted."""
         return isinstance(self.drafter, NoDrafter) or self.budget.fixed == 0
 
+    def use(self, drafter: DrafterBase) -> None:
+        """Go on with another drafter, no sample being live: cost and calibration stay, for they are the machine's."""
+        assert not self._unseen, "another drafter while samples are live"
+        self.drafter = drafter
+
     def prepare(self, runner: ModelRunner, request: Request, *, max_context_tokens: int) -> None:
         """Make ready for a request while no page is in use: measure what steps cost, once, if it is asked for."""
         self.budget.restart()
@@ -108,7 +114,7 @@ class Speculation:
         chosen = self.budget.select(
             proposed,
             context_tokens=context_tokens,
-            num_other_rows=sum(chunk.count for chunk in scheduled.prefills),
+            num_other_rows=scheduled.num_prefill_tokens,
             weights=np.array([not sequence.is_run_ahead for sequence in sequences], np.float64),
         )
         granted = [
@@ -120,10 +126,19 @@ class Speculation:
             verified = DraftTrees.of(tree.first(most) for tree, most in zip(chosen, granted, strict=True))
         return Draft(proposed, verified, context_tokens, time.perf_counter() - started)
 
-    def observe(self, sequence_ids: SequenceOf[int], token_ids: SequenceOf[SequenceOf[int]]) -> None:
-        """Tokens that were committed; the drafter hears of them when it is asked next, so that idle steps are free."""
-        for sequence_id, tokens in zip(sequence_ids, token_ids, strict=True):
-            self._unseen.setdefault(sequence_id, []).extend(tokens)
+    def observe(self, draft: Draft, walks: SequenceOf[Walk]) -> None:
+        """Take note of the tokens of a step: compare the estimates with them, and keep them for the drafter.
+
+        The drafter hears of them when it is asked next, so that steps without drafts are free.
+        """
+        started = time.perf_counter()
+        emitted = [walk.sequence.token_ids[-1 - len(walk.accepted) :] for walk in walks]
+        for walk, tokens in zip(walks, emitted, strict=True):
+            self._unseen.setdefault(walk.sequence.sequence_id, []).extend(tokens)
+        if draft.proposed.num_nodes:
+            offsets = np.cumsum([0, *map(len, emitted)], dtype=np.int64)
+            self.budget.observe(draft.proposed, offsets, np.fromiter(chain.from_iterable(emitted), np.int64))
+            draft.seconds += time.perf_counter() - started
 
     def finish(self, sequence_id: int, completion: Completion | None) -> None:
         """End of a sample; the drafter hears of its last tokens first."""
@@ -139,26 +154,17 @@ class Speculation:
 
     def _check(self, trees: DraftTrees, room: SequenceOf[int]) -> None:
         """Raise ValueError where a drafter (of the user's own, say) does not keep its promises."""
-        name = f"{type(self.drafter).__module__}.{type(self.drafter).__qualname__}"
         if len(trees) != len(room) or (trees.sizes > room).any():
-            raise ValueError(f"the drafter {name} proposed other trees than it was asked for: {trees.sizes} for {room}")
+            raise ValueError(f"{self._who()} proposed other trees than it was asked for: {trees.sizes} for {room}")
         if trees.num_nodes and not 0 <= trees.token_ids.min() <= trees.token_ids.max() < self._vocab_size:
             raise ValueError(
-                f"the drafter {name} proposed tokens from {trees.token_ids.min()} to {trees.token_ids.max()}, but the "
+                f"{self._who()} proposed tokens from {trees.token_ids.min()} to {trees.token_ids.max()}, but the "
                 f"vocabulary has {self._vocab_size}: are its rollouts those of another tokenizer?"
             )
 
-    def learn(self, draft: Draft, walks: SequenceOf[Walk]) -> None:
-        """Compare the estimates with what was emitted."""
-        if draft.proposed.num_nodes == 0:
-            return
-        started = time.perf_counter()
-        counts = [1 + len(walk.accepted) for walk in walks]
-        offsets = np.cumsum([0, *counts], dtype=np.int64)
-        emitted = [walk.sequence.token_ids[-count:] for walk, count in zip(walks, counts, strict=True)]
-        tokens = np.array([token for tokens_of_one in emitted for token in tokens_of_one])
-        self.budget.observe(draft.proposed, offsets, tokens)
-        draft.seconds += time.perf_counter() - started
+    def _who(self) -> str:
+        """The drafter, for an error."""
+        return f"the drafter {type(self.drafter).__module__}.{type(self.drafter).__qualname__}"
 
     def record(self, scheduled: ScheduledStep, draft: Draft, seconds: float) -> None:
         """Learn what the step cost; `seconds` is its wall time."""

@@ -62,8 +62,15 @@ class EngineStats:
     max_pages: int = 0
     seconds: StepSeconds = field(default_factory=lambda: StepSeconds(draft=0, forward=0, sample=0, commit=0))
 
-    def add_walks(self, walks: SequenceOf[Walk], trees: DraftTrees, num_primaries: int) -> None:
-        """Count what the primaries' drafts brought; `trees` are those that were verified, one a walk."""
+    def add_walks(self, walks: SequenceOf[Walk], trees: DraftTrees, num_primaries: int) -> int:
+        """Count what the primaries' drafts brought; returns the primaries' tokens.
+
+        `trees` are those that were verified, one a walk; the primaries come first.
+        """
+        self.num_decodes += num_primaries
+        self.num_tokens += num_primaries
+        if not trees.num_nodes:
+            return num_primaries  # no draft, nothing accepted: most steps where drafts do not pay
         last_nodes = np.array([walk.accepted[-1] if len(walk.accepted) else ROOT for walk in walks[:num_primaries]])
         reached = np.array([len(walk.accepted) for walk in walks[:num_primaries]], np.int64)
         sizes = trees.sizes[:num_primaries]
@@ -72,16 +79,15 @@ class EngineStats:
         # A walk that stopped before drafted children has tried one depth more than it reached.
         is_child = trees.parents[:num_nodes] == last_nodes[owners] if num_nodes else np.empty(0, bool)
         missed = np.bincount(owners[is_child], minlength=num_primaries) > 0
-        for depth in range(1, MAX_DEPTH + 1):
-            self.accepted_by_depth[depth - 1] += (reached >= depth).sum()
-            self.tries_by_depth[depth - 1] += (reached + missed >= depth).sum()
+        self.accepted_by_depth += _at_least(reached)
+        self.tries_by_depth += _at_least(reached + missed)
         num_accepted = int(reached.sum())
-        self.num_decodes += num_primaries
-        self.num_tokens += num_primaries + num_accepted
+        self.num_tokens += num_accepted
         self.num_accepted += num_accepted
         self.num_draft_nodes += num_nodes
         self.num_drafts += int((sizes > 0).sum())
         self.num_hits += int((reached > 0).sum())
+        return num_primaries + num_accepted
 
     def add_seconds(self, seconds: StepSeconds) -> None:
         """Add one step's time."""
@@ -121,3 +127,9 @@ class EngineStats:
             if tries:
                 metrics[f"engine/acceptance_depth_{depth}"] = float(accepted / tries)
         return metrics
+
+
+def _at_least(depths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[MAX_DEPTH], how many of `depths` are at least 1, 2, ..."""
+    counts = np.bincount(np.minimum(depths, MAX_DEPTH), minlength=MAX_DEPTH + 1)
+    return counts[::-1].cumsum()[::-1][1:]

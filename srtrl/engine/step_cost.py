@@ -14,8 +14,10 @@ TimeForward = Callable[[int, int, int], float]
 """(rows, context tokens of each row, rows with logits) -> seconds of one forward pass."""
 
 NUM_REPEATS = 3
-LINEAR_FROM = 16.0
+LINEAR_FROM = 8.0
 """Beyond a pass that takes so many times the smallest one's seconds, cost is taken to be linear and not timed."""
+LONG_FROM = 2.0
+"""Behind a pass that takes so many times the smallest one's seconds, larger ones are timed once."""
 DRIFT = 0.002
 """How far costs wander from step to step, as a share of them."""
 NOISE = 0.1
@@ -84,8 +86,10 @@ class StepCost:
         self._probed: FloatArray | None = None  # [E], seconds without context
         self._seen = np.zeros(len(self.edges))  # [E], recorded steps
         self._rest = np.zeros(len(self.edges))  # [E], what the model leaves, as a share of it
-        self._rest_everywhere = np.zeros(len(self.edges))  # [E], interpolated where no step was
+        self._rest_everywhere: FloatArray | None = np.zeros(len(self.edges))  # [E], see `_rests`
         self._num_records = 0
+        self._latest: tuple[float, CostCurve] | None = None
+        """The latest curve and its context, good until the next record: a step asks for it several times."""
 
     @classmethod
     def padded_to(cls, multiple: int, max_rows: int) -> "StepCost":
@@ -164,7 +168,9 @@ class StepCost:
                 or not effort.can_afford(4 * measured[-1][1], reserve=0.25)
             ):
                 break
-            measured.append((rows, effort.time(rows, context)))
+            # Long passes vary less, and a probe is paid for by the first rollout: one pass of them will do.
+            is_long = bool(measured) and measured[-1][1] > LONG_FROM * measured[0][1]
+            measured.append((rows, effort.time(rows, context, repeats=1 if is_long else NUM_REPEATS)))
         rows, seconds = measured[min(len(measured) - 1, 2)]
         longer = max_context_tokens - context
         per_token = 0.0
@@ -177,31 +183,49 @@ class StepCost:
         """Learn from a real step: its wall time without the time that drafting took."""
         if self.is_fixed or self._probed is None:
             return
-        estimate = self.seconds(num_rows, context_tokens)
-        clip = FIRST_CLIP if self._num_records < FIRST_RECORDS else CLIP
-        seconds = min(max(seconds, estimate / clip), estimate * clip)
         bucket = min(int(np.searchsorted(self.edges, num_rows)), len(self.edges) - 1)
         timed = self._probed[bucket]
         if not self._is_stair[bucket]:
             timed = np.interp(num_rows, self.edges, self._probed) * max(1.0, num_rows / self.max_rows)
         features = np.array([timed, 1.0, num_rows, context_tokens])
+        # By the model itself: the whole curve, made monotone, is for those who choose; this is every step's work.
+        estimate = max(float(features @ self._weights) * (1 + self._shrunk_rest(bucket)), 1e-9)
+        clip = FIRST_CLIP if self._num_records < FIRST_RECORDS else CLIP
+        seconds = min(max(seconds, estimate / clip), estimate * clip)
         self._follow(features, seconds, (NOISE * estimate) ** 2)
         model = max(float(features @ self._weights), 1e-9)
         self._seen[bucket] = min(self._seen[bucket] + 1, MOST_STEPS)
         self._rest[bucket] += (seconds / model - 1 - self._rest[bucket]) / self._seen[bucket]
-        visited = np.flatnonzero(self._seen)
-        shrunk = self._rest[visited] * self._seen[visited] / (self._seen[visited] + PRIOR_STEPS)
-        self._rest_everywhere = np.interp(self._log_edges, self._log_edges[visited], shrunk)
         self._num_records += 1
+        self._rest_everywhere = None
+        self._latest = None
+
+    def _shrunk_rest(self, bucket: int) -> float:
+        """What the model leaves of a bucket's cost, as a share; 0 where no step was."""
+        seen = self._seen[bucket]
+        return float(self._rest[bucket] * seen / (seen + PRIOR_STEPS))
+
+    def _rests(self) -> FloatArray:
+        """[E], what the model leaves, interpolated where no step was; made when it is asked for after a record."""
+        if self._rest_everywhere is None:
+            visited = np.flatnonzero(self._seen)
+            shrunk = self._rest[visited] * self._seen[visited] / (self._seen[visited] + PRIOR_STEPS)
+            self._rest_everywhere = np.interp(self._log_edges, self._log_edges[visited], shrunk)
+        return self._rest_everywhere
 
     def curve(self, context_per_row: float = 0.0) -> CostCurve:
         """Return the seconds by rows where each row reads so many tokens."""
         if self._fixed_curve is not None:
             return self._fixed_curve
+        if self._latest is None or self._latest[0] != context_per_row:
+            self._latest = (context_per_row, self._make_curve(context_per_row))
+        return self._latest[1]
+
+    def _make_curve(self, context_per_row: float) -> CostCurve:
         assert self._probed is not None, "the cost of a step is not known: call probe"
         scale, fixed, per_row, per_token = self._weights
         slope = per_row + per_token * context_per_row
-        rests = 1 + self._rest_everywhere
+        rests = 1 + self._rests()
         seconds = np.maximum.accumulate((scale * self._probed + fixed + slope * self.edges) * rests)
         secants = _secants(self.edges, seconds)
         slopes = np.where(self._is_stair, np.minimum(slope * rests, secants), secants)
@@ -232,6 +256,8 @@ class StepCost:
             num_tokens: Tokens that it gave.
             context_tokens: Sum over its rows.
         """
+        if num_rows == num_tokens == num_sequences:
+            return 0.0  # a step without drafts: most are, where drafts do not pay
         curve = self.curve(context_tokens / max(num_rows, 1))
         without, with_drafts = curve.at([num_sequences, num_rows])
         return float(num_tokens / max(num_sequences, 1) * without - with_drafts)
@@ -250,6 +276,7 @@ class StepCost:
         self._probed = np.maximum(at_edges - per_token * context * self.edges, 0.1 * at_edges)
         unit = float(at_edges[0])
         row_seconds = float(at_edges[-1]) / self.max_rows
+        self._latest = None
         self._weights = np.array([1.0, 0.0, 0.0, per_token])
         spreads = np.array(
             [0.3, unit + HOST_SECONDS, 0.3 * row_seconds + 0.02 * unit, per_token + 0.1 * row_seconds / context]
@@ -287,11 +314,11 @@ class _Effort:
         """Whether so many seconds more (of at least two passes) stay within the bound less a reserve."""
         return self._seconds + seconds <= (1 - reserve) * self._max_seconds and self._num_passes + 2 <= self._max_passes
 
-    def time(self, rows: int, context: int) -> float:
-        """Median of up to three passes behind one that does not count; of fewer where the effort is at its bound."""
+    def time(self, rows: int, context: int, repeats: int = NUM_REPEATS) -> float:
+        """Median of up to `repeats` passes behind one that does not count; fewer where the effort is at its bound."""
         self._pass(rows, context)
         times = [self._pass(rows, context)]
-        while len(times) < NUM_REPEATS and self.can_afford(times[-1]):
+        while len(times) < repeats and self.can_afford(times[-1]):
             times.append(self._pass(rows, context))
         return median(times)
 
