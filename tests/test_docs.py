@@ -21,25 +21,46 @@ CODE_NAME = re.compile(r"`([A-Za-z_][\w.]*)`")
 REWARD_NAMES = ("digits", "correct")
 """Those of the tiny run: what `reward/<name>` stands for there."""
 DEPTHS = tuple(str(depth) for depth in range(1, 9))
+NUM_EVAL_SAMPLES = 2
+
+
+GRPO = {
+    "algorithm__kl": {"coefficient": 0.01, "placement": "reward"},
+    "train__num_steps": 6,
+    "train__checkpoint_every": 1,
+    "rollout__draft_budget": 8,
+    "rollout__run_ahead_max_slowdown": 1e9,
+    "rollout__slots": 13,
+}
+"""A run with the KL in the reward whose drafter does all that it can."""
+PPO = {
+    "algorithm": {
+        "advantage": "gae",
+        "loss": "dual_clip",
+        "kl": {"coefficient": 0.01, "target": 0.1},
+        "old_logprobs": "recompute",
+        "importance_cap": 2.0,
+        "overlong_filtering": True,
+    },
+    "critic": {"learning_rate": 0.01},
+    "eval__num_samples": NUM_EVAL_SAMPLES,
+    "train__num_steps": 2,
+}
+"""What the first run lacks: a critic, and the options that bring metrics of their own."""
 
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Every key of the rows of a real run with evaluation, checkpoints, and the KL in the reward."""
+    """Every key of the rows of two real runs with evaluation and checkpoints."""
     folder = tmp_path_factory.mktemp("docs")
-    recipe = make_recipe(
-        make_policy(folder / "policy"),
-        folder / "runs",
-        algorithm__kl={"coefficient": 0.01, "placement": "reward"},
-        train__num_steps=6,
-        train__checkpoint_every=1,
-        rollout__draft_budget=8,
-        rollout__run_ahead_max_slowdown=1e9,
-        rollout__slots=13,
-    )
-    assert tuple(reward.name.rpartition(":")[2] for reward in recipe.rewards) == REWARD_NAMES
-    result = run_training(recipe, progress=RunProgress("docs", 6, plain_every=1000))
-    return {key for row in read_metrics(result.folder / "metrics.jsonl") for key in row} - {"step"}
+    policy = make_policy(folder / "policy")
+    keys: set[str] = set()
+    for name, changes in (("grpo", GRPO), ("ppo", PPO)):
+        recipe = make_recipe(policy, folder / "runs", name=name, **changes)
+        assert tuple(reward.name.rpartition(":")[2] for reward in recipe.rewards) == REWARD_NAMES
+        result = run_training(recipe, progress=RunProgress("docs", recipe.train.num_steps, plain_every=1000))
+        keys |= {key for row in read_metrics(result.folder / "metrics.jsonl") for key in row}
+    return keys - {"step"}
 
 
 def documented_metrics() -> list[str]:
@@ -47,8 +68,9 @@ def documented_metrics() -> list[str]:
     cells = re.findall(r"^\| `([^`]+)` \|", (DOCS / "metrics.md").read_text(encoding="utf-8"), re.MULTILINE)
     filled = []
     for cell in cells:
-        names = REWARD_NAMES if "<name>" in cell else DEPTHS if "<d>" in cell else ("",)
-        filled += [cell.replace("<name>", name).replace("<d>", name) for name in names]
+        places = {"<name>": REWARD_NAMES, "<d>": DEPTHS, "<k>": (str(NUM_EVAL_SAMPLES),)}
+        place, names = next(((place, names) for place, names in places.items() if place in cell), ("", ("",)))
+        filled += [cell.replace(place, name) if place else cell for name in names]
     return filled
 
 

@@ -47,7 +47,7 @@ class RunSummary:
     num_prompt_tokens: int
     num_response_tokens: int
     num_skipped_steps: int
-    """Steps whose groups were all filtered out, so that nothing was learned."""
+    """Steps in which neither policy nor critic learned: filters or overlong filtering left no sample."""
 
 
 def summarise_run(name: str, rows: Sequence[MetricRow], *, interrupted: bool) -> RunSummary:
@@ -71,7 +71,7 @@ def summarise_run(name: str, rows: Sequence[MetricRow], *, interrupted: bool) ->
         },
         num_prompt_tokens=int(sum(row["tokens/prompt"] for row in steps)),
         num_response_tokens=int(sum(row["tokens/response"] for row in steps)),
-        num_skipped_steps=sum(row["groups/kept"] == 0 for row in steps),
+        num_skipped_steps=sum("grad_norm" not in row and "critic/grad_norm" not in row for row in steps),
     )
 
 
