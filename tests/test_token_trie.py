@@ -1,6 +1,7 @@
 """The token trie against its twin in plain Python: counts, matches, drafts, with samples inserted interleaved."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from trie_reference import ReferenceTrie
 
 from srtrl.drafters import token_trie
 from srtrl.drafters.draft_tree import DraftTree
+from srtrl.drafters.shared_ngrams import SharedNgrams
 from srtrl.drafters.token_trie import DraftRule, TokenTrie, extend_batch, propose_batch
 
 VOCAB = 5
@@ -25,6 +27,8 @@ RULES = st.builds(
     max_contexts=st.integers(1, 5),
     distinct_weight=st.sampled_from([0.0, 0.5, 1.0]),
     tail=st.sampled_from([0.0, 0.15, 1.0]),
+    first_run=st.sampled_from([0.0, 0.1, 3.0]),
+    run_weight=st.sampled_from([1.0, 2.5, float("inf")]),
     max_match=st.sampled_from([3, 64]),
 )
 
@@ -70,9 +74,21 @@ def test_counts_and_continuations_of_every_string(steps: list[tuple[int, list[in
 
 
 @settings(max_examples=100, deadline=None)
-@given(steps=STEPS, max_nodes=st.sampled_from([0, 1, 3, 8, 40]), rule=RULES, every=st.booleans())
-def test_drafts_and_matches(steps: list[tuple[int, list[int]]], max_nodes: int, rule: DraftRule, every: bool) -> None:
+@given(
+    steps=STEPS,
+    max_nodes=st.sampled_from([0, 1, 3, 8, 40]),
+    rule=RULES,
+    every=st.booleans(),
+    rollouts=st.lists(TOKENS, max_size=4),
+)
+def test_drafts_and_matches(
+    steps: list[tuple[int, list[int]]], max_nodes: int, rule: DraftRule, every: bool, rollouts: list[list[int]]
+) -> None:
     trie, twin = TokenTrie(), ReferenceTrie()
+    shared = SharedNgrams(1 << 14)
+    for rollout in rollouts:
+        shared.add(rollout)
+    twin.rollouts = rollouts
     cursors = [trie.start(), trie.start(), trie.start(), trie.follow()]
     assert [twin.start(), twin.start(), twin.start(), twin.follow()] == [0, 1, 2, 3]
     for step, (moved, tokens) in enumerate(steps):
@@ -80,7 +96,7 @@ def test_drafts_and_matches(steps: list[tuple[int, list[int]]], max_nodes: int, 
         twin.extend(moved, tokens)
         if not every and step < len(steps) - 1:
             continue
-        trees = propose_batch([trie] * 4, cursors, [max_nodes] * 4, rule)
+        trees = propose_batch([trie] * 4, cursors, [max_nodes] * 4, rule, shared)
         for cursor, tree in enumerate(trees):
             assert trie.match_length(cursors[cursor]) == twin.match_length(cursor)
             assert_equal_trees(tree, twin.propose(cursor, max_nodes, rule))
@@ -139,7 +155,7 @@ def test_many_distinct_tokens() -> None:
     trie.extend(cursor, [7, 8])
     twin.extend(other, [7, 8])
     rule = DraftRule(min_score=0.001)
-    assert_equal_trees(propose_batch([trie], [cursor], [50], rule)[0], twin.propose(other, 50, rule))
+    assert_equal_trees(propose_batch([trie], [cursor], [12], rule)[0], twin.propose(other, 12, rule))
 
 
 @pytest.mark.parametrize("step", [1, 3, 4000])
@@ -163,6 +179,70 @@ def test_a_match_is_kept_while_states_are_cloned() -> None:
     assert trie.match_length(follower) == 2
     tree = propose_batch([trie], [follower], [4], DraftRule(name="paper"))[0]
     assert sorted(tree.token_ids.tolist()) == [4, 6]
+
+
+def test_behind_a_surprise_the_siblings_text_goes_on() -> None:
+    trie = TokenTrie()
+    trie.insert([1, 2, 3, 9, 4, 5, 6, 7, 8])
+    cursor = trie.start()
+    trie.extend(cursor, [1, 2, 3, 10])  # for the 9; nothing has ever followed a 10
+    (surprised,) = propose_batch([trie], [cursor], [8], DraftRule(min_score=1e-4))
+    assert surprised.token_ids.tolist()[:3] == [4, 5, 6]
+    trie.extend(cursor, [4])  # it does go on like that
+    (confirmed,) = propose_batch([trie], [cursor], [8], DraftRule(min_score=1e-4))
+    assert confirmed.token_ids.tolist()[:3] == [5, 6, 7]
+    assert confirmed.scores[0] > 2 * surprised.scores[0]
+    without = DraftRule(min_score=1e-4, run_weight=float("inf"))
+    assert propose_batch([trie], [cursor], [8], without)[0].scores[0] < confirmed.scores[0]
+
+
+def test_a_match_that_has_grown_longer_than_the_aligned_context_knows_better() -> None:
+    trie = TokenTrie()
+    trie.insert([1, 2, 3, 9, 4, 5])
+    trie.insert([10, 20, 21, 22, 23, 24])
+    cursor = trie.start()
+    trie.extend(cursor, [1, 2, 3, 10])
+    assert propose_batch([trie], [cursor], [8], DraftRule(min_score=0.01))[0].token_ids.tolist()[:1] == [20]
+    trie.extend(cursor, [20])
+    with_it, without = (
+        propose_batch([trie], [cursor], [8], DraftRule(min_score=0.01, run_weight=weight))[0]
+        for weight in (2.5, float("inf"))
+    )
+    assert with_it.token_ids.tolist() == [21, 22, 23, 24]
+    assert_equal_trees(with_it, without)
+
+
+@pytest.mark.parametrize("name", ["blend", "paper"])
+def test_other_prompts_fill_in_for_a_prompt_without_texts(name: Literal["blend", "paper"]) -> None:
+    shared = SharedNgrams(1 << 10)
+    shared.add([5, 6, 7, 8])
+    trie = TokenTrie()
+    cursor = trie.start()
+    rule = DraftRule(name=name, min_score=0.01)
+    expected = [5, 6, 7, 8] if name == "blend" else []
+    assert propose_batch([trie], [cursor], [8], rule, shared)[0].token_ids.tolist() == expected
+    trie.extend(cursor, [1, 6])  # the last token alone is known
+    assert propose_batch([trie], [cursor], [8], rule, shared)[0].token_ids.tolist() == expected[2:]
+    assert propose_batch([trie], [cursor], [8], rule)[0].num_nodes == 0
+
+
+def test_room_that_runs_out_changes_no_draft() -> None:
+    """An insertion that waits for room is tried again; what its cursor has looked at is not looked at twice."""
+    generator = np.random.default_rng(3)
+    texts = [generator.integers(0, 3, 300).tolist() for _ in range(3)]
+    found = []
+    for roomy in (False, True):
+        trie = TokenTrie()
+        while roomy and trie.size < 1 << 18:
+            trie.grow()
+        cursors = [trie.start() for _ in texts]
+        for begin in range(0, 300, 5):
+            for cursor, text in zip(cursors, texts, strict=True):
+                trie.extend(cursor, text[begin : begin + 5])
+            found.append(propose_batch([trie] * 3, cursors, [10] * 3, DraftRule(min_score=0.001)))
+    for tree, expected in zip(found[:60], found[60:], strict=True):
+        assert tree.scores.tolist() == expected.scores.tolist()
+        assert tree.token_ids.tolist() == expected.token_ids.tolist()
 
 
 def test_the_beginning_of_a_response_is_a_context() -> None:

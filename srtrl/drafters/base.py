@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from srtrl.drafters.draft_tree import DraftTrees
-from srtrl.recipe import Section
+from srtrl.recipe_base import Section
 from srtrl.types import Completion, Request
 
 

@@ -16,7 +16,7 @@ from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.prompt_tries import PromptKey, PromptTries, key_of
 from srtrl.drafters.rollout_cache import RolloutCache, RolloutCaches
 from srtrl.drafters.token_trie import DraftRule, propose_batch
-from srtrl.recipe import Section
+from srtrl.recipe_base import Section
 from srtrl.types import Completion, Request
 
 

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.ngram_kernel import EMPTY, WIDTH, append_tokens, index_text, look_up
-from srtrl.recipe import Section
+from srtrl.recipe_base import Section
 from srtrl.types import Completion, Request
 
 

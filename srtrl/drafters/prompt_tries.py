@@ -183,7 +183,7 @@ class PromptTries:
             live = [sample.tokens[-share:] for sample in prompt.drafting.values()]
             history = _newest(self._history(prompt.key), room - sum(map(len, live)) if self._online else room)
             prompt.trie = trie = TokenTrie()
-            starts = [trie.start() for _ in history]
+            starts = [trie.start(drafts=False) for _ in history]
             finished += [(trie, cursor) for cursor in starts]
             for sample in prompt.drafting.values():
                 sample.cursor = trie.start() if self._online else trie.follow()

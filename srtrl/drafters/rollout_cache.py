@@ -3,6 +3,7 @@
 Rollouts are plain int32 arrays (checkpoints hold these); tries are built from them for the prompts that decode.
 """
 
+import functools
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -222,6 +223,11 @@ class RolloutCaches:
             self._caches[purpose] = RolloutCache(max_rollouts=self.max_rollouts, max_bytes=self.max_bytes)
         return self._caches[purpose]
 
+    @property
+    def purposes(self) -> list[str]:
+        """Those that have a cache."""
+        return list(self._caches)
+
     def save(self, folder: Path) -> None:
         """Write `<file_stem>_<purpose>.safetensors` for each purpose that has been seen."""
         for purpose, cache in self._caches.items():
@@ -250,6 +256,12 @@ class RolloutCaches:
 
 
 def _key(prompt: Sequence[int]) -> bytes:
+    return _key_of_tuple(prompt) if isinstance(prompt, tuple) else np.asarray(prompt, dtype=np.int32).tobytes()
+
+
+@functools.lru_cache(maxsize=8192)
+def _key_of_tuple(prompt: tuple[int, ...]) -> bytes:
+    """Kept, for the look-ahead names thousands of prompts at every training step."""
     return np.asarray(prompt, dtype=np.int32).tobytes()
 
 

@@ -13,8 +13,9 @@ from srtrl.drafters.coupled import RunAheads
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.prompt_tries import PromptKey, PromptTries, key_of
 from srtrl.drafters.rollout_cache import RolloutCache, RolloutCaches
+from srtrl.drafters.shared_ngrams import SharedNgrams
 from srtrl.drafters.token_trie import DraftRule, propose_batch
-from srtrl.recipe import Section
+from srtrl.recipe_base import Section
 from srtrl.types import Completion, Request
 
 
@@ -33,6 +34,9 @@ class SrtOptions(Section):
     """Running rollouts enter their prompt's trie with each token; else when they are complete."""
     coupled: bool = True
     """A sample that was decoded ahead follows that text first; else the text is in the trie only."""
+    other_prompts: bool = True
+    """With `blend`: where the prompt's own texts know nothing, guess from what the last two tokens are followed by in
+    completed rollouts of all prompts."""
     max_rollouts: int = Field(default=16, ge=1)
     """Rollouts kept for each prompt; the newest stay."""
     cache_memory_gib: float = Field(default=1.0, ge=0)
@@ -70,6 +74,8 @@ class Drafter(DrafterBase):
             max_bytes=max_bytes,
         )
         self._run_aheads = RunAheads()
+        self._shared: dict[str, SharedNgrams] = {}
+        """For each purpose: evaluation never learns from training."""
         self._rule = self.options.draft_rule()
         self._num_started = 0
         self._num_with_history = 0
@@ -91,7 +97,8 @@ class Drafter(DrafterBase):
     def propose(self, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:
         """Draft from the prompts' tries, and along what was decoded ahead."""
         tries, cursors = self._tries.cursors(sequence_ids)
-        trees = propose_batch(tries, cursors, max_nodes, self._rule)
+        purpose = self._tries.samples[sequence_ids[0]].prompt.key[0] if sequence_ids else "train"
+        trees = propose_batch(tries, cursors, max_nodes, self._rule, self._shared_of(purpose))
         return self._run_aheads.add_chains(trees, sequence_ids, max_nodes)
 
     def observe(self, sequence_ids: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
@@ -114,6 +121,7 @@ class Drafter(DrafterBase):
             self._run_aheads.finish(sequence_id, key, request.stream, is_complete=completion is not None)
             if completion is not None:
                 self._caches.of(request.purpose).add(request.prompt_token_ids, completion.token_ids)
+                self._shared_of(request.purpose).add(completion.token_ids)
         if not self.options.online and sample.tokens:
             self._tries.insert(key, sample.tokens)
 
@@ -133,18 +141,32 @@ class Drafter(DrafterBase):
         """See docs/speculation.md for each metric."""
         metrics = self._caches.take_metrics() | self._run_aheads.take_metrics()
         metrics["engine/cache_bytes"] += self._tries.num_bytes
+        metrics["engine/cache_bytes"] += sum(shared.num_bytes for shared in self._shared.values())
         if self._num_started:
             metrics["engine/cache_hit_rate"] = self._num_with_history / self._num_started
         self._num_started = self._num_with_history = 0
         return metrics
 
     def save(self, folder: Path) -> None:
-        """Write the completed rollouts; what was decoded ahead is not kept."""
+        """Write the completed rollouts; what was decoded ahead is not kept, nor rollouts that left the cache."""
         self._caches.save(folder)
 
     def load(self, folder: Path) -> None:
         """Read the completed rollouts; raises ValueError naming a damaged file."""
         self._caches.load(folder)
+        self._shared = {}
+        for purpose in self._caches.purposes:
+            cache = self._caches.of(purpose)
+            for prompt in cache.prompts():
+                for rollout in cache.rollouts(prompt):
+                    self._shared_of(purpose).add(rollout)
+
+    def _shared_of(self, purpose: str) -> SharedNgrams:
+        """The table of one purpose; one that stays empty where the options want none."""
+        if purpose not in self._shared:
+            is_wanted = self.options.other_prompts and self.options.rule == "blend"
+            self._shared[purpose] = SharedNgrams() if is_wanted else SharedNgrams.none()
+        return self._shared[purpose]
 
     def _history(self, key: PromptKey) -> list[npt.NDArray[np.int32]]:
         """What a prompt's trie is built from: its rollouts, and behind them the newer texts that were decoded ahead."""

@@ -17,15 +17,15 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from srtrl.drafters.draft_frontier import RuleConstants, Tree
 from srtrl.drafters.draft_tree import DraftTrees
+from srtrl.drafters.shared_ngrams import SharedNgrams
 from srtrl.drafters.trie_draft import (
     AUTHORS,
     BLEND,
     PAPER,
     SUFFIX,
     Batch,
-    RuleConstants,
-    Tree,
     draft_groups,
     draft_groups_in_parallel,
 )
@@ -94,13 +94,16 @@ class TokenTrie:
         """Bytes of the array, its unused end included."""
         return self._memory.nbytes
 
-    def start(self) -> int:
-        """Begin to insert a sample; returns its cursor, which matches the beginning of a response."""
-        return self._new_cursor(INSERTING)
+    def start(self, *, drafts: bool = True) -> int:
+        """Begin to insert a sample; returns its cursor, which matches the beginning of a response.
+
+        One that will not be drafted for (`drafts=False`) is inserted faster.
+        """
+        return self._new_cursor(INSERTING, drafts)
 
     def follow(self) -> int:
         """Return a cursor that matches tokens without inserting them, from the beginning of a response on."""
-        return self._new_cursor(FOLLOWING)
+        return self._new_cursor(FOLLOWING, True)
 
     def extend(self, cursor: int, token_ids: TokenIds) -> None:
         """Next tokens of a cursor's sample, inserted or followed."""
@@ -117,7 +120,7 @@ class TokenTrie:
 
     def insert(self, token_ids: TokenIds) -> None:
         """Insert a whole rollout."""
-        cursor = self.start()
+        cursor = self.start(drafts=False)
         self.extend(cursor, token_ids)
         self.stop(cursor)
 
@@ -150,8 +153,8 @@ class TokenTrie:
         self._memory = memory
         self.address, self.size = memory.ctypes.data, len(memory)
 
-    def _new_cursor(self, kind: int) -> int:
-        while (cursor := new_cursor(self._memory, kind)) == NONE:
+    def _new_cursor(self, kind: int, drafts: bool) -> int:
+        while (cursor := new_cursor(self._memory, kind, drafts)) == NONE:
             self.grow()
         return int(cursor)
 
@@ -166,7 +169,11 @@ class DraftRule:
     name: Literal["blend", "paper", "authors", "suffix"] = "blend"
     """`blend`: Witten-Bell back-off. A context and its suffixes, the longest first, each take the share
     total / (total + distinct_weight x distinct) x match / (match + match_weight) of the probability mass that is left
-    and spread it over the tokens that followed them, by count, until `tail` is left; trees grow best-first.
+    and spread it over the tokens that followed them, by count, until `tail` is left (of a suffix only the occurrences
+    count that are not the longer context's). Before them, an aligned context (see `trie_alignment`) takes
+    (run + first_run) / (run + run_weight) x match / (match + match_weight), where run is the number of tokens for which
+    it has held and match its length before; after them, what the last two tokens, then the last one, are followed by in
+    texts of other prompts, as contexts of length 2 and 1. Trees grow best-first.
     `paper`: the rule of the SRT paper: the longest match that something follows, share of its occurrences, best-first.
     `authors`: the rule of that paper's code: the most frequent token again and again, at most as many as the match has.
     `suffix`: the rule of SuffixDecoding (Oliaro et al., 2024): a tree from each suffix of the match, by share of the
@@ -179,11 +186,16 @@ class DraftRule:
     """`blend`: most contexts that are blended at a node, counting those that something follows."""
     distinct_weight: float = 0.5
     """`blend`: what a distinct token takes from the trust in a context."""
-    match_weight: float = 1.0
+    match_weight: float = 2.0
     """`blend`: length of a match that is trusted by half."""
+    first_run: float = 0.1
+    """`blend`: tokens that an aligned context counts as held for at its beginning."""
+    run_weight: float = 2.5
+    """`blend`: tokens for which an aligned context must hold to be trusted by half; infinite: without."""
     tail: float = 0.15
     """`blend`: mass that is not worth a shorter context. It is a share of each node's own mass, so that scores do not
-    depend on `min_score`: in replays shorter contexts cost more nodes than they brought tokens."""
+    depend on `min_score`: in replays shorter contexts cost more nodes than they brought tokens. Texts of other prompts
+    are asked all the same."""
     max_tokens: int = 24
     """`authors`: longest draft."""
     max_tree: int = 48
@@ -207,8 +219,12 @@ class DraftRule:
             max_nodes=max_nodes,
             max_match=self.max_match,
             nodes_per_match=self.nodes_per_match,
+            first_run=self.first_run,
+            run_weight=self.run_weight,
         )
 
+
+NO_NGRAMS = SharedNgrams.none()
 
 WORK_PER_NODE = 20
 """What room for a node costs, in the unit of `WORK_PER_THREAD`: a node takes about 0.3 microseconds, most room stays
@@ -241,14 +257,21 @@ def extend_batch(tries: Sequence[TokenTrie], cursors: Sequence[int], token_ids: 
 
 
 def propose_batch(
-    tries: Sequence[TokenTrie], cursors: Sequence[int], max_nodes: Sequence[int], rule: DraftRule
+    tries: Sequence[TokenTrie],
+    cursors: Sequence[int],
+    max_nodes: Sequence[int],
+    rule: DraftRule,
+    shared: SharedNgrams = NO_NGRAMS,
 ) -> DraftTrees:
-    """Draft for each cursor (of the trie at its place) a tree of at most so many nodes."""
+    """Draft for each cursor (of the trie at its place) a tree of at most so many nodes.
+
+    `shared` is what the rule `blend` knows of other prompts' texts.
+    """
     if not len(tries):
         return DraftTrees.empty(0)
     rooms = _offsets(max_nodes)
     total = int(rooms[-1])
-    batch = Batch(*_group(tries), np.array(cursors, np.int64), rooms)
+    batch = Batch(*_group(tries), np.array(cursors, np.int64), rooms, shared.table)
     trees = Tree(np.empty(total, np.int32), np.empty(total, np.int32), np.empty(total, np.float32))
     offsets = np.empty(len(tries) + 1, np.int64)
     if _pays_for_threads(total * WORK_PER_NODE, len(batch.starts) - 1):

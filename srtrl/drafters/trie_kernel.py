@@ -4,47 +4,34 @@ The trie of all suffixes is stored as a generalised suffix automaton (Blumer et 
 "General suffix automaton construction algorithm and space bounds", 2009). A state stands for the strings that end at
 the same positions of the inserted text; they are suffixes of its longest string, and its suffix link leads to the
 state of the next shorter one.
-
-Counting. One more occurrence of a state is one more of all states along its suffix links. On "0 0 0 ..." that chain
-is as long as the text, and walking it for each token would take quadratic time. So the walk stops after `MAX_WALK`
-states and leaves the rest pending. Pending occurrences are added up later, from long states to short ones, merging
-where chains meet: one walk for all of them. A count is exact when nothing is pending at states as long as its own.
 """
 
 from typing import NamedTuple
 
 import numba
 
+from srtrl.drafters.trie_alignment import Alignment, align, locate
+from srtrl.drafters.trie_counts import count_occurrence, count_pending
 from srtrl.drafters.trie_memory import (
-    BLOCK,
     COUNT,
-    DEGREE,
-    EMPTY,
+    CURSOR_CLASS,
     FREE_CURSORS,
     LENGTH,
     LINK,
-    LONGEST_PENDING,
-    MAX_PENDING,
     NONE,
-    NUM_PENDING,
     NUM_TOKENS,
-    PENDING,
-    RECORD_CLASS,
     ROOT,
     START_STATE,
+    START_TOKEN,
     Memory,
     Places,
     add_edge,
     allocate,
     clone_state,
-    edges_end,
     find_edge,
     new_state,
     open_memory,
 )
-
-MAX_WALK = 32
-"""States along a chain that are counted at once."""
 
 # Record of a cursor.
 STATE = 0
@@ -57,24 +44,40 @@ NEW_STATE = 3
 """State that is being linked while an insertion waits for room, or `NONE`."""
 NEXT_PARENT = 4
 """Where that insertion goes on."""
+ALIGNED_STATE = 5
+"""State of the cursor's aligned context (see `trie_alignment`), or `NONE`."""
+ALIGNED_MATCH = 6
+"""Length of that context."""
+ALIGNED_RUN = 7
+"""Tokens for which it has held."""
+LAST, BEFORE_LAST = 8, 9
+"""The last two tokens, `START_TOKEN` where there are none."""
+LOOKED_AT = 10
+"""`MATCH` when the fields above were brought up to the next token: while an insertion waits for room they are ahead."""
+DRAFTS = 11
+"""Whether it will be drafted for; if not, the fields from `ALIGNED_STATE` on stay as they are."""
 
 STOPPED, INSERTING, FOLLOWING = 0, 1, 2
 
 
 @numba.njit(cache=True, nogil=True)
-def new_cursor(memory: Memory, kind: int) -> int:
+def new_cursor(memory: Memory, kind: int, drafts: bool) -> int:
     """Offset of a new cursor behind the START token, or `NONE` if there is no room."""
     cursor = memory[FREE_CURSORS]
     if cursor != NONE:
         memory[FREE_CURSORS] = memory[cursor]
     else:
-        cursor = allocate(memory, RECORD_CLASS)
+        cursor = allocate(memory, CURSOR_CLASS)
         if cursor == NONE:
             return NONE
     memory[cursor + STATE] = START_STATE
     memory[cursor + MATCH] = 1
     memory[cursor + KIND] = kind
     memory[cursor + NEW_STATE] = NONE
+    memory[cursor + ALIGNED_STATE] = NONE
+    memory[cursor + LAST] = memory[cursor + BEFORE_LAST] = START_TOKEN
+    memory[cursor + LOOKED_AT] = NONE
+    memory[cursor + DRAFTS] = drafts
     if kind == INSERTING:
         memory[START_STATE + COUNT] += 1
     return int(cursor)
@@ -93,8 +96,7 @@ def resolve(memory: Memory, cursor: int) -> int:
     """State of a cursor's match; a followed one may have moved to a clone since."""
     state = memory[cursor + STATE]
     match = memory[cursor + MATCH]
-    while state != ROOT and memory[memory[state + LINK] + LENGTH] >= match:
-        state = memory[state + LINK]
+    state = locate(memory, state, match)
     memory[cursor + STATE] = state
     return int(state)
 
@@ -104,114 +106,31 @@ def advance(memory: Memory, cursor: int, token_ids: Memory, begin: int) -> int:
     """Insert or follow `token_ids` from index `begin` on; returns the index of the first for which there is no room."""
     if memory[cursor + KIND] == FOLLOWING:
         for i in range(begin, len(token_ids)):
+            _look_at(memory, cursor, token_ids[i])
             _follow_token(memory, cursor, token_ids[i])
         return len(token_ids)
     for i in range(begin, len(token_ids)):
+        if memory[cursor + LOOKED_AT] != memory[cursor + MATCH]:
+            _look_at(memory, cursor, token_ids[i])
         if not _insert_token(memory, cursor, token_ids[i]):
             return i
     return len(token_ids)
 
 
 @numba.njit(cache=True, nogil=True)
-def count_pending(memory: Memory) -> None:
-    """Add all pending occurrences along their chains, those at longer states first."""
-    num = memory[NUM_PENDING]
-    for i in range(num // 2 - 1, -1, -1):
-        _sift_down(memory, i, num)
-    while num > 0:
-        state = memory[PENDING]
-        occurrences = 0
-        while num > 0 and memory[PENDING] == state:  # chains that meet here
-            occurrences += memory[PENDING + 1]
-            num -= 1
-            memory[PENDING] = memory[PENDING + 2 * num]
-            memory[PENDING + 1] = memory[PENDING + 2 * num + 1]
-            _sift_down(memory, 0, num)
-        next_length = memory[memory[PENDING] + LENGTH] if num > 0 else 0
-        memory[state + COUNT] += occurrences
-        state = memory[state + LINK]
-        while state != ROOT and memory[state + LENGTH] > next_length:
-            memory[state + COUNT] += occurrences
-            state = memory[state + LINK]
-        if state != ROOT:
-            _sift_up(memory, num, state, occurrences)
-            num += 1
-    memory[NUM_PENDING] = 0
-    memory[LONGEST_PENDING] = 0
-
-
-@numba.njit(cache=True, nogil=True)
-def num_continued(memory: Memory, state: int) -> int:
-    """Occurrences of the state's strings that go on: the sum of its targets' counts."""
-    if memory[LONGEST_PENDING] > memory[state + LENGTH]:  # the targets are longer than the state
-        count_pending(memory)
-    total = 0
-    for edge in range(memory[state + BLOCK], edges_end(memory, state), 2):
-        if memory[edge] != EMPTY:
-            total += memory[memory[edge + 1] + COUNT]
-    return total
-
-
-@numba.njit(cache=True, nogil=True)
-def longest_continued(memory: Memory, state: int) -> int:
-    """State of the longest suffix that something follows; `ROOT` if there is none."""
-    while state != ROOT and memory[state + DEGREE] == 0:
-        state = memory[state + LINK]
-    return state
-
-
-@numba.njit(cache=True, nogil=True)
-def _later(memory: Memory, state: int, other: int) -> bool:
-    """Whether pending occurrences at `state` wait for those at `other`."""
-    length, other_length = memory[state + LENGTH], memory[other + LENGTH]
-    return length < other_length or (length == other_length and state < other)
-
-
-@numba.njit(cache=True, nogil=True)
-def _sift_down(memory: Memory, place: int, num: int) -> None:
-    """Restore the heap of the `num` pending pairs below `place`."""
-    state, occurrences = memory[PENDING + 2 * place], memory[PENDING + 2 * place + 1]
-    while 2 * place + 1 < num:
-        child = 2 * place + 1
-        if child + 1 < num and _later(memory, memory[PENDING + 2 * child], memory[PENDING + 2 * child + 2]):
-            child += 1
-        if not _later(memory, state, memory[PENDING + 2 * child]):
-            break
-        memory[PENDING + 2 * place] = memory[PENDING + 2 * child]
-        memory[PENDING + 2 * place + 1] = memory[PENDING + 2 * child + 1]
-        place = child
-    memory[PENDING + 2 * place] = state
-    memory[PENDING + 2 * place + 1] = occurrences
-
-
-@numba.njit(cache=True, nogil=True)
-def _sift_up(memory: Memory, place: int, state: int, occurrences: int) -> None:
-    """Put a pair into the heap whose end is `place`."""
-    while place > 0 and _later(memory, memory[PENDING + (place - 1) // 2 * 2], state):
-        above = (place - 1) // 2
-        memory[PENDING + 2 * place] = memory[PENDING + 2 * above]
-        memory[PENDING + 2 * place + 1] = memory[PENDING + 2 * above + 1]
-        place = above
-    memory[PENDING + 2 * place] = state
-    memory[PENDING + 2 * place + 1] = occurrences
-
-
-@numba.njit(cache=True, nogil=True)
-def _count_occurrence(memory: Memory, state: int) -> None:
-    """One more occurrence of the strings of a state."""
-    for _ in range(MAX_WALK):
-        if state == ROOT:
-            return
-        memory[state + COUNT] += 1
-        state = memory[state + LINK]
-    if state != ROOT:
-        if memory[NUM_PENDING] == MAX_PENDING:
-            count_pending(memory)
-        place = PENDING + 2 * memory[NUM_PENDING]
-        memory[place] = state
-        memory[place + 1] = 1
-        memory[NUM_PENDING] += 1
-        memory[LONGEST_PENDING] = max(memory[LONGEST_PENDING], memory[state + LENGTH])
+def _look_at(memory: Memory, cursor: int, token: int) -> None:
+    """Bring the aligned context and the last tokens up to a token, just before it is inserted or followed."""
+    if not memory[cursor + DRAFTS]:
+        return
+    match = memory[cursor + MATCH]
+    aligned = Alignment(memory[cursor + ALIGNED_STATE], memory[cursor + ALIGNED_MATCH], memory[cursor + ALIGNED_RUN])
+    aligned = align(memory, resolve(memory, cursor), match, aligned, token)
+    memory[cursor + ALIGNED_STATE] = aligned.state
+    memory[cursor + ALIGNED_MATCH] = aligned.match
+    memory[cursor + ALIGNED_RUN] = aligned.run
+    memory[cursor + BEFORE_LAST] = memory[cursor + LAST]
+    memory[cursor + LAST] = token
+    memory[cursor + LOOKED_AT] = match
 
 
 @numba.njit(cache=True, nogil=True)
@@ -282,7 +201,7 @@ def _arrive(memory: Memory, cursor: int, state: int) -> None:
     memory[cursor + STATE] = state
     memory[cursor + MATCH] = memory[state + LENGTH]
     memory[NUM_TOKENS] += 1
-    _count_occurrence(memory, state)
+    count_occurrence(memory, state)
 
 
 @numba.njit(cache=True, nogil=True)

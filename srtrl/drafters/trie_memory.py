@@ -1,7 +1,7 @@
 """The memory of a token trie: one flat int32 array that holds its states, its edges and its cursors.
 
-All places ("offsets") are indices into that array. It begins with a header, then come records of 8 integers (states
-and cursors) and blocks of edges, in the order in which they were needed; blocks that were outgrown are used again by
+All places ("offsets") are indices into that array. It begins with a header, then come records (8 integers of a state,
+16 of a cursor) and blocks of edges, in the order in which they were needed; blocks that were outgrown are used again by
 blocks of their size. Nothing here grows the array: a function that finds no room says so, and its caller's caller in
 Python makes the array larger and calls again.
 
@@ -49,7 +49,9 @@ MAX_PENDING = 256
 
 RECORD = 8
 RECORD_CLASS = 2
-"""Size class of a record: 4 pairs."""
+"""Size class of a state's record: 4 pairs."""
+CURSOR_CLASS = 3
+"""Size class of a cursor's record: 8 pairs."""
 ROOT = PENDING + 2 * MAX_PENDING
 START_STATE = ROOT + RECORD
 """State of the context "beginning of a response"."""
