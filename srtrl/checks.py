@@ -10,7 +10,7 @@ from typing import Any
 from srtrl.recipe import Recipe
 from srtrl.recipe_errors import Key, Problem, RecipeError
 from srtrl.recipe_file import RecipeSource
-from srtrl.resolve import resolve_function, suggestion
+from srtrl.resolve import UnknownOptionError, check_options, resolve_function
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_sta
     problems = [
         *_function_problems(recipe),
         *_advantage_problems(recipe),
-        *_loss_option_problems(recipe),
+        *_loss_problems(recipe),
         *_reward_problems(recipe),
         *_problems_of_parts(recipe, warm_start=warm_start),
     ]
@@ -58,9 +58,7 @@ def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_sta
 
 def _function_problems(recipe: Recipe) -> Iterator[Problem]:
     algorithm = recipe.algorithm
-    loss = replace(LOSS, keywords=(*LOSS.keywords, *_known_loss_options(recipe)))
     named: list[tuple[Key, Signature, str]] = [
-        (("algorithm", "loss"), loss, algorithm.loss),
         (("algorithm", "reduction"), REDUCTION, algorithm.reduction),
         (("algorithm", "kl", "estimator"), KL_ESTIMATOR, algorithm.kl.estimator),
         *((("algorithm", "filters", index), FILTER, name) for index, name in enumerate(algorithm.filters)),
@@ -121,48 +119,30 @@ def _advantage_problems(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _known_loss_options(recipe: Recipe) -> list[str]:
-    """Those of `algorithm.loss_options` that the loss has; a loss may need some."""
-    try:
-        known, _ = _options_of(resolve_function(LOSS.module, recipe.algorithm.loss), LOSS)
-    except ValueError:
-        return []  # an unknown loss is a problem of `algorithm.loss`
-    return [option for option in recipe.algorithm.loss_options if option in known]
-
-
-def _loss_option_problems(recipe: Recipe) -> Iterator[Problem]:
-    """`algorithm.loss_options` that the loss does not have, or whose values it refuses (tried on two tokens)."""
+def _loss_problems(recipe: Recipe) -> Iterator[Problem]:
+    """A loss that is not there or cannot be called, options that it does not have, and values of theirs it refuses."""
     name, options = recipe.algorithm.loss, recipe.algorithm.loss_options
-    if not options:
-        return
-    key: Key = ("algorithm", "loss_options")
+    key: Key = ("algorithm", "loss")
+    options_key: Key = ("algorithm", "loss_options")
     try:
         function = resolve_function(LOSS.module, name)
-        known, takes_any = _options_of(function, LOSS)
-    except ValueError:
-        return  # an unknown loss is a problem of `algorithm.loss`
-    unknown = [option for option in options if option not in known and not takes_any]
-    has = f"it has {', '.join(known)}" if known else "it has none"
-    for option in unknown:
-        yield Problem((*key, option), f"{name} has no such option{suggestion(option, known)} ({has})")
-    if unknown:
+        check_options(name, function, options, num_positional=LOSS.num_positional, reserved=LOSS.keywords)
+        _check_function(replace(LOSS, keywords=(*LOSS.keywords, *options)), name)
+    except UnknownOptionError as error:
+        yield Problem((*options_key, error.option), str(error))
+        return
+    except ValueError as error:
+        yield Problem(key, str(error))
+        return
+    if not options:
         return
     try:
         _call_loss(function, recipe)
     except (TypeError, ValueError) as error:
-        yield _problem_of(error, key)
-
-
-def _options_of(function: Callable[..., Any], signature: Signature) -> tuple[list[str], bool]:
-    """Names of a function's keyword arguments beside those of its signature, and whether it takes any name."""
-    parameters = list(inspect.signature(function).parameters.values())
-    named = [
-        parameter.name
-        for parameter in parameters[signature.num_positional :]
-        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        and parameter.name not in signature.keywords
-    ]
-    return named, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        yield _problem_of(error, options_key)
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError) as error:
+        tried = f"`{name}` with algorithm.loss_options, tried on two tokens, raised {type(error).__name__}"
+        yield Problem(key, f"{tried}: {error}" if str(error) else tried)
 
 
 def _call_loss(function: Callable[..., Any], recipe: Recipe) -> None:

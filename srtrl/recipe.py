@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from srtrl.recipe_algorithm import AlgorithmSection, CriticSection
-from srtrl.recipe_base import RecipeConflictsError, Section
+from srtrl.recipe_base import RecipeConflictsError, Schedule, Section, UpdatePlan
 from srtrl.recipe_conflicts import find_conflicts
 
 
@@ -148,7 +148,7 @@ class TrainSection(Section):
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Schedule = "constant"
     """Learning rate after the warm-up; `linear` and `cosine` fall to zero just behind the last step."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's weight decay (matrices only; not norms, biases or embeddings)."""
@@ -281,6 +281,52 @@ class Recipe(Section):
     """What is written where."""
     warm_start: WarmStartSection | None = None
     """Supervised fine-tuning on the task's solutions (`srtrl warm-start`)."""
+
+    @property
+    def policy_updates(self) -> UpdatePlan:
+        """The policy's optimizer steps; they begin behind the steps in which only the critic learns."""
+        train = self.train
+        return self._update_plan(
+            mini_batch_prompts=train.mini_batch_prompts,
+            num_epochs=train.num_epochs,
+            num_skipped=self.critic.warmup_steps if self.critic else 0,
+            learning_rate=train.learning_rate,
+            warmup_steps=train.warmup_steps,
+        )
+
+    @property
+    def critic_updates(self) -> UpdatePlan:
+        """The critic's optimizer steps; where it says nothing they are cut like the policy's."""
+        assert self.critic is not None, "the recipe has no critic"
+        return self._update_plan(
+            mini_batch_prompts=self.critic.mini_batch_prompts or self.train.mini_batch_prompts,
+            num_epochs=self.critic.num_epochs or self.train.num_epochs,
+            num_skipped=0,
+            learning_rate=self.critic.learning_rate,
+            warmup_steps=self.critic.lr_warmup_steps,
+        )
+
+    def _update_plan(
+        self,
+        *,
+        mini_batch_prompts: int | None,
+        num_epochs: int,
+        num_skipped: int,
+        learning_rate: float,
+        warmup_steps: int,
+    ) -> UpdatePlan:
+        size = mini_batch_prompts or self.rollout.num_prompts
+        per_batch = num_epochs * (self.rollout.num_prompts // size)
+        return UpdatePlan(
+            mini_batch_prompts=size,
+            num_epochs=num_epochs,
+            steps_per_batch=per_batch,
+            num_skipped=num_skipped,
+            num_steps=(self.train.num_steps - num_skipped) * per_batch,
+            learning_rate=learning_rate,
+            warmup_steps=warmup_steps,
+            schedule=self.train.schedule,
+        )
 
     @model_validator(mode="after")
     def check_combinations(self) -> Self:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from srtrl.recipe_base import Conflict
+from srtrl.recipe_base import Conflict, Section
 
 if TYPE_CHECKING:
     from srtrl.recipe import Recipe
@@ -19,6 +19,9 @@ TOKEN_ADVANTAGES = frozenset({"gae", "reinforce_plus_plus"})
 """Advantages that may differ from token to token."""
 UNIFORM_FILTERS = frozenset({"drop_uniform", "drop_all_right_or_wrong"})
 """Filters that would drop every group of one sample."""
+MAX_KL_ERROR = 0.2
+"""`MAX_ERROR` of `algorithms/kl_control.py`, which a recipe may not import: a step changes an adaptive KL coefficient
+by this x samples / horizon at most. A test holds the two equal."""
 
 
 def find_conflicts(recipe: Recipe) -> Iterator[Conflict]:
@@ -103,18 +106,27 @@ def _objective_conflicts(recipe: Recipe) -> Iterator[Conflict]:
     if kl.target is not None and kl.coefficient == 0:
         yield Conflict(("algorithm", "kl", "target"), "needs a first coefficient above 0 to adapt, found 0")
     num_samples = recipe.rollout.num_prompts * recipe.rollout.num_samples
-    if (
-        kl.target is not None and 0.2 * num_samples >= kl.horizon
-    ):  # a step changes it by 0.2 x samples / horizon at most
+    if kl.target is not None and MAX_KL_ERROR * num_samples >= kl.horizon:
         yield Conflict(
             ("algorithm", "kl", "horizon"),
-            f"expected more than 0.2 x the {num_samples} samples of a step, or one step could take the adaptive "
-            f"coefficient to 0, found {kl.horizon}",
+            f"expected more than {MAX_KL_ERROR} x the {num_samples} samples of a step, or one step could take the "
+            f"adaptive coefficient to 0, found {kl.horizon}",
         )
     if kl.coefficient > 0 and kl.placement == "loss" and kl.estimator == "k1":
         yield Conflict(
             ("algorithm", "kl", "estimator"),
             "k1 in the loss has a gradient of expectation 0: expected k2 or k3, or algorithm.kl.placement reward",
+        )
+    if kl.target is None and kl.horizon != _default(kl, "horizon"):
+        yield Conflict(
+            ("algorithm", "kl", "horizon"),
+            f"is of the adaptive coefficient: leave it out, or set algorithm.kl.target; found {kl.horizon}",
+        )
+    if algorithm.importance_cap is None and algorithm.importance_level != _default(algorithm, "importance_level"):
+        yield Conflict(
+            ("algorithm", "importance_level"),
+            "is of the importance weights: leave it out, or set algorithm.importance_cap; "
+            f"found {algorithm.importance_level}",
         )
     if algorithm.importance_cap is not None and algorithm.old_logprobs == "rollout":
         yield Conflict(
@@ -137,14 +149,13 @@ def _objective_conflicts(recipe: Recipe) -> Iterator[Conflict]:
 
 def _train_conflicts(recipe: Recipe) -> Iterator[Conflict]:
     train, num_prompts = recipe.train, recipe.rollout.num_prompts
-    mini_batch = train.mini_batch_prompts or num_prompts
-    if num_prompts % mini_batch != 0:
+    updates = recipe.policy_updates
+    if num_prompts % updates.mini_batch_prompts != 0:
         yield Conflict(
             ("train", "mini_batch_prompts"),
-            f"expected a divisor of rollout.num_prompts ({num_prompts}), found {mini_batch}",
+            f"expected a divisor of rollout.num_prompts ({num_prompts}), found {updates.mini_batch_prompts}",
         )
-    warmup_steps = recipe.critic.warmup_steps if recipe.critic else 0
-    num_updates = (train.num_steps - warmup_steps) * train.num_epochs * (num_prompts // mini_batch)
+    num_updates = updates.num_steps
     if num_updates > 0 and train.schedule != "constant" and train.warmup_steps >= num_updates:
         yield Conflict(
             ("train", "warmup_steps"),
@@ -168,13 +179,11 @@ def _critic_conflicts(recipe: Recipe) -> Iterator[Conflict]:
             ("critic", "mini_batch_prompts"),
             f"expected a divisor of rollout.num_prompts ({num_prompts}), found {mini_batch}",
         )
-    train = recipe.train
-    per_epoch = num_prompts // (mini_batch or train.mini_batch_prompts or num_prompts)
-    num_updates = train.num_steps * (critic.num_epochs or train.num_epochs) * per_epoch
-    if train.schedule != "constant" and critic.lr_warmup_steps >= num_updates:
+    schedule, num_updates = recipe.train.schedule, recipe.critic_updates.num_steps
+    if schedule != "constant" and critic.lr_warmup_steps >= num_updates:
         yield Conflict(
             ("critic", "lr_warmup_steps"),
-            f"expected fewer than the run's {num_updates} optimizer steps of the critic, or the {train.schedule} "
+            f"expected fewer than the run's {num_updates} optimizer steps of the critic, or the {schedule} "
             f"schedule would never begin, found {critic.lr_warmup_steps}",
         )
     if critic.warmup_steps >= recipe.train.num_steps:
@@ -183,6 +192,11 @@ def _critic_conflicts(recipe: Recipe) -> Iterator[Conflict]:
             f"expected fewer than train.num_steps ({recipe.train.num_steps}), or the policy would never learn, "
             f"found {critic.warmup_steps}",
         )
+
+
+def _default(section: Section, option: str) -> object:
+    """An option's default. What has no effect is refused by its value: a resolved recipe gives every option."""
+    return type(section).model_fields[option].default
 
 
 def _other_conflicts(recipe: Recipe) -> Iterator[Conflict]:

@@ -64,6 +64,14 @@ def list_modules(package_name: str, attribute: str) -> list[str]:
     return names
 
 
+class UnknownOptionError(ValueError):
+    """A function has no such option."""
+
+    def __init__(self, option: str, message: str) -> None:
+        self.option = option
+        super().__init__(message)
+
+
 def check_options(
     name: str,
     function: Callable[..., Any],
@@ -82,7 +90,8 @@ def check_options(
         reserved: Keyword arguments that the caller gives itself.
 
     Raises:
-        ValueError: naming the option and the known ones.
+        UnknownOptionError: naming the option and the known ones.
+        ValueError: an option that the function needs is not given.
     """
     parameters = inspect.signature(function).parameters.values()
     by_position = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
@@ -96,7 +105,8 @@ def check_options(
     for option in options:
         if option in given or (option not in known and not takes_any):
             near = suggestion(option, known) or ";"
-            raise ValueError(f"`{name}` has no option `{option}`{near} known: {', '.join(known) or 'none'}")
+            message = f"`{name}` has no option `{option}`{near} known: {', '.join(known) or 'none'}"
+            raise UnknownOptionError(option, message)
     if missing := [option for option, is_needed in known.items() if is_needed and option not in options]:
         raise ValueError(f"`{name}` needs the option `{missing[0]}`, which is not given")
 

@@ -59,6 +59,15 @@ def needy_loss(logprobs, old_logprobs, advantages, sequence_index, *, clip_low, 
 def open_loss(logprobs, old_logprobs, advantages, sequence_index, *, clip_low, clip_high, **options):
     return -advantages * logprobs, {}
 
+def failing_loss(logprobs, old_logprobs, advantages, sequence_index, *, clip_low, clip_high, how="fine"):
+    assert how != "assert"
+    if how == "sizes":
+        raise RuntimeError("wrong sizes")
+    return -advantages * logprobs, {}
+
+def short_loss(logprobs, advantages, *, clip_low, clip_high):
+    return -advantages * logprobs, {}
+
 def value_loss(values, returns):
     return values - returns
 
@@ -167,25 +176,24 @@ def test_what_fits_together_is_accepted(recipe_file: Path, overrides: list[str])
         ),
         (
             ["algorithm.loss='own:needy_loss'"],
-            "algorithm.loss: `own:needy_loss` cannot be called with (4 arguments, clip_low=..., clip_high=...): "
-            "missing a required argument: 'tau'; see srtrl/algorithms/losses.py",
+            "algorithm.loss: `own:needy_loss` needs the option `tau`, which is not given",
         ),
         (
             ["algorithm.loss=dual_clip", "algorithm.loss_options={ratio_kap: 3}"],
-            "algorithm.loss_options.ratio_kap: dual_clip has no such option, did you mean `ratio_cap`? (it has "
-            "ratio_cap)",
+            "algorithm.loss_options.ratio_kap: `dual_clip` has no option `ratio_kap`, did you mean `ratio_cap`? known: "
+            "ratio_cap",
         ),
         (
             ["algorithm.loss=ppo_clip", "algorithm.loss_options={ratio_cap: 3}"],
-            "algorithm.loss_options.ratio_cap: ppo_clip has no such option (it has none)",
+            "algorithm.loss_options.ratio_cap: `ppo_clip` has no option `ratio_cap`; known: none",
         ),
         (
             ["algorithm.loss=dual_clip", "algorithm.loss_options={clip_low: 0.1}"],
-            "algorithm.loss_options.clip_low: dual_clip has no such option (it has ratio_cap)",
+            "algorithm.loss_options.clip_low: `dual_clip` has no option `clip_low`; known: ratio_cap",
         ),
         (
             ["algorithm.loss='own:loss'", "algorithm.loss_options={advantages: 0.1}"],
-            "algorithm.loss_options.advantages: own:loss has no such option (it has power, floor)",
+            "algorithm.loss_options.advantages: `own:loss` has no option `advantages`; known: power, floor",
         ),
         (
             ["algorithm.loss=dual_clip", "algorithm.loss_options={ratio_cap: 0.5}"],
@@ -198,6 +206,21 @@ def test_what_fits_together_is_accepted(recipe_file: Path, overrides: list[str])
         (
             ["algorithm.loss=dual_clip", "algorithm.loss_options={ratio_cap: high}"],
             "algorithm.loss_options: '>' not supported between instances of 'str' and 'int'",
+        ),
+        (
+            ["algorithm.loss='own:failing_loss'", "algorithm.loss_options={how: assert}"],
+            "algorithm.loss: `own:failing_loss` with algorithm.loss_options, tried on two tokens, raised "
+            "AssertionError",
+        ),
+        (
+            ["algorithm.loss='own:failing_loss'", "algorithm.loss_options={how: sizes}"],
+            "algorithm.loss: `own:failing_loss` with algorithm.loss_options, tried on two tokens, raised RuntimeError: "
+            "wrong sizes",
+        ),
+        (
+            ["algorithm.loss='own:short_loss'"],
+            "algorithm.loss: `own:short_loss` cannot be called with (4 arguments, clip_low=..., clip_high=...): too "
+            "many positional arguments; see srtrl/algorithms/losses.py",
         ),
     ],
 )

@@ -107,6 +107,13 @@ def token_rewards(
     return rewards
 
 
+def token_pairs(sequences: Sequence[TrainSequence]) -> Iterator[tuple[float, float]]:
+    """Log-probs by the decoder and by the reference of every response token."""
+    for sequence in sequences:
+        assert sequence.ref_logprobs is not None
+        yield from zip(sequence.rollout_logprobs.tolist(), sequence.ref_logprobs.tolist(), strict=True)
+
+
 # ---- filters ----
 
 
@@ -161,6 +168,9 @@ def test_kl_in_the_reward_is_summed_over_the_sample(estimator: str) -> None:
         algorithm__advantage="test_credit:as_it_is",
         algorithm__kl={**kl, "placement": "loss", "estimator": "k3"},
     )
+    in_reward = [estimate(estimator, float(new), float(ref)) for new, ref in token_pairs(sequences)]
+    assert credit.sampled_kl == pytest.approx(np.mean(in_reward), rel=1e-9), "over tokens, not over samples"
+    assert in_loss.sampled_kl is None
     assert list(in_loss.advantages.values()) == plain
     assert in_loss.metrics == {}
 
@@ -381,4 +391,4 @@ def test_whitening_comes_before_overlong_filtering() -> None:
 
 def test_nothing_may_be_left_by_overlong_filtering() -> None:
     credit = credit_of([group(0, [1.0, 0.0], cut=[0, 1])], algorithm__overlong_filtering=True)
-    assert credit == Credit(sequences=[], advantages={}, metrics={"samples/overlong_dropped": 2})
+    assert credit == Credit(sequences=[], advantages={}, sampled_kl=None, metrics={"samples/overlong_dropped": 2})

@@ -22,9 +22,12 @@ from torch import Tensor
 from update_cases import fresh_accelerator
 
 from srtrl.model.value_model import ValueModel
-from srtrl.trainer.critic import compute_values, critic_learning_rate, update_critic, value_metrics
+from srtrl.trainer.critic import compute_values, update_critic, value_metrics
 from srtrl.trainer.sequence_logprobs import NonFiniteError
 from srtrl.types import TrainSequence
+
+VALUE_CLIPS: dict[str, dict[str, float]] = {"clipped_value": {"value_clip": 0.1}, "squared_error": {"value_clip": 0.2}}
+"""0.2 is the default: the recipe refuses another where there is no clip."""
 
 
 def naive_loss(model: ValueModel, sequences: Sequence[TrainSequence], value_clip: float | None) -> tuple[Tensor, float]:
@@ -60,8 +63,9 @@ def test_values_equal_those_of_every_prefix_alone(micro_batch_tokens: int) -> No
 def test_gradients_equal_autograd_on_a_padded_batch(value_loss: str) -> None:
     """Two mini-batches and two epochs; the clip is around the values before the update, not the latest ones."""
     recipe = make_critic_recipe(
-        {"value_loss": value_loss, "mini_batch_prompts": 2, "num_epochs": 2}, rollout__num_prompts=4
-    )  # a filter dropped the fourth
+        {"value_loss": value_loss, "mini_batch_prompts": 2, "num_epochs": 2, **VALUE_CLIPS[value_loss]},
+        rollout__num_prompts=4,  # a filter dropped the fourth
+    )
     assert recipe.critic is not None
     model, sequences = make_value_model(), make_value_sequences()
     naive = copy.deepcopy(model)
@@ -136,7 +140,15 @@ def test_the_rate_follows_the_runs_schedule_over_the_critics_own_steps() -> None
         train__num_steps=5,
         train__schedule="linear",
     )
-    rates = [critic_learning_rate(recipe, step, number) for step in range(1, 6) for number in range(3)]
+    model = make_value_model()
+    critic, optimizer = make_critic(model)
+    logged = []
+    with fresh_accelerator() as accelerator:
+        for step in range(1, 6):
+            metrics = update_critic(critic, accelerator, make_value_sequences(), recipe=recipe, step=step)
+            logged.append(metrics["critic/learning_rate"])
+    rates = optimizer.rates
+    assert logged == rates[2::3]
     assert rates[:4] == pytest.approx([0.1, 0.2, 0.3, 0.4])
     assert rates[4:] == pytest.approx([0.4 * (1 - done / 12) for done in range(1, 12)])
 
@@ -156,6 +168,36 @@ def test_explained_variance_equals_its_definition() -> None:
     assert value_metrics(perfect)["explained_variance"] == 1
     equal = [replace(sequence, returns=np.full_like(sequence.advantages, 0.25)) for sequence in sequences]
     assert value_metrics(equal).keys() == {"value_mean", "return_mean"}
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.3])
+def test_returns_that_differ_by_rounding_have_no_explained_variance(reward: float) -> None:
+    """With gamma = lambda = 1 all returns are the reward, computed as (reward - value) + value."""
+    sequences = []
+    for sequence in make_value_sequences():
+        assert sequence.values is not None
+        values = sequence.values * np.float32(7)
+        sequences.append(replace(sequence, values=values, returns=(np.float32(reward) - values) + values))
+    returns = np.concatenate([sequence.returns for sequence in sequences if sequence.returns is not None])
+    if reward:
+        assert returns.min() < returns.max(), "the case must have rounding errors"
+    assert value_metrics(sequences).keys() == {"value_mean", "return_mean"}
+    small = [
+        replace(sequence, returns=1e-3 * sequence.returns) for sequence in sequences if sequence.returns is not None
+    ]
+    for sequence in small:
+        assert sequence.returns is not None
+        sequence.returns[:] += np.arange(len(sequence.returns), dtype=np.float32) * np.float32(1e-3)
+    assert value_metrics(small)["explained_variance"] < -1e4, "values that are far too large are no rounding errors"
+
+
+def test_returns_of_a_failed_batch_are_rounding_errors_of_the_values() -> None:
+    """All rewards 0: GAE's sums cancel the values up to a rounding error of float64."""
+    sequences = []
+    for sequence in make_value_sequences():
+        noise = np.random.default_rng(0).normal(scale=1e-16, size=len(sequence.advantages)).astype(np.float32)
+        sequences.append(replace(sequence, returns=noise))
+    assert value_metrics(sequences).keys() == {"value_mean", "return_mean"}
 
 
 def test_metrics_are_of_the_values_before_the_update() -> None:

@@ -90,11 +90,23 @@ def test_draws_that_are_gone_take_no_place() -> None:
 
 
 def test_token_means_are_over_tokens_and_not_over_micro_batches() -> None:
-    means = TokenMeans()
+    means = TokenMeans("algorithm.loss")
     means.add({"a": torch.tensor([1.0, 2.0, 3.0]), "b": torch.tensor([1.0, 1.0, 0.0])})
     means.add({"a": torch.tensor([10.0]), "b": torch.tensor([0.0])})
     assert means.result() == {"a": 4.0, "b": 0.5}
-    assert TokenMeans().result() == {}
+    assert TokenMeans("algorithm.loss").result() == {}
+
+
+@pytest.mark.parametrize(
+    "later", [{}, {"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}]
+)
+def test_a_metric_of_some_micro_batches_only_is_refused(later: dict[str, Tensor]) -> None:
+    """Its sum would be divided by the tokens of all: silently too small."""
+    means = TokenMeans("critic.value_loss")
+    means.add({"a": torch.ones(3), "b": torch.ones(3)})
+    name = "a" if not later else "c" if "c" in later else "b"
+    with pytest.raises(ValueError, match=rf"critic\.value_loss must return the same metrics .*`{name}` for some only"):
+        means.add(later)
 
 
 # ---- descend: by hand on a model of one number ----
@@ -134,6 +146,7 @@ def test_descent_by_hand(micro_batch_tokens: int, max_grad_norm: float, accelera
         micro_batch_tokens=micro_batch_tokens,
         max_grad_norm=max_grad_norm,
         learning_rate=lambda number: 0.1 * (number + 1),
+        loss_option="algorithm.loss",
         where="step 3",
         check=lambda batch, where: checked.append((where, model.w.item())),
     )
@@ -176,6 +189,7 @@ def test_what_a_check_raises_comes_before_the_step(accelerator: Accelerator) -> 
             micro_batch_tokens=100,
             max_grad_norm=1.0,
             learning_rate=lambda _: 1.0,
+            loss_option="algorithm.loss",
             where="step 1",
             check=refuse if check else None,
         )
@@ -200,5 +214,6 @@ def test_an_update_of_nothing_is_the_callers_mistake(accelerator: Accelerator) -
             micro_batch_tokens=100,
             max_grad_norm=1.0,
             learning_rate=lambda _: 1.0,
+            loss_option="algorithm.loss",
             where="step 1",
         )

@@ -1,6 +1,7 @@
 """Packing against a loop over tokens, for random sequences and budgets."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from srtrl.rollout import packing
 from srtrl.rollout.packing import PackedBatch, pack
 from srtrl.types import TrainSequence
 
@@ -79,7 +81,7 @@ def test_every_token_is_packed_once_in_order_with_the_right_indices(case: tuple[
 @given(sequences_and_budget())
 def test_budget_is_kept_and_no_batch_could_take_the_next_sequence(case: tuple[list[TrainSequence], int]) -> None:
     sequences, max_tokens = case
-    batches = pack(sequences, max_tokens, "cpu")
+    batches = list(pack(sequences, max_tokens, "cpu"))
     assert [length for batch in batches for length in batch.lengths] == [len(s.token_ids) for s in sequences]
     for batch, following in zip(batches, [*batches[1:], None], strict=True):
         assert len(batch.token_ids) == sum(batch.lengths) <= max_tokens
@@ -106,7 +108,28 @@ def test_a_sequence_longer_than_the_budget_is_an_error_that_names_it() -> None:
 
 
 def test_no_sequences_make_no_batch() -> None:
-    assert pack([], 8, "cpu") == []
+    assert list(pack([], 8, "cpu")) == []
+
+
+def test_a_micro_batch_is_made_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device holds one at a time; what is wrong with a later sequence is said before the first is made."""
+    made: list[tuple[int, int]] = []
+    pack_range = packing._pack_range
+
+    def record(sequences: Sequence[TrainSequence], first: int, last: int, device: str) -> PackedBatch:
+        made.append((first, last))
+        return pack_range(sequences, first, last, device)
+
+    monkeypatch.setattr(packing, "_pack_range", record)
+    sequences = [make_sequence(1, 2, seed) for seed in range(5)]
+    batches = pack(sequences, 6, "cpu")
+    assert made == []
+    assert next(batches).lengths == (3, 3)
+    assert made == [(0, 2)]
+    assert [batch.lengths for batch in batches] == [(3, 3), (3,)]
+    assert made == [(0, 2), (2, 4), (4, 5)]
+    with pytest.raises(ValueError, match="sequence 5 has 7 tokens"):
+        pack([*sequences, make_sequence(3, 4, 5)], 6, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -129,4 +152,4 @@ def test_broken_sequences_are_refused(change: dict[str, object], message: str) -
 def test_sequences_with_and_without_optional_numbers_do_not_mix(name: str) -> None:
     second = dataclasses.replace(make_sequence(1, 2, 1), **{name: None})  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="all sequences have these numbers or none"):
-        pack([make_sequence(1, 2, 0), second], 8, "cpu")
+        next(pack([make_sequence(1, 2, 0), second], 8, "cpu"))

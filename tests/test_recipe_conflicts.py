@@ -6,8 +6,10 @@ import pytest
 from pydantic import ValidationError
 from update_cases import make_recipe
 
+from srtrl.algorithms.kl_control import MAX_ERROR
 from srtrl.recipe import Recipe
 from srtrl.recipe_base import RecipeConflictsError
+from srtrl.recipe_conflicts import MAX_KL_ERROR
 
 REFUSED: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     # key of the conflict, options that are refused, part of the message, what repairs them
@@ -62,6 +64,18 @@ REFUSED: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         {"algorithm__kl__coefficient": 0.1, "algorithm__kl__estimator": "k1"},
         "expectation 0",
         {"algorithm__kl__placement": "reward"},
+    ),
+    (
+        "algorithm.kl.horizon",
+        {"algorithm__kl": {"coefficient": 0.1, "horizon": 500}},
+        "set algorithm.kl.target; found 500",
+        {"algorithm__kl": {"coefficient": 0.1, "horizon": 500, "target": 0.1}},
+    ),
+    (
+        "algorithm.importance_level",
+        {"algorithm__importance_level": "sequence"},
+        "set algorithm.importance_cap; found sequence",
+        {"algorithm__importance_cap": 2.0, "algorithm__old_logprobs": "recompute"},
     ),
     (
         "algorithm.importance_cap",
@@ -126,4 +140,17 @@ def test_a_combination_is_refused_and_its_repair_accepted(
     found = {".".join(map(str, conflict.key)): conflict.message for conflict in error.conflicts}
     assert list(found) == [key]
     assert message in found[key]
-    assert isinstance(make_recipe(**{**refused, **repair}), Recipe)
+    repaired = make_recipe(**{**refused, **repair})
+    assert Recipe.model_validate(repaired.model_dump()) == repaired, "a resolved recipe gives every option's value"
+
+
+def test_the_clip_of_the_kl_controllers_error_is_the_same_in_both_files() -> None:
+    assert MAX_KL_ERROR == MAX_ERROR
+
+
+def test_one_override_switches_a_part_off() -> None:
+    """An ablation must not have to undo every option of what it leaves out."""
+    rewarded = {"algorithm__kl": {"coefficient": 0.0, "estimator": "k1", "placement": "reward"}}
+    assert make_recipe(**rewarded).algorithm.kl.coefficient == 0
+    critic = {"value_loss": "squared_error", "value_clip": 0.5}
+    assert make_recipe(algorithm__advantage="gae", critic=critic).critic is not None

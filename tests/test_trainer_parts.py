@@ -12,6 +12,7 @@ from tiny_run import make_policy, make_recipe
 from srtrl.trainer.build import build_critic, build_policy, build_tokenizer, is_deterministic
 from srtrl.trainer.data_order import DataOrder
 from srtrl.trainer.optimizer import learning_rate_at
+from srtrl.trainer.step_metrics import with_update_metrics
 
 
 @given(st.integers(1, 40), st.integers(0, 5), st.integers(1, 50), st.integers(1, 30))
@@ -32,6 +33,13 @@ def test_data_order_depends_on_seed_and_epoch() -> None:
     assert first != DataOrder(50, 1).draws(0, 50)
     with pytest.raises(ValueError, match="no training prompts"):
         DataOrder(0, 0)
+
+
+def test_a_metric_has_one_source() -> None:
+    """A drafter of the user's may log what a loss of the user's logs."""
+    assert with_update_metrics({"a": 1.0}, {"b": 2.0}) == {"a": 1.0, "b": 2.0}
+    with pytest.raises(ValueError, match=r"log the metric `mine`, the update \(algorithm\.loss\) and another"):
+        with_update_metrics({"a": 1.0, "mine": 1.0}, {"b": 2.0, "mine": 2.0})
 
 
 def test_learning_rate() -> None:

@@ -92,7 +92,7 @@ def test_two_steps_with_importance_weights_and_an_adaptive_coefficient(
         metrics = update_policy(
             ours, optimizer, accelerator, sequences, recipe=recipe, step=step, kl_coefficient=coefficient
         )
-        coefficient = next_kl_coefficient(coefficient, metrics, recipe, num_samples=len(sequences))
+        coefficient = next_kl_coefficient(coefficient, metrics, recipe, sampled_kl=None, num_samples=len(sequences))
         expected = naive_step(naive, sequences, loss, level, expected_coefficient)
         assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6)  # weights are float32
         assert 0 < metrics["importance/capped_share"] < 1
@@ -164,8 +164,15 @@ def test_kl_in_the_reward_is_measured_and_not_in_the_loss(accelerator: Accelerat
 
 def test_a_fixed_coefficient_stays() -> None:
     recipe = make_recipe(algorithm__kl={"coefficient": 0.05})
-    assert next_kl_coefficient(0.05, {"kl/ref": 9.0}, recipe, num_samples=6) == 0.05
-    assert next_kl_coefficient(0.0, {}, make_recipe(), num_samples=6) == 0.0
+    assert next_kl_coefficient(0.05, {"kl/ref": 9.0}, recipe, sampled_kl=None, num_samples=6) == 0.05
+    assert next_kl_coefficient(0.0, {}, make_recipe(), sampled_kl=None, num_samples=6) == 0.0
+
+
+@pytest.mark.parametrize(("placement", "error"), [("loss", 0.1), ("reward", -0.05)])
+def test_the_coefficient_follows_the_kl_that_it_multiplies(placement: str, error: float) -> None:
+    recipe = make_recipe(algorithm__kl={**KL, "placement": placement})
+    found = next_kl_coefficient(0.05, {"kl/ref": 0.011}, recipe, sampled_kl=0.0095, num_samples=6)
+    assert found == pytest.approx(0.05 * (1 + error * 6 / 40), rel=1e-12)
 
 
 @pytest.mark.parametrize("placement", ["loss", "reward"])
@@ -187,7 +194,12 @@ def test_a_run_adapts_the_coefficient_and_a_resumed_one_goes_on_with_it(placemen
     coefficients = [row["kl/coefficient"] for row in whole]
     assert coefficients[0] == 0.05
     for row, coefficient in zip(whole, [*coefficients[1:], None], strict=True):
-        error = min(max(row["kl/ref"] / 0.002 - 1, -0.2), 0.2)
+        if placement == "reward":  # no filters: the mean over samples of the sum, by the mean length
+            kl = row["reward/kl_penalty"] / row["kl/coefficient"] / row["length/mean"]
+            assert kl != row["kl/ref"]
+        else:
+            kl = row["kl/ref"]
+        error = min(max(kl / 0.002 - 1, -0.2), 0.2)
         expected = row["kl/coefficient"] * (1 + error * 16 / 100)
         if coefficient is not None:
             assert coefficient == pytest.approx(expected, rel=1e-12) != 0.05

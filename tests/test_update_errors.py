@@ -51,7 +51,8 @@ def test_a_large_logprob_difference_stops_before_any_change(old_logprobs: str, a
     recipe = make_recipe(algorithm__old_logprobs=old_logprobs, **limits)
     token = sequences[4].token_ids[sequences[4].num_prompt_tokens + 1]
     message = (
-        rf"step 7.*: sequence 4 .*, response token 1 \(id {token}\).* differ by 0\.5.*max_logprob_difference \(0\.4\)"
+        rf"step 7.*: sequence 4 .*, response token 1 \(id {token}\).*; the policy's weights were not changed by this "
+        r"step.* differ by 0\.5.*max_logprob_difference \(0\.4\)"
     )
     with pytest.raises(LogprobDifferenceError, match=message):
         update(policy, RecordingSGD(policy), accelerator, sequences, recipe, step=7)
@@ -152,6 +153,49 @@ def test_a_loss_may_not_log_under_a_name_of_the_trainers(accelerator: Accelerato
     policy = make_policy()
     recipe = make_recipe(algorithm__loss=f"{__name__}:loss_with_an_entropy")
     with pytest.raises(ValueError, match="a metric named `entropy`, which is srtrl's own"):
+        update(policy, RecordingSGD(policy), accelerator, make_sequences(policy), recipe)
+
+
+LOGGED = [
+    *("reward/mean", "reward/kl_penalty", "accuracy", "length/mean", "groups/kept", "samples/overlong_dropped"),
+    *("data/epoch", "tokens/response", "grading/correct", "kl/ref", "kl/coefficient", "importance/weight"),
+    *("logprob_difference/max", "critic/loss", "eval/accuracy", "time/update", "engine/tokens", "learning_rate"),
+]
+
+
+@pytest.mark.parametrize("name", LOGGED)
+def test_a_loss_may_not_replace_what_another_part_logs(
+    name: str, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def greedy(logprobs: Tensor, *_: Tensor, **options: float) -> tuple[Tensor, dict[str, Tensor]]:
+        return -logprobs, {"clip_share/mine": logprobs.detach(), name: logprobs.detach()}
+
+    monkeypatch.setitem(globals(), "greedy", greedy)
+    policy = make_policy()
+    before = weights_of(policy)
+    with pytest.raises(ValueError, match=f"algorithm.loss returns a metric named `{name}`, which is srtrl's own"):
+        update(
+            policy,
+            RecordingSGD(policy),
+            accelerator,
+            make_sequences(policy),
+            make_recipe(algorithm__loss=f"{__name__}:greedy"),
+        )
+    assert all(map(torch.equal, before, policy.parameters()))
+
+
+def loss_with_a_rare_metric(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, *_: Tensor, **options: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Wrong: a metric for micro-batches of positive advantages alone."""
+    metrics = {"rare": logprobs.detach()} if bool((advantages > 0).any()) else {}
+    return -logprobs, metrics
+
+
+def test_a_metric_of_some_micro_batches_only_is_a_users_error(accelerator: Accelerator) -> None:
+    policy = make_policy()
+    recipe = make_recipe(algorithm__loss=f"{__name__}:loss_with_a_rare_metric", train__micro_batch_tokens=16)
+    with pytest.raises(ValueError, match=r"algorithm\.loss must return the same metrics .* `rare` for some only"):
         update(policy, RecordingSGD(policy), accelerator, make_sequences(policy), recipe)
 
 

@@ -1,7 +1,10 @@
 """An adaptive KL coefficient: a controller that holds the KL to the reference at a target."""
 
 MAX_ERROR = 0.2
-"""The relative error that the controller sees is clipped to plus and minus this (Ziegler et al.)."""
+"""The relative error that the controller sees is clipped to plus and minus this (Ziegler et al.).
+
+`MAX_KL_ERROR` of `recipe_conflicts.py` is the same number: there a horizon that is too short is refused with its line.
+"""
 
 
 def adapted_coefficient(coefficient: float, kl: float, *, target: float, horizon: int, num_samples: int) -> float:

@@ -9,7 +9,7 @@ with tensors [R], the response tokens of a micro-batch: `logprobs` by the policy
 sequences are in one micro-batch; losses of single tokens do not need it). Further keyword arguments with defaults are
 its options, given as `algorithm.loss_options`. `token_loss` [R] is to be minimised; how it becomes one number is the
 reduction's part. Each metric is a number a token, [R], without gradient: the trainer logs its mean over all tokens of
-the step under its name.
+the step under its name. The names are the same for every micro-batch, and none of the trainer's (`docs/metrics.md`).
 """
 
 import torch

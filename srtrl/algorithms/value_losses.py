@@ -6,7 +6,8 @@ Every public function here is a value of `critic.value_loss` and has the signatu
 
 with tensors [R], the response tokens of a micro-batch: `values` by the critic being trained (with gradient),
 `old_values` by the critic before the update, `returns` the targets (advantages + old values). Each metric is a number a
-token, [R], without gradient: the trainer logs its mean over all tokens of the step.
+token, [R], without gradient, under the same names for every micro-batch: the trainer logs its mean over all tokens of
+the step.
 """
 
 import torch

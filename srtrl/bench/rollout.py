@@ -86,6 +86,11 @@ def command(
         policy_change=policy_change or 0.0,
         run_ahead=options.parse_names("--run-ahead", run_ahead or "off", ("off", "uncoupled", "coupled")),
     )
+    _check_and_run(bench, json_file, write_docs)
+
+
+def _check_and_run(bench: RolloutBench, json_file: Path | None, write_docs: Path | None) -> None:
+    """Everything that can be known to be wrong is found before anything is measured."""
     _check(bench)
     options.check_output("--json", json_file)
     options.check_output("--write-docs", write_docs)

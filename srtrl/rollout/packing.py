@@ -1,6 +1,6 @@
 """Sequences -> micro-batches of whole sequences laid end to end, without padding."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,17 +39,20 @@ class PackedBatch:
     """What the critic shall say, [R] float32; None where the sequences have none."""
 
 
-def pack(sequences: Sequence[TrainSequence], max_tokens: int, device: torch.device | str) -> list[PackedBatch]:
+def pack(sequences: Sequence[TrainSequence], max_tokens: int, device: torch.device | str) -> Iterator[PackedBatch]:
     """Fill micro-batches of at most `max_tokens` tokens with the sequences, in the given order.
 
     A sequence that no longer fits opens the next micro-batch. The layout depends on the order and the lengths alone.
+    All sequences are checked at once; the tensors of a micro-batch are made when it is asked for, so that the device
+    holds no more than the caller does.
 
     Raises:
         ValueError: a sequence alone is longer than `max_tokens`.
     """
-    batches = []
+    ranges: list[tuple[int, int]] = []  # first sequence of a micro-batch, and the first behind it
     first, num_tokens = 0, 0
     for index, sequence in enumerate(sequences):
+        _check(sequence)
         length = len(sequence.token_ids)
         if length > max_tokens:
             raise ValueError(
@@ -57,19 +60,17 @@ def pack(sequences: Sequence[TrainSequence], max_tokens: int, device: torch.devi
                 f"raise train.micro_batch_tokens to at least {length}"
             )
         if num_tokens + length > max_tokens:
-            batches.append(_pack_range(sequences, first, index, device))
+            ranges.append((first, index))
             first, num_tokens = index, 0
         num_tokens += length
     if sequences:
-        batches.append(_pack_range(sequences, first, len(sequences), device))
-    return batches
+        ranges.append((first, len(sequences)))
+    return (_pack_range(sequences, first, last, device) for first, last in ranges)
 
 
 def _pack_range(sequences: Sequence[TrainSequence], first: int, last: int, device: torch.device | str) -> PackedBatch:
     """The micro-batch of sequences `first` to `last` - 1."""
     chosen = sequences[first:last]
-    for sequence in chosen:
-        _check(sequence)
     lengths = np.array([len(sequence.token_ids) for sequence in chosen])  # [B]
     num_prompt_tokens = np.array([sequence.num_prompt_tokens for sequence in chosen])  # [B]
     num_response_tokens = lengths - num_prompt_tokens  # [B]

@@ -36,7 +36,10 @@ def isolated(reward: FunctionT) -> FunctionT:
 
 
 def batched(reward: FunctionT) -> FunctionT:
-    """Mark a reward of the form `(list[RewardInput]) -> list[float]`: called once for all samples of a step."""
+    """Mark a reward of the form `(list[RewardInput]) -> list[float]`: called once for all samples of a step.
+
+    With `rollout.dynamic_sampling` it is called once for each group, because a group's rewards decide whether it stays.
+    """
     reward.batched = True  # type: ignore[attr-defined]
     return reward
 

@@ -30,6 +30,9 @@ class Credit:
     """In the order of (draw, sample); none where overlong filtering left nothing."""
     advantages: dict[tuple[int, int], float]
     """Advantage of each (draw, sample) that is learned from; the mean over its tokens where they differ."""
+    sampled_kl: float | None
+    """KL(policy || reference) that the reward is charged for: mean of the estimates over all response tokens of the
+    groups, by the decoder's log-probs. None where the KL is not in the reward."""
     metrics: dict[str, float]
 
 
@@ -107,8 +110,11 @@ def assign_credit(
     mask = _response_mask(sequences)  # [B, L]
     rewards = _last_token_rewards(rollouts, mask)  # [B, L]
     metrics: dict[str, float] = {}
+    sampled_kl: float | None = None
     if algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward":
-        penalty = kl_coefficient * _kl_estimates(sequences, mask, algorithm.kl.estimator)
+        estimates = _kl_estimates(sequences, mask, algorithm.kl.estimator)  # [B, L]
+        sampled_kl = float(estimates[mask].mean())
+        penalty = kl_coefficient * estimates
         metrics["reward/kl_penalty"] = float(penalty.sum(dim=1).mean())
         rewards = rewards - penalty
     values = _values(sequences, mask)  # [B, L]
@@ -130,6 +136,7 @@ def assign_credit(
         advantages={
             (rollouts[index].draw_index, rollouts[index].sample_index): _mean(by_sequence[index]) for index in kept
         },
+        sampled_kl=sampled_kl,
         metrics=metrics,
     )
 

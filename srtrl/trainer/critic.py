@@ -16,7 +16,7 @@ from srtrl.recipe import Recipe
 from srtrl.resolve import resolve_function
 from srtrl.rollout.packing import PackedBatch, pack
 from srtrl.trainer.mini_batches import descend, mini_batches
-from srtrl.trainer.optimizer import learning_rate_at
+from srtrl.trainer.optimizer import planned_learning_rate
 from srtrl.trainer.sequence_logprobs import NonFiniteError, split_by_sequence
 from srtrl.types import TrainSequence
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 RESERVED_METRICS = frozenset({"loss", "grad_norm", "learning_rate", "value_mean", "return_mean", "explained_variance"})
 """Names that a value loss' metrics may not have: the trainer logs them itself, under `critic/`."""
+
+MIN_RELATIVE_VARIANCE = 1e-12
+"""Returns that vary by less, against the mean square of returns and values, are equal but for rounding to float32."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -111,7 +114,7 @@ def update_critic(
         NonFiniteError: a loss or a gradient norm is not finite; raised before that optimizer step.
         ValueError: `critic.value_loss` is unknown or returns the wrong shape, or a sequence exceeds the micro-batch.
     """
-    section = recipe.critic
+    section, updates = recipe.critic, recipe.critic_updates
     assert section is not None, "the recipe has no critic"
     metrics = descend(
         critic.model,
@@ -119,15 +122,16 @@ def update_critic(
         accelerator,
         mini_batches(
             sequences,
-            size=section.mini_batch_prompts or recipe.train.mini_batch_prompts or recipe.rollout.num_prompts,
-            num_epochs=section.num_epochs or recipe.train.num_epochs,
+            size=updates.mini_batch_prompts,
+            num_epochs=updates.num_epochs,
             seed=recipe.seed,
             step=step,
         ),
         _micro_batch_loss(critic.model, accelerator, recipe),
         micro_batch_tokens=recipe.train.micro_batch_tokens,
         max_grad_norm=section.max_grad_norm,
-        learning_rate=lambda number: critic_learning_rate(recipe, step, number),
+        learning_rate=lambda number: planned_learning_rate(updates, step, number),
+        loss_option="critic.value_loss",
         where=f"step {step}, critic",
     )
     metrics |= value_metrics(sequences)
@@ -138,30 +142,16 @@ def value_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
     """How well `values` predict `returns`, over all response tokens: `value_mean`, `return_mean`, `explained_variance`.
 
     Explained variance is 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for one that knows no more
-    than a constant, below 0 for a worse one. It is left out where all returns are equal.
+    than a constant, below 0 for a worse one. It is left out where all returns are equal, up to rounding: returns are
+    advantages + values, and where the values cancel (all rewards 0), what varies is the rounding error of the values.
     """
     values = np.concatenate([_present(sequence.values) for sequence in sequences]).astype(np.float64)  # [R]
     returns = np.concatenate([_present(sequence.returns) for sequence in sequences]).astype(np.float64)  # [R]
     metrics = {"value_mean": float(values.mean()), "return_mean": float(returns.mean())}
-    if returns.min() < returns.max():
-        metrics["explained_variance"] = float(1 - (returns - values).var() / returns.var())
+    variance = returns.var()
+    if variance > MIN_RELATIVE_VARIANCE * max(np.square(returns).mean(), np.square(values).mean()):
+        metrics["explained_variance"] = float(1 - (returns - values).var() / variance)
     return metrics
-
-
-def critic_learning_rate(recipe: Recipe, step: int, number: int) -> float:
-    """Learning rate of the critic's `number`-th optimizer step (from 0) of training step `step` (from 1)."""
-    section, train = recipe.critic, recipe.train
-    assert section is not None, "the recipe has no critic"
-    num_prompts = recipe.rollout.num_prompts
-    mini_batch = section.mini_batch_prompts or train.mini_batch_prompts or num_prompts
-    per_step = (section.num_epochs or train.num_epochs) * (num_prompts // mini_batch)
-    return learning_rate_at(
-        (step - 1) * per_step + number,
-        peak=section.learning_rate,
-        warmup_steps=section.lr_warmup_steps,
-        num_steps=train.num_steps * per_step,
-        schedule=train.schedule,
-    )
 
 
 def _micro_batch_loss(

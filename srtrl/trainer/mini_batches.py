@@ -73,21 +73,31 @@ def mini_batches(
 class TokenMeans:
     """Means over all tokens of a step, whatever the micro-batches; sums are float64 and stay on the device."""
 
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
+    def __init__(self, source: str) -> None:
+        """`source` is the recipe's option whose function gives the values, for errors."""
+        self._source = source
+        self._sums: dict[str, Tensor] | None = None  # None before the first micro-batch
         self._num_tokens = 0
 
     def add(self, values: Mapping[str, Tensor]) -> None:
-        """Add the tokens of one micro-batch; each value is [R], and each call gives the same names."""
-        for name, value in values.items():
-            total = value.detach().sum(dtype=torch.float64)
-            self._sums[name] = self._sums[name] + total if name in self._sums else total
+        """Add the tokens of one micro-batch; each value is [R].
+
+        Raises:
+            ValueError: other names than in the micro-batch before; a mean over some tokens would pass for one of all.
+        """
+        if self._sums is not None and (unequal := sorted(self._sums.keys() ^ values.keys())):
+            raise ValueError(
+                f"{self._source} must return the same metrics for every micro-batch, and returned `{unequal[0]}` for "
+                "some only; where it has no meaning, return zeros"
+            )
+        sums = {name: value.detach().sum(dtype=torch.float64) for name, value in values.items()}
+        self._sums = sums if self._sums is None else {name: self._sums[name] + sums[name] for name in sums}
         if values:
             self._num_tokens += len(next(iter(values.values())))
 
     def result(self) -> dict[str, float]:
         """The mean of each value."""
-        return {name: total.item() / self._num_tokens for name, total in self._sums.items()}
+        return {name: total.item() / self._num_tokens for name, total in (self._sums or {}).items()}
 
 
 def accumulate_gradient(
@@ -121,6 +131,7 @@ def descend(
     micro_batch_tokens: int,
     max_grad_norm: float,
     learning_rate: Callable[[int], float],
+    loss_option: str,
     where: str,
     check: Callable[[MiniBatch, str], None] | None = None,
 ) -> dict[str, float]:
@@ -135,6 +146,7 @@ def descend(
         micro_batch_tokens: token budget of one forward and backward pass; the gradient does not depend on it.
         max_grad_norm: the gradient's norm is clipped to this.
         learning_rate: of the n-th optimizer step of this call, from 0.
+        loss_option: the recipe's option whose function `micro_batch_loss` calls, for errors.
         where: begins error messages, such as "step 3".
         check: called with each mini-batch and its place ("step 3, epoch 1, mini-batch 2") between gradient and
             optimizer step; raises to stop there.
@@ -145,11 +157,11 @@ def descend(
 
     Raises:
         NonFiniteError: a loss or a gradient norm is not finite; raised before that optimizer step.
-        ValueError: a sequence exceeds `micro_batch_tokens`.
+        ValueError: a sequence exceeds `micro_batch_tokens`, or not all micro-batches have the same metrics.
     """
     assert accelerator.gradient_accumulation_steps == 1, "accelerate would divide the loss by these steps"
     device = next(model.parameters()).device
-    means = TokenMeans()
+    means = TokenMeans(loss_option)
     losses: list[float] = []
     grad_norms: list[float] = []
     rate = math.nan

@@ -13,21 +13,13 @@ from srtrl.recipe import Recipe
 from srtrl.resolve import resolve_function
 from srtrl.rollout.packing import PackedBatch
 
-RESERVED_METRICS = frozenset(
-    {
-        "step",
-        "loss",
-        "entropy",
-        "kl/ref",
-        "kl/coefficient",
-        "importance/weight",
-        "importance/capped_share",
-        "grad_norm",
-        "learning_rate",
-        "accuracy",
-    }
-)
+RESERVED_METRICS = frozenset({"step", "loss", "entropy", "grad_norm", "learning_rate", "accuracy"})
 """Names that a loss function's metrics may not have: the trainer logs them itself."""
+RESERVED_FAMILIES = (
+    *("critic/", "data/", "engine/", "eval/", "grading/", "groups/", "importance/", "kl/", "length/"),
+    *("logprob_difference/", "reward/", "samples/", "time/", "tokens/"),
+)
+"""What those names may not begin with, for the same reason. `clip_share/` is the loss functions' own."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -124,9 +116,9 @@ class Objective:
             clip_high=self.clip_high,
             **self.loss_options,
         )
-        taken = sorted(RESERVED_METRICS & loss_metrics.keys())
-        if taken:
-            raise ValueError(f"algorithm.loss returns a metric named `{taken[0]}`, which is srtrl's own: rename it")
+        for name in loss_metrics:
+            if is_reserved_metric(name):
+                raise ValueError(f"algorithm.loss returns a metric named `{name}`, which is srtrl's own: rename it")
         for name, value in {"its loss": token_loss, **loss_metrics}.items():
             _check_shape("algorithm.loss", name, value, logprobs)
         return token_loss, dict(loss_metrics)
@@ -142,6 +134,11 @@ class Objective:
             cap=self.importance_cap,
             level=self.importance_level,
         )
+
+
+def is_reserved_metric(name: str) -> bool:
+    """Whether a step's row has, or may have, a metric of this name that is not the loss function's."""
+    return name in RESERVED_METRICS or name.startswith(RESERVED_FAMILIES)
 
 
 def _check_shape(option: str, what: str, found: Tensor, logprobs: Tensor) -> None:

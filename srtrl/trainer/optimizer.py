@@ -1,12 +1,11 @@
 """AdamW and its learning rate, which is a pure function of the optimizer step (nothing of it is saved or resumed)."""
 
 import math
-from typing import Literal
 
 import torch
 from torch import nn
 
-Schedule = Literal["constant", "linear", "cosine"]
+from srtrl.recipe_base import Schedule, UpdatePlan
 
 
 def build_optimizer(
@@ -43,6 +42,21 @@ def learning_rate_at(step: int, *, peak: float, warmup_steps: int, num_steps: in
         return peak * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
     assert schedule == "constant", f"unknown schedule {schedule}"
     return peak
+
+
+def planned_learning_rate(updates: UpdatePlan, step: int, number: int) -> float:
+    """Learning rate of the `number`-th optimizer step (from 0) of training step `step` (from 1).
+
+    The schedule counts full batches, so that it depends on the step alone: where filters left fewer mini-batches, it
+    moves on as if there had been all.
+    """
+    return learning_rate_at(
+        (step - 1 - updates.num_skipped) * updates.steps_per_batch + number,
+        peak=updates.learning_rate,
+        warmup_steps=updates.warmup_steps,
+        num_steps=updates.num_steps,
+        schedule=updates.schedule,
+    )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -27,7 +27,7 @@ class NonFiniteError(RuntimeError):
 
 
 class LogprobDifferenceError(RuntimeError):
-    """Decoder and trainer give one token too different log-probs; the weights were not changed."""
+    """Decoder and trainer give one token too different log-probs; the policy was not changed."""
 
 
 def response_logprobs(
@@ -101,7 +101,7 @@ def logprob_difference(
     largest = float(difference[worst])
     if not largest <= max_difference:
         found = f"{where}: {_describe_token(sequences, worst)}: log-prob {rollout[worst]:.6g} by the decoder, "
-        found += f"{trainer[worst]:.6g} by the trainer; the weights of this step were not changed"
+        found += f"{trainer[worst]:.6g} by the trainer; the policy's weights were not changed by this step"
         if not np.isfinite(largest):
             raise NonFiniteError(f"{found}; a log-prob must be a finite number")
         raise LogprobDifferenceError(

@@ -36,6 +36,20 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     return metrics | {f"grading/{outcome}": outcomes[outcome] for outcome in get_args(GradeOutcome)}
 
 
+def with_update_metrics(row: Mapping[str, float], update: Mapping[str, float]) -> dict[str, float]:
+    """A step's row and the metrics of its update; no name in both.
+
+    Raises:
+        ValueError: a name is in both. The objective has refused every name of ours, so that one is of the user's.
+    """
+    if taken := sorted(row.keys() & update.keys()):
+        raise ValueError(
+            f"two parts of a step log the metric `{taken[0]}`, the update (algorithm.loss) and another "
+            "(rollout.drafter, for instance): rename one of them"
+        )
+    return {**row, **update}
+
+
 def time_metrics(seconds: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
     """`time/<stage>` and their sum `time/step` (evaluation included) in seconds; the decoder's tokens per second."""
     timed = {f"time/{stage}": value for stage, value in seconds.items()}

@@ -21,7 +21,7 @@ from srtrl.trainer.rollout_files import rollout_file_name, write_rollouts
 from srtrl.trainer.run_folder import RunFolder
 from srtrl.trainer.sampling import StepSampler
 from srtrl.trainer.sequence_logprobs import compute_logprobs
-from srtrl.trainer.step_metrics import describe_step, time_metrics
+from srtrl.trainer.step_metrics import describe_step, time_metrics, with_update_metrics
 from srtrl.trainer.timeline_files import timeline_file_name, write_timeline
 from srtrl.trainer.update import next_kl_coefficient, update_policy
 from srtrl.types import Prompt, RolloutGroup
@@ -105,7 +105,7 @@ class Trainer:
         metrics |= credit.metrics
         if credit.sequences:
             metrics |= self.update_critic(step, credit)
-            metrics |= self.update(step, credit)
+            metrics = with_update_metrics(metrics, self.update(step, credit))
         self.save_rollouts(step, rollouts.groups, credit)
         metrics |= self.evaluate_if_due(step)
         self.step = step
@@ -115,7 +115,7 @@ class Trainer:
     def assign_credit(self, step: int, groups: Sequence[RolloutGroup]) -> Credit:
         """Advantages of the groups' samples; with a reference also its log-probs, with a critic its values."""
         if not groups:
-            return Credit(sequences=[], advantages={}, metrics={})
+            return Credit(sequences=[], advantages={}, sampled_kl=None, metrics={})
         sequences = train_sequences(groups)
         if self.parts.reference is not None:
             with self.timer.stage("reference"):
@@ -169,7 +169,11 @@ class Trainer:
         if self.recipe.algorithm.kl.target is not None:
             metrics["kl/coefficient"] = self.kl_coefficient
         self.kl_coefficient = next_kl_coefficient(
-            self.kl_coefficient, metrics, self.recipe, num_samples=len(credit.sequences)
+            self.kl_coefficient,
+            metrics,
+            self.recipe,
+            sampled_kl=credit.sampled_kl,
+            num_samples=len(credit.sequences),
         )
         return metrics
 

@@ -14,7 +14,7 @@ from srtrl.recipe import Recipe
 from srtrl.rollout.packing import PackedBatch
 from srtrl.trainer.mini_batches import MiniBatch, descend, mini_batches
 from srtrl.trainer.objective import Objective
-from srtrl.trainer.optimizer import learning_rate_at
+from srtrl.trainer.optimizer import planned_learning_rate
 from srtrl.trainer.sequence_logprobs import (
     compute_logprobs,
     logprob_difference,
@@ -44,9 +44,8 @@ def update_policy(
 ) -> UpdateMetrics:
     """Learn from the rollouts of training step `step` (the first is 1); changes the weights of `policy`.
 
-    Each mini-batch is one optimizer step: gradients of its micro-batches add up to that of its whole loss, then the
-    norm is clipped. Learning rate and order depend on the step alone, so that nothing of the update is saved for resume
-    but the optimizer's state. Groups that filters dropped make the last mini-batch smaller, or mini-batches fewer.
+    Each mini-batch is one optimizer step (see `descend`). Learning rate and order depend on the step alone, so that
+    nothing of the update is saved for resume but the optimizer's state.
 
     The decoder's log-probs are compared with the trainer's while both have the same weights: in the forward passes of
     the first mini-batch (`algorithm.old_logprobs: rollout`), or for all sequences in `recompute`'s extra forward pass.
@@ -72,7 +71,7 @@ def update_policy(
         ValueError: a function that the recipe names returns the wrong shape, or a sequence exceeds the micro-batch.
     """
     assert sequences, "no sequences: the caller skips the update where there is nothing to learn from"
-    train = recipe.train
+    train, updates = recipe.train, recipe.policy_updates
     objective = Objective.from_recipe(recipe, kl_coefficient=kl_coefficient)
     sequences, difference = _with_old_logprobs(policy, accelerator, sequences, recipe, step)
     first_logprobs: list[Tensor] = []  # of the first mini-batch, where they are yet to be compared
@@ -98,15 +97,16 @@ def update_policy(
         accelerator,
         mini_batches(
             sequences,
-            size=train.mini_batch_prompts or recipe.rollout.num_prompts,
-            num_epochs=train.num_epochs,
+            size=updates.mini_batch_prompts,
+            num_epochs=updates.num_epochs,
             seed=recipe.seed,
             step=step,
         ),
         micro_batch_loss,
         micro_batch_tokens=train.micro_batch_tokens,
         max_grad_norm=train.max_grad_norm,
-        learning_rate=lambda number: _learning_rate(recipe, step, number),
+        learning_rate=lambda number: planned_learning_rate(updates, step, number),
+        loss_option="algorithm.loss",
         where=f"step {step}",
         check=compare_first,
     )
@@ -114,21 +114,30 @@ def update_policy(
     return {**metrics, **difference}
 
 
-def next_kl_coefficient(kl_coefficient: float, metrics: UpdateMetrics, recipe: Recipe, *, num_samples: int) -> float:
+def next_kl_coefficient(
+    kl_coefficient: float, metrics: UpdateMetrics, recipe: Recipe, *, sampled_kl: float | None, num_samples: int
+) -> float:
     """The KL coefficient of the next training step: adapted where `algorithm.kl.target` asks for it, else the same.
+
+    What it steers by is the KL that the coefficient multiplies: in the reward that of the policy that sampled (as in
+    Ziegler et al.), in the loss that of the policy as it learns, over all epochs.
 
     Args:
         kl_coefficient: that of this step.
         metrics: of this step's update, with `kl/ref`, its mean KL a token.
         recipe: `algorithm.kl`.
+        sampled_kl: `Credit.sampled_kl` of this step; None where the KL is not in the reward.
         num_samples: samples that the update learned from.
     """
     kl = recipe.algorithm.kl
     if kl.target is None:
         return kl_coefficient
-    return adapted_coefficient(
-        kl_coefficient, metrics["kl/ref"], target=kl.target, horizon=kl.horizon, num_samples=num_samples
-    )
+    if kl.placement == "reward":
+        assert sampled_kl is not None, "credit assignment estimates the KL that it takes off the reward"
+        found = sampled_kl
+    else:
+        found = metrics["kl/ref"]
+    return adapted_coefficient(kl_coefficient, found, target=kl.target, horizon=kl.horizon, num_samples=num_samples)
 
 
 def _with_old_logprobs(
@@ -149,18 +158,3 @@ def _with_old_logprobs(
     )
     filled = [replace(sequence, old_logprobs=old) for sequence, old in zip(sequences, logprobs, strict=True)]
     return filled, difference
-
-
-def _learning_rate(recipe: Recipe, step: int, number: int) -> float:
-    """Learning rate of the `number`-th optimizer step (from 0) of training step `step`."""
-    train = recipe.train
-    num_prompts = recipe.rollout.num_prompts
-    per_step = train.num_epochs * (num_prompts // (train.mini_batch_prompts or num_prompts))
-    skipped = recipe.critic.warmup_steps if recipe.critic is not None else 0  # steps in which only the critic learns
-    return learning_rate_at(
-        (step - 1 - skipped) * per_step + number,
-        peak=train.learning_rate,
-        warmup_steps=train.warmup_steps,
-        num_steps=(train.num_steps - skipped) * per_step,
-        schedule=train.schedule,
-    )
