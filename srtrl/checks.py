@@ -138,11 +138,11 @@ def _loss_problems(recipe: Recipe) -> Iterator[Problem]:
         return
     try:
         _call_loss(function, recipe)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         yield _problem_of(error, options_key)
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError) as error:
-        tried = f"`{name}` with algorithm.loss_options, tried on two tokens, raised {type(error).__name__}"
-        yield Problem(key, f"{tried}: {error}" if str(error) else tried)
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        tried = f"`{name}` with {options}, tried on two tokens, raised {type(error).__name__}"
+        yield Problem(options_key, f"{tried}: {error}" if str(error) else tried)
 
 
 def _call_loss(function: Callable[..., Any], recipe: Recipe) -> None:

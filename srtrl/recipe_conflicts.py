@@ -190,7 +190,7 @@ def _critic_conflicts(recipe: Recipe) -> Iterator[Conflict]:
         yield Conflict(
             ("critic", "warmup_steps"),
             f"expected fewer than train.num_steps ({recipe.train.num_steps}), or the policy would never learn, "
-            f"found {critic.warmup_steps}",
+            f"found {critic.warmup_steps}: for a short trial set critic.warmup_steps=0",
         )
 
 

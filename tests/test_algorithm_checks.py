@@ -205,17 +205,18 @@ def test_what_fits_together_is_accepted(recipe_file: Path, overrides: list[str])
         ),
         (
             ["algorithm.loss=dual_clip", "algorithm.loss_options={ratio_cap: high}"],
-            "algorithm.loss_options: '>' not supported between instances of 'str' and 'int'",
+            "algorithm.loss_options: `dual_clip` with {'ratio_cap': 'high'}, tried on two tokens, raised TypeError: "
+            "'>' not supported between instances of 'str' and 'int'",
         ),
         (
             ["algorithm.loss='own:failing_loss'", "algorithm.loss_options={how: assert}"],
-            "algorithm.loss: `own:failing_loss` with algorithm.loss_options, tried on two tokens, raised "
+            "algorithm.loss_options: `own:failing_loss` with {'how': 'assert'}, tried on two tokens, raised "
             "AssertionError",
         ),
         (
             ["algorithm.loss='own:failing_loss'", "algorithm.loss_options={how: sizes}"],
-            "algorithm.loss: `own:failing_loss` with algorithm.loss_options, tried on two tokens, raised RuntimeError: "
-            "wrong sizes",
+            "algorithm.loss_options: `own:failing_loss` with {'how': 'sizes'}, tried on two tokens, raised "
+            "RuntimeError: wrong sizes",
         ),
         (
             ["algorithm.loss='own:short_loss'"],

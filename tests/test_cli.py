@@ -133,8 +133,9 @@ def test_help_fields_documents_every_field_and_the_tasks_options() -> None:
 def test_names_paths_and_options_are_checked_before_weights(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch, command: str, override: str, error: str
 ) -> None:
-    monkeypatch.setattr("srtrl.model.weights.load_model", _must_not_run)
     monkeypatch.setattr("srtrl.trainer.training.run_training", _must_not_run)
+    monkeypatch.setattr("srtrl.trainer.build.load_model", _must_not_run)  # imported first: it must not keep the next
+    monkeypatch.setattr("srtrl.model.weights.load_model", _must_not_run)
     result = run(command, recipe_file, override, *(["--check"] if command == "show-config" else []))
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: override `{override}`: ")
@@ -252,7 +253,7 @@ def evaluated(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[Resu
         for job in jobs:
             assert model == job.recipe.model.path
             recipes.append(job.recipe)
-            yield SimpleNamespace(job=job, result=Figures())
+            yield SimpleNamespace(job=job, result=Figures(), num_left_out=0)
 
     monkeypatch.setattr("srtrl.evaluation.run.run_evals", run_evals)
     monkeypatch.setattr("srtrl.evaluation.tables.eval_table", lambda *_: "a table")

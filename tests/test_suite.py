@@ -194,6 +194,10 @@ def test_a_greedy_policy_is_sampled_once(data: Path) -> None:
         (["--suite", "math", "--only", ","], "--only: expected names of benchmarks"),
         (["--suite", "math", "--data", "gsm8k"], "--data: expected NAME=FILE, found 'gsm8k'"),
         (["--suite", "math", "--data", "gsm=x.jsonl"], "--data: no benchmark `gsm` in this suite"),
+        (
+            ["--suite", "math", "--only", "math500", "--data", "gsm8k=x.jsonl"],
+            "--data gsm8k: --only leaves that benchmark out",
+        ),
         (["--suite", "math", "--data-dir", "nowhere"], "--data-dir: there is no folder nowhere"),
         (["--suite", "math", "--task", "math"], "--task and --suite: choose one"),
         (["--suite", "math", "--output", "x.csv"], "--output: expected a .jsonl or .parquet file, found x.csv"),
@@ -204,7 +208,7 @@ def test_a_greedy_policy_is_sampled_once(data: Path) -> None:
 def test_wrong_options_are_named_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
-    monkeypatch.setattr("srtrl.model.weights.load_model", None)
+    monkeypatch.setattr("srtrl.trainer.build.load_model", None)
     result = run("eval", "bundled:tiny", *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
@@ -272,6 +276,26 @@ def test_the_table_says_what_is_missing_and_what_was_left_out(policy: Path, data
     assert "aime24: no data: --data-dir: " in table
     assert "of 1 of 2" in table
     assert "no chat template, prompt '{problem}\\n'" in table
+    assert "Seed 0." in table
+
+
+def test_the_check_of_the_grader_says_what_is_missing(data: Path) -> None:
+    arguments = ("eval", "--check-grader", "--suite", "math", "--data-dir", data, "--only", "gsm8k,aime24")
+    printed = run(*arguments, "--skip-missing")
+    assert (printed.exit_code, printed.stderr) == (0, "")
+    assert "aime24: no data: --data-dir: " in printed.stdout
+    as_json = run(*arguments, "--skip-missing", "--json")
+    assert [report["name"] for report in json.loads(as_json.stdout)] == ["gsm8k"]
+    assert "aime24: no data: --data-dir: " in as_json.stderr
+
+
+def test_a_task_s_figures_say_what_they_were_measured_with(policy: Path) -> None:
+    arguments = ("eval", policy, "--task", "arithmetic", "--problems", 2, "--max-new-tokens", 8, "--seed", 3)
+    record = json.loads(run(*arguments, "eval.top_k=5", "--json").stdout)
+    asked = {"task": "arithmetic", "seed": 3, "temperature": 1.0, "top_k": 5, "top_p": 1.0, "max_new_tokens": 8}
+    assert {name: record[name] for name in asked} == asked
+    table = " ".join(run(*arguments, "eval.top_k=5").stdout.split())
+    assert "Task arithmetic: temperature 1, top-k 5, top-p 1, at most 8 new tokens, seed 3." in table
 
 
 def test_a_run_s_recipe_reaches_the_suite(policy: Path, data: Path, tmp_path: Path) -> None:

@@ -314,3 +314,11 @@ def test_progress_in_lines_and_in_bars(terminal: bool) -> None:
         assert "3/3" in text
     else:
         assert text.splitlines() == ["a run step 2/3  reward 2", "a run step 3/3  reward 3", "done [not markup]"]
+
+
+def test_the_line_of_a_step_says_what_was_dropped_and_that_the_policy_rests() -> None:
+    names = ("reward/mean", "accuracy", "length/mean", "time/tokens_per_second", "time/step", "groups/short")
+    row = dict.fromkeys(names, 0.0) | {f"grading/{outcome}": 0.0 for outcome in ("timeout", "crash", "error")}
+    row |= {"groups/kept": 32.0, "groups/dropped": 6.0, "data/draws": 38.0, "critic/grad_norm": 1.0}
+    assert describe_step(row).endswith("32 of 38 groups kept  critic warm-up: the policy rests")
+    assert describe_step(row | {"grad_norm": 1.0}).endswith("32 of 38 groups kept")

@@ -59,6 +59,11 @@ class SuiteChoice:
         if only is not None and not names:
             raise ValueError("--only: expected names of benchmarks, such as gsm8k,math500")
         check_names("--only", names, suite)
+        for one in files:
+            if names and one not in names:
+                raise ValueError(
+                    f"--data {one}: --only leaves that benchmark out; add it there, or give no file for it"
+                )
         return cls(name=name, suite=suite, only=names, files=files, data_dir=data_dir, skip_missing=skip_missing)
 
     def locate(self) -> Found:
@@ -144,8 +149,19 @@ def evaluate(
         )
     job = settings.task_job(source or settings.bare_source(evaluated.model), flags)
     [outcome] = _run(evaluated.model, [job], output)
-    record = {"model": evaluated.model, **asdict(outcome.result)}
-    _print(tables.eval_table(evaluated.model, outcome.result), record, as_json=as_json)
+    asked = tables.TaskReport(
+        model=evaluated.model,
+        task=job.recipe.task.name,
+        seed=job.recipe.seed,
+        temperature=job.recipe.eval.temperature,
+        top_k=job.recipe.eval.top_k,
+        top_p=job.recipe.eval.top_p,
+        max_prompt_tokens=job.recipe.rollout.max_prompt_tokens,
+        max_new_tokens=job.recipe.rollout.max_new_tokens,
+        num_left_out=outcome.num_left_out,
+    )
+    record = {**asdict(asked), **asdict(outcome.result)}
+    _print(tables.eval_table(evaluated.model, outcome.result, asked), record, as_json=as_json)
 
 
 def _run(model: str, jobs: Sequence[EvalJob], output: Path | None) -> Iterator[EvalOutcome]:
@@ -188,7 +204,9 @@ def _suite_report(
                 max_new_tokens=recipe.rollout.max_new_tokens,
                 prompt_template=options.prompt_template,
                 chat_template=options.chat_template,
+                system_prompt=options.system_prompt,
                 temperature=recipe.eval.temperature,
+                top_k=recipe.eval.top_k,
                 top_p=recipe.eval.top_p,
                 result=outcome.result,
             )
@@ -217,8 +235,11 @@ def check_graders(
     if model_or_run is not None and "=" in model_or_run:  # there is no model: that was an override
         flags = replace(flags, overrides=(model_or_run, *flags.overrides))
         model_or_run = None
+    missing: Mapping[str, str] = {}
     if chosen is not None:
-        reports = [_check_benchmark(one, flags.problems) for one in chosen.locate().benchmarks]
+        found = chosen.locate()
+        missing = found.missing
+        reports = [_check_benchmark(one, flags.problems) for one in found.benchmarks]
     else:
         run_recipe = None if model_or_run is None else resolve_eval_source(model_or_run).recipe_path
         path = recipe or run_recipe
@@ -234,6 +255,8 @@ def check_graders(
     if not as_json:
         for line in grader_check.disagreement_lines(reports):
             print(line)
+    for name, reason in missing.items():
+        print(f"{name}: no data: {reason}", file=sys.stderr if as_json else sys.stdout)
 
 
 def _check_benchmark(located: LocatedBenchmark, num_rows: int | None) -> grader_check.GraderReport:

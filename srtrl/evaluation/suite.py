@@ -184,7 +184,7 @@ def _source_of(benchmark: Benchmark, files: Mapping[str, str], folder: Path | No
         return source
     if folder is None:
         if benchmark.data.files:
-            check_source(benchmark.data, f"benchmark {name}: data")
+            check_source(benchmark.data, "data")
         return benchmark.data
     candidates = [folder / ending.format(name=name) for ending in FILE_ENDINGS]
     found = [path for path in candidates if path.is_file()]

@@ -35,7 +35,9 @@ class BenchmarkReport:
     max_new_tokens: int
     prompt_template: str
     chat_template: bool
+    system_prompt: str | None
     temperature: float
+    top_k: int
     top_p: float
     result: EvalResult
 
@@ -69,10 +71,28 @@ class SuiteReport:
         return record
 
 
-def eval_table(model: str, result: EvalResult) -> Table:
-    """One evaluation, a figure a line."""
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TaskReport:
+    """What an evaluation on one task ran with."""
+
+    model: str
+    task: str
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+    max_prompt_tokens: int
+    max_new_tokens: int
+    num_left_out: int
+    """Problems whose prompt is longer than `max_prompt_tokens`; they are in no figure."""
+
+
+def eval_table(model: str, result: EvalResult, report: TaskReport | None = None) -> Table:
+    """One evaluation, a figure a line; with `report`, what it ran with stands below."""
     name = "pass@1" if result.num_samples == 1 else f"pass@1 (avg@{result.num_samples})"
-    table = Table(title=f"{model}: {result.num_problems} problems x {result.num_samples}", show_header=False)
+    title = f"{model}: {result.num_problems} problems x {result.num_samples}"
+    caption = None if report is None else escape(_task_caption(report))
+    table = Table(title=title, caption=caption, caption_justify="left", show_header=False)
     table.add_row(name, _line(Estimate(value=result.accuracy, low=result.interval[0], high=result.interval[1])))
     for k, share in result.pass_at.items():
         if k > 1:
@@ -150,15 +170,29 @@ def _caption(report: SuiteReport) -> str:
     for one in report.benchmarks:
         settings.setdefault(_how_asked(one), []).append(one.title)
     lines += [f"{', '.join(titles)}: {how}" for how, titles in settings.items()]
+    lines.append(f"Seed {report.seed}.")
     return "\n".join(escape(line) for line in lines)
+
+
+def _task_caption(report: TaskReport) -> str:
+    lines = [f"Task {report.task}: {_sampling(report)}, seed {report.seed}."]
+    if report.num_left_out:
+        lines.append(
+            f"{report.num_left_out} problems are in no figure: their prompts have more than "
+            f"{report.max_prompt_tokens} tokens."
+        )
+    return "\n".join(lines)
 
 
 def _how_asked(one: BenchmarkReport) -> str:
     chat = "chat template, " if one.chat_template else "no chat template, "
-    return (
-        f"temperature {one.temperature:g}, top-p {one.top_p:g}, at most {one.max_new_tokens} new tokens, "
-        f"{chat}prompt {one.prompt_template!r}."
-    )
+    system = "" if one.system_prompt is None else f"system prompt {one.system_prompt!r}, "
+    return f"{_sampling(one)}, {chat}{system}prompt {one.prompt_template!r}."
+
+
+def _sampling(one: BenchmarkReport | TaskReport) -> str:
+    top_k = f"top-k {one.top_k}, " if one.top_k else ""
+    return f"temperature {one.temperature:g}, {top_k}top-p {one.top_p:g}, at most {one.max_new_tokens} new tokens"
 
 
 def _line(share: Estimate) -> str:

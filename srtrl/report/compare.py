@@ -92,7 +92,7 @@ def comparison_table(groups: Sequence["RunGroup"], metric: str) -> "Table":
     for group in groups:
         table.add_row(
             group.label,
-            " ".join(str(run.recipe.seed) for run in group.runs),
+            f"{len(group.runs)} ({', '.join(str(run.recipe.seed) for run in group.runs)})",
             f"{group.steps[0]} to {group.steps[-1]}",
             _cell(group.before, scale, digits),
             _cell(group.after, scale, digits),

@@ -142,7 +142,8 @@ def read_state(checkpoint: Path) -> TrainerState:
     record = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     if record.get("format") != FORMAT:
         raise ValueError(
-            f"{checkpoint / 'state.json'}: format {record.get('format')!r}, but this version of srtrl reads {FORMAT}"
+            f"{checkpoint / 'state.json'}: format {record.get('format')!r}, but this version of srtrl reads {FORMAT}; "
+            f"begin a new run from its weights with name=OTHER model.path={checkpoint}"
         )
     return TrainerState(**record)
 
