@@ -59,10 +59,10 @@ def test_runs_that_differ_in_the_seed_are_one_line(tmp_path: Path) -> None:
     other = make_run(tmp_path / "gspo", loss="gspo", gain=0.08)
     assert table_rows(compare(ours[2], other, ours[0], ours[1])) == [
         [
-            *("ppo", "0 1 2", "0 to 4", "30.0 (30.0 to 30.0)", "66.0 (50.0 to 78.0)", "+36.0 (+20.0 to +48.0)"),
+            *("ppo", "3 (0, 1, 2)", "0 to 4", "30.0 (30.0 to 30.0)", "66.0 (50.0 to 78.0)", "+36.0 (+20.0 to +48.0)"),
             *("14 (14 to 14)", "400 (400 to 400)"),
         ],
-        ["gspo", "0", "0 to 4", "30.0", "62.0", "+32.0", "14", "400"],
+        ["gspo", "1 (0)", "0 to 4", "30.0", "62.0", "+32.0", "14", "400"],
     ]
     record = json.loads(compare(*ours, "--json").stdout)
     [group] = record["groups"]
@@ -78,7 +78,7 @@ def test_runs_that_differ_in_the_seed_are_one_line(tmp_path: Path) -> None:
 
 def test_a_single_run_has_no_spread(tmp_path: Path) -> None:
     run = make_run(tmp_path / "alone_s0")
-    assert table_rows(compare(run)) == [["alone_s0", "0", "0 to 4", "30.0", "70.0", "+40.0", "14", "400"]]
+    assert table_rows(compare(run)) == [["alone_s0", "1 (0)", "0 to 4", "30.0", "70.0", "+40.0", "14", "400"]]
     [group] = json.loads(compare(run, "--json").stdout)["groups"]
     assert group["after"]["sd"] is None
 
@@ -90,14 +90,14 @@ def test_an_interrupted_run_holds_its_group_back_and_is_named(tmp_path: Path) ->
     result = compare(whole, part)
     assert table_rows(result) == [
         [
-            *("a", "0 1", "0 to 2", "30.0 (30.0 to 30.0)", "60.0 (50.0 to 70.0)", "+30.0 (+20.0 to +40.0)"),
+            *("a", "2 (0, 1)", "0 to 2", "30.0 (30.0 to 30.0)", "60.0 (50.0 to 70.0)", "+30.0 (+20.0 to +40.0)"),
             *("7 (7 to 7)", "200 (200 to 200)"),
         ]
     ]
     note = f"{part} has done 3 of 4 steps: it is still going on, or it was interrupted; the figures of a are those up"
     assert note in result.stdout
     begun = make_run(tmp_path / "b", steps=0)
-    assert table_rows(compare(begun)) == [["b", "0", "0 to 0", "30.0", "-", "-", "0", "0"]]
+    assert table_rows(compare(begun)) == [["b", "1 (0)", "0 to 0", "30.0", "-", "-", "0", "0"]]
 
 
 def test_other_metrics_begin_where_they_are_logged(tmp_path: Path) -> None:
