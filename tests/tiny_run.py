@@ -61,6 +61,7 @@ def make_recipe(policy: Path, output_dir: Path, **changes: Any) -> Recipe:
         "output_dir": str(output_dir),
         "seed": 7,
         "device": "cpu",
+        "num_threads": 1,  # runs of this process and of others are compared bit by bit
         "model": {"path": str(policy)},
         "task": {"name": "arithmetic", "options": {"num_train": 10, "num_eval": 6, "max_operations": 2}},
         "rewards": [{"name": "tiny_run:digits"}, {"name": "correct", "weight": 0.5}],
