@@ -110,7 +110,7 @@ def test_the_command_counts_run_ahead_and_makes_steps_of_prompts(tmp_path: Path)
         assert (found[history_as]["history_as"], found[history_as]["num_samples"]) == (history_as, 2)
     assert [one["num_run_ahead_tokens"] for one in found.values()] == [0, 30, 0]
     steps = [one["steps"] for one in found.values()]
-    # A completed rollout also tells of phrases that other prompts may share; a run-ahead speaks to its own prompt alone.
+    # A completed rollout also tells other prompts of its phrases; a run-ahead speaks to its own prompt alone.
     assert steps[0] <= steps[1] < steps[2] == found["none"]["steps_without_drafts"]
 
 
