@@ -209,16 +209,35 @@ def test_drafts_that_do_not_pay_are_asked_for_now_and_then_and_come_back_when_th
     assert budget.take_metrics()["engine/draft_asked_share"] > 0.9
 
 
-@pytest.mark.parametrize("event", ["restart", "fewer sequences"])
-def test_asking_begins_anew_with_other_prompts_and_with_fewer_sequences(event: str) -> None:
+@pytest.mark.parametrize("event", ["known prompts", "fewer sequences"])
+def test_asking_begins_anew_with_known_prompts_and_with_fewer_sequences(event: str) -> None:
     cost = COSTS["a small CPU: dear rows"]
     world = World(batch=64, seconds=cost, draft_seconds=0.05 * cost(64), quality=0.02)
     budget = DraftBudget(learned_cost(world))
+    budget.begin_rollout(0.0)
     run(world, budget, 120)
     assert [budget.max_nodes(64) for _ in range(3)] == [0, 0, 0]
-    if event == "restart":
-        budget.restart()
-    assert budget.max_nodes(64 if event == "restart" else 8) > 0
+    budget.begin_rollout(0.1)
+    assert [budget.max_nodes(64) for _ in range(3)] == [0, 0, 0], "a rollout like the last one: nothing to try again"
+    if event == "known prompts":
+        budget.begin_rollout(0.9)
+    assert budget.max_nodes(64 if event == "known prompts" else 8) > 0
+
+
+def test_what_drafts_bring_is_remembered_for_each_number_of_sequences() -> None:
+    """A rollout goes through all of them, and the next one again: what 64 cannot use, 4 can."""
+    cost = COSTS["a small CPU: dear rows"]
+    world = World(batch=64, seconds=cost, draft_seconds=0.05 * cost(64), quality=0.02)
+    budget = DraftBudget(learned_cost(world))
+    asked = []
+    for _ in range(12):
+        budget.begin_rollout(0.0)
+        for batch in (64, 32, 16):
+            world.batch = batch
+            run(world, budget, 10)
+        asked.append(budget.take_metrics()["engine/draft_asked_share"])
+    assert asked[0] > 0.1, "nothing is known yet"
+    assert max(asked[6:]) < 0.1, "and nothing is tried again because a new rollout begins"
 
 
 def test_what_is_asked_for_follows_what_is_used() -> None:

@@ -221,6 +221,48 @@ def test_rebuilt_cursors_stand_where_their_samples_stand() -> None:
     assert chain_of(tree)[:3] == TEXT[50:53]
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, 3), st.lists(st.integers(0, 2), min_size=1, max_size=6), st.booleans(), st.booleans()),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_a_trie_knows_the_same_however_seldom_drafts_are_wanted(
+    steps: list[tuple[int, list[int], bool, bool]],
+) -> None:
+    """Steps: (sample, its tokens, whether the second drafter is asked now, whether the sample ends)."""
+    eager, lazy = SrtDrafter(), SrtDrafter()
+    live: dict[int, list[int]] = {}
+    for drafter in (eager, lazy):
+        drafter.start(99, request(stream=99))
+    number = dict.fromkeys(range(4), 0)
+    for sample, tokens, is_asked, is_last in steps:
+        sequence_id = 4 * number[sample] + sample
+        for drafter in (eager, lazy):
+            if sequence_id not in live:
+                drafter.start(sequence_id, request(stream=sequence_id))
+            drafter.observe([sequence_id], [tokens])
+        live.setdefault(sequence_id, []).extend(tokens)
+        propose(eager, [*live, 99])
+        if is_asked:
+            propose(lazy, [*live])
+        if is_last:
+            number[sample] += 1
+            text = live.pop(sequence_id)
+            for drafter in (eager, lazy):
+                drafter.finish(sequence_id, completion(request(stream=sequence_id), text))
+    ids = [*live, 99]
+    tries, cursors = zip(*(drafter._tries.cursors(ids) for drafter in (eager, lazy)), strict=True)
+    assert tries[0][0].num_tokens == tries[1][0].num_tokens
+    for ngram in ([a, b, c][:size] for size in (1, 2, 3) for a in range(3) for b in range(3) for c in range(3)):
+        assert tries[0][0].count(ngram) == tries[1][0].count(ngram)
+    for place in range(len(ids)):
+        matches = [trie[place].match_length(at[place]) for trie, at in zip(tries, cursors, strict=True)]
+        assert matches[0] == matches[1]
+
+
 def test_srt_saves_and_loads_its_caches(tmp_path: Path) -> None:
     drafter = SrtDrafter()
     run(drafter, 0, request(), TEXT)
@@ -329,7 +371,11 @@ def test_recorded_rollouts_of_a_prompt_are_fed_to_one_trie(monkeypatch: pytest.M
     ]
     drafter = SrtDrafter()
     feed_drafter(drafter, prompts, "train")
-    assert built == [1]
+    assert built == [], "nobody has drafted yet"
+    drafter.start(1000, request((1, 2), stream=9))
+    drafter.start(1001, request((1, 3), stream=9))
+    propose(drafter, [1000, 1001])
+    assert built == [2], "all texts at once"
     assert [one.tolist() for one in drafter.cache("train").rollouts((1, 2))] == [TEXT, OTHER, TEXT[:30]]
     assert drafter.cache("train").num_prompts == 1
 

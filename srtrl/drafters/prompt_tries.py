@@ -29,6 +29,8 @@ class PromptTrie:
     """Samples that have not finished."""
     drafting: dict[int, "LiveSample"] = field(default_factory=dict)
     """Those of them that have a cursor in the trie, by sequence id."""
+    ended: list["LiveSample"] = field(default_factory=list)
+    """Finished ones with tokens that the trie has yet to take in."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +43,8 @@ class LiveSample:
     """Response so far."""
     cursor: int | None = None
     """Its place in the trie; None until it first drafts."""
+    num_passed: int = 0
+    """Tokens that the cursor has passed: it is moved on when drafts are wanted."""
 
 
 class PromptTries:
@@ -96,7 +100,7 @@ class PromptTries:
         return sample
 
     def cursors(self, sequence_ids: Iterable[int]) -> tuple[list[TokenTrie], list[int]]:
-        """Trie and cursor of each sample, made where there are none yet."""
+        """Trie and cursor of each sample, made where there are none yet, with all tokens of their prompts' samples."""
         samples = [self.samples[sequence_id] for sequence_id in sequence_ids]
         new = {
             sequence_id: sample
@@ -105,24 +109,13 @@ class PromptTries:
         }
         if new:
             self._admit(new)
-        tries, cursors = [], []
-        for sample in samples:
-            assert sample.prompt.trie is not None
-            assert sample.cursor is not None
-            tries.append(sample.prompt.trie)
-            cursors.append(sample.cursor)
-        return tries, cursors
+        self._catch_up({id(sample.prompt): sample.prompt for sample in samples}.values())
+        return _tries_and_cursors(samples)
 
     def extend(self, sequence_ids: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
-        """Move each sample on by the tokens that were committed to it."""
-        tries, cursors = self.cursors(sequence_ids)
-        extend_batch(tries, cursors, token_ids)
+        """Tokens that were committed to the samples; the tries take them in when drafts are wanted next."""
         for sequence_id, tokens in zip(sequence_ids, token_ids, strict=True):
             self.samples[sequence_id].tokens.extend(tokens)
-        touched = {id(prompt): prompt for prompt in (self.samples[i].prompt for i in sequence_ids)}.values()
-        too_large = [prompt for prompt in touched if prompt.trie and prompt.trie.num_tokens > self._max_trie_tokens]
-        if too_large:
-            self._build(too_large)
 
     def finish(self, sequence_id: int) -> LiveSample:
         """Take a sample out; with its prompt's last one the trie goes."""
@@ -130,14 +123,17 @@ class PromptTries:
         prompt = sample.prompt
         prompt.num_started -= 1
         if sample.cursor is not None:
-            assert prompt.trie is not None
-            prompt.trie.stop(sample.cursor)
             del prompt.drafting[sequence_id]
             if not prompt.drafting:
                 self._idle[prompt.key] = prompt
         if not prompt.num_started:
             del self._prompts[prompt.key]
             self._idle.pop(prompt.key, None)
+        elif prompt.trie is not None and self._online and len(sample.tokens) > sample.num_passed:
+            prompt.ended.append(sample)
+        elif sample.cursor is not None:
+            assert prompt.trie is not None
+            prompt.trie.stop(sample.cursor)
         return sample
 
     def insert(self, key: PromptKey, token_ids: Sequence[int] | Tokens) -> None:
@@ -167,6 +163,32 @@ class PromptTries:
             sample.cursor = trie.start() if self._online else trie.follow()
             sample.prompt.drafting[sequence_id] = sample
 
+    def _catch_up(self, prompts: Iterable[PromptTrie]) -> None:
+        """Move all cursors to the ends of their texts; a trie that becomes too large is rebuilt."""
+        behind: list[LiveSample] = []
+        ended: list[LiveSample] = []
+        for prompt in prompts:
+            assert prompt.trie is not None
+            for sample in prompt.ended:
+                if sample.cursor is None:
+                    sample.cursor = prompt.trie.start(drafts=False)
+            behind += [sample for sample in prompt.drafting.values() if len(sample.tokens) > sample.num_passed]
+            ended += prompt.ended
+            prompt.ended = []
+        if not behind and not ended:
+            return
+        behind += ended
+        tries, cursors = _tries_and_cursors(behind)
+        extend_batch(tries, cursors, [sample.tokens[sample.num_passed :] for sample in behind])
+        for sample in behind:
+            sample.num_passed = len(sample.tokens)
+        for trie, cursor in zip(tries[len(tries) - len(ended) :], cursors[len(cursors) - len(ended) :], strict=True):
+            trie.stop(cursor)
+        touched = {id(sample.prompt): sample.prompt for sample in behind}.values()
+        too_large = [prompt for prompt in touched if prompt.trie and prompt.trie.num_tokens > self._max_trie_tokens]
+        if too_large:
+            self._build(too_large)
+
     def _build(self, prompts: Sequence[PromptTrie]) -> None:
         """Make the prompts' tries (anew), each from its history, then from the texts of the samples that draft from it.
 
@@ -183,10 +205,12 @@ class PromptTries:
             live = [sample.tokens[-share:] for sample in prompt.drafting.values()]
             history = _newest(self._history(prompt.key), room - sum(map(len, live)) if self._online else room)
             prompt.trie = trie = TokenTrie()
+            prompt.ended = []  # those that are complete are history
             starts = [trie.start(drafts=False) for _ in history]
             finished += [(trie, cursor) for cursor in starts]
             for sample in prompt.drafting.values():
                 sample.cursor = trie.start() if self._online else trie.follow()
+                sample.num_passed = len(sample.tokens)
                 starts.append(sample.cursor)
             tries += [trie] * len(starts)
             cursors += starts
@@ -202,6 +226,18 @@ class PromptTries:
             assert prompt.trie is not None
             num_bytes -= prompt.trie.num_bytes
             prompt.trie = None
+            prompt.ended = []
+
+
+def _tries_and_cursors(samples: Iterable[LiveSample]) -> tuple[list[TokenTrie], list[int]]:
+    """Of samples that draft."""
+    tries, cursors = [], []
+    for sample in samples:
+        assert sample.prompt.trie is not None
+        assert sample.cursor is not None
+        tries.append(sample.prompt.trie)
+        cursors.append(sample.cursor)
+    return tries, cursors
 
 
 def _newest(texts: Sequence[Tokens], max_tokens: int) -> list[Tokens]:

@@ -29,6 +29,8 @@ WAYS = 8
 MARK, TOTAL, ENTRIES = 0, 1, 2
 MAX_TOTAL = 1 << 10
 """A context that has occurred so often forgets half of that: policies change."""
+MAX_UNREAD = 1 << 20
+"""Most tokens that wait to be learned."""
 NO_TOKEN = -2
 """In the place of the first of two tokens: the context is the second one alone."""
 
@@ -37,9 +39,11 @@ class SharedNgrams:
     """The table, and its filling."""
 
     def __init__(self, num_contexts: int = NUM_CONTEXTS) -> None:
-        self.table: Table = np.zeros((0, ENTRIES + 2 * WAYS), np.int32)
-        """Without rows until there is something to learn."""
+        self._table: Table = np.zeros((0, ENTRIES + 2 * WAYS), np.int32)
         self._num_contexts = num_contexts
+        self._unread: list[npt.NDArray[np.int32]] = []
+        """Texts that have been added since the table was last asked for."""
+        self._num_unread = 0
 
     @staticmethod
     def none() -> "SharedNgrams":
@@ -49,14 +53,27 @@ class SharedNgrams:
     @property
     def num_bytes(self) -> int:
         """Memory of the table."""
-        return self.table.nbytes
+        return self._table.nbytes
+
+    @property
+    def table(self) -> Table:
+        """What has been learned; without rows while that is nothing."""
+        if self._unread:
+            if not len(self._table):
+                self._table = np.zeros((self._num_contexts, ENTRIES + 2 * WAYS), np.int32)
+            for text in self._unread:
+                _add_text(self._table, text)
+            self._unread, self._num_unread = [], 0
+        return self._table
 
     def add(self, token_ids: Sequence[int] | npt.NDArray[Any]) -> None:
-        """Learn from a completed rollout."""
-        if not len(self.table):
-            self.table = np.zeros((self._num_contexts, ENTRIES + 2 * WAYS), np.int32)
-        if len(self.table):
-            _add_text(self.table, np.asarray(token_ids, np.int32))
+        """Learn from a completed rollout; where nobody drafts, that waits."""
+        if not self._num_contexts:
+            return
+        self._unread.append(np.array(token_ids, np.int32))
+        self._num_unread += len(token_ids)
+        if self._num_unread > MAX_UNREAD:
+            _ = self.table
 
 
 @numba.njit(cache=True, nogil=True)

@@ -102,7 +102,7 @@ class Drafter(DrafterBase):
         return self._run_aheads.add_chains(trees, sequence_ids, max_nodes)
 
     def observe(self, sequence_ids: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
-        """Committed tokens enter the tries."""
+        """Committed tokens; they enter the tries when drafts are wanted next."""
         self._tries.extend(sequence_ids, token_ids)
         for sequence_id, tokens in zip(sequence_ids, token_ids, strict=True):
             sample = self._tries.samples[sequence_id]

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
+from srtrl.engine.asking import Asking
 from srtrl.engine.calibration import Calibration
 from srtrl.engine.step_cost import StepCost
 
@@ -28,21 +29,11 @@ USE_MEMORY = 0.95
 TRUST_MEMORY = 0.98
 TRUST_PRIOR = 8.0
 """Accepted nodes that stand for the trust in the chances before there are outcomes."""
-GAIN_STEP, GAIN_STEP_WHEN_RARE = 0.1, 0.5
-FIRST_GAIN = 0.05
-MAX_INTERVAL = 64
-WASTE = 0.002
-"""Where drafts do not pay, looking whether they do again takes about this share of the time."""
-WORTH_ASKING = 0.06
-"""Least gain for which to go on asking. With 0, quickstart's first epoch was 8% slower: the estimates promised a gain
-that the clock did not show (docs/LOG.md)."""
-RESTART = 8
-"""Drafts are asked for so many times as often as before when there is a reason to try again."""
-FEWER = 0.7
-"""With so much fewer sequences than when drafts did not pay, they are tried again."""
 SMALL_GAIN = 0.15
 PLAIN_INTERVALS = 32, 256
 """One of so many steps does without drafts, so that the cost of that stays known: while they gain less, and more."""
+RECORD_EVERY = 4
+"""Of the steps without drafts, where nothing is in doubt, the cost of one of so many is learned: it takes its time."""
 FIRST_PLAIN = 4
 """The first such step; each further interval is twice as long, up to that."""
 
@@ -77,16 +68,12 @@ class DraftBudget:
         self._most_nodes = most_nodes
         self._use = FIRST_ASK / 2
         """Nodes of the sequence that had most; old steps fade."""
-        self._interval = 1
-        """Drafts are asked for in one of so many steps."""
-        self._steps_since_ask = 0
+        self._asking = Asking()
+        self._is_asked = False
+        """Whether drafts were asked for in this step."""
         self._steps_since_plain = 0
         self._plain_interval = FIRST_PLAIN
-        self._gain = FIRST_GAIN
-        """Mean of what asking for drafts brought, as a share of the tokens per second without."""
         self._num_sequences = 0
-        self._sequences_when_rare = 0
-        self._draft_seconds: float | None = None
         self._expected = self._accepted = TRUST_PRIOR
         self._last_expected = 0.0
         self._num_steps = self._num_asks = 0
@@ -99,19 +86,18 @@ class DraftBudget:
         """
         self._num_sequences = num_sequences
         self._num_steps += 1
-        self._steps_since_ask += 1
         self._steps_since_plain += 1
         self._last_expected = 0.0
+        self._is_asked = False
         if self.fixed is None:
-            if self._interval > 1 and num_sequences <= FEWER * self._sequences_when_rare:
-                self.restart()  # what did not pay with many sequences may pay with few
-            longest = PLAIN_INTERVALS[0] if self._gain < SMALL_GAIN else PLAIN_INTERVALS[1]
-            is_due = self._steps_since_plain >= min(self._plain_interval, longest)
-            if self._steps_since_ask < self._interval or is_due:
+            longest = PLAIN_INTERVALS[self._asking.gain(num_sequences) >= SMALL_GAIN]
+            is_plain_due = self._steps_since_plain >= min(self._plain_interval, longest)
+            if not self._asking.is_due(num_sequences) or is_plain_due:
                 self._steps_since_plain = 0
                 self._plain_interval = min(2 * self._plain_interval, max(PLAIN_INTERVALS))
                 return 0
-        self._steps_since_ask = 0
+        self._asking.asked(num_sequences)
+        self._is_asked = True
         self._num_asks += 1
         if self.fixed is not None:
             return self.fixed
@@ -158,7 +144,9 @@ class DraftBudget:
                 [len(trees), len(trees) + chosen.num_nodes], context_tokens / len(trees)
             ).tolist()
             expected = float((np.repeat(worths, trees.sizes)[keep] * chances[keep]).sum())
-            self._learn_gain(self.trust * expected / max(float(worths.sum()), 1e-9), plain, drafted)
+            if self._is_asked:
+                more_tokens = self.trust * expected / max(float(worths.sum()), 1e-9)
+                self._asking.learn(self._num_sequences, more_tokens, plain, drafted)
         return chosen
 
     def observe(self, trees: DraftTrees, emitted_offsets: npt.NDArray[np.int64], emitted_tokens: Array) -> None:
@@ -196,18 +184,15 @@ class DraftBudget:
         if not len(trees):
             return
         num_rows = len(trees) + trees.num_nodes + num_other_rows
+        if not self._is_asked and self.fixed is None and self._num_steps % RECORD_EVERY:
+            return
         self.cost.record(num_rows, context_tokens / len(trees) * num_rows, seconds)
         if draft_seconds > 0:
-            known = draft_seconds if self._draft_seconds is None else self._draft_seconds
-            self._draft_seconds = known + 0.2 * (min(draft_seconds, 3 * known) - known)
+            self._asking.record_seconds(self._num_sequences, draft_seconds)
 
-    def restart(self) -> None:
-        """Other prompts or other weights come: ask for drafts again soon, whatever they brought. Estimates stay.
-
-        Not at once: where they do not pay, each training step would begin with a row of vain drafts (docs/LOG.md).
-        """
-        self._interval = max(1, self._interval // RESTART)
-        self._gain = max(self._gain, FIRST_GAIN)
+    def begin_rollout(self, known_share: float) -> None:
+        """Other prompts or other weights come; `known_share` of the samples have rollouts to draft from."""
+        self._asking.begin_rollout(known_share)
 
     @property
     def trust(self) -> float:
@@ -223,26 +208,6 @@ class DraftBudget:
         self.calibration.reset_error()
         self._num_steps = self._num_asks = 0
         return metrics
-
-    def _learn_gain(self, more_tokens: float, plain: float, drafted: float) -> None:
-        """Follow what asking brings, drafting time included, and set how often to ask.
-
-        Args:
-            more_tokens: Expected tokens of the drafts, as a share of those without.
-            plain: Seconds of the step without drafts.
-            drafted: Seconds of the step with the chosen ones, drafting not included.
-        """
-        if self._steps_since_ask:
-            return  # drafts were not asked for in this step
-        draft_seconds = self._draft_seconds or 0.0
-        gain = (1 + more_tokens) * plain / (drafted + draft_seconds) - 1
-        self._gain += (GAIN_STEP if self._interval == 1 else GAIN_STEP_WHEN_RARE) * (gain - self._gain)
-        if self._gain > WORTH_ASKING:
-            self._interval = max(1, self._interval // 4)
-        else:
-            longest = int(min(max(draft_seconds / plain / WASTE, 1), MAX_INTERVAL))
-            self._interval = min(2 * self._interval, longest)
-            self._sequences_when_rare = self._num_sequences
 
 
 def _keep_nodes(trees: DraftTrees, keep: npt.NDArray[np.bool_]) -> DraftTrees:

@@ -163,9 +163,11 @@ class Engine:
         if not request.is_run_ahead:
             for sequence_id in self.scheduler.idle_slots.end_stream(request.stream):
                 self.speculation.finish(sequence_id, None)
-        self.scheduler.add(self._next_sequence_id, request, self.drafter.expected_tokens(request))
+        expected_tokens = self.drafter.expected_tokens(request)
+        self.scheduler.add(self._next_sequence_id, request, expected_tokens)
         if not request.is_run_ahead:  # the drafter hears of a run-ahead once it has a slot
             self.drafter.start(self._next_sequence_id, request)
+            self.speculation.expect(is_known=expected_tokens is not None)
         self._next_sequence_id += 1
 
     def generate(

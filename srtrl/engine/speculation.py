@@ -17,7 +17,7 @@ from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.engine.budget import DraftBudget
 from srtrl.engine.runner import ROW_MULTIPLE, ModelRunner
 from srtrl.engine.scheduler import Scheduler
-from srtrl.engine.sequence import ScheduledStep
+from srtrl.engine.sequence import ScheduledStep, Sequence
 from srtrl.engine.step_cost import StepCost
 from srtrl.engine.verify import Walk
 from srtrl.types import Completion, Request
@@ -34,6 +34,7 @@ class Draft:
     proposed: DraftTrees
     verified: DraftTrees
     """What the budget and the free pages left of them."""
+    num_primaries: int
     context_tokens: int
     """Committed tokens of all decoding sequences."""
     seconds: float
@@ -65,8 +66,13 @@ class Speculation:
         fixed = None if draft_budget == "auto" else draft_budget
         self.budget = DraftBudget(self.cost, fixed=fixed, most_nodes=max_draft_nodes)
         self._run_ahead_max_slowdown = run_ahead_max_slowdown
-        self._unseen: dict[int, list[int]] = {}
-        """Committed tokens that the drafter has not been told of, by sequence id."""
+        self._num_told: dict[int, int] = {}
+        """Generated tokens that the drafter has been told of, by primary's sequence id."""
+        self._untold: dict[int, list[int]] = {}
+        """Committed tokens of run-aheads that the drafter has not been told of, by sequence id."""
+        self._num_requests = self._num_known = 0
+        """Primaries of the rollout that is about to begin, and those of them that have rollouts to draft from."""
+        self._is_begun = False
         self._num_rows = 0
         """Rows of the last step without those of run-aheads."""
 
@@ -77,15 +83,22 @@ class Speculation:
 
     def use(self, drafter: DrafterBase) -> None:
         """Go on with another drafter, no sample being live: cost and calibration stay, for they are the machine's."""
-        assert not self._unseen, "another drafter while samples are live"
+        assert not self._num_told, "another drafter while samples are live"
+        assert not self._untold, "another drafter while run-aheads are live"
         self.drafter = drafter
 
     def prepare(self, runner: ModelRunner, request: Request, *, max_context_tokens: int) -> None:
         """Make ready for a request while no page is in use: measure what steps cost, once, if it is asked for."""
-        self.budget.restart()
+        self._is_begun = False
         is_asked = self.budget.fixed is None or (request.is_run_ahead and self._run_ahead_max_slowdown < float("inf"))
         if is_asked and not self.is_off and not self.cost.is_known:
             self.cost.probe(runner.time_forward, max_context_tokens=max_context_tokens)
+
+    def expect(self, *, is_known: bool) -> None:
+        """A primary has come; `is_known`: there are rollouts of its prompt to draft from."""
+        if not self._is_begun:
+            self._num_requests += 1
+            self._num_known += is_known
 
     def max_run_ahead_rows(self) -> int:
         """Rows that run-aheads may have in the coming step, if it is like the last one without them."""
@@ -102,13 +115,17 @@ class Speculation:
         started = time.perf_counter()
         sequences = scheduled.decodes
         context_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+        if not self._is_begun:
+            self._is_begun = True
+            self.budget.begin_rollout(self._num_known / max(self._num_requests, 1))
+            self._num_requests = self._num_known = 0
         num_nodes = 0 if self.is_off or not sequences else self.budget.max_nodes(scheduled.num_primaries)
         if num_nodes == 0:
             empty = DraftTrees.empty(len(sequences))
-            return Draft(empty, empty, context_tokens, 0.0)
+            return Draft(empty, empty, scheduled.num_primaries, context_tokens, 0.0)
         # A sample that ends with its next token, whatever is guessed, needs no draft.
         room = [num_nodes if sequence.num_remaining > 1 and not sequence.is_run_ahead else 0 for sequence in sequences]
-        self._tell()
+        self._tell(sequences[: scheduled.num_primaries])
         proposed = self.drafter.propose([sequence.sequence_id for sequence in sequences], room)
         self._check(proposed, room)
         chosen = self.budget.select(
@@ -124,33 +141,40 @@ class Speculation:
         verified = chosen
         if sum(granted) < chosen.num_nodes:
             verified = DraftTrees.of(tree.first(most) for tree, most in zip(chosen, granted, strict=True))
-        return Draft(proposed, verified, context_tokens, time.perf_counter() - started)
+        return Draft(proposed, verified, scheduled.num_primaries, context_tokens, time.perf_counter() - started)
 
     def observe(self, draft: Draft, walks: SequenceOf[Walk]) -> None:
-        """Take note of the tokens of a step: compare the estimates with them, and keep them for the drafter.
+        """Take note of the tokens of a step: compare the estimates with them.
 
         The drafter hears of them when it is asked next, so that steps without drafts are free.
         """
-        started = time.perf_counter()
-        emitted = [walk.sequence.token_ids[-1 - len(walk.accepted) :] for walk in walks]
-        for walk, tokens in zip(walks, emitted, strict=True):
-            self._unseen.setdefault(walk.sequence.sequence_id, []).extend(tokens)
+        for walk in walks[draft.num_primaries :]:
+            self._untold.setdefault(walk.sequence.sequence_id, []).extend(walk.emitted)
         if draft.proposed.num_nodes:
+            started = time.perf_counter()
+            emitted = [walk.emitted for walk in walks]
             offsets = np.cumsum([0, *map(len, emitted)], dtype=np.int64)
             self.budget.observe(draft.proposed, offsets, np.fromiter(chain.from_iterable(emitted), np.int64))
             draft.seconds += time.perf_counter() - started
 
     def finish(self, sequence_id: int, completion: Completion | None) -> None:
-        """End of a sample; the drafter hears of its last tokens first."""
-        tokens = self._unseen.pop(sequence_id, None)
+        """End of a sample; the drafter hears of its last tokens first, unless it was interrupted."""
+        num_told = self._num_told.pop(sequence_id, 0)
+        tokens = self._untold.pop(sequence_id, None) if completion is None else completion.token_ids[num_told:]
         if tokens:
             self.drafter.observe([sequence_id], [tokens])
         self.drafter.finish(sequence_id, completion)
 
-    def _tell(self) -> None:
-        if self._unseen:
-            self.drafter.observe(list(self._unseen), list(self._unseen.values()))
-            self._unseen = {}
+    def _tell(self, primaries: SequenceOf[Sequence]) -> None:
+        """Tell the drafter of all tokens that it has not heard of."""
+        for sequence in primaries:
+            num_told = self._num_told.get(sequence.sequence_id, 0)
+            if sequence.num_generated > num_told:
+                self._untold[sequence.sequence_id] = sequence.last_generated(sequence.num_generated - num_told)
+                self._num_told[sequence.sequence_id] = sequence.num_generated
+        if self._untold:
+            self.drafter.observe(list(self._untold), list(self._untold.values()))
+            self._untold = {}
 
     def _check(self, trees: DraftTrees, room: SequenceOf[int]) -> None:
         """Raise ValueError where a drafter (of the user's own, say) does not keep its promises."""

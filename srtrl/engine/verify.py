@@ -38,6 +38,11 @@ class Walk:
     """Accepted nodes, from the root down: one less than the tokens that the step gave."""
     finish: FinishReason | None = None
 
+    @property
+    def emitted(self) -> list[int]:
+        """The tokens that the step gave: accepted ones and the bonus token, or the end of the sample among them."""
+        return self.sequence.token_ids[-1 - len(self.accepted) :]
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Verification:
