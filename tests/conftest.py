@@ -4,8 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from srtrl.model.cpu_threads import set_cpu_threads
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: tests of kernels run them on the CPU
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default; unset, Triton 3.9 warns of it
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -16,7 +16,12 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class KVCache:
-    """Keys and values of all layers in pages. Within a page keys lie dimension by dimension, values token by token."""
+    """Keys and values of all layers in pages.
+
+    Two layouts in memory, one way to index. On a CPU keys lie dimension by dimension within a head's page, values token
+    by token: what the Numba kernel's vector loops want. *Token-major* (other devices): all heads of a token together,
+    as attention kernels with page tables want it (`kernel_keys`); `key_pages` and `value_pages` are permuted views.
+    """
 
     def __init__(
         self,
@@ -28,14 +33,37 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        token_major: bool | None = None,
     ) -> None:
+        """Allocate; `token_major` chooses the layout, None the one of the device (see the class)."""
         self.page_size = page_size
+        self.token_major = torch.device(device).type != "cpu" if token_major is None else token_major
+
         # Zeros, for masked keys have weight 0 and 0 * NaN is NaN.
-        shape = (num_layers, num_pages, num_kv_heads)
-        self.key_pages = torch.zeros((*shape, head_dim, page_size), dtype=dtype, device=device)
+        def allocate(*page_shape: int) -> Tensor:
+            return torch.zeros((num_layers, num_pages, *page_shape), dtype=dtype, device=device)
+
+        if self.token_major:
+            token_shape = (page_size, num_kv_heads, head_dim)
+            key_pages = allocate(*token_shape).permute(0, 1, 3, 4, 2)
+            value_pages = allocate(*token_shape).transpose(2, 3)
+        else:
+            key_pages = allocate(num_kv_heads, head_dim, page_size)
+            value_pages = allocate(num_kv_heads, page_size, head_dim)
+        self.key_pages = key_pages
         """[num_layers, num_pages, K, E, page_size]."""
-        self.value_pages = torch.zeros((*shape, page_size, head_dim), dtype=dtype, device=device)
+        self.value_pages = value_pages
         """[num_layers, num_pages, K, page_size, E]."""
+
+    def kernel_keys(self, layer: int) -> Tensor:
+        """Keys of one layer as they lie in a token-major cache: [num_pages, page_size, K, E], contiguous."""
+        assert self.token_major
+        return self.key_pages[layer].permute(0, 3, 1, 2)
+
+    def kernel_values(self, layer: int) -> Tensor:
+        """Values of one layer as they lie in a token-major cache: [num_pages, page_size, K, E], contiguous."""
+        assert self.token_major
+        return self.value_pages[layer].transpose(1, 2)
 
     @staticmethod
     def bytes_per_page(*, num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -99,7 +127,8 @@ class PagedPlan:
         self.num_positions = int(positions.max(initial=0)) + 1
         self.positions = torch.from_numpy(positions).to(device)  # [N padded]
         self._num_keys = int(rows.context_lengths.sum() + rows.path_lengths.sum())
-        use_kernel = device.type == "cpu" and cache.key_pages.dtype in (torch.float32, torch.bfloat16)
+        dtype = cache.key_pages.dtype
+        use_kernel = device.type == "cpu" and not cache.token_major and dtype in (torch.float32, torch.bfloat16)
         self._reference = None if use_kernel else ReferenceRows(cache, rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

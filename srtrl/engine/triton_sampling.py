@@ -1,0 +1,282 @@
+"""Gumbel-max sampling and log-probs on a CUDA device: the fast twin of `sampler.py`, in two kernels.
+
+The first takes one block of one row's vocabulary a program, so that a few rows fill the chip. It sums the softmax and
+ranks the noisy logits in float32, good to about 1e-5. The second takes one row a program: only the blocks whose best is
+within `MARGIN` of the row's best can hold the winner, nearly always one, and only they are computed again as
+`sample_rows_reference` does it, in float64. Blocks begin at fixed tokens and are combined in their order: the bits of a
+row do not depend on other rows. Nothing asks the device anything, so a CUDA graph can hold it.
+
+Letters: N rows, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from srtrl.engine.sampler import GOLDEN, MIX_1, MIX_2
+from srtrl.engine.triton_filter import Cuts
+from srtrl.model.triton_jit import jit
+
+_GOLDEN = tl.constexpr(GOLDEN)
+_MIX_1 = tl.constexpr(MIX_1)
+_MIX_2 = tl.constexpr(MIX_2)
+_LAST_BIT = tl.constexpr(2.0**-52)
+_HIGH_PART = tl.constexpr(2.0**-32)
+_LOG_2 = tl.constexpr(0.6931471805599453)
+_MINUS_INFINITY = tl.constexpr(float("-inf"))
+
+BLOCK = 1024
+"""Tokens of a block: what one candidate costs in float64 against what the maxima of all blocks cost in memory."""
+MARGIN = tl.constexpr(1e-3)
+RELATIVE_MARGIN = tl.constexpr(1e-6)
+"""A noisy logit in float32 is off by at most some 2e-5 (its noise, the fast logarithms) and 1e-7 of its size."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SamplingScratch:
+    """What the blocks of each row found; [N, blocks] float32 each."""
+
+    best: Tensor
+    """Largest noisy logit, roughly."""
+    maxima: Tensor
+    """Largest scaled logit."""
+    sums: Tensor
+    """Sum of e**(scaled - maximum)."""
+    block: int
+    """Tokens of a block."""
+
+    @staticmethod
+    def allocate(
+        num_rows: int, vocab_size: int, device: torch.device | str, *, block: int = BLOCK
+    ) -> "SamplingScratch":
+        """Room for up to `num_rows` rows; `block` must be a power of two."""
+        shape = (num_rows, triton.cdiv(vocab_size, block))
+        best, maxima, sums = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(3))
+        return SamplingScratch(best=best, maxima=maxima, sums=sums, block=block)
+
+
+def sample_rows_triton(
+    logits: Tensor,
+    temperatures: Tensor,
+    streams: Tensor,
+    positions: Tensor,
+    forced: Tensor,
+    out_tokens: Tensor,
+    out_logprobs: Tensor,
+    scratch: SamplingScratch,
+    cuts: Cuts | None = None,
+) -> None:
+    """Sample one token a row and its log-prob; everything lies on the device.
+
+    A row that is not finite gets a log-prob that is not finite, and some token of the vocabulary.
+
+    Args:
+        logits: [N, V], any float type up to float32, a row adjacent in memory; -inf excludes a token.
+        temperatures: [N] float32; 0 takes the most likely token (the first of equals).
+        streams: [N] int64, the bits of the unsigned streams.
+        positions: [N] int64 or int32, index of the token within the response.
+        forced: [N] int32, the token to take whatever is sampled; -1 takes the sampled one.
+        out_tokens: [N] int32, written: those of `sample_rows_reference`.
+        out_logprobs: [N] float32, written: under the whole tempered softmax, as `row_logprobs_reference`.
+        scratch: For at least N rows of V tokens.
+        cuts: What top-k and top-p leave of each row (`find_cuts`); by default everything.
+    """
+    num_rows, vocab_size = logits.shape
+    num_blocks = scratch.best.shape[1]
+    assert logits.stride(1) == 1
+    assert num_rows <= len(scratch.best)
+    assert num_blocks == triton.cdiv(vocab_size, scratch.block)
+    if num_rows == 0:
+        return
+    shared = (scratch.best, scratch.maxima, scratch.sums, vocab_size, num_blocks, logits.stride(0))
+    cut_values, cut_tokens = (temperatures, forced) if cuts is None else (cuts.values, cuts.tokens)
+    rows = (logits, temperatures, streams, positions, cut_values, cut_tokens)
+    # Without fusion of multiply and add the float64 noise has the bits of the reference but for its logarithms.
+    options = {"BLOCK": scratch.block, "HAS_CUTS": cuts is not None, "num_warps": 4, "enable_fp_fusion": False}
+    rank_blocks[(num_rows, num_blocks)](*rows, *shared, IN_INTERPRETER=_INTERPRETED, **options)
+    finish_rows[(num_rows,)](
+        *rows, forced, out_tokens, out_logprobs, *shared, NUM_BLOCKS=triton.next_power_of_2(num_blocks), **options
+    )
+
+
+@jit
+def _mix(bits: tl.tensor) -> tl.tensor:
+    """SplitMix64's finaliser, on uint64."""
+    bits = (bits ^ (bits >> 30)) * _MIX_1
+    bits = (bits ^ (bits >> 27)) * _MIX_2
+    return bits ^ (bits >> 31)
+
+
+@jit
+def _noise_bits(streams: tl.tensor, positions: tl.tensor, row: tl.tensor, tokens: tl.tensor) -> tl.tensor:
+    """The hash of (stream, position, token) of some tokens of a row, uint64; see `sampler.uniform_noise`."""
+    stream = tl.load(streams + row).to(tl.uint64)
+    position = tl.load(positions + row).to(tl.uint64)
+    row_key = _mix(_mix(position + _GOLDEN) ^ stream)
+    return _mix(row_key + (tokens + 1).to(tl.uint64) * _GOLDEN)
+
+
+@jit
+def _rough_log(numbers: tl.tensor, IN_INTERPRETER: tl.constexpr) -> tl.tensor:
+    """Natural logarithm in float32 by the hardware's approximation, good to 2**-22 (absolute, or relative if larger).
+
+    `tl.log` is exact to the last bit, and its polynomial was a quarter of all instructions here.
+    """
+    if IN_INTERPRETER:
+        logarithms = tl.log2(numbers)
+    else:
+        logarithms = tl.inline_asm_elementwise(
+            "lg2.approx.f32 $0, $1;", "=f,f", [numbers], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return logarithms * _LOG_2
+
+
+@jit
+def rough_gumbel(bits: tl.tensor, IN_INTERPRETER: tl.constexpr) -> tl.tensor:
+    """-log(-log(u)) in float32, off by at most 2e-5 for every u.
+
+    Near 0 and near 1 float32 cannot hold u or 1 - u as a difference; so the smaller of the two comes from the bits.
+    """
+    is_upper = (bits >> 63) != 0  # u is at least one half
+    smaller = tl.where(is_upper, ~bits, bits) >> 12  # the 52 bits of u, or of 1 - u
+    high = (smaller >> 20).to(tl.int32).to(tl.float32)
+    low = (smaller & 0xFFFFF).to(tl.int32).to(tl.float32)
+    share = high * _HIGH_PART + (low + 0.5) * _LAST_BIT
+    logarithm = -_rough_log(tl.where(is_upper, 1.0 - share, share), IN_INTERPRETER)
+    series = share * (1.0 + share * (0.5 + share * (0.33333333 + share * 0.25)))  # -log(1 - share) where it is small
+    return -_rough_log(tl.where(is_upper & (share < 0.03125), series, logarithm), IN_INTERPRETER)
+
+
+@jit
+def _exact_gumbel(bits: tl.tensor) -> tl.tensor:
+    """-log(-log(u)) in float64, as the reference computes it."""
+    uniform = ((bits >> 12).to(tl.float64) + 0.5) * _LAST_BIT
+    return -tl.log(-tl.log(uniform))
+
+
+@jit
+def _load_scaled(
+    logits: tl.tensor,
+    temperature: tl.tensor,
+    row: tl.tensor,
+    row_stride: tl.tensor,
+    tokens: tl.tensor,
+    vocab_size: tl.tensor,
+) -> tl.tensor:
+    """Logits over temperature, float32; -inf behind the vocabulary."""
+    whole_row = logits + row.to(tl.int64) * row_stride
+    loaded = tl.load(whole_row + tokens, mask=tokens < vocab_size, other=_MINUS_INFINITY).to(tl.float32)
+    if (temperature > 0) & (temperature != 1.0):
+        loaded = tl.div_rn(loaded, temperature)  # not `/`, which is an approximation: the trainer divides exactly
+    return loaded
+
+
+@jit
+def _apply_cut(
+    scaled: tl.tensor, tokens: tl.tensor, cut_values: tl.tensor, cut_tokens: tl.tensor, row: tl.tensor
+) -> tl.tensor:
+    """-inf where the row's cut takes a token away; see `triton_filter.Cuts`."""
+    value = tl.load(cut_values + row)
+    is_kept = (scaled > value) | ((scaled == value) & (tokens <= tl.load(cut_tokens + row)))
+    return tl.where(is_kept, scaled, _MINUS_INFINITY)
+
+
+@jit
+def rank_blocks(
+    logits: tl.tensor,
+    temperatures: tl.tensor,
+    streams: tl.tensor,
+    positions: tl.tensor,
+    cut_values: tl.tensor,
+    cut_tokens: tl.tensor,
+    best: tl.tensor,
+    maxima: tl.tensor,
+    sums: tl.tensor,
+    vocab_size: tl.tensor,
+    num_blocks: tl.tensor,
+    row_stride: tl.tensor,
+    HAS_CUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IN_INTERPRETER: tl.constexpr,
+) -> None:
+    """Fill `SamplingScratch`; one program a row and block."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    temperature = tl.load(temperatures + row)
+    scaled = _load_scaled(logits, temperature, row, row_stride, tokens, vocab_size)
+    highest = tl.max(scaled, axis=0)
+    # In a block of excluded tokens only, -inf - -inf would be NaN.
+    weights = tl.exp(scaled - tl.where(highest == _MINUS_INFINITY, 0.0, highest))
+    place = row.to(tl.int64) * num_blocks + block
+    tl.store(maxima + place, highest)
+    tl.store(sums + place, tl.sum(weights, axis=0))
+    if HAS_CUTS:
+        scaled = _apply_cut(scaled, tokens, cut_values, cut_tokens, row)
+    gumbel = rough_gumbel(_noise_bits(streams, positions, row, tokens), IN_INTERPRETER)
+    tl.store(best + place, tl.max(tl.where(temperature > 0, scaled + gumbel, scaled), axis=0))
+
+
+@jit
+def finish_rows(
+    logits: tl.tensor,
+    temperatures: tl.tensor,
+    streams: tl.tensor,
+    positions: tl.tensor,
+    cut_values: tl.tensor,
+    cut_tokens: tl.tensor,
+    forced: tl.tensor,
+    out_tokens: tl.tensor,
+    out_logprobs: tl.tensor,
+    best: tl.tensor,
+    maxima: tl.tensor,
+    sums: tl.tensor,
+    vocab_size: tl.tensor,
+    num_blocks: tl.tensor,
+    row_stride: tl.tensor,
+    HAS_CUTS: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Token and log-prob of a row from what its blocks found; one program a row."""
+    row = tl.program_id(0)
+    temperature = tl.load(temperatures + row)
+    blocks = tl.arange(0, NUM_BLOCKS)
+    places = row.to(tl.int64) * num_blocks + blocks
+    inside = blocks < num_blocks
+    block_maxima = tl.load(maxima + places, mask=inside, other=_MINUS_INFINITY)
+    highest = tl.max(block_maxima, axis=0)
+    # A row without any finite logit comes out as NaN here, and so do +inf and NaN.
+    total = tl.sum(tl.load(sums + places, mask=inside, other=0.0) * tl.exp(block_maxima - highest), axis=0)
+
+    rough = tl.load(best + places, mask=inside, other=_MINUS_INFINITY)
+    best_rough = tl.max(rough, axis=0)
+    can_win = inside & (rough >= best_rough - (MARGIN + RELATIVE_MARGIN * tl.abs(best_rough)))
+    winner = tl.zeros((), tl.int32)
+    winning = tl.full((), float("-inf"), tl.float64)
+    block = tl.min(tl.where(can_win, blocks, NUM_BLOCKS), axis=0)
+    while block < NUM_BLOCKS:
+        tokens = block * BLOCK + tl.arange(0, BLOCK)
+        scaled = _load_scaled(logits, temperature, row, row_stride, tokens, vocab_size)
+        if HAS_CUTS:
+            scaled = _apply_cut(scaled, tokens, cut_values, cut_tokens, row)
+        gumbel = _exact_gumbel(_noise_bits(streams, positions, row, tokens))
+        noisy = scaled.to(tl.float64) + tl.where(temperature > 0, gumbel, 0.0)
+        highest_noisy = tl.max(noisy, axis=0)
+        first = tl.min(tl.where(noisy == highest_noisy, tokens, vocab_size), axis=0)
+        is_better = highest_noisy > winning  # of equals the first block's stays
+        winner = tl.where(is_better, first, winner)
+        winning = tl.where(is_better, highest_noisy, winning)
+        block = tl.min(tl.where(can_win & (blocks > block), blocks, NUM_BLOCKS), axis=0)
+
+    told = tl.load(forced + row)
+    token = tl.where(told >= 0, told, winner)
+    chosen = _load_scaled(logits, temperature, row, row_stride, token, vocab_size)
+    logprob = chosen.to(tl.float64) - highest.to(tl.float64) - tl.log(total.to(tl.float64))
+    tl.store(out_tokens + row, token)
+    tl.store(out_logprobs + row, logprob.to(tl.float32))
+
+
+_INTERPRETED = not isinstance(rank_blocks, triton.JITFunction)

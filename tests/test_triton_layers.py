@@ -1,0 +1,181 @@
+"""The kernels between the matrix products against the eager model's operations, where each rounds.
+
+Inputs of the norms are small whole numbers, whose squares any order sums exactly: then every bit must be equal.
+"""
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import KERNEL_DEVICE
+from torch import Tensor
+from torch.nn import functional
+
+from srtrl.model.paged_attention import KVCache
+from srtrl.model.transformer import RopeConfig, RotaryTable, rms_norm, rotate
+from srtrl.model.triton_jit import jit
+from srtrl.model.triton_layers import add_rms_norm, move_kv, rope_and_store, rounded, silu_and_mul
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+EPS = 1e-6
+ULP = {torch.float32: 3e-7, torch.bfloat16: 2**-7}
+"""Relative: about two units in the last place."""
+
+
+def whole_numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-9, 10, shape, generator=generator).to(KERNEL_DEVICE, dtype)
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(KERNEL_DEVICE, dtype)
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    """Equal bits under the interpreter; on a device its reciprocal square root and exponential may differ by a bit."""
+    if KERNEL_DEVICE == "cpu":
+        assert torch.equal(actual, expected)
+    else:
+        torch.testing.assert_close(actual, expected, rtol=ULP[actual.dtype], atol=0)
+
+
+@jit
+def _round_all(values: tl.tensor, out: tl.tensor, LENGTH: tl.constexpr, BY_BITS: tl.constexpr) -> None:
+    lanes = tl.arange(0, LENGTH)
+    tl.store(out + lanes, rounded(tl.load(values + lanes), tl.bfloat16, BY_BITS))
+
+
+def test_rounding_is_to_the_nearest_and_ties_go_to_even() -> None:
+    bits = torch.randint(-(2**31), 2**31 - 1, (4096,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    bits[:2048] &= ~0x7FFF  # ties, up to even and down to even
+    values = bits.view(torch.float32)
+    values[values.abs() < 1e-37] = 0.0  # the interpreter's conversion of subnormals is wrong
+    values[:3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    values = values.to(KERNEL_DEVICE)
+    out = torch.empty(4096, dtype=torch.bfloat16, device=KERNEL_DEVICE)
+    _round_all[(1,)](values, out, LENGTH=4096, BY_BITS=KERNEL_DEVICE == "cpu")
+    assert torch.equal(out.nan_to_num(7.0), values.bfloat16().nan_to_num(7.0))
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [1, 5, 64, 100])
+def test_norm_of_the_sum_rounds_as_the_eager_model(width: int, dtype: torch.dtype) -> None:
+    weight = normal(width, dtype=dtype, seed=2)
+    hidden, update = (whole_numbers(4, width, dtype=dtype, seed=seed) for seed in (0, 1))
+    expected_hidden = hidden + update
+    normed = add_rms_norm(hidden, update, weight, EPS)
+    assert torch.equal(hidden, expected_hidden)
+    assert_same(normed, rms_norm(expected_hidden, weight, EPS))
+    assert_same(add_rms_norm(hidden, None, weight, EPS), normed)
+    assert torch.equal(hidden, expected_hidden)
+
+
+@DTYPES
+def test_residual_add_rounds_once_and_the_norm_reads_the_rounded_sum(dtype: torch.dtype) -> None:
+    hidden, update = normal(6, 96, dtype=dtype), normal(6, 96, dtype=dtype, seed=1)
+    weight = normal(96, dtype=dtype, seed=2)
+    expected_hidden = hidden + update
+    normed = add_rms_norm(hidden, update, weight, EPS)
+    assert torch.equal(hidden, expected_hidden)
+    torch.testing.assert_close(normed, rms_norm(expected_hidden, weight, EPS), rtol=ULP[dtype], atol=1e-30)
+
+
+class Rope:
+    """A projection's rows, a token-major cache and the angles, with the eager result."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, qk_norm: bool) -> None:
+        self.shape = (num_heads, num_kv_heads, head_dim)
+        make = whole_numbers if qk_norm else normal
+        self.qkv = make(4, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+        self.positions = torch.tensor([0, 19, 7, 0], dtype=torch.int32, device=KERNEL_DEVICE)
+        self.slots = torch.tensor([5, 0, 11, -1], dtype=torch.int32, device=KERNEL_DEVICE)
+        weights = (normal(head_dim, dtype=dtype, seed=3), normal(head_dim, dtype=dtype, seed=4))
+        self.qk_norm = weights if qk_norm else None
+        self.rotary = RotaryTable(RopeConfig(rope_theta=100.0), head_dim)
+        self.table = self.rotary.build(20, dtype, torch.device(KERNEL_DEVICE))
+        self.keys, self.values = (normal(3, 4, num_kv_heads, head_dim, dtype=dtype, seed=seed) for seed in (5, 6))
+
+    def expected(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, and the cache's keys and values."""
+        num_heads, num_kv_heads, head_dim = self.shape
+        heads = self.qkv.view(len(self.qkv), -1, head_dim)
+        q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        if self.qk_norm is not None:
+            q, k = (rms_norm(part, weight, EPS) for part, weight in zip((q, k), self.qk_norm, strict=True))
+        cosines, sines = self.table[self.positions].unsqueeze(1).chunk(2, dim=-1)
+        keys, values = self.keys.clone(), self.values.clone()
+        real = self.slots >= 0
+        keys.flatten(0, 1)[self.slots[real].long()] = rotate(k, cosines, sines)[real]
+        values.flatten(0, 1)[self.slots[real].long()] = v[real]
+        return rotate(q, cosines, sines), keys, values
+
+    def run(self) -> Tensor:
+        return rope_and_store(
+            self.qkv, self.table, self.positions, self.slots, self.keys, self.values, self.qk_norm, EPS
+        )
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(2, 1, 8), (6, 3, 10), (1, 1, 2), (4, 2, 64), (12, 4, 6)], ids=str)
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_rotation_and_store_round_as_the_eager_model(
+    shape: tuple[int, int, int], qk_norm: bool, dtype: torch.dtype
+) -> None:
+    rope = Rope(*shape, dtype, qk_norm)
+    q, keys, values = rope.expected()
+    rotated = rope.run()
+    assert rotated.data_ptr() == rope.qkv.data_ptr()
+    if qk_norm:
+        assert_same(rotated, q)
+        assert_same(rope.keys, keys)
+    else:
+        assert torch.equal(rotated, q)
+        assert torch.equal(rope.keys, keys)
+    assert torch.equal(rope.values, values)
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [3, 64, 1030])
+def test_gated_activation_rounds_as_the_eager_model(width: int, dtype: torch.dtype) -> None:
+    gate_up = 8 * normal(3, 2 * width, dtype=dtype)
+    gate_up[0, 0], gate_up[1, 0] = -200.0, 200.0
+    gate, up = gate_up.chunk(2, dim=-1)
+    with np.errstate(over="ignore"):  # of the interpreter
+        activated = silu_and_mul(gate_up)
+    torch.testing.assert_close(activated, functional.silu(gate) * up, rtol=ULP[dtype], atol=1e-30)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(0, 1000))
+def test_moves_of_overlapping_walks_are_those_of_the_reference(lengths: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    caches = []
+    for _ in range(2):
+        cache = KVCache(
+            num_layers=2,
+            num_pages=2 * len(lengths),
+            page_size=4,
+            num_kv_heads=2,
+            head_dim=3,
+            dtype=torch.float32,
+            device=KERNEL_DEVICE,
+            token_major=True,
+        )
+        for pages in (cache.key_pages, cache.value_pages):
+            pages.copy_(torch.arange(pages.numel()).view(pages.shape) + 10_000 * (pages is cache.key_pages))
+        caches.append(cache)
+    starts, sources, targets = [0], [], []
+    for walk, length in enumerate(lengths):
+        nodes = torch.randperm(8, generator=generator)[:length].sort().values.tolist()
+        sources += [8 * walk + node for node in nodes]
+        targets += [8 * walk + level for level in range(length)]
+        starts.append(len(sources))
+    starts += 2 * starts[-1:]  # walks that a buffer of fixed size has too many
+    buffers = [torch.tensor([*values, 0], dtype=torch.int32) for values in (sources, targets)]
+    caches[0].move_slots(*(buffer[:-1].numpy() for buffer in buffers))
+    on_device = [buffer.to(KERNEL_DEVICE) for buffer in buffers]
+    move_kv(caches[1], torch.tensor(starts, dtype=torch.int32, device=KERNEL_DEVICE), *on_device)
+    assert torch.equal(caches[0].key_pages, caches[1].key_pages)
+    assert torch.equal(caches[0].value_pages, caches[1].value_pages)

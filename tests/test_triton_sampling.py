@@ -1,0 +1,245 @@
+"""The sampling kernels of a CUDA device against the definition, under Triton's interpreter where there is no device.
+
+The definition's frequencies are tested in `test_sampler.py`; tokens that are equal to its own have them too.
+"""
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from kernel_cases import KERNEL_DEVICE
+from torch import Tensor
+
+from srtrl.engine.sampler import (
+    filter_top_k_top_p,
+    sample_rows_reference,
+    to_uniform,
+)
+from srtrl.engine.triton_filter import Cuts, find_cuts
+from srtrl.engine.triton_sampling import MARGIN, SamplingScratch, rough_gumbel, sample_rows_triton
+from srtrl.model.triton_jit import jit
+
+
+class Rows:
+    """Random rows on the device: logits of some shape, and the noise that names them."""
+
+    def __init__(self, logits: Tensor, temperatures: Tensor | float, seed: int = 0) -> None:
+        num_rows = len(logits)
+        generator = torch.Generator().manual_seed(seed)
+        self.logits = logits.to(KERNEL_DEVICE)
+        self.temperatures = torch.ones(num_rows, device=KERNEL_DEVICE) * torch.as_tensor(temperatures).to(KERNEL_DEVICE)
+        streams = torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=generator)
+        self.streams = streams.to(KERNEL_DEVICE)
+        self.positions = torch.randint(10_000, (num_rows,), generator=generator).to(KERNEL_DEVICE)
+
+    def sample(
+        self, *, forced: Tensor | None = None, cuts: Cuts | None = None, block: int = 1024, rows: slice = slice(None)
+    ) -> tuple[Tensor, Tensor]:
+        logits = self.logits[rows]
+        num_rows, vocab_size = logits.shape
+        if forced is None:
+            forced = torch.full((num_rows,), -1, dtype=torch.int32, device=KERNEL_DEVICE)
+        tokens = torch.full((num_rows,), -7, dtype=torch.int32, device=KERNEL_DEVICE)
+        logprobs = torch.full((num_rows,), torch.nan, device=KERNEL_DEVICE)
+        scratch = SamplingScratch.allocate(num_rows + 2, vocab_size, KERNEL_DEVICE, block=block)
+        noise = (self.temperatures[rows], self.streams[rows], self.positions[rows])
+        sample_rows_triton(logits, *noise, forced, tokens, logprobs, scratch, cuts)
+        return tokens.long(), logprobs
+
+    def expected(self, logits: Tensor | None = None) -> Tensor:
+        logits = self.logits if logits is None else logits
+        return sample_rows_reference(logits, self.temperatures, self.streams, self.positions)
+
+    def expected_logprobs(self, tokens: Tensor) -> Tensor:
+        """`row_logprobs_reference`, summed in float64."""
+        scaled = self.logits.float() / torch.where(self.temperatures > 0, self.temperatures, 1.0)[:, None]
+        return scaled.double().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+
+
+def random_logits(num_rows: int, vocab_size: int, kind: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed))
+    if kind == "peaked":
+        logits = 40 * logits
+    elif kind == "flat":
+        logits = 1e-3 * logits
+    elif kind == "tied":
+        logits = logits.round()
+    elif kind == "equal":
+        logits = torch.zeros_like(logits)
+    elif kind == "excluded":
+        excluded = torch.rand(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed + 1)) < 0.9
+        excluded[:, vocab_size // 2] = False
+        excluded[:, : vocab_size // 3] = True  # whole blocks of nothing
+        logits = logits.masked_fill(excluded, -torch.inf)
+    return logits.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["random", "peaked", "flat", "tied", "equal", "excluded"])
+@pytest.mark.parametrize(("vocab_size", "block"), [(1, 16), (7, 4), (320, 128), (5000, 1024)])
+def test_tokens_and_logprobs_are_those_of_the_definition(
+    vocab_size: int, block: int, kind: str, dtype: torch.dtype
+) -> None:
+    rows = Rows(random_logits(3, vocab_size, kind, dtype), torch.tensor([0.0, 1.0, 0.3]))
+    tokens, logprobs = rows.sample(block=block)
+    expected = rows.expected()
+    assert tokens.tolist() == expected.tolist()
+    torch.testing.assert_close(logprobs.double(), rows.expected_logprobs(expected), atol=2e-6, rtol=1e-6)
+
+
+@settings(deadline=None, max_examples=10 if KERNEL_DEVICE == "cpu" else 200)
+@given(
+    vocab_size=st.integers(1, 700),
+    spread=st.sampled_from([0.0, 0.1, 1.0, 5.0, 60.0, 300.0, 1e6]),
+    temperature=st.sampled_from([0.0, 1e-3, 0.3, 1.0, 2.0, 50.0]),
+    block=st.sampled_from([16, 128, 1024]),
+    seed=st.integers(0, 10**6),
+)
+def test_any_row_has_the_token_of_the_definition(
+    vocab_size: int, spread: float, temperature: float, block: int, seed: int
+) -> None:
+    rows = Rows(spread * random_logits(2, vocab_size, "random", torch.float32, seed), temperature, seed)
+    tokens, _ = rows.sample(block=block)
+    assert tokens.tolist() == rows.expected().tolist()
+
+
+def test_forced_tokens_are_taken_with_their_own_logprob() -> None:
+    rows = Rows(random_logits(4, 320, "random", torch.float32), 0.7)
+    forced = torch.tensor([-1, 0, 319, 5], dtype=torch.int32, device=KERNEL_DEVICE)
+    tokens, logprobs = rows.sample(forced=forced, block=128)
+    assert tokens.tolist() == [int(rows.expected()[0]), 0, 319, 5]
+    torch.testing.assert_close(logprobs.double(), rows.expected_logprobs(tokens), atol=2e-6, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN", "ignore:invalid value")  # NumPy, of the interpreter
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_not_finite_has_a_logprob_that_is_not(broken: float) -> None:
+    logits = random_logits(3, 300, "random", torch.float32)
+    if broken == -torch.inf:
+        logits[1] = broken
+    else:
+        logits[1, 250] = broken
+    tokens, logprobs = Rows(logits, 1.0).sample(block=128)
+    assert logprobs.isfinite().tolist() == [True, False, True]
+    assert 0 <= int(tokens[1]) < 300
+
+
+def test_bits_of_a_row_do_not_depend_on_other_rows() -> None:
+    rows = Rows(random_logits(4, 700, "random", torch.bfloat16), 1.3)
+    tokens, logprobs = rows.sample(block=256)
+    for row in range(4):
+        alone = rows.sample(block=256, rows=slice(row, row + 1))
+        assert torch.equal(torch.stack(alone)[:, 0], torch.stack((tokens, logprobs))[:, row])
+
+
+def test_a_row_that_is_part_of_a_wider_matrix() -> None:
+    wide = random_logits(3, 400, "random", torch.float32).to(KERNEL_DEVICE)
+    part, whole = Rows(wide[:, :300], 1.0), Rows(wide[:, :300].contiguous(), 1.0)
+    part.logits = wide[:, :300]
+    assert part.logits.stride(0) == 400
+    assert torch.equal(torch.stack(part.sample()), torch.stack(whole.sample()))
+
+
+@jit
+def _write_rough_gumbel(bits: tl.tensor, out: tl.tensor, LENGTH: tl.constexpr, IN_INTERPRETER: tl.constexpr) -> None:
+    lanes = tl.arange(0, LENGTH)
+    tl.store(out + lanes, rough_gumbel(tl.load(bits + lanes).to(tl.uint64), IN_INTERPRETER))
+
+
+def test_rough_noise_is_far_nearer_to_the_exact_than_the_margin() -> None:
+    random = np.random.default_rng(0)
+    any_bits = random.integers(0, 2**64, 4096 - 4 * 64, dtype=np.uint64)
+    shifts = np.arange(64, dtype=np.uint64)
+    small = random.integers(2**63, 2**64, 64, dtype=np.uint64) >> shifts  # u near 0, down to no bit at all
+    middle = np.uint64(2**63)
+    all_bits = np.concatenate([any_bits, small, ~small, middle + (small >> np.uint64(1)), middle - small // 2])
+    bits = torch.from_numpy(all_bits.view(np.int64)).to(KERNEL_DEVICE)
+    rough = torch.empty(4096, device=KERNEL_DEVICE)
+    _write_rough_gumbel[(1,)](bits, rough, LENGTH=4096, IN_INTERPRETER=KERNEL_DEVICE == "cpu")
+    exact = -torch.log(-torch.log(to_uniform(bits)))
+    assert float((rough.double() - exact).abs().max()) < 0.05 * MARGIN.value
+
+
+def kept_by(cuts: Cuts, rows: Rows) -> Tensor:
+    """[N, V]: the tokens that a cut leaves, read as `Cuts` says."""
+    scaled = rows.logits.float() / torch.where(rows.temperatures > 0, rows.temperatures, 1.0)[:, None]
+    tokens = torch.arange(scaled.shape[1], device=scaled.device)
+    value, last = cuts.values[: len(scaled), None], cuts.tokens[: len(scaled), None]
+    return (scaled > value) | ((scaled == value) & (tokens <= last))
+
+
+def cuts_of(rows: Rows, top_k: list[int], top_p: list[float], block: int = 256) -> Cuts:
+    cuts = Cuts.allocate(len(rows.logits) + 1, KERNEL_DEVICE)
+    k = torch.tensor(top_k, dtype=torch.int32, device=KERNEL_DEVICE)
+    p = torch.tensor(top_p, dtype=torch.float32, device=KERNEL_DEVICE)
+    find_cuts(rows.logits, rows.temperatures, k, p, cuts, block=block)
+    return cuts
+
+
+def filtered(rows: Rows, top_k: list[int], top_p: list[float]) -> Tensor:
+    """What the definition leaves: logits, -inf elsewhere."""
+    device = rows.logits.device
+    return filter_top_k_top_p(
+        rows.logits, rows.temperatures, torch.tensor(top_k, device=device), torch.tensor(top_p, device=device)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["random", "tied", "equal"])
+@pytest.mark.parametrize("vocab_size", [1, 7, 700])
+def test_top_k_keeps_exactly_the_tokens_of_the_definition(vocab_size: int, kind: str, dtype: torch.dtype) -> None:
+    rows = Rows(random_logits(3, vocab_size, kind, dtype), torch.tensor([1.0, 0.0, 0.7]))
+    top_k, top_p = [1, 50, 699], [1.0] * 3
+    kept = kept_by(cuts_of(rows, top_k, top_p), rows)
+    assert torch.equal(kept, filtered(rows, top_k, top_p).isfinite())
+    assert kept.sum(1).tolist() == [min(k, vocab_size) for k in top_k]
+
+
+def test_top_k_sees_logits_that_the_temperature_makes_equal() -> None:
+    logits = torch.tensor([[1.0, 1.0 + 2**-23, 1.0 + 2**-22, 0.0, -0.0, 0.0, -1.0]])
+    rows = Rows(logits.expand(6, -1).contiguous(), torch.tensor([3.0, 3.0, 1.0, 1.0, 1.0, 1e30]))
+    top_k = [1, 2, 2, 4, 5, 2]
+    assert torch.equal(kept_by(cuts_of(rows, top_k, [1.0] * 6), rows), filtered(rows, top_k, [1.0] * 6).isfinite())
+
+
+def mass_before(logits: Tensor) -> Tensor:
+    """[N, V] float64: probability of the tokens that come before each, by logit and then by index."""
+    values, order = logits.double().sort(dim=-1, descending=True, stable=True)
+    probs = values.softmax(-1)
+    return torch.zeros_like(probs).scatter_(1, order, probs.cumsum(-1) - probs)
+
+
+@settings(deadline=None, max_examples=8 if KERNEL_DEVICE == "cpu" else 200)
+@given(
+    vocab_size=st.sampled_from([1, 2, 7, 130]),
+    kind=st.sampled_from(["random", "peaked", "tied", "equal", "excluded"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 4.0]),
+    top_k=st.sampled_from([0, 1, 2, 20]),
+    top_p=st.sampled_from([1e-9, 0.1, 0.5, 0.9, 0.999]),
+    seed=st.integers(0, 1000),
+)
+@example(vocab_size=2, kind="random", dtype=torch.float32, temperature=1.0, top_k=20, top_p=0.1, seed=1)
+def test_top_p_of_top_k_keeps_the_tokens_of_the_definition_up_to_the_rounding_of_their_mass(
+    vocab_size: int, kind: str, dtype: torch.dtype, temperature: float, top_k: int, top_p: float, seed: int
+) -> None:
+    rows = Rows(random_logits(1, vocab_size, kind, dtype, seed), temperature)
+    kept = kept_by(cuts_of(rows, [top_k], [top_p], block=64), rows)
+    left_by_top_k = filtered(rows, [top_k], [1.0]).float() / (temperature or 1.0)
+    before = mass_before(left_by_top_k)
+    allowed = left_by_top_k.isfinite()
+    assert bool(kept[allowed & (before < top_p - 2e-6)].all())
+    assert not bool(kept[~allowed | (before > top_p + 2e-6)].any())
+    assert bool(kept.any())
+    assert bool(kept[0, int(left_by_top_k.argmax())])
+
+
+def test_cuts_leave_the_sampler_what_the_filter_leaves_and_the_logprobs_whole() -> None:
+    rows = Rows(random_logits(5, 600, "random", torch.bfloat16), torch.tensor([1.0, 0.8, 1.5, 0.0, 1.0]))
+    top_k, top_p = [0, 5, 0, 3, 40], [1.0, 1.0, 0.3, 1.0, 0.5]
+    tokens, logprobs = rows.sample(cuts=cuts_of(rows, top_k, top_p), block=128)
+    assert tokens.tolist() == rows.expected(filtered(rows, top_k, top_p)).tolist()
+    assert tokens.tolist() != rows.expected().tolist()  # else the filter did nothing here
+    torch.testing.assert_close(logprobs.double(), rows.expected_logprobs(tokens), atol=2e-6, rtol=1e-6)
