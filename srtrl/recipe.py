@@ -21,13 +21,22 @@ class ModelSection(Section):
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; by default the one of `path`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the policy's weights and of their optimizer state."""
+    """Type of the policy's weights (and the critic's). The optimizer works in float32 either way.
+
+    bfloat16 has float32 master weights, moments and gradient sums behind it, without which small updates would vanish:
+    18 bytes a parameter against 16, but matrix products and the decoder take the weights as they are.
+    """
     decode_dtype: Literal["float32", "bfloat16"] | None = None
     """Type the decoder computes in; by default `dtype`, and then decoder and update share one set of weights."""
     mixed_precision: Literal["no", "bf16"] = "no"
     """Autocast of the update (accelerate)."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, about a third more time."""
+    compile: bool = False
+    """`torch.compile` the layers for the update (the decoder has its own kernels); needs a C++ compiler or Triton.
+
+    The first step compiles for a minute or so. Results differ by rounding.
+    """
 
 
 class TaskSection(Section):
@@ -115,14 +124,31 @@ class RolloutSection(Section):
     """Tokens in one page of the KV cache."""
     num_pages: int | None = Field(default=None, ge=1)
     """Pages of the KV cache; by default enough for all slots at full length, within `kv_memory_gib`."""
-    kv_memory_gib: float = Field(default=4.0, gt=0)
-    """Most memory of the KV cache where `num_pages` is not set."""
+    kv_memory_gib: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
+    """Most memory of the KV cache where `num_pages` is not set; `auto`: 4 on a CPU, on CUDA `kv_memory_share`.
+
+    Where a CUDA device has not as much left, there are fewer pages, and a warning says so.
+    """
+    kv_memory_share: float = Field(default=0.5, gt=0, lt=1)
+    """On CUDA, of the memory left beside weights, optimizers and gradients, the part for the KV cache.
+
+    The rest is for the activations of the update. With `kv_across_update: release` the two do not need their memory at
+    the same time, and 0.8 or so is fine.
+    """
+    kv_across_update: Literal["keep", "release"] = "keep"
+    """Whether the KV cache keeps its memory during the update, or gives it to the update and takes it back.
+
+    To release it takes a moment in each step, and more where CUDA graphs must be captured again.
+    """
+    cuda_graphs: bool = True
+    """On CUDA, launch a decode step as one captured graph. False saves their memory, but small steps take longer."""
     prefill_chunk_tokens: int = Field(default=512, ge=1)
     """Most prompt tokens computed in one decode step, beside the decoding sequences."""
     deterministic: bool | None = None
     """Same tokens and bit-equal log-probs whatever the slots, pages, drafter and batch (one machine, one thread count).
 
-    By default on where it is to be had, on a CPU, for it is nearly free there; on CUDA true is refused for now.
+    By default on for a CPU, where it is nearly free, and off for CUDA, where it costs time: rows are padded to 64, and
+    matrices are read again for each 64.
     """
 
 
@@ -158,6 +184,11 @@ class TrainSection(Section):
     """AdamW's epsilon."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """The gradient's norm is clipped to this."""
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """What the device can do at most, in 10^12 operations a second; `time/update_mfu` is logged where it is given.
+
+    Take the figure of `srtrl bench gpu`, or the data sheet's for dense matrices of the update's type.
+    """
     max_logprob_difference: float = Field(default=1.0, gt=0)
     """The run stops where decoder and trainer log-probs of one token differ by more (before the optimizer steps)."""
     checkpoint_every: int = Field(default=10, ge=1)

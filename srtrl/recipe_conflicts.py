@@ -26,6 +26,7 @@ by this x samples / horizon at most. A test holds the two equal."""
 
 def find_conflicts(recipe: Recipe) -> Iterator[Conflict]:
     """Every combination in `recipe` that is refused, each with the value to change first."""
+    yield from _model_conflicts(recipe)
     yield from _rollout_conflicts(recipe)
     yield from _sampling_conflicts(recipe)
     yield from _advantage_conflicts(recipe)
@@ -33,6 +34,16 @@ def find_conflicts(recipe: Recipe) -> Iterator[Conflict]:
     yield from _train_conflicts(recipe)
     yield from _critic_conflicts(recipe)
     yield from _other_conflicts(recipe)
+
+
+def _model_conflicts(recipe: Recipe) -> Iterator[Conflict]:
+    model = recipe.model
+    if model.dtype == "bfloat16" and model.mixed_precision == "bf16":
+        yield Conflict(
+            ("model", "mixed_precision"),
+            "casts float32 weights for each product, but model.dtype is bfloat16: expected no, or model.dtype float32, "
+            "found bf16",
+        )
 
 
 def _rollout_conflicts(recipe: Recipe) -> Iterator[Conflict]:
@@ -46,6 +57,13 @@ def _rollout_conflicts(recipe: Recipe) -> Iterator[Conflict]:
             f"expected at least {pages_of_one} pages of {rollout.page_size} tokens, to hold one sequence "
             f"({longest_text}), found {rollout.num_pages}",
         )
+    for name in ("num_pages", "kv_memory_gib"):
+        value = getattr(rollout, name)
+        if value != _default(rollout, name) and rollout.kv_memory_share != _default(rollout, "kv_memory_share"):
+            yield Conflict(
+                ("rollout", "kv_memory_share"),
+                f"has no effect beside rollout.{name} ({value}), which says how large the KV cache is: leave one out",
+            )
     if recipe.train.micro_batch_tokens < longest:
         yield Conflict(
             ("train", "micro_batch_tokens"),

@@ -4,12 +4,16 @@ A plan is built once for a forward pass and reused by each layer. `PackedPlan` l
 update); `paged_attention.py` has the decoder's plan. Dimension letters: see `srtrl/types.py`.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from srtrl.model.device_copy import copy_to_device
+from srtrl.model.varlen_attention import VarlenKernel, choose_kernel
 
 
 class AttentionPlan(Protocol):
@@ -40,38 +44,20 @@ class AttentionPlan(Protocol):
 class PackedPlan:
     """Whole sequences end to end, each causal within itself; differentiable (the update).
 
-    Nothing is padded but the attention itself: sequences of similar length go through one causal
-    `scaled_dot_product_attention` together, the shorter ones padded on the right, where causality alone keeps the
-    padding out of what real tokens see. Gathers lay the tokens out and back; their indices are made once for all
-    layers. This runs on any device; where a device has a kernel for packed sequences, it belongs in `attend`.
+    On CUDA bfloat16 and float16 go through a kernel for packed sequences, without any padding (see
+    `varlen_attention.py`). Elsewhere sequences of similar length go through one causal `scaled_dot_product_attention`
+    together, the shorter ones padded on the right, where causality alone keeps the padding out of what real tokens see.
+    What either way needs is made once, for all layers.
     """
 
     def __init__(self, lengths: tuple[int, ...], device: torch.device | str) -> None:
         self.lengths = lengths
         self.num_positions = max(lengths)
+        self.device = torch.device(device)
         counts = torch.tensor(lengths)  # [B]
         starts = counts.cumsum(0) - counts  # [B]
         positions = torch.arange(sum(lengths)) - starts.repeat_interleave(counts)  # [T]
-        self._shapes: list[tuple[int, int]] = []
-        """(B, L) of each bucket."""
-        to_padded = []
-        to_packed = torch.empty_like(positions)
-        num_padded = 0
-        for bucket in bucket_by_length(lengths):
-            width = lengths[bucket[0]]
-            members = torch.tensor(bucket)
-            steps = torch.arange(width)
-            last = counts[members, None] - 1  # [B, 1]
-            rows = starts[members, None] + torch.minimum(steps, last)  # [B, L]; padding repeats the last token
-            real = steps <= last  # [B, L]
-            to_packed[rows[real]] = num_padded + real.flatten().nonzero().squeeze(1)
-            to_padded.append(rows.flatten())
-            self._shapes.append((len(bucket), width))
-            num_padded += rows.numel()
-        self._sizes = [count * width for count, width in self._shapes]
-        self._to_padded = torch.cat(to_padded).to(device)  # [P]: packed row of each padded row
-        self._to_packed = to_packed.to(device)  # [T]: padded row of each packed row
-        self.positions = positions.to(device)
+        self.positions = copy_to_device(positions, device)
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device | str) -> Self:
@@ -88,6 +74,52 @@ class PackedPlan:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention within each sequence; see `AttentionPlan.attend`."""
+        kernel = choose_kernel(v.device, v.dtype, v.shape[-1])
+        if isinstance(kernel, VarlenKernel):
+            return kernel.attend(q, k, v, self.starts, self.num_positions)
+        return self._padded.attend(q, k, v)
+
+    @functools.cached_property
+    def starts(self) -> Tensor:
+        """Packed position of each sequence's first token, then T: [B + 1] int32."""
+        with torch.inference_mode(False):  # the plan may serve an update after a pass in inference mode
+            starts = torch.tensor((0, *self.lengths)).cumsum(0).to(torch.int32)
+            return copy_to_device(starts, self.device)
+
+    @functools.cached_property
+    def _padded(self) -> "PaddedBuckets":
+        with torch.inference_mode(False):
+            return PaddedBuckets(self.lengths, self.device)
+
+
+class PaddedBuckets:
+    """Packed sequences laid out in a few padded batches; gathers lay the tokens out and back."""
+
+    def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
+        counts = torch.tensor(lengths)  # [B]
+        starts = counts.cumsum(0) - counts  # [B]
+        self._shapes: list[tuple[int, int]] = []
+        """(B, L) of each bucket."""
+        to_padded = []
+        to_packed = torch.empty(sum(lengths), dtype=torch.int64)
+        num_padded = 0
+        for bucket in bucket_by_length(lengths):
+            width = lengths[bucket[0]]
+            members = torch.tensor(bucket)
+            steps = torch.arange(width)
+            last = counts[members, None] - 1  # [B, 1]
+            rows = starts[members, None] + torch.minimum(steps, last)  # [B, L]; padding repeats the last token
+            real = steps <= last  # [B, L]
+            to_packed[rows[real]] = num_padded + real.flatten().nonzero().squeeze(1)
+            to_padded.append(rows.flatten())
+            self._shapes.append((len(bucket), width))
+            num_padded += rows.numel()
+        self._sizes = [count * width for count, width in self._shapes]
+        self._to_padded = copy_to_device(torch.cat(to_padded), device)  # [P]: packed row of each padded row
+        self._to_packed = copy_to_device(to_packed, device)  # [T]: padded row of each packed row
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of q [T, H, E] over k and v [T, K, E]: [T, H, E]."""
         padded = (heads.index_select(0, self._to_padded) for heads in (q, k, v))  # [P, H | K, E]
         outputs = []
         for shape, *blocks in zip(

@@ -16,24 +16,30 @@ from torch.nn import functional
 MAX_SAVED_ELEMENTS = 2**24
 """Up to this many elements of [R, V] (64 MiB of float32) are kept for the backward pass; beyond, it computes the logits
 again, chunk by chunk. Keeping them makes a small vocabulary as fast as plain `log_softmax`."""
+MAX_CHUNK_TOKENS = 1024
+"""Tokens of a chunk at most: enough to keep the matrix products busy."""
+MAX_CHUNK_BYTES = 2**29
+"""Bytes of one chunk's [C, V] in float32 at most; forward and backward hold two of them at their peak. At V = 151,936 a
+chunk is 832 tokens, and the peak 0.94 GiB."""
+_CHUNK_MULTIPLE = 64  # rows of a tile of a matrix product
 
 
 def token_logprobs(
-    hidden: Tensor, head_weight: Tensor, target_ids: Tensor, *, temperature: float, chunk_size: int = 1024
+    hidden: Tensor, head_weight: Tensor, target_ids: Tensor, *, temperature: float, chunk_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target token and entropy of its distribution, both differentiable.
 
-    Beyond `MAX_SAVED_ELEMENTS` the memory of forward and backward is a few times `chunk_size` x V, whatever R is. The
-    gradient of the head is summed over the chunks in the head's own type, which is the type that sums it over
-    micro-batches too (`.grad`); in bfloat16 four chunks raised its rounding error from 0.45% to 0.49%. Under autocast
-    the logits have autocast's type, like those of any other linear layer.
+    Beyond `MAX_SAVED_ELEMENTS` the memory of forward and backward is two float32 tensors [chunk_size, V], whatever R
+    is, and the gradient of the head. That is summed over the chunks in the head's own type; in bfloat16 four chunks
+    raised its rounding error from 0.45% to 0.49%. Under autocast the logits have autocast's type, like those of any
+    other linear layer.
 
     Args:
         hidden: final hidden states at the positions whose next tokens are the targets, [R, D].
         head_weight: output head, [V, D].
         target_ids: [R], int64.
         temperature: divides the logits; above 0.
-        chunk_size: tokens whose logits exist at the same time.
+        chunk_size: tokens whose logits exist at the same time; by default `chunk_tokens` of V.
 
     Returns:
         log-probs [R] and entropies in nats [R], in float32 (in float64 where the inputs are).
@@ -41,9 +47,15 @@ def token_logprobs(
     assert temperature > 0, f"temperature must be above 0, is {temperature}"
     assert hidden.dtype == head_weight.dtype or torch.is_autocast_enabled(hidden.device.type)
     logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, head_weight, target_ids, temperature, chunk_size
+        hidden, head_weight, target_ids, temperature, chunk_size or chunk_tokens(len(head_weight))
     )
     return logprobs, entropy
+
+
+def chunk_tokens(vocab_size: int) -> int:
+    """Tokens of a chunk: `MAX_CHUNK_TOKENS`, or fewer where their float32 logits would take over `MAX_CHUNK_BYTES`."""
+    most = MAX_CHUNK_BYTES // (4 * vocab_size) // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE
+    return min(MAX_CHUNK_TOKENS, max(_CHUNK_MULTIPLE, most))
 
 
 def token_logprobs_reference(
@@ -68,7 +80,6 @@ class _TokenLogprobs(torch.autograd.Function):
         autocast = torch.is_autocast_enabled(device_type) and head_weight.dtype != torch.float64
         ctx.logits_dtype = torch.get_autocast_dtype(device_type) if autocast else head_weight.dtype
         ctx.temperature, ctx.chunk_size = temperature, chunk_size
-        ctx.save_for_backward(hidden, head_weight, target_ids)
         ctx.set_materialize_grads(False)
         saved: list[Tensor] | None = [] if len(hidden) * len(head_weight) <= MAX_SAVED_ELEMENTS else None
         ctx.saved_distributions = saved
@@ -84,6 +95,8 @@ class _TokenLogprobs(torch.autograd.Function):
             entropy[chunk] = -distribution.exp().mul_(distribution).sum(dim=-1)
             if saved is not None:
                 saved.append(distribution)
+            del distribution  # before the next chunk's is made
+        ctx.save_for_backward(hidden, head_weight, target_ids, entropy)
         return logprobs, entropy
 
     @staticmethod
@@ -91,29 +104,34 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden, head_weight, target_ids = ctx.saved_tensors
+        hidden, head_weight, target_ids, entropy = ctx.saved_tensors
         weight = head_weight.to(ctx.logits_dtype)
         grad_hidden = torch.zeros_like(hidden)  # [R, D]
         grad_weight = torch.zeros_like(head_weight)  # [V, D]
         for index, start in enumerate(range(0, len(hidden), ctx.chunk_size)):
             chunk = slice(start, start + ctx.chunk_size)
             hidden_chunk = hidden[chunk].to(ctx.logits_dtype)  # [C, D]
-            if ctx.saved_distributions is not None:
-                distribution = ctx.saved_distributions[index]  # [C, V]
+            saved = ctx.saved_distributions
+            if saved is not None:
+                distribution = saved[index]  # [C, V]
             else:
                 distribution = _log_distribution(hidden_chunk, weight, ctx.temperature)
             grad_logits = _grad_logits(
                 distribution,
                 target_ids[chunk],
+                entropy[chunk],
                 None if grad_logprobs is None else grad_logprobs[chunk],
                 None if grad_entropy is None else grad_entropy[chunk],
+                overwrite=saved is None,
             )
-            grad_logits = grad_logits.div_(ctx.temperature).to(ctx.logits_dtype)  # [C, V]
+            del distribution
+            grad_logits = _divide(grad_logits, ctx.temperature).to(ctx.logits_dtype)  # [C, V]
             grad_hidden[chunk] = grad_logits @ weight
             if grad_weight.dtype == ctx.logits_dtype:
                 grad_weight.addmm_(grad_logits.T, hidden_chunk)  # no second [V, D]
             else:
                 grad_weight += grad_logits.T @ hidden_chunk
+            del grad_logits
         return grad_hidden, grad_weight, None, None, None
 
 
@@ -121,24 +139,36 @@ def _log_distribution(hidden: Tensor, weight: Tensor, temperature: float) -> Ten
     """Log-probs of all tokens of the vocabulary, [C, V], from [C, D] and [V, D]."""
     logits = functional.linear(hidden, weight)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    return torch.log_softmax(logits.div_(temperature), dim=-1)
+    return torch.log_softmax(_divide(logits, temperature), dim=-1)
+
+
+def _divide(values: Tensor, temperature: float) -> Tensor:
+    """`values` divided in place; a temperature of 1 spares the pass over [C, V]."""
+    return values if temperature == 1 else values.div_(temperature)
 
 
 def _grad_logits(
-    distribution: Tensor, target_ids: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    distribution: Tensor,
+    target_ids: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    *,
+    overwrite: bool,
 ) -> Tensor:
-    """Gradient with respect to the tempered logits, [C, V].
+    """Gradient with respect to the tempered logits, [C, V]; may `overwrite` the log-probs `distribution`, [C, V].
 
     d logprob / d logit_v = 1[v is the target] - p_v; d entropy / d logit_v = -p_v (log p_v + entropy).
     """
-    probs = distribution.exp()  # [C, V]
-    row_factor = torch.zeros_like(probs[:, 0]) if grad_logprobs is None else -grad_logprobs  # [C]
+    row_factor = torch.zeros_like(entropy) if grad_logprobs is None else -grad_logprobs  # [C]
     if grad_entropy is None:
+        probs = distribution.exp_() if overwrite else distribution.exp()  # [C, V]
         grad = probs.mul_(row_factor.unsqueeze(-1))
     else:
-        entropy = -(probs * distribution).sum(dim=-1)  # [C]
+        probs = distribution.exp()
         row_factor = row_factor - grad_entropy * entropy
-        grad = probs.mul_(row_factor.unsqueeze(-1) - grad_entropy.unsqueeze(-1) * distribution)
+        factors = distribution if overwrite else distribution.clone()
+        grad = factors.mul_(-grad_entropy.unsqueeze(-1)).add_(row_factor.unsqueeze(-1)).mul_(probs)
     if grad_logprobs is not None:
         grad.scatter_add_(-1, target_ids.unsqueeze(-1), grad_logprobs.unsqueeze(-1))
     return grad

@@ -10,6 +10,7 @@ Dimension letters: see `srtrl/types.py`; here T is the tokens of one forward pas
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from srtrl.model.attention import AttentionPlan
+from srtrl.model.attention import AttentionPlan, PackedPlan
 
 ModelType = Literal["llama", "qwen2", "qwen3"]
 RopeType = Literal["default", "linear", "llama3"]
@@ -107,11 +108,12 @@ class RotaryTable:
         table = self.table
         if table is None or len(table) < num_positions or table.dtype != dtype or table.device != positions.device:
             length = max(256, 1 << (num_positions - 1).bit_length())  # powers of two: a growing context rebuilds rarely
-            table = self.table = self._build(length, dtype, positions.device)
+            table = self.table = self.build(length, dtype, positions.device)
         cosines, sines = table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
         return cosines, sines
 
-    def _build(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def build(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Cosines and signed sines of the positions below `length`, [length, 2 E]; a position's do not depend on it."""
         frequencies = inverse_frequencies(self.rope, self.head_dim)
         angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies  # [length, E / 2]
         cosines, sines = angles.cos(), angles.sin()
@@ -139,7 +141,9 @@ def silu(gate: Tensor) -> Tensor:
     along the rows as long as rows are not adjacent in memory (here they are half of a wider matrix), but shares of
     several threads end anywhere in a row. So the decoder hands over pieces that torch leaves to one thread.
     """
-    if torch.is_grad_enabled() or gate.device.type != "cpu" or gate.numel() < _ONE_THREAD_NUMEL:
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or gate.device.type != "cpu":
+        return functional.silu(gate)
+    if gate.numel() < _ONE_THREAD_NUMEL:
         return functional.silu(gate)
     num_rows = max(1, (_ONE_THREAD_NUMEL - 1) // gate.shape[-1])
     return torch.cat([functional.silu(rows) for rows in torch.split(gate, num_rows)])
@@ -188,11 +192,12 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor, cosines: Tensor, sines: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
         """One layer of the residual stream: [T, D] -> [T, D]."""
-        hidden = hidden + self._attention(rms_norm(hidden, self.attention_norm, self.eps), cosines, sines, plan, layer)
-        gate, up = self.gate_up_proj(rms_norm(hidden, self.mlp_norm, self.eps)).chunk(2, dim=-1)
-        return hidden + cast(Tensor, self.down_proj(silu(gate) * up))
+        q, k, v = self.before_attention(hidden, cosines, sines)
+        return self.after_attention(hidden, plan.attend(layer, q, k, v))
 
-    def _attention(self, hidden: Tensor, cosines: Tensor, sines: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
+    def before_attention(self, hidden: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [T, H, E], rotated keys [T, K, E] and values [T, K, E] of `hidden` [T, D]."""
+        hidden = rms_norm(hidden, self.attention_norm, self.eps)
         num_rotated = self.num_heads + self.num_kv_heads
         heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))  # [T, H + 2 K, E]
         qk, v = heads.split_with_sizes((num_rotated, self.num_kv_heads), dim=1)
@@ -200,7 +205,32 @@ class Layer(nn.Module):
             q_weight, k_weight = self.q_norm.expand(self.num_heads, -1), self.k_norm.expand(self.num_kv_heads, -1)
             qk = rms_norm(qk, torch.cat((q_weight, k_weight)), self.eps)
         q, k = rotate(qk, cosines, sines).split_with_sizes((self.num_heads, self.num_kv_heads), dim=1)
-        return cast(Tensor, self.o_proj(plan.attend(layer, q, k, v).flatten(1)))
+        return q, k, v
+
+    def after_attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The residual stream behind the layer, [T, D], from that before it, [T, D], and `attended` [T, H, E]."""
+        hidden = hidden + cast(Tensor, self.o_proj(attended.flatten(1)))
+        gate, up = self.gate_up_proj(rms_norm(hidden, self.mlp_norm, self.eps)).chunk(2, dim=-1)
+        return hidden + cast(Tensor, self.down_proj(silu(gate) * up))
+
+
+class CompiledLayers:
+    """`torch.compile` of what a layer does before and after its attention, for any number of tokens.
+
+    The attention stays outside: its plan differs from micro-batch to micro-batch, and it is a kernel of its own
+    already. So each half is one graph without a break, and all layers of a shape share it.
+    """
+
+    def __init__(self, backend: str = "inductor") -> None:
+        self._before = torch.compile(Layer.before_attention, dynamic=True, fullgraph=True, backend=backend)
+        self._after = torch.compile(Layer.after_attention, dynamic=True, fullgraph=True, backend=backend)
+
+    def __call__(
+        self, layer: Layer, hidden: Tensor, cosines: Tensor, sines: Tensor, plan: AttentionPlan, index: int
+    ) -> Tensor:
+        """What `layer(hidden, cosines, sines, plan, index)` computes, but for rounding."""
+        q, k, v = self._before(layer, hidden, cosines, sines)
+        return self._after(layer, hidden, plan.attend(index, q, k, v))
 
 
 class Transformer(nn.Module):
@@ -212,6 +242,8 @@ class Transformer(nn.Module):
         self.config = config
         self.gradient_checkpointing = False
         """Recompute each layer in the backward pass instead of keeping its activations."""
+        self.compiled_layers: CompiledLayers | None = None
+        """How the update runs the layers where `model.compile` asks for it; the decoder never does."""
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device))
         self.layers = nn.ModuleList(Layer(config, dtype, device) for _ in range(config.num_hidden_layers))
         self.final_norm = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype, device=device))
@@ -243,11 +275,15 @@ class Transformer(nn.Module):
         hidden = functional.embedding(token_ids, self.embedding)  # [T, D]
         cosines, sines = self.rotary.rows(plan.positions, plan.num_positions, hidden.dtype)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
+        compiled = self.compiled_layers if isinstance(plan, PackedPlan) else None
         for index, layer in enumerate(self.layers):
-            if recompute:
-                hidden = checkpoint(layer, hidden, cosines, sines, plan, index, use_reentrant=False)
+            run = layer if compiled is None else partial(compiled, cast(Layer, layer))
+            if recompute:  # no random state is kept, for nothing draws from it
+                hidden = checkpoint(
+                    run, hidden, cosines, sines, plan, index, use_reentrant=False, preserve_rng_state=False
+                )
             else:
-                hidden = layer(hidden, cosines, sines, plan, index)
+                hidden = run(hidden, cosines, sines, plan, index)
         return rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:

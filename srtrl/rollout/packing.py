@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from srtrl.model.device_copy import copy_to_device
 from srtrl.types import TrainSequence
 
 
@@ -80,7 +81,7 @@ def _pack_range(sequences: Sequence[TrainSequence], first: int, last: int, devic
     target_index = np.repeat(starts + num_prompt_tokens, num_response_tokens) + within  # [R]
 
     def tensor(array: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(device)
+        return copy_to_device(torch.from_numpy(array), device)
 
     def optional(field: Callable[[TrainSequence], npt.NDArray[np.float32] | None]) -> Tensor | None:
         arrays = [array for array in map(field, chosen) if array is not None]

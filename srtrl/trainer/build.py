@@ -10,6 +10,7 @@ import torch
 
 from srtrl.drafters.base import DrafterBase
 from srtrl.engine.engine import Engine, EngineOptions
+from srtrl.model.transformer import CompiledLayers
 from srtrl.model.value_model import load_value_model
 from srtrl.model.weights import end_token_ids, has_tokenizer, load_model, load_tokenizer, read_config
 from srtrl.recipe import Recipe
@@ -107,8 +108,14 @@ def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 def build_policy(recipe: Recipe, path: str, device: torch.device) -> Transformer:
     """The policy with the weights of `path` (the recipe's model, or a checkpoint), in the recipe's dtype."""
     model = load_model(path, dtype=DTYPES[recipe.model.dtype], device=device)
-    model.gradient_checkpointing = recipe.model.gradient_checkpointing
+    set_update_options(model, recipe)
     return model
+
+
+def set_update_options(model: Transformer, recipe: Recipe) -> None:
+    """How the update runs `model`: what it keeps for the backward pass, and whether it compiles the layers."""
+    model.gradient_checkpointing = recipe.model.gradient_checkpointing
+    model.compiled_layers = CompiledLayers() if recipe.model.compile else None
 
 
 def build_reference(recipe: Recipe, device: torch.device) -> Transformer | None:
@@ -117,6 +124,7 @@ def build_reference(recipe: Recipe, device: torch.device) -> Transformer | None:
         return None
     reference = load_model(recipe.model.path, dtype=DTYPES[recipe.model.dtype], device=device)
     reference.requires_grad_(False)
+    set_update_options(reference, recipe)  # its log-probs are compared with the policy's: the same rounding
     return reference
 
 
@@ -142,7 +150,7 @@ def build_critic(
     elif section.path is not None:
         check_critic(recipe, policy.config.vocab_size, tokenizer)
     model = load_value_model(path, dtype=DTYPES[recipe.model.dtype], device=policy.device)
-    model.body.gradient_checkpointing = recipe.model.gradient_checkpointing
+    set_update_options(model.body, recipe)
     optimizer = build_optimizer(
         model,
         learning_rate=section.learning_rate,
@@ -188,21 +196,18 @@ def check_critic(recipe: Recipe, vocab_size: int, tokenizer: PreTrainedTokenizer
 
 
 def is_deterministic(recipe: Recipe, device: torch.device) -> bool:
-    """Whether the decoder gives the same bits in every batch.
-
-    Raises:
-        ValueError: the recipe asks for it on a device where it is not to be had.
-    """
-    if recipe.rollout.deterministic and device.type != "cpu":
-        raise ValueError(
-            f"rollout.deterministic: true is for the CPU only, and the run is on {device.type}: leave it out "
-            "(tokens then have the same distribution, but not the same bits in every batch)"
-        )
+    """Whether the decoder gives the same bits in every batch: as the recipe says, by default on a CPU."""
     return device.type == "cpu" if recipe.rollout.deterministic is None else recipe.rollout.deterministic
 
 
-def build_engine(recipe: Recipe, model: Transformer, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    """The decoder, on the weights of `model`."""
+def build_engine(
+    recipe: Recipe, model: Transformer, tokenizer: PreTrainedTokenizerBase, *, reserved_bytes: int = 0
+) -> Engine:
+    """The decoder, on the weights of `model`.
+
+    On a CUDA device it looks at what memory is free: all other weights and optimizers must be there already, and
+    `reserved_bytes` are left for what the update will take beside its activations.
+    """
     rollout = recipe.rollout
     decode_dtype = recipe.model.decode_dtype
     options = EngineOptions(
@@ -210,6 +215,10 @@ def build_engine(recipe: Recipe, model: Transformer, tokenizer: PreTrainedTokeni
         page_size=rollout.page_size,
         num_pages=rollout.num_pages,
         kv_memory_gib=rollout.kv_memory_gib,
+        kv_memory_share=rollout.kv_memory_share,
+        kv_reserved_bytes=reserved_bytes,
+        kv_across_update=rollout.kv_across_update,
+        cuda_graphs=rollout.cuda_graphs,
         prefill_chunk_tokens=rollout.prefill_chunk_tokens,
         deterministic=is_deterministic(recipe, model.device),
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 """Version of the layout; a resume refuses another one."""
+OPTIMIZER = "optimizer.pt"
+"""Moments and, for a bfloat16 model, its float32 master weights: the model's own files are for whoever decodes it."""
 CRITIC_FOLDER = "critic"
 CRITIC_OPTIMIZER = "critic_optimizer.pt"
 
@@ -101,7 +103,7 @@ def save_checkpoint(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     save_policy(temporary, model=model, tokenizer=tokenizer, end_ids=end_ids)
-    torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
+    torch.save(optimizer.state_dict(), temporary / OPTIMIZER)
     if critic is not None:
         save_value_model(critic.model, temporary / CRITIC_FOLDER)
         torch.save(critic.optimizer.state_dict(), temporary / CRITIC_OPTIMIZER)
@@ -154,14 +156,23 @@ def load_training_state(
     """Put the optimizers and the global random states back; the weights are loaded like any model's.
 
     Raises:
-        ValueError: written by another version of the layout.
+        ValueError: written by another version of the layout, or for another model.
     """
-    optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True))
+    _load_optimizer(optimizer, checkpoint / OPTIMIZER)
     if critic is not None:
-        state = torch.load(checkpoint / CRITIC_OPTIMIZER, map_location="cpu", weights_only=True)
-        critic.optimizer.load_state_dict(state)
+        _load_optimizer(critic.optimizer, checkpoint / CRITIC_OPTIMIZER)
     _restore_random_states(torch.load(checkpoint / "rng.pt", map_location="cpu", weights_only=True))
     return read_state(checkpoint)
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, file: Path) -> None:
+    optimizer.state.clear()  # or the old moments and the new would be on the device together
+    try:
+        optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+    except ValueError as error:
+        raise ValueError(
+            f"{file}: {error}; begin a new run from its weights with name=OTHER model.path={file.parent}"
+        ) from error
 
 
 def _random_states() -> dict[str, Any]:

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from srtrl.model.device_copy import copy_to_device
 from srtrl.rollout.packing import PackedBatch, pack
-from srtrl.trainer.optimizer import set_learning_rate
+from srtrl.trainer.optimizer import gradient_holders, set_learning_rate
 from srtrl.trainer.sequence_logprobs import NonFiniteError
 from srtrl.types import TrainSequence
 
@@ -111,7 +112,7 @@ def accumulate_gradient(
 ) -> Tensor:
     """Add the gradient of one mini-batch's loss, micro-batch by micro-batch; returns that loss, a float64 scalar."""
     lengths = [len(sequence.token_ids) - sequence.num_prompt_tokens for sequence in sequences]
-    sequence_lengths = torch.tensor(lengths, device=device)  # [B]
+    sequence_lengths = copy_to_device(torch.tensor(lengths), device)  # [B]
     total = torch.zeros((), dtype=torch.float64, device=device)
     for packed in pack(sequences, micro_batch_tokens, device):
         loss, metrics = micro_batch_loss(packed, sequence_lengths)
@@ -179,7 +180,7 @@ def descend(
         if check is not None:
             check(batch, place)
         losses.append(_finite(loss, f"{place}: the loss"))
-        norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+        norm = accelerator.clip_grad_norm_(gradient_holders(model, optimizer), max_grad_norm)
         grad_norms.append(_finite(norm, f"{place}: the gradient norm"))
         rate = learning_rate(number)
         set_learning_rate(optimizer, rate)

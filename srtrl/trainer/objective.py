@@ -17,7 +17,7 @@ RESERVED_METRICS = frozenset({"step", "loss", "entropy", "grad_norm", "learning_
 """Names that a loss function's metrics may not have: the trainer logs them itself."""
 RESERVED_FAMILIES = (
     *("critic/", "data/", "engine/", "eval/", "grading/", "groups/", "importance/", "kl/", "length/"),
-    *("logprob_difference/", "reward/", "samples/", "time/", "tokens/"),
+    *("logprob_difference/", "memory/", "reward/", "samples/", "time/", "tokens/"),
 )
 """What those names may not begin with, for the same reason. `clip_share/` is the loss functions' own."""
 

@@ -1,11 +1,13 @@
 """AdamW and its learning rate, which is a pure function of the optimizer step (nothing of it is saved or resumed)."""
 
 import math
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from srtrl.recipe_base import Schedule, UpdatePlan
+from srtrl.trainer.master_weights import HALF_DTYPES, MasterWeightAdamW
 
 
 def build_optimizer(
@@ -13,17 +15,47 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW over all parameters of `model`; weight decay only on matrices (not on norms, biases or embeddings).
 
-    The groups hold parameters in the order of `model.parameters()`, so that a saved state fits the same architecture.
+    A model kept in a half type gets float32 master weights (`MasterWeightAdamW`). The groups hold parameters in the
+    order of `model.parameters()`, so that a saved state fits the same architecture. All memory of the state is taken
+    here: a step that ran out of it half-way would leave some weights moved and others not.
     """
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         (matrices if parameter.ndim >= 2 and "embed" not in name else others).append(parameter)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
+    optimizer: torch.optim.AdamW
+    if any(parameter.dtype in HALF_DTYPES for parameter in model.parameters()):
+        optimizer = MasterWeightAdamW(groups, lr=learning_rate, betas=betas, eps=eps)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
+    _allocate_state(optimizer)
+    return optimizer
+
+
+def gradient_holders(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The tensors whose `.grad` the optimizer will use, in the order of `model.parameters()`: what is clipped."""
+    parameters = list(model.parameters())
+    return optimizer.masters_of(parameters) if isinstance(optimizer, MasterWeightAdamW) else [*parameters]
+
+
+def gradient_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the gradients while there are any: those of the state are taken for good when the optimizer is built."""
+    return sum(one.numel() * one.element_size() for group in optimizer.param_groups for one in group["params"])
+
+
+def _allocate_state(optimizer: torch.optim.AdamW) -> None:
+    """What fused AdamW would make in its first step: the step count, float32 on the device, and both moments."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }
 
 
 def learning_rate_at(step: int, *, peak: float, warmup_steps: int, num_steps: int, schedule: Schedule) -> float:

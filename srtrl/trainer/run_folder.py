@@ -24,6 +24,7 @@ FREE_KEYS = (
     "grading.num_workers",
     "train.checkpoint_every",
     "train.keep_checkpoints",
+    "train.peak_tflops",
 )
 """Options that a resumed run may change: they do not touch what is learned."""
 
@@ -32,6 +33,9 @@ FREE_KEYS_IF_DETERMINISTIC = (
     "rollout.max_open_prompts",
     "rollout.num_pages",
     "rollout.kv_memory_gib",
+    "rollout.kv_memory_share",
+    "rollout.kv_across_update",
+    "rollout.cuda_graphs",
     "rollout.prefill_chunk_tokens",
     "rollout.drafter",
     "rollout.drafter_options",
@@ -44,6 +48,16 @@ FREE_KEYS_IF_DETERMINISTIC = (
     "rollout.run_ahead_max_slowdown",
 )
 """Options that change nothing learned in the decoder's deterministic mode (`rollout.deterministic`)."""
+
+FREE_KEYS_ON_CUDA = (
+    "model.gradient_checkpointing",
+    "train.micro_batch_tokens",
+    "rollout.kv_memory_gib",
+    "rollout.kv_memory_share",
+    "rollout.kv_across_update",
+)
+"""What a run that ran out of memory may change to go on. It changes what is learned by rounding alone, and the backward
+pass of attention on CUDA adds up in no fixed order anyway."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -181,7 +195,9 @@ def _drop_later_files(folder: Path, step: int) -> None:
 
 def _check_same_run(old: Recipe, new: Recipe, folder: Path) -> None:
     """Refuse to go on with a recipe that would not have learned what the run has learned so far."""
-    free = FREE_KEYS + (FREE_KEYS_IF_DETERMINISTIC if is_deterministic(old, choose_device(old)) else ())
+    device = choose_device(old)
+    free = FREE_KEYS + (FREE_KEYS_IF_DETERMINISTIC if is_deterministic(old, device) else ())
+    free += FREE_KEYS_ON_CUDA if device.type == "cuda" else ()
     old_values, new_values = dict(_flatten(old.model_dump())), dict(_flatten(new.model_dump()))
     changed = []
     for key in sorted(old_values.keys() | new_values.keys()):

@@ -5,7 +5,12 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import get_args
 
-from srtrl.types import GradeOutcome, RolloutGroup
+import torch
+
+from srtrl.model.flops import model_flops
+from srtrl.model.transformer import ModelConfig
+from srtrl.recipe import Recipe
+from srtrl.types import GradeOutcome, RolloutGroup, TrainSequence
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -50,11 +55,48 @@ def with_update_metrics(row: Mapping[str, float], update: Mapping[str, float]) -
     return {**row, **update}
 
 
-def time_metrics(seconds: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-    """`time/<stage>` and their sum `time/step` (evaluation included) in seconds; the decoder's tokens per second."""
+def update_flops(recipe: Recipe, config: ModelConfig, sequences: Sequence[TrainSequence]) -> float:
+    """Operations of a policy update on these sequences: all epochs, and the forward pass of `recompute`."""
+    flops = model_flops(
+        config,
+        [len(sequence.token_ids) for sequence in sequences],
+        num_targets=sum(len(sequence.rollout_logprobs) for sequence in sequences),
+    )
+    num_passes = recipe.train.num_epochs + (1 / 3 if recipe.algorithm.old_logprobs == "recompute" else 0)
+    return num_passes * flops
+
+
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """`memory/peak_gib`: most that tensors took since the last call; nothing where the device is no CUDA device."""
+    if device.type != "cuda":
+        return {}
+    peak = torch.cuda.max_memory_allocated(device) / 2**30
+    torch.cuda.reset_peak_memory_stats(device)
+    return {"memory/peak_gib": peak}
+
+
+def time_metrics(
+    seconds: Mapping[str, float],
+    metrics: Mapping[str, float],
+    *,
+    num_update_flops: float = 0.0,
+    peak_tflops: float | None = None,
+) -> dict[str, float]:
+    """`time/<stage>` and their sum `time/step` (evaluation included) in seconds; the speeds of decoder and update.
+
+    Args:
+        seconds: by stage.
+        metrics: the step's row so far.
+        num_update_flops: see `update_flops`; of no use where `metrics` has no `tokens/update`.
+        peak_tflops: `train.peak_tflops`.
+    """
     timed = {f"time/{stage}": value for stage, value in seconds.items()}
     timed["time/step"] = sum(seconds.values()) + metrics.get("time/eval", 0.0)
     timed["time/tokens_per_second"] = metrics["tokens/response"] / seconds["rollout"]
+    if "tokens/update" in metrics:
+        timed["time/update_tokens_per_second"] = metrics["tokens/update"] / seconds["update"]
+        if peak_tflops is not None:
+            timed["time/update_mfu"] = num_update_flops / seconds["update"] / (1e12 * peak_tflops)
     return timed
 
 

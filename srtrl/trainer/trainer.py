@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,12 +17,19 @@ from srtrl.trainer.credit import Credit, assign_credit, train_sequences, with_re
 from srtrl.trainer.critic import Critic, compute_values, update_critic, with_values
 from srtrl.trainer.evaluate import EvalResult, evaluate
 from srtrl.trainer.interrupt import Interrupt
+from srtrl.trainer.out_of_memory import explain_out_of_memory, optimizer_bytes, tensor_bytes
 from srtrl.trainer.progress import RunProgress
 from srtrl.trainer.rollout_files import rollout_file_name, write_rollouts
 from srtrl.trainer.run_folder import RunFolder
 from srtrl.trainer.sampling import StepSampler
 from srtrl.trainer.sequence_logprobs import compute_logprobs
-from srtrl.trainer.step_metrics import describe_step, time_metrics, with_update_metrics
+from srtrl.trainer.step_metrics import (
+    describe_step,
+    memory_metrics,
+    time_metrics,
+    update_flops,
+    with_update_metrics,
+)
 from srtrl.trainer.timeline_files import timeline_file_name, write_timeline
 from srtrl.trainer.update import next_kl_coefficient, update_policy
 from srtrl.types import Prompt, RolloutGroup
@@ -81,6 +89,8 @@ class Trainer:
         self.timer = StageTimer()
         self.timeline: list[DecodeStep] = []
         """Decode steps of the latest rollouts."""
+        self.num_update_flops = 0.0
+        """Of the latest update."""
         self.interrupt = Interrupt(progress.say)
 
     def train(self) -> None:
@@ -101,6 +111,7 @@ class Trainer:
         rollouts = self.sampler.sample(step, on_progress=self._show("rollout"), timer=self.timer)
         self.timeline = self.parts.engine.take_timeline()
         metrics = rollouts.metrics | self.parts.engine.take_metrics()
+        self.parts.engine.release_kv()  # where the recipe says so; the next rollouts take it back
         credit = self.assign_credit(step, rollouts.kept)
         metrics |= credit.metrics
         if credit.sequences:
@@ -118,7 +129,7 @@ class Trainer:
             return Credit(sequences=[], advantages={}, sampled_kl=None, metrics={})
         sequences = train_sequences(groups)
         if self.parts.reference is not None:
-            with self.timer.stage("reference"):
+            with self.timer.stage("reference"), self._explain_memory(step, "the reference's log-probs"):
                 ref_logprobs = compute_logprobs(
                     self.parts.reference,
                     sequences,
@@ -128,7 +139,7 @@ class Trainer:
                 )
             sequences = with_reference(sequences, ref_logprobs)
         if self.parts.critic is not None:
-            with self.timer.stage("values"):
+            with self.timer.stage("values"), self._explain_memory(step, "the critic's values"):
                 values = compute_values(
                     self.parts.critic.model,
                     sequences,
@@ -143,7 +154,7 @@ class Trainer:
         """Teach the critic, where there is one, the step's returns."""
         if self.parts.critic is None:
             return {}
-        with self.timer.stage("critic"):
+        with self.timer.stage("critic"), self._explain_memory(step, "update of the critic"):
             return update_critic(
                 self.parts.critic, self.parts.accelerator, credit.sequences, recipe=self.recipe, step=step
             )
@@ -155,7 +166,7 @@ class Trainer:
         """
         if self.recipe.critic is not None and step <= self.recipe.critic.warmup_steps:
             return {}
-        with self.timer.stage("update"):
+        with self.timer.stage("update"), self._explain_memory(step, "update"):
             metrics = update_policy(
                 self.parts.policy,
                 self.parts.optimizer,
@@ -166,6 +177,9 @@ class Trainer:
                 kl_coefficient=self.kl_coefficient,
             )
             self.parts.engine.on_policy_update()
+        num_tokens = sum(len(sequence.token_ids) for sequence in credit.sequences)
+        metrics["tokens/update"] = self.recipe.train.num_epochs * num_tokens
+        self.num_update_flops = update_flops(self.recipe, self.parts.policy.config, credit.sequences)
         if self.recipe.algorithm.kl.target is not None:
             metrics["kl/coefficient"] = self.kl_coefficient
         self.kl_coefficient = next_kl_coefficient(
@@ -216,7 +230,13 @@ class Trainer:
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """One row of `metrics.jsonl`, the trackers, and a line for people; the row is on disk when this returns."""
-        metrics = {**metrics, **time_metrics(self.timer.take(), metrics)}
+        timed = time_metrics(
+            self.timer.take(),
+            metrics,
+            num_update_flops=self.num_update_flops,
+            peak_tflops=self.recipe.train.peak_tflops,
+        )
+        metrics = {**metrics, **timed, **memory_metrics(self.parts.policy.device)}
         self._write_row(metrics)
         self.progress.step(self.step, describe_step(metrics))
 
@@ -247,6 +267,25 @@ class Trainer:
     def _write_row(self, metrics: Mapping[str, float]) -> None:
         self.run.log.write(self.step, metrics)
         self.parts.accelerator.log(dict(metrics), step=self.step)
+
+    def _explain_memory(self, step: int, stage: str) -> AbstractContextManager[None]:
+        """Say what was in use and what helps where `stage` runs out of the device's memory."""
+        parts = self.parts
+
+        def holders() -> dict[str, int]:
+            in_use = {
+                "the policy": tensor_bytes(parts.policy.parameters()),
+                "its optimizer": optimizer_bytes(parts.optimizer),
+                "the KV cache": parts.engine.kv_bytes(),
+            }
+            if parts.reference is not None:
+                in_use["the reference"] = tensor_bytes(parts.reference.parameters())
+            if parts.critic is not None:
+                in_use["the critic"] = tensor_bytes(parts.critic.model.parameters())
+                in_use["its optimizer (critic)"] = optimizer_bytes(parts.critic.optimizer)
+            return in_use
+
+        return explain_out_of_memory(f"step {step}, {stage}", self.recipe, parts.policy.device, holders)
 
     def _show(self, stage: str) -> Callable[[CollectProgress], None]:
         """Feeds the inner progress bar of one stage."""

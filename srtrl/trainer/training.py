@@ -12,13 +12,15 @@ import numpy as np
 import torch
 
 from srtrl.model.cpu_threads import set_cpu_threads
+from srtrl.model.varlen_attention import choose_kernel
 from srtrl.recipe import Recipe
 from srtrl.tasks.base import Task, check_task, load_task
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.trainer.checkpoint import CRITIC_FOLDER, TrainerState, latest_checkpoint, load_training_state
 from srtrl.trainer.evaluate import held_out_prompts
-from srtrl.trainer.optimizer import build_optimizer
+from srtrl.trainer.optimizer import build_optimizer, gradient_bytes
+from srtrl.trainer.out_of_memory import UpdateMemoryError
 from srtrl.trainer.progress import RunProgress
 from srtrl.trainer.run_folder import check_run_folder, open_run_folder, run_path
 from srtrl.trainer.sequence_logprobs import LogprobDifferenceError, NonFiniteError
@@ -57,7 +59,7 @@ def run_training(
 
     Raises:
         ValueError: a mistake in the recipe, its data or the flags.
-        TrainingStoppedError: the numbers went wrong; see the message.
+        TrainingStoppedError: the numbers went wrong, or the device is too small; see the message.
         KeyboardInterrupt: the second Ctrl-C.
     """
     progress = progress if progress is not None else RunProgress(recipe.name, recipe.train.num_steps)
@@ -66,6 +68,8 @@ def run_training(
             trainer.train()
         except (NonFiniteError, LogprobDifferenceError, FloatingPointError) as error:
             raise TrainingStoppedError(f"{error}\n{_how_to_go_on(trainer.run.checkpoints)}") from error
+        except UpdateMemoryError as error:
+            raise TrainingStoppedError(f"{error}\n{_how_to_fit(trainer.run.checkpoints)}") from error
         interrupted = trainer.step < recipe.train.num_steps
         summary = write_summary(trainer.run.path, recipe.name, interrupted=interrupted)
         return TrainingResult(folder=trainer.run.path, summary=summary, interrupted=interrupted)
@@ -108,6 +112,16 @@ def _build_parts(recipe: Recipe, checkpoint: Path | None, stack: ExitStack) -> t
     accelerator = build.build_accelerator(recipe, run_path(recipe))
     policy = build.build_policy(recipe, str(checkpoint or recipe.model.path), accelerator.device)
     train = recipe.train
+    optimizer = build_optimizer(
+        policy,
+        learning_rate=train.learning_rate,
+        weight_decay=train.weight_decay,
+        betas=train.betas,
+        eps=train.eps,
+    )
+    reference = build.build_reference(recipe, accelerator.device)
+    critic = build.build_critic(recipe, checkpoint, policy, tokenizer)
+    optimizers = [optimizer, *([critic.optimizer] if critic is not None else [])]  # one after the other has gradients
     parts = TrainerParts(
         accelerator=accelerator,
         tokenizer=tokenizer,
@@ -115,19 +129,14 @@ def _build_parts(recipe: Recipe, checkpoint: Path | None, stack: ExitStack) -> t
         task=task,
         eval_prompts=eval_prompts,
         policy=policy,
-        reference=build.build_reference(recipe, accelerator.device),
-        engine=build.build_engine(recipe, policy, tokenizer),
+        reference=reference,
+        # Behind all that takes memory for good: on CUDA it shares out what is left.
+        engine=build.build_engine(recipe, policy, tokenizer, reserved_bytes=max(map(gradient_bytes, optimizers))),
         grader=stack.enter_context(
             Grader(task, recipe.rewards, recipe.grading, max_new_tokens=recipe.rollout.max_new_tokens)
         ),
-        optimizer=build_optimizer(
-            policy,
-            learning_rate=train.learning_rate,
-            weight_decay=train.weight_decay,
-            betas=train.betas,
-            eps=train.eps,
-        ),
-        critic=build.build_critic(recipe, checkpoint, policy, tokenizer),
+        optimizer=optimizer,
+        critic=critic,
     )
     if checkpoint is None:
         return parts, first_state(recipe)
@@ -155,12 +164,24 @@ def _announce(trainer: Trainer, progress: RunProgress, *, resume: bool) -> None:
     folder = trainer.run.path
     counts = ", ".join(f"{name} {count:,}" for name, count in trainer.parts.task.load_report.items())
     progress.say(f"task {trainer.recipe.task.name}: {counts}")
+    policy, mixed = trainer.parts.policy, trainer.recipe.model.mixed_precision == "bf16"
+    note = attention_note(policy.device, torch.bfloat16 if mixed else policy.dtype, policy.config.head_dim)
+    if note is not None:
+        progress.say(note)
     if not resume:
         return
     if trainer.run.checkpoint is None:
         progress.say(f"--resume: {folder} has no checkpoint, starting from step 0")
     else:
         progress.say(f"resuming {folder} after step {trainer.step} of {trainer.recipe.train.num_steps}")
+
+
+def attention_note(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the update's attention is slower on this CUDA device than it might be; None where it is not."""
+    if device.type != "cuda":
+        return None
+    reason = choose_kernel(device, dtype, head_dim)
+    return f"the update's attention pads its sequences: {reason}" if isinstance(reason, str) else None
 
 
 def _how_to_go_on(checkpoints: Path) -> str:
@@ -173,4 +194,15 @@ def _how_to_go_on(checkpoints: Path) -> str:
         f"The last checkpoint is intact: {checkpoint}. --resume would go on from it with the same numbers, and so stop "
         f"at the same place; to go on otherwise, start a run of another name with model.path={checkpoint}{critic}, for "
         "example with a lower train.learning_rate"
+    )
+
+
+def _how_to_fit(checkpoints: Path) -> str:
+    """Where a run that ran out of memory goes on with other options."""
+    checkpoint = latest_checkpoint(checkpoints)
+    if checkpoint is None:
+        return "There is no checkpoint yet. Change the recipe and start again with --overwrite"
+    return (
+        f"The last checkpoint is intact: {checkpoint}. --resume goes on from it, on CUDA with other values of these "
+        "options too (model.dtype apart)"
     )

@@ -32,10 +32,11 @@ from srtrl.trainer.build import (
     choose_device,
     eval_sampling,
     response_end_ids,
+    set_update_options,
 )
 from srtrl.trainer.checkpoint import save_policy
 from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
-from srtrl.trainer.optimizer import build_optimizer, learning_rate_at, set_learning_rate
+from srtrl.trainer.optimizer import build_optimizer, gradient_holders, learning_rate_at, set_learning_rate
 from srtrl.trainer.progress import RunProgress
 from srtrl.trainer.solutions import SolutionStream
 from srtrl.trainer.tokenizer_training import train_tokenizer
@@ -160,7 +161,7 @@ def _model(
         return build_policy(recipe, recipe.model.path, device)
     config = config_from_hf(hf_config(section.architecture, tokenizer))
     model = init_model(config, recipe.seed, dtype=DTYPES[recipe.model.dtype], device=device)
-    model.gradient_checkpointing = recipe.model.gradient_checkpointing
+    set_update_options(model, recipe)
     return model
 
 
@@ -199,7 +200,7 @@ def _fine_tune(
         optimizer.zero_grad(set_to_none=True)
         batch = solutions.batch(section.batch_tokens)
         loss = supervised_backward(model, batch, recipe.train.micro_batch_tokens)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), section.max_grad_norm).item()
+        norm = torch.nn.utils.clip_grad_norm_(gradient_holders(model, optimizer), section.max_grad_norm).item()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise RuntimeError(
                 f"warm start step {step}: loss {loss}, gradient norm {norm}; nothing was saved. "

@@ -1,0 +1,128 @@
+"""Causal attention over packed sequences by the FlashAttention kernel that torch carries, where it runs.
+
+The kernel needs CUDA and half types; everywhere else `PackedPlan` pads. Whether it runs is tried once a device, by
+using it: a build may lack it, and a device be too old for it.
+
+B sequences, T packed tokens, H query heads, K key-value heads, E head width.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 256
+HEAD_DIM_MULTIPLE = 8
+MIN_CAPABILITY = (8, 0)
+"""Compute capability of Ampere: FlashAttention-2 needs it."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class VarlenKernel:
+    """`torch.nn.attention.varlen.varlen_attn`, or what stands in for it in a test."""
+
+    varlen_attn: Callable[..., Any]
+    has_gqa: bool
+    """It takes `enable_gqa` (torch 2.12 and later); without it keys and values are repeated for each query head."""
+
+    @classmethod
+    def of(cls, varlen_attn: Callable[..., Any]) -> "VarlenKernel":
+        """The kernel behind a function with the signature of `varlen_attn` in any torch from 2.11 on."""
+        return cls(varlen_attn=varlen_attn, has_gqa="enable_gqa" in inspect.signature(varlen_attn).parameters)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
+        """Causal attention within each sequence, with scale E**-0.5; differentiable.
+
+        Args:
+            q: [T, H, E]; any float type, cast to that of `v` (under autocast the rotary embedding gives float32).
+            k: [T, K, E]; likewise.
+            v: [T, K, E], bfloat16 or float16.
+            starts: packed position of each sequence's first token, then T: [B + 1] int32, on the device.
+            longest: tokens of the longest sequence.
+
+        Returns:
+            [T, H, E], in the dtype of `v`.
+        """
+        num_shared = q.shape[1] // k.shape[1]  # query heads on one key-value head
+        options = {}
+        if self.has_gqa:
+            options["enable_gqa"] = num_shared > 1
+        elif num_shared > 1:
+            k, v = (heads.repeat_interleave(num_shared, dim=1) for heads in (k, v))  # [T, H, E]
+        out: Tensor = self.varlen_attn(
+            q.to(v.dtype),
+            k.to(v.dtype),
+            v,
+            starts,
+            starts,
+            longest,
+            longest,
+            window_size=(-1, 0),  # causal
+            **options,
+        )
+        return out
+
+
+def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> VarlenKernel | str:
+    """The kernel for values of `dtype` and `head_dim` on `device`, or why there is none, as a clause for a sentence."""
+    if device.type != "cuda":
+        return f"the device is {device.type}, and the kernel is for cuda"
+    if dtype not in KERNEL_DTYPES:
+        return f"keys and values are {dtype}, and the kernel takes bfloat16 and float16"
+    if head_dim > MAX_HEAD_DIM or head_dim % HEAD_DIM_MULTIPLE != 0:
+        return f"heads are {head_dim} wide, and the kernel takes multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}"
+    return probe_kernel(device)
+
+
+@functools.cache
+def probe_kernel(device: torch.device) -> VarlenKernel | str:
+    """The kernel of a CUDA device, tried forward and backward on a few tokens, or why it does not run there."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        found = "{}.{}".format(*capability)
+        return f"{torch.cuda.get_device_name(device)} has compute capability {found}, and the kernel needs 8.0"
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        return f"torch {torch.__version__} has none ({error})"
+    kernel = VarlenKernel.of(varlen_attn)
+    try:
+        fault = find_fault(kernel, device)
+    except torch.OutOfMemoryError:
+        raise  # says nothing of the kernel
+    except RuntimeError as error:
+        fault = f"it failed when it was tried: {str(error).splitlines()[0]}"
+    return kernel if fault is None else fault
+
+
+def find_fault(kernel: VarlenKernel, device: torch.device) -> str | None:
+    """Try the kernel on two short sequences; returns what is wrong with it, or None.
+
+    The first token of a sequence sees itself alone, so its output is its value; and the gradient of a later token's
+    output must reach the values before it and no others.
+    """
+    lengths, num_heads, num_kv_heads, head_dim = (3, 2), 4, 2, 64
+    generator = torch.Generator().manual_seed(0)
+
+    def random_heads(count: int) -> Tensor:
+        heads = torch.randn(sum(lengths), count, head_dim, generator=generator)
+        return heads.to(device=device, dtype=torch.bfloat16).requires_grad_()
+
+    q, k, v = random_heads(num_heads), random_heads(num_kv_heads), random_heads(num_kv_heads)
+    starts = torch.tensor([0, 3, 5], dtype=torch.int32, device=device)
+    with torch.enable_grad():
+        out = kernel.attend(q, k, v, starts, max(lengths))  # [T, H, E]
+        (slope,) = torch.autograd.grad(out[1].sum(), v)
+    first = out.detach()[[0, 3]].float()
+    expected = v.detach()[[0, 3]].repeat_interleave(num_heads // num_kv_heads, dim=1).float()
+    if not torch.allclose(first, expected, rtol=0.01, atol=0.01):
+        return "it gives a first token another output than its own value"
+    reached = slope.float().abs().sum(dim=(1, 2)) > 0  # [T]
+    if reached.tolist() != [True, True, False, False, False]:
+        return "its gradient reaches the values of other tokens than those that are seen"
+    return None

@@ -1,0 +1,154 @@
+"""`model.compile`: the same numbers, one graph for every number of tokens and all layers, and never in the decoder."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_run
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from update_cases import RecordingSGD, fresh_accelerator, make_policy, make_recipe, make_sequences, update
+
+from srtrl.model.attention import PackedPlan
+from srtrl.model.transformer import CompiledLayers, Transformer
+from srtrl.trainer import build
+from srtrl.trainer.sequence_logprobs import compute_logprobs
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs_of_other_tests() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    with fresh_accelerator() as accelerator:
+        yield accelerator
+
+
+def gradients(
+    compiled: CompiledLayers | None, accelerator: Accelerator, *, dtype: torch.dtype, checkpointing: bool
+) -> tuple[list[Tensor], dict[str, float]]:
+    """Of one update in three micro-batches."""
+    policy = make_policy(dtype=dtype, scale=8)
+    policy.gradient_checkpointing = checkpointing
+    policy.compiled_layers = compiled
+    optimizer = RecordingSGD(policy)
+    metrics = update(policy, optimizer, accelerator, make_sequences(policy), make_recipe(train__micro_batch_tokens=24))
+    return optimizer.gradients[0], metrics
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_layers_have_the_same_loss_and_gradients(
+    backend: str, checkpointing: bool, accelerator: Accelerator
+) -> None:
+    dtype = torch.float32 if backend == "inductor" else torch.float64
+    expected, metrics = gradients(None, accelerator, dtype=dtype, checkpointing=False)
+    found, compiled_metrics = gradients(CompiledLayers(backend), accelerator, dtype=dtype, checkpointing=checkpointing)
+    tolerance = 1e-4 if backend == "inductor" else 1e-10
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert compiled_metrics == pytest.approx(metrics, rel=tolerance, abs=tolerance)
+
+
+def num_graphs(counter: CompileCounterWithBackend) -> int:
+    """Graphs compiled so far; dynamo hands an empty one to the backend too."""
+    return sum(len(module.graph.nodes) > 0 for module in counter.graphs)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_each_half_is_compiled_once_for_all_layers_and_lengths(family: str) -> None:
+    policy = _with_norms(make_policy(dtype=torch.float32)) if family == "qwen3" else make_policy(dtype=torch.float32)
+    counter = CompileCounterWithBackend("aot_eager")
+    policy.compiled_layers = CompiledLayers(counter)  # type: ignore[arg-type]
+    generator = np.random.default_rng(0)
+    for _ in range(6):
+        lengths = generator.integers(2, 12, size=generator.integers(1, 5)).tolist()
+        token_ids = torch.randint(19, (sum(lengths),))
+        policy(token_ids, PackedPlan.from_lengths(lengths, "cpu")).sum().backward()
+    assert policy.num_layers > 1
+    assert num_graphs(counter) == 2
+
+
+def _with_norms(policy: Transformer) -> Transformer:
+    """The policy with a norm of each head."""
+    for layer in policy.layers:
+        for name in ("q_norm", "k_norm"):
+            setattr(layer, name, torch.nn.Parameter(torch.ones(policy.config.head_dim)))
+    return policy
+
+
+def test_log_probs_without_gradient_are_computed_by_the_compiled_layers_too(accelerator: Accelerator) -> None:
+    """`recompute` compares them with those of the update: both must round alike."""
+    policy = make_policy(dtype=torch.float32, scale=8)
+    sequences = make_sequences(policy)
+    options: dict[str, Any] = {"micro_batch_tokens": 40, "temperature": 0.8}
+    expected = compute_logprobs(policy, sequences, accelerator, **options)
+    counter = CompileCounterWithBackend("aot_eager")
+    policy.compiled_layers = CompiledLayers(counter)  # type: ignore[arg-type]
+    found = compute_logprobs(policy, sequences, accelerator, **options)
+    assert num_graphs(counter) == 2
+    for mine, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+
+
+def test_autocast_is_compiled_with_the_layers() -> None:
+    policy = make_policy(dtype=torch.float32, scale=4)
+    token_ids = torch.randint(19, (9,), generator=torch.Generator().manual_seed(0))
+
+    def hidden() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out: Tensor = policy(token_ids, PackedPlan.from_lengths([4, 5], "cpu"))
+        return out
+
+    expected = hidden()
+    policy.compiled_layers = CompiledLayers("aot_eager")
+    torch.testing.assert_close(hidden(), expected, rtol=0.02, atol=0.02)
+
+
+class OtherPlan:
+    """A plan that is no `PackedPlan`, as the decoder's are."""
+
+    def __init__(self, length: int) -> None:
+        self.packed = PackedPlan.from_lengths([length], "cpu")
+        self.positions, self.num_positions = self.packed.positions, self.packed.num_positions
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As the packed plan."""
+        return self.packed.attend(layer, q, k, v)
+
+
+def test_the_decoder_never_runs_compiled_layers() -> None:
+    def refuse(*_: Any) -> Tensor:
+        raise AssertionError("compiled layers were called")
+
+    policy = make_policy()
+    expected = policy(torch.arange(5), OtherPlan(5))
+    policy.compiled_layers = refuse  # type: ignore[assignment]
+    assert torch.equal(policy(torch.arange(5), OtherPlan(5)), expected)
+    with pytest.raises(AssertionError, match="were called"):
+        policy(torch.arange(5), PackedPlan.from_lengths([5], "cpu"))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_option_reaches_policy_reference_and_critic(compiled: bool, tmp_path: Path) -> None:
+    recipe = tiny_run.make_recipe(
+        tiny_run.make_policy(tmp_path / "policy"),
+        tmp_path,
+        model__compile=compiled,
+        algorithm={"advantage": "gae", "kl": {"coefficient": 0.1}},
+        critic={},
+    )
+    policy = build.build_policy(recipe, recipe.model.path, torch.device("cpu"))
+    reference = build.build_reference(recipe, torch.device("cpu"))
+    critic = build.build_critic(recipe, None, policy, build.build_tokenizer(recipe))
+    assert critic is not None
+    assert reference is not None
+    models = (policy, reference, critic.model.body)
+    assert [model.compiled_layers is not None for model in models] == [compiled] * 3

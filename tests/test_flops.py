@@ -1,0 +1,90 @@
+"""The update's work: operations counted by torch against the formula, and the speeds that are logged from it."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from update_cases import make_policy, make_recipe, make_sequences
+
+from srtrl.model.attention import PackedPlan
+from srtrl.model.flops import model_flops
+from srtrl.model.logprobs import token_logprobs_reference
+from srtrl.trainer.step_metrics import memory_metrics, time_metrics, update_flops
+
+LENGTHS = [5, 1, 8]
+
+
+class WithoutAttention(PackedPlan):
+    """Each token takes its own values: no products that torch would count."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1) + 0 * q
+
+
+def counted(num_targets: int) -> int:
+    policy = make_policy()
+    token_ids = torch.randint(19, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+    with FlopCounterMode(display=False) as counter:
+        hidden = policy(token_ids, WithoutAttention.from_lengths(LENGTHS, "cpu"))[:num_targets]
+        targets = token_ids[:num_targets]
+        logprobs, _ = token_logprobs_reference(hidden, policy.head_weight, targets, temperature=1.0)
+        logprobs.sum().backward()  # type: ignore[no-untyped-call]
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("num_targets", [6, sum(LENGTHS)])
+def test_products_are_those_that_torch_counts(num_targets: int) -> None:
+    config = make_policy().config
+    seen = sum(1 for length in LENGTHS for token in range(length) for _ in range(token + 1))
+    attention = 3 * seen * 2 * 2 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    assert model_flops(config, LENGTHS, num_targets=num_targets) == counted(num_targets) + attention
+
+
+def test_by_default_every_token_has_logits() -> None:
+    config = make_policy().config
+    assert model_flops(config, LENGTHS) == model_flops(config, LENGTHS, num_targets=sum(LENGTHS))
+    head = 3 * 2 * config.vocab_size * config.hidden_size
+    assert model_flops(config, LENGTHS) - model_flops(config, LENGTHS, num_targets=0) == head * sum(LENGTHS)
+
+
+@pytest.mark.parametrize(("old_logprobs", "num_passes"), [("rollout", 3), ("recompute", 3 + 1 / 3)])
+def test_flops_of_an_update_are_those_of_its_epochs_and_the_extra_forward_pass(
+    old_logprobs: str, num_passes: float
+) -> None:
+    policy = make_policy()
+    sequences = make_sequences(policy)
+    recipe = make_recipe(train__num_epochs=3, algorithm__old_logprobs=old_logprobs)
+    lengths = [len(sequence.token_ids) for sequence in sequences]
+    num_targets = sum(len(sequence.token_ids) - sequence.num_prompt_tokens for sequence in sequences)
+    once = model_flops(policy.config, lengths, num_targets=num_targets)
+    assert update_flops(recipe, policy.config, sequences) == pytest.approx(num_passes * once, rel=1e-12)
+
+
+def test_speeds_are_logged_where_there_was_an_update() -> None:
+    seconds = {"rollout": 2.0, "update": 4.0}
+    row = {"tokens/response": 10.0}
+    assert time_metrics(seconds, row) == {
+        "time/rollout": 2.0,
+        "time/update": 4.0,
+        "time/step": 6.0,
+        "time/tokens_per_second": 5.0,
+    }
+    row["tokens/update"] = 100.0
+    without_peak = time_metrics(seconds, row, num_update_flops=2e12)
+    assert without_peak["time/update_tokens_per_second"] == 25.0
+    assert "time/update_mfu" not in without_peak
+    assert time_metrics(seconds, row, num_update_flops=2e12, peak_tflops=2.0)["time/update_mfu"] == 0.25
+
+
+def test_peak_memory_is_logged_since_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = [3 * 2**30, 2**29]
+    forgotten: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peaks[len(forgotten)])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", forgotten.append)
+    assert memory_metrics(torch.device("cpu")) == {}
+    device = torch.device("cuda")
+    np.testing.assert_equal(
+        [memory_metrics(device) for _ in peaks], [{"memory/peak_gib": 3.0}, {"memory/peak_gib": 0.5}]
+    )
+    assert forgotten == [device, device]

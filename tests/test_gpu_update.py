@@ -1,0 +1,184 @@
+"""The update on a CUDA device: attention, log-probs, masters, compilation and memory against their references."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import Tensor
+from update_cases import make_policy as make_tiny_policy
+from update_cases import make_recipe, make_sequences, update
+
+from srtrl.model.attention import PackedPlan, packed_attention_reference
+from srtrl.model.hf_config import config_from_hf
+from srtrl.model.logprobs import MAX_CHUNK_BYTES, token_logprobs, token_logprobs_reference
+from srtrl.model.transformer import CompiledLayers, Transformer
+from srtrl.model.varlen_attention import VarlenKernel, choose_kernel
+from srtrl.model.weights import init_model
+from srtrl.trainer.optimizer import build_optimizer, gradient_holders
+from srtrl.trainer.out_of_memory import UpdateMemoryError, explain_out_of_memory
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+LENGTHS = [300, 1, 17, 129, 64]
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    AcceleratorState._reset_state(True)
+    yield Accelerator()
+    AcceleratorState._reset_state(True)
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    return float((found.double().cpu() - expected.double().cpu()).norm() / expected.double().cpu().norm())
+
+
+def test_the_kernel_is_used_on_this_device() -> None:
+    """Else the reason is in the failure."""
+    assert isinstance(choose_kernel(CUDA, torch.bfloat16, 128), VarlenKernel)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("counts", [(12, 2), (8, 8), (16, 8)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_packed_attention_equals_the_reference(dtype: torch.dtype, counts: tuple[int, int], head_dim: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    num_tokens, (num_heads, num_kv_heads) = sum(LENGTHS), counts
+    qk = torch.randn(num_tokens, num_heads + num_kv_heads, head_dim, generator=generator)
+    v = torch.randn(num_tokens, num_kv_heads, head_dim, generator=generator)
+    slope = torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(CUDA, dtype)
+    leaves = [tensor.to(CUDA, dtype).requires_grad_() for tensor in (qk, v)]
+    q, k = leaves[0].split_with_sizes(counts, dim=1)
+    plan = PackedPlan.from_lengths(LENGTHS, CUDA)
+    found = plan.attend(0, q, k, leaves[1])
+    gradients = torch.autograd.grad(found, leaves, slope)
+    exact_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    exact_q, exact_k = exact_leaves[0].split_with_sizes(counts, dim=1)
+    expected = packed_attention_reference(LENGTHS, exact_q, exact_k, exact_leaves[1])
+    exact_gradients = torch.autograd.grad(expected, exact_leaves, slope.double())
+    assert found.dtype == dtype
+    for mine, exact in zip((found, *gradients), (expected, *exact_gradients), strict=True):
+        assert distance(mine, exact) < 0.01
+    assert "_padded" not in vars(plan), "the kernel was not used"
+
+
+def small_policy(dtype: torch.dtype, device: torch.device | str) -> Transformer:
+    """Two layers of heads of 64."""
+    config = config_from_hf(
+        {
+            "model_type": "qwen2",
+            "vocab_size": 1000,
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "tie_word_embeddings": True,
+        }
+    )
+    policy = init_model(config, 0, torch.float32, "cpu")
+    return _copy(policy, dtype, device)
+
+
+def _copy(policy: Transformer, dtype: torch.dtype, device: torch.device | str) -> Transformer:
+    copy = Transformer(policy.config, dtype, device)
+    with torch.no_grad():
+        for target, source in zip(copy.parameters(), policy.parameters(), strict=True):
+            target.copy_(source)
+    return copy
+
+
+def gradients_of(policy: Transformer, *, mixed: bool = False) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    token_ids = torch.randint(1000, (sum(LENGTHS),), generator=generator).to(policy.device)
+    targets = torch.randint(1000, (sum(LENGTHS),), generator=generator).to(policy.device)
+    with torch.autocast(policy.device.type, torch.bfloat16, enabled=mixed):
+        hidden = policy(token_ids, PackedPlan.from_lengths(LENGTHS, policy.device))
+        logprobs, _ = token_logprobs(hidden, policy.head_weight, targets, temperature=0.9)
+    return [logprobs.detach(), *torch.autograd.grad(logprobs.sum(), list(policy.parameters()))]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mixed", "tolerance"),
+    [(torch.float32, False, 1e-3), (torch.bfloat16, False, 0.05), (torch.float32, True, 0.05)],
+)
+def test_log_probs_and_gradients_equal_those_of_the_cpu(dtype: torch.dtype, mixed: bool, tolerance: float) -> None:
+    expected = gradients_of(small_policy(torch.float64, "cpu"))
+    found = gradients_of(small_policy(dtype, CUDA), mixed=mixed)
+    assert float((found[0].cpu() - expected[0]).abs().mean()) < tolerance
+    for mine, exact in zip(found[1:], expected[1:], strict=True):
+        assert distance(mine, exact) < tolerance
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_have_the_gradients_of_plain_ones(checkpointing: bool) -> None:
+    torch._dynamo.reset()
+    policy = small_policy(torch.bfloat16, CUDA)
+    expected = gradients_of(small_policy(torch.float64, "cpu"))
+    policy.gradient_checkpointing = checkpointing
+    policy.compiled_layers = CompiledLayers()
+    for mine, exact in zip(gradients_of(policy)[1:], expected[1:], strict=True):
+        assert distance(mine, exact) < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_training_step_changes_the_weights_as_on_the_cpu(dtype: torch.dtype, accelerator: Accelerator) -> None:
+    """Heads of 4 keep the padded attention; what is tested is everything behind it."""
+    recipe = make_recipe(train__micro_batch_tokens=24, train__mini_batch_prompts=1)
+    masters: list[Sequence[Tensor]] = []
+    for device in ("cpu", CUDA):
+        policy = _copy(make_tiny_policy(dtype=torch.float32, scale=4), dtype, device)
+        optimizer = build_optimizer(policy, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-3)
+        before = [one.detach().cpu().clone() for one in gradient_holders(policy, optimizer)]
+        update(policy, optimizer, accelerator, make_sequences(make_tiny_policy()), recipe)
+        after = [one.detach().cpu() for one in gradient_holders(policy, optimizer)]
+        masters.append([new - old for new, old in zip(after, before, strict=True)])
+        assert all(parameter.dtype == dtype for parameter in policy.parameters())
+    tolerance = 1e-3 if dtype == torch.float32 else 0.2
+    for cpu, cuda in zip(*masters, strict=True):
+        assert distance(cuda, cpu) < tolerance
+
+
+def test_the_logits_of_a_large_vocabulary_take_bounded_memory() -> None:
+    num_tokens, vocab_size, width = 4096, 151_936, 64
+    generator = torch.Generator(CUDA).manual_seed(0)
+    hidden = torch.randn(num_tokens, width, generator=generator, device=CUDA, dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(vocab_size, width, generator=generator, device=CUDA, dtype=torch.bfloat16)
+    weight = (0.1 * weight).requires_grad_()
+    targets = torch.randint(vocab_size, (num_tokens,), generator=generator, device=CUDA)
+    torch.cuda.reset_peak_memory_stats(CUDA)
+    before = torch.cuda.memory_allocated(CUDA)
+    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature=0.7)
+    (logprobs.sum() + entropy.sum()).backward()  # type: ignore[no-untyped-call]
+    peak = torch.cuda.max_memory_allocated(CUDA) - before
+    gradients = 2 * (hidden.numel() + weight.numel()) * 2
+    assert peak < 2.2 * MAX_CHUNK_BYTES + gradients, "two chunks and cuBLAS' workspace"
+    expected, expected_entropy = token_logprobs_reference(
+        hidden[:64].double(), weight.double(), targets[:64], temperature=0.7
+    )
+    assert float((logprobs[:64] - expected).abs().mean()) < 0.05
+    assert float((entropy[:64] - expected_entropy).abs().mean()) < 0.05
+
+
+def test_an_update_that_does_not_fit_says_what_helps() -> None:
+    policy = small_policy(torch.bfloat16, CUDA)
+
+    def too_much() -> Any:
+        return torch.empty(1 << 50, device=CUDA)
+
+    with (
+        pytest.raises(UpdateMemoryError, match=r"(?s)step 1, update: .*Tried to allocate.*What helps:") as caught,
+        explain_out_of_memory("step 1, update", make_recipe(), policy.device, lambda: {"the policy": 2**20}),
+    ):
+        too_much()
+    assert "gradients, activations and logits" in str(caught.value)
+    assert math.isfinite(float(policy.embedding.sum()))

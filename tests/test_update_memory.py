@@ -1,0 +1,195 @@
+"""An update that runs out of memory: nothing half done, and a message that says what was in use and what helps."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_run
+import torch
+from accelerate import Accelerator
+from update_cases import NUM_GROUPS, fresh_accelerator, make_policy, make_recipe, make_sequences, update
+
+from srtrl.metrics import read_metrics
+from srtrl.model import transformer
+from srtrl.recipe import Recipe
+from srtrl.trainer import run_folder, training
+from srtrl.trainer.optimizer import build_optimizer, gradient_holders
+from srtrl.trainer.out_of_memory import UpdateMemoryError, explain_out_of_memory, optimizer_bytes, tensor_bytes
+from srtrl.trainer.progress import RunProgress
+from srtrl.trainer.training import TrainingStoppedError, run_training
+
+TORCHS_WORDS = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.50 GiB is "
+    "free. Of the allocated memory 70.00 GiB is allocated by PyTorch. If reserved but unallocated memory is large try "
+    "setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    with fresh_accelerator() as accelerator:
+        yield accelerator
+
+
+def run_out_at(call: int | None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let the `call`-th layer with a gradient (from 1) run out of memory; the list returned grows with each."""
+    calls: list[int] = []
+    original = transformer.Layer.after_attention
+
+    def after_attention(self: transformer.Layer, *args: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            calls.append(1)
+            if len(calls) == call:
+                raise torch.OutOfMemoryError(TORCHS_WORDS)
+        return original(self, *args)
+
+    monkeypatch.setattr(transformer.Layer, "after_attention", after_attention)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_weight_changes_in_a_mini_batch_that_does_not_fit(
+    dtype: torch.dtype, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the last layer of the last micro-batch: the two mini-batches before are learned from, the third is not."""
+    sequences = make_sequences(make_policy())
+    recipe = make_recipe(train__mini_batch_prompts=1, train__micro_batch_tokens=16)
+    weights: list[list[torch.Tensor]] = []
+
+    def learn(num_draws: int) -> None:
+        policy = make_policy(dtype=dtype, scale=8)
+        optimizer = build_optimizer(policy, learning_rate=1e-2, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-8)
+        weights.append([*policy.parameters(), *gradient_holders(policy, optimizer)])
+        chosen = [sequence for sequence in sequences if sequence.draw_index < num_draws]
+        update(policy, optimizer, accelerator, chosen, recipe)
+
+    with monkeypatch.context() as patched:
+        calls = run_out_at(None, patched)
+        learn(NUM_GROUPS)
+    with monkeypatch.context() as patched:
+        run_out_at(len(calls), patched)
+        with pytest.raises(torch.OutOfMemoryError):
+            learn(NUM_GROUPS)
+    learn(NUM_GROUPS - 1)
+    whole, failed, without_last = weights
+    assert all(map(torch.equal, failed, without_last))
+    assert not all(map(torch.equal, failed, whole))
+
+
+def test_a_step_allocates_nothing_of_its_own() -> None:
+    """Or it could run out with one group of weights moved and the other not."""
+    policy = make_policy(dtype=torch.bfloat16)
+    optimizer = build_optimizer(policy, learning_rate=1e-2, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-8)
+    addresses = {name: tensor.data_ptr() for state in optimizer.state.values() for name, tensor in state.items()}
+    assert set(addresses) == {"step", "exp_avg", "exp_avg_sq"}
+    for one in gradient_holders(policy, optimizer):
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+    assert addresses == {
+        name: tensor.data_ptr() for state in optimizer.state.values() for name, tensor in state.items()
+    }
+
+
+def message(recipe: Recipe, holders: Mapping[str, int]) -> str:
+    with (
+        pytest.raises(UpdateMemoryError) as caught,
+        explain_out_of_memory("step 3, update", recipe, CPU, lambda: holders),
+    ):
+        raise torch.OutOfMemoryError(TORCHS_WORDS)
+    return str(caught.value)
+
+
+def test_the_message_says_what_was_in_use_and_what_helps() -> None:
+    text = message(make_recipe(), {"the policy": 3 * 2**30, "the reference": 0, "the KV cache": 2**29})
+    assert text.startswith("step 3, update: the device's memory is too small. CUDA out of memory. Tried to allocate")
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in text
+    assert "In use: the policy 3.00 GiB, the KV cache 0.50 GiB." in text
+    assert "train.micro_batch_tokens=500 (now 1000; at least 16, the longest sequence)" in text
+    assert "model.gradient_checkpointing=true" in text
+    assert "rollout.kv_across_update=release" in text
+    assert "model.dtype=bfloat16" in text
+
+
+def test_nothing_is_advised_that_is_so_already() -> None:
+    recipe = make_recipe(
+        train__micro_batch_tokens=16,
+        model={"path": "unused", "dtype": "bfloat16", "gradient_checkpointing": True},
+        rollout__kv_across_update="release",
+    )
+    text = message(recipe, {})
+    assert text.partition("What helps:\n")[2] == (
+        "  rollout.max_new_tokens lower: a micro-batch holds at least one whole sequence, and now no more"
+    )
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(ValueError, match="mine"), explain_out_of_memory("step 3", make_recipe(), CPU, dict):
+        raise ValueError("mine")
+
+
+def test_bytes_are_those_of_the_tensors() -> None:
+    policy = make_policy(dtype=torch.bfloat16)
+    num_parameters = sum(parameter.numel() for parameter in policy.parameters())
+    assert tensor_bytes(policy.parameters()) == 2 * num_parameters
+    optimizer = build_optimizer(policy, learning_rate=1e-2, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-8)
+    num_steps = len(list(policy.parameters()))
+    assert optimizer_bytes(optimizer) == (8 + 4) * num_parameters + 4 * num_steps
+
+
+def test_a_run_stops_with_a_whole_checkpoint_and_goes_on_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = tiny_run.make_policy(tmp_path / "policy")
+
+    def train(**options: Any) -> None:
+        recipe = tiny_run.make_recipe(
+            policy,
+            tmp_path,
+            train__num_steps=2,
+            train__checkpoint_every=1,
+            eval={"before_and_after": False},
+            **options.pop("changes", {}),
+        )
+        run_training(recipe, progress=RunProgress("test", 2, plain_every=1000), **options)
+
+    with monkeypatch.context() as patched:
+        calls = run_out_at(None, patched)
+        train(changes={"name": "whole"})
+        num_calls = len(calls)
+    with monkeypatch.context() as patched:
+        run_out_at(num_calls - 1, patched)  # near the end of the second step
+        with pytest.raises(TrainingStoppedError) as caught:
+            train()
+    text = str(caught.value)
+    assert text.startswith("step 2, update: the device's memory is too small")
+    assert "the KV cache" in text
+    assert f"The last checkpoint is intact: {tmp_path / 'run' / 'checkpoints' / 'step_000001'}" in text
+    train(resume=True)
+    files = [
+        (tmp_path / name / "checkpoints" / "step_000002" / "model.safetensors").read_bytes()
+        for name in ("whole", "run")
+    ]
+    assert files[0] == files[1]
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:  # two epochs of four samples of each prompt
+        assert row["tokens/update"] == 2 * (row["tokens/response"] + 4 * row["tokens/prompt"])
+        assert row["time/update_tokens_per_second"] == pytest.approx(row["tokens/update"] / row["time/update"])
+        assert "time/update_mfu" not in row
+
+
+def test_a_run_without_a_checkpoint_begins_again(tmp_path: Path) -> None:
+    assert "start again with --overwrite" in training._how_to_fit(tmp_path)
+
+
+def test_a_run_on_cuda_may_go_on_with_a_smaller_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tiny_run.make_recipe(tmp_path / "policy", tmp_path)
+    with run_folder.open_run_folder(recipe):
+        pass
+    smaller = tiny_run.make_recipe(tmp_path / "policy", tmp_path, train__micro_batch_tokens=100)
+    with pytest.raises(ValueError, match=r"train\.micro_batch_tokens: the run has 200, now 100"):
+        run_folder.check_run_folder(smaller, resume=True, overwrite=False)
+    monkeypatch.setattr(run_folder, "choose_device", lambda _: torch.device("cuda"))
+    run_folder.check_run_folder(smaller, resume=True, overwrite=False)
