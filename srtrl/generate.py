@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from srtrl.types import Completion, FinishReason, Request, SamplingParams
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from srtrl.drafters.base import DrafterBase
     from srtrl.engine.engine import Engine
+
+KV_SHARE = 0.85
+"""Of a CUDA device's free memory, the part for pages: there is no update to leave room for, but logits are large."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -39,7 +42,8 @@ class GenerateOptions:
     seed: int = 0
     slots: int = 64
     page_size: int = 16
-    kv_memory_gib: float = 4.0
+    kv_memory_gib: float | Literal["auto"] = "auto"
+    """Most memory of the KV cache; `auto`: 4 on a CPU, most of what is free on a CUDA device."""
     dtype: str = "float32"
     device: str = "auto"
     drafter: str = "srt"
@@ -324,22 +328,29 @@ def _build_engine(
 ) -> Engine:
     import torch
 
-    from srtrl.engine.engine import Engine, EngineOptions, page_bytes_of
+    from srtrl.engine.engine import Engine, EngineOptions
+    from srtrl.engine.kv_memory import free_bytes, kv_bytes
+    from srtrl.engine.runner import page_bytes_of
     from srtrl.model.weights import load_model
 
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
     model = load_model(model_path, dtype=dtype, device=torch.device(device))
+    free = free_bytes(model.device)
+    num_bytes, _ = kv_bytes(options.kv_memory_gib, free, share=KV_SHARE, reserved_bytes=0)
+    num_pages = _num_pages(num_bytes, page_bytes_of(model, options.page_size), options, max_sequence_tokens)
     engine_options = EngineOptions(
-        slots=options.slots, page_size=options.page_size, max_sequence_tokens=max_sequence_tokens
+        slots=options.slots,
+        page_size=options.page_size,
+        max_sequence_tokens=max_sequence_tokens,
+        num_pages=num_pages,
     )
-    num_pages = _num_pages(page_bytes_of(model, engine_options), options, max_sequence_tokens)
-    return Engine(model, replace(engine_options, num_pages=num_pages), tokenizer=tokenizer, drafter=drafter)
+    return Engine(model, engine_options, tokenizer=tokenizer, drafter=drafter)
 
 
-def _num_pages(page_bytes: int, options: GenerateOptions, max_sequence_tokens: int) -> int:
+def _num_pages(num_bytes: int, page_bytes: int, options: GenerateOptions, max_sequence_tokens: int) -> int:
     """Pages for all slots at full length, as far as the memory goes; a request that needs more is refused alone."""
-    affordable = int(options.kv_memory_gib * 2**30) // page_bytes
+    affordable = num_bytes // page_bytes
     if affordable == 0:
         raise ValueError(
             f"--kv-memory-gib: {options.kv_memory_gib} holds no page, one takes {page_bytes / 2**30:.2g} GiB"

@@ -14,6 +14,24 @@ from srtrl.recipe_conflicts import MAX_KL_ERROR
 REFUSED: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     # key of the conflict, options that are refused, part of the message, what repairs them
     (
+        "model.mixed_precision",
+        {"model": {"path": "unused", "dtype": "bfloat16", "mixed_precision": "bf16"}},
+        "found bf16",
+        {"model__dtype": "float32"},
+    ),
+    (
+        "rollout.kv_memory_share",
+        {"rollout__kv_memory_share": 0.8, "rollout__kv_memory_gib": 8.0},
+        "has no effect beside rollout.kv_memory_gib (8.0)",
+        {"rollout__kv_memory_gib": "auto"},
+    ),
+    (
+        "rollout.kv_memory_share",
+        {"rollout__kv_memory_share": 0.8, "rollout__num_pages": 5000},
+        "has no effect beside rollout.num_pages (5000)",
+        {"rollout__kv_memory_share": 0.5},
+    ),
+    (
         "rollout.dynamic_sampling",
         {"rollout__dynamic_sampling": True},
         "no filters",

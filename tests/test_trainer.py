@@ -14,6 +14,7 @@ from rich.console import Console
 from tiny_run import make_policy, make_recipe
 from torch import Tensor
 
+from srtrl.engine.runner import ModelRunner
 from srtrl.metrics import read_metrics
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import collect_rollouts
@@ -141,14 +142,24 @@ def test_eval_source_errors(run: TrainingResult) -> None:
 # --- What must not change what is learned -----------------------------------------------------------------------------
 
 
-def test_evaluation_logging_and_slots_do_not_disturb_training(
-    policy: Path, run: TrainingResult, tmp_path: Path
+def test_evaluation_logging_slots_and_released_pages_do_not_disturb_training(
+    policy: Path, run: TrainingResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rewards = [{"name": "correct", "weight": 0.5}, {"name": "format"}]  # `digits` draws from the global generator
     plain = {"train__num_steps": 2, "rewards": rewards, "eval__before_and_after": False, "eval__every_steps": None}
     quiet = train(make_recipe(policy, tmp_path / "quiet", log__save_rollouts=False, **plain))
     busy = {**plain, "eval__every_steps": 1, "eval__before_and_after": True, "rollout__slots": 3}
+    busy["rollout__kv_across_update"] = "release"
+    allocated = []
+    allocate = ModelRunner.allocate_pages
+
+    def counted(runner: ModelRunner, num_pages: int) -> None:
+        allocated.append(num_pages)
+        allocate(runner, num_pages)
+
+    monkeypatch.setattr(ModelRunner, "allocate_pages", counted)
     loud = train(make_recipe(policy, tmp_path / "loud", log__trackers=["tensorboard"], **busy))
+    assert allocated == 3 * allocated[:1], "at first, and behind each update"
     assert learned(quiet.folder) == learned(loud.folder)
     assert weights(quiet.folder, 2) == weights(loud.folder, 2)
     assert list((quiet.folder / "rollouts").iterdir()) == []

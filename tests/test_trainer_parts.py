@@ -56,12 +56,12 @@ def test_learning_rate() -> None:
     assert min(rates("linear")) > 0
 
 
-def test_the_deterministic_mode_is_for_the_cpu(tmp_path: Path) -> None:
+def test_the_deterministic_mode_is_the_default_of_the_cpu(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, tmp_path)
     assert is_deterministic(recipe, torch.device("cpu"))
     assert not is_deterministic(recipe, torch.device("cuda"))
-    with pytest.raises(ValueError, match="true is for the CPU only"):
-        is_deterministic(make_recipe(tmp_path, tmp_path, rollout__deterministic=True), torch.device("cuda"))
+    assert is_deterministic(make_recipe(tmp_path, tmp_path, rollout__deterministic=True), torch.device("cuda"))
+    assert not is_deterministic(make_recipe(tmp_path, tmp_path, rollout__deterministic=False), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -2,54 +2,31 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.none import Drafter as NoDrafter
-from srtrl.engine.admission import Admission
+from srtrl.engine.kv_memory import allocate_pages
+from srtrl.engine.options import EngineOptions
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.row_sampling import ForcedTokens
-from srtrl.engine.runner import ModelRunner
+from srtrl.engine.runner import make_device_runner, make_runner
 from srtrl.engine.scheduler import Scheduler
 from srtrl.engine.sequence import ScheduledStep
-from srtrl.engine.speculation import Draft, Speculation
+from srtrl.engine.speculation import MAX_ROWS, Draft, Speculation
 from srtrl.engine.stats import EngineStats, StepSeconds
+from srtrl.engine.step_cost import StepCost
 from srtrl.engine.stopping import Tokenizer
 from srtrl.engine.timeline import DecodeStep
-from srtrl.engine.verify import Walk, verify_trees
+from srtrl.engine.verify import Walk, follow_rows, verify_trees
 from srtrl.model.cpu_threads import set_cpu_threads
-from srtrl.model.paged_attention import KVCache
 from srtrl.model.transformer import Transformer
 from srtrl.types import Completion, Request
 
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class EngineOptions:
-    """See `RolloutSection` of the recipe for the meaning of the fields of the same name."""
-
-    slots: int = 64
-    page_size: int = 16
-    num_pages: int | None = None
-    kv_memory_gib: float = 4.0
-    prefill_chunk_tokens: int = 512
-    deterministic: bool = True
-    decode_dtype: torch.dtype | None = None
-    """None: the policy's own type and tensors."""
-    max_sequence_tokens: int | None = None
-    """Longest prompt and response together; by default what the model was made for."""
-    draft_budget: Literal["auto"] | int = "auto"
-    max_draft_nodes: int = 128
-    """Most draft nodes of one sequence in one step."""
-    admission: Admission = "breadth_first"
-    long_first: bool = True
-    run_ahead_max_slowdown: float = 0.03
-    cost_points: tuple[tuple[int, float], ...] | None = None
-    """(rows, seconds) of a decode step on another machine, to budget and price steps by; None: what is measured."""
+__all__ = ["Engine", "EngineOptions"]
 
 
 class Engine:
@@ -75,7 +52,10 @@ class Engine:
                 f"{policy.config.max_position_embeddings} (max_position_embeddings in its config.json): lower "
                 "rollout.max_prompt_tokens or rollout.max_new_tokens"
             )
-        num_pages = options.num_pages or default_num_pages(policy, options, self.max_sequence_tokens)
+        self._device = make_device_runner(policy, options, self.max_sequence_tokens)
+        """The runner, where it is one for CUDA devices."""
+        self.runner = self._device or make_runner(policy, options)
+        num_pages = allocate_pages(self.runner, options, self.max_sequence_tokens)
         self.pool = PagePool(num_pages, options.page_size)
         self.scheduler = Scheduler(
             self.pool,
@@ -85,21 +65,17 @@ class Engine:
             long_first=options.long_first,
             max_draft_nodes=options.max_draft_nodes,
         )
-        self.runner = ModelRunner(
-            policy,
-            num_pages=num_pages,
-            page_size=options.page_size,
-            decode_dtype=options.decode_dtype,
-            deterministic=options.deterministic,
-        )
         self.speculation = Speculation(
             drafter or NoDrafter(),
             vocab_size=self.vocab_size,
             draft_budget=options.draft_budget,
             max_draft_nodes=options.max_draft_nodes,
             run_ahead_max_slowdown=options.run_ahead_max_slowdown,
-            cost_points=options.cost_points,
-            deterministic=options.deterministic,
+            cost=(
+                StepCost.from_points(options.cost_points)
+                if options.cost_points is not None
+                else self.runner.step_cost(MAX_ROWS)
+            ),
         )
         self.policy_version = 0
         self.trace: Mapping[int, npt.NDArray[np.int32]] | None = None
@@ -108,6 +84,9 @@ class Engine:
         self._timeline: list[DecodeStep] = []
         self._rollout_started: float | None = None
         self._next_sequence_id = 0
+        self._pages_released = False
+        self._bookkeeping: Callable[[], None] | None = None
+        """Of the last step: done while the device computes the next one."""
 
     @property
     def drafter(self) -> DrafterBase:
@@ -158,6 +137,8 @@ class Engine:
             ValueError: See `check_request`; the other requests are left alone.
         """
         self.check_request(request)
+        if self._pages_released:
+            self._take_pages_back()
         if self.pool.num_used == 0:
             self.speculation.prepare(self.runner, request, max_context_tokens=self.max_sequence_tokens)
         if not request.is_run_ahead:
@@ -202,6 +183,7 @@ class Engine:
             while self._has_work_after(before_step):
                 yield from self.step()
         finally:
+            self._do_bookkeeping()
             for sequence_id in self.scheduler.clear():
                 self.speculation.finish(sequence_id, None)
             self._rollout_started = None
@@ -212,30 +194,31 @@ class Engine:
         scheduled = self._schedule()
         draft = self.speculation.draft(scheduled, self.scheduler)
         drafted = time.perf_counter()
-        logits = self.runner.execute(scheduled, draft.verified)
-        computed = time.perf_counter()
-        for chunk in scheduled.prefills:
-            chunk.holder.num_computed += chunk.count
-        self.stats.max_pages = max(self.stats.max_pages, self.pool.num_used)  # before any page is given back
-        forced = None if self.trace is None else ForcedTokens(by_stream=self.trace)
-        walks = verify_trees(scheduled.decodes, draft.verified, logits, self.tokenizer, forced)
+        walks, computed, waited = self._decode(scheduled, draft)
         sampled = time.perf_counter()
         self.runner.commit(walks)
         self.speculation.observe(draft, walks)
         completions = self._take_finished(walks)
         finished = time.perf_counter()
-        self._count(
+        seconds = StepSeconds(
+            draft=drafted - started,
+            forward=computed - drafted,
+            sample=sampled - computed,
+            commit=finished - sampled,
+            waited=waited,
+        )
+        self._bookkeeping = partial(
+            self._count,
             scheduled,
             draft,
             walks,
-            StepSeconds(
-                draft=drafted - started,
-                forward=computed - drafted,
-                sample=sampled - computed,
-                commit=finished - sampled,
-            ),
+            seconds,
+            finished,
+            self.scheduler.num_waiting,
+            self.runner.was_prepared,
         )
-        self.speculation.record(scheduled, draft, finished - started)
+        if self._device is None or not self.has_work:
+            self._do_bookkeeping()
         return completions
 
     def on_policy_update(self) -> None:
@@ -245,8 +228,23 @@ class Engine:
         self.drafter.on_policy_update()
         self.policy_version += 1
 
+    def release_kv(self) -> None:
+        """No sample is live and an update follows: with `kv_across_update: release`, give it the pages' memory.
+
+        The next request takes it back.
+        """
+        assert not self.scheduler.has_work, "samples are decoding"
+        if self.options.kv_across_update == "release":
+            self.runner.release_pages()
+            self._pages_released = True
+
+    def kv_bytes(self) -> int:
+        """Memory that the pages hold at present."""
+        return self.runner.num_pages * self.runner.page_bytes
+
     def take_metrics(self) -> dict[str, float]:
         """Metrics since the last call, all under `engine/`: they may depend on slots, pages and drafter."""
+        self._do_bookkeeping()
         metrics = self.stats.metrics() | {
             "engine/slots": self.options.slots,
             "engine/pages": self.pool.num_pages,
@@ -260,8 +258,15 @@ class Engine:
 
     def take_timeline(self) -> list[DecodeStep]:
         """Decode steps since the last call, in order."""
+        self._do_bookkeeping()
         timeline, self._timeline = self._timeline, []
         return timeline
+
+    def _take_pages_back(self) -> None:
+        """Allocate the pages that `release_kv` gave away."""
+        num_pages = allocate_pages(self.runner, self.options, self.max_sequence_tokens, num_pages=self.pool.num_pages)
+        self.pool.resize(num_pages)
+        self._pages_released = False
 
     def _has_work_after(self, before_step: Callable[[], None] | None) -> bool:
         if before_step is not None:
@@ -302,8 +307,49 @@ class Engine:
             completions.append(completion)
         return completions
 
-    def _count(self, scheduled: ScheduledStep, draft: Draft, walks: list[Walk], seconds: StepSeconds) -> None:
-        """Statistics and timeline of a step."""
+    def _decode(self, scheduled: ScheduledStep, draft: Draft) -> tuple[list[Walk], float, float]:
+        """Forward pass, sampling and walks.
+
+        Returns:
+            A walk for each decoding sequence; when its logits (or, on a CUDA device, its tokens) were there, by the
+            clock; and the seconds until then in which the host did nothing but wait.
+        """
+        decodes, trees = scheduled.decodes, draft.verified
+        forced = None if self.trace is None else ForcedTokens(by_stream=self.trace)
+        logits = None
+        if self._device is None:
+            logits = self.runner.execute(scheduled, trees)
+            computed = time.perf_counter()
+        else:
+            self._device.launch(scheduled, trees, forced)
+            self._do_bookkeeping()
+        for chunk in scheduled.prefills:
+            chunk.holder.num_computed += chunk.count
+        self.stats.max_pages = max(self.stats.max_pages, self.pool.num_used)  # before any page is given back
+        if logits is not None:
+            return verify_trees(decodes, trees, logits, self.tokenizer, forced), computed, 0.0
+        assert self._device is not None
+        tokens, logprobs = self._device.wait()
+        computed = time.perf_counter()
+        walks = follow_rows(decodes, trees, tokens, logprobs, self.tokenizer) if decodes else []
+        return walks, computed, self._device.wait_seconds
+
+    def _do_bookkeeping(self) -> None:
+        if self._bookkeeping is not None:
+            bookkeeping, self._bookkeeping = self._bookkeeping, None
+            bookkeeping()
+
+    def _count(
+        self,
+        scheduled: ScheduledStep,
+        draft: Draft,
+        walks: list[Walk],
+        seconds: StepSeconds,
+        finished: float,
+        num_waiting: int,
+        is_usual: bool,
+    ) -> None:
+        """Statistics, timeline and cost of a step that ended at `finished`; of an unusual one no cost is learned."""
         num_primaries = scheduled.num_primaries
         num_run_ahead = len(scheduled.decodes) - num_primaries
         num_prefill = scheduled.num_prefill_tokens
@@ -324,45 +370,18 @@ class Engine:
                 self.stats.run_ahead_seconds += float(with_them - without)
             if cost.is_fixed:
                 self.stats.priced_seconds += cost.seconds(num_rows + num_prefill)
-        now = time.perf_counter()
         if self._rollout_started is None:
-            self._rollout_started = now - seconds.total
+            self._rollout_started = finished - seconds.total
         self._timeline.append(
             DecodeStep(
-                seconds=now - self._rollout_started,
+                seconds=finished - self._rollout_started,
                 num_primaries=num_primaries,
                 num_run_ahead=num_run_ahead,
-                num_waiting=self.scheduler.num_waiting,
+                num_waiting=num_waiting,
                 num_rows=num_rows,
                 num_prefill=num_prefill,
                 num_tokens=num_tokens,
             )
         )
-
-
-def default_num_pages(policy: Transformer, options: EngineOptions, max_sequence_tokens: int) -> int:
-    """Pages for all slots at full length (and one more each, for prompts), as far as `kv_memory_gib` goes.
-
-    Raises:
-        ValueError: That memory does not hold one sequence.
-    """
-    of_one = -(-max_sequence_tokens // options.page_size)
-    page_bytes = page_bytes_of(policy, options)
-    affordable = int(options.kv_memory_gib * 2**30) // page_bytes
-    if affordable < of_one:
-        raise ValueError(
-            f"rollout.kv_memory_gib ({options.kv_memory_gib}) holds {affordable} pages, but one sequence of "
-            f"{max_sequence_tokens} tokens needs {of_one}: at least {of_one * page_bytes / 2**30:.2f} GiB"
-        )
-    return min(affordable, options.slots * (of_one + 1))
-
-
-def page_bytes_of(policy: Transformer, options: EngineOptions) -> int:
-    """Memory of one page of the decoder's KV."""
-    return KVCache.bytes_per_page(
-        num_layers=policy.config.num_hidden_layers,
-        page_size=options.page_size,
-        num_kv_heads=policy.config.num_key_value_heads,
-        head_dim=policy.config.head_dim,
-        dtype=options.decode_dtype or policy.dtype,
-    )
+        if is_usual:
+            self.speculation.record(scheduled, draft, seconds.total)

@@ -14,10 +14,19 @@ class PagePool:
     """Free list and reference counts of `num_pages` pages."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        assert num_pages > 0
         assert page_size > 0
-        self.num_pages = num_pages
         self.page_size = page_size
+        self._set_pages(num_pages)
+
+    def resize(self, num_pages: int) -> None:
+        """Have so many pages from now on; none may be in use."""
+        assert self.num_used == 0
+        if num_pages != self.num_pages:
+            self._set_pages(num_pages)
+
+    def _set_pages(self, num_pages: int) -> None:
+        assert num_pages > 0
+        self.num_pages = num_pages
         self._num_references = np.zeros(num_pages, dtype=np.int64)
         self._free = list(range(num_pages - 1, -1, -1))
 

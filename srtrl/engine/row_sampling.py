@@ -46,7 +46,7 @@ class RowSampling:
         """[N]: whether top-k or top-p takes tokens away."""
         return (self.top_k > 0) | (self.top_p < 1)
 
-    def take(self, rows: Int64Array, depths: Int32Array | int = 0) -> "RowSampling":
+    def take(self, rows: Int64Array | Int32Array, depths: Int32Array | int = 0) -> "RowSampling":
         """Some of the rows, or rows `depths` below them in the draft tree."""
         return RowSampling(
             temperatures=self.temperatures[rows],

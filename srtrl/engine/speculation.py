@@ -15,7 +15,7 @@ from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.engine.budget import DraftBudget
-from srtrl.engine.runner import ROW_MULTIPLE, ModelRunner
+from srtrl.engine.runner import ModelRunner
 from srtrl.engine.scheduler import Scheduler
 from srtrl.engine.sequence import ScheduledStep, Sequence
 from srtrl.engine.step_cost import StepCost
@@ -52,17 +52,12 @@ class Speculation:
         draft_budget: Literal["auto"] | int,
         max_draft_nodes: int,
         run_ahead_max_slowdown: float,
-        cost_points: SequenceOf[tuple[int, float]] | None,
-        deterministic: bool,
+        cost: StepCost,
     ) -> None:
-        """See `EngineOptions` for the arguments."""
+        """See `EngineOptions` for the arguments; `cost` may still be unknown, `prepare` measures it then."""
         self.drafter = drafter
         self._vocab_size = vocab_size
-        self.cost = (
-            StepCost.from_points(cost_points)
-            if cost_points is not None
-            else StepCost.padded_to(ROW_MULTIPLE if deterministic else 1, MAX_ROWS)
-        )
+        self.cost = cost
         fixed = None if draft_budget == "auto" else draft_budget
         self.budget = DraftBudget(self.cost, fixed=fixed, most_nodes=max_draft_nodes)
         self._run_ahead_max_slowdown = run_ahead_max_slowdown

@@ -24,6 +24,8 @@ class StepSeconds:
     """Sampling, verification and stop checks."""
     commit: float
     """Moving accepted KV, telling the drafter, taking finished samples out."""
+    waited: float = 0.0
+    """Of `forward`: the host did nothing but wait for a CUDA device."""
 
     @property
     def total(self) -> float:
@@ -97,6 +99,7 @@ class EngineStats:
             forward=self.seconds.forward + seconds.forward,
             sample=self.seconds.sample + seconds.sample,
             commit=self.seconds.commit + seconds.commit,
+            waited=self.seconds.waited + seconds.waited,
         )
 
     def metrics(self) -> dict[str, float]:
@@ -121,6 +124,10 @@ class EngineStats:
             "engine/run_ahead_rows": self.num_run_ahead_rows,
             "engine/run_ahead_seconds": self.run_ahead_seconds,
         }
+        if self.seconds.waited:
+            host_seconds = self.seconds.total - self.seconds.waited
+            metrics["engine/host_seconds"] = host_seconds
+            metrics["engine/host_share"] = host_seconds / self.seconds.total
         if self.priced_seconds:
             metrics["engine/priced_seconds"] = self.priced_seconds
         for depth, (tries, accepted) in enumerate(zip(self.tries_by_depth, self.accepted_by_depth, strict=True), 1):

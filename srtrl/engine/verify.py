@@ -6,7 +6,8 @@ decoding whatever was drafted: a draft only decides how many of them one forward
 token, for which no node was needed; an empty tree gives just that.
 
 Three ways, one result: `walk_by_depth` is the definition; on a CPU `walk_on_cpu` does it in one kernel; on other
-devices `walk_all_rows` samples all rows at once, for a round trip at each depth would cost more.
+devices all rows are sampled at once, for a round trip at each depth would cost more, and the host walks along them
+(`follow_rows`; `walk_all_rows` is both).
 """
 
 import math
@@ -27,6 +28,9 @@ from srtrl.engine.tree_rows import node_depths, node_rows, root_rows
 from srtrl.engine.verify_kernel import follow_trees, walk_trees
 from srtrl.model.cpu_threads import WORK_PER_THREAD, use_kernel_threads
 from srtrl.types import FinishReason
+
+MANY = 16
+"""From so many walks on, which of them have ended is looked up for all at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +136,7 @@ def walk_on_cpu(step: Verification, rows: RowSampling) -> list[Walk]:
     assert not rows.is_filtered.any()
     trees = step.trees
     steps = _Steps.of(trees)
+    limits, end_tokens = _limits(step.sequences), _end_tokens(step.sequences)
     # At least one row a walk, and no thread without a walk.
     use_kernel_threads(len(trees) * min(WORK_PER_THREAD, 8 * step.logits.shape[1]))
     walk_trees(
@@ -142,15 +147,15 @@ def walk_on_cpu(step: Verification, rows: RowSampling) -> list[Walk]:
         rows.temperatures,
         rows.streams,
         rows.positions,
-        _limits(step.sequences),
-        _end_tokens(step.sequences),
+        limits,
+        end_tokens,
         step.upcoming(),
         steps.token_ids,
         steps.logprobs,
         steps.nodes,
         steps.counts,
     )
-    return steps.append_to(step)
+    return steps.append_to(step.sequences, trees, step.tokenizer, limits, end_tokens)
 
 
 def walk_all_rows(step: Verification, rows: RowSampling) -> list[Walk]:
@@ -161,21 +166,37 @@ def walk_all_rows(step: Verification, rows: RowSampling) -> list[Walk]:
     depths[node_rows(trees)] = node_depths(trees)
     forced = step.upcoming()[root_rows(trees)[owners] + depths]
     row_tokens, row_logprobs = rows.take(owners, depths).sample(step.logits, forced)
+    return follow_rows(step.sequences, trees, row_tokens, row_logprobs, step.tokenizer)
+
+
+def follow_rows(
+    sequences: SequenceOf[Sequence],
+    trees: DraftTrees,
+    row_tokens: npt.NDArray[np.int64],
+    row_logprobs: npt.NDArray[np.float32],
+    tokenizer: Tokenizer | None,
+) -> list[Walk]:
+    """Walk where all rows were sampled before; `row_tokens` and `row_logprobs` [rows] as `Verification.logits`.
+
+    Raises:
+        FloatingPointError: See `verify_trees`.
+    """
     steps = _Steps.of(trees)
+    limits, end_tokens = _limits(sequences), _end_tokens(sequences)
     follow_trees(
         row_tokens,
         row_logprobs,
         trees.token_ids,
         trees.parents,
         trees.offsets,
-        _limits(step.sequences),
-        _end_tokens(step.sequences),
+        limits,
+        end_tokens,
         steps.token_ids,
         steps.logprobs,
         steps.nodes,
         steps.counts,
     )
-    return steps.append_to(step)
+    return steps.append_to(sequences, trees, tokenizer, limits, end_tokens)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -199,27 +220,51 @@ class _Steps:
             counts=np.zeros(len(trees), np.int64),
         )
 
-    def append_to(self, step: Verification) -> list[Walk]:
+    def append_to(
+        self,
+        sequences: SequenceOf[Sequence],
+        trees: DraftTrees,
+        tokenizer: Tokenizer | None,
+        limits: npt.NDArray[np.int64],
+        end_tokens: npt.NDArray[np.int64],
+    ) -> list[Walk]:
         """Append the tokens to the sequences, up to where each ends.
 
         The kernels stop at end tokens and at the length limit, so that only stop strings need a look at each token.
         """
         walks = []
         token_ids, logprobs, nodes = self.token_ids.tolist(), self.logprobs.tolist(), self.nodes.tolist()
-        firsts = root_rows(step.trees)
-        for sequence, first, end in zip(step.sequences, firsts.tolist(), (firsts + self.counts).tolist(), strict=True):
+        firsts = root_rows(trees)
+        ends = firsts + self.counts
+        has_ended = self._have_ended(ends - 1, limits, end_tokens)
+        for sequence, first, end, ended in zip(sequences, firsts.tolist(), ends.tolist(), has_ended, strict=True):
             last = end - 1
-            if not sequence.request.sampling.stop_strings:
-                sequence.token_ids.extend(token_ids[first:last])
-                sequence.rollout_logprobs.extend(logprobs[first:last])
-                finish = _append(sequence, token_ids[last], logprobs[last], step.tokenizer)
-            else:
+            finish = None
+            if sequence.request.sampling.stop_strings:
                 for last in range(first, end):
-                    finish = _append(sequence, token_ids[last], logprobs[last], step.tokenizer)
+                    finish = _append(sequence, token_ids[last], logprobs[last], tokenizer)
                     if finish is not None:
                         break
+            elif ended:
+                sequence.token_ids.extend(token_ids[first:last])
+                sequence.rollout_logprobs.extend(logprobs[first:last])
+                finish = _append(sequence, token_ids[last], logprobs[last], tokenizer)
+            else:
+                sequence.token_ids.extend(token_ids[first:end])
+                sequence.rollout_logprobs.extend(logprobs[first:end])
             walks.append(Walk(sequence, nodes[first:last], finish))
         return walks
+
+    def _have_ended(
+        self, lasts: npt.NDArray[np.int64], limits: npt.NDArray[np.int64], end_tokens: npt.NDArray[np.int64]
+    ) -> list[bool]:
+        """[B], whether a walk's last token (of the row `lasts`) ends its sample or is broken; stop strings aside."""
+        if len(lasts) < MANY:
+            return [True] * len(lasts)  # to look at each one is faster
+        ended = (self.counts == limits) | (end_tokens == self.token_ids[lasts][:, None]).any(axis=1)
+        ended |= ~np.isfinite(self.logprobs[lasts])
+        known: list[bool] = ended.tolist()
+        return known
 
 
 def _append(sequence: Sequence, token: int, logprob: float, tokenizer: Tokenizer | None) -> FinishReason | None:
@@ -237,7 +282,8 @@ def _append(sequence: Sequence, token: int, logprob: float, tokenizer: Tokenizer
 
 def _limits(sequences: SequenceOf[Sequence]) -> npt.NDArray[np.int64]:
     """[B], tokens that each sample may still have."""
-    return np.array([sequence.num_remaining for sequence in sequences], np.int64)
+    # `num_remaining` without the calls: this is every step's work.
+    return np.array([s.request.sampling.max_new_tokens - len(s.rollout_logprobs) for s in sequences], np.int64)
 
 
 def _end_tokens(sequences: SequenceOf[Sequence]) -> npt.NDArray[np.int64]:

@@ -1,0 +1,40 @@
+"""How an engine decodes: what it holds, what it drafts, what it promises."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from srtrl.engine.admission import Admission
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EngineOptions:
+    """See `RolloutSection` of the recipe for the meaning of the fields of the same name."""
+
+    slots: int = 64
+    page_size: int = 16
+    num_pages: int | None = None
+    kv_memory_gib: float | Literal["auto"] = "auto"
+    kv_memory_share: float = 0.5
+    kv_reserved_bytes: int = 0
+    """Memory of the device that the update will take beside what it has already; for `kv_memory_gib` auto."""
+    kv_across_update: Literal["keep", "release"] = "keep"
+    cuda_graphs: bool = True
+    prefill_chunk_tokens: int = 512
+    deterministic: bool | None = None
+    """None: on a CPU, where it is nearly free."""
+    decode_dtype: torch.dtype | None = None
+    """None: the policy's own type and tensors."""
+    max_sequence_tokens: int | None = None
+    """Longest prompt and response together; by default what the model was made for."""
+    draft_budget: Literal["auto"] | int = "auto"
+    max_draft_nodes: int = 128
+    """Most draft nodes of one sequence in one step."""
+    admission: Admission = "breadth_first"
+    long_first: bool = True
+    run_ahead_max_slowdown: float = 0.03
+    cost_points: tuple[tuple[int, float], ...] | None = None
+    """(rows, seconds) of a decode step on another machine, to budget and price steps by; None: what is measured."""
+    as_on_cuda: bool | None = None
+    """Decode by `DeviceRunner`; None: on a CUDA device. True on a CPU needs Triton's interpreter, and is for tests."""
