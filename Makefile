@@ -2,13 +2,16 @@
 PYTHON ?= python3
 RECIPE ?= recipes/quickstart.yaml
 ARGS ?=
+# Of bench-gpu: recorded rollouts and the tokenizer of their texts, where they are at hand.
+TRACE ?= $(firstword $(wildcard ../shared/data/rollouts/qwen_math_cot_100x8.jsonl))
+TOKENIZER ?= $(firstword $(wildcard ../shared/data/tokenizers/qwen2.5))
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup quickstart train test test-slow check bench clean
+.PHONY: help setup quickstart train test test-slow check bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -43,6 +46,11 @@ check: $(STAMP) ## Lint, formatting and types
 
 bench: $(STAMP) ## Measure the decoder
 	$(BIN)/srtrl bench rollout $(ARGS)
+
+bench-gpu: $(STAMP) ## Check and measure the CUDA path on one GPU, in 9 minutes (without one: ARGS=--smoke)
+	@mkdir -p runs
+	$(BIN)/srtrl bench gpu --json runs/bench-gpu.json $(if $(filter --smoke,$(ARGS)),,--write-docs docs/benchmarks.md) \
+	  $(if $(TRACE),--trace $(TRACE) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))) $(ARGS)
 
 clean: ## Remove caches and build output (not runs)
 	rm -rf $(STAMP) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

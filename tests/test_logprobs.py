@@ -1,5 +1,6 @@
 """The chunked log-probs against the plain reference: values, gradients, memory and types."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from srtrl.model import logprobs as logprobs_module
-from srtrl.model.logprobs import token_logprobs, token_logprobs_reference
+from srtrl.model.logprobs import (
+    MAX_CHUNK_BYTES,
+    MAX_CHUNK_TOKENS,
+    chunk_tokens,
+    token_logprobs,
+    token_logprobs_reference,
+)
 
 R, V, D = 37, 53, 11
 
@@ -117,6 +124,51 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPa
         (logprobs + entropy).sum().backward()  # type: ignore[no-untyped-call]
     assert largest.num_elements == max(num_tokens * D, chunk_size * V, V * D)
     assert largest.num_elements < num_tokens * V
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The most bytes that the results of operators held at one time, each storage counted once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tensors: list[weakref.ref[Tensor]] = []
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        values = result if isinstance(result, tuple | list) else (result,)
+        self.tensors += [weakref.ref(value) for value in values if isinstance(value, Tensor)]
+        live = [tensor for tensor in (reference() for reference in self.tensors) if tensor is not None]
+        self.tensors = [weakref.ref(tensor) for tensor in live]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in live}
+        self.peak = max(self.peak, sum(storages.values()))
+        return result
+
+
+@pytest.mark.parametrize("kinds", ["logprobs", "logprobs and entropy"])
+def test_two_chunks_of_logits_are_the_most_that_is_held(kinds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs_module, "MAX_SAVED_ELEMENTS", 0)
+    num_tokens, chunk_size, vocab_size = 300, 32, 4096
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, 2, generator=generator).requires_grad_()
+    weight = torch.randn(vocab_size, 2, generator=generator).requires_grad_()
+    target_ids = torch.randint(vocab_size, (num_tokens,), generator=generator)
+    with LiveBytes() as live:
+        outputs = token_logprobs(hidden, weight, target_ids, temperature=0.7, chunk_size=chunk_size)
+        total = sum(
+            output.sum() for name, output in zip(("logprobs", "entropy"), outputs, strict=True) if name in kinds
+        )
+        assert isinstance(total, Tensor)
+        total.backward()  # type: ignore[no-untyped-call]
+    chunk, rest = 4 * chunk_size * vocab_size, 4 * (4 * weight.numel() + 4 * hidden.numel() + 20 * num_tokens)
+    assert 2 * chunk <= live.peak < 2 * chunk + rest < 3 * chunk
+
+
+def test_chunks_are_bounded_by_rows_and_by_bytes() -> None:
+    assert chunk_tokens(19) == chunk_tokens(131_072) == MAX_CHUNK_TOKENS
+    assert chunk_tokens(151_936) == 832
+    assert 4 * 151_936 * 832 <= MAX_CHUNK_BYTES < 4 * 151_936 * (832 + 64)
+    assert chunk_tokens(10**9) == 64, "a chunk holds a tile of rows whatever the vocabulary"
 
 
 def test_distributions_beyond_the_limit_are_not_kept() -> None:

@@ -78,7 +78,9 @@ def compare(
     metrics: dict[str, list[Mapping[str, float]]] = {contender.name: [] for contender in contenders}
     assert len(seconds) == len(contenders)
     turn, num_runs, started = 0, plan.repeats, 0.0
-    while turn <= num_runs:
+    latest = 0.0  # seconds of the latest turn
+    while turn <= num_runs and (turn < 2 or time.perf_counter() + latest < plan.until):
+        turn_started = time.perf_counter()
         runs = run_all(contenders if turn % 2 == 0 else contenders[::-1], workload)
         for name, seconds_of_one in seconds.items():
             run = runs[name]
@@ -92,6 +94,7 @@ def compare(
         elif turn == plan.repeats:
             num_runs = plan.num_runs([seconds], time.perf_counter() - started)
         turn += 1
+        latest = time.perf_counter() - turn_started
     return Comparison(
         lengths=workload.lengths,
         num_sequences=len(workload.requests),

@@ -25,11 +25,15 @@ class Contender(Protocol):
 class OurDecoder:
     """The engine. It lives as long as a trainer's: made once for a workload, outside the time that counts."""
 
-    def __init__(self, name: str, model: Transformer, options: EngineOptions) -> None:
-        """Decode with `model` under `options`; `slots` 0 stands for as many as a workload has sequences."""
+    def __init__(self, name: str, model: Transformer, options: EngineOptions, *, keeps_engine: bool = False) -> None:
+        """Decode with `model` under `options`; `slots` 0 stands for as many as a workload has sequences.
+
+        With `keeps_engine` one engine, made for these options as they are, decodes all workloads.
+        """
         self.name = name
         self._model = model
         self._options = options
+        self._keeps_engine = keeps_engine
         self.engine: Engine | None = None
         """Made for the latest workload."""
         self._workload: Workload | None = None
@@ -63,7 +67,9 @@ class OurDecoder:
             assert len(completion.token_ids) == completion.request.sampling.max_new_tokens
 
     def _engine_for(self, workload: Workload) -> Engine:
-        if self.engine is None or self._workload is not workload:
+        if self._keeps_engine:
+            self.engine = self.engine or Engine(self._model, self._options)
+        elif self.engine is None or self._workload is not workload:
             self.engine = None  # the old cache is freed before the new one is made
             options = replace(
                 self._options,

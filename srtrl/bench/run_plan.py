@@ -16,6 +16,8 @@ class RunPlan:
     """Half-width that the 95% intervals of the ratios shall have, as a share of the ratio."""
     max_seconds: float = float("inf")
     """With `precision`: no more runs than take about so long together."""
+    until: float = float("inf")
+    """`time.perf_counter()` at which the runs should be over: none begins that would take longer. The first counts."""
 
     @property
     def num_pilot(self) -> int | None:

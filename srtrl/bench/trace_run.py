@@ -38,21 +38,24 @@ class TracedDecoder(OurDecoder):
         *,
         make_drafter: Callable[[], DrafterBase],
         trace: Trace,
+        keeps_engine: bool = False,
     ) -> None:
-        super().__init__(name, model, options)
+        """Decode with `model` under `options` what `trace` says; for the others see `OurDecoder`."""
+        super().__init__(name, model, options, keeps_engine=keeps_engine)
         self._make_drafter = make_drafter
-        self._trace = trace
+        self.trace = trace
+        """The requests of the next workload must be among its own."""
 
     def prepare(self, engine: Engine, workload: Workload) -> None:
         """A new drafter that has seen the history and nothing else."""
         engine.speculation.use(self._make_drafter())
-        feed_history(engine.drafter, self._trace, workload.requests)
-        engine.trace = {request.stream: self._trace.responses[request.stream] for request in workload.requests}
+        feed_history(engine.drafter, self.trace, workload.requests)
+        engine.trace = {request.stream: self.trace.responses[request.stream] for request in workload.requests}
 
     def check(self, completions: Sequence[Completion]) -> None:
         """Assert that each completion is the recorded one, token for token."""
         for completion in completions:
-            expected = self._trace.responses[completion.request.stream].tolist()
+            expected = self.trace.responses[completion.request.stream].tolist()
             assert completion.token_ids == expected, f"{self.name} did not sample the trace"
 
 

@@ -26,7 +26,7 @@ from srtrl.trainer.training import open_trainer
 
 ROLLOUT, STEP = "time/rollout", "time/step"
 TOKENS, PER_DECODE_STEP = "engine/tokens", ("engine/tokens_per_decode_step", "engine/verified_per_decode_step")
-TIMING = ("engine/", "time/")
+TIMING = ("engine/", "memory/", "time/")
 """Metrics that may differ between runs that learn the same."""
 _QUIET = (
     *("eval.before_and_after=false", "eval.every_steps=null", "log.trackers=[]", "log.save_rollouts=false"),
