@@ -18,6 +18,8 @@ WASTE = 0.002
 WORTH_ASKING = 0.06
 """Least gain for which to go on asking. With 0, quickstart's first epoch was 8% slower: the estimates promised a gain
 that the clock did not show (docs/LOG.md)."""
+CLEAR_LOSS = -0.1
+"""With such a gain drafts are asked for the sooner the more seldom."""
 FIRST_GAIN = 0.05
 GAIN_STEP, GAIN_STEP_WHEN_RARE = 0.1, 0.5
 OTHER_SHARE = 0.2
@@ -35,7 +37,12 @@ class Asking:
         self._waited = np.zeros(NUM_CLASSES, np.int64)
         """Steps since the last ask."""
         self._draft_seconds = np.zeros(NUM_CLASSES)
-        """Time that drafting takes; 0 where it is not known."""
+        """Time that drafting takes from step to step; 0 where it is not known."""
+        self._catch_up_seconds = np.zeros(NUM_CLASSES)
+        """Time of the first ask after a pause, with all that was decoded meanwhile; 0 where it is not known."""
+        self._asked_before = False
+        """Whether the last step asked, so that the drafter is up to date."""
+        self._asks_now = False
         self._known_share: float | None = None
 
     def begin_rollout(self, known_share: float) -> None:
@@ -49,14 +56,21 @@ class Asking:
             self._gains = np.maximum(self._gains, FIRST_GAIN)
 
     def is_due(self, num_sequences: int) -> bool:
-        """Whether to ask in the coming step; called once a step."""
+        """Whether to ask in the coming step; called once a step.
+
+        The first ask after a pause does not show what asking costs, for the drafter has to catch up. A second follows.
+        """
         size = _class_of(num_sequences)
         self._waited[size] += 1
-        return bool(self._waited[size] >= self._intervals[size])
+        is_second = self._asks_now and not self._asked_before
+        self._asked_before, self._asks_now = self._asks_now, False
+        return bool(is_second or self._waited[size] >= self._intervals[size])
 
     def asked(self, num_sequences: int) -> None:
         """Drafts are asked for in this step."""
-        self._waited[_class_of(num_sequences)] = 0
+        self._asks_now = True
+        if self._asked_before:
+            self._waited[_class_of(num_sequences)] = 0
 
     def gain(self, num_sequences: int) -> float:
         """What asking has brought with so many sequences, as a share of the tokens per second without."""
@@ -64,9 +78,11 @@ class Asking:
 
     def record_seconds(self, num_sequences: int, draft_seconds: float) -> None:
         """Learn what drafting took: proposing, choosing and learning, in one step."""
+        seconds = self._draft_seconds if self._asked_before else self._catch_up_seconds
         size = _class_of(num_sequences)
-        known = self._draft_seconds[size] or draft_seconds
-        self._draft_seconds[size] = known + 0.2 * (min(draft_seconds, 3 * known) - known)
+        known = seconds[size] or draft_seconds
+        # Down at once, up slowly: a kernel that had to be compiled first, or a busy machine, is soon forgotten.
+        seconds[size] = min(draft_seconds, known + 0.2 * (min(draft_seconds, 3 * known) - known))
 
     def learn(self, num_sequences: int, more_tokens: float, plain: float, drafted: float) -> None:
         """Follow what asking brings, drafting time included, and set how often to ask.
@@ -77,6 +93,8 @@ class Asking:
             plain: Seconds of the step without drafts.
             drafted: Seconds of the step with the chosen ones, drafting not included.
         """
+        if not self._asked_before:
+            return
         size = _class_of(num_sequences)
         draft_seconds = self._draft_seconds[size]
         gain = (1 + more_tokens) * plain / (drafted + draft_seconds) - 1
@@ -85,8 +103,10 @@ class Asking:
         if self._gains[size] > WORTH_ASKING:
             self._intervals[size] = max(1, self._intervals[size] // 4)
         else:
-            longest = int(min(max(draft_seconds / plain / WASTE, 1), MAX_INTERVAL))
-            self._intervals[size] = min(2 * self._intervals[size], longest)
+            wasted = draft_seconds + self._catch_up_seconds[size]
+            longest = int(min(max(wasted / plain / WASTE, 1), MAX_INTERVAL))
+            rarer = 4 if self._gains[size] < CLEAR_LOSS else 2
+            self._intervals[size] = min(rarer * self._intervals[size], longest)
 
 
 def _class_of(num_sequences: int) -> int:
