@@ -1,5 +1,6 @@
 """`model.compile`: the same numbers, one graph for every number of tokens and all layers, and never in the decoder."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from update_cases import RecordingSGD, fresh_accelerator, make_policy, make_reci
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import CompiledLayers, Transformer
 from srtrl.trainer import build
+from srtrl.trainer.progress import RunProgress
 from srtrl.trainer.sequence_logprobs import compute_logprobs
+from srtrl.trainer.training import run_training
 
 
 @pytest.fixture(autouse=True)
@@ -152,3 +155,24 @@ def test_the_option_reaches_policy_reference_and_critic(compiled: bool, tmp_path
     assert reference is not None
     models = (policy, reference, critic.model.body)
     assert [model.compiled_layers is not None for model in models] == [compiled] * 3
+
+
+def test_a_run_without_a_cpp_compiler_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    recipe = tiny_run.make_recipe(tmp_path / "no policy", tmp_path, model__compile=True)
+    with (
+        torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",)}),
+        pytest.raises(
+            ValueError, match=r"model\.compile: true needs a C\+\+ compiler.*/no/such/compiler.*install g\+\+"
+        ),
+    ):
+        run_training(recipe, progress=RunProgress("test", 1))
+    assert not (tmp_path / "run").exists()
+    build.check_compiler(recipe.model_copy(update={"model": recipe.model.model_copy(update={"compile": False})}))
+
+
+def test_on_cuda_triton_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tiny_run.make_recipe(tmp_path / "no policy", tmp_path, model__compile=True)
+    monkeypatch.setattr(build, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ValueError, match=r"model\.compile: true needs Triton on CUDA"):
+        build.check_compiler(recipe)

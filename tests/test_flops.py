@@ -1,6 +1,5 @@
 """The update's work: operations counted by torch against the formula, and the speeds that are logged from it."""
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +9,7 @@ from update_cases import make_policy, make_recipe, make_sequences
 from srtrl.model.attention import PackedPlan
 from srtrl.model.flops import model_flops
 from srtrl.model.logprobs import token_logprobs_reference
+from srtrl.trainer.out_of_memory import PeakMemory
 from srtrl.trainer.step_metrics import memory_metrics, time_metrics, update_flops
 
 LENGTHS = [5, 1, 8]
@@ -78,13 +78,14 @@ def test_speeds_are_logged_where_there_was_an_update() -> None:
 
 
 def test_peak_memory_is_logged_since_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    peaks = [3 * 2**30, 2**29]
-    forgotten: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peaks[len(forgotten)])
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", forgotten.append)
-    assert memory_metrics(torch.device("cpu")) == {}
-    device = torch.device("cuda")
-    np.testing.assert_equal(
-        [memory_metrics(device) for _ in peaks], [{"memory/peak_gib": 3.0}, {"memory/peak_gib": 0.5}]
-    )
-    assert forgotten == [device, device]
+    """Also that of a stage before the last one."""
+    gib = 2**30
+    peaks = iter([3 * gib, 2 * gib, gib, 0])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: next(peaks))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    memory = PeakMemory(torch.device("cuda"))
+    memory.begin_stage()
+    memory.begin_stage()
+    assert memory_metrics(memory) == {"memory/peak_gib": 3.0}
+    assert memory_metrics(memory) == {"memory/peak_gib": 0.0}
+    assert memory_metrics(PeakMemory(torch.device("cpu"))) == {}

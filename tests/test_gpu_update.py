@@ -19,7 +19,7 @@ from srtrl.model.transformer import CompiledLayers, Transformer
 from srtrl.model.varlen_attention import VarlenKernel, choose_kernel
 from srtrl.model.weights import init_model
 from srtrl.trainer.optimizer import build_optimizer, gradient_holders
-from srtrl.trainer.out_of_memory import UpdateMemoryError, explain_out_of_memory
+from srtrl.trainer.out_of_memory import PeakMemory, UpdateMemoryError, explain_out_of_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +41,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 def test_the_kernel_is_used_on_this_device() -> None:
     """Else the reason is in the failure."""
-    assert isinstance(choose_kernel(CUDA, torch.bfloat16, 128), VarlenKernel)
+    assert isinstance(choose_kernel(CUDA, torch.bfloat16, num_heads=12, num_kv_heads=2, head_dim=128), VarlenKernel)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -177,7 +177,9 @@ def test_an_update_that_does_not_fit_says_what_helps() -> None:
 
     with (
         pytest.raises(UpdateMemoryError, match=r"(?s)step 1, update: .*Tried to allocate.*What helps:") as caught,
-        explain_out_of_memory("step 1, update", make_recipe(), policy.device, lambda: {"the policy": 2**20}),
+        explain_out_of_memory(
+            "step 1, update", make_recipe(), PeakMemory(policy.device), lambda: {"the policy": 2**20}
+        ),
     ):
         too_much()
     assert "gradients, activations and logits" in str(caught.value)

@@ -1,5 +1,7 @@
 """Training of a bfloat16 model: float32 masters, moments and gradient sums, against a plain loop; resume to the bit."""
 
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -176,6 +178,52 @@ def test_the_gradient_sum_of_micro_batches_is_float32(accelerator: Accelerator) 
     assert float(master.grad) == 260.0
 
 
+def backward(model: nn.Linear) -> None:
+    (model.weight * 2).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def test_optimizer_and_masters_are_freed_before_the_model() -> None:
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    optimizer = optimizer_of(model)
+    backward(model)
+    assert model.weight.grad is None
+    (master,) = gradient_holders(model, optimizer)
+    left: list[weakref.ref[Any]] = [weakref.ref(optimizer), weakref.ref(master)]
+    del optimizer, master
+    gc.collect()
+    assert [one() for one in left] == [None, None]
+    assert not model.weight._post_accumulate_grad_hooks
+    backward(model)
+    assert model.weight.grad is not None, "nobody takes it any more"
+
+
+def test_model_and_optimizer_are_freed_together() -> None:
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    optimizer = optimizer_of(model)
+    (master,) = gradient_holders(model, optimizer)
+    left: list[weakref.ref[Any]] = [weakref.ref(optimizer), weakref.ref(master), weakref.ref(model.weight)]
+    del model, optimizer, master
+    gc.collect()
+    assert [one() for one in left] == [None] * 3
+
+
+def test_a_second_optimizer_is_refused_while_the_first_lives() -> None:
+    """Its hooks would come after the first one's, which leave no gradient."""
+    model = nn.Linear(3, 2, dtype=torch.bfloat16)
+    first = optimizer_of(model)
+    with pytest.raises(ValueError, match="another optimizer with master weights takes the gradients"):
+        optimizer_of(model)
+    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    assert all(one.grad is not None for one in gradient_holders(model, first)), "the first one goes on"
+    del first
+    gc.collect()
+    second = optimizer_of(model)
+    before = [parameter.detach().clone() for parameter in second.masters]
+    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    second.step()
+    assert not any(map(torch.equal, second.masters, before))
+
+
 def test_a_critics_wide_head_is_its_own_master(accelerator: Accelerator) -> None:
     model = make_value_model(dtype=torch.bfloat16)
     optimizer = optimizer_of(model)
@@ -289,7 +337,7 @@ def test_a_state_without_masters_is_refused_with_its_file(tiny: Path, tmp_path: 
     state = torch.load(folder / "optimizer.pt", weights_only=True)
     masters = state.pop("masters")
     torch.save(state, folder / "optimizer.pt")
-    message = r"optimizer\.pt: this optimizer state holds no float32 master weights.*name=OTHER model\.path="
+    message = r"optimizer\.pt: .* holds no float32 master weights: .* written before srtrl.*name=OTHER model\.path="
     with pytest.raises(ValueError, match=message):
         load_training_state(folder, run.optimizer)
     torch.save({**state, "masters": masters[:-1]}, folder / "optimizer.pt")

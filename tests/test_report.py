@@ -15,6 +15,7 @@ import pytest
 
 from srtrl.engine.timeline import DecodeStep
 from srtrl.metrics import MetricLog
+from srtrl.report import charts
 from srtrl.report.page import write_report
 from srtrl.report.run_data import Sample, StepRollouts, choose_samples
 from srtrl.report.speculation_charts import early_and_late, epoch_starts, timeline_columns
@@ -87,6 +88,8 @@ def step_metrics(step: int, noise: random.Random) -> dict[str, float]:
         "time/checkpoint": 0.02,
         "time/step": 2.1,
         "time/tokens_per_second": 900.0 + noise.gauss(0, 30),
+        "time/update_tokens_per_second": 15_000.0,
+        "time/update_mfu": 0.4,
         "tokens/prompt": 200,
         "tokens/response": 700,
         "groups/kept": 8,
@@ -317,3 +320,17 @@ def test_samples_shown_are_right_and_wrong_ones_of_different_prompts() -> None:
     assert shown(sample("a", "wrong"), sample("a", "timeout")) == [("a", "wrong"), ("a", "timeout")]
     assert shown(sample("a", "correct")) == [("a", "correct")]
     assert shown() == []
+
+
+def test_only_seconds_are_stacked_as_the_seconds_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    stacks: list[dict[str, Any]] = []
+
+    def record(_: object, __: object, parts: list[tuple[str, str, Any]]) -> None:
+        stacks.append({name: values for name, _, values in parts})
+
+    monkeypatch.setattr(charts, "draw_stack", record)
+    rows = [{"step": step, **step_metrics(step, random.Random(0))} for step in (1, 2)]
+    assert charts._draw_stage_times(rows) is not None
+    (parts,) = stacks
+    assert set(parts) == {"rollout", "grading", "update", "checkpoint"}
+    assert sum(parts.values()).tolist() == pytest.approx([2.17, 2.17], abs=0.11)

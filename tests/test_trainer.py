@@ -35,9 +35,12 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
-    """A whole run of two steps, with TensorBoard."""
+    """A whole run of two steps, with TensorBoard and all speeds; a checkpoint after each, so that one is in a row."""
+    changes: dict[str, Any] = {"train__checkpoint_every": 1, "train__keep_checkpoints": 1, "train__peak_tflops": 1.0}
     return train(
-        make_recipe(policy, tmp_path_factory.mktemp("runs"), train__num_steps=2, log__trackers=["tensorboard"])
+        make_recipe(
+            policy, tmp_path_factory.mktemp("runs"), train__num_steps=2, log__trackers=["tensorboard"], **changes
+        )
     )
 
 
@@ -110,6 +113,10 @@ def test_run_folder_and_summary(run: TrainingResult) -> None:
     assert summary["before"]["accuracy"] == rows[0]["eval/accuracy"]
     assert (summary["after"]["step"], summary["after"]["num_problems"]) == (2, 6)
     assert summary["seconds"]["update"] == pytest.approx(sum(row.get("time/update", 0) for row in rows))
+    assert {"time/update_tokens_per_second", "time/update_mfu", "time/checkpoint"} <= rows[2].keys()
+    assert sum(summary["seconds"].values()) == pytest.approx(
+        rows[0]["time/eval"] + sum(row["time/step"] for row in rows[1:])
+    )
     assert summary["num_response_tokens"] == sum(row["tokens/response"] for row in rows[1:])
     assert list((run.folder / "tensorboard").rglob("events.out.tfevents.*"))
     output = io.StringIO()

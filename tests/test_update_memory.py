@@ -1,5 +1,6 @@
 """An update that runs out of memory: nothing half done, and a message that says what was in use and what helps."""
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,14 @@ from srtrl.model import transformer
 from srtrl.recipe import Recipe
 from srtrl.trainer import run_folder, training
 from srtrl.trainer.optimizer import build_optimizer, gradient_holders
-from srtrl.trainer.out_of_memory import UpdateMemoryError, explain_out_of_memory, optimizer_bytes, tensor_bytes
+from srtrl.trainer.out_of_memory import (
+    KV_CACHE,
+    PeakMemory,
+    UpdateMemoryError,
+    explain_out_of_memory,
+    optimizer_bytes,
+    tensor_bytes,
+)
 from srtrl.trainer.progress import RunProgress
 from srtrl.trainer.training import TrainingStoppedError, run_training
 
@@ -24,7 +32,7 @@ TORCHS_WORDS = (
     "free. Of the allocated memory 70.00 GiB is allocated by PyTorch. If reserved but unallocated memory is large try "
     "setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
 )
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture
@@ -95,7 +103,7 @@ def test_a_step_allocates_nothing_of_its_own() -> None:
 def message(recipe: Recipe, holders: Mapping[str, int]) -> str:
     with (
         pytest.raises(UpdateMemoryError) as caught,
-        explain_out_of_memory("step 3, update", recipe, CPU, lambda: holders),
+        explain_out_of_memory("step 3, update", recipe, PeakMemory(CPU), lambda: holders),
     ):
         raise torch.OutOfMemoryError(TORCHS_WORDS)
     return str(caught.value)
@@ -109,7 +117,7 @@ def test_the_message_says_what_was_in_use_and_what_helps() -> None:
     assert "train.micro_batch_tokens=500 (now 1000; at least 16, the longest sequence)" in text
     assert "model.gradient_checkpointing=true" in text
     assert "rollout.kv_across_update=release" in text
-    assert "model.dtype=bfloat16" in text
+    assert "model.dtype=bfloat16, in a run of its own: half the activations, and no cast copies of the weights" in text
 
 
 def test_nothing_is_advised_that_is_so_already() -> None:
@@ -125,7 +133,7 @@ def test_nothing_is_advised_that_is_so_already() -> None:
 
 
 def test_other_errors_pass() -> None:
-    with pytest.raises(ValueError, match="mine"), explain_out_of_memory("step 3", make_recipe(), CPU, dict):
+    with pytest.raises(ValueError, match="mine"), explain_out_of_memory("step 3", make_recipe(), PeakMemory(CPU), dict):
         raise ValueError("mine")
 
 
@@ -180,6 +188,36 @@ def test_a_run_stops_with_a_whole_checkpoint_and_goes_on_from_it(
         assert "time/update_mfu" not in row
 
 
+def test_what_an_earlier_stage_held_does_not_count_as_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that were given back before the update, for instance."""
+    peak = 64 * 2**30  # of the rollouts
+
+    def forget(_: torch.device) -> None:
+        nonlocal peak
+        peak = 8 * 2**30  # what is allocated now
+
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", forget)
+    memory = PeakMemory(CUDA)
+    with (
+        pytest.raises(UpdateMemoryError, match=r"at most 3\.00 GiB of gradients, activations and logits"),
+        explain_out_of_memory("step 3", make_recipe(), memory, lambda: {"the policy": 5 * 2**30}),
+    ):
+        raise torch.OutOfMemoryError(TORCHS_WORDS)
+    assert memory.take() == 64 * 2**30, "the step's peak is still that of all its stages"
+
+
+@pytest.mark.parametrize("budget", [16, 1000])
+def test_each_option_advised_is_free_in_a_resumed_run_or_named_as_one_that_is_not(budget: int, tmp_path: Path) -> None:
+    text = message(make_recipe(train__micro_batch_tokens=budget), {KV_CACHE: 1})
+    (tmp_path / "step_000001").mkdir()
+    for line in text.partition("What helps:\n")[2].splitlines():
+        for option in re.findall(r"^  (\w+\.\w+)|or (\w+\.\w+) lower", line):
+            name = "".join(option)
+            is_free = name in run_folder.FREE_KEYS_ON_CUDA
+            assert is_free != (name in training._how_to_fit(tmp_path)), name
+
+
 def test_a_run_without_a_checkpoint_begins_again(tmp_path: Path) -> None:
     assert "start again with --overwrite" in training._how_to_fit(tmp_path)
 
@@ -193,3 +231,22 @@ def test_a_run_on_cuda_may_go_on_with_a_smaller_micro_batch(tmp_path: Path, monk
         run_folder.check_run_folder(smaller, resume=True, overwrite=False)
     monkeypatch.setattr(run_folder, "choose_device", lambda _: torch.device("cuda"))
     run_folder.check_run_folder(smaller, resume=True, overwrite=False)
+
+
+@pytest.mark.parametrize(("before", "after", "fits"), [(4.0, "auto", True), ("auto", 4.0, True), (3.0, "auto", False)])
+def test_auto_pages_are_those_of_the_old_default_on_a_cpu(
+    before: float | str, after: float | str, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run begun before `auto` goes on, though not deterministic."""
+    first, later = (
+        tiny_run.make_recipe(tmp_path / "policy", tmp_path, rollout__kv_memory_gib=size, rollout__deterministic=False)
+        for size in (before, after)
+    )
+    with run_folder.open_run_folder(first):
+        pass
+    if fits:
+        run_folder.check_run_folder(later, resume=True, overwrite=False)
+        monkeypatch.setattr(run_folder, "choose_device", lambda _: CUDA)
+        monkeypatch.setattr(run_folder, "FREE_KEYS_ON_CUDA", ())
+    with pytest.raises(ValueError, match=r"rollout\.kv_memory_gib: the run has"):
+        run_folder.check_run_folder(later, resume=True, overwrite=False)

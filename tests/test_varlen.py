@@ -4,6 +4,8 @@ A stand-in with the kernel's signature runs on the CPU; `test_gpu_update.py` run
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,13 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from update_cases import make_policy
 
 from srtrl.model import attention, varlen_attention
 from srtrl.model.attention import PackedPlan, packed_attention_reference
 from srtrl.model.transformer import Transformer
 from srtrl.model.varlen_attention import VarlenKernel, choose_kernel, find_fault, probe_kernel
-from srtrl.trainer.training import attention_note
+from srtrl.trainer.build import attention_note
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -73,7 +76,7 @@ KERNELS = [varlen_attn, varlen_attn_2_11]
 
 
 def use(kernel: VarlenKernel | str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "choose_kernel", lambda *_: kernel)
+    monkeypatch.setattr(attention, "choose_kernel", lambda *_, **__: kernel)
 
 
 def random_heads(lengths: list[int], counts: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
@@ -149,7 +152,7 @@ def test_a_model_has_the_same_outputs_and_gradients_either_way(mixed: bool, monk
 @pytest.fixture
 def _probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device on which the kernel runs."""
-    monkeypatch.setattr(varlen_attention, "probe_kernel", lambda _: VarlenKernel.of(varlen_attn))
+    monkeypatch.setattr(varlen_attention, "probe_kernel", lambda *_: VarlenKernel.of(varlen_attn))
 
 
 @pytest.mark.usefixtures("_probed")
@@ -167,7 +170,7 @@ def _probed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_kernel_is_chosen_where_it_runs_and_a_reason_is_given_elsewhere(
     device: torch.device, dtype: torch.dtype, head_dim: int, reason: str | None
 ) -> None:
-    found = choose_kernel(device, dtype, head_dim)
+    found = choose_kernel(device, dtype, num_heads=4, num_kv_heads=2, head_dim=head_dim)
     if reason is None:
         assert isinstance(found, VarlenKernel)
     else:
@@ -177,9 +180,10 @@ def test_the_kernel_is_chosen_where_it_runs_and_a_reason_is_given_elsewhere(
 
 @pytest.mark.usefixtures("_probed")
 def test_a_run_says_why_its_attention_is_slow() -> None:
-    assert attention_note(CPU, torch.float32, 64) is None, "there is no other on a CPU"
-    assert attention_note(CUDA, torch.bfloat16, 64) is None
-    note = attention_note(CUDA, torch.float32, 64)
+    config = replace(make_policy().config, head_dim=64)
+    assert attention_note(config, CPU, torch.float32) is None, "there is no other on a CPU"
+    assert attention_note(config, CUDA, torch.bfloat16) is None
+    note = attention_note(config, CUDA, torch.float32)
     assert note == (
         "the update's attention pads its sequences: keys and values are torch.float32, and the kernel takes bfloat16 "
         "and float16"
@@ -193,11 +197,65 @@ def test_the_installed_torch_has_the_function_with_a_known_signature() -> None:
     assert kernel.has_gqa or torch.__version__.startswith("2.11")
 
 
+SHAPE = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+
+
+def fault_of(kernel: VarlenKernel) -> str | None:
+    return find_fault(kernel, CPU, torch.bfloat16, **SHAPE)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernel_that_works_has_no_fault(kernel: Callable[..., Tensor]) -> None:
-    assert find_fault(VarlenKernel.of(kernel), CPU) is None
-    with torch.no_grad():
-        assert find_fault(VarlenKernel.of(kernel), CPU) is None, "the first forward pass may be one without gradient"
+    assert fault_of(VarlenKernel.of(kernel)) is None
+
+
+@pytest.mark.parametrize(
+    "around", [torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.float16)], ids=["no", "inf", "cast"]
+)
+def test_the_first_pass_may_be_one_of_any_mode(around: AbstractContextManager[Any]) -> None:
+    def checked(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
+        assert (q @ q.mT).dtype == torch.bfloat16, "autocast reaches the kernel"
+        return varlen_attn(q, k, v, *args, **options)
+
+    with around:
+        assert fault_of(VarlenKernel(varlen_attn=checked, has_gqa=True)) is None
+
+
+def test_the_first_pass_may_be_one_of_layers_that_are_computed_again() -> None:
+    hiddens, faults = [], []
+
+    def layer(hidden: Tensor) -> Tensor:
+        hiddens.append(hidden)
+        faults.append(fault_of(VarlenKernel.of(varlen_attn)))
+        return (hidden * hidden).sin()
+
+    out = checkpoint(layer, torch.ones(3, requires_grad=True), use_reentrant=False)
+    assert len(hiddens) == 1, "the probe's backward pass computed the layer again"
+    out.sum().backward()
+    assert len(hiddens) == 2
+    assert faults == [None, None]
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(12, 2, 128), (3, 1, 16), (2, 2, 8)])
+def test_the_probe_has_the_models_own_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    shapes: list[tuple[torch.Size, torch.dtype]] = []
+
+    def record(q: Tensor, k: Tensor, v: Tensor, *args: Any, enable_gqa: bool, **options: Any) -> Tensor:
+        shapes.extend((heads.shape, heads.dtype) for heads in (q, k))
+        return varlen_attn(q, k, v, *args, enable_gqa=enable_gqa, **options)
+
+    assert (
+        find_fault(
+            VarlenKernel.of(record),
+            CPU,
+            torch.float16,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+        )
+        is None
+    )
+    assert shapes == [((5, count, head_dim), torch.float16) for count in (num_heads, num_kv_heads)]
 
 
 def not_causal(q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> Tensor:
@@ -224,7 +282,7 @@ def without_gradient(q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -
     ],
 )
 def test_a_broken_kernel_is_found_out(kernel: Callable[..., Tensor], fault: str) -> None:
-    found = find_fault(VarlenKernel(varlen_attn=kernel, has_gqa=True), CPU)
+    found = fault_of(VarlenKernel(varlen_attn=kernel, has_gqa=True))
     assert found is not None
     assert fault in found
 
@@ -233,18 +291,27 @@ def refuse(*_: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
     raise RuntimeError("no kernel image is available\nfor execution on the device")
 
 
+def refuse_the_arguments(*_: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
+    raise TypeError
+
+
 def run_out(*_: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
     raise torch.OutOfMemoryError("full")
 
 
 def test_the_probe_says_why_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = probe_kernel.__wrapped__  # without the cache
+    def probe(device: torch.device) -> VarlenKernel | str:
+        found: VarlenKernel | str = probe_kernel.__wrapped__(device, torch.bfloat16, *SHAPE.values())  # no cache
+        return found
+
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old One")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     assert probe(CPU) == "Old One has compute capability 7.5, and the kernel needs 8.0"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", refuse)
     assert probe(CPU) == "it failed when it was tried: no kernel image is available"
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", refuse_the_arguments)
+    assert probe(CPU) == "it failed when it was tried: TypeError"
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", run_out)
     with pytest.raises(torch.OutOfMemoryError):
         probe(CPU)

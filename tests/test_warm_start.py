@@ -16,6 +16,8 @@ from srtrl.model.weights import load_model, load_tokenizer
 from srtrl.recipe import Recipe
 from srtrl.rollout.packing import pack
 from srtrl.tasks.base import load_task
+from srtrl.trainer import warm_start
+from srtrl.trainer.out_of_memory import UpdateMemoryError
 from srtrl.trainer.progress import RunProgress
 from srtrl.trainer.solutions import solution_sequence
 from srtrl.trainer.tokenizer_training import END_OF_TEXT, train_tokenizer
@@ -181,6 +183,51 @@ def test_fine_tunes_a_model_with_its_own_tokenizer(policy: Path, tmp_path: Path)
     assert not torch.equal(tuned.embedding, start.embedding)
     assert torch.equal(tuned.embedding, tuned.embedding.bfloat16().float())
     assert (tmp_path / "out" / "tokenizer.json").read_text() == (policy / "tokenizer.json").read_text()
+
+
+def test_a_bfloat16_model_is_saved_as_its_float32_masters(tmp_path: Path) -> None:
+    """With `save_dtype: float32`; what RL loads in bfloat16 is what was trained."""
+    summary = run(with_model(make_recipe(tmp_path / "wide"), dtype="bfloat16"))
+    narrow = run(with_model(make_recipe(tmp_path / "narrow", save_dtype="bfloat16"), dtype="bfloat16"))
+    assert summary.losses == narrow.losses
+    wide, rounded, trained = (
+        load_model(tmp_path / name, dtype=dtype, device="cpu").embedding.detach()
+        for name, dtype in (("wide", torch.float32), ("wide", torch.bfloat16), ("narrow", torch.bfloat16))
+    )
+    assert not torch.equal(wide, wide.bfloat16().float())
+    assert torch.equal(rounded, trained)
+
+
+def with_model(recipe: Recipe, **changes: Any) -> Recipe:
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=changes)})
+
+
+def test_a_device_that_is_too_small_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(*_: Any) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(warm_start, "supervised_backward", run_out)
+    with pytest.raises(UpdateMemoryError) as caught:
+        run(make_recipe(tmp_path / "out"))
+    text = str(caught.value)
+    assert text.startswith("warm start step 1: the device's memory is too small. CUDA out of memory.")
+    assert "In use: the policy 0.00 GiB, its optimizer 0.00 GiB." in text
+    assert "model.gradient_checkpointing=true" in text
+    assert "rollout.kv" not in text, "there is no KV cache yet"
+    assert not (tmp_path / "out").exists()
+
+
+def test_slow_attention_and_a_missing_compiler_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(warm_start, "attention_note", lambda *_: "it pads")
+    run(make_recipe(tmp_path / "out", num_steps=1))
+    assert "it pads" in capsys.readouterr().out
+    with (
+        torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",)}),
+        pytest.raises(ValueError, match=r"model\.compile: true needs a C\+\+ compiler"),
+    ):
+        run(with_model(make_recipe(tmp_path / "other"), compile=True))
 
 
 def test_overlong_solutions_are_counted(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ class PackedPlan:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention within each sequence; see `AttentionPlan.attend`."""
-        kernel = choose_kernel(v.device, v.dtype, v.shape[-1])
+        kernel = choose_kernel(v.device, v.dtype, num_heads=q.shape[1], num_kv_heads=v.shape[1], head_dim=v.shape[2])
         if isinstance(kernel, VarlenKernel):
             return kernel.attend(q, k, v, self.starts, self.num_positions)
         return self._padded.attend(q, k, v)

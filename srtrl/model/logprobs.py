@@ -32,7 +32,8 @@ def token_logprobs(
     Beyond `MAX_SAVED_ELEMENTS` the memory of forward and backward is two float32 tensors [chunk_size, V], whatever R
     is, and the gradient of the head. That is summed over the chunks in the head's own type; in bfloat16 four chunks
     raised its rounding error from 0.45% to 0.49%. Under autocast the logits have autocast's type, like those of any
-    other linear layer.
+    other linear layer; a copy of the head in that type comes on top, and in the backward pass each chunk's share of the
+    head's gradient, [V, D] in that type too.
 
     Args:
         hidden: final hidden states at the positions whose next tokens are the targets, [R, D].

@@ -1,7 +1,7 @@
 """Causal attention over packed sequences by the FlashAttention kernel that torch carries, where it runs.
 
-The kernel needs CUDA and half types; everywhere else `PackedPlan` pads. Whether it runs is tried once a device, by
-using it: a build may lack it, and a device be too old for it.
+The kernel needs CUDA and half types; everywhere else `PackedPlan` pads. Whether it runs is tried once for each device,
+type and shape of heads, by using it: a build may lack it, and a device be too old for it.
 
 B sequences, T packed tokens, H query heads, K key-value heads, E head width.
 """
@@ -68,19 +68,23 @@ class VarlenKernel:
         return out
 
 
-def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> VarlenKernel | str:
-    """The kernel for values of `dtype` and `head_dim` on `device`, or why there is none, as a clause for a sentence."""
+def choose_kernel(
+    device: torch.device, dtype: torch.dtype, *, num_heads: int, num_kv_heads: int, head_dim: int
+) -> VarlenKernel | str:
+    """The kernel for such values on `device`, or why there is none, as a clause for a sentence."""
     if device.type != "cuda":
         return f"the device is {device.type}, and the kernel is for cuda"
     if dtype not in KERNEL_DTYPES:
         return f"keys and values are {dtype}, and the kernel takes bfloat16 and float16"
     if head_dim > MAX_HEAD_DIM or head_dim % HEAD_DIM_MULTIPLE != 0:
         return f"heads are {head_dim} wide, and the kernel takes multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}"
-    return probe_kernel(device)
+    return probe_kernel(device, dtype, num_heads, num_kv_heads, head_dim)
 
 
 @functools.cache
-def probe_kernel(device: torch.device) -> VarlenKernel | str:
+def probe_kernel(
+    device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+) -> VarlenKernel | str:
     """The kernel of a CUDA device, tried forward and backward on a few tokens, or why it does not run there."""
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
@@ -92,30 +96,47 @@ def probe_kernel(device: torch.device) -> VarlenKernel | str:
         return f"torch {torch.__version__} has none ({error})"
     kernel = VarlenKernel.of(varlen_attn)
     try:
-        fault = find_fault(kernel, device)
+        fault = find_fault(kernel, device, dtype, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     except torch.OutOfMemoryError:
         raise  # says nothing of the kernel
-    except RuntimeError as error:
-        fault = f"it failed when it was tried: {str(error).splitlines()[0]}"
+    except (RuntimeError, TypeError, ValueError) as error:
+        what = (str(error).splitlines() or [type(error).__name__])[0]
+        fault = f"it failed when it was tried: {what}"
     return kernel if fault is None else fault
 
 
-def find_fault(kernel: VarlenKernel, device: torch.device) -> str | None:
+def find_fault(
+    kernel: VarlenKernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> str | None:
     """Try the kernel on two short sequences; returns what is wrong with it, or None.
 
     The first token of a sequence sees itself alone, so its output is its value; and the gradient of a later token's
     output must reach the values before it and no others.
+
+    The first pass that asks may be one in inference mode, under autocast, or of layers that are computed again; none of
+    that reaches in here.
     """
-    lengths, num_heads, num_kv_heads, head_dim = (3, 2), 4, 2, 64
+    lengths = (3, 2)
     generator = torch.Generator().manual_seed(0)
 
     def random_heads(count: int) -> Tensor:
-        heads = torch.randn(sum(lengths), count, head_dim, generator=generator)
-        return heads.to(device=device, dtype=torch.bfloat16).requires_grad_()
+        heads = torch.randn(sum(lengths), count, head_dim, generator=generator, dtype=torch.float32)
+        return heads.to(device=device, dtype=dtype).requires_grad_()
 
-    q, k, v = random_heads(num_heads), random_heads(num_kv_heads), random_heads(num_kv_heads)
-    starts = torch.tensor([0, 3, 5], dtype=torch.int32, device=device)
-    with torch.enable_grad():
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+        torch.autograd.graph.saved_tensors_hooks(_same, _same),
+    ):
+        q, k, v = random_heads(num_heads), random_heads(num_kv_heads), random_heads(num_kv_heads)
+        starts = torch.tensor([0, 3, 5], dtype=torch.int32, device=device)
         out = kernel.attend(q, k, v, starts, max(lengths))  # [T, H, E]
         (slope,) = torch.autograd.grad(out[1].sum(), v)
     first = out.detach()[[0, 3]].float()
@@ -126,3 +147,8 @@ def find_fault(kernel: VarlenKernel, device: torch.device) -> str | None:
     if reached.tolist() != [True, True, False, False, False]:
         return "its gradient reaches the values of other tokens than those that are seen"
     return None
+
+
+def _same(tensor: Tensor) -> Tensor:
+    """Keep a tensor for the backward pass as it is, whatever hooks are around."""
+    return tensor

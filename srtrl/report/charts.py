@@ -23,6 +23,7 @@ from srtrl.report.drawing import (
     widen_flat,
 )
 from srtrl.report.run_data import RunData, StepRollouts
+from srtrl.trainer.step_metrics import timed_stages
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -189,16 +190,15 @@ def _draw_accuracy(run: RunData) -> Chart | None:
 
 
 def _draw_stage_times(rows: Sequence[MetricRow]) -> Chart | None:
-    names = {key for row in rows for key in row if key.startswith("time/")} - {"time/step", "time/tokens_per_second"}
-    if not names:
+    stages = timed_stages(rows)
+    if not stages:
         return None
     steps = np.array([row["step"] for row in rows], np.float64)
-    seconds = {name: np.array([row.get(name, 0.0) for row in rows]) for name in names}
-    order = sorted(names, key=lambda name: -float(seconds[name].sum()))
-    labels = [name.removeprefix("time/") for name in order]
+    seconds = {stage: np.array([row.get(f"time/{stage}", 0.0) for row in rows]) for stage in stages}
+    order = sorted(stages, key=lambda stage: -float(seconds[stage].sum()))
     spare = iter(COLOURS[4:])
-    colours = [STAGE_COLOURS[label] if label in STAGE_COLOURS else next(spare, RED) for label in labels]
-    parts = [(label, colour, seconds[name]) for name, label, colour in zip(order, labels, colours, strict=True)]
+    colours = [STAGE_COLOURS[stage] if stage in STAGE_COLOURS else next(spare, RED) for stage in order]
+    parts = [(stage, colour, seconds[stage]) for stage, colour in zip(order, colours, strict=True)]
 
     def paint(axes: "Axes") -> None:
         draw_stack(axes, steps, parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,8 +11,9 @@ import torch
 
 from srtrl.drafters.base import DrafterBase
 from srtrl.engine.engine import Engine, EngineOptions
-from srtrl.model.transformer import CompiledLayers
+from srtrl.model.transformer import CompiledLayers, ModelConfig
 from srtrl.model.value_model import load_value_model
+from srtrl.model.varlen_attention import choose_kernel
 from srtrl.model.weights import end_token_ids, has_tokenizer, load_model, load_tokenizer, read_config
 from srtrl.recipe import Recipe
 from srtrl.recipe_errors import validate_section
@@ -41,6 +43,35 @@ def choose_device(recipe: Recipe) -> torch.device:
     if recipe.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: cuda, but torch sees no CUDA device here; use device=cpu or device=auto")
     return torch.device(recipe.device)
+
+
+def check_compiler(recipe: Recipe) -> None:
+    """Refuse `model.compile` where there is nothing to compile with: on a CPU C++, on CUDA Triton.
+
+    Raises:
+        ValueError: naming the option, and what to install.
+    """
+    if not recipe.model.compile:
+        return
+    if choose_device(recipe).type == "cuda":
+        try:
+            importlib.import_module("triton")
+        except ImportError as error:
+            raise ValueError(
+                f"model.compile: true needs Triton on CUDA, which cannot be imported here ({error}): "
+                "`pip install triton`, or leave model.compile out"
+            ) from error
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise ValueError(
+            f"model.compile: true needs a C++ compiler on a CPU, and torch finds none ({error}): install g++ or name "
+            "one in the environment variable CXX, or leave model.compile out"
+        ) from error
 
 
 def check_trackers(names: list[str]) -> None:
@@ -116,6 +147,20 @@ def set_update_options(model: Transformer, recipe: Recipe) -> None:
     """How the update runs `model`: what it keeps for the backward pass, and whether it compiles the layers."""
     model.gradient_checkpointing = recipe.model.gradient_checkpointing
     model.compiled_layers = CompiledLayers() if recipe.model.compile else None
+
+
+def attention_note(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the update's attention, in `dtype`, is slower on this CUDA device than it might be; None where it is not."""
+    if device.type != "cuda":
+        return None
+    reason = choose_kernel(
+        device,
+        dtype,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+    )
+    return f"the update's attention pads its sequences: {reason}" if isinstance(reason, str) else None
 
 
 def build_reference(recipe: Recipe, device: torch.device) -> Transformer | None:

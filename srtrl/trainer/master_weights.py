@@ -7,15 +7,20 @@ gradients of several micro-batches. Micikevicius et al., "Mixed Precision Traini
 Bytes a parameter: 2 (weight) + 4 (master) + 8 (moments) + 4 (gradient sum), against 16 of a float32 model.
 """
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 MASTERS = "masters"
 """Key of the master weights in `state_dict`, in the order of the groups' parameters."""
+
+_OWNERS = WeakTensorKeyDictionary()
+"""Parameter -> weak reference to the optimizer that takes its gradients."""
 
 
 class MasterWeightAdamW(torch.optim.AdamW):
@@ -25,11 +30,16 @@ class MasterWeightAdamW(torch.optim.AdamW):
     half type (a critic's head) is its own master.
 
     A micro-batch's gradient is added to the master's as soon as `backward` has it, in float32, and freed, so that only
-    one layer's bfloat16 gradient exists at a time. One optimizer a model: it takes the gradients away.
+    one layer's bfloat16 gradient exists at a time. One optimizer a model: it takes the gradients away, so a second one
+    would never learn. When it is freed, its hooks go with it.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
-        """`groups` as of `torch.optim.AdamW`, over the model's own parameters."""
+        """`groups` as of `torch.optim.AdamW`, over the model's own parameters.
+
+        Raises:
+            ValueError: another such optimizer has one of the parameters.
+        """
         self._master_of: dict[Tensor, Tensor] = {}
         master_groups = [
             {**group, "params": [self._make_master(parameter) for parameter in group["params"]]} for group in groups
@@ -40,6 +50,11 @@ class MasterWeightAdamW(torch.optim.AdamW):
     def masters(self) -> list[Tensor]:
         """The float32 tensors that stand behind half-type ones."""
         return list(self._master_of.values())
+
+    def hand_over_masters(self) -> None:
+        """Make the masters the model's own tensors, as when training is over and what is not rounded is to be saved."""
+        for parameter, master in self._master_of.items():
+            parameter.data = master.detach()
 
     def masters_of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """The tensors whose `.grad` is the gradient of `parameters`, in their order."""
@@ -74,7 +89,10 @@ class MasterWeightAdamW(torch.optim.AdamW):
         """
         masters, saved = self._all_masters(), state_dict.get(MASTERS)
         if saved is None:
-            raise ValueError("this optimizer state holds no float32 master weights: it is of another model.dtype")
+            raise ValueError(
+                "this optimizer state holds no float32 master weights: it was written before srtrl kept them, or with "
+                "another model.dtype"
+            )
         found, expected = [tuple(one.shape) for one in saved], [tuple(one.shape) for one in masters]
         if found != expected:
             raise ValueError(f"the master weights have shapes {found}; those of this model have {expected}")
@@ -87,10 +105,31 @@ class MasterWeightAdamW(torch.optim.AdamW):
         """The tensor that the optimizer moves in the parameter's stead."""
         if parameter.dtype not in HALF_DTYPES:
             return parameter
+        self._own(parameter)
         master = parameter.detach().float().requires_grad_()
         self._master_of[parameter] = master
-        parameter.register_post_accumulate_grad_hook(self._take_gradient)  # type: ignore[no-untyped-call]
         return master
+
+    def _own(self, parameter: nn.Parameter) -> None:
+        """Have each gradient of the parameter handed over for as long as this optimizer lives.
+
+        The hook holds it weakly: the garbage collector does not see through a parameter's hooks, so that model,
+        optimizer and masters would keep one another in memory for good.
+        """
+        if parameter in _OWNERS and _OWNERS[parameter]() is not None:
+            raise ValueError(
+                "another optimizer with master weights takes the gradients of this model's parameters, so that a "
+                "second one would never learn: delete the first, or use it"
+            )
+        reference = _OWNERS[parameter] = weakref.ref(self)
+
+        def hand_over(parameter: Tensor) -> None:
+            optimizer = reference()
+            if optimizer is not None:
+                optimizer._take_gradient(parameter)
+
+        handle = parameter.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
+        weakref.finalize(self, handle.remove).atexit = False
 
     @torch.no_grad()
     def _take_gradient(self, parameter: Tensor) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from srtrl.engine.kv_memory import CPU_GIB
 from srtrl.metrics import MetricLog, sync_folder, write_atomic
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import dump_recipe, load_recipe
@@ -206,6 +207,8 @@ def _check_same_run(old: Recipe, new: Recipe, folder: Path) -> None:
             continue
         if key == "train.num_steps" and new.train.schedule == "constant" and new.train.num_steps > old.train.num_steps:
             continue
+        if key == "rollout.kv_memory_gib" and device.type == "cpu" and {before, after} == {"auto", CPU_GIB}:
+            continue  # the same memory there; the option's default was a number once
         changed.append(f"  {key}: the run has {before!r}, now {after!r}")
     if changed:
         raise ValueError(

@@ -1,16 +1,18 @@
 """The metrics of a step's rollouts, and one line about a step for people."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import get_args
-
-import torch
 
 from srtrl.model.flops import model_flops
 from srtrl.model.transformer import ModelConfig
 from srtrl.recipe import Recipe
+from srtrl.trainer.out_of_memory import GIB, PeakMemory
 from srtrl.types import GradeOutcome, RolloutGroup, TrainSequence
+
+NO_STAGES = frozenset({"step", "tokens_per_second", "update_tokens_per_second", "update_mfu"})
+"""Names under `time/` that are not the seconds of a stage: the sum of all, and speeds."""
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -66,13 +68,14 @@ def update_flops(recipe: Recipe, config: ModelConfig, sequences: Sequence[TrainS
     return num_passes * flops
 
 
-def memory_metrics(device: torch.device) -> dict[str, float]:
+def memory_metrics(memory: PeakMemory) -> dict[str, float]:
     """`memory/peak_gib`: most that tensors took since the last call; nothing where the device is no CUDA device."""
-    if device.type != "cuda":
-        return {}
-    peak = torch.cuda.max_memory_allocated(device) / 2**30
-    torch.cuda.reset_peak_memory_stats(device)
-    return {"memory/peak_gib": peak}
+    return {"memory/peak_gib": memory.take() / GIB} if memory.device.type == "cuda" else {}
+
+
+def timed_stages(rows: Iterable[Mapping[str, float]]) -> set[str]:
+    """Names of the stages whose seconds are in these rows of `metrics.jsonl`, without `time/`."""
+    return {name.removeprefix("time/") for row in rows for name in row if name.startswith("time/")} - NO_STAGES
 
 
 def time_metrics(

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from srtrl.metrics import MetricRow, read_metrics, write_atomic
+from srtrl.trainer.step_metrics import timed_stages
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -55,7 +56,6 @@ def summarise_run(name: str, rows: Sequence[MetricRow], *, interrupted: bool) ->
     steps = [row for row in rows if row["step"] > 0]
     evals = [_held_out(row) for row in rows if "eval/accuracy" in row]
     trained = [held_out for held_out in evals if held_out.step > 0]
-    stages = {key.removeprefix("time/") for row in rows for key in row if key.startswith("time/")}
     return RunSummary(
         name=name,
         num_steps=len(steps),
@@ -65,10 +65,7 @@ def summarise_run(name: str, rows: Sequence[MetricRow], *, interrupted: bool) ->
         best=max(evals, key=lambda held_out: held_out.accuracy, default=None),
         first_reward=steps[0]["reward/mean"] if steps else None,
         last_reward=steps[-1]["reward/mean"] if steps else None,
-        seconds={
-            stage: sum(row.get(f"time/{stage}", 0.0) for row in rows)
-            for stage in sorted(stages - {"step", "tokens_per_second"})
-        },
+        seconds={stage: sum(row.get(f"time/{stage}", 0.0) for row in rows) for stage in sorted(timed_stages(rows))},
         num_prompt_tokens=int(sum(row["tokens/prompt"] for row in steps)),
         num_response_tokens=int(sum(row["tokens/response"] for row in steps)),
         num_skipped_steps=sum("grad_norm" not in row and "critic/grad_norm" not in row for row in steps),

@@ -17,7 +17,7 @@ from srtrl.trainer.credit import Credit, assign_credit, train_sequences, with_re
 from srtrl.trainer.critic import Critic, compute_values, update_critic, with_values
 from srtrl.trainer.evaluate import EvalResult, evaluate
 from srtrl.trainer.interrupt import Interrupt
-from srtrl.trainer.out_of_memory import explain_out_of_memory, optimizer_bytes, tensor_bytes
+from srtrl.trainer.out_of_memory import KV_CACHE, PeakMemory, explain_out_of_memory, optimizer_bytes, tensor_bytes
 from srtrl.trainer.progress import RunProgress
 from srtrl.trainer.rollout_files import rollout_file_name, write_rollouts
 from srtrl.trainer.run_folder import RunFolder
@@ -87,6 +87,7 @@ class Trainer:
         self.kl_coefficient = state.kl_coefficient
         self.sampler = StepSampler(recipe, parts, state.num_draws)
         self.timer = StageTimer()
+        self.memory = PeakMemory(parts.policy.device)
         self.timeline: list[DecodeStep] = []
         """Decode steps of the latest rollouts."""
         self.num_update_flops = 0.0
@@ -236,7 +237,7 @@ class Trainer:
             num_update_flops=self.num_update_flops,
             peak_tflops=self.recipe.train.peak_tflops,
         )
-        metrics = {**metrics, **timed, **memory_metrics(self.parts.policy.device)}
+        metrics = {**metrics, **timed, **memory_metrics(self.memory)}
         self._write_row(metrics)
         self.progress.step(self.step, describe_step(metrics))
 
@@ -276,7 +277,7 @@ class Trainer:
             in_use = {
                 "the policy": tensor_bytes(parts.policy.parameters()),
                 "its optimizer": optimizer_bytes(parts.optimizer),
-                "the KV cache": parts.engine.kv_bytes(),
+                KV_CACHE: parts.engine.kv_bytes(),
             }
             if parts.reference is not None:
                 in_use["the reference"] = tensor_bytes(parts.reference.parameters())
@@ -285,7 +286,7 @@ class Trainer:
                 in_use["its optimizer (critic)"] = optimizer_bytes(parts.critic.optimizer)
             return in_use
 
-        return explain_out_of_memory(f"step {step}, {stage}", self.recipe, parts.policy.device, holders)
+        return explain_out_of_memory(f"step {step}, {stage}", self.recipe, self.memory, holders)
 
     def _show(self, stage: str) -> Callable[[CollectProgress], None]:
         """Feeds the inner progress bar of one stage."""

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from srtrl.model.cpu_threads import set_cpu_threads
-from srtrl.model.varlen_attention import choose_kernel
 from srtrl.recipe import Recipe
 from srtrl.tasks.base import Task, check_task, load_task
 from srtrl.tasks.grading import Grader
@@ -82,6 +81,7 @@ def open_trainer(
     """Everything that a run needs, ready for its next step; see `run_training` for the arguments and errors."""
     check_run_folder(recipe, resume=resume, overwrite=overwrite)
     build.check_trackers(recipe.log.trackers)
+    build.check_compiler(recipe)
     check_task(recipe)
     checkpoint = latest_checkpoint(run_path(recipe) / "checkpoints") if resume else None
     with ExitStack() as stack:
@@ -165,7 +165,7 @@ def _announce(trainer: Trainer, progress: RunProgress, *, resume: bool) -> None:
     counts = ", ".join(f"{name} {count:,}" for name, count in trainer.parts.task.load_report.items())
     progress.say(f"task {trainer.recipe.task.name}: {counts}")
     policy, mixed = trainer.parts.policy, trainer.recipe.model.mixed_precision == "bf16"
-    note = attention_note(policy.device, torch.bfloat16 if mixed else policy.dtype, policy.config.head_dim)
+    note = build.attention_note(policy.config, policy.device, torch.bfloat16 if mixed else policy.dtype)
     if note is not None:
         progress.say(note)
     if not resume:
@@ -174,14 +174,6 @@ def _announce(trainer: Trainer, progress: RunProgress, *, resume: bool) -> None:
         progress.say(f"--resume: {folder} has no checkpoint, starting from step 0")
     else:
         progress.say(f"resuming {folder} after step {trainer.step} of {trainer.recipe.train.num_steps}")
-
-
-def attention_note(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why the update's attention is slower on this CUDA device than it might be; None where it is not."""
-    if device.type != "cuda":
-        return None
-    reason = choose_kernel(device, dtype, head_dim)
-    return f"the update's attention pads its sequences: {reason}" if isinstance(reason, str) else None
 
 
 def _how_to_go_on(checkpoints: Path) -> str:
@@ -204,5 +196,6 @@ def _how_to_fit(checkpoints: Path) -> str:
         return "There is no checkpoint yet. Change the recipe and start again with --overwrite"
     return (
         f"The last checkpoint is intact: {checkpoint}. --resume goes on from it, on CUDA with other values of these "
-        "options too (model.dtype apart)"
+        "options too; rollout.max_new_tokens and model.dtype alone need a run of another name with "
+        f"model.path={checkpoint}"
     )

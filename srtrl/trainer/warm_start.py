@@ -26,9 +26,11 @@ from srtrl.tasks.base import Task, load_task, task_texts
 from srtrl.tasks.grading import Grader
 from srtrl.trainer.build import (
     DTYPES,
+    attention_note,
     build_engine,
     build_policy,
     build_tokenizer,
+    check_compiler,
     choose_device,
     eval_sampling,
     response_end_ids,
@@ -36,7 +38,9 @@ from srtrl.trainer.build import (
 )
 from srtrl.trainer.checkpoint import save_policy
 from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
+from srtrl.trainer.master_weights import MasterWeightAdamW
 from srtrl.trainer.optimizer import build_optimizer, gradient_holders, learning_rate_at, set_learning_rate
+from srtrl.trainer.out_of_memory import PeakMemory, explain_out_of_memory, optimizer_bytes, tensor_bytes
 from srtrl.trainer.progress import RunProgress
 from srtrl.trainer.solutions import SolutionStream
 from srtrl.trainer.tokenizer_training import train_tokenizer
@@ -76,12 +80,13 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
     Raises:
         ValueError: the recipe has no `warm_start`, the output folder is not empty (without `overwrite`), the task has
             no solutions, or none fits `rollout.max_new_tokens`.
-        RuntimeError: the loss or its gradient is not finite.
+        RuntimeError: the loss or its gradient is not finite, or the device's memory is too small.
     """
     section = _check(recipe, overwrite)
     start = time.perf_counter()
     set_cpu_threads(recipe.num_threads)
     device = choose_device(recipe)
+    check_compiler(recipe)
     tokenizer = _tokenizer(recipe, section)
     task = load_task(recipe, tokenizer)
     problems = held_out_prompts(task, recipe) if recipe.eval.before_and_after else []
@@ -95,6 +100,9 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
         noise=section.noise,
     )
     progress = progress if progress is not None else RunProgress("warm start", section.num_steps, plain_every=20)
+    note = attention_note(model.config, device, model.dtype)
+    if note is not None:
+        progress.say(note)
     with progress:
         losses = _fine_tune(recipe, section, model, solutions, progress)
     output = Path(section.output)
@@ -179,7 +187,11 @@ def hf_config(architecture: ArchitectureSection, tokenizer: PreTrainedTokenizerB
 def _fine_tune(
     recipe: Recipe, section: WarmStartSection, model: Transformer, solutions: SolutionStream, progress: RunProgress
 ) -> list[float]:
-    """All optimizer steps; returns the loss of each."""
+    """All optimizer steps; returns the loss of each.
+
+    Where the weights have float32 masters, those are the model's at the end, so that `save_dtype` float32 saves what
+    was learned to the last bit.
+    """
     optimizer = build_optimizer(
         model,
         learning_rate=section.learning_rate,
@@ -188,6 +200,11 @@ def _fine_tune(
         eps=recipe.train.eps,
     )
     losses: list[float] = []
+    memory = PeakMemory(model.device)
+
+    def holders() -> dict[str, int]:
+        return {"the policy": tensor_bytes(model.parameters()), "its optimizer": optimizer_bytes(optimizer)}
+
     for step in range(1, section.num_steps + 1):
         rate = learning_rate_at(
             step - 1,
@@ -199,8 +216,9 @@ def _fine_tune(
         set_learning_rate(optimizer, rate)
         optimizer.zero_grad(set_to_none=True)
         batch = solutions.batch(section.batch_tokens)
-        loss = supervised_backward(model, batch, recipe.train.micro_batch_tokens)
-        norm = torch.nn.utils.clip_grad_norm_(gradient_holders(model, optimizer), section.max_grad_norm).item()
+        with explain_out_of_memory(f"warm start step {step}", recipe, memory, holders):
+            loss = supervised_backward(model, batch, recipe.train.micro_batch_tokens)
+            norm = torch.nn.utils.clip_grad_norm_(gradient_holders(model, optimizer), section.max_grad_norm).item()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise RuntimeError(
                 f"warm start step {step}: loss {loss}, gradient norm {norm}; nothing was saved. "
@@ -209,6 +227,8 @@ def _fine_tune(
         optimizer.step()
         losses.append(loss)
         progress.step(step, f"loss {loss:.4f}  grad norm {norm:.2f}  rate {rate:.2e}")
+    if isinstance(optimizer, MasterWeightAdamW):
+        optimizer.hand_over_masters()
     return losses
 
 

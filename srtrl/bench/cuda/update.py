@@ -125,7 +125,13 @@ def measure_update(bench: GpuBench, report: SectionReport) -> None:
     """The section: each case in its turn, and the best of them against the goal."""
     assert bench.limits is not None, "the section `limits` comes first"
     sizes, config, device = bench.sizes, bench.policy.config, bench.device
-    kernel = choose_kernel(device, sizes.dtype, config.head_dim)
+    kernel = choose_kernel(
+        device,
+        sizes.dtype,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+    )
     report.add("attention of packed sequences", f"padded SDPA: {kernel}" if isinstance(kernel, str) else "varlen_attn")
     rates: dict[str, float] = {}
     cells: list[tuple[str, ...]] = []
