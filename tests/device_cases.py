@@ -7,6 +7,7 @@ from engine_cases import options
 from kernel_cases import KERNEL_DEVICE
 
 from srtrl.drafters.base import DrafterBase
+from srtrl.engine.buckets import StepShape
 from srtrl.engine.device_runner import DeviceRunner
 from srtrl.engine.device_step import StepTensors, write_logits
 from srtrl.engine.engine import Engine
@@ -88,6 +89,11 @@ def runner_of(engine: Engine) -> DeviceRunner:
     return engine.runner
 
 
+def shapes_of(engine: Engine) -> set[StepShape]:
+    """Shapes of the steps that were run."""
+    return {shape for shape, _ in runner_of(engine)._memory._steps}
+
+
 def compute_of(runner: DeviceRunner) -> Callable[[StepTensors], None]:
     """`DeviceStep.compute`; on a CPU what it does, from the same inputs, without kernels."""
     if KERNEL_DEVICE != "cpu":
@@ -104,10 +110,10 @@ def compute_of(runner: DeviceRunner) -> Callable[[StepTensors], None]:
             scratch=step.attention,
             use_kernels=False,
         )
-        hidden = runner.model(inputs.token_ids.long(), plan)
+        step.hidden.copy_(runner.model(inputs.token_ids.long(), plan))
         if num_logits:
-            logits = step.logits
-            write_logits(hidden[:num_logits], runner.model.head_weight, logits, None)
+            logits = step.hidden.new_empty(num_logits, VOCAB_SIZE)
+            write_logits(step.hidden[:num_logits], runner.model.head_weight, logits, None)
             sampled = sample_rows_reference(logits, inputs.temperatures, inputs.streams, inputs.places.long())
             tokens = torch.where(inputs.forced >= 0, inputs.forced.long(), sampled)
             step.tokens.copy_(tokens)

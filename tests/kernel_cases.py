@@ -34,6 +34,8 @@ class CompileCase:
 
 COMPILE_CASES: list[CompileCase] = []
 
+FUSED: dict[str, object] = {"enable_fp_fusion": True}
+
 
 def _layer_cases() -> list[CompileCase]:
     """The kernels of `triton_layers` at the widths of Qwen2.5-1.5B and Qwen3-8B (norms of heads)."""
@@ -88,6 +90,7 @@ def _layer_cases() -> list[CompileCase]:
                 constants={"WIDTH": 256, "BLOCK": 256},
                 num_warps=1,
                 num_stages=1,
+                options=FUSED,
             )
         )
     return cases
@@ -154,8 +157,10 @@ def _attention_cases() -> list[CompileCase]:
     numbers = {"scale": "fp32"} | dict.fromkeys(("q_stride", "first_tile", "table_width", "num_splits"), "i32")
     for dtype, head_dim, group, block_m, is_split, kernels in (
         ("bf16", 128, 6, 16, True, list(modes)),
+        ("bf16", 128, 6, 64, True, list(modes)),
         ("bf16", 64, 7, 64, False, list(modes)),
         ("bf16", 80, 1, 16, True, ["attend_positions"]),
+        ("bf16", 256, 4, 32, True, list(modes)),
         ("fp32", 128, 2, 16, True, ["attend_branches"]),
     ):
         pointers = dict.fromkeys(("q_ptr", "keys_ptr", "values_ptr", "out_ptr"), f"*{dtype}")
@@ -172,6 +177,7 @@ def _attention_cases() -> list[CompileCase]:
                 signature=pointers | results | tiles | modes[kernel] | numbers,
                 constants=heads | blocks,
                 num_stages=3,
+                options=FUSED,
                 fetches_ahead=True,
             )
             for kernel in kernels
@@ -186,6 +192,7 @@ def _attention_cases() -> list[CompileCase]:
             | dict.fromkeys(("first_tile", "num_splits"), "i32"),
             constants={"GROUP": 6, "KV_HEADS": 2, "E": 128, "WIDTH": 128, "BLOCK_M": 16, "SPLITS_AT_ONCE": 16},
             num_warps=2,
+            options=FUSED,
         )
     )
     stored = dict.fromkeys(("k_ptr", "v_ptr", "keys_ptr", "values_ptr"), "*bf16") | {"write_slots": "*i32"}
@@ -193,7 +200,12 @@ def _attention_cases() -> list[CompileCase]:
     constants: dict[str, object] = {"KV_HEADS": 2, "E": 128, "BLOCK": 256}
     cases.append(
         CompileCase(
-            name="store_rows", module=module, kernel="store_rows", signature=stored | strides, constants=constants
+            name="store_rows",
+            module=module,
+            kernel="store_rows",
+            signature=stored | strides,
+            constants=constants,
+            options=FUSED,
         )
     )
     return cases

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from srtrl.engine.buckets import (
-    MAX_GRAPH_PROMPT_ROWS,
     MAX_GRAPH_ROWS,
+    MAX_SAMPLED_PROMPT_ROWS,
     ROWS_AT_ONCE,
     BucketPlanner,
     longest_keys,
@@ -23,6 +23,7 @@ def planner(*, deterministic: bool = False, max_positions: int = 4224) -> Bucket
     return BucketPlanner(
         num_heads=12,
         num_kv_heads=2,
+        head_dim=128,
         page_size=16,
         max_positions=max_positions,
         max_draft_nodes=128,
@@ -59,19 +60,30 @@ def test_row_edges_are_all_buckets(max_rows: int, deterministic: bool) -> None:
 
 
 @given(num_rows=st.integers(1, 3000), share=st.floats(0, 1))
-def test_padding_of_tiles_is_at_most_double(num_rows: int, share: float) -> None:
+def test_padding_of_tiles_is_at_most_a_half(num_rows: int, share: float) -> None:
     num_tiles = max(1, int(share * num_rows))
     padded = padded_tiles(num_tiles, num_rows)
-    assert num_tiles <= padded <= min(2 * num_tiles, num_rows)
+    assert num_tiles <= padded <= min(1.5 * num_tiles + 1, num_rows)
     assert padded <= padded_tiles(min(num_tiles + 1, num_rows), num_rows)
 
 
 @given(width=st.integers(1, 3000), most=st.integers(1, 3000))
 def test_page_tables_have_few_widths(width: int, most: int) -> None:
-    padded = padded_width(width, most)
+    padded = padded_width(width, most, 64)
     assert padded >= width
     assert padded <= max(4 * width, 256, most if width > most // 4 else 0)
-    assert len({padded_width(n, most) for n in range(1, most + 1)}) <= 4
+    assert len({padded_width(n, most, 64) for n in range(1, most + 1)}) <= 4
+
+
+def test_one_width_of_page_tables_serves_a_rollout() -> None:
+    for max_positions in (100, 4224, 8192, 30_000):
+        widths = {
+            planner(max_positions=max_positions)
+            .shape(np.ones(4, np.int64), num_logits=4, table_width=width, depth=0)
+            .table_width
+            for width in range(1, -(-min(max_positions, 7_500) // 16))
+        }
+        assert len(widths) == 1
 
 
 @settings(deadline=None, max_examples=200)
@@ -104,9 +116,9 @@ def test_every_step_fits_its_shape(
     assert num_logits <= shape.num_logits <= shape.num_rows
     assert (shape.num_logits == 0) == (num_logits == 0)
     assert (shape.depth >= most_nodes) if deterministic else (32 * shape.num_words >= most_nodes)
-    if shape.can_be_captured:
-        assert num_real - num_logits <= MAX_GRAPH_PROMPT_ROWS
-        assert shape.num_rows <= MAX_GRAPH_ROWS
+    assert shape.can_be_captured == (shape.num_rows <= MAX_GRAPH_ROWS)
+    if num_logits and num_real - num_logits <= MAX_SAMPLED_PROMPT_ROWS:
+        assert shape.num_logits == shape.num_rows
     if deterministic:
         assert shape.num_rows % ROWS_AT_ONCE == shape.num_logits % ROWS_AT_ONCE == 0
         assert shape.launch.rows_per_tile(6) == plan.shape(
@@ -124,14 +136,14 @@ def test_few_sequences_are_split_and_many_are_not() -> None:
     assert many.num_rows == 640
 
 
-def test_large_and_prompt_steps_are_not_captured() -> None:
+def test_large_steps_are_not_captured_and_few_prompt_rows_are_sampled_with_the_others() -> None:
     plan = planner()
-    decode = plan.shape(np.ones(64, np.int64), num_logits=64, table_width=30, depth=0)
-    assert decode.can_be_captured
-    assert plan.shape(np.array([1] * 64 + [100]), num_logits=64, table_width=30, depth=0).can_be_captured
-    mixed = plan.shape(np.array([1] * 64 + [512]), num_logits=64, table_width=30, depth=0)
-    assert not mixed.can_be_captured
-    assert mixed.num_logits == 64
+    few = plan.shape(np.array([1] * 64 + [100]), num_logits=64, table_width=30, depth=0)
+    assert few.num_logits == few.num_rows == 176
+    many = plan.shape(np.array([1] * 64 + [512]), num_logits=64, table_width=30, depth=0)
+    assert (many.num_logits, many.num_rows) == (64, 576)
     prompts = plan.shape(np.array([50]), num_logits=0, table_width=30, depth=0)
-    assert not prompts.can_be_captured
-    assert not plan.shape(np.full(64, 20), num_logits=1280, table_width=30, depth=4).can_be_captured
+    assert prompts.num_logits == 0
+    drafts = plan.shape(np.full(64, 20), num_logits=1280, table_width=30, depth=4)
+    assert all(shape.can_be_captured for shape in (few, many, prompts, drafts))
+    assert not plan.shape(np.full(64, 40), num_logits=2560, table_width=30, depth=4).can_be_captured

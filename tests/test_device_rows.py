@@ -158,30 +158,34 @@ def test_rows_that_are_only_timed_fit_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows_per_sequence", "group", "free", "deterministic"),
+    ("rows_per_sequence", "group", "head_dim", "free", "deterministic"),
     [
-        (1, 6, 16, 16),
-        (2.5, 6, 32, 16),
-        (8, 6, 64, 16),
-        (100, 6, 64, 16),
-        (1, 32, 32, 32),
-        (9, 1, 16, 16),
-        (1, 71, 128, 128),
+        (1, 6, 128, 16, 16),
+        (2.5, 6, 128, 32, 16),
+        (8, 6, 128, 64, 16),
+        (100, 6, 128, 64, 16),
+        (100, 6, 256, 32, 16),
+        (1, 32, 64, 32, 32),
+        (9, 1, 64, 16, 16),
+        (1, 71, 64, 128, 128),
     ],
 )
 def test_a_block_holds_the_rows_of_a_usual_sequence(
-    rows_per_sequence: float, group: int, free: int, deterministic: int
+    rows_per_sequence: float, group: int, head_dim: int, free: int, deterministic: int
 ) -> None:
     for expected, is_deterministic in ((free, False), (deterministic, True)):
-        block_m = choose_block_m(rows_per_sequence=rows_per_sequence, group=group, deterministic=is_deterministic)
+        block_m = choose_block_m(
+            rows_per_sequence=rows_per_sequence, group=group, head_dim=head_dim, deterministic=is_deterministic
+        )
         assert block_m == expected
         assert AttentionLaunch(block_m=block_m, num_splits=1, deterministic=is_deterministic).rows_per_tile(group) >= 1
 
 
-def splits(num_tiles: int, max_keys: int = 8192, deterministic: bool = False) -> int:
+def splits(num_tiles: int, max_keys: int = 8192, deterministic: bool = False, block_m: int = 16) -> int:
     return choose_num_splits(
         num_tiles=num_tiles,
         num_kv_heads=2,
+        block_m=block_m,
         max_keys=max_keys,
         num_multiprocessors=132,
         deterministic=deterministic,
@@ -191,6 +195,7 @@ def splits(num_tiles: int, max_keys: int = 8192, deterministic: bool = False) ->
 def test_splits_fill_the_chip_once() -> None:
     assert splits(640) == 1
     assert splits(64) == 3  # 384 programs on 132 multiprocessors
+    assert splits(64, block_m=64) == 2  # of which two have room at a time
     assert splits(4) == 49
     assert splits(1) == 64
     assert splits(4, max_keys=300) == 3  # no split shorter than two blocks

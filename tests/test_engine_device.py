@@ -10,11 +10,21 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from device_cases import PROMPTS, VOCAB_SIZE, compute_of, device_engine, device_policy, device_requests, runner_of
+from device_cases import (
+    PROMPTS,
+    VOCAB_SIZE,
+    compute_of,
+    device_engine,
+    device_policy,
+    device_requests,
+    runner_of,
+    shapes_of,
+)
 from engine_cases import KnowingDrafter, decode, options, outputs
 
-from srtrl.engine import buckets, device_runner
+from srtrl.engine import buckets, device_runner, device_step
 from srtrl.engine.buckets import StepShape
+from srtrl.engine.device_runner import DeviceRunner
 from srtrl.engine.device_step import StepTensors
 from srtrl.engine.engine import Engine
 from srtrl.engine.graphs import EagerSteps, GraphedSteps
@@ -76,7 +86,7 @@ def test_drafts_change_no_bit_in_deterministic_mode(accuracy: float) -> None:
         metrics = engine.take_metrics()
         assert metrics["engine/verified_per_decode_step"] > 1.2
         assert (metrics["engine/tokens_per_decode_step"] > 1.2) == (accuracy > 0.5)
-        row_counts = {shape.num_rows for shape in runner_of(engine)._known_shapes}
+        row_counts = {shape.num_rows for shape in shapes_of(engine)}
         assert len(row_counts) >= (1 if slots == 1 else 2)
 
 
@@ -86,7 +96,7 @@ def test_drafts_change_no_token_in_free_mode(accuracy: float) -> None:
     expected = sequential(requests)
     engine = device_engine(device_policy(), deterministic=False, drafter=drafts_for(requests, expected, accuracy))
     assert_same_text(decode(engine, requests), expected)
-    assert len({shape.num_rows for shape in runner_of(engine)._known_shapes}) > 3
+    assert len({shape.num_rows for shape in shapes_of(engine)}) > 3
 
 
 @pytest.mark.usefixtures("few_rows")
@@ -152,6 +162,46 @@ def test_steps_that_exceed_the_fixed_memory_get_memory_of_their_own(monkeypatch:
     assert large.max_rows > 4
 
 
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_logits_go_through_one_small_buffer(monkeypatch: pytest.MonkeyPatch, top_k: int) -> None:
+    monkeypatch.setattr(device_step, "LOGITS_AT_ONCE", 2)
+    requests = device_requests(PROMPTS[:2], max_new_tokens=1, top_k=top_k)
+    engine = device_engine(device_policy(), kernels=True, deterministic=False)
+    assert len(runner_of(engine).device_step.logits) == 2
+    assert_same_text(decode(engine, requests), sequential(requests))
+    assert max(shape.num_logits for shape in shapes_of(engine)) > 2
+
+
+def test_a_step_without_memory_names_the_option_that_helps() -> None:
+    engine = device_engine(device_policy())
+
+    def fail(step: StepTensors) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    runner_of(engine).executor = EagerSteps(fail)
+    with pytest.raises(ValueError, match=r"decode step of \d+ rows .* rollout.kv_memory_share"):
+        decode(engine, device_requests())
+
+
+def test_prompts_are_not_waited_for_and_spoil_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = device_engine(device_policy(), slots=1, prefill_chunk_tokens=2)
+    requests = device_requests(PROMPTS[1:2], num_samples=1, max_new_tokens=4)
+    first = decode(engine, requests)
+    engine.take_timeline()
+    was_prepared = []
+    wait = DeviceRunner.wait
+
+    def logged(self: DeviceRunner) -> Results:
+        was_prepared.append(self.was_prepared)
+        return wait(self)
+
+    monkeypatch.setattr(DeviceRunner, "wait", logged)
+    assert outputs(decode(engine, requests)) == outputs(first)
+    prompts_alone = [step.num_rows == 0 for step in engine.take_timeline()]
+    assert prompts_alone == [True] * 3 + [False] * (len(prompts_alone) - 3)
+    assert was_prepared == [True, *(not alone for alone in prompts_alone[:-1])], "what is left of a prompt comes after"
+
+
 class Recorder:
     """Stands for `CudaCapturer`: a graph calls what was captured, with the views of the step it was captured from."""
 
@@ -188,7 +238,7 @@ def test_graphs_find_each_step_at_the_addresses_of_the_first() -> None:
     runner.executor = graphs
     assert_same_text(decode(engine, requests), expected)
     assert 0 < len(graphs) <= 6
-    assert recorder.num_replays > recorder.num_captures
+    assert recorder.num_replays > recorder.num_captures > 0
 
 
 def test_graphs_are_dropped_when_weights_or_pages_move_and_only_then() -> None:
@@ -235,20 +285,35 @@ def test_pages_are_released_for_the_update_and_taken_back() -> None:
         assert engine.kv_bytes() == held
 
 
+def test_graphs_do_not_outlive_fewer_pages_at_the_same_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers lie behind each other: with fewer pages all but the first have moved."""
+    monkeypatch.setattr(device_runner, "addresses", lambda tensors: (1, 2, 3))
+    engine = device_engine(device_policy(), num_pages=30)
+    runner = runner_of(engine)
+    graphs = GraphedSteps(compute_of(runner), Recorder())
+    runner.executor = graphs
+    decode(engine, device_requests())
+    for num_pages, is_kept in ((30, True), (12, False)):
+        assert len(graphs) > 0
+        runner.release_pages()
+        runner.allocate_pages(num_pages)
+        assert (len(graphs) > 0) == is_kept
+
+
 def test_memory_that_is_gone_after_the_update_means_fewer_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = device_policy()
     requests = device_requests()
     engine = device_engine(policy, kv_across_update="release", num_pages=30)
     first = decode(engine, requests)
     engine.release_kv()
-    allocate = device_runner.DeviceRunner.allocate_pages
+    allocate = DeviceRunner.allocate_pages
 
-    def short(self: device_runner.DeviceRunner, num_pages: int) -> None:
+    def short(self: DeviceRunner, num_pages: int) -> None:
         if num_pages > 12:
             raise torch.OutOfMemoryError("CUDA out of memory")
         allocate(self, num_pages)
 
-    monkeypatch.setattr(device_runner.DeviceRunner, "allocate_pages", short)
+    monkeypatch.setattr(DeviceRunner, "allocate_pages", short)
     with pytest.warns(UserWarning, match=r"got 1[12] pages .* where 30 .* rollout.kv_memory_share"):
         again = decode(engine, requests)
     assert outputs(again) == outputs(first)
@@ -321,3 +386,7 @@ def test_the_cost_of_a_step_is_learned_at_the_edges_of_the_buckets() -> None:
     assert runner.time_forward(20, 10, 20, num_sequences=2) > 0
     assert calls[-1].num_rows == 24
     assert calls[-1].num_tiles < 24
+    with pytest.raises(AssertionError, match="18 rows a sequence"):  # a root and 16 draft nodes at most
+        runner.time_forward(18, 10, 18, num_sequences=1)
+    with pytest.raises(AssertionError):
+        runner.time_forward(1, 49, 1)  # the longest sequence, its drafts and one more have 49 positions

@@ -1,14 +1,16 @@
-"""How many pages the KV cache gets: arithmetic of bytes, and what happens when memory is short."""
+"""How many pages the KV cache gets: arithmetic of bytes, what happens when memory is short, and copies of pages."""
 
 import sys
 import warnings
 
 import pytest
 import torch
+from device_cases import device_engine, device_policy, runner_of
 from engine_cases import options, tiny_policy
 
 from srtrl.engine.engine import Engine
 from srtrl.engine.kv_memory import FEWER, GIB, allocate_or_fewer, choose_num_pages, free_bytes, kv_bytes
+from srtrl.engine.sequence import ScheduledStep
 
 PAGE = GIB // 64
 
@@ -102,3 +104,15 @@ def test_a_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="pip install triton"):
         Engine(tiny_policy(), options(as_on_cuda=True))
     assert Engine(tiny_policy(), options()).pool.num_pages > 0
+
+
+@pytest.mark.parametrize("copies", [[(0, 3), (0, 4), (2, 1)], [(0, 3), (3, 4)]])
+def test_pages_are_copied_as_by_the_cache(copies: list[tuple[int, int]]) -> None:
+    runners = [runner_of(device_engine(device_policy(), num_pages=9)) for _ in range(2)]
+    for runner in runners:
+        for pages in (runner.cache.key_pages, runner.cache.value_pages):
+            pages.copy_(torch.arange(pages.numel()).view(pages.shape))
+    runners[0].cache.copy_pages([source for source, _ in copies], [target for _, target in copies])
+    runners[1]._copy_pages(ScheduledStep(page_copies=copies))
+    assert torch.equal(runners[0].cache.key_pages, runners[1].cache.key_pages)
+    assert torch.equal(runners[0].cache.value_pages, runners[1].cache.value_pages)

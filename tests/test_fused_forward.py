@@ -74,7 +74,7 @@ def make_plan(model: Transformer, deterministic: bool, num_rows: int, rows_at_on
     for pages in (cache.key_pages, cache.value_pages):
         pages.copy_(torch.randn(pages.shape, generator=generator))
     group = config.num_attention_heads // config.num_key_value_heads
-    block_m = choose_block_m(rows_per_sequence=2, group=group, deterministic=deterministic)
+    block_m = choose_block_m(rows_per_sequence=2, group=group, head_dim=config.head_dim, deterministic=deterministic)
     launch = AttentionLaunch(block_m=block_m, num_splits=1, deterministic=deterministic)
     sizes = RowSizes(
         num_rows=num_rows,

@@ -24,13 +24,18 @@ pytestmark = pytest.mark.gpu
 PAGE_SIZE = 16
 
 
-def launch_for(rows: PagedRows, group: int, *, deterministic: bool, num_splits: int | None = None) -> AttentionLaunch:
+def launch_for(
+    rows: PagedRows, group: int, *, deterministic: bool, num_splits: int | None = None, head_dim: int = 128
+) -> AttentionLaunch:
     counts = np.bincount(rows.row_tables)
-    block_m = choose_block_m(rows_per_sequence=float(counts.mean()), group=group, deterministic=deterministic)
+    block_m = choose_block_m(
+        rows_per_sequence=float(counts.mean()), group=group, head_dim=head_dim, deterministic=deterministic
+    )
     if num_splits is None:
         num_splits = choose_num_splits(
             num_tiles=len(make_tiles(rows.row_tables, rows.context_lengths, block_m // group).tile_rows),
             num_kv_heads=2,
+            block_m=block_m,
             max_keys=8192,
             num_multiprocessors=torch.cuda.get_device_properties("cuda").multi_processor_count,
             deterministic=deterministic,
@@ -46,7 +51,7 @@ def attend(cache: KVCache, rows: PagedRows, heads: list[Tensor], launch: Attenti
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("heads", [(12, 2, 128), (14, 2, 64), (32, 8, 128), (8, 8, 80), (16, 1, 96)])
+@pytest.mark.parametrize("heads", [(12, 2, 128), (14, 2, 64), (32, 8, 128), (8, 8, 80), (16, 1, 96), (8, 2, 256)])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("num_nodes", [0, 1, 7, 40])
 def test_kernels_agree_with_the_reference(
@@ -65,7 +70,7 @@ def test_kernels_agree_with_the_reference(
     cache = make_cache(step.num_pages, PAGE_SIZE, num_kv_heads, head_dim, dtype)
     other = copy_cache(cache)
     inputs = random_heads(len(step.rows.positions), num_heads, num_kv_heads, head_dim, dtype)
-    launch = launch_for(step.rows, num_heads // num_kv_heads, deterministic=deterministic)
+    launch = launch_for(step.rows, num_heads // num_kv_heads, deterministic=deterministic, head_dim=head_dim)
     found = attend(cache, step.rows, inputs, launch)
     expected = ReferenceRows(other, step.rows).attend(1, *inputs)
     tolerance = 1e-5 if dtype == torch.float32 else 0.02

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from srtrl.drafters.draft_tree import EMPTY_TREE, ROOT, DraftTree, DraftTrees
-from srtrl.engine.rows import build_rows, dummy_rows
+from srtrl.engine.rows import PageTables, build_rows, dummy_rows, pad_tables
 from srtrl.engine.runner import ModelRunner
-from srtrl.engine.sequence import PrefillChunk, PromptPages, Sequence
+from srtrl.engine.sequence import PageHolder, PrefillChunk, PromptPages, Sequence
 from srtrl.engine.tree_rows import node_depths, node_rows, root_rows
 from srtrl.engine.verify import Walk
 from srtrl.types import Request, SamplingParams
@@ -112,6 +112,26 @@ def test_rows_are_those_of_plain_loops(
     assert node_depths(trees).tolist() == [depth for depth in depths if depth]
     assert root_rows(trees).tolist() == [row for row, depth in enumerate(depths) if not depth]
     assert node_rows(trees).tolist() == [row for row, depth in enumerate(depths) if depth]
+
+
+@given(seed=st.integers(0, 10_000), num_steps=st.integers(1, 8))
+def test_kept_page_tables_are_those_that_are_padded_anew(seed: int, num_steps: int) -> None:
+    random = np.random.default_rng(seed)
+    kept = PageTables()
+    holders = [PageHolder([]) for _ in range(6)]
+    for _ in range(num_steps):
+        for holder in holders:
+            change = random.integers(4)
+            pages = random.integers(0, 100, random.integers(1, 5)).tolist()
+            if change == 0:
+                holder.set_pages(pages)
+            elif change == 1:
+                holder.add_pages(pages)
+            elif change == 2:
+                holder.cut_pages(int(random.integers(1, 4)))
+        some = [holders[i].page_table for i in random.permutation(6)[: random.integers(1, 7)] if holders[i].page_ids]
+        if some:
+            assert np.array_equal(kept.pad(some), pad_tables(some))
 
 
 def runner_of(num_pages: int, page_size: int) -> ModelRunner:

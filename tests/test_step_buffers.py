@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from srtrl.engine.row_sampling import RowSampling
 from srtrl.engine.rows import dummy_rows
 from srtrl.engine.step_buffers import (
     NO_TOKEN,
+    HostInputs,
     ResultBuffer,
     StagingBuffer,
     StepInputs,
@@ -29,6 +31,7 @@ def planner(deterministic: bool) -> BucketPlanner:
     return BucketPlanner(
         num_heads=4,
         num_kv_heads=2,
+        head_dim=16,
         page_size=4,
         max_positions=80,
         max_draft_nodes=40,
@@ -75,7 +78,7 @@ def test_the_device_reads_what_was_filled_in_and_padding_does_nothing(
     forced = random.integers(-1, 1000, num_rows).astype(np.int32) if is_forced else None
     longest = longest_keys(counts, rows.context_lengths)
     fill_inputs(
-        view_inputs(staging.host, shape, num_sequences),
+        HostInputs.of(view_inputs(staging.host, shape, num_sequences)),
         token_ids,
         rows,
         sampling,
@@ -128,6 +131,24 @@ def test_a_step_of_prompts_alone_has_no_rows_to_sample() -> None:
     inputs = view_inputs(torch.zeros(num_elements(shape, 1), dtype=torch.int32), shape, 1)
     assert len(inputs.streams) == len(inputs.forced) == 0
     assert len(inputs.token_ids) == 8
+
+
+def test_results_that_nobody_wants_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NeverArrives:
+        def record(self) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            raise AssertionError("waited")
+
+    results = ResultBuffer(16, CPU)
+    monkeypatch.setattr(results, "_arrived", NeverArrives())
+    for num_logits in (0, 8):
+        results.start_fetch(num_logits)
+        tokens, logprobs = results.wait(num_logits, 0)
+        assert len(tokens) == len(logprobs) == 0
+    with pytest.raises(AssertionError, match="waited"):
+        results.wait(8, 1)
 
 
 def test_results_come_back_as_they_were_written() -> None:

@@ -68,7 +68,9 @@ def test_norm_of_the_sum_rounds_as_the_eager_model(width: int, dtype: torch.dtyp
     normed = add_rms_norm(hidden, update, weight, EPS)
     assert torch.equal(hidden, expected_hidden)
     assert_same(normed, rms_norm(expected_hidden, weight, EPS))
-    assert_same(add_rms_norm(hidden, None, weight, EPS), normed)
+    out = torch.empty_like(hidden)
+    assert add_rms_norm(hidden, None, weight, EPS, out=out) is out
+    assert_same(out, normed)
     assert torch.equal(hidden, expected_hidden)
 
 

@@ -43,7 +43,6 @@ def command(
     check_output("--write-docs", write_docs)
     if smoke:  # before Triton is imported: a kernel is interpreted or compiled from its definition on
         os.environ["TRITON_INTERPRET"] = "1"
-        os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     import torch
 
     if not smoke and not torch.cuda.is_available():

@@ -17,14 +17,16 @@ ROWS_AT_ONCE = 64
 """Deterministic mode: matrix products are done so many rows at a time, always, so that cuBLAS takes one kernel for
 them (which it chooses by the shape). Rows are padded to a multiple of it."""
 
-MAX_GRAPH_ROWS = 1024
+MAX_GRAPH_ROWS = 2048
 """Larger steps are not captured: they keep the device busy for longer than it takes to launch them."""
 
-MAX_GRAPH_PROMPT_ROWS = 128
-"""Most prompt rows in a captured step. A graph samples all of its rows, and those of prompts need no token."""
+MAX_SAMPLED_PROMPT_ROWS = 128
+"""With no more prompt rows than this all rows of a step are sampled, though those of prompts need no token: fewer
+shapes are worth more than the time of their logits."""
 
-LEAST_TABLE_WIDTH = 64
-"""Page tables are not made narrower than this, in pages: so narrow a table is copied in no time."""
+LEAST_TABLE_TOKENS = 8192
+"""Page tables are not made for fewer positions than this, if there are sequences as long: so narrow a table (2 KiB a
+sequence with pages of 16) is copied in no time, and one width serves a whole rollout."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -48,7 +50,7 @@ class StepShape:
     @property
     def can_be_captured(self) -> bool:
         """Whether the step is worth a graph."""
-        return 0 < self.num_logits == self.num_rows <= MAX_GRAPH_ROWS
+        return self.num_rows <= MAX_GRAPH_ROWS
 
     def sizes(self, num_tables: int) -> RowSizes:
         """Sizes of the row arrays of a step with so many page tables, which no graph depends on."""
@@ -70,6 +72,8 @@ class BucketPlanner:
     """H."""
     num_kv_heads: int
     """K."""
+    head_dim: int
+    """E."""
     page_size: int
     max_positions: int
     """Most positions of a sequence, draft nodes included."""
@@ -114,17 +118,21 @@ class BucketPlanner:
         """
         num_real = int(rows_per_sequence.sum())
         num_rows = padded_rows(num_real, self.row_multiple)
-        is_small = num_rows <= MAX_GRAPH_ROWS and num_real - num_logits <= MAX_GRAPH_PROMPT_ROWS
         if num_logits:
-            num_logits = num_rows if is_small else min(padded_rows(num_logits, self.row_multiple), num_rows)
+            samples_all = num_real - num_logits <= MAX_SAMPLED_PROMPT_ROWS
+            num_logits = num_rows if samples_all else min(padded_rows(num_logits, self.row_multiple), num_rows)
         block_m = choose_block_m(
-            rows_per_sequence=num_real / len(rows_per_sequence), group=self.group, deterministic=self.deterministic
+            rows_per_sequence=num_real / len(rows_per_sequence),
+            group=self.group,
+            head_dim=self.head_dim,
+            deterministic=self.deterministic,
         )
         num_tiles = padded_tiles(count_tiles(rows_per_sequence, block_m // self.group), num_rows)
-        table_width = padded_width(table_width, self.max_table_width)
+        table_width = padded_width(table_width, self.max_table_width, -(-LEAST_TABLE_TOKENS // self.page_size))
         num_splits = choose_num_splits(
             num_tiles=num_tiles,
             num_kv_heads=self.num_kv_heads,
+            block_m=block_m,
             max_keys=table_width * self.page_size,
             num_multiprocessors=self.num_multiprocessors,
             deterministic=self.deterministic,
@@ -153,17 +161,24 @@ def padded_rows(num_rows: int, multiple: int = 1) -> int:
 
 
 def padded_tiles(num_tiles: int, num_rows: int) -> int:
-    """The bucket of a tile count: `num_rows` (as many as there can be), or half of it, or a quarter, ..."""
+    """The bucket of a tile count: `num_rows` (as many as there can be), 3/4 of it, half, 3/8, a quarter, ...
+
+    Keys are split by it, so padding leaves a third of the chip idle at most.
+    """
     assert num_tiles <= num_rows
     while num_rows > 1 and -(-num_rows // 2) >= num_tiles:
         num_rows = -(-num_rows // 2)
-    return num_rows
+    three_quarters = -(-3 * num_rows // 4)
+    return three_quarters if three_quarters >= num_tiles else num_rows
 
 
-def padded_width(table_width: int, most: int) -> int:
-    """The bucket of the width of a page table: `most`, a quarter of it, a sixteenth, ..., no less than needed."""
+def padded_width(table_width: int, most: int, least: int) -> int:
+    """The bucket of the width of a page table: `most`, a quarter of it, a sixteenth, ..., no less than needed.
+
+    Nor less than `least`, unless `most` is.
+    """
     width = max(most, table_width)
-    while -(-width // 4) >= max(table_width, LEAST_TABLE_WIDTH):
+    while -(-width // 4) >= max(table_width, least):
         width = -(-width // 4)
     return width
 

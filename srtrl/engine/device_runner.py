@@ -5,6 +5,8 @@ The same path runs on a CPU under Triton's interpreter, kernel by kernel, for te
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -15,10 +17,11 @@ import torch
 
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.engine.buckets import MAX_GRAPH_ROWS, ROWS_AT_ONCE, BucketPlanner, StepShape, longest_keys, padded_depth
+from srtrl.engine.determinism import ensure_deterministic_products
 from srtrl.engine.device_step import DeviceStep, StepMemory
 from srtrl.engine.graphs import CudaCapturer, EagerSteps, GraphedSteps, StepExecutor, addresses
 from srtrl.engine.row_sampling import ForcedTokens, Int32Array, Int64Array, RowSampling
-from srtrl.engine.rows import build_rows
+from srtrl.engine.rows import PageTables, build_rows
 from srtrl.engine.runner import ModelRunner
 from srtrl.engine.sequence import ScheduledStep, Sequence
 from srtrl.engine.step_buffers import ResultBuffer, StagingBuffer, fill_inputs, num_elements
@@ -70,6 +73,7 @@ class DeviceRunner(ModelRunner):
         self.planner = BucketPlanner(
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
             page_size=page_size,
             max_positions=max_sequence_tokens + max_draft_nodes + 1,
             max_draft_nodes=max_draft_nodes,
@@ -77,6 +81,8 @@ class DeviceRunner(ModelRunner):
             deterministic=deterministic,
             rows_at_once=ROWS_AT_ONCE,
         )
+        if is_cuda and deterministic:
+            ensure_deterministic_products(self.model, ROWS_AT_ONCE)
         self.device_step = DeviceStep(self.model, self.cache, self.planner)
         self.executor: StepExecutor = EagerSteps(self.device_step.compute)
         if is_cuda and cuda_graphs:
@@ -85,7 +91,6 @@ class DeviceRunner(ModelRunner):
         self._memory = StepMemory(
             self.model,
             max_rows=MAX_GRAPH_ROWS,
-            max_logits=MAX_GRAPH_ROWS,
             max_elements=num_elements(largest, MAX_GRAPH_ROWS),
         )
         """For all steps that can be captured: it never moves."""
@@ -96,7 +101,8 @@ class DeviceRunner(ModelRunner):
         self._pending: _Pending | None = None
         self._sampled_ids: list[int] = []
         self._sampling = RowSampling.of([])
-        self._known_shapes: set[StepShape] = set()
+        self._page_tables = PageTables()
+        self._was_awaited = True
         self.wait_seconds = 0.0
         """How long the last `wait` waited."""
 
@@ -128,7 +134,7 @@ class DeviceRunner(ModelRunner):
     def launch(self, step: ScheduledStep, trees: DraftTrees, forced: ForcedTokens | None) -> None:
         """Queue the step's forward pass and the sampling of all rows of `step.decodes` and their `trees`."""
         self._copy_pages(step)
-        token_ids, rows = build_rows(step.decodes, trees, step.prefills, self.page_size)
+        token_ids, rows = build_rows(step.decodes, trees, step.prefills, self.page_size, self._page_tables)
         num_sampled = len(step.decodes) + trees.num_nodes
         owners, depths = rows.row_tables[:num_sampled], rows.path_lengths[:num_sampled]
         upcoming = None
@@ -137,11 +143,15 @@ class DeviceRunner(ModelRunner):
         self._pending = self._start(token_ids, rows, self._sampling_of(step.decodes).take(owners, depths), upcoming)
 
     def wait(self) -> tuple[Int64Array, npt.NDArray[np.float32]]:
-        """Wait for the launched step; returns the tokens and log-probs of the sampled rows, as they were laid out."""
+        """Wait for the launched step; returns the tokens and log-probs of the sampled rows, as they were laid out.
+
+        Where nothing is sampled there is nothing to wait for, and the host prepares the next step.
+        """
         assert self._pending is not None, "no step was launched"
         pending, self._pending = self._pending, None
         started = time.perf_counter()
         result = pending.results.wait(pending.num_logits, pending.num_sampled)
+        self._was_awaited = pending.num_sampled > 0
         self.wait_seconds = time.perf_counter() - started
         return result
 
@@ -149,7 +159,14 @@ class DeviceRunner(ModelRunner):
     def time_forward(
         self, num_rows: int, context_tokens: int, num_logits: int, *, num_sequences: int | None = None
     ) -> float:
-        """See `ModelRunner.time_forward`; sampling and the copies are part of it, compiling and capturing are not."""
+        """See `ModelRunner.time_forward`; sampling and the copies are part of it, compiling and capturing are not.
+
+        A sequence has as many rows as a root and `max_draft_nodes` at most, and context and rows together as many
+        positions as the engine was made for.
+        """
+        rows_each = -(-num_rows // (num_sequences or num_rows))
+        assert rows_each <= 1 + self.planner.max_draft_nodes, f"{rows_each} rows a sequence"
+        assert context_tokens + rows_each <= self.planner.max_positions, (context_tokens, rows_each)
         token_ids, rows = self._dummy_rows(num_rows, context_tokens, num_sequences)
         sampling = RowSampling(
             temperatures=np.ones(num_logits, np.float32),
@@ -158,6 +175,7 @@ class DeviceRunner(ModelRunner):
             top_k=np.zeros(num_logits, np.int64),
             top_p=np.ones(num_logits),
         )
+        self._was_awaited = True
         while True:
             self._synchronise()
             started = time.perf_counter()
@@ -186,32 +204,47 @@ class DeviceRunner(ModelRunner):
             table_width=rows.page_tables.shape[1],
             depth=rows.path_slots.shape[1],
         )
-        self.was_prepared = shape in self._known_shapes
-        self._known_shapes.add(shape)
-        memory = self._memory_for(shape, num_tables)
-        step = memory.step(shape, num_tables)
-        memory.staging.wait_until_free()
-        fill_inputs(
-            step.host,
-            token_ids,
-            rows,
-            sampling,
-            forced,
-            rows_per_tile=shape.launch.rows_per_tile(self.planner.group),
-            split_keys=choose_split_keys(longest=longest_keys(counts, rows.context_lengths), launch=shape.launch),
-        )
-        memory.staging.upload(step.num_elements)
-        self.executor.run(step)
-        if sampling.is_filtered.any():
-            self.device_step.sample_again(step, sampling)
-        memory.results.start_fetch(shape.num_logits)
+        with _explain_out_of_memory(shape):
+            memory = self._memory_for(shape, num_tables)
+            step = memory.step(shape, num_tables)
+            memory.staging.wait_until_free()
+            fill_inputs(
+                step.host,
+                token_ids,
+                rows,
+                sampling,
+                forced,
+                rows_per_tile=shape.launch.rows_per_tile(self.planner.group),
+                split_keys=choose_split_keys(longest=longest_keys(counts, rows.context_lengths), launch=shape.launch),
+            )
+            memory.staging.upload(step.num_elements)
+            # What is left of a step that nobody waited for counts as this step's time.
+            self.was_prepared = self.executor.run(step) and self._was_awaited
+            if sampling.is_filtered.any():
+                self.device_step.sample_again(step, sampling)
+            memory.results.start_fetch(shape.num_logits)
         return _Pending(memory.results, shape.num_logits, len(sampling.streams))
 
+    def _copy_pages(self, step: ScheduledStep) -> None:
+        """See `ModelRunner._copy_pages`. Slot by slot in any order, unless a copy reads what another one writes."""
+        if not step.page_copies:
+            return
+        pages = np.array(step.page_copies, np.int32)  # [C, 2]
+        if np.isin(pages[:, 0], pages[:, 1]).any():
+            super()._copy_pages(step)
+            return
+        slots = pages.T[:, :, None] * np.int32(self.page_size) + np.arange(self.page_size, dtype=np.int32)
+        sources, targets = slots.reshape(2, -1)
+        self._move(np.arange(len(sources) + 1), sources, targets)
+
     def _move_slots(self, sources: Int32Array, targets: Int32Array, owners: npt.NDArray[Any]) -> None:
-        """See `ModelRunner._move_slots`. Queued at once: the device moves while the host prepares the next step."""
+        """See `ModelRunner._move_slots`."""
+        self._move(np.searchsorted(owners, np.arange(owners[-1] + 2)), sources, targets)
+
+    def _move(self, *arrays: npt.NDArray[Any]) -> None:
+        """`move_kv` with these starts, sources and targets. Queued: the device moves while the host goes on."""
         from srtrl.model.triton_layers import move_kv
 
-        arrays: list[npt.NDArray[Any]] = [np.searchsorted(owners, np.arange(owners[-1] + 2)), sources, targets]
         offsets = np.cumsum([0, *(-(-len(array) // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
         if offsets[-1] > len(self._moves):
             self._moves = StagingBuffer(2 * offsets[-1], self.model.device)
@@ -230,18 +263,16 @@ class DeviceRunner(ModelRunner):
         assert not shape.can_be_captured, "a graph's inputs must not move"
         large = self._large_memory
         if large is None or not large.holds(shape, num_tables):
-            max_rows, max_logits = shape.num_rows, shape.num_logits
-            max_elements = num_elements(shape, num_tables)
+            max_rows, max_elements = shape.num_rows, num_elements(shape, num_tables)
             if large is not None:
-                max_rows, max_logits = max(max_rows, large.max_rows), max(max_logits, large.max_logits)
-                max_elements = max(max_elements, len(large.staging))
+                max_rows, max_elements = max(max_rows, large.max_rows), max(max_elements, len(large.staging))
             large = self._large_memory = None  # the old one's memory is free before the new one is made
-            large = StepMemory(self.model, max_rows=max_rows, max_logits=max_logits, max_elements=max_elements)
-            self._large_memory = large
+            large = self._large_memory = StepMemory(self.model, max_rows=max_rows, max_elements=max_elements)
         return large
 
     def _find_addresses(self) -> tuple[int, ...]:
-        return addresses([*self.model.parameters(), self.cache.key_pages, self.cache.value_pages])
+        """Where weights and pages lie. Layers lie behind each other, so how many pages there are matters, too."""
+        return (self.num_pages, *addresses([*self.model.parameters(), self.cache.key_pages, self.cache.value_pages]))
 
     def _drop_graphs_if_moved(self) -> None:
         if self.num_pages == 0:
@@ -250,7 +281,19 @@ class DeviceRunner(ModelRunner):
         if found != self._addresses:
             self._addresses = found
             self.executor.drop()
-            self._known_shapes.clear()
+
+
+@contextmanager
+def _explain_out_of_memory(shape: StepShape) -> Iterator[None]:
+    """Turn torch's error inside the `with` block into a ValueError that says what helps."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"a decode step of {shape.num_rows} rows ({shape.num_logits} of them sampled) did not find the memory it "
+            "needs on the device: lower rollout.kv_memory_share (or rollout.kv_memory_gib), which leaves the KV cache "
+            "less, or rollout.slots and rollout.prefill_chunk_tokens, which make steps smaller"
+        ) from error
 
 
 def _largest_captured(planner: BucketPlanner) -> StepShape:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from srtrl.engine.buckets import BucketPlanner, StepShape
 from srtrl.engine.row_sampling import RowSampling
-from srtrl.engine.step_buffers import ResultBuffer, StagingBuffer, StepInputs, num_elements, view_inputs
+from srtrl.engine.step_buffers import HostInputs, ResultBuffer, StagingBuffer, StepInputs, num_elements, view_inputs
 from srtrl.engine.triton_filter import Cuts, find_cuts
 from srtrl.engine.triton_sampling import SamplingScratch, sample_rows_triton
 from srtrl.model.device_plan import AttentionScratch, DevicePlan
@@ -22,23 +22,24 @@ from srtrl.model.transformer import Transformer
 MAX_SCRATCH_BYTES = 64 << 20
 """Of the attention's partial results; what would need more is done in several launches."""
 
+LOGITS_AT_ONCE = 1024
+"""Most rows whose logits exist at a time: with a vocabulary of 152 thousand in bfloat16 they take 0.3 GB."""
+
 MAX_VIEWS = 256
 """Of the views of different steps, so many are kept."""
 
 
 class StepMemory:
-    """All that lies at fixed addresses for steps up to some size: inputs, results, logits and scratch memory."""
+    """What lies at fixed addresses for steps up to some size: inputs, results, hidden states and scratch memory."""
 
-    def __init__(self, model: Transformer, *, max_rows: int, max_logits: int, max_elements: int) -> None:
-        """Allocate for steps of so many rows, rows with logits, and elements of inputs."""
+    def __init__(self, model: Transformer, *, max_rows: int, max_elements: int) -> None:
+        """Allocate for steps of so many rows and elements of inputs."""
         config, device = model.config, model.device
         self.max_rows = max_rows
-        self.max_logits = max_logits
         self._steps: dict[tuple[StepShape, int], StepTensors] = {}
         self.staging = StagingBuffer(max_elements, device)
-        self.results = ResultBuffer(max_logits, device)
-        self.logits = torch.empty(max_logits, config.vocab_size, dtype=model.dtype, device=device)
-        self.sampling = SamplingScratch.allocate(max_logits, config.vocab_size, device)
+        self.results = ResultBuffer(max_rows, device)
+        self.hidden = torch.empty(max_rows, config.hidden_size, dtype=model.dtype, device=device)
         self.attention = AttentionScratch(
             num_rows=max_rows,
             num_heads=config.num_attention_heads,
@@ -51,9 +52,7 @@ class StepMemory:
     def holds(self, shape: StepShape, num_tables: int) -> bool:
         """Whether a step fits."""
         return (shape, num_tables) in self._steps or (
-            shape.num_rows <= self.max_rows
-            and shape.num_logits <= self.max_logits
-            and num_elements(shape, num_tables) <= len(self.staging)
+            shape.num_rows <= self.max_rows and num_elements(shape, num_tables) <= len(self.staging)
         )
 
     def step(self, shape: StepShape, num_tables: int) -> "StepTensors":
@@ -67,12 +66,11 @@ class StepMemory:
             step = self._steps[shape, num_tables] = StepTensors(
                 shape=shape,
                 num_elements=num_elements(shape, num_tables),
-                host=view_inputs(self.staging.host, shape, num_tables),
+                host=HostInputs.of(view_inputs(self.staging.host, shape, num_tables)),
                 device=view_inputs(self.staging.device, shape, num_tables),
-                logits=self.logits[: shape.num_logits],
+                hidden=self.hidden[: shape.num_rows],
                 tokens=tokens,
                 logprobs=logprobs,
-                sampling=self.sampling,
                 attention=self.attention,
             )
         return step
@@ -85,20 +83,22 @@ class StepTensors:
     shape: StepShape
     num_elements: int
     """Length of the inputs."""
-    host: StepInputs
+    host: HostInputs
     device: StepInputs
-    logits: Tensor
-    """[L, V], written."""
+    hidden: Tensor
+    """[N, D], written."""
     tokens: Tensor
     """[L] int32, written."""
     logprobs: Tensor
     """[L] float32, written."""
-    sampling: SamplingScratch
     attention: AttentionScratch
 
 
 class DeviceStep:
-    """The computation of a step, on one model and one cache."""
+    """The computation of a step, on one model and one cache.
+
+    Logits of all steps go through one buffer, `LOGITS_AT_ONCE` rows at a time: steps run one after the other.
+    """
 
     def __init__(self, model: Transformer, cache: KVCache, planner: BucketPlanner) -> None:
         self.model = model
@@ -107,10 +107,13 @@ class DeviceStep:
         self.rows_at_once = planner.rows_at_once if planner.deterministic else None
         # A table of its own: the model's is made anew when the update needs a longer one, and graphs hold its address.
         self.rotary = rotary_table(model, self.num_positions)
+        vocab_size = model.config.vocab_size
+        self.logits = torch.empty(LOGITS_AT_ONCE, vocab_size, dtype=model.dtype, device=model.device)
+        self.sampling = SamplingScratch.allocate(LOGITS_AT_ONCE, vocab_size, model.device)
 
     @torch.inference_mode()
     def compute(self, step: StepTensors) -> None:
-        """Forward pass and sampling; fills `step.logits`, `tokens` and `logprobs`, padding rows with anything."""
+        """Forward pass and sampling; fills `step.hidden`, `tokens` and `logprobs`, padding rows with anything."""
         plan = DevicePlan(
             self.cache,
             step.device.rows,
@@ -119,11 +122,8 @@ class DeviceStep:
             scratch=step.attention,
             rows_at_once=self.rows_at_once,
         )
-        hidden = fused_forward(self.model, step.device.token_ids, plan, rotary=self.rotary)  # [N, D]
-        num_logits = step.shape.num_logits
-        if num_logits:
-            write_logits(hidden[:num_logits], self.model.head_weight, step.logits, self.rows_at_once)
-            self._sample(step, None)
+        fused_forward(self.model, step.device.token_ids, plan, rotary=self.rotary, out=step.hidden)
+        self._sample(step)
 
     @torch.inference_mode()
     def sample_again(self, step: StepTensors, sampling: RowSampling) -> None:
@@ -137,24 +137,30 @@ class DeviceStep:
         top_p = torch.ones(num_logits, dtype=torch.float32)
         top_k[:num_sampled] = torch.from_numpy(sampling.top_k)
         top_p[:num_sampled] = torch.from_numpy(sampling.top_p)
-        cuts = Cuts.allocate(num_logits, device)
-        find_cuts(step.logits, step.device.temperatures, top_k.to(device), top_p.to(device), cuts)
-        self._sample(step, cuts)
+        self._sample(step, top_k.to(device), top_p.to(device))
 
-    @staticmethod
-    def _sample(step: StepTensors, cuts: Cuts | None) -> None:
-        inputs = step.device
-        sample_rows_triton(
-            step.logits,
-            inputs.temperatures,
-            inputs.streams,
-            inputs.places,
-            inputs.forced,
-            step.tokens,
-            step.logprobs,
-            step.sampling,
-            cuts=cuts,
-        )
+    def _sample(self, step: StepTensors, top_k: Tensor | None = None, top_p: Tensor | None = None) -> None:
+        """Logits and sampling of the step's first rows; `top_k` [L] int32 and `top_p` [L] float32 as in `find_cuts`."""
+        inputs, num_logits = step.device, step.shape.num_logits
+        for first in range(0, num_logits, LOGITS_AT_ONCE):
+            rows = slice(first, min(first + LOGITS_AT_ONCE, num_logits))
+            logits = self.logits[: rows.stop - first]
+            write_logits(step.hidden[rows], self.model.head_weight, logits, self.rows_at_once)
+            cuts = None
+            if top_k is not None and top_p is not None:
+                cuts = Cuts.allocate(len(logits), logits.device)
+                find_cuts(logits, inputs.temperatures[rows], top_k[rows], top_p[rows], cuts)
+            sample_rows_triton(
+                logits,
+                inputs.temperatures[rows],
+                inputs.streams[rows],
+                inputs.places[rows],
+                inputs.forced[rows],
+                step.tokens[rows],
+                step.logprobs[rows],
+                self.sampling,
+                cuts=cuts,
+            )
 
 
 def write_logits(hidden: Tensor, head_weight: Tensor, logits: Tensor, rows_at_once: int | None) -> None:

@@ -16,8 +16,8 @@ import torch
 from srtrl.engine.buckets import StepShape
 from srtrl.engine.device_step import StepTensors
 
-MAX_GRAPHS = 128
-"""Most graphs that are kept; each takes a few MiB beside the memory that all of them share."""
+MAX_GRAPHS = 512
+"""Most graphs that are kept; each takes a MiB or so beside the memory that all of them share."""
 
 Compute = Callable[[StepTensors], None]
 
@@ -32,8 +32,12 @@ class Replayable(Protocol):
 class StepExecutor(Protocol):
     """Runs steps whose inputs are on the device, or on the way to it in the same stream."""
 
-    def run(self, step: StepTensors) -> None:
-        """Compute the step; does not wait."""
+    def run(self, step: StepTensors) -> bool:
+        """Compute the step; does not wait.
+
+        Returns:
+            Whether that was all: no kernel was compiled for it, and no graph captured.
+        """
 
     def drop(self) -> None:
         """Forget what depends on addresses: weights, cache or buffers have moved."""
@@ -44,24 +48,34 @@ class EagerSteps:
 
     def __init__(self, compute: Compute) -> None:
         self._compute = compute
+        self._shapes: set[StepShape] = set()
 
-    def run(self, step: StepTensors) -> None:
+    def run(self, step: StepTensors) -> bool:
         """See `StepExecutor`."""
+        is_known = self.knows(step.shape)
         self._compute(step)
+        self._shapes.add(step.shape)
+        return is_known
+
+    def knows(self, shape: StepShape) -> bool:
+        """Whether a step of this shape was run."""
+        return shape in self._shapes
 
     def drop(self) -> None:
-        """See `StepExecutor`: nothing is kept."""
+        """See `StepExecutor`: kernels depend on none."""
 
 
 class GraphedSteps:
-    """Captures a graph of each shape when it first comes, and replays it from then on.
+    """Captures a graph of each shape when it comes for the second time, and replays it from then on.
 
-    Shapes that are not worth a graph (`StepShape.can_be_captured`) run as in `EagerSteps`. When there are too many
-    graphs, the one that was used least recently is dropped.
+    The first time its kernels are launched one by one, and compiled if need be; many a shape never comes again. Shapes
+    that are not worth a graph (`StepShape.can_be_captured`) always run like this. When there are too many graphs, the
+    one that was used least recently is dropped.
     """
 
     def __init__(self, compute: Compute, capturer: "Capturer", *, max_graphs: int = MAX_GRAPHS) -> None:
         assert max_graphs > 0
+        self._eager = EagerSteps(compute)
         self._compute = compute
         self._capturer = capturer
         self._max_graphs = max_graphs
@@ -72,16 +86,21 @@ class GraphedSteps:
         """Graphs that are kept."""
         return len(self._graphs)
 
-    def run(self, step: StepTensors) -> None:
+    def run(self, step: StepTensors) -> bool:
         """See `StepExecutor`."""
         graph = self._graphs.get(step.shape)
-        if graph is None and step.shape.can_be_captured and self._has_memory:
-            graph = self._capture(step)
-        if graph is None:
-            self._compute(step)
-        else:
+        if graph is not None:
             self._graphs.move_to_end(step.shape)
             graph.replay()
+            return True
+        if not (step.shape.can_be_captured and self._has_memory and self._eager.knows(step.shape)):
+            return self._eager.run(step)
+        graph = self._capture(step)
+        if graph is None:
+            self._eager.run(step)
+        else:
+            graph.replay()
+        return False
 
     def _capture(self, step: StepTensors) -> Replayable | None:
         """Capture the step, whose kernels do not run while that is done; None where memory does not suffice."""
@@ -91,7 +110,9 @@ class GraphedSteps:
             self._capturer.start_over()
         try:
             graph = self._graphs[step.shape] = self._capturer.capture(lambda: self._compute(step))
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not was_out_of_memory(error):
+                raise
             self._has_memory = False
             self.drop()
             warnings.warn(
@@ -112,7 +133,7 @@ class Capturer(Protocol):
     """Makes graphs that share their memory."""
 
     def capture(self, compute: Callable[[], None]) -> Replayable:
-        """Capture what `compute` launches; it is called twice."""
+        """Capture what `compute` launches, whose kernels are compiled; it may be called twice."""
 
     def start_over(self) -> None:
         """No graph is left: the next ones need share no memory with earlier ones."""
@@ -129,14 +150,21 @@ class CudaCapturer:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._has_handles = False
 
     def capture(self, compute: Callable[[], None]) -> Replayable:
-        """See `Capturer`. The first call of `compute` compiles kernels and makes library handles."""
-        with self._on_side_stream():
-            compute()
+        """See `Capturer`. The first time `compute` is called once more: libraries make handles for the stream."""
+        if not self._has_handles:
+            with self._on_side_stream():
+                compute()
+            self._has_handles = True
         graph = torch.cuda.CUDAGraph()
+        # The outer `with`: where ending the capture fails, torch's own does not go back to the current stream.
         # thread_local: what other threads do with CUDA meanwhile is not part of the capture and does not break it.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.stream(self._stream),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             compute()
         return graph
 
@@ -149,9 +177,19 @@ class CudaCapturer:
         """The side stream runs behind what is queued on the current one, and the current one goes on behind it."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:  # also what was queued before an error may still write where the current stream writes next
+            current.wait_stream(self._stream)
+
+
+def was_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, or did so before: then ending the capture it broke fails with an error of its own."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, torch.OutOfMemoryError):
+        found = found.__context__
+    return found is not None
 
 
 def addresses(tensors: list[torch.Tensor]) -> tuple[int, ...]:

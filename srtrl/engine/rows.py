@@ -12,13 +12,41 @@ from srtrl.engine.tree_rows import node_depths, node_rows, place_nodes
 from srtrl.model.paged_attention import Int32Array, PagedRows
 
 
+class PageTables:
+    """`pad_tables` for one step after the other: only the rows of sequences whose pages have changed are written anew.
+
+    A sequence gets another array with other pages (`PageHolder`), so the same array means the same pages.
+    """
+
+    def __init__(self) -> None:
+        self._tables: list[Int32Array | None] = []
+        self._padded = np.zeros((0, 0), np.int32)
+
+    def pad(self, page_tables: SequenceOf[Int32Array]) -> Int32Array:
+        """See `pad_tables`; valid until the next call."""
+        num_tables, width = len(page_tables), max(map(len, page_tables))
+        if num_tables > len(self._padded) or width > self._padded.shape[1]:
+            self._padded = np.zeros((num_tables, 2 * width), np.int32)
+            self._tables = [None] * num_tables
+        for row, table in enumerate(page_tables):
+            if table is not self._tables[row]:
+                self._tables[row] = table
+                self._padded[row, : len(table)] = table
+                self._padded[row, len(table) :] = 0
+        return self._padded[:num_tables, :width]
+
+
 def build_rows(
-    decodes: SequenceOf[Sequence], trees: DraftTrees, prefills: SequenceOf[PrefillChunk], page_size: int
+    decodes: SequenceOf[Sequence],
+    trees: DraftTrees,
+    prefills: SequenceOf[PrefillChunk],
+    page_size: int,
+    kept_tables: PageTables | None = None,
 ) -> tuple[Int32Array, PagedRows]:
     """Lay out the step's rows: for each decoding sequence its root and its nodes, then the prefill chunks.
 
     The i-th node of a tree writes its KV i + 1 positions behind the root, whatever its depth; `ModelRunner.commit`
-    moves the accepted ones to where their depth belongs.
+    moves the accepted ones to where their depth belongs. With `kept_tables` the page tables are a view of these.
 
     Returns:
         Token ids [N], and what the attention plan needs.
@@ -29,7 +57,8 @@ def build_rows(
     counts = np.concatenate([1 + trees.sizes, sizes])
     starts = np.array([len(s.token_ids) - 1 for s in decodes] + [chunk.start for chunk in prefills], np.int32)
     first_rows = np.cumsum(counts) - counts
-    page_tables = pad_tables([holder.page_table for holder in holders])
+    pad = pad_tables if kept_tables is None else kept_tables.pad
+    page_tables = pad([holder.page_table for holder in holders])
     row_tables = np.repeat(np.arange(len(holders), dtype=np.int32), counts)  # [N]
     num_rows = len(row_tables)
     write_positions = np.arange(num_rows, dtype=np.int32) + (starts - first_rows.astype(np.int32))[row_tables]  # [N]

@@ -49,7 +49,8 @@ class ModelRunner:
             self._copy_weights()
         self.page_size = page_size
         self.was_prepared = True
-        """Whether the last step took no more than such steps do; else it included compiling or capturing."""
+        """Whether the last step took no more than such steps do; else it included compiling, capturing, or the rest of
+        a step before it."""
         self.cache = self._new_cache(num_pages)
 
     def step_cost(self, max_rows: int) -> StepCost:

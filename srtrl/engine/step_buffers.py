@@ -5,6 +5,7 @@ twin on the device. What they sample comes back in one copy, too. A captured gra
 was captured, as long as the buffers live. Letters: see `srtrl/types.py`; L rows with logits, padding included.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from srtrl.engine.buckets import StepShape
 from srtrl.engine.row_sampling import Int32Array, Int64Array, RowSampling
-from srtrl.model.device_rows import ALIGNMENT, DeviceRows, fill_rows, view_rows
+from srtrl.model.device_rows import ALIGNMENT, Array, DeviceRows, fill_row_arrays, row_arrays, view_rows
 from srtrl.model.paged_attention import PagedRows
 
 NO_TOKEN = -1
@@ -36,6 +37,30 @@ class StepInputs:
     token_ids: Tensor
     """[N] int32; 0 for padding."""
     rows: DeviceRows
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class HostInputs:
+    """`StepInputs` on the host, as arrays."""
+
+    streams: Array
+    places: Array
+    temperatures: Array
+    forced: Array
+    token_ids: Array
+    rows: Mapping[str, Array]
+
+    @staticmethod
+    def of(inputs: StepInputs) -> "HostInputs":
+        """The same memory."""
+        return HostInputs(
+            streams=inputs.streams.numpy(),
+            places=inputs.places.numpy(),
+            temperatures=inputs.temperatures.numpy(),
+            forced=inputs.forced.numpy(),
+            token_ids=inputs.token_ids.numpy(),
+            rows=row_arrays(inputs.rows),
+        )
 
 
 def num_elements(shape: StepShape, num_tables: int) -> int:
@@ -75,7 +100,7 @@ def _aligned(length: int) -> int:
 
 
 def fill_inputs(
-    host: StepInputs,
+    host: HostInputs,
     token_ids: Int32Array,
     rows: PagedRows,
     sampling: RowSampling,
@@ -87,28 +112,26 @@ def fill_inputs(
     """Write a step into `host`, padding included.
 
     Args:
-        host: Views of a buffer on the host.
+        host: Views of a buffer.
         token_ids: [N real].
         rows: What they see and where they write.
         sampling: [L real], how the first rows are sampled.
         forced: [L real]; None: no token is given.
-        rows_per_tile: See `fill_rows`.
-        split_keys: See `fill_rows`.
+        rows_per_tile: See `device_rows.fill_rows`.
+        split_keys: See `device_rows.fill_rows`.
     """
     num_sampled = len(sampling.streams)
-    for view, values, padding in (
+    for array, values, padding in (
         (host.streams, sampling.streams.view(np.int64), 0),
         (host.places, sampling.positions, 0),
         (host.temperatures, sampling.temperatures, 0),
         (host.forced, NO_TOKEN if forced is None else forced, NO_TOKEN),
     ):
-        array = view.numpy()
         array[:num_sampled] = values
         array[num_sampled:] = padding
-    tokens = host.token_ids.numpy()
-    tokens[: len(token_ids)] = token_ids
-    tokens[len(token_ids) :] = 0
-    fill_rows(host.rows, rows, rows_per_tile=rows_per_tile, split_keys=split_keys)
+    host.token_ids[: len(token_ids)] = token_ids
+    host.token_ids[len(token_ids) :] = 0
+    fill_row_arrays(host.rows, rows, rows_per_tile=rows_per_tile, split_keys=split_keys)
 
 
 class StagingBuffer:
@@ -152,13 +175,18 @@ class ResultBuffer:
 
     def start_fetch(self, num_logits: int) -> None:
         """Queue the copy of `num_logits` rows behind the step that is computing them; does not wait."""
+        if num_logits == 0:
+            return
         self._host[: 2 * num_logits].copy_(self._device[: 2 * num_logits], non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
 
     def wait(self, num_logits: int, num_real: int) -> tuple[Int64Array, npt.NDArray[np.float32]]:
-        """Wait for the copy; returns tokens and log-probs of the first `num_real` of the `num_logits` rows."""
-        if self._arrived is not None:
+        """Wait for the copy; returns tokens and log-probs of the first `num_real` of the `num_logits` rows.
+
+        Where none is wanted it does not wait.
+        """
+        if num_real and self._arrived is not None:
             self._arrived.synchronize()
         host = self._host[: 2 * num_logits].numpy().reshape(2, num_logits)[:, :num_real]
         return host[0].astype(np.int64), host[1].view(np.float32).copy()

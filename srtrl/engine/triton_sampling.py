@@ -215,8 +215,9 @@ def rank_blocks(
     tl.store(sums + place, tl.sum(weights, axis=0))
     if HAS_CUTS:
         scaled = _apply_cut(scaled, tokens, cut_values, cut_tokens, row)
-    gumbel = rough_gumbel(_noise_bits(streams, positions, row, tokens), IN_INTERPRETER)
-    tl.store(best + place, tl.max(tl.where(temperature > 0, scaled + gumbel, scaled), axis=0))
+    if temperature > 0:  # padding is greedy: it pays for no noise
+        scaled += rough_gumbel(_noise_bits(streams, positions, row, tokens), IN_INTERPRETER)
+    tl.store(best + place, tl.max(scaled, axis=0))
 
 
 @jit

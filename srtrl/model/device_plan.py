@@ -29,10 +29,9 @@ MIN_SPLIT_KEYS = 2 * KEY_BLOCK
 MAX_NUM_SPLITS = 64
 """In free mode; bounds the scratch memory."""
 
-PROGRAMS_PER_MULTIPROCESSOR = 3
-"""A program of four warps keeps one block of keys and values on its way (32 KiB for bfloat16 heads of 128) and takes
-43 KiB of shared memory and 118 registers a thread (as compiled for Hopper): four fit, and with three there is always
-more on the way than bandwidth times latency (4.8 TB/s x 1 us / 132: 36 KiB)."""
+LARGEST_BLOCK_M = 64
+WIDE_BLOCK_M = 32
+"""The same for heads of more than 128 numbers: with 64 lanes these would need more shared memory than Ampere has."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -58,7 +57,18 @@ class AttentionLaunch:
         return keys
 
 
-def choose_block_m(*, rows_per_sequence: float, group: int, deterministic: bool) -> int:
+def programs_per_multiprocessor(block_m: int) -> int:
+    """How many programs of the attention are meant to share a multiprocessor.
+
+    A program of four warps keeps one block of keys and values on its way (32 KiB for bfloat16 heads of 128). As
+    compiled for Hopper it takes 43 KiB of shared memory and up to 152 registers a thread with 16 lanes: three or four
+    fit, and with three there is always more on the way than bandwidth times latency (4.8 TB/s x 1 us / 132: 36 KiB).
+    With 32 or 64 lanes it takes up to 99 KiB and 250 registers: two fit.
+    """
+    return 3 if block_m <= 16 else 2
+
+
+def choose_block_m(*, rows_per_sequence: float, group: int, head_dim: int, deterministic: bool) -> int:
     """Height of a block, a power of two: 16, 32 or 64, more only where the heads of one row need it.
 
     A sequence's keys are read once a tile, so a tile should hold all rows of a usual sequence (`rows_per_sequence`, on
@@ -69,13 +79,13 @@ def choose_block_m(*, rows_per_sequence: float, group: int, deterministic: bool)
     if deterministic:
         return smallest
     block_m = smallest
-    while block_m < 64 and block_m // group < rows_per_sequence:
+    while block_m < (LARGEST_BLOCK_M if head_dim <= 128 else WIDE_BLOCK_M) and block_m // group < rows_per_sequence:
         block_m *= 2
     return block_m
 
 
 def choose_num_splits(
-    *, num_tiles: int, num_kv_heads: int, max_keys: int, num_multiprocessors: int, deterministic: bool
+    *, num_tiles: int, num_kv_heads: int, block_m: int, max_keys: int, num_multiprocessors: int, deterministic: bool
 ) -> int:
     """Programs a tile and head.
 
@@ -86,13 +96,14 @@ def choose_num_splits(
     Args:
         num_tiles: M of the bucket.
         num_kv_heads: K.
+        block_m: See `choose_block_m`.
         max_keys: Most keys that a row of the bucket may ever see.
         num_multiprocessors: Of the device.
         deterministic: Whether the bits of a row must not depend on the batch.
     """
     if deterministic:
         return max(2, -(-max_keys // FIXED_SPLIT_KEYS))
-    wanted = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // max(1, num_tiles * num_kv_heads)
+    wanted = programs_per_multiprocessor(block_m) * num_multiprocessors // max(1, num_tiles * num_kv_heads)
     return max(1, min(wanted, -(-max_keys // MIN_SPLIT_KEYS), MAX_NUM_SPLITS))
 
 

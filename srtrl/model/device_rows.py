@@ -9,6 +9,7 @@ its ancestors are bits: bit i % 32 of word i // 32 for the i-th node. Letters: s
 table, D depth of the deepest node, W words of ancestor bits, M tiles.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -121,7 +122,16 @@ def fill_rows(host: DeviceRows, rows: PagedRows, *, rows_per_tile: int, split_ke
         rows_per_tile: R, `AttentionLaunch.rows_per_tile`.
         split_keys: See `device_plan.choose_split_keys`.
     """
-    arrays = {field.name: getattr(host, field.name).numpy() for field in fields(DeviceRows)}
+    fill_row_arrays(row_arrays(host), rows, rows_per_tile=rows_per_tile, split_keys=split_keys)
+
+
+def row_arrays(host: DeviceRows) -> dict[str, Array]:
+    """The tensors of `host` as arrays, by the name of their field."""
+    return {field.name: getattr(host, field.name).numpy() for field in fields(DeviceRows)}
+
+
+def fill_row_arrays(arrays: Mapping[str, Array], rows: PagedRows, *, rows_per_tile: int, split_keys: int) -> None:
+    """See `fill_rows`; for `row_arrays` that are kept, as making them takes as long as filling them."""
     num_rows = len(rows.positions)
     for name in ("positions", "write_slots", "context_lengths", "path_lengths"):
         arrays[name][:num_rows] = getattr(rows, name)

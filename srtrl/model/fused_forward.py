@@ -43,7 +43,9 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows_at_once: in
 
 
 @torch.inference_mode()
-def fused_forward(model: Transformer, token_ids: Tensor, plan: DevicePlan, *, rotary: Tensor) -> Tensor:
+def fused_forward(
+    model: Transformer, token_ids: Tensor, plan: DevicePlan, *, rotary: Tensor, out: Tensor | None = None
+) -> Tensor:
     """Hidden states behind the final norm, [N, D], of `token_ids` [N], int32 or int64.
 
     Args:
@@ -51,6 +53,7 @@ def fused_forward(model: Transformer, token_ids: Tensor, plan: DevicePlan, *, ro
         token_ids: On the device; those of padding rows too must be tokens of the vocabulary.
         plan: Of the decode step.
         rotary: `rotary_table` of at least `plan.num_positions`.
+        out: [N, D], where the hidden states are wanted.
     """
     from srtrl.model.triton_layers import add_rms_norm
 
@@ -64,7 +67,7 @@ def fused_forward(model: Transformer, token_ids: Tensor, plan: DevicePlan, *, ro
         update = _attention(layer, normed, plan, index, rotary)
         normed = add_rms_norm(hidden, update, layer.mlp_norm, eps)
         update = _mlp(layer, normed, plan.rows_at_once)
-    return add_rms_norm(hidden, update, model.final_norm, eps)
+    return add_rms_norm(hidden, update, model.final_norm, eps, out=out)
 
 
 def _attention(layer: Layer, hidden: Tensor, plan: DevicePlan, index: int, rotary: Tensor) -> Tensor:

@@ -296,4 +296,5 @@ def store_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, write_slots: Te
         KV_HEADS=num_kv_heads,
         E=head_dim,
         BLOCK=triton.next_power_of_2(num_kv_heads * head_dim),
+        enable_fp_fusion=True,
     )

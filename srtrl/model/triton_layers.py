@@ -18,15 +18,18 @@ _PIECE = 1024  # elements of a row that one program of `silu_and_mul` takes
 _HEADS_AT_ONCE = 16  # heads of a row that one program of `rope_and_store` takes
 
 
-def add_rms_norm(hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(
+    hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float, *, out: Tensor | None = None
+) -> Tensor:
     """Add `update` to the residual stream `hidden`, both [N, D], in place; returns its `transformer.rms_norm`, [N, D].
 
-    Without `update` only the norm.
+    Without `update` only the norm. It is written to `out` [N, D] where that is given.
     """
     num_rows, width = hidden.shape
     assert hidden.is_contiguous()
     assert update is None or (update.is_contiguous() and update.shape == hidden.shape)
-    normed = torch.empty_like(hidden)
+    normed = torch.empty_like(hidden) if out is None else out
+    assert normed.is_contiguous()
     block = triton.next_power_of_2(width)
     add_rms_norm_rows[(num_rows,)](
         hidden,
@@ -149,6 +152,7 @@ def move_kv(cache: KVCache, starts: Tensor, sources: Tensor, targets: Tensor) ->
         BLOCK=block,
         num_warps=min(4, max(1, block // 256)),
         num_stages=1,  # no load ahead of the stores before it
+        enable_fp_fusion=True,
     )
 
 

@@ -146,7 +146,9 @@ def check_attention(bench: GpuBench, report: SectionReport) -> None:
     }
     for dtype, bound in ((torch.bfloat16, 1e-2), (torch.float32, 1e-5)):
         for name, (deterministic, num_splits) in launches.items():
-            block_m = choose_block_m(rows_per_sequence=8, group=group, deterministic=deterministic)
+            block_m = choose_block_m(
+                rows_per_sequence=8, group=group, head_dim=config.head_dim, deterministic=deterministic
+            )
             launch = AttentionLaunch(block_m=block_m, num_splits=num_splits, deterministic=deterministic)
             cache = step.cache(config, dtype, bench.device, token_major=True)
             plan = step.plan(cache, config, launch, rows_at_once=None)
@@ -212,7 +214,7 @@ def _fused(model: Transformer, step: StepRows, bench: GpuBench, *, deterministic
 
     config = model.config
     group = config.num_attention_heads // config.num_key_value_heads
-    block_m = choose_block_m(rows_per_sequence=8, group=group, deterministic=deterministic)
+    block_m = choose_block_m(rows_per_sequence=8, group=group, head_dim=config.head_dim, deterministic=deterministic)
     launch = AttentionLaunch(block_m=block_m, num_splits=1, deterministic=deterministic)
     cache = step.cache(config, model.dtype, bench.device, token_major=True)
     rows_at_once = 8 if bench.smoke else ROWS_AT_ONCE
