@@ -44,7 +44,7 @@ def test_pages_are_as_many_as_are_of_use_or_as_fit() -> None:
     assert pages(20 * PAGE + 1) == 20
     assert pages(7 * PAGE) == 7
     with pytest.raises(
-        ValueError, match=r"the memory holds 6 pages, but one sequence of 100 tokens needs 7: .* 0.11 GiB"
+        ValueError, match=r"the memory holds 6 pages, but one sequence of 100 tokens needs 7: .* 0.109 GiB"
     ):
         pages(7 * PAGE - 1)
 

@@ -94,7 +94,7 @@ def choose_num_pages(
     if affordable < of_one:
         raise ValueError(
             f"{source} holds {affordable} pages, but one sequence of {max_sequence_tokens} tokens needs {of_one}: at "
-            f"least {of_one * page_bytes / GIB:.2f} GiB. Raise it, or lower rollout.max_new_tokens"
+            f"least {of_one * page_bytes / GIB:.3g} GiB. Raise it, or lower rollout.max_new_tokens"
         )
     return min(affordable, slots * (of_one + 1))
 
