@@ -4,16 +4,17 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from kernel_cases import KERNEL_DEVICE
 from torch import Tensor
 
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
-from srtrl.engine.rows import build_rows
+from srtrl.engine.rows import build_rows, slots_of
 from srtrl.engine.sequence import PrefillChunk, PromptPages, Sequence
 from srtrl.model.device_plan import AttentionLaunch, AttentionScratch, DevicePlan
 from srtrl.model.device_rows import RowSizes, fill_rows, view_rows
-from srtrl.model.paged_attention import KVCache, PagedRows
+from srtrl.model.paged_attention import Int32Array, KVCache, PagedRows
 from srtrl.types import Request, SamplingParams
 
 
@@ -76,6 +77,20 @@ def make_step(
     trees = DraftTrees.of([make_tree(tree) for tree in parents]) if parents else DraftTrees.empty(0)
     rows = build_rows(decodes, trees, prefills, page_size)[1]
     return Step(rows, num_pages, [list(tree) for tree in parents])
+
+
+def committed_rows(table: Int32Array, positions: npt.NDArray[np.int64], page_size: int) -> PagedRows:
+    """Rows of prompt tokens or roots of one sequence, `table` [1, P]: each sees all up to its own position."""
+    count = len(positions)
+    return PagedRows(
+        positions=positions,
+        write_slots=slots_of(table, np.zeros(count, np.int32), positions, page_size),
+        page_tables=table,
+        row_tables=np.zeros(count, np.int32),
+        context_lengths=(positions + 1).astype(np.int32),
+        path_slots=np.zeros((count, 0), np.int32),
+        path_lengths=np.zeros(count, np.int32),
+    )
 
 
 def make_cache(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from engine_cases import options
+from engine_cases import options, tiny_policy
 from kernel_cases import KERNEL_DEVICE
 
 from srtrl.drafters.base import DrafterBase
@@ -16,7 +16,6 @@ from srtrl.engine.sampler import row_logprobs_reference, sample_rows_reference, 
 from srtrl.engine.stopping import Tokenizer
 from srtrl.model.device_plan import DevicePlan
 from srtrl.model.transformer import Transformer
-from srtrl.model.weights import config_from_hf, init_model
 from srtrl.types import Request, SamplingParams
 
 VOCAB_SIZE = 23
@@ -25,28 +24,18 @@ PROMPTS = ((5,), (1, 2, 3, 4, 5, 6, 7), (3, 3, 3, 3))
 
 def device_policy(device: str = KERNEL_DEVICE, dtype: torch.dtype = torch.float32) -> Transformer:
     """One layer, with query heads that share key-value heads, on the device that runs kernels."""
-    config = {
-        "model_type": "qwen2",
-        "architectures": ["Qwen2ForCausalLM"],
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-    }
-    model = init_model(config_from_hf(config), seed=1, dtype=torch.float32, device="cpu")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(6.0)
-    return model.to(dtype=dtype, device=device)
+    policy = tiny_policy(
+        dtype,
+        hidden_size=32,
+        vocab_size=VOCAB_SIZE,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+    )
+    return policy.to(device)
 
 
 def device_requests(

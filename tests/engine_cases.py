@@ -23,8 +23,12 @@ def tiny_policy(
     model_type: str = "qwen2",
     scale: float = 6.0,
     vocab_size: int = 61,
+    **sizes: int,
 ) -> Transformer:
-    """A random policy, its widths no multiple of 16; `scale` makes its distributions uneven, as trained ones are."""
+    """A random policy, its widths no multiple of 16; `scale` makes its distributions uneven, as trained ones are.
+
+    `sizes` are further fields of its config, in place of those below.
+    """
     config = {
         "model_type": model_type,
         "architectures": [
@@ -42,6 +46,7 @@ def tiny_policy(
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
         "hidden_act": "silu",
+        **sizes,
     }
     model = init_model(config_from_hf(config), seed=1, dtype=torch.float32, device="cpu")
     with torch.no_grad():

@@ -5,11 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from attention_cases import copy_cache, make_cache, make_plan, make_step, random_heads, random_parents
+from attention_cases import committed_rows, copy_cache, make_cache, make_plan, make_step, random_heads, random_parents
 from torch import Tensor
 
 from srtrl.drafters.draft_tree import ROOT
-from srtrl.engine.rows import slots_of
 from srtrl.model.device_plan import (
     AttentionLaunch,
     choose_block_m,
@@ -117,15 +116,7 @@ def test_a_drafted_token_has_the_bits_of_a_committed_one(
             page, offset = int(table[0, position // PAGE_SIZE]), position % PAGE_SIZE
             alone.kernel_keys(1)[page, offset] = inputs[1][ancestor + 1]
             alone.kernel_values(1)[page, offset] = inputs[2][ancestor + 1]
-        one = PagedRows(
-            positions=positions[-1:],
-            write_slots=slots_of(table, np.zeros(1, np.int32), positions[-1:], PAGE_SIZE),
-            page_tables=table,
-            row_tables=np.zeros(1, np.int32),
-            context_lengths=(positions[-1:] + 1).astype(np.int32),
-            path_slots=np.zeros((1, 0), np.int32),
-            path_lengths=np.zeros(1, np.int32),
-        )
+        one = committed_rows(table, positions[-1:], PAGE_SIZE)
         own = [tensor[node + 1 : node + 2] for tensor in inputs]
         for num_splits in (4, 16):  # of a bucket of short contexts, and of long ones
             launch = launch_for(one, group, deterministic=True, num_splits=num_splits)
@@ -140,15 +131,7 @@ def test_a_prompt_row_has_the_same_bits_in_every_chunk() -> None:
     whole = attend(cache, step.rows, heads, launch_for(step.rows, 2, deterministic=True))
     for start, count in ((0, 7), (13, 1), (30, 100), (509, 9), (895, 5)):
         chunk = slice(start, start + count)
-        rows = PagedRows(
-            positions=step.rows.positions[chunk],
-            write_slots=step.rows.write_slots[chunk],
-            page_tables=step.rows.page_tables,
-            row_tables=np.zeros(count, np.int32),
-            context_lengths=step.rows.context_lengths[chunk],
-            path_slots=np.zeros((count, 0), np.int32),
-            path_lengths=np.zeros(count, np.int32),
-        )
+        rows = committed_rows(step.rows.page_tables, step.rows.positions[chunk], PAGE_SIZE)
         found = attend(cache, rows, [tensor[chunk] for tensor in heads], launch_for(rows, 2, deterministic=True))
         assert torch.equal(found, whole[chunk]), start
 

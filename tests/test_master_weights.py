@@ -26,7 +26,8 @@ from srtrl.trainer.checkpoint import TrainerState, load_training_state, save_che
 from srtrl.trainer.critic import Critic, update_critic
 from srtrl.trainer.master_weights import MasterWeightAdamW
 from srtrl.trainer.mini_batches import MiniBatch, descend
-from srtrl.trainer.optimizer import build_optimizer, gradient_bytes, gradient_holders
+from srtrl.trainer.optimizer import build_optimizer, gradient_holders
+from srtrl.trainer.out_of_memory import gradient_bytes
 from srtrl.trainer.progress import RunProgress
 from srtrl.trainer.training import run_training
 from srtrl.types import TrainSequence

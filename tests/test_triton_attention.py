@@ -7,6 +7,7 @@ import pytest
 import torch
 from attention_cases import (
     Step,
+    committed_rows,
     copy_cache,
     make_cache,
     make_launch,
@@ -21,7 +22,6 @@ from kernel_cases import KERNEL_DEVICE
 from torch import Tensor
 
 from srtrl.drafters.draft_tree import ROOT
-from srtrl.engine.rows import slots_of
 from srtrl.model.paged_attention import KVCache, PagedRows, ReferenceRows
 
 HEADS = {1: (2, 2), 2: (2, 1), 6: (6, 1), 7: (7, 1)}
@@ -221,15 +221,7 @@ def test_a_drafted_token_has_the_bits_of_a_committed_one(context: int, dtype: to
             page, offset = table[0, position // 4], position % 4
             alone.kernel_keys(0)[page, offset] = heads[1][ancestor + 1]
             alone.kernel_values(0)[page, offset] = heads[2][ancestor + 1]
-        one = PagedRows(
-            positions=positions[-1:],
-            write_slots=slots_of(table, np.zeros(1, np.int32), positions[-1:], 4),
-            page_tables=table,
-            row_tables=np.zeros(1, np.int32),
-            context_lengths=(positions[-1:] + 1).astype(np.int32),
-            path_slots=np.zeros((1, 0), np.int32),
-            path_lengths=np.zeros(1, np.int32),
-        )
+        one = committed_rows(table, positions[-1:], 4)
         own = slice(node + 1, node + 2)
         found = make_plan(alone, one, launch, 3, split_keys=48).attend(0, *(tensor[own] for tensor in heads))
         assert torch.equal(found[0], together[node + 1])
@@ -245,14 +237,6 @@ def test_a_prompt_row_has_the_same_bits_in_every_chunk() -> None:
     whole = make_plan(cache, step.rows, launch, 3, split_keys=16).attend(0, *heads)
     for start, count in ((1, 5), (16, 4)):
         chunk = slice(start, start + count)
-        rows = PagedRows(
-            positions=step.rows.positions[chunk],
-            write_slots=step.rows.write_slots[chunk],
-            page_tables=step.rows.page_tables,
-            row_tables=np.zeros(count, np.int32),
-            context_lengths=step.rows.context_lengths[chunk],
-            path_slots=np.zeros((count, 0), np.int32),
-            path_lengths=np.zeros(count, np.int32),
-        )
+        rows = committed_rows(step.rows.page_tables, step.rows.positions[chunk], 4)
         found = make_plan(cache, rows, launch, 3, split_keys=16).attend(0, *(tensor[chunk] for tensor in heads))
         assert torch.equal(found, whole[chunk])

@@ -43,9 +43,10 @@ class ReplayRow:
     verified_per_step: float
     """Tokens that a sequence brings into a decode step: its draft's nodes, and one."""
     draft_us: float
-    """Microseconds of drafting for one sequence and step, with the nodes that `min_score` takes out again."""
+    """Microseconds of drafting for one sequence and step, with the nodes that `min_score` takes out again, and of what
+    the drafter takes in when it is asked (`srt` and `history` build and fill their tries then)."""
     insert_us_per_token: float
-    """Microseconds of all the drafter's other work (building tries from history too), for one token it was shown."""
+    """Microseconds of all the drafter's other work, for one token it was shown."""
     acceptance_by_depth: list[float]
     """Share of the sequence-steps in which at least 1, 2, 3, ... drafted tokens were accepted."""
     steps: int | None

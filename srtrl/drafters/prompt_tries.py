@@ -182,7 +182,7 @@ class PromptTries:
         extend_batch(tries, cursors, [sample.tokens[sample.num_passed :] for sample in behind])
         for sample in behind:
             sample.num_passed = len(sample.tokens)
-        for trie, cursor in zip(tries[len(tries) - len(ended) :], cursors[len(cursors) - len(ended) :], strict=True):
+        for trie, cursor in zip(*_tries_and_cursors(ended), strict=True):
             trie.stop(cursor)
         touched = {id(sample.prompt): sample.prompt for sample in behind}.values()
         too_large = [prompt for prompt in touched if prompt.trie and prompt.trie.num_tokens > self._max_trie_tokens]

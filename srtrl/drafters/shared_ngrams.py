@@ -5,7 +5,7 @@ known that is every twentieth one. Texts of other prompts know how a phrase goes
 instead of one more trie, of everything, this is a table of fixed size: for each context some tokens that followed it,
 with counts. Where it is full the rare give way to the new, and all fade with time.
 
-It changes only in `add`, when a rollout is complete, in the order of completion: drafts do not depend on threads.
+It learns complete rollouts only, in the order of completion: drafts do not depend on threads.
 """
 
 from collections.abc import Sequence

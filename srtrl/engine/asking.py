@@ -42,7 +42,8 @@ class Asking:
         """Time of the first ask after a pause, with all that was decoded meanwhile; 0 where it is not known."""
         self._asked_before = False
         """Whether the last step asked, so that the drafter is up to date."""
-        self._asks_now = False
+        self.asks_now = False
+        """Whether this step asks."""
         self._known_share: float | None = None
 
     def begin_rollout(self, known_share: float) -> None:
@@ -62,13 +63,13 @@ class Asking:
         """
         size = _class_of(num_sequences)
         self._waited[size] += 1
-        is_second = self._asks_now and not self._asked_before
-        self._asked_before, self._asks_now = self._asks_now, False
+        is_second = self.asks_now and not self._asked_before
+        self._asked_before, self.asks_now = self.asks_now, False
         return bool(is_second or self._waited[size] >= self._intervals[size])
 
     def asked(self, num_sequences: int) -> None:
         """Drafts are asked for in this step."""
-        self._asks_now = True
+        self.asks_now = True
         if self._asked_before:
             self._waited[_class_of(num_sequences)] = 0
 

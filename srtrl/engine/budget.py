@@ -69,8 +69,6 @@ class DraftBudget:
         self._use = FIRST_ASK / 2
         """Nodes of the sequence that had most; old steps fade."""
         self._asking = Asking()
-        self._is_asked = False
-        """Whether drafts were asked for in this step."""
         self._steps_since_plain = 0
         self._plain_interval = FIRST_PLAIN
         self._num_sequences = 0
@@ -88,7 +86,6 @@ class DraftBudget:
         self._num_steps += 1
         self._steps_since_plain += 1
         self._last_expected = 0.0
-        self._is_asked = False
         if self.fixed is None:
             longest = PLAIN_INTERVALS[self._asking.gain(num_sequences) >= SMALL_GAIN]
             is_plain_due = self._steps_since_plain >= min(self._plain_interval, longest)
@@ -97,7 +94,6 @@ class DraftBudget:
                 self._plain_interval = min(2 * self._plain_interval, max(PLAIN_INTERVALS))
                 return 0
         self._asking.asked(num_sequences)
-        self._is_asked = True
         self._num_asks += 1
         if self.fixed is not None:
             return self.fixed
@@ -144,7 +140,7 @@ class DraftBudget:
                 [len(trees), len(trees) + chosen.num_nodes], context_tokens / len(trees)
             ).tolist()
             expected = float((np.repeat(worths, trees.sizes)[keep] * chances[keep]).sum())
-            if self._is_asked:
+            if self._asking.asks_now:
                 more_tokens = self.trust * expected / max(float(worths.sum()), 1e-9)
                 self._asking.learn(self._num_sequences, more_tokens, plain, drafted)
         return chosen
@@ -184,7 +180,7 @@ class DraftBudget:
         if not len(trees):
             return
         num_rows = len(trees) + trees.num_nodes + num_other_rows
-        if not self._is_asked and self.fixed is None and self._num_steps % RECORD_EVERY:
+        if not self._asking.asks_now and self.fixed is None and self._num_steps % RECORD_EVERY:
             return
         self.cost.record(num_rows, context_tokens / len(trees) * num_rows, seconds)
         if draft_seconds > 0:

@@ -42,11 +42,6 @@ def gradient_holders(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
     return optimizer.masters_of(parameters) if isinstance(optimizer, MasterWeightAdamW) else [*parameters]
 
 
-def gradient_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the gradients while there are any: those of the state are taken for good when the optimizer is built."""
-    return sum(one.numel() * one.element_size() for group in optimizer.param_groups for one in group["params"])
-
-
 def _allocate_state(optimizer: torch.optim.AdamW) -> None:
     """What fused AdamW would make in its first step: the step count, float32 on the device, and both moments."""
     for group in optimizer.param_groups:

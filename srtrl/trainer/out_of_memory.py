@@ -87,6 +87,11 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     return moments + (tensor_bytes(optimizer.masters) if isinstance(optimizer, MasterWeightAdamW) else 0)
 
 
+def gradient_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the gradients while there are any: those of the state are taken for good when the optimizer is built."""
+    return sum(tensor_bytes(group["params"]) for group in optimizer.param_groups)
+
+
 def _in_use(holders: Mapping[str, int], memory: PeakMemory) -> str:
     parts = [f"{name} {size / GIB:.2f} GiB" for name, size in holders.items() if size > 0]
     if memory.device.type == "cuda":

@@ -18,8 +18,8 @@ from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.trainer.checkpoint import CRITIC_FOLDER, TrainerState, latest_checkpoint, load_training_state
 from srtrl.trainer.evaluate import held_out_prompts
-from srtrl.trainer.optimizer import build_optimizer, gradient_bytes
-from srtrl.trainer.out_of_memory import UpdateMemoryError
+from srtrl.trainer.optimizer import build_optimizer
+from srtrl.trainer.out_of_memory import UpdateMemoryError, gradient_bytes
 from srtrl.trainer.progress import RunProgress
 from srtrl.trainer.run_folder import check_run_folder, open_run_folder, run_path
 from srtrl.trainer.sequence_logprobs import LogprobDifferenceError, NonFiniteError
