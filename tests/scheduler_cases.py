@@ -28,7 +28,7 @@ def compute(scheduler: Scheduler, step: ScheduledStep, *, num_drafts: int = 0) -
     for sequence in step.decodes:
         assert sequence.num_computed == len(sequence.token_ids) - 1
         assert len(sequence.page_ids) * scheduler.pool.page_size >= len(sequence.token_ids)
-        room = scheduler.grow_for_drafts(sequence, num_drafts)
+        (room,) = scheduler.grow_for_drafts([sequence], [num_drafts])
         assert 0 <= room <= num_drafts
         scheduler.check_integrity()
         sequence.num_computed += 1
@@ -71,7 +71,7 @@ class FakeRunner:
             self._write(chunk.holder.page_ids, chunk.holder.token_ids, chunk.start, chunk.start + chunk.count)
             chunk.holder.num_computed += chunk.count
         wanted = [self._hash(sequence, 1) % (self.max_draft_nodes + 1) for sequence in step.decodes]
-        rooms = [self.scheduler.grow_for_drafts(s, want) for s, want in zip(step.decodes, wanted, strict=True)]
+        rooms = self.scheduler.grow_for_drafts(step.decodes, wanted)
         self.scheduler.check_integrity()
         return [self._decode(sequence, room) for sequence, room in zip(step.decodes, rooms, strict=True)]
 

@@ -157,6 +157,22 @@ def test_srt_rules_all_repeat_a_known_text(rule: str) -> None:
     assert sum(run(drafter, 1, request(), TEXT)) >= 0.5 * len(TEXT)
 
 
+@pytest.mark.parametrize(("make", "leaves_out"), [(SrtDrafter, True), (HistoryDrafter, True), (SuffixDrafter, False)])
+def test_only_our_own_rule_leaves_out_nodes_that_cannot_pay(make: Callable[[], DrafterBase], leaves_out: bool) -> None:
+    drafter = make()
+    for sequence_id, token in enumerate([8, 8, 9]):
+        run(drafter, sequence_id, request(stream=sequence_id), [3, 7, token])
+    drafter.on_policy_update()
+    drafter.start(9, request(stream=9))
+    (whole,) = propose(drafter, [9], 32)
+    drafter.least_score = float(whole.scores.max() + whole.scores.min()) / 2
+    (cut,) = propose(drafter, [9], 32)
+    likely = whole.scores >= drafter.least_score
+    assert 0 < likely.sum() < whole.num_nodes
+    kept = likely if leaves_out else np.ones_like(likely)
+    assert cut.token_ids.tolist() == whole.token_ids[kept].tolist()
+
+
 def test_srt_frees_a_trie_with_its_last_sample() -> None:
     drafter = SrtDrafter()
     for sample in range(3):

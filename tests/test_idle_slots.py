@@ -250,10 +250,10 @@ def test_paused_run_aheads_give_way_to_a_primarys_drafts() -> None:
     scheduler = make(num_pages=12, num_slots=2)
     scheduler.add(0, request(0, 0, 1, 40))
     scheduler.add(1, run_ahead(1, 0, 5, 60))
-    rooms = []
+    rooms: list[int] = []
     for number in range(40):
         step = scheduler.schedule(6 if number < 10 else 0)
-        rooms.append(scheduler.grow_for_drafts(step.decodes[0], 4))
+        rooms += scheduler.grow_for_drafts(step.decodes[:1], [4])
         scheduler.check_integrity()
         compute(scheduler, step)
         assert scheduler.idle_slots.running or number > 10

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from srtrl.engine.step_cost import StepCost, row_edges
+from srtrl.engine.step_cost_kernel import fill_curve, fill_rests, follow_cost, read_curve
 
 TimeForward = Callable[[int, int, int], float]
 
@@ -181,3 +182,62 @@ def test_an_unknown_cost_is_not_asked() -> None:
     cost.record(8, 0.0, 1.0)  # nothing to compare with
     with pytest.raises(AssertionError, match="probe"):
         cost.seconds(8)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2**32), st.booleans())
+def test_the_filter_is_that_of_the_textbook(seed: int, is_bounded: bool) -> None:
+    random = np.random.default_rng(seed)
+    weights, features = random.normal(size=4), random.normal(size=4)
+    root = random.normal(size=(4, 4))
+    covariance, drifts = root @ root.T + 0.1 * np.eye(4), random.random(4)
+    seconds, variance = float(random.normal()), 0.1 + float(random.random())
+    bounds = np.full(4, -1e9)
+
+    predicted = covariance + np.diag(drifts)
+    gain = predicted @ features / (features @ predicted @ features + variance)
+    expected = weights + gain * (seconds - features @ weights)
+    left = (np.eye(4) - np.outer(gain, features)) @ predicted
+    if is_bounded:
+        bounds[2] = expected[2] + 1.0
+        expected = expected + left[2] / left[2, 2]
+    follow_cost(weights, covariance, drifts, bounds, features, seconds, variance)
+    np.testing.assert_allclose(weights, expected, rtol=1e-8, atol=1e-10)
+    np.testing.assert_allclose(covariance, left, rtol=1e-8, atol=1e-10)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2**32), st.integers(2, 12))
+def test_a_curve_is_what_its_formula_says(seed: int, num_edges: int) -> None:
+    random = np.random.default_rng(seed)
+    edges = np.cumsum(random.integers(1, 9, num_edges))
+    probed, rest = np.sort(random.random(num_edges)) + 0.1, random.normal(0, 0.1, num_edges)
+    seen = random.integers(0, 3, num_edges).astype(np.float64)
+    seen[int(random.integers(num_edges))] = 5.0
+    is_stair = random.random(num_edges) < 0.5
+    weights, context = random.random(4) * [1.0, 0.1, 0.01, 0.001], 7.0
+
+    filled = np.empty(num_edges)
+    fill_rests(rest, seen, np.log(edges), 4.0, filled)
+    visited = np.flatnonzero(seen)
+    shrunk = rest[visited] * seen[visited] / (seen[visited] + 4.0)
+    np.testing.assert_allclose(filled, np.interp(np.log(edges), np.log(edges[visited]), shrunk), rtol=1e-10, atol=1e-12)
+
+    curve = np.empty((2, num_edges))
+    tail = fill_curve(edges, probed, filled, is_stair, weights, context, curve)
+    slope = weights[2] + weights[3] * context
+    seconds = np.maximum.accumulate((weights[0] * probed + weights[1] + slope * edges) * (1 + filled))
+    secants = np.diff(seconds, prepend=0.0) / np.diff(edges, prepend=0)
+    slopes = np.where(is_stair, np.minimum(slope * (1 + filled), secants), secants)
+    slopes[0] = slopes[0] if is_stair[0] else slope
+    np.testing.assert_allclose(curve, [seconds, slopes], rtol=1e-10)
+    assert tail == pytest.approx(max(secants[-1], (seconds[-1] - seconds[0]) / (edges[-1] - edges[0])))
+
+    rows = random.integers(1, 2 * int(edges[-1]), 20).astype(np.float64)
+    read = np.empty(20)
+    read_curve(edges, curve, tail, rows, read)
+    for at, found in zip(rows, read, strict=True):
+        bucket = min(int(np.searchsorted(edges, at)), num_edges - 1)
+        below = edges[bucket] - at
+        expected = seconds[bucket] - below * (tail if below < 0 else slopes[bucket])
+        assert found == pytest.approx(max(expected, 1e-9))

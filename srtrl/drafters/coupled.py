@@ -81,16 +81,22 @@ class RunAheads:
         # The noise of a token is keyed by its position: shifted, the texts share no noise.
         self._in_phase = _Confidence(9.0, 1.0)
         self._shifted = _Confidence(6.0, 4.0)
-        self.num_made = 0
-        """Tokens that run-aheads decoded since the last `take_metrics`."""
+        self._num_made = 0
+        """Tokens of run-aheads that ended since the last `take_metrics`."""
         self._num_used = 0
         self._num_followed = 0
         self._num_reanchored = 0
         self._num_first_runs = 0
         self._first_run_tokens = 0
 
+    @property
+    def has_followers(self) -> bool:
+        """Whether a sample follows a text."""
+        return bool(self._followers)
+
     def keep(self, key: PromptKey, stream: int, tokens: list[int]) -> None:
         """Remember what a run-ahead decoded; of two on a stream the longer."""
+        self._num_made += len(tokens)
         texts = self._texts.setdefault(key, {})
         known = texts.get(stream)
         if known is None or len(tokens) >= len(known.tokens):
@@ -167,9 +173,9 @@ class RunAheads:
     def take_metrics(self) -> dict[str, float]:
         """Metrics since the last call; none where nothing ran ahead."""
         metrics: dict[str, float] = {}
-        if self.num_made or self._num_followed or self._texts:
+        if self._num_made or self._num_followed or self._texts:
             metrics = {
-                "engine/run_ahead_tokens_made": self.num_made,
+                "engine/run_ahead_tokens_made": self._num_made,
                 "engine/run_ahead_tokens_used": self._num_used,
                 "engine/run_ahead_followed": self._num_followed,
                 "engine/run_ahead_reanchored": self._num_reanchored,
@@ -177,7 +183,7 @@ class RunAheads:
             }
         if self._num_first_runs:
             metrics["engine/run_ahead_first_mismatch"] = self._first_run_tokens / self._num_first_runs
-        self.num_made = self._num_used = self._num_followed = self._num_reanchored = 0
+        self._num_made = self._num_used = self._num_followed = self._num_reanchored = 0
         self._num_first_runs = self._first_run_tokens = 0
         return metrics
 

@@ -23,6 +23,8 @@ class RuleConstants(NamedTuple):
 
     rule: int
     min_score: float
+    least_score: float
+    """Of `blend`: nodes below it are left out. At least `min_score`, which alone decides what the scores are."""
     max_depth: int
     max_contexts: int
     distinct_weight: float

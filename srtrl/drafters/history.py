@@ -63,7 +63,7 @@ class Drafter(DrafterBase):
     def propose(self, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:
         """Draft from the prompts' tries."""
         tries, cursors = self._tries.cursors(sequence_ids)
-        return propose_batch(tries, cursors, max_nodes, self._rule)
+        return propose_batch(tries, cursors, max_nodes, self._rule, least_score=self.least_score)
 
     def observe(self, sequence_ids: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
         """Follow the committed tokens in the tries; nothing enters them."""

@@ -98,18 +98,15 @@ class Drafter(DrafterBase):
         """Draft from the prompts' tries, and along what was decoded ahead."""
         tries, cursors = self._tries.cursors(sequence_ids)
         purpose = self._tries.samples[sequence_ids[0]].prompt.key[0] if sequence_ids else "train"
-        trees = propose_batch(tries, cursors, max_nodes, self._rule, self._shared_of(purpose))
+        trees = propose_batch(tries, cursors, max_nodes, self._rule, self._shared_of(purpose), self.least_score)
         return self._run_aheads.add_chains(trees, sequence_ids, max_nodes)
 
     def observe(self, sequence_ids: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
         """Committed tokens; they enter the tries when drafts are wanted next."""
         self._tries.extend(sequence_ids, token_ids)
-        for sequence_id, tokens in zip(sequence_ids, token_ids, strict=True):
-            sample = self._tries.samples[sequence_id]
-            if sample.request.is_run_ahead:
-                self._run_aheads.num_made += len(tokens)
-            else:
-                self._run_aheads.observe(sequence_id, tokens, sample.tokens)
+        if self._run_aheads.has_followers:
+            for sequence_id, tokens in zip(sequence_ids, token_ids, strict=True):
+                self._run_aheads.observe(sequence_id, tokens, self._tries.samples[sequence_id].tokens)
 
     def finish(self, sequence_id: int, completion: Completion | None) -> None:
         """Keep a completed rollout; what a run-ahead decoded is kept apart, until its step has passed."""

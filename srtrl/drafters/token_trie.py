@@ -205,12 +205,13 @@ class DraftRule:
     nodes_per_match: float = 4.0
     """`suffix`: nodes of a tree for each token of the match."""
 
-    def constants(self) -> RuleConstants:
-        """Return what the kernels take."""
+    def constants(self, least_score: float = 0.0) -> RuleConstants:
+        """Return what the kernels take. `least_score` is for `blend` only: published rules stay as they are."""
         max_nodes = {"authors": self.max_tokens, "suffix": self.max_tree}.get(self.name, 1 << 20)
         return RuleConstants(
             rule=RULES[self.name],
             min_score=self.min_score,
+            least_score=max(self.min_score, least_score),
             max_depth=self.max_depth,
             max_contexts=self.max_contexts,
             distinct_weight=self.distinct_weight,
@@ -262,22 +263,24 @@ def propose_batch(
     max_nodes: Sequence[int],
     rule: DraftRule,
     shared: SharedNgrams = NO_NGRAMS,
+    least_score: float = 0.0,
 ) -> DraftTrees:
     """Draft for each cursor (of the trie at its place) a tree of at most so many nodes.
 
-    `shared` is what the rule `blend` knows of other prompts' texts.
+    `shared` is what the rule `blend` knows of other prompts' texts; below `least_score` it proposes nothing.
     """
     if not len(tries):
         return DraftTrees.empty(0)
     rooms = _offsets(max_nodes)
     total = int(rooms[-1])
+    constants = rule.constants(least_score)
     batch = Batch(*_group(tries), np.array(cursors, np.int64), rooms, shared.table)
     trees = Tree(np.empty(total, np.int32), np.empty(total, np.int32), np.empty(total, np.float32))
     offsets = np.empty(len(tries) + 1, np.int64)
     if _pays_for_threads(total * WORK_PER_NODE, len(batch.starts) - 1):
-        draft_groups_in_parallel(batch, rule.constants(), trees, offsets)
+        draft_groups_in_parallel(batch, constants, trees, offsets)
     else:
-        draft_groups(batch, rule.constants(), trees, offsets)
+        draft_groups(batch, constants, trees, offsets)
     total = int(offsets[-1])
     return DraftTrees(
         token_ids=trees.token_ids[:total], parents=trees.parents[:total], scores=trees.scores[:total], offsets=offsets

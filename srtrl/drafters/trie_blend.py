@@ -72,7 +72,7 @@ def expand_blend(
         if token == EMPTY:
             continue
         score = node.score * min(weight[i] if other < 0 else scratch.other_weight[other], 1.0)
-        if score < rule.min_score:
+        if score < rule.least_score:
             continue
         if other < 0:
             target, match, count = _wide(child[i, 0]), _wide(child[i, 1]), _wide(child[i, 2])

@@ -36,6 +36,10 @@ RECORD_EVERY = 4
 """Of the steps without drafts, where nothing is in doubt, the cost of one of so many is learned: it takes its time."""
 FIRST_PLAIN = 4
 """The first such step; each further interval is twice as long, up to that."""
+CHEAP_SHARE = 0.5
+"""Scores may be too low by so much: what is proposed reaches down to this share of a node's price."""
+PRICED_ROWS = 32
+"""The price of a node is that of one in so many, or in one for each sequence if that is more: of a whole stair."""
 
 
 class DraftBudget:
@@ -99,6 +103,19 @@ class DraftBudget:
             return self.fixed
         room = -(-max(self.cost.max_rows - num_sequences, 0) // max(num_sequences, 1))
         return min(max(LEAST_ASK, min(int(2 * self._use + 0.5), room)), self._most_nodes)
+
+    def least_score(self, num_sequences: int, context_per_row: float) -> float:
+        """Return the score below which no node of the coming step can pay; nodes below it need not be proposed.
+
+        The price of a node, in tokens, is the time that its row takes, at the rate of tokens without drafts (drafts
+        that pay raise the rate, and with it the price).
+        """
+        if self.fixed is not None:
+            return 0.0
+        more = max(num_sequences, PRICED_ROWS)
+        plain, drafted = self.cost.seconds_at([num_sequences, num_sequences + more], context_per_row).tolist()
+        price: float = num_sequences * (drafted - plain) / (more * plain)
+        return CHEAP_SHARE * min(price, 1.0)
 
     def select(
         self,

@@ -275,8 +275,8 @@ class Engine:
 
     def _schedule(self) -> ScheduledStep:
         """Who decodes; the drafter hears of the run-aheads that came and went."""
-        has_run_ahead = self.scheduler.idle_slots.has_work
-        scheduled = self.scheduler.schedule(self.speculation.max_run_ahead_rows() if has_run_ahead else 0)
+        wants_rows = self.scheduler.may_run_ahead
+        scheduled = self.scheduler.schedule(self.speculation.max_run_ahead_rows() if wants_rows else 0)
         for sequence in scheduled.admitted_run_aheads:
             self.drafter.start(sequence.sequence_id, sequence.request)
         for sequence_id in self.scheduler.take_dropped():

@@ -7,6 +7,8 @@ what is left after all this: a primary's schedule is the same, step for step, wi
 Nothing here looks at a clock: the same requests give the same steps.
 """
 
+from collections.abc import Sequence as SequenceOf
+
 from srtrl.engine.admission import Admission, WaitingLine
 from srtrl.engine.idle_slots import IdleCapacity, IdleSlots
 from srtrl.engine.page_pool import PagePool
@@ -49,6 +51,13 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Primaries without a slot."""
         return len(self._waiting)
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether the next step may have rows for run-aheads: some run, or one waits and a slot stays free for it."""
+        if self.idle_slots.running:
+            return True
+        return self.idle_slots.has_work and len(self.running) + self.num_waiting < self.num_slots
 
     def add(self, sequence_id: int, request: Request, expected_tokens: float | None = None) -> None:
         """Queue one sample, a primary or a run-ahead; also between two steps of others.
@@ -114,11 +123,21 @@ class Scheduler:
         self.idle_slots.schedule(step, left, self.running, self._prompts)
         return step
 
-    def grow_for_drafts(self, sequence: Sequence, num_nodes: int) -> int:
-        """Take free pages for draft nodes; returns how many nodes have room (drafts never evict, drop or preempt).
+    def grow_for_drafts(self, sequences: SequenceOf[Sequence], sizes: SequenceOf[int]) -> list[int]:
+        """Take free pages for draft nodes; returns how many nodes of each sequence have room.
 
-        To be called for all primaries before any run-ahead, in the order of `ScheduledStep.decodes`.
+        Drafts never evict, drop or preempt. To be called with all sequences of `ScheduledStep.decodes` in their order:
+        primaries first.
         """
+        page_size = self.pool.page_size
+        granted = []
+        for sequence, size in zip(sequences, sizes, strict=True):
+            has_room = not size or len(sequence.page_ids) * page_size >= len(sequence.token_ids) + size
+            granted.append(size if has_room else self._grow(sequence, size))
+        return granted
+
+    def _grow(self, sequence: Sequence, num_nodes: int) -> int:
+        """Take free pages for the nodes of one sequence; returns how many have room."""
         page_size = self.pool.page_size
         while len(sequence.page_ids) * page_size < len(sequence.token_ids) + num_nodes:
             pages = self.pool.allocate(1)

@@ -121,6 +121,7 @@ class Speculation:
         # A sample that ends with its next token, whatever is guessed, needs no draft.
         room = [num_nodes if sequence.num_remaining > 1 and not sequence.is_run_ahead else 0 for sequence in sequences]
         self._tell(sequences[: scheduled.num_primaries])
+        self.drafter.least_score = self.budget.least_score(len(sequences), context_tokens / len(sequences))
         proposed = self.drafter.propose([sequence.sequence_id for sequence in sequences], room)
         self._check(proposed, room)
         chosen = self.budget.select(
@@ -129,10 +130,7 @@ class Speculation:
             num_other_rows=scheduled.num_prefill_tokens,
             weights=np.array([not sequence.is_run_ahead for sequence in sequences], np.float64),
         )
-        granted = [
-            scheduler.grow_for_drafts(sequence, size) if size else 0
-            for sequence, size in zip(sequences, chosen.sizes.tolist(), strict=True)
-        ]
+        granted = scheduler.grow_for_drafts(sequences, chosen.sizes.tolist())
         verified = chosen
         if sum(granted) < chosen.num_nodes:
             verified = DraftTrees.of(tree.first(most) for tree, most in zip(chosen, granted, strict=True))
@@ -163,10 +161,11 @@ class Speculation:
     def _tell(self, primaries: SequenceOf[Sequence]) -> None:
         """Tell the drafter of all tokens that it has not heard of."""
         for sequence in primaries:
-            num_told = self._num_told.get(sequence.sequence_id, 0)
-            if sequence.num_generated > num_told:
-                self._untold[sequence.sequence_id] = sequence.last_generated(sequence.num_generated - num_told)
-                self._num_told[sequence.sequence_id] = sequence.num_generated
+            sequence_id, num_generated = sequence.sequence_id, len(sequence.rollout_logprobs)
+            num_untold = num_generated - self._num_told.get(sequence_id, 0)
+            if num_untold:
+                self._untold[sequence_id] = sequence.token_ids[-num_untold:]
+                self._num_told[sequence_id] = num_generated
         if self._untold:
             self.drafter.observe(list(self._untold), list(self._untold.values()))
             self._untold = {}

@@ -8,6 +8,8 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
+from srtrl.engine.step_cost_kernel import fill_curve, fill_rests, follow_cost, read_curve
+
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 TimeForward = Callable[[int, int, int], float]
@@ -37,21 +39,17 @@ class CostCurve:
 
     edges: IntArray
     """[E], ascending."""
-    seconds: FloatArray
-    """[E], never falling."""
-    slopes: FloatArray
-    """[E], seconds a row, between an edge and the edge before it."""
+    values: FloatArray
+    """[2, E]: seconds, never falling; and seconds a row between an edge and the edge before it."""
     tail_slope: float
     """Seconds a row, beyond the last edge."""
 
     def at(self, num_rows: npt.ArrayLike) -> FloatArray:
-        """Seconds of steps of so many rows."""
+        """Seconds of steps of so many rows, [n]."""
         rows = np.asarray(num_rows, np.float64)
-        last = len(self.edges) - 1
-        buckets = np.minimum(np.searchsorted(self.edges, rows), last)
-        below = self.edges[buckets] - rows
-        slopes = np.where(below < 0, self.tail_slope, self.slopes[buckets])
-        return np.maximum(self.seconds[buckets] - below * slopes, 1e-9)
+        seconds = np.empty_like(rows)
+        read_curve(self.edges, self.values, self.tail_slope, rows.ravel(), seconds.ravel())
+        return seconds
 
 
 class StepCost:
@@ -86,7 +84,8 @@ class StepCost:
         self._probed: FloatArray | None = None  # [E], seconds without context
         self._seen = np.zeros(len(self.edges))  # [E], recorded steps
         self._rest = np.zeros(len(self.edges))  # [E], what the model leaves, as a share of it
-        self._rest_everywhere: FloatArray | None = np.zeros(len(self.edges))  # [E], see `_rests`
+        self._filled_rest = np.zeros(len(self.edges))  # [E], the same, shrunk, and interpolated where no step was
+        self._is_filled = True
         self._num_records = 0
         self._latest: tuple[float, CostCurve] | None = None
         """The latest curve and its context, good until the next record: a step asks for it several times."""
@@ -117,7 +116,7 @@ class StepCost:
         slopes[0] = 0.0
         tail_slope = slopes[-1] if len(points) > 1 else points[0][1] / points[0][0]
         cost._fixed_curve = CostCurve(
-            edges=cost.edges, seconds=seconds_at_points, slopes=slopes, tail_slope=float(tail_slope)
+            edges=cost.edges, values=np.stack([seconds_at_points, slopes]), tail_slope=float(tail_slope)
         )
         return cost
 
@@ -192,26 +191,19 @@ class StepCost:
         estimate = max(float(features @ self._weights) * (1 + self._shrunk_rest(bucket)), 1e-9)
         clip = FIRST_CLIP if self._num_records < FIRST_RECORDS else CLIP
         seconds = min(max(seconds, estimate / clip), estimate * clip)
-        self._follow(features, seconds, (NOISE * estimate) ** 2)
+        variance = (NOISE * estimate) ** 2
+        follow_cost(self._weights, self._covariance, self._drifts, self._bounds, features, seconds, variance)
         model = max(float(features @ self._weights), 1e-9)
         self._seen[bucket] = min(self._seen[bucket] + 1, MOST_STEPS)
         self._rest[bucket] += (seconds / model - 1 - self._rest[bucket]) / self._seen[bucket]
         self._num_records += 1
-        self._rest_everywhere = None
+        self._is_filled = False
         self._latest = None
 
     def _shrunk_rest(self, bucket: int) -> float:
         """What the model leaves of a bucket's cost, as a share; 0 where no step was."""
         seen = self._seen[bucket]
         return float(self._rest[bucket] * seen / (seen + PRIOR_STEPS))
-
-    def _rests(self) -> FloatArray:
-        """[E], what the model leaves, interpolated where no step was; made when it is asked for after a record."""
-        if self._rest_everywhere is None:
-            visited = np.flatnonzero(self._seen)
-            shrunk = self._rest[visited] * self._seen[visited] / (self._seen[visited] + PRIOR_STEPS)
-            self._rest_everywhere = np.interp(self._log_edges, self._log_edges[visited], shrunk)
-        return self._rest_everywhere
 
     def curve(self, context_per_row: float = 0.0) -> CostCurve:
         """Return the seconds by rows where each row reads so many tokens."""
@@ -223,21 +215,14 @@ class StepCost:
 
     def _make_curve(self, context_per_row: float) -> CostCurve:
         assert self._probed is not None, "the cost of a step is not known: call probe"
-        scale, fixed, per_row, per_token = self._weights
-        slope = per_row + per_token * context_per_row
-        rests = 1 + self._rests()
-        seconds = np.maximum.accumulate((scale * self._probed + fixed + slope * self.edges) * rests)
-        secants = _secants(self.edges, seconds)
-        slopes = np.where(self._is_stair, np.minimum(slope * rests, secants), secants)
-        if not self._is_stair[0]:  # below the first edge nothing was timed
-            slopes[0] = slope
-        tail_slope = (seconds[-1] - seconds[0]) / max(self.edges[-1] - self.edges[0], 1)
-        return CostCurve(
-            edges=self.edges,
-            seconds=np.maximum(seconds, 1e-9),
-            slopes=slopes,
-            tail_slope=float(max(secants[-1], tail_slope)),
+        if not self._is_filled:
+            fill_rests(self._rest, self._seen, self._log_edges, PRIOR_STEPS, self._filled_rest)
+            self._is_filled = True
+        values = np.empty((2, len(self.edges)))
+        tail_slope = fill_curve(
+            self.edges, self._probed, self._filled_rest, self._is_stair, self._weights, context_per_row, values
         )
+        return CostCurve(edges=self.edges, values=values, tail_slope=tail_slope)
 
     def seconds(self, num_rows: int, context_tokens: float = 0.0) -> float:
         """Return the seconds of a step without drafting; `context_tokens` is the sum over its rows."""
@@ -282,22 +267,8 @@ class StepCost:
             [0.3, unit + HOST_SECONDS, 0.3 * row_seconds + 0.02 * unit, per_token + 0.1 * row_seconds / context]
         )
         self._covariance = np.diag(spreads**2)
-        self._drifts = np.diag((DRIFT * np.array([1.0, unit, row_seconds, per_token])) ** 2)
-
-    def _follow(self, features: FloatArray, seconds: float, variance: float) -> None:
-        """One step of the Kalman filter, of coefficients that wander."""
-        covariance = self._covariance + self._drifts
-        spread = covariance @ features
-        gain = spread / (features @ spread + variance)
-        weights = self._weights + gain * (seconds - features @ self._weights)
-        self._covariance = covariance - np.outer(gain, spread)
-        assert self._probed is not None
-        bounds = np.array([0.1, -0.5 * self._probed[0], 0.0, 0.0])
-        # To the nearest coefficients within the bounds as the covariance measures it: the estimate of this step stays.
-        for i in range(len(bounds)):
-            if weights[i] < bounds[i]:
-                weights = weights + self._covariance[i] / self._covariance[i, i] * (bounds[i] - weights[i])
-        self._weights = np.maximum(weights, bounds)
+        self._drifts = (DRIFT * np.array([1.0, unit, row_seconds, per_token])) ** 2
+        self._bounds = np.array([0.1, -0.5 * self._probed[0], 0.0, 0.0])
 
 
 class _Effort:
