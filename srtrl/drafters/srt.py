@@ -117,8 +117,9 @@ class Drafter(DrafterBase):
         else:
             self._run_aheads.finish(sequence_id, key, request.stream, is_complete=completion is not None)
             if completion is not None:
-                self._caches.of(request.purpose).add(request.prompt_token_ids, completion.token_ids)
-                self._shared_of(request.purpose).add(completion.token_ids)
+                tokens = np.array(completion.token_ids, np.int32)
+                self._caches.of(request.purpose).add(request.prompt_token_ids, tokens)
+                self._shared_of(request.purpose).add(tokens)
         if not self.options.online and sample.tokens:
             self._tries.insert(key, sample.tokens)
 

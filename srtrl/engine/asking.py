@@ -3,7 +3,8 @@
 Asking costs time even where no draft is worth verifying, and where many sequences decode at once none may be. What it
 brings depends on how many sequences share a step, and little on which rollout it is: with 256 of them the fifth rollout
 finds what the fourth has found, and so do the last ten of each. So what was learned is kept apart for classes of the
-number of sequences, across rollouts, until there is a reason to try again.
+number of sequences, across rollouts, until there is a reason to try again. A class that is new begins where the next
+larger one has come to: a row is the dearer the more sequences there are, and what a few more cannot use it will hardly.
 """
 
 import math
@@ -24,6 +25,10 @@ FIRST_GAIN = 0.05
 GAIN_STEP, GAIN_STEP_WHEN_RARE = 0.1, 0.5
 OTHER_SHARE = 0.2
 """Where so many more (or fewer) of the samples have a history than before, all is tried again."""
+RETRY_INTERVAL = 8
+"""Drafts are then asked for in one of so many steps at least, until they are seen to pay or not to."""
+SOONER = 4
+"""A new class asks so many times as often as the next larger one, for each class that it is smaller by."""
 
 
 class Asking:
@@ -32,8 +37,8 @@ class Asking:
     def __init__(self) -> None:
         self._gains = np.full(NUM_CLASSES, FIRST_GAIN)
         """Mean of what asking brought, as a share of the tokens per second without."""
-        self._intervals = np.ones(NUM_CLASSES, np.int64)
-        """Drafts are asked for in one of so many steps."""
+        self._intervals = np.zeros(NUM_CLASSES, np.int64)
+        """Drafts are asked for in one of so many steps; 0 where there was no step yet."""
         self._waited = np.zeros(NUM_CLASSES, np.int64)
         """Steps since the last ask."""
         self._draft_seconds = np.zeros(NUM_CLASSES)
@@ -53,7 +58,7 @@ class Asking:
         """
         if self._known_share is None or abs(known_share - self._known_share) > OTHER_SHARE:
             self._known_share = known_share
-            self._intervals[:] = 1
+            self._intervals = np.minimum(self._intervals, RETRY_INTERVAL)
             self._gains = np.maximum(self._gains, FIRST_GAIN)
 
     def is_due(self, num_sequences: int) -> bool:
@@ -62,10 +67,17 @@ class Asking:
         The first ask after a pause does not show what asking costs, for the drafter has to catch up. A second follows.
         """
         size = _class_of(num_sequences)
+        if not self._intervals[size]:
+            self._intervals[size] = self._first_interval(size)
         self._waited[size] += 1
         is_second = self.asks_now and not self._asked_before
         self._asked_before, self.asks_now = self.asks_now, False
         return bool(is_second or self._waited[size] >= self._intervals[size])
+
+    def _first_interval(self, size: int) -> int:
+        """How often a class begins to ask: by what the next larger one that has had steps has learned."""
+        larger = np.flatnonzero(self._intervals[size:])
+        return int(max(1, self._intervals[size + larger[0]] // SOONER ** larger[0])) if len(larger) else 1
 
     def asked(self, num_sequences: int) -> None:
         """Drafts are asked for in this step."""

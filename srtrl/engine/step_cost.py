@@ -16,7 +16,7 @@ TimeForward = Callable[[int, int, int], float]
 """(rows, context tokens of each row, rows with logits) -> seconds of one forward pass."""
 
 NUM_REPEATS = 3
-LINEAR_FROM = 8.0
+LINEAR_FROM = 4.0
 """Beyond a pass that takes so many times the smallest one's seconds, cost is taken to be linear and not timed."""
 LONG_FROM = 2.0
 """Behind a pass that takes so many times the smallest one's seconds, larger ones are timed once."""
