@@ -80,7 +80,9 @@ class World:
         seconds = self.seconds(self.batch + chosen.num_nodes)
         draft_seconds = self.draft_seconds if most else 0.0
         measured = seconds * max(1 + self.noise * random.standard_normal(), 0.2)
-        budget.record(chosen, context_tokens=100 * self.batch, seconds=measured, draft_seconds=draft_seconds)
+        if most:
+            budget.record_drafting(draft_seconds)
+        budget.record(chosen, context_tokens=100 * self.batch, seconds=measured, was_asked=most > 0)
         self.num_steps += 1
         self.spent += seconds + draft_seconds
         self.tokens += self.batch + float(self.truth(chosen).sum())

@@ -186,7 +186,7 @@ def test_without_drafts_nothing_is_chosen() -> None:
     assert chosen.num_nodes == 0
     none = budget.select(DraftTrees.empty(0), context_tokens=0)
     budget.observe(none, np.zeros(1, np.int64), np.empty(0, np.int64))
-    budget.record(none, context_tokens=0, seconds=1.0)
+    budget.record(none, context_tokens=0, seconds=1.0, was_asked=False)
     assert len(none) == 0
 
 
@@ -290,7 +290,9 @@ def test_sequences_that_nobody_waits_for_do_not_hide_what_drafts_bring() -> None
         asks.append(budget.max_nodes(2) > 0)
         proposed = trees if asks[-1] else DraftTrees.empty(32)
         chosen = budget.select(proposed, context_tokens=0, weights=weights)
-        budget.record(chosen, context_tokens=0, seconds=1.0, draft_seconds=0.1 if asks[-1] else 0.0)
+        if asks[-1]:
+            budget.record_drafting(0.1)
+        budget.record(chosen, context_tokens=0, seconds=1.0, was_asked=asks[-1])
     assert sum(asks) > 50
 
 
@@ -300,5 +302,7 @@ def test_run_aheads_beside_the_samples_do_not_make_it_ask_again() -> None:
     for _ in range(100):
         asks.append(budget.max_nodes(2) > 0)
         chosen = budget.select(DraftTrees.empty(32), context_tokens=0, weights=np.array([1.0] * 2 + [0.0] * 30))
-        budget.record(chosen, context_tokens=0, seconds=32.0, draft_seconds=2.0 if asks[-1] else 0.0)
+        if asks[-1]:
+            budget.record_drafting(2.0)
+        budget.record(chosen, context_tokens=0, seconds=32.0, was_asked=asks[-1])
     assert sum(asks[50:]) < 5

@@ -45,8 +45,8 @@ PRICED_ROWS = 32
 class DraftBudget:
     """Chooses the nodes of each step, and learns from the outcomes.
 
-    In each step with sequences to decode: `max_nodes`, drafting if it is not 0, `select`, and behind the step `observe`
-    and `record`. No clock is read here: the same calls give the same choices.
+    In each step with sequences to decode: `max_nodes`, drafting if it is not 0, `select`, and behind the step
+    `observe`, `record_drafting` and `record`. No clock is read here: the same calls give the same choices.
     """
 
     def __init__(
@@ -176,32 +176,25 @@ class DraftBudget:
             self._expected += self._last_expected - (1 - TRUST_MEMORY) * (self._expected - TRUST_PRIOR)
             self._accepted += num_accepted - (1 - TRUST_MEMORY) * (self._accepted - TRUST_PRIOR)
 
-    def record(
-        self,
-        trees: DraftTrees,
-        *,
-        context_tokens: float,
-        seconds: float,
-        draft_seconds: float = 0.0,
-        num_other_rows: int = 0,
-    ) -> None:
-        """Learn what the step cost.
+    def record_drafting(self, seconds: float) -> None:
+        """Learn what `propose`, `select` and `observe` took together; where drafts were asked for, behind `observe`."""
+        self._asking.record_seconds(self._num_sequences, seconds)
+
+    def record(self, trees: DraftTrees, *, context_tokens: float, seconds: float, was_asked: bool) -> None:
+        """Learn what a step without prompt rows cost; it may be called when the next step has begun.
 
         Args:
             trees: What was verified.
-            context_tokens: As in `select`; `num_other_rows` likewise.
-            seconds: Wall time of the whole step less `draft_seconds`.
-            draft_seconds: Time that `propose`, `select` and `observe` took; 0 where drafts were not asked for.
-            num_other_rows: See above.
+            context_tokens: As in `select`.
+            seconds: Wall time of the whole step without drafting.
+            was_asked: Whether drafts were asked for.
         """
         if not len(trees):
             return
-        num_rows = len(trees) + trees.num_nodes + num_other_rows
-        if not self._asking.asks_now and self.fixed is None and self._num_steps % RECORD_EVERY:
+        if not was_asked and self.fixed is None and self._num_steps % RECORD_EVERY:
             return
+        num_rows = len(trees) + trees.num_nodes
         self.cost.record(num_rows, context_tokens / len(trees) * num_rows, seconds)
-        if draft_seconds > 0:
-            self._asking.record_seconds(self._num_sequences, draft_seconds)
 
     def begin_rollout(self, known_share: float) -> None:
         """Other prompts or other weights come; `known_share` of the samples have rollouts to draft from."""

@@ -39,6 +39,8 @@ class Draft:
     """Committed tokens of all decoding sequences."""
     seconds: float
     """Spent on proposing, choosing and learning."""
+    was_asked: bool
+    """Whether the drafter was."""
 
 
 class Speculation:
@@ -117,7 +119,7 @@ class Speculation:
         num_nodes = 0 if self.is_off or not sequences else self.budget.max_nodes(scheduled.num_primaries)
         if num_nodes == 0:
             empty = DraftTrees.empty(len(sequences))
-            return Draft(empty, empty, scheduled.num_primaries, context_tokens, 0.0)
+            return Draft(empty, empty, scheduled.num_primaries, context_tokens, 0.0, was_asked=False)
         # A sample that ends with its next token, whatever is guessed, needs no draft.
         room = [num_nodes if sequence.num_remaining > 1 and not sequence.is_run_ahead else 0 for sequence in sequences]
         self._tell(sequences[: scheduled.num_primaries])
@@ -134,7 +136,8 @@ class Speculation:
         verified = chosen
         if sum(granted) < chosen.num_nodes:
             verified = DraftTrees.of(tree.first(most) for tree, most in zip(chosen, granted, strict=True))
-        return Draft(proposed, verified, scheduled.num_primaries, context_tokens, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        return Draft(proposed, verified, scheduled.num_primaries, context_tokens, seconds, was_asked=True)
 
     def observe(self, draft: Draft, walks: SequenceOf[Walk]) -> None:
         """Take note of the tokens of a step: compare the estimates with them.
@@ -149,6 +152,9 @@ class Speculation:
             offsets = np.cumsum([0, *map(len, emitted)], dtype=np.int64)
             self.budget.observe(draft.proposed, offsets, np.fromiter(chain.from_iterable(emitted), np.int64))
             draft.seconds += time.perf_counter() - started
+        # Of a given cost, which is that of another machine, what drafting takes on this one says nothing.
+        if draft.was_asked and not self.cost.is_fixed:
+            self.budget.record_drafting(draft.seconds)
 
     def finish(self, sequence_id: int, completion: Completion | None) -> None:
         """End of a sample; the drafter hears of its last tokens first, unless it was interrupted."""
@@ -193,6 +199,5 @@ class Speculation:
             draft.verified,
             context_tokens=draft.context_tokens,
             seconds=seconds - draft.seconds,
-            # A given cost is that of another machine: what drafting takes on this one says nothing about it.
-            draft_seconds=0.0 if self.cost.is_fixed else draft.seconds,
+            was_asked=draft.was_asked,
         )
