@@ -1,7 +1,9 @@
 """The decoder on a CUDA device, graphs included: same bits with any drafts, and memory that comes and goes."""
 
+import gc
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from engine_cases import KnowingDrafter, decode, outputs
@@ -18,6 +20,13 @@ pytestmark = pytest.mark.gpu
 
 VOCAB_SIZE = 1000
 Completions = dict[tuple[int, int], Completion]
+
+
+@pytest.fixture(autouse=True)
+def _memory_of_earlier_engines_is_free() -> None:
+    """Engines and their graphs are in cycles: what one test allocates must not be missing in the next one."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def policy_of(dtype: torch.dtype, device: str = "cuda", model_type: str = "qwen2") -> Transformer:
@@ -120,6 +129,28 @@ def test_graphs_and_single_launches_give_the_same_text_in_free_mode() -> None:
     expected = decode(engine_of(policy, deterministic=False, cuda_graphs=False), requests)
     same = sum(found[key].token_ids == expected[key].token_ids for key in expected)
     assert same >= len(expected) - 1, "libraries may choose other kernels; in float32 that hardly ever flips a token"
+
+
+@pytest.mark.parametrize("name", ["varlen", "flash"])
+def test_a_librarys_attention_gives_the_log_probs_of_our_kernel(name: str) -> None:
+    """In graphs, with sequences that come and go: the same tokens are taken, so that log-probs can be compared."""
+    policy = policy_of(torch.bfloat16)
+    requests = requests_of()
+    expected = decode(engine_of(policy, attention="triton", page_size=256), requests)
+    try:
+        engine = engine_of(policy, attention=name, page_size=256)
+    except ValueError as error:
+        pytest.skip(str(error))
+    truth = {request.stream: expected[request.draw_index, request.sample_index].token_ids for request in requests}
+    engine.trace = {stream: np.array(tokens, np.int32) for stream, tokens in truth.items()}
+    found = decode(engine, requests)
+    backends = [shape.launch.backend for shape in graphs_of(engine)._graphs]
+    assert any(backend is not None and backend.name == name for backend in backends)
+    for key, completion in found.items():
+        assert completion.token_ids == expected[key].token_ids
+        pairs = zip(completion.rollout_logprobs, expected[key].rollout_logprobs, strict=True)
+        differences = [abs(a - b) for a, b in pairs]
+        assert sum(differences) / len(differences) < 0.05
 
 
 def test_few_graphs_suffice() -> None:

@@ -9,7 +9,7 @@ import typer
 
 from srtrl.bench.rollout_options import check_output, parse_names
 
-SECTIONS = ("limits", "checks", "decode", "trace", "peers", "update", "logprobs", "deterministic")
+SECTIONS = ("limits", "checks", "decode", "trace", "peers", "update", "logprobs", "deterministic", "attention")
 """In the order in which they run; what is left out for lack of time is at the end."""
 
 
@@ -33,8 +33,9 @@ def command(
     """
     started = time.perf_counter()
     names = SECTIONS if only is None else parse_names("--only", only, SECTIONS)
-    if "limits" not in names and {"decode", "update"} & set(names):  # they compare with what it measures
+    if "limits" not in names and {"decode", "update", "attention"} & set(names):  # they compare with what it measures
         names = ("limits", *names)
+    names = tuple(name for name in SECTIONS if name in names)
     if max_minutes <= 0:
         raise ValueError(f"--max-minutes: expected a number above 0, found {max_minutes:g}")
     if trace is not None and not trace.is_file():

@@ -4,12 +4,13 @@ A captured graph runs one shape only, and a step costs what its shape costs, rea
 shapes, and each is little larger than what it is for. Pure arithmetic on the host; nothing here looks at a device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from srtrl.model.attention_backends import BackendChoice
 from srtrl.model.device_plan import AttentionLaunch, choose_block_m, choose_num_splits
 from srtrl.model.device_rows import RowSizes, count_tiles, count_words
 
@@ -52,8 +53,12 @@ class StepShape:
         """Whether the step is worth a graph."""
         return self.num_rows <= MAX_GRAPH_ROWS
 
+    def num_tables(self, num_real: int) -> int:
+        """Page tables of a step with `num_real` sequences and chunks; another library's attention reads one a row."""
+        return num_real if self.launch.backend is None else self.num_rows
+
     def sizes(self, num_tables: int) -> RowSizes:
-        """Sizes of the row arrays of a step with so many page tables, which no graph depends on."""
+        """Sizes of the row arrays of a step with so many page tables (`num_tables`): no address depends on them."""
         return RowSizes(
             num_rows=self.num_rows,
             num_tables=num_tables,
@@ -84,6 +89,8 @@ class BucketPlanner:
     deterministic: bool
     rows_at_once: int
     """See `ROWS_AT_ONCE`; for deterministic mode."""
+    backends: BackendChoice = field(default_factory=BackendChoice)
+    """What attends in steps without drafts and chunks of prompts."""
 
     @property
     def group(self) -> int:
@@ -137,6 +144,7 @@ class BucketPlanner:
             num_multiprocessors=self.num_multiprocessors,
             deterministic=self.deterministic,
         )
+        is_plain = not self.deterministic and int(rows_per_sequence.max()) == 1
         return StepShape(
             num_rows=num_rows,
             num_logits=num_logits,
@@ -144,7 +152,12 @@ class BucketPlanner:
             table_width=table_width,
             depth=padded_depth(depth) if self.deterministic else 0,
             num_words=0 if self.deterministic else count_words(self.max_draft_nodes),
-            launch=AttentionLaunch(block_m=block_m, num_splits=num_splits, deterministic=self.deterministic),
+            launch=AttentionLaunch(
+                block_m=block_m,
+                num_splits=num_splits,
+                deterministic=self.deterministic,
+                backend=self.backends.backend_for(num_rows) if is_plain else None,
+            ),
         )
 
 

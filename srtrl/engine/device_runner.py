@@ -16,10 +16,12 @@ import numpy.typing as npt
 import torch
 
 from srtrl.drafters.draft_tree import DraftTrees
+from srtrl.engine.attention_choice import choose_backends
 from srtrl.engine.buckets import MAX_GRAPH_ROWS, ROWS_AT_ONCE, BucketPlanner, StepShape, longest_keys, padded_depth
 from srtrl.engine.determinism import ensure_deterministic_products
 from srtrl.engine.device_step import DeviceStep, StepMemory
 from srtrl.engine.graphs import CudaCapturer, EagerSteps, GraphedSteps, StepExecutor, addresses
+from srtrl.engine.options import AttentionOption
 from srtrl.engine.row_sampling import ForcedTokens, Int32Array, Int64Array, RowSampling
 from srtrl.engine.rows import PageTables, build_rows
 from srtrl.engine.runner import ModelRunner
@@ -59,8 +61,13 @@ class DeviceRunner(ModelRunner):
         max_sequence_tokens: int,
         max_draft_nodes: int,
         cuda_graphs: bool,
+        attention: AttentionOption = "triton",
     ) -> None:
-        """`num_pages` may be 0: `allocate_pages` must then follow. Graphs are captured on a CUDA device only."""
+        """`num_pages` may be 0: `allocate_pages` must then follow. Graphs are captured on a CUDA device only.
+
+        Raises:
+            ValueError: `attention` cannot be had.
+        """
         super().__init__(
             policy,
             num_pages=num_pages,
@@ -81,6 +88,8 @@ class DeviceRunner(ModelRunner):
             deterministic=deterministic,
             rows_at_once=ROWS_AT_ONCE,
         )
+        backends, self.attention_note = choose_backends(attention, self.planner, dtype=self.model.dtype, device=device)
+        self.planner = replace(self.planner, backends=backends)
         if is_cuda and deterministic:
             ensure_deterministic_products(self.model, ROWS_AT_ONCE)
         self.device_step = DeviceStep(self.model, self.cache, self.planner)
@@ -197,13 +206,13 @@ class DeviceRunner(ModelRunner):
     ) -> "_Pending":
         """Queue a step whose first rows are sampled as `sampling` says."""
         counts = np.bincount(rows.row_tables)
-        num_tables = len(rows.page_tables)
         shape = self.planner.shape(
             counts,
             num_logits=len(sampling.streams),
             table_width=rows.page_tables.shape[1],
             depth=rows.path_slots.shape[1],
         )
+        num_tables = shape.num_tables(len(rows.page_tables))
         with _explain_out_of_memory(shape):
             memory = self._memory_for(shape, num_tables)
             step = memory.step(shape, num_tables)

@@ -7,6 +7,8 @@ import torch
 
 from srtrl.engine.admission import Admission
 
+AttentionOption = Literal["auto", "triton", "varlen", "flash"]
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EngineOptions:
@@ -21,6 +23,7 @@ class EngineOptions:
     """Memory of the device that the update will take beside what it has already; for `kv_memory_gib` auto."""
     kv_across_update: Literal["keep", "release"] = "keep"
     cuda_graphs: bool = True
+    attention: AttentionOption = "triton"
     prefill_chunk_tokens: int = 512
     deterministic: bool | None = None
     """None: on a CPU, where it is nearly free."""

@@ -30,6 +30,8 @@ class ModelRunner:
 
     token_major: bool | None = None
     """Layout of the cache; see `KVCache`."""
+    attention_note: str | None = None
+    """What attends in plain decode steps on a CUDA device, and why not something else, where that was tried."""
 
     def __init__(
         self,
@@ -205,7 +207,16 @@ def page_bytes_of(model: Transformer, page_size: int) -> int:
 
 
 def make_runner(policy: Transformer, options: EngineOptions) -> ModelRunner:
-    """The runner for a CPU, without pages yet."""
+    """The runner for a CPU, without pages yet.
+
+    Raises:
+        ValueError: An option is for CUDA devices only.
+    """
+    if options.attention not in ("auto", "triton"):
+        raise ValueError(
+            f"rollout.attention: {options.attention} is for decoding on a CUDA device, but the policy is on the "
+            f"{policy.device.type}: leave the option out"
+        )
     return ModelRunner(
         policy,
         num_pages=0,
@@ -219,7 +230,7 @@ def make_device_runner(policy: Transformer, options: EngineOptions, max_sequence
     """The runner for a CUDA device, without pages yet; None where the policy is on a CPU.
 
     Raises:
-        ValueError: Triton is not installed.
+        ValueError: Triton is not installed, or the attention that the options name cannot be had.
     """
     on_cpu = policy.device.type == "cpu"
     if options.as_on_cuda is False or (options.as_on_cuda is None and on_cpu):
@@ -243,4 +254,5 @@ def make_device_runner(policy: Transformer, options: EngineOptions, max_sequence
         max_sequence_tokens=max_sequence_tokens,
         max_draft_nodes=options.max_draft_nodes,
         cuda_graphs=options.cuda_graphs,
+        attention=options.attention,
     )

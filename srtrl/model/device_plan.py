@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from srtrl.model.attention_backends import PlainAttention
 from srtrl.model.device_rows import BITS_PER_WORD, DeviceRows
 from srtrl.model.paged_attention import KVCache
 
@@ -36,7 +37,7 @@ WIDE_BLOCK_M = 32
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class AttentionLaunch:
-    """How `attend_tree` is launched: constants of a compiled kernel and of a captured graph."""
+    """How a step attends: constants of a compiled kernel and of a captured graph."""
 
     block_m: int
     """Query heads of all rows of a tile, padded: the height of the kernel's matrix products."""
@@ -44,6 +45,8 @@ class AttentionLaunch:
     """Programs that share the keys of one tile and key-value head."""
     deterministic: bool
     key_block: int = KEY_BLOCK
+    backend: PlainAttention | None = None
+    """Another library's kernel, for a step in which every row is a sequence's only one; None: `attend_tree`."""
 
     def rows_per_tile(self, group: int) -> int:
         """R: rows whose `group` = H / K query heads fit in a block."""
@@ -217,8 +220,11 @@ class DevicePlan:
             q: Rotated queries, [N, H, E]; the last two dimensions adjacent in memory.
 
         Returns:
-            [N, H, E], a view of the scratch memory: valid until the next call. Padding rows hold anything finite.
+            [N, H, E], often a view of the scratch memory: valid until the next call. Padding rows hold anything finite.
         """
+        if self.launch.backend is not None:
+            keys, values = self.cache.kernel_keys(layer), self.cache.kernel_values(layer)
+            return self.launch.backend.attend(q, keys, values, self.rows)
         out = self.scratch.out[: len(q)]
         keys, values = self.cache.kernel_keys(layer), self.cache.kernel_values(layer)
         if self.use_kernels:

@@ -72,13 +72,35 @@ def choose_kernel(
     device: torch.device, dtype: torch.dtype, *, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> VarlenKernel | str:
     """The kernel for such values on `device`, or why there is none, as a clause for a sentence."""
+    reason = unsupported(device, dtype, head_dim)
+    if reason is not None:
+        return reason
+    return probe_kernel(device, dtype, num_heads, num_kv_heads, head_dim)
+
+
+def unsupported(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why FlashAttention is not for such values on `device`, whoever packages it, as a clause; None: it may be."""
     if device.type != "cuda":
         return f"the device is {device.type}, and the kernel is for cuda"
     if dtype not in KERNEL_DTYPES:
         return f"keys and values are {dtype}, and the kernel takes bfloat16 and float16"
     if head_dim > MAX_HEAD_DIM or head_dim % HEAD_DIM_MULTIPLE != 0:
         return f"heads are {head_dim} wide, and the kernel takes multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}"
-    return probe_kernel(device, dtype, num_heads, num_kv_heads, head_dim)
+    return None
+
+
+def too_old(device: torch.device) -> str | None:
+    """The same of a CUDA device that no FlashAttention runs on."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= MIN_CAPABILITY:
+        return None
+    found = "{}.{}".format(*capability)
+    return f"{torch.cuda.get_device_name(device)} has compute capability {found}, and the kernel needs 8.0"
+
+
+def first_line(error: BaseException) -> str:
+    """What a library says went wrong, without the stack that C++ adds."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 @functools.cache
@@ -86,10 +108,9 @@ def probe_kernel(
     device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> VarlenKernel | str:
     """The kernel of a CUDA device, tried forward and backward on a few tokens, or why it does not run there."""
-    capability = torch.cuda.get_device_capability(device)
-    if capability < MIN_CAPABILITY:
-        found = "{}.{}".format(*capability)
-        return f"{torch.cuda.get_device_name(device)} has compute capability {found}, and the kernel needs 8.0"
+    reason = too_old(device)
+    if reason is not None:
+        return reason
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:
@@ -100,8 +121,7 @@ def probe_kernel(
     except torch.OutOfMemoryError:
         raise  # says nothing of the kernel
     except (RuntimeError, TypeError, ValueError) as error:
-        what = (str(error).splitlines() or [type(error).__name__])[0]
-        fault = f"it failed when it was tried: {what}"
+        fault = f"it failed when it was tried: {first_line(error)}"
     return kernel if fault is None else fault
 
 

@@ -199,6 +199,9 @@ def _measure_trees(bench: GpuBench, report: SectionReport, options: EngineOption
     names = "/".join(map(str, ROWS_EACH))
     figures = "/".join(f"{value:.2f}" for value in milliseconds)
     report.add(f"{count} x {context}, forward and sampling of {names} rows each", f"{figures} ms")
+    if runner.attention_note is not None:
+        report.notes.append(f"{runner.attention_note}.")
+        report.values["attention"] = runner.attention_note
     report.values["trees"] = {"sequences": count, "rows_each": ROWS_EACH, "milliseconds": milliseconds}
 
 

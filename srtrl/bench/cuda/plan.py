@@ -43,8 +43,8 @@ def section_errors() -> tuple[type[Exception], ...]:
     return (*kinds, TritonError)
 
 
-class OutOfTimeError(RuntimeError):
-    """A section has not ended in time."""
+class OutOfTimeError(BaseException):
+    """A section has not ended in time. No error: whoever expects those, a library above all, must let it pass."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -69,6 +69,11 @@ class Sizes:
     """(sequences, context) of one long case."""
     num_steps: int
     """Decode steps that are timed together."""
+
+    attention_sizes: tuple[int, ...]
+    """Sequences of a step whose attention alone is timed."""
+    attention_lengths: tuple[int, ...]
+    """Most keys of one of them."""
 
     peer_sequences: int
     peer_prompt_tokens: tuple[int, int]
@@ -107,6 +112,8 @@ FULL = Sizes(
     context=512,
     long_batch=(16, 8192),
     num_steps=24,
+    attention_sizes=(1, 15, 60, 250),
+    attention_lengths=(512, 4096),
     peer_sequences=64,
     peer_prompt_tokens=(16, 128),
     peer_tokens=256,
@@ -133,6 +140,8 @@ SMOKE = Sizes(
     context=20,
     long_batch=(2, 40),
     num_steps=2,
+    attention_sizes=(1, 3),
+    attention_lengths=(9, 40),
     peer_sequences=3,
     peer_prompt_tokens=(3, 8),
     peer_tokens=4,

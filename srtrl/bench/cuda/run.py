@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from srtrl.bench.cuda.attention import measure_attention
 from srtrl.bench.cuda.checks import run_checks
 from srtrl.bench.cuda.decode import measure_decode, measure_deterministic
 from srtrl.bench.cuda.limits import measure_limits
@@ -54,6 +55,8 @@ PLAN: dict[str, Section] = {
     "update": Section(title="The update", share=75, measure=measure_update),
     "logprobs": Section(title="Decoder against trainer", share=13, measure=measure_logprobs),
     "deterministic": Section(title="Cost of deterministic mode", share=30, measure=measure_deterministic),
+    # Last: an error in a library's kernel can take the device's context with it.
+    "attention": Section(title="Attention alone, and that of libraries", share=20, measure=measure_attention),
 }
 assert tuple(PLAN) == SECTIONS
 
@@ -111,6 +114,8 @@ class GpuRun:
         started = time.perf_counter()
         bench.section_ends = started + seconds
         hard_limit = min(HARD_FACTOR * seconds + HARD_SECONDS, self.ends - RESERVE_SECONDS - started)
+        matmul = torch.backends.cuda.matmul
+        rounding = matmul.allow_bf16_reduced_precision_reduction  # deterministic mode turns it off, for good
         try:
             with time_limit(hard_limit):
                 section.measure(bench, report)
@@ -120,7 +125,11 @@ class GpuRun:
             traceback.print_exc()
             report.problem, report.is_error = f"{type(error).__name__}: {error}", True
         report.seconds = time.perf_counter() - started
-        bench.free_memory()
+        matmul.allow_bf16_reduced_precision_reduction = rounding
+        try:
+            bench.free_memory()
+        except RuntimeError as error:  # a fault on the device is raised by every call that follows
+            report.problem, report.is_error = report.problem or f"{type(error).__name__}: {error}", True
 
     def _document(self, environment: Environment) -> Document:
         where = "smoke test on a CPU: the figures say nothing"
