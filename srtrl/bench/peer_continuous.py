@@ -77,7 +77,7 @@ class ContinuousBatching:
 
     def close(self) -> None:
         """End the manager's thread and free its cache."""
-        self._manager.stop(block=True, timeout=STOP_SECONDS)
+        self._manager.stop(block=True, timeout=STOP_SECONDS, hard_stop=True)  # unfinished requests are dropped
 
     def _next_finished(self) -> list[int]:
         """New tokens of the next request that ends."""

@@ -14,6 +14,7 @@ from srtrl.engine.row_sampling import RowSampling
 from srtrl.engine.step_buffers import HostInputs, ResultBuffer, StagingBuffer, StepInputs, num_elements, view_inputs
 from srtrl.engine.triton_filter import Cuts, find_cuts
 from srtrl.engine.triton_sampling import SamplingScratch, sample_rows_triton
+from srtrl.model.device_copy import copy_to_device
 from srtrl.model.device_plan import AttentionScratch, DevicePlan
 from srtrl.model.fused_forward import fused_forward, rotary_table
 from srtrl.model.paged_attention import KVCache
@@ -137,7 +138,7 @@ class DeviceStep:
         top_p = torch.ones(num_logits, dtype=torch.float32)
         top_k[:num_sampled] = torch.from_numpy(sampling.top_k)
         top_p[:num_sampled] = torch.from_numpy(sampling.top_p)
-        self._sample(step, top_k.to(device), top_p.to(device))
+        self._sample(step, copy_to_device(top_k, device), copy_to_device(top_p, device))
 
     def _sample(self, step: StepTensors, top_k: Tensor | None = None, top_p: Tensor | None = None) -> None:
         """Logits and sampling of the step's first rows; `top_k` [L] int32 and `top_p` [L] float32 as in `find_cuts`."""
