@@ -118,8 +118,12 @@ class RolloutSection(Section):
     """
     run_ahead_coupled: bool = True
     """The next step's run-aheads use the noise that their samples will have; false is for measuring the difference."""
-    run_ahead_max_slowdown: float = Field(default=0.03, ge=0)
-    """Most that run-aheads may slow a decode step down, as a share of its time; 0 allows only what is free."""
+    run_ahead_max_slowdown: Literal["auto"] | Annotated[float, Field(ge=0)] = "auto"
+    """Most that run-aheads may slow a decode step down, as a share of its time; 0 allows only what is free.
+
+    `auto`: 0.03, and no more than their tokens may save later, by the measured cost of steps. Where a row costs as much
+    as a token, as on most CPUs, that is nothing.
+    """
     page_size: int = Field(default=16, ge=1)
     """Tokens in one page of the KV cache."""
     num_pages: int | None = Field(default=None, ge=1)

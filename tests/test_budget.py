@@ -258,6 +258,15 @@ def test_what_drafts_bring_is_remembered_for_each_number_of_sequences() -> None:
     assert np.mean(asked[6:]) < 0.1, "and not all is tried again because a new rollout begins"
 
 
+def test_a_number_of_sequences_that_is_new_begins_where_the_next_larger_one_has_come_to() -> None:
+    cost = COSTS["a small CPU: dear rows"]
+    world = World(batch=256, seconds=cost, draft_seconds=0.05 * cost(256), quality=0.02)
+    budget = DraftBudget(learned_cost(world))
+    run(world, budget, 200)
+    assert [budget.max_nodes(220) for _ in range(4)] == [0, 0, 0, 0], "what 256 cannot use, 220 will hardly"
+    assert budget.max_nodes(8) > 0, "but 8 may"
+
+
 def test_what_is_asked_for_follows_what_is_used() -> None:
     budget = DraftBudget(StepCost.from_points([(1, 1.0), (512, 1.0)]), most_nodes=48)
     for _ in range(4):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from engine_cases import decode, options, outputs, requests_for, tiny_policy
 
 from srtrl.drafters.none import Drafter
 from srtrl.engine.engine import Engine
+from srtrl.engine.speculation import UNLIMITED, Speculation
+from srtrl.engine.step_cost import StepCost
 from srtrl.types import Completion, Request
 
 
@@ -66,3 +69,34 @@ def test_run_aheads_change_no_bit_and_are_the_samples_they_stand_for(
     truth = {c.request.stream: c.token_ids for c in decode(Engine(policy, options(slots=1)), later).values()}
     for stream, said in listener.said.items():
         assert said == truth[stream][: len(said)]
+
+
+@pytest.mark.parametrize(
+    ("points", "max_slowdown", "expected"),
+    [
+        # A row as dear as a token: what is decoded ahead costs as much now as it saves later.
+        (((1, 1.0), (1000, 1000.0)), "auto", 0),
+        (((1, 1.0), (1000, 1000.0)), 0.5, 2),
+        # 10 rows are free; a token saves half of a tenth of 1.0, and the next row costs 0.03.
+        (((1, 1.0), (10, 1.0), (100, 3.7)), "auto", 7),
+        (((1, 1.0), (10, 1.0), (100, 3.7)), 0.0, 6),
+        (((1, 1.0), (10, 1.0), (100, 3.7)), 0.5, 22),
+        (((1, 1.0), (1000, 1.0)), "auto", 999),
+        (((1, 1.0), (1000, 1.0)), float("inf"), UNLIMITED),
+    ],
+)
+def test_run_aheads_have_the_rows_that_pay(
+    points: tuple[tuple[int, float], ...], max_slowdown: Literal["auto"] | float, expected: int
+) -> None:
+    speculation = Speculation(
+        Drafter(),
+        vocab_size=10,
+        draft_budget="auto",
+        max_draft_nodes=8,
+        run_ahead_max_slowdown=max_slowdown,
+        num_slots=5,
+        cost=StepCost.from_points(points),
+    )
+    assert speculation.max_run_ahead_rows() == (UNLIMITED if expected == UNLIMITED else 0), "no step yet"
+    speculation._num_rows = 4
+    assert speculation.max_run_ahead_rows() == expected

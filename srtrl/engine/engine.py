@@ -71,6 +71,7 @@ class Engine:
             draft_budget=options.draft_budget,
             max_draft_nodes=options.max_draft_nodes,
             run_ahead_max_slowdown=options.run_ahead_max_slowdown,
+            num_slots=options.slots,
             cost=(
                 StepCost.from_points(options.cost_points)
                 if options.cost_points is not None

@@ -36,7 +36,7 @@ class EngineOptions:
     """Most draft nodes of one sequence in one step."""
     admission: Admission = "breadth_first"
     long_first: bool = True
-    run_ahead_max_slowdown: float = 0.03
+    run_ahead_max_slowdown: Literal["auto"] | float = "auto"
     cost_points: tuple[tuple[int, float], ...] | None = None
     """(rows, seconds) of a decode step on another machine, to budget and price steps by; None: what is measured."""
     as_on_cuda: bool | None = None

@@ -25,6 +25,10 @@ from srtrl.types import Completion, Request
 MAX_ROWS = 2048
 """Largest step whose cost is followed bucket by bucket; beyond, it is extrapolated."""
 UNLIMITED = 1 << 30
+AUTO_SLOWDOWN = 0.03
+"""Most that run-aheads may slow a step down where nothing is said about it."""
+USED_SHARE = 0.5
+"""Tokens of run-aheads that are accepted later, roughly: 0.6 of them were with small policy changes."""
 
 
 @dataclass(slots=True)
@@ -53,7 +57,8 @@ class Speculation:
         vocab_size: int,
         draft_budget: Literal["auto"] | int,
         max_draft_nodes: int,
-        run_ahead_max_slowdown: float,
+        run_ahead_max_slowdown: Literal["auto"] | float,
+        num_slots: int,
         cost: StepCost,
     ) -> None:
         """See `EngineOptions` for the arguments; `cost` may still be unknown, `prepare` measures it then."""
@@ -62,7 +67,9 @@ class Speculation:
         self.cost = cost
         fixed = None if draft_budget == "auto" else draft_budget
         self.budget = DraftBudget(self.cost, fixed=fixed, most_nodes=max_draft_nodes)
-        self._run_ahead_max_slowdown = run_ahead_max_slowdown
+        self._run_ahead_pays_for_itself = run_ahead_max_slowdown == "auto"
+        self._max_slowdown = AUTO_SLOWDOWN if run_ahead_max_slowdown == "auto" else run_ahead_max_slowdown
+        self._num_slots = num_slots
         self._num_told: dict[int, int] = {}
         """Generated tokens that the drafter has been told of, by primary's sequence id."""
         self._untold: dict[int, list[int]] = {}
@@ -87,7 +94,7 @@ class Speculation:
     def prepare(self, runner: ModelRunner, request: Request, *, max_context_tokens: int) -> None:
         """Make ready for a request while no page is in use: measure what steps cost, once, if it is asked for."""
         self._is_begun = False
-        is_asked = self.budget.fixed is None or (request.is_run_ahead and self._run_ahead_max_slowdown < float("inf"))
+        is_asked = self.budget.fixed is None or (request.is_run_ahead and self._max_slowdown < float("inf"))
         if is_asked and not self.is_off and not self.cost.is_known:
             self.cost.probe(runner.time_forward, max_context_tokens=max_context_tokens)
 
@@ -99,13 +106,24 @@ class Speculation:
 
     def max_run_ahead_rows(self) -> int:
         """Rows that run-aheads may have in the coming step, if it is like the last one without them."""
-        if self._run_ahead_max_slowdown == float("inf"):
+        if self._max_slowdown == float("inf"):
             return UNLIMITED
         if not self.cost.is_known or self._num_rows == 0:
             return 0
         more = np.arange(self.cost.max_rows)
         seconds = self.cost.seconds_at(self._num_rows + more)
-        return int(np.searchsorted(seconds, (1 + self._run_ahead_max_slowdown) * seconds[0], side="right")) - 1
+        most = np.full(len(more), self._max_slowdown * seconds[0])
+        if self._run_ahead_pays_for_itself:
+            most = np.minimum(most, more * self._worth_of_run_ahead())
+        return int(np.flatnonzero(seconds - seconds[0] <= most)[-1])
+
+    def _worth_of_run_ahead(self) -> float:
+        """Seconds that a token decoded ahead saves on the average.
+
+        If it is accepted later, a full step need not decode it; but it must verify it, in a row more.
+        """
+        full, double = map(float, self.cost.seconds_at([self._num_slots, 2 * self._num_slots]))
+        return USED_SHARE * max(2 * full - double, 0.0) / self._num_slots
 
     def draft(self, scheduled: ScheduledStep, scheduler: Scheduler) -> Draft:
         """Trees for the decoding sequences, as large as pays and as free pages allow; run-aheads get none."""
