@@ -61,19 +61,23 @@ def costs(draw: st.DrawFn) -> StepCost:
 @settings(deadline=None, max_examples=80)
 @given(st.integers(0, 2**32), st.integers(1, 40), st.floats(1e-4, 0.2))
 def test_what_is_not_proposed_would_not_be_chosen(seed: int, num_trees: int, row_seconds: float) -> None:
-    trees = random_trees(np.random.default_rng(seed), num_trees, 8)
+    random = np.random.default_rng(seed)
+    num_run_aheads = int(random.integers(0, 20))
+    num_roots = num_trees + num_run_aheads
+    trees = DraftTrees.of([*random_trees(random, num_trees, 8), *DraftTrees.empty(num_run_aheads)])
     budget = DraftBudget(StepCost.from_points([(1, 1.0), (1000, 1.0 + 999 * row_seconds)]))
-    least = budget.least_score(num_trees, context_per_row=10.0)
+    least = budget.least_score(num_trees, num_roots, context_per_row=10.0)
     assert 0 < least <= 0.5
-    chosen = budget.select(trees, context_tokens=10.0 * num_trees)
+    weights = np.array([1.0] * num_trees + [0.0] * num_run_aheads)
+    chosen = budget.select(trees, context_tokens=10.0 * num_roots, weights=weights)
     assert (chosen.scores >= least).all()
 
 
 def test_free_rows_and_a_fixed_budget_ask_for_every_node() -> None:
     free = DraftBudget(StepCost.from_points([(1, 1.0), (1000, 1.0)]))
-    assert free.least_score(4, context_per_row=10.0) == 0
+    assert free.least_score(4, 4, context_per_row=10.0) == 0
     fixed = DraftBudget(StepCost.from_points([(1, 1.0), (2, 9.0)]), fixed=3)
-    assert fixed.least_score(4, context_per_row=10.0) == 0
+    assert fixed.least_score(4, 4, context_per_row=10.0) == 0
 
 
 @settings(deadline=None, max_examples=80)

@@ -104,16 +104,21 @@ class DraftBudget:
         room = -(-max(self.cost.max_rows - num_sequences, 0) // max(num_sequences, 1))
         return min(max(LEAST_ASK, min(int(2 * self._use + 0.5), room)), self._most_nodes)
 
-    def least_score(self, num_sequences: int, context_per_row: float) -> float:
+    def least_score(self, num_sequences: int, num_roots: int, context_per_row: float) -> float:
         """Return the score below which no node of the coming step can pay; nodes below it need not be proposed.
 
         The price of a node, in tokens, is the time that its row takes, at the rate of tokens without drafts (drafts
         that pay raise the rate, and with it the price).
+
+        Args:
+            num_sequences: Those that drafts are wanted for.
+            num_roots: All that decode, run-aheads included.
+            context_per_row: Tokens that a root reads.
         """
         if self.fixed is not None:
             return 0.0
-        more = max(num_sequences, PRICED_ROWS)
-        plain, drafted = self.cost.seconds_at([num_sequences, num_sequences + more], context_per_row).tolist()
+        more = max(num_roots, PRICED_ROWS)
+        plain, drafted = self.cost.seconds_at([num_roots, num_roots + more], context_per_row).tolist()
         price: float = num_sequences * (drafted - plain) / (more * plain)
         return CHEAP_SHARE * min(price, 1.0)
 

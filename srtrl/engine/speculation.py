@@ -141,7 +141,9 @@ class Speculation:
         # A sample that ends with its next token, whatever is guessed, needs no draft.
         room = [num_nodes if sequence.num_remaining > 1 and not sequence.is_run_ahead else 0 for sequence in sequences]
         self._tell(sequences[: scheduled.num_primaries])
-        self.drafter.least_score = self.budget.least_score(len(sequences), context_tokens / len(sequences))
+        self.drafter.least_score = self.budget.least_score(
+            scheduled.num_primaries, len(sequences), context_tokens / len(sequences)
+        )
         proposed = self.drafter.propose([sequence.sequence_id for sequence in sequences], room)
         self._check(proposed, room)
         chosen = self.budget.select(
