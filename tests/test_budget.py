@@ -1,5 +1,7 @@
 """The draft budget: the chosen nodes against brute force, and whole runs against the best fixed budget."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from budget_cases import COSTS, World, chain_trees, learned_cost, run
@@ -71,6 +73,43 @@ def test_what_is_not_proposed_would_not_be_chosen(seed: int, num_trees: int, row
     weights = np.array([1.0] * num_trees + [0.0] * num_run_aheads)
     chosen = budget.select(trees, context_tokens=10.0 * num_roots, weights=weights)
     assert (chosen.scores >= least).all()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("reset_after", [0, 1, 2, 3])
+def test_the_cost_of_every_step_that_does_without_drafts_on_purpose_is_learned(
+    monkeypatch: pytest.MonkeyPatch, is_late: bool, reset_after: int
+) -> None:
+    """Whenever metrics are taken, and also where a step is booked when the next one has begun, as on CUDA."""
+    budget = DraftBudget(StepCost.from_points([(1, 1.0), (64, 1.0)]))
+    learned: list[int] = []
+    monkeypatch.setattr(budget.cost, "record", lambda num_rows, *_: learned.append(num_rows))
+    plain = 0
+    unbooked: dict[str, Any] | None = None
+    for step in range(400):
+        was_asked = budget.max_nodes(2) > 0
+        plain += not was_asked
+        chosen = budget.select(
+            chain_trees(np.full((2, 4), 0.9)) if was_asked else DraftTrees.empty(2), context_tokens=0
+        )
+        booking: dict[str, Any] = {"trees": chosen, "context_tokens": 0, "seconds": 1.0, "was_asked": was_asked}
+        booked = unbooked if is_late else booking
+        if booked is not None:
+            budget.record(**booked)
+        unbooked = booking
+        if step == reset_after:
+            budget.take_metrics()
+    assert plain >= 5
+    assert learned.count(2) == plain
+
+
+def test_of_many_steps_without_drafts_one_in_four_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = DraftBudget(StepCost.from_points([(1, 1.0), (64, 1.0)]))
+    learned: list[int] = []
+    monkeypatch.setattr(budget.cost, "record", lambda num_rows, *_: learned.append(num_rows))
+    for _ in range(40):
+        budget.record(DraftTrees.empty(3), context_tokens=0, seconds=1.0, was_asked=False)
+    assert len(learned) == 10
 
 
 def test_free_rows_and_a_fixed_budget_ask_for_every_node() -> None:

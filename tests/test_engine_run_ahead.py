@@ -8,8 +8,14 @@ import pytest
 import torch
 from engine_cases import decode, options, outputs, requests_for, tiny_policy
 
+from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.none import Drafter
 from srtrl.engine.engine import Engine
+from srtrl.engine.page_pool import PagePool
+from srtrl.engine.scheduler import Scheduler
+from srtrl.engine.sequence import PromptPages, ScheduledStep
+from srtrl.engine.sequence import Sequence as Sample
 from srtrl.engine.speculation import UNLIMITED, Speculation
 from srtrl.engine.step_cost import StepCost
 from srtrl.types import Completion, Request
@@ -71,6 +77,40 @@ def test_run_aheads_change_no_bit_and_are_the_samples_they_stand_for(
         assert said == truth[stream][: len(said)]
 
 
+def speculation_of(
+    drafter: DrafterBase, points: Sequence[tuple[int, float]], max_slowdown: Literal["auto"] | float = "auto"
+) -> Speculation:
+    return Speculation(
+        drafter,
+        vocab_size=10,
+        draft_budget="auto",
+        max_draft_nodes=8,
+        run_ahead_max_slowdown=max_slowdown,
+        num_slots=5,
+        cost=StepCost.from_points(points),
+    )
+
+
+class NeverAsked(DrafterBase):
+    """Has nothing to say."""
+
+    def propose(self, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:
+        raise AssertionError("asked for drafts that nobody wants")
+
+
+def test_a_step_of_run_aheads_alone_asks_for_no_drafts() -> None:
+    """The primaries' prompts may still be on their way."""
+    (request,) = requests_for([(1, 2)], num_samples=1)
+    ahead = Sample(
+        token_ids=[1, 2], sequence_id=0, request=replace(request, is_run_ahead=True), prompt=PromptPages([1, 2])
+    )
+    speculation = speculation_of(NeverAsked(), ((1, 1.0), (100, 1.0)))
+    scheduler = Scheduler(PagePool(4, 4), num_slots=2, prefill_chunk_tokens=4)
+    draft = speculation.draft(ScheduledStep(decodes=[ahead], num_primaries=0), scheduler)
+    assert not draft.was_asked
+    assert draft.verified.num_nodes == 0
+
+
 @pytest.mark.parametrize(
     ("points", "max_slowdown", "expected"),
     [
@@ -88,15 +128,7 @@ def test_run_aheads_change_no_bit_and_are_the_samples_they_stand_for(
 def test_run_aheads_have_the_rows_that_pay(
     points: tuple[tuple[int, float], ...], max_slowdown: Literal["auto"] | float, expected: int
 ) -> None:
-    speculation = Speculation(
-        Drafter(),
-        vocab_size=10,
-        draft_budget="auto",
-        max_draft_nodes=8,
-        run_ahead_max_slowdown=max_slowdown,
-        num_slots=5,
-        cost=StepCost.from_points(points),
-    )
+    speculation = speculation_of(Drafter(), points, max_slowdown)
     assert speculation.max_run_ahead_rows() == (UNLIMITED if expected == UNLIMITED else 0), "no step yet"
     speculation._num_rows = 4
     assert speculation.max_run_ahead_rows() == expected

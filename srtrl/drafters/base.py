@@ -24,7 +24,7 @@ class DrafterBase:
     uses_run_aheads: bool = False
     """Whether it drafts from what run-aheads have decoded; where it does not, training decodes none."""
     least_score: float = 0.0
-    """Nodes with a lower score are not worth a row of the coming step: the engine sets it before it calls `propose`,
+    """Nodes with a lower score are hardly worth a row of the coming step: the engine sets it before it calls `propose`,
     which need not make them."""
 
     def __init__(self, options: Section | None = None) -> None:

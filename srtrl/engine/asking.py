@@ -77,7 +77,11 @@ class Asking:
     def _first_interval(self, size: int) -> int:
         """How often a class begins to ask: by what the next larger one that has had steps has learned."""
         larger = np.flatnonzero(self._intervals[size:])
-        return int(max(1, self._intervals[size + larger[0]] // SOONER ** larger[0])) if len(larger) else 1
+        if not len(larger):
+            return 1
+        distance = int(larger[0])
+        times_sooner: int = SOONER**distance
+        return max(int(self._intervals[size + distance]) // times_sooner, 1)
 
     def asked(self, num_sequences: int) -> None:
         """Drafts are asked for in this step."""

@@ -45,7 +45,8 @@ def choose_backends(
     """What attends in plain steps, and that in a sentence, where there was a choice.
 
     Args:
-        option: `rollout.attention`. One that names a library means it for all plain steps, fast or not.
+        option: `rollout.attention`. One that names a library means it for all plain steps of up to
+            `MAX_GRAPH_ROWS` rows, fast or not.
         planner: Of the engine.
         dtype: Of the decoder's weights.
         device: Where it decodes.

@@ -90,7 +90,7 @@ class BucketPlanner:
     rows_at_once: int
     """See `ROWS_AT_ONCE`; for deterministic mode."""
     backends: BackendChoice = field(default_factory=BackendChoice)
-    """What attends in steps without drafts and chunks of prompts."""
+    """What attends in steps of one row a sequence."""
 
     @property
     def group(self) -> int:

@@ -33,7 +33,7 @@ SMALL_GAIN = 0.15
 PLAIN_INTERVALS = 32, 256
 """One of so many steps does without drafts, so that the cost of that stays known: while they gain less, and more."""
 RECORD_EVERY = 4
-"""Of the steps without drafts, where nothing is in doubt, the cost of one of so many is learned: it takes its time."""
+"""Of steps without drafts in a row the cost of the first and of one in so many is learned: it takes its time."""
 FIRST_PLAIN = 4
 """The first such step; each further interval is twice as long, up to that."""
 CHEAP_SHARE = 0.5
@@ -75,6 +75,8 @@ class DraftBudget:
         self._asking = Asking()
         self._steps_since_plain = 0
         self._plain_interval = FIRST_PLAIN
+        self._num_plain = 0
+        """Steps without drafts in a row, of those that were recorded."""
         self._num_sequences = 0
         self._expected = self._accepted = TRUST_PRIOR
         self._last_expected = 0.0
@@ -105,10 +107,11 @@ class DraftBudget:
         return min(max(LEAST_ASK, min(int(2 * self._use + 0.5), room)), self._most_nodes)
 
     def least_score(self, num_sequences: int, num_roots: int, context_per_row: float) -> float:
-        """Return the score below which no node of the coming step can pay; nodes below it need not be proposed.
+        """Return the score below which nodes hardly pay in the coming step, so that they need not be proposed.
 
-        The price of a node, in tokens, is the time that its row takes, at the rate of tokens without drafts (drafts
-        that pay raise the rate, and with it the price).
+        The price of a node, in tokens, is the mean time that a row takes, of a whole stair's rows, at the rate of
+        tokens without drafts (drafts that pay raise the rate, and with it the price). So nodes that would fill free
+        padding are given up, and those that calibration would raise to more than twice their score.
 
         Args:
             num_sequences: Those that drafts are wanted for.
@@ -196,7 +199,8 @@ class DraftBudget:
         """
         if not len(trees):
             return
-        if not was_asked and self.fixed is None and self._num_steps % RECORD_EVERY:
+        self._num_plain = 0 if was_asked else self._num_plain + 1
+        if not was_asked and self.fixed is None and self._num_plain % RECORD_EVERY != 1:
             return
         num_rows = len(trees) + trees.num_nodes
         self.cost.record(num_rows, context_tokens / len(trees) * num_rows, seconds)

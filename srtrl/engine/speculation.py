@@ -134,7 +134,9 @@ class Speculation:
             self._is_begun = True
             self.budget.begin_rollout(self._num_known / max(self._num_requests, 1))
             self._num_requests = self._num_known = 0
-        num_nodes = 0 if self.is_off or not sequences else self.budget.max_nodes(scheduled.num_primaries)
+        num_nodes = 0
+        if scheduled.num_primaries and not self.is_off:
+            num_nodes = self.budget.max_nodes(scheduled.num_primaries)
         if num_nodes == 0:
             empty = DraftTrees.empty(len(sequences))
             return Draft(empty, empty, scheduled.num_primaries, context_tokens, 0.0, was_asked=False)
