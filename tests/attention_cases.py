@@ -94,7 +94,14 @@ def committed_rows(table: Int32Array, positions: npt.NDArray[np.int64], page_siz
 
 
 def make_cache(
-    num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, seed: int = 0
+    num_pages: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    *,
+    device: torch.device | str = KERNEL_DEVICE,
 ) -> KVCache:
     """A token-major cache of two layers, full of random numbers."""
     cache = KVCache(
@@ -104,7 +111,7 @@ def make_cache(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=dtype,
-        device=KERNEL_DEVICE,
+        device=device,
         token_major=True,
     )
     generator = torch.Generator().manual_seed(seed)

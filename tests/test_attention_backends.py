@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_cases import make_step
+from attention_cases import make_cache, make_step
 from backend_cases import CPU, FakeBackend, attend_pages, small_planner
 from device_cases import device_engine, device_policy, device_requests, runner_of, shapes_of
 from engine_cases import KnowingDrafter, decode, options, tiny_policy
@@ -200,23 +200,6 @@ def plain_plan(
     )
 
 
-def random_cache(num_pages: int, num_kv_heads: int, head_dim: int) -> KVCache:
-    cache = KVCache(
-        num_layers=2,
-        num_pages=num_pages,
-        page_size=PAGE_SIZE,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=torch.float32,
-        device=CPU,
-        token_major=True,
-    )
-    generator = torch.Generator().manual_seed(0)
-    for pages in (cache.key_pages, cache.value_pages):
-        pages.normal_(generator=generator)
-    return cache
-
-
 # --- How they are called ----------------------------------------------------------------------------------------------
 
 
@@ -227,7 +210,7 @@ def test_a_backend_gives_what_the_reference_gives(name: str, heads: tuple[int, i
     num_heads, num_kv_heads, head_dim = heads
     step = make_step(np.random.default_rng(0), PAGE_SIZE, [1, 3, 4, 5, 30], [[]] * 5, [(8, 1)])
     assert len(step.rows.positions) == len(step.rows.page_tables) == 6
-    cache = random_cache(step.num_pages, num_kv_heads, head_dim)
+    cache = make_cache(step.num_pages, PAGE_SIZE, num_kv_heads, head_dim, torch.float32, device=CPU)
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(8, num_heads + 5, head_dim, generator=generator)[:, :num_heads]
     expected = plain_plan(cache, step.rows, 2, num_heads, None).attend_stored(1, q)[:6]
@@ -248,7 +231,7 @@ def test_the_numbers_that_a_graph_reads_stay_where_they_are() -> None:
 
     backend._varlen_attn = record
     step = make_step(np.random.default_rng(0), PAGE_SIZE, [1, 30], [[]] * 2)
-    cache = random_cache(step.num_pages, 2, 16)
+    cache = make_cache(step.num_pages, PAGE_SIZE, 2, 16, torch.float32, device=CPU)
     for padding in (0, 6, 1):
         plain_plan(cache, step.rows, padding, 4, backend).attend_stored(0, torch.zeros(2 + padding, 4, 16))
     assert len(places) == 1
@@ -328,7 +311,7 @@ def test_varlen_is_called_as_the_activated_version_wants(
     backend = find_varlen(CPU, 8)
     assert isinstance(backend, VarlenAttention)
     step = make_step(np.random.default_rng(0), PAGE_SIZE, [1, 30], [[]] * 2)
-    cache = random_cache(step.num_pages, 2, 16)
+    cache = make_cache(step.num_pages, PAGE_SIZE, 2, 16, torch.float32, device=CPU)
     plain_plan(cache, step.rows, 1, 4, backend).attend_stored(0, torch.zeros(3, 4, 16))
 
 

@@ -8,7 +8,7 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.engine.step_cost_kernel import fill_curve, fill_rests, follow_cost, read_curve
+from srtrl.engine.step_cost_kernel import LEAST_SECONDS, fill_curve, fill_rests, follow_cost, read_curve
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -188,12 +188,12 @@ class StepCost:
             timed = np.interp(num_rows, self.edges, self._probed) * max(1.0, num_rows / self.max_rows)
         features = np.array([timed, 1.0, num_rows, context_tokens])
         # By the model itself: the whole curve, made monotone, is for those who choose; this is every step's work.
-        estimate = max(float(features @ self._weights) * (1 + self._shrunk_rest(bucket)), 1e-9)
+        estimate = max(float(features @ self._weights) * (1 + self._shrunk_rest(bucket)), LEAST_SECONDS)
         clip = FIRST_CLIP if self._num_records < FIRST_RECORDS else CLIP
         seconds = min(max(seconds, estimate / clip), estimate * clip)
         variance = (NOISE * estimate) ** 2
         follow_cost(self._weights, self._covariance, self._drifts, self._bounds, features, seconds, variance)
-        model = max(float(features @ self._weights), 1e-9)
+        model = max(float(features @ self._weights), LEAST_SECONDS)
         self._seen[bucket] = min(self._seen[bucket] + 1, MOST_STEPS)
         self._rest[bucket] += (seconds / model - 1 - self._rest[bucket]) / self._seen[bucket]
         self._num_records += 1

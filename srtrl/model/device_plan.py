@@ -222,11 +222,10 @@ class DevicePlan:
         Returns:
             [N, H, E], often a view of the scratch memory: valid until the next call. Padding rows hold anything finite.
         """
+        keys, values = self.cache.kernel_keys(layer), self.cache.kernel_values(layer)
         if self.launch.backend is not None:
-            keys, values = self.cache.kernel_keys(layer), self.cache.kernel_values(layer)
             return self.launch.backend.attend(q, keys, values, self.rows)
         out = self.scratch.out[: len(q)]
-        keys, values = self.cache.kernel_keys(layer), self.cache.kernel_values(layer)
         if self.use_kernels:
             from srtrl.model.triton_attention import attend_tree
 
