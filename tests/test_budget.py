@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
-from srtrl.engine.budget import MIN_GAIN, SLACK, DraftBudget, descending_order
+from srtrl.engine.budget import MIN_GAIN, PLAIN_STEPS, SLACK, DraftBudget, descending_order
 from srtrl.engine.step_cost import StepCost
 
 
@@ -77,13 +77,13 @@ def test_what_is_not_proposed_would_not_be_chosen(seed: int, num_trees: int, row
 
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("reset_after", [0, 1, 2, 3])
-def test_the_cost_of_every_step_that_does_without_drafts_on_purpose_is_learned(
+def test_the_cost_of_steps_that_do_without_drafts_on_purpose_is_learned(
     monkeypatch: pytest.MonkeyPatch, is_late: bool, reset_after: int
 ) -> None:
     """Whenever metrics are taken, and also where a step is booked when the next one has begun, as on CUDA."""
     budget = DraftBudget(StepCost.from_points([(1, 1.0), (64, 1.0)]))
     learned: list[int] = []
-    monkeypatch.setattr(budget.cost, "record", lambda num_rows, *_: learned.append(num_rows))
+    monkeypatch.setattr(budget.cost, "record", lambda num_rows, *_, **__: learned.append(num_rows))
     plain = 0
     unbooked: dict[str, Any] | None = None
     for step in range(400):
@@ -100,13 +100,14 @@ def test_the_cost_of_every_step_that_does_without_drafts_on_purpose_is_learned(
         if step == reset_after:
             budget.take_metrics()
     assert plain >= 5
-    assert learned.count(2) == plain
+    assert plain % PLAIN_STEPS == 0
+    assert learned.count(2) == plain // PLAIN_STEPS, "the first of each pair follows one with drafts"
 
 
 def test_of_many_steps_without_drafts_one_in_four_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = DraftBudget(StepCost.from_points([(1, 1.0), (64, 1.0)]))
     learned: list[int] = []
-    monkeypatch.setattr(budget.cost, "record", lambda num_rows, *_: learned.append(num_rows))
+    monkeypatch.setattr(budget.cost, "record", lambda num_rows, *_, **__: learned.append(num_rows))
     for _ in range(40):
         budget.record(DraftTrees.empty(3), context_tokens=0, seconds=1.0, was_asked=False)
     assert len(learned) == 10
@@ -291,14 +292,14 @@ def test_what_drafts_bring_is_remembered_for_each_number_of_sequences() -> None:
     world = World(batch=64, seconds=cost, draft_seconds=0.05 * cost(64), quality=0.02)
     budget = DraftBudget(learned_cost(world))
     asked = []
-    for _ in range(12):
+    for _ in range(40):
         budget.begin_rollout(0.0)
         for batch in (64, 32, 16):
             world.batch = batch
             run(world, budget, 10)
         asked.append(budget.take_metrics()["engine/draft_asked_share"])
     assert asked[0] > 0.1, "nothing is known yet"
-    assert np.mean(asked[6:]) < 0.1, "and not all is tried again because a new rollout begins"
+    assert np.mean(asked[20:]) < 0.1, "and not all is tried again because a new rollout begins"
 
 
 def test_a_number_of_sequences_that_is_new_begins_where_the_next_larger_one_has_come_to() -> None:
@@ -313,7 +314,7 @@ def test_a_number_of_sequences_that_is_new_begins_where_the_next_larger_one_has_
 def test_what_is_asked_for_follows_what_is_used() -> None:
     budget = DraftBudget(StepCost.from_points([(1, 1.0), (512, 1.0)]), most_nodes=48)
     for _ in range(4):
-        most = budget.max_nodes(1) or budget.max_nodes(1)
+        most = budget.max_nodes(1) or budget.max_nodes(1) or budget.max_nodes(1)
         budget.select(chain_trees(np.full((1, most - 1), 0.99)), context_tokens=0)
     assert budget.max_nodes(1) == 48
     for _ in range(150):
@@ -351,10 +352,10 @@ def test_sequences_that_nobody_waits_for_do_not_hide_what_drafts_bring() -> None
 def test_run_aheads_beside_the_samples_do_not_make_it_ask_again() -> None:
     budget = DraftBudget(StepCost.from_points([(1, 1.0), (64, 64.0)]))
     asks = []
-    for _ in range(100):
+    for _ in range(400):
         asks.append(budget.max_nodes(2) > 0)
         chosen = budget.select(DraftTrees.empty(32), context_tokens=0, weights=np.array([1.0] * 2 + [0.0] * 30))
         if asks[-1]:
             budget.record_drafting(2.0)
         budget.record(chosen, context_tokens=0, seconds=32.0, was_asked=asks[-1])
-    assert sum(asks[50:]) < 5
+    assert sum(asks[200:]) < 20

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
-from srtrl.engine.asking import Asking
-from srtrl.engine.calibration import Calibration
+from srtrl.engine.asking import NUM_CLASSES, Asking, class_of
+from srtrl.engine.calibration import Calibration, Trust
 from srtrl.engine.step_cost import StepCost
 
 Array = npt.NDArray[Any]
@@ -26,14 +26,14 @@ SLACK = 0.002
 FIRST_ASK, LEAST_ASK = 16, 4
 """Nodes of a sequence to ask for at first, and at least."""
 USE_MEMORY = 0.95
-TRUST_MEMORY = 0.98
-TRUST_PRIOR = 8.0
-"""Accepted nodes that stand for the trust in the chances before there are outcomes."""
 SMALL_GAIN = 0.15
-PLAIN_INTERVALS = 32, 256
+PLAIN_INTERVALS = 64, 256
 """One of so many steps does without drafts, so that the cost of that stays known: while they gain less, and more."""
+PLAIN_STEPS = 2
+"""So many of them in a row, of which the last one's cost is learned: behind a step with drafts, whose work has taken the
+place of the weights in the processor's caches, a step without is slower than where there are none."""
 RECORD_EVERY = 4
-"""Of steps without drafts in a row the cost of the first and of one in so many is learned: it takes its time."""
+"""Of more steps without drafts in a row one in so many is learned: it takes its time."""
 FIRST_PLAIN = 4
 """The first such step; each further interval is twice as long, up to that."""
 CHEAP_SHARE = 0.5
@@ -73,12 +73,13 @@ class DraftBudget:
         self._use = FIRST_ASK / 2
         """Nodes of the sequence that had most; old steps fade."""
         self._asking = Asking()
-        self._steps_since_plain = 0
-        self._plain_interval = FIRST_PLAIN
+        self._steps_since_plain = np.zeros(NUM_CLASSES, np.int64)
+        self._plain_intervals = np.full(NUM_CLASSES, FIRST_PLAIN)
+        self._plain_left = 0
         self._num_plain = 0
         """Steps without drafts in a row, of those that were recorded."""
         self._num_sequences = 0
-        self._expected = self._accepted = TRUST_PRIOR
+        self._trust = Trust(NUM_CLASSES)
         self._last_expected = 0.0
         self._num_steps = self._num_asks = 0
 
@@ -90,16 +91,19 @@ class DraftBudget:
         """
         self._num_sequences = num_sequences
         self._num_steps += 1
-        self._steps_since_plain += 1
         self._last_expected = 0.0
         if self.fixed is None:
+            size = class_of(num_sequences)
+            self._steps_since_plain[size] += 1
             longest = PLAIN_INTERVALS[self._asking.gain(num_sequences) >= SMALL_GAIN]
-            is_plain_due = self._steps_since_plain >= min(self._plain_interval, longest)
-            if not self._asking.is_due(num_sequences) or is_plain_due:
-                self._steps_since_plain = 0
-                self._plain_interval = min(2 * self._plain_interval, max(PLAIN_INTERVALS))
+            self._plain_left = max(self._plain_left - 1, 0)
+            if self._steps_since_plain[size] >= min(self._plain_intervals[size], longest):
+                self._plain_left = PLAIN_STEPS
+                self._plain_intervals[size] = min(2 * self._plain_intervals[size], max(PLAIN_INTERVALS))
+            if not self._asking.is_due(num_sequences) or self._plain_left:
+                self._steps_since_plain[size] = 0
                 return 0
-        self._asking.asked(num_sequences)
+        self._asking.asked()
         self._num_asks += 1
         if self.fixed is not None:
             return self.fixed
@@ -151,24 +155,33 @@ class DraftBudget:
             keep = np.empty(0, np.bool_)
         else:
             rows = np.arange(trees.num_nodes + 1) + len(trees)
-            seconds = self.cost.seconds_at(rows, context_tokens / len(trees))
+            seconds = self._step_seconds(rows, context_tokens / len(trees))
             with_others = seconds
             if num_other_rows:
-                with_others = self.cost.seconds_at(rows + num_other_rows, context_tokens / len(trees))
+                with_others = self._step_seconds(rows + num_other_rows, context_tokens / len(trees))
             keep = np.empty(trees.num_nodes, np.bool_)
-            _choose(chances, trees.offsets, worths, seconds, with_others, self.trust, keep)
+            draft_seconds = self._asking.draft_seconds(self._num_sequences)
+            _choose(chances, trees.offsets, worths, seconds, with_others, draft_seconds, self.trust, keep)
         chosen = _keep_nodes(trees, keep)
         self._last_expected = float(chances[keep].sum())
         if self.fixed is None and len(trees):
             self._use = max(USE_MEMORY * self._use, float(chosen.sizes.max()))
-            plain, drafted = self.cost.seconds_at(
-                [len(trees), len(trees) + chosen.num_nodes], context_tokens / len(trees)
+            plain, drafted = self._step_seconds(
+                np.array([len(trees), len(trees) + chosen.num_nodes]), context_tokens / len(trees)
             ).tolist()
+            if not chosen.num_nodes:
+                drafted = plain
             expected = float((np.repeat(worths, trees.sizes)[keep] * chances[keep]).sum())
             if self._asking.asks_now:
                 more_tokens = self.trust * expected / max(float(worths.sum()), 1e-9)
                 self._asking.learn(self._num_sequences, more_tokens, plain, drafted)
         return chosen
+
+    def _step_seconds(self, rows: npt.NDArray[np.int64], context_per_row: float) -> npt.NDArray[np.float64]:
+        """Seconds of steps of so many rows; those behind the first have draft nodes."""
+        seconds = self.cost.seconds_at(rows, context_per_row)
+        seconds[1:] += self.cost.verify_seconds
+        return seconds
 
     def observe(self, trees: DraftTrees, emitted_offsets: npt.NDArray[np.int64], emitted_tokens: Array) -> None:
         """Learn how good the estimates were.
@@ -181,8 +194,7 @@ class DraftBudget:
         self.calibration.observe(trees, emitted_offsets, emitted_tokens)
         if trees.num_nodes:  # where nothing was verified, calibration goes on, and an old distrust fades
             num_accepted = len(emitted_tokens) - len(trees)
-            self._expected += self._last_expected - (1 - TRUST_MEMORY) * (self._expected - TRUST_PRIOR)
-            self._accepted += num_accepted - (1 - TRUST_MEMORY) * (self._accepted - TRUST_PRIOR)
+            self._trust.observe(class_of(self._num_sequences), self._last_expected, num_accepted)
 
     def record_drafting(self, seconds: float) -> None:
         """Learn what `propose`, `select` and `observe` took together; where drafts were asked for, behind `observe`."""
@@ -200,10 +212,12 @@ class DraftBudget:
         if not len(trees):
             return
         self._num_plain = 0 if was_asked else self._num_plain + 1
-        if not was_asked and self.fixed is None and self._num_plain % RECORD_EVERY != 1:
+        if not was_asked and self.fixed is None and self._num_plain % RECORD_EVERY != PLAIN_STEPS % RECORD_EVERY:
             return
         num_rows = len(trees) + trees.num_nodes
-        self.cost.record(num_rows, context_tokens / len(trees) * num_rows, seconds)
+        self.cost.record(
+            num_rows, context_tokens / len(trees) * num_rows, seconds, has_drafts=trees.num_nodes > 0
+        )
 
     def begin_rollout(self, known_share: float) -> None:
         """Other prompts or other weights come; `known_share` of the samples have rollouts to draft from."""
@@ -211,8 +225,8 @@ class DraftBudget:
 
     @property
     def trust(self) -> float:
-        """Accepted nodes by expected ones: the best of noisy estimates are too good on the average."""
-        return float(min(max(self._accepted / self._expected, 0.25), 1.25))
+        """Accepted nodes by expected ones, in steps of as many sequences as this one."""
+        return self._trust.of(class_of(self._num_sequences))
 
     def take_metrics(self) -> dict[str, float]:
         """Metrics since the last call."""
@@ -256,7 +270,14 @@ def _index_kept(
 
 @numba.njit(cache=True, nogil=True)
 def _choose(
-    chances: Array, offsets: Array, weights: Array, seconds: Array, with_others: Array, trust: float, keep: Array
+    chances: Array,
+    offsets: Array,
+    weights: Array,
+    seconds: Array,
+    with_others: Array,
+    draft_seconds: float,
+    trust: float,
+    keep: Array,
 ) -> None:
     """Mark the nodes of the best step: that of most tokens per second.
 
@@ -269,6 +290,8 @@ def _choose(
         weights: [B] float64, worth of a token.
         seconds: [num_nodes + 1] float64, of a step with so many nodes and no other rows.
         with_others: [num_nodes + 1] float64, with the other rows of this step; `seconds` itself if there are none.
+        draft_seconds: What asking takes in each step that verifies drafts. It is spent by now, and still lowers the rate
+            that such steps reach: a second is worth fewer tokens, and nodes pay that else would not.
         trust: Factor of the chances.
         keep: [num_nodes] bool, written.
     """
@@ -281,13 +304,15 @@ def _choose(
     # Stable: of equals the first comes first, and parents come before their children.
     order = descending_order(worths)
     plain_rate = total / seconds[0]
-    best_rate, worth = plain_rate, total
+    best_rate = verified_rate = plain_rate
+    worth = total
     for i in range(len(order)):
         worth += trust * worths[order[i]]
-        best_rate = max(best_rate, worth / seconds[i + 1])
+        verified_rate = max(verified_rate, worth / seconds[i + 1])
+        best_rate = max(best_rate, worth / (seconds[i + 1] + draft_seconds))
     count = 0
-    if best_rate > (1.0 + MIN_GAIN) * plain_rate:
-        # Of all counts the best rate's has the largest worth - best_rate x seconds, which is then 0 (Dinkelbach 1967).
+    if verified_rate > (1.0 + MIN_GAIN) * plain_rate:
+        # Of all counts the best rate's has the largest worth - best_rate x seconds (Dinkelbach 1967).
         values = np.empty(len(order) + 1, np.float64)
         values[0] = worth = total - best_rate * with_others[0]
         for i in range(len(order)):

@@ -20,6 +20,10 @@ PRIOR_COUNT = 8.0
 MEMORY = 0.998
 """What is left of an outcome after a step: text and policy move."""
 NUM_ERROR_BINS = 10
+TRUST_MEMORY = 0.98
+TRUST_PRIOR = 8.0
+"""Nodes that stand for the trust in the chances before there are outcomes."""
+LEAST_TRUST, MOST_TRUST = 0.1, 1.25
 
 
 class Calibration:
@@ -85,6 +89,27 @@ class Calibration:
     def reset_error(self) -> None:
         """Begin a new measurement of the error; what was learned stays."""
         self._errors[:] = 0
+
+
+class Trust:
+    """Accepted nodes by expected ones, of those that were verified; apart for classes of steps.
+
+    The best of noisy estimates are too good on the average. And who is left at the end of a rollout is not like the
+    others: samples that have strayed from what their siblings said are the longest ones, and their drafts fail.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        self._expected = np.full(num_classes, TRUST_PRIOR)
+        self._accepted = np.full(num_classes, TRUST_PRIOR)
+
+    def of(self, index: int) -> float:
+        """The factor of the chances in steps of a class."""
+        return float(min(max(self._accepted[index] / self._expected[index], LEAST_TRUST), MOST_TRUST))
+
+    def observe(self, index: int, num_expected: float, num_accepted: int) -> None:
+        """Learn from a step of a class: the sum of its nodes' chances, and how many of them were accepted."""
+        for sums, count in ((self._expected, num_expected), (self._accepted, num_accepted)):
+            sums[index] += count - (1 - TRUST_MEMORY) * (sums[index] - TRUST_PRIOR)
 
 
 @numba.njit(cache=True, nogil=True)

@@ -26,6 +26,8 @@ NOISE = 0.1
 """Standard deviation of a step's seconds, as a share of them."""
 HOST_SECONDS = 1e-3
 """Order of a step's work outside the forward pass: of a small policy it is the larger part."""
+VERIFY_SHARE = 0.3
+"""Order of what verifying adds, as a share of the smallest step."""
 FIRST_RECORDS = 16
 FIRST_CLIP, CLIP = 3.0, 1.5
 """A step counts as at most so many times the estimate, at the start and later (or so many times less)."""
@@ -61,8 +63,9 @@ class StepCost:
     The model is a timed curve P of the rows, and what a step has beside its forward pass:
 
         seconds = (scale x P(bucket of rows) + fixed + per_row x rows + per_token x context) x (1 + its bucket's rest)
+                  + verify, if there are draft nodes among the rows
 
-    The four coefficients are followed by a Kalman filter, so that steps of one size teach about the others, too (a busy
+    The five coefficients are followed by a Kalman filter, so that steps of one size teach about the others, too (a busy
     machine is slower at all of them); what is left is averaged bucket by bucket.
     """
 
@@ -178,7 +181,12 @@ class StepCost:
         points = np.array(measured)
         self._set_probed(points[:, 0], np.maximum.accumulate(points[:, 1]), context, per_token)
 
-    def record(self, num_rows: int, context_tokens: float, seconds: float) -> None:
+    @property
+    def verify_seconds(self) -> float:
+        """What a step with draft nodes takes beside its rows: trees to follow, KV to move, a cache that drafting used."""
+        return 0.0 if self._probed is None else float(self._weights[4])
+
+    def record(self, num_rows: int, context_tokens: float, seconds: float, *, has_drafts: bool = False) -> None:
         """Learn from a real step: its wall time without the time that drafting took."""
         if self.is_fixed or self._probed is None:
             return
@@ -186,16 +194,19 @@ class StepCost:
         timed = self._probed[bucket]
         if not self._is_stair[bucket]:
             timed = np.interp(num_rows, self.edges, self._probed) * max(1.0, num_rows / self.max_rows)
-        features = np.array([timed, 1.0, num_rows, context_tokens])
+        features = np.array([timed, 1.0, num_rows, context_tokens, float(has_drafts)])
         # By the model itself: the whole curve, made monotone, is for those who choose; this is every step's work.
-        estimate = max(float(features @ self._weights) * (1 + self._shrunk_rest(bucket)), LEAST_SECONDS)
+        verify = self.verify_seconds * has_drafts
+        modelled = (float(features @ self._weights) - verify) * (1 + self._shrunk_rest(bucket))
+        estimate = max(modelled + verify, LEAST_SECONDS)
         clip = FIRST_CLIP if self._num_records < FIRST_RECORDS else CLIP
         seconds = min(max(seconds, estimate / clip), estimate * clip)
         variance = (NOISE * estimate) ** 2
         follow_cost(self._weights, self._covariance, self._drifts, self._bounds, features, seconds, variance)
-        model = max(float(features @ self._weights), LEAST_SECONDS)
+        verify = self.verify_seconds * has_drafts
+        model = max(float(features @ self._weights) - verify, LEAST_SECONDS)
         self._seen[bucket] = min(self._seen[bucket] + 1, MOST_STEPS)
-        self._rest[bucket] += (seconds / model - 1 - self._rest[bucket]) / self._seen[bucket]
+        self._rest[bucket] += ((seconds - verify) / model - 1 - self._rest[bucket]) / self._seen[bucket]
         self._num_records += 1
         self._is_filled = False
         self._latest = None
@@ -244,8 +255,11 @@ class StepCost:
         if num_rows == num_tokens == num_sequences:
             return 0.0  # a step without drafts: most are, where drafts do not pay
         curve = self.curve(context_tokens / max(num_rows, 1))
-        without, with_drafts = curve.at([num_sequences, num_rows])
-        return float(num_tokens / max(num_sequences, 1) * without - with_drafts)
+        without, with_drafts = curve.at([num_sequences, num_rows]).tolist()
+        if num_rows > num_sequences:
+            with_drafts += self.verify_seconds
+        saved: float = num_tokens / max(num_sequences, 1) * without - with_drafts
+        return saved
 
     def _probe_sizes(self, max_rows: int) -> list[int]:
         sizes = [int(self.edges[0])]
@@ -262,13 +276,14 @@ class StepCost:
         unit = float(at_edges[0])
         row_seconds = float(at_edges[-1]) / self.max_rows
         self._latest = None
-        self._weights = np.array([1.0, 0.0, 0.0, per_token])
+        self._weights = np.array([1.0, 0.0, 0.0, per_token, 0.0])
+        host = unit + HOST_SECONDS
         spreads = np.array(
-            [0.3, unit + HOST_SECONDS, 0.3 * row_seconds + 0.02 * unit, per_token + 0.1 * row_seconds / context]
+            [0.3, host, 0.3 * row_seconds + 0.02 * unit, per_token + 0.1 * row_seconds / context, VERIFY_SHARE * host]
         )
         self._covariance = np.diag(spreads**2)
-        self._drifts = (DRIFT * np.array([1.0, unit, row_seconds, per_token])) ** 2
-        self._bounds = np.array([0.1, -0.5 * self._probed[0], 0.0, 0.0])
+        self._drifts = (DRIFT * np.array([1.0, unit, row_seconds, per_token, VERIFY_SHARE * unit])) ** 2
+        self._bounds = np.array([0.1, -0.5 * self._probed[0], 0.0, 0.0, 0.0])
 
 
 class _Effort:

@@ -84,7 +84,7 @@ def fill_curve(
         probed: [E] float64, timed seconds.
         rests: [E] float64, as `fill_rests` gives them.
         is_stair: [E] bool, whether rows within the bucket differ by what rows and context cost alone.
-        weights: [4] float64: scale, fixed, per row, per token.
+        weights: [5] float64: scale, fixed, per row, per token, and what is not the rows' cost.
         context: Tokens that each row reads.
         curve: [2, E] float64, written: seconds, slopes.
 
