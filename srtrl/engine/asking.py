@@ -143,7 +143,7 @@ class Asking:
                 self._pauses[size], self._waited[size] = FIRST_PAUSE, 0
 
     def _end_look(self, size: int, plain: float) -> None:
-        """Decide whether to ask always from now on, or when to look again; `plain`: seconds of a step without drafts."""
+        """Ask always from now on, or say when to look again; `plain`: seconds of a step without drafts."""
         self._is_looking[size] = False
         self._asks_always[size] = self._gains[size] > WORTH_ASKING
         self._waited[size] = 0

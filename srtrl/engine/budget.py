@@ -30,8 +30,8 @@ SMALL_GAIN = 0.15
 PLAIN_INTERVALS = 64, 256
 """One of so many steps does without drafts, so that the cost of that stays known: while they gain less, and more."""
 PLAIN_STEPS = 2
-"""So many of them in a row, of which the last one's cost is learned: behind a step with drafts, whose work has taken the
-place of the weights in the processor's caches, a step without is slower than where there are none."""
+"""So many of them in a row, of which the last one's cost is learned: drafting and its work take the place of the weights in
+the processor's caches, and the first step behind it is slower than those without drafts are."""
 RECORD_EVERY = 4
 """Of more steps without drafts in a row one in so many is learned: it takes its time."""
 FIRST_PLAIN = 4
@@ -290,8 +290,8 @@ def _choose(
         weights: [B] float64, worth of a token.
         seconds: [num_nodes + 1] float64, of a step with so many nodes and no other rows.
         with_others: [num_nodes + 1] float64, with the other rows of this step; `seconds` itself if there are none.
-        draft_seconds: What asking takes in each step that verifies drafts. It is spent by now, and still lowers the rate
-            that such steps reach: a second is worth fewer tokens, and nodes pay that else would not.
+        draft_seconds: What asking takes in each step that verifies drafts. It is spent by now, and still lowers the
+            rate that such steps reach: a second is worth fewer tokens, and nodes pay that else would not.
         trust: Factor of the chances.
         keep: [num_nodes] bool, written.
     """

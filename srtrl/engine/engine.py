@@ -138,19 +138,7 @@ class Engine:
             ValueError: See `check_request`; the other requests are left alone.
         """
         self.check_request(request)
-        if self._pages_released:
-            self._take_pages_back()
-        if self.pool.num_used == 0:
-            self.speculation.prepare(self.runner, request, max_context_tokens=self.max_sequence_tokens)
-        if not request.is_run_ahead:
-            for sequence_id in self.scheduler.idle_slots.end_stream(request.stream):
-                self.speculation.finish(sequence_id, None)
-        expected_tokens = self.drafter.expected_tokens(request)
-        self.scheduler.add(self._next_sequence_id, request, expected_tokens)
-        if not request.is_run_ahead:  # the drafter hears of a run-ahead once it has a slot
-            self.drafter.start(self._next_sequence_id, request)
-            self.speculation.expect(is_known=expected_tokens is not None)
-        self._next_sequence_id += 1
+        self._queue(request)
 
     def generate(
         self,
@@ -180,7 +168,7 @@ class Engine:
             self.check_request(request)
         try:
             for request in [*requests, *run_ahead]:
-                self.add(request)
+                self._queue(request)
             while self._has_work_after(before_step):
                 yield from self.step()
         finally:
@@ -262,6 +250,24 @@ class Engine:
         self._do_bookkeeping()
         timeline, self._timeline = self._timeline, []
         return timeline
+
+    def _queue(self, request: Request) -> None:
+        """Queue a request that was checked."""
+        if self._pages_released:
+            self._take_pages_back()
+        if self.pool.num_used == 0:
+            self.speculation.prepare(self.runner, request, max_context_tokens=self.max_sequence_tokens)
+        sequence_id = self._next_sequence_id
+        self._next_sequence_id += 1
+        if request.is_run_ahead:  # the drafter hears of it once it has a slot
+            self.scheduler.add(sequence_id, request)
+            return
+        for ended in self.scheduler.idle_slots.end_stream(request.stream):
+            self.speculation.finish(ended, None)
+        expected_tokens = self.drafter.expected_tokens(request)
+        self.scheduler.add(sequence_id, request, expected_tokens)
+        self.drafter.start(sequence_id, request)
+        self.speculation.expect(is_known=expected_tokens is not None)
 
     def _take_pages_back(self) -> None:
         """Allocate the pages that `release_kv` gave away."""
