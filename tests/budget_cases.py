@@ -36,7 +36,7 @@ def chain_trees(conditionals: FloatArray, quality: float = 1.0) -> DraftTrees:
 class World:
     """A drafter whose scores are off in a known way, and steps of a known cost.
 
-    In each step a sequence's draft has a quality of its own; a node is accepted with 0.75 times its conditional score.
+    In each step a sequence's draft has a quality of its own; a node is accepted with `acceptance` times its conditional score.
     """
 
     batch: int
@@ -47,6 +47,8 @@ class World:
     """Factor of the conditional scores."""
     noise: float = 0.0
     """Standard deviation of a measured step's seconds, as a share."""
+    acceptance: float = 0.75
+    """True chance of a node, by its conditional score."""
     depth: int = 12
     num_steps: int = 0
     spent: float = 0.0
@@ -66,7 +68,7 @@ class World:
         for first, tree in zip(trees.offsets.tolist(), trees, strict=False):
             for node, parent in enumerate(tree.parents.tolist()):
                 above, true_above = (tree.scores[parent], true_chances[first + parent]) if parent >= 0 else (1, 1)
-                true_chances[first + node] = 0.75 * tree.scores[node] / above * true_above
+                true_chances[first + node] = self.acceptance * tree.scores[node] / above * true_above
         return true_chances
 
     def step(self, budget: DraftBudget, random: np.random.Generator) -> None:
@@ -96,7 +98,7 @@ class World:
             above = 1.0 if node == ROOT else float(tree.scores[node])
             following = -1
             for child in np.flatnonzero(tree.parents == node).tolist():
-                chance -= 0.75 * float(tree.scores[child]) / above
+                chance -= self.acceptance * float(tree.scores[child]) / above
                 if chance < 0:
                     following = child
                     break
@@ -110,6 +112,7 @@ class World:
         """Tokens a second of the best fixed number of nodes a sequence; none at all costs no drafting either."""
         random = np.random.default_rng(1)
         wide = World(batch=400, seconds=self.seconds, quality=self.quality, depth=self.depth)
+        wide.acceptance = self.acceptance
         trees = wide.propose(random, self.depth + 1)
         gains = wide.truth(trees).reshape(400, -1).mean(axis=0).cumsum()
         rates = [self.rate_without_drafts]

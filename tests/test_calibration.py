@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
-from srtrl.engine.calibration import Calibration
+from srtrl.engine.calibration import LEAST_TRUST, MOST_TRUST, Calibration, Trust
 
 
 def random_trees(random: np.random.Generator, num_trees: int) -> DraftTrees:
@@ -160,3 +160,20 @@ def test_steps_without_drafts_are_no_matter() -> None:
     calibration.observe(DraftTrees.empty(3), *flat([[1], [2], [3]]))
     assert calibration.error == 0
     assert calibration.calibrated(DraftTrees.empty(3)).shape == (0,)
+
+
+def test_trust_is_what_was_accepted_by_what_was_expected_class_by_class() -> None:
+    trust = Trust(3)
+    assert [trust.of(index) for index in range(3)] == [1, 1, 1]
+    for _ in range(500):
+        trust.observe(0, 10.0, 6)
+        trust.observe(1, 1.0, 5)
+    assert trust.of(0) == pytest.approx(0.6, abs=0.01)
+    assert trust.of(1) == MOST_TRUST
+    assert trust.of(2) == 1
+    for _ in range(500):
+        trust.observe(0, 10.0, 0)
+    assert trust.of(0) == LEAST_TRUST
+    for _ in range(500):
+        trust.observe(0, 0.0, 0)
+    assert trust.of(0) > 0.9, "where nothing is verified, an old distrust fades"

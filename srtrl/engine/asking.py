@@ -10,14 +10,14 @@ Where drafts do not pay, now and then a look shows whether they do again: severa
 were made for other samples or with fewer nodes, and the first outcomes change them.
 """
 
-import math
-
 import numpy as np
 
-NUM_CLASSES = 64
-"""Each is a factor of sqrt(2) wide: up to 2**32 sequences."""
-LOOK_ASKS = 8
-"""Asks that a look takes, the one not counted with which the drafter catches up."""
+NUM_CLASSES = 32
+"""Each is a factor of 2 wide."""
+LEAST_LOOK, LONGEST_LOOK = 3, 8
+OUTCOMES_OF_LOOK = 512
+"""A look goes on until so many drafts have been made, and takes so many asks at least and at most; not counted are those
+with which the drafter catches up."""
 LONGEST_PAUSE = 4096
 WASTE = 0.004
 """Where drafts do not pay, looking whether they do again takes about this share of the time."""
@@ -27,10 +27,10 @@ slower: the estimates promised a gain that the clock did not show (docs/LOG.md).
 CLEAR_LOSS = -0.1
 """With such a gain a look ends at its second ask, and the next one is later."""
 GAIN_STEP, GAIN_STEP_OF_LOOK = 0.1, 0.25
-FIRST_PAUSE = 8
+FIRST_PAUSE = 16
 OTHER_SHARE = 0.2
 """Where so many more (or fewer) of the samples have a history than before, all is tried again."""
-SOONER = 4
+SOONER = 8
 """A new class pauses so many times shorter than the next larger one, for each class that it is smaller by."""
 
 
@@ -46,8 +46,10 @@ class Asking:
         self._waited = np.zeros(NUM_CLASSES, np.int64)
         """Steps since the last look, and those in it."""
         self._is_looking = np.zeros(NUM_CLASSES, np.bool_)
-        self._num_looks = np.zeros(NUM_CLASSES, np.int64)
+        self._num_asks = np.zeros(NUM_CLASSES, np.int64)
         """Asks of the present look that counted."""
+        self._look_seconds = np.zeros(NUM_CLASSES)
+        """What drafting has taken in the present look."""
         self._draft_seconds = np.zeros(NUM_CLASSES)
         """Time that drafting takes from step to step; 0 where it is not known."""
         self._catch_up_seconds = np.zeros(NUM_CLASSES)
@@ -77,10 +79,14 @@ class Asking:
             self._pauses[size] = self._first_pause(size)
         self._waited[size] += 1
         self._asked_before, self.asks_now = self.asks_now, False
-        if not self._asks_always[size] and not self._is_looking[size] and self._waited[size] >= self._pauses[size]:
+        if self._asks_always[size]:
+            return True
+        if self._waited[size] < self._pauses[size]:
+            return False
+        if not self._is_looking[size]:
             self._is_looking[size] = True
-            self._num_looks[size] = 0
-        return bool(self._asks_always[size] or self._is_looking[size])
+            self._num_asks[size] = self._look_seconds[size] = 0
+        return True
 
     def _first_pause(self, size: int) -> int:
         """How long a class waits for its first look: by what the next larger one that has had steps has learned."""
@@ -107,6 +113,7 @@ class Asking:
         """Learn what drafting took: proposing, choosing and learning, in one step."""
         seconds = self._draft_seconds if self._asked_before else self._catch_up_seconds
         size = class_of(num_sequences)
+        self._look_seconds[size] += draft_seconds
         known = seconds[size] or draft_seconds
         if draft_seconds < 0.5 * known:  # a kernel had to be compiled before
             seconds[size] = draft_seconds
@@ -131,10 +138,11 @@ class Asking:
         draft_seconds = self._draft_seconds if self._asked_before else self._catch_up_seconds
         gain = (1 + more_tokens) * plain / (drafted + draft_seconds[size]) - 1
         if self._is_looking[size]:
-            self._num_looks[size] += 1
-            self._gains[size] += max(1 / self._num_looks[size], GAIN_STEP_OF_LOOK) * (gain - self._gains[size])
-            is_lost = self._num_looks[size] > 1 and self._gains[size] < CLEAR_LOSS
-            if is_lost or self._num_looks[size] == LOOK_ASKS:
+            self._num_asks[size] += 1
+            self._gains[size] += max(1 / self._num_asks[size], GAIN_STEP_OF_LOOK) * (gain - self._gains[size])
+            num_asks = min(max(OUTCOMES_OF_LOOK // num_sequences, LEAST_LOOK), LONGEST_LOOK)
+            is_clear = self._num_asks[size] > 1 and self._gains[size] < CLEAR_LOSS
+            if is_clear or self._num_asks[size] >= num_asks:
                 self._end_look(size, plain)
         else:
             self._gains[size] += GAIN_STEP * (gain - self._gains[size])
@@ -150,12 +158,11 @@ class Asking:
         if self._asks_always[size]:
             self._pauses[size] = 1
             return
-        seconds = LOOK_ASKS * self._draft_seconds[size] + self._catch_up_seconds[size]
-        longest = int(min(max(seconds / plain / WASTE, 1), LONGEST_PAUSE))
-        longer = 8 if self._gains[size] < CLEAR_LOSS else 4
+        longest = int(min(max(self._look_seconds[size] / plain / WASTE, 1), LONGEST_PAUSE))
+        longer = 32 if self._gains[size] < CLEAR_LOSS else 8
         self._pauses[size] = min(max(longer * int(self._pauses[size]), FIRST_PAUSE), longest)
 
 
 def class_of(num_sequences: int) -> int:
     """The class of a number of sequences, from 0 to `NUM_CLASSES` - 1."""
-    return min(int(2 * math.log2(max(num_sequences, 1))), NUM_CLASSES - 1)
+    return min(max(num_sequences, 1).bit_length(), NUM_CLASSES) - 1

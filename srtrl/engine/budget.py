@@ -30,8 +30,8 @@ SMALL_GAIN = 0.15
 PLAIN_INTERVALS = 64, 256
 """One of so many steps does without drafts, so that the cost of that stays known: while they gain less, and more."""
 PLAIN_STEPS = 2
-"""So many of them in a row, of which the last one's cost is learned: drafting and its work take the place of the weights in
-the processor's caches, and the first step behind it is slower than those without drafts are."""
+"""So many of them in a row, of which the last one's cost is learned: drafting takes the place of the weights in the
+processor's caches, and the first step behind it is slower than others."""
 RECORD_EVERY = 4
 """Of more steps without drafts in a row one in so many is learned: it takes its time."""
 FIRST_PLAIN = 4

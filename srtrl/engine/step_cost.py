@@ -183,7 +183,7 @@ class StepCost:
 
     @property
     def verify_seconds(self) -> float:
-        """What a step with draft nodes takes beside its rows: trees to follow, KV to move, caches that drafting used."""
+        """What a step with draft nodes takes beside its rows: trees to follow, KV to move, caches to fill again."""
         return 0.0 if self._probed is None else float(self._weights[4])
 
     def record(self, num_rows: int, context_tokens: float, seconds: float, *, has_drafts: bool = False) -> None:

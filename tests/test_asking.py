@@ -1,0 +1,120 @@
+"""When drafts are asked for: looks of several asks, pauses between them, and what a new rollout changes."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from srtrl.engine.asking import FIRST_PAUSE, LONGEST_LOOK, WASTE, Asking
+
+PLAIN = 1.0
+DRAFT = 0.05
+"""Seconds of a step without drafts, and of an ask: where drafts bring nothing, it loses 5%."""
+
+
+@dataclass(slots=True)
+class Steps:
+    """Steps of an engine whose drafts bring what it is told."""
+
+    asking: Asking
+    num_sequences: int = 64
+
+    def ask(self, more_tokens: float, *, catch_up: float = DRAFT) -> bool:
+        """One step; returns whether it asked."""
+        was_asking = self.asking.asks_now
+        if not self.asking.is_due(self.num_sequences):
+            return False
+        self.asking.asked()
+        self.asking.learn(self.num_sequences, more_tokens, PLAIN, PLAIN)
+        self.asking.record_seconds(self.num_sequences, DRAFT if was_asking else catch_up)
+        return True
+
+    def asks(self, num_steps: int, more_tokens: float = 0.0) -> int:
+        """So many steps; returns how many asked."""
+        return sum(self.ask(more_tokens) for _ in range(num_steps))
+
+    def until_paused(self, more_tokens: float) -> int:
+        """Steps until one does not ask; how many did."""
+        count = 0
+        while self.ask(more_tokens):
+            count += 1
+            assert count < 1000, "it never pauses"
+        return count
+
+
+def test_a_look_is_several_asks_and_one_to_catch_up() -> None:
+    assert Steps(Asking()).until_paused(0.0) == LONGEST_LOOK + 1
+
+
+def test_the_first_asks_of_a_look_do_not_decide() -> None:
+    """As after a change of what is known: the chances were learned without a history, and the first outcomes raise them."""
+    steps = Steps(Asking())
+    assert all(steps.ask(more_tokens) for more_tokens in [0.0, 0.0, 0.02, 0.05, 0.1, *[0.3] * (LONGEST_LOOK - 4)])
+    assert steps.asks(100, 0.3) == 100
+
+
+def test_a_clear_loss_ends_a_look_at_its_second_ask() -> None:
+    assert Steps(Asking()).until_paused(-0.3) == 3
+
+
+def test_looks_take_a_small_share_of_the_time() -> None:
+    steps = Steps(Asking())
+    steps.asks(2000)
+    assert 0 < steps.asks(20_000) * DRAFT < 1.2 * WASTE * 20_000 * PLAIN
+
+
+def test_what_comes_to_pay_is_found() -> None:
+    steps = Steps(Asking())
+    steps.asks(2000)
+    pause = (LONGEST_LOOK + 1) * DRAFT / (WASTE * PLAIN)
+    steps.asks(round(pause) + LONGEST_LOOK + 1, 0.5)
+    assert steps.asks(100, 0.5) == 100
+
+
+def test_catching_up_does_not_count_in_a_look_and_does_where_drafts_are_always_asked_for() -> None:
+    """A tail comes once a rollout and begins with catching up: where that costs more than the tail gains, it does not pay."""
+    steps = Steps(Asking(), num_sequences=4)
+
+    def tail() -> int:
+        steps.asking.is_due(64)  # the class of a full batch, which does not ask
+        return sum(steps.ask(0.2, catch_up=1.0) for _ in range(3))
+
+    full = Steps(steps.asking)
+    full.asks(4000)
+    num_asks = [tail() for _ in range(60)]
+    assert 3 in num_asks, "looks do not see what catching up costs"
+    assert sum(num_asks[-20:]) < 40
+
+
+def test_a_new_rollout_must_show_again_that_drafts_pay() -> None:
+    """Without a history they pay at the end of a rollout, when siblings have spoken, and not at its beginning."""
+    steps = Steps(Asking())
+    assert steps.asks(50, 1.0) == 50
+    steps.asking.begin_rollout(0.0)
+    assert 1 < steps.until_paused(-0.1) <= 4
+    again = Steps(Asking())
+    assert again.asks(50, 1.0) == 50
+    again.asking.begin_rollout(0.0)
+    assert again.asks(50, 1.0) == 50
+
+
+@pytest.mark.parametrize(("share", "looks"), [(0.1, False), (0.9, True)])
+def test_better_known_samples_are_a_reason_to_look_at_once(share: float, looks: bool) -> None:
+    steps = Steps(Asking())
+    steps.asking.begin_rollout(0.0)
+    steps.asks(2000)
+    steps.asking.begin_rollout(share)
+    assert (steps.asks(FIRST_PAUSE) > 1) == looks
+
+
+def test_what_an_ask_takes_is_neither_that_of_a_compilation_nor_the_least_one() -> None:
+    asking = Asking()
+    seconds = [5.0, *[0.08, 0.12] * 20]
+    for step in range(len(seconds) + 1):
+        asking.is_due(1)
+        asking.asked()
+        if step:
+            asking.record_seconds(1, seconds[step - 1])
+        if step == 2:
+            assert asking.draft_seconds(1) == 0.08, "5 seconds were no measure of it"
+    assert 0.095 < asking.draft_seconds(1) < 0.105
+    assert asking.draft_seconds(64) == 0, "other numbers of sequences are not known"
