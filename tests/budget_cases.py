@@ -36,7 +36,8 @@ def chain_trees(conditionals: FloatArray, quality: float = 1.0) -> DraftTrees:
 class World:
     """A drafter whose scores are off in a known way, and steps of a known cost.
 
-    In each step a sequence's draft has a quality of its own; a node is accepted with `acceptance` times its conditional score.
+    In each step a sequence's draft has a quality of its own; a node is accepted with `acceptance` times its conditional
+    score.
     """
 
     batch: int

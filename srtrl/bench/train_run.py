@@ -5,6 +5,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +15,7 @@ from srtrl.bench.comparison import RunTeller
 from srtrl.bench.drafter_tables import aligned, merge_metrics
 from srtrl.bench.drafters_setup import control_name, drafter_maker
 from srtrl.bench.environment import read_environment
+from srtrl.bench.side_by_side import SLICE_TOKENS, side_by_side
 from srtrl.bench.statistics import paired_ratio
 from srtrl.bench.tables import Document, Grid
 from srtrl.metrics import MetricRow, read_metrics
@@ -109,7 +112,7 @@ def _one_step(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def train_in_turns(runs: Sequence[TrainingRun], teller: RunTeller, *, is_same: bool) -> None:
-    """Take all steps, A B B A, and fill the runs' rows.
+    """Take all steps, the runs of equal slots side by side, and fill the runs' rows; who is first changes.
 
     Raises:
         ValueError: Two runs learned different things where they must not (`is_same`).
@@ -118,17 +121,28 @@ def train_in_turns(runs: Sequence[TrainingRun], teller: RunTeller, *, is_same: b
         trainers = [stack.enter_context(open_trainer(run.recipe, progress=_silent(run.recipe))) for run in runs]
         for step in range(1, runs[0].recipe.train.num_steps + 1):
             pairs = list(zip(runs, trainers, strict=True))
-            for run, trainer in pairs if step % 2 else pairs[::-1]:
-                run.rows.append(_step(trainer, step))
+            if step % 2 == 0:
+                pairs.reverse()
+            for _, of_equal_slots in groupby(pairs, key=lambda pair: pair[0].slots):
+                _steps(list(of_equal_slots), step)
+            for run, _ in pairs:
                 seconds = f"{run.rows[-1][ROLLOUT]:.3f} s of {run.rows[-1][STEP]:.3f}"
                 teller.tell(f"{run.name}, {run.slots} slots, step {step}: rollouts {seconds}")
             if is_same:
                 check_same(runs)
 
 
-def _step(trainer: Trainer, step: int) -> MetricRow:
-    trainer.train_step(step)
-    return read_metrics(trainer.run.path / "metrics.jsonl")[-1]
+def _steps(pairs: Sequence[tuple[TrainingRun, Trainer]], step: int) -> None:
+    """One step of each trainer: their rollouts take turns, then come the updates one by one."""
+    engines = [trainer.parts.engine for _, trainer in pairs]
+    works = [partial(trainer.train_step, step) for _, trainer in pairs]
+    num_threads = pairs[0][0].recipe.num_threads
+    waited = side_by_side(engines, works, set_threads=lambda: set_cpu_threads(num_threads))
+    for (run, trainer), seconds in zip(pairs, waited, strict=True):
+        row = dict(read_metrics(trainer.run.path / "metrics.jsonl")[-1])
+        for name in (ROLLOUT, STEP):
+            row[name] -= seconds
+        run.rows.append(row)
 
 
 def _silent(recipe: Recipe) -> RunProgress:
@@ -224,8 +238,9 @@ def describe(recipe: Recipe, path: Path, runs: Sequence[TrainingRun], *, is_same
     notes = [
         f"`{path.name}`: {recipe.train.num_steps} steps of {rollout.num_prompts} prompts x {rollout.num_samples} "
         f"samples of {lengths:.0f} tokens on average; real updates, so that the policy changes as it learns. A "
-        "warm-up step of each run, then all runs from the same weights in turns, step by step, the order changing each "
-        "time.",
+        "warm-up step of each run, then all runs from the same weights, step by step. The rollouts of one step go on "
+        f"side by side: who is {SLICE_TOKENS} tokens ahead waits, and the wait does not count. Then come the updates, "
+        "one by one, in an order that changes each time.",
         "Rollout seconds are those of decoding until the last sample has ended; step seconds add grading, log-probs, "
         "advantages and the update. Sums over the steps; the ratios are geometric means over pairs of the same step, "
         "with a 95% interval (how steps differ is in it, too).",

@@ -16,8 +16,8 @@ NUM_CLASSES = 32
 """Each is a factor of 2 wide."""
 LEAST_LOOK, LONGEST_LOOK = 3, 8
 OUTCOMES_OF_LOOK = 512
-"""A look goes on until so many drafts have been made, and takes so many asks at least and at most; not counted are those
-with which the drafter catches up."""
+"""A look goes on until so many drafts have been made, and takes so many asks at least and at most; those with which the
+drafter catches up are not counted."""
 LONGEST_PAUSE = 4096
 WASTE = 0.004
 """Where drafts do not pay, looking whether they do again takes about this share of the time."""

@@ -215,9 +215,7 @@ class DraftBudget:
         if not was_asked and self.fixed is None and self._num_plain % RECORD_EVERY != PLAIN_STEPS % RECORD_EVERY:
             return
         num_rows = len(trees) + trees.num_nodes
-        self.cost.record(
-            num_rows, context_tokens / len(trees) * num_rows, seconds, has_drafts=trees.num_nodes > 0
-        )
+        self.cost.record(num_rows, context_tokens / len(trees) * num_rows, seconds, has_drafts=trees.num_nodes > 0)
 
     def begin_rollout(self, known_share: float) -> None:
         """Other prompts or other weights come; `known_share` of the samples have rollouts to draft from."""

@@ -81,6 +81,8 @@ class Engine:
         self.policy_version = 0
         self.trace: Mapping[int, npt.NDArray[np.int32]] | None = None
         """For benchmarks: stream -> recorded response, whose tokens are taken in place of those that are sampled."""
+        self.after_step: Callable[[], None] | None = None
+        """For benchmarks: called behind each decode step of `generate`, so that others may work meanwhile."""
         self.stats = EngineStats()
         self._timeline: list[DecodeStep] = []
         self._rollout_started: float | None = None
@@ -170,7 +172,10 @@ class Engine:
             for request in [*requests, *run_ahead]:
                 self._queue(request)
             while self._has_work_after(before_step):
-                yield from self.step()
+                completions = self.step()
+                if self.after_step is not None:
+                    self.after_step()
+                yield from completions
         finally:
             self._do_bookkeeping()
             for sequence_id in self.scheduler.clear():
