@@ -46,7 +46,7 @@ def test_a_look_is_several_asks_and_one_to_catch_up() -> None:
 
 
 def test_the_first_asks_of_a_look_do_not_decide() -> None:
-    """As when more is known than before: the chances were learned without a history, and the first outcomes raise them."""
+    """As when more is known than before: the chances were learned without a history; the first outcomes raise them."""
     steps = Steps(Asking())
     assert all(steps.ask(more_tokens) for more_tokens in [0.0, 0.0, 0.02, 0.05, 0.1, *[0.3] * (LONGEST_LOOK - 4)])
     assert steps.asks(100, 0.3) == 100
@@ -71,7 +71,7 @@ def test_what_comes_to_pay_is_found() -> None:
 
 
 def test_catching_up_does_not_count_in_a_look_and_does_where_drafts_are_always_asked_for() -> None:
-    """A tail comes once a rollout and begins with catching up: if that costs more than the tail gains, it does not pay."""
+    """A tail comes once a rollout, and begins with catching up: if that costs more than it gains, it does not pay."""
     steps = Steps(Asking(), num_sequences=4)
 
     def tail() -> int:

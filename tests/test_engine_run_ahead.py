@@ -16,7 +16,7 @@ from srtrl.engine.page_pool import PagePool
 from srtrl.engine.scheduler import Scheduler
 from srtrl.engine.sequence import PromptPages, ScheduledStep
 from srtrl.engine.sequence import Sequence as Sample
-from srtrl.engine.speculation import UNLIMITED, Speculation
+from srtrl.engine.speculation import MAX_ROWS, UNLIMITED, Speculation
 from srtrl.engine.step_cost import StepCost
 from srtrl.types import Completion, Request
 
@@ -121,7 +121,7 @@ def test_a_step_of_run_aheads_alone_asks_for_no_drafts() -> None:
         (((1, 1.0), (10, 1.0), (100, 3.7)), "auto", 7),
         (((1, 1.0), (10, 1.0), (100, 3.7)), 0.0, 6),
         (((1, 1.0), (10, 1.0), (100, 3.7)), 0.5, 22),
-        (((1, 1.0), (1000, 1.0)), "auto", 999),
+        (((1, 1.0), (1000, 1.0)), "auto", MAX_ROWS),
         (((1, 1.0), (1000, 1.0)), float("inf"), UNLIMITED),
     ],
 )

@@ -24,6 +24,8 @@ from srtrl.types import Completion, Request
 
 MAX_ROWS = 2048
 """Largest step whose cost is followed bucket by bucket; beyond, it is extrapolated."""
+MORE_ROWS = np.unique(np.append(np.arange(64), np.geomspace(64, MAX_ROWS, 64).astype(np.int64)))
+"""Rows of run-aheads that are tried, ascending from 0: pricing all of them would be a cost in each step."""
 UNLIMITED = 1 << 30
 AUTO_SLOWDOWN = 0.03
 """Most that run-aheads may slow a step down where nothing is said about it."""
@@ -110,12 +112,11 @@ class Speculation:
             return UNLIMITED
         if not self.cost.is_known or self._num_rows == 0:
             return 0
-        more = np.arange(self.cost.max_rows)
-        seconds = self.cost.seconds_at(self._num_rows + more)
-        most = np.full(len(more), self._max_slowdown * seconds[0])
+        seconds = self.cost.seconds_at(self._num_rows + MORE_ROWS)
+        most = np.full(len(MORE_ROWS), self._max_slowdown * seconds[0])
         if self._run_ahead_pays_for_itself:
-            most = np.minimum(most, more * self._worth_of_run_ahead())
-        return int(np.flatnonzero(seconds - seconds[0] <= most)[-1])
+            most = np.minimum(most, MORE_ROWS * self._worth_of_run_ahead())
+        return int(MORE_ROWS[np.flatnonzero(seconds - seconds[0] <= most)[-1]])
 
     def _worth_of_run_ahead(self) -> float:
         """Seconds that a token decoded ahead saves on the average.
