@@ -23,6 +23,8 @@ class DrafterBase:
     Options: type[Section] = NoOptions
     uses_run_aheads: bool = False
     """Whether it drafts from what run-aheads have decoded; where it does not, training decodes none."""
+    has_kernels: bool = False
+    """Whether a short rollout with another drafter of this class and these options shall compile them beforehand."""
     least_score: float = 0.0
     """Nodes with a lower score are hardly worth a row of the coming step: the engine sets it before it calls `propose`,
     which need not make them."""

@@ -38,6 +38,7 @@ class Drafter(DrafterBase):
 
     Options = HistoryOptions
     options: HistoryOptions
+    has_kernels = True
 
     def __init__(self, options: Section | None = None) -> None:
         super().__init__(options)

@@ -44,6 +44,7 @@ class Drafter(DrafterBase):
 
     Options = NgramOptions
     options: NgramOptions
+    has_kernels = True
 
     def __init__(self, options: Section | None = None) -> None:
         super().__init__(options)

@@ -61,6 +61,7 @@ class Drafter(DrafterBase):
 
     Options = SrtOptions
     options: SrtOptions
+    has_kernels = True
     uses_run_aheads = True
 
     def __init__(self, options: Section | None = None) -> None:

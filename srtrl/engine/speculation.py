@@ -14,6 +14,7 @@ import numpy as np
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.none import Drafter as NoDrafter
+from srtrl.drafters.rehearsal import rehearse_once
 from srtrl.engine.budget import DraftBudget
 from srtrl.engine.runner import ModelRunner
 from srtrl.engine.scheduler import Scheduler
@@ -96,6 +97,8 @@ class Speculation:
     def prepare(self, runner: ModelRunner, request: Request, *, max_context_tokens: int) -> None:
         """Make ready for a request while no page is in use: measure what steps cost, once, if it is asked for."""
         self._is_begun = False
+        if not self.is_off:
+            rehearse_once(self.drafter)
         is_asked = self.budget.fixed is None or (request.is_run_ahead and self._max_slowdown < float("inf"))
         if is_asked and not self.is_off and not self.cost.is_known:
             self.cost.probe(runner.time_forward, max_context_tokens=max_context_tokens)
