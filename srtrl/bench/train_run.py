@@ -1,10 +1,9 @@
 """Training runs that differ in drafter and slots alone, in turns: rollouts, updates, and what each step took."""
 
-import gc
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -24,6 +23,7 @@ from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import load_recipe
 from srtrl.trainer.build import choose_device, is_deterministic
+from srtrl.trainer.collector import long_lived_objects_left_alone
 from srtrl.trainer.progress import RunProgress
 from srtrl.trainer.trainer import Trainer
 from srtrl.trainer.training import open_trainer
@@ -81,7 +81,7 @@ def measure(
         is_same = is_deterministic(recipe, choose_device(recipe))
         with RunTeller(len(runs) * (1 + recipe.train.num_steps), title="bench train") as teller:
             train_in_turns(warm_ups, teller, is_same=is_same)
-            with _without_old_garbage():
+            with long_lived_objects_left_alone():
                 train_in_turns(runs, teller, is_same=is_same)
     return Document(
         title=f"Training with drafters: {path.name}, {', '.join(str(count) for count in slots or ('its own',))} slots, "
@@ -96,17 +96,6 @@ def measure(
             "runs": [{"drafter": run.name, "slots": run.slots, "rows": [dict(row) for row in run.rows]} for run in runs]
         },
     )
-
-
-@contextmanager
-def _without_old_garbage() -> Iterator[None]:
-    """Keep the collector from looking through all that was imported: half a second, in one contender's rollout."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _recipe_of(path: Path, overrides: Sequence[str], drafter: str, slots: int, folder: Path) -> Recipe:

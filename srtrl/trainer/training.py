@@ -17,6 +17,7 @@ from srtrl.tasks.base import Task, check_task, load_task
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.trainer.checkpoint import CRITIC_FOLDER, TrainerState, latest_checkpoint, load_training_state
+from srtrl.trainer.collector import long_lived_objects_left_alone
 from srtrl.trainer.evaluate import held_out_prompts
 from srtrl.trainer.optimizer import build_optimizer
 from srtrl.trainer.out_of_memory import UpdateMemoryError, gradient_bytes
@@ -64,7 +65,8 @@ def run_training(
     progress = progress if progress is not None else RunProgress(recipe.name, recipe.train.num_steps)
     with open_trainer(recipe, resume=resume, overwrite=overwrite, progress=progress) as trainer:
         try:
-            trainer.train()
+            with long_lived_objects_left_alone():
+                trainer.train()
         except (NonFiniteError, LogprobDifferenceError, FloatingPointError) as error:
             raise TrainingStoppedError(f"{error}\n{_how_to_go_on(trainer.run.checkpoints)}") from error
         except UpdateMemoryError as error:
