@@ -60,7 +60,10 @@ def test_drafters_can_rehearse(drafter: type[DrafterBase]) -> None:
 @pytest.mark.parametrize("online", [False, True])
 def test_the_default_drafter_can_with_any_options(rule: str, online: bool) -> None:
     options = SrtOptions.model_validate({"rule": rule, "online": online, "coupled": online, "cache_memory_gib": 0.0})
-    rehearse(SrtDrafter(options))
+    drafter = SrtDrafter(options)
+    rehearse(drafter)
+    assert not drafter._tries.samples, "every sample has ended"
+    assert drafter.cache("train").num_rollouts == 0, "there is no memory for them"
 
 
 def test_a_rollout_behind_it_compiles_nothing() -> None:
