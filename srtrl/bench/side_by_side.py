@@ -9,7 +9,8 @@ from typing import Any
 from srtrl.engine.engine import Engine
 
 SLICE_TOKENS = 256
-"""A rollout goes on until it is so many tokens ahead: long enough for what it needs to be in the processor's caches."""
+"""A rollout goes on until it is so many tokens ahead: a smaller lead cancels more of what slows the machine down for a
+moment, and each change of turns finds the processor's caches full of another rollout."""
 
 
 class Turns:
