@@ -169,8 +169,6 @@ class DraftBudget:
             plain, drafted = self._step_seconds(
                 np.array([len(trees), len(trees) + chosen.num_nodes]), context_tokens / len(trees)
             ).tolist()
-            if not chosen.num_nodes:
-                drafted = plain
             expected = float((np.repeat(worths, trees.sizes)[keep] * chances[keep]).sum())
             if self._asking.asks_now:
                 more_tokens = self.trust * expected / max(float(worths.sum()), 1e-9)
@@ -178,9 +176,9 @@ class DraftBudget:
         return chosen
 
     def _step_seconds(self, rows: npt.NDArray[np.int64], context_per_row: float) -> npt.NDArray[np.float64]:
-        """Seconds of steps of so many rows; those behind the first have draft nodes."""
+        """Seconds of steps of so many rows; the first has no draft nodes, and those with more rows have some."""
         seconds = self.cost.seconds_at(rows, context_per_row)
-        seconds[1:] += self.cost.verify_seconds
+        seconds[rows > rows[0]] += self.cost.verify_seconds
         return seconds
 
     def observe(self, trees: DraftTrees, emitted_offsets: npt.NDArray[np.int64], emitted_tokens: Array) -> None:

@@ -97,10 +97,11 @@ class Speculation:
     def prepare(self, runner: ModelRunner, request: Request, *, max_context_tokens: int) -> None:
         """Make ready for a request while no page is in use: measure what steps cost, once, if it is asked for."""
         self._is_begun = False
-        if not self.is_off:
-            rehearse_once(self.drafter)
+        if self.is_off:
+            return
+        rehearse_once(self.drafter)
         is_asked = self.budget.fixed is None or (request.is_run_ahead and self._max_slowdown < float("inf"))
-        if is_asked and not self.is_off and not self.cost.is_known:
+        if is_asked and not self.cost.is_known:
             self.cost.probe(runner.time_forward, max_context_tokens=max_context_tokens)
 
     def expect(self, *, is_known: bool) -> None:
