@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from srtrl.engine.step_cost import StepCost, row_edges
@@ -151,6 +151,7 @@ def test_a_disturbed_step_changes_little() -> None:
 
 
 @settings(deadline=None, max_examples=50)
+@example(records=[(27, 0.0, 6.103515625e-05), (61, 0.0, 1.0)], multiple=8, context_per_row=0.0)
 @given(
     st.lists(st.tuples(st.integers(1, 600), st.floats(0, 500), st.floats(1e-6, 10)), max_size=60),
     st.sampled_from([1, 8]),

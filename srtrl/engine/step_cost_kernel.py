@@ -96,7 +96,7 @@ def fill_curve(
     highest = before = secant = 0.0
     for i in range(last + 1):
         seconds = (weights[0] * probed[i] + weights[1] + slope * edges[i]) * (1.0 + rests[i])
-        highest = max(highest, seconds) if i else seconds
+        highest = max(highest, seconds, LEAST_SECONDS)  # a model below 0 would make slopes that fall
         secant = (highest - before) / (edges[i] - (edges[i - 1] if i else 0))
         before = highest
         curve[0, i] = max(highest, LEAST_SECONDS)
