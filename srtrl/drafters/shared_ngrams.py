@@ -76,7 +76,7 @@ class SharedNgrams:
             _ = self.table
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, forceinline=True)
 def _place_of(table: Table, first: int, second: int) -> tuple[int, int]:
     """Row of a context, and its mark there (never 0): a hash by two rounds of multiplying and folding."""
     code = np.uint64(first + 3) << np.uint64(32) | np.uint64(second + 3)
@@ -86,7 +86,7 @@ def _place_of(table: Table, first: int, second: int) -> tuple[int, int]:
     return _wide(code % np.uint64(len(table))), _wide(code >> np.uint64(33)) | 1
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, forceinline=True)
 def find_context(table: Table, first: int, second: int) -> int:
     """Row of a context of two tokens, or of the second (the first is `NO_TOKEN`); `NONE` if nothing is known of it."""
     row, mark = _place_of(table, first, second)

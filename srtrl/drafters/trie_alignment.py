@@ -33,7 +33,7 @@ class Alignment(NamedTuple):
     """Tokens for which it has held, as above."""
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, forceinline=True)
 def locate(memory: Memory, state: int, match: int) -> int:
     """State of the string of length `match` that was in `state`: it may have moved to a clone since."""
     while state != ROOT and memory[memory[state + LINK] + LENGTH] >= match:

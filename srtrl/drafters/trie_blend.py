@@ -29,7 +29,7 @@ from srtrl.drafters.trie_memory import (
 _wide: Any = np.int64
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, forceinline=True)
 def expand_blend(
     memory: Memory, shared: Table, node: Node, rule: RuleConstants, scratch: Scratch, size: int, room: int
 ) -> int:
@@ -82,7 +82,7 @@ def expand_blend(
     return size
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, forceinline=True)
 def _aligned_mass(memory: Memory, node: Node, rule: RuleConstants) -> float:
     """Probability mass of the node's aligned context; 0 if it has none that something follows."""
     aligned = node.aligned
@@ -93,7 +93,7 @@ def _aligned_mass(memory: Memory, node: Node, rule: RuleConstants) -> float:
     return float(min(trust, 1.0) * (before / (before + rule.match_weight)))
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, forceinline=True)
 def _choose_contexts(
     memory: Memory, node: Node, mass: float, rule: RuleConstants, scratch: Scratch
 ) -> tuple[int, float]:
@@ -128,7 +128,7 @@ def _choose_contexts(
     return num, mass
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, forceinline=True)
 def _add(memory: Memory, shortest: int, token: int, share: float, scratch: Scratch, first: int, num_others: int) -> int:
     """Add to a token's probability: at the shortest context's edge, or among the others from index `first` on."""
     if shortest != NONE:
@@ -145,7 +145,7 @@ def _add(memory: Memory, shortest: int, token: int, share: float, scratch: Scrat
     return num_others + 1
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, forceinline=True)
 def _add_aligned(memory: Memory, state: int, mass: float, shortest: int, scratch: Scratch) -> int:
     """Spread `mass` over what follows the aligned context, by count; returns the number of other tokens."""
     num_others = _wide(0)
@@ -157,7 +157,7 @@ def _add_aligned(memory: Memory, state: int, mass: float, shortest: int, scratch
     return int(num_others)
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, forceinline=True)
 def _add_shared(
     memory: Memory,
     shared: Table,
@@ -187,7 +187,7 @@ def _add_shared(
     return num_others
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, forceinline=True)
 def _longest_behind(memory: Memory, node: Node, token: int) -> tuple[int, int, int]:
     """State, length and count of the longest suffix of the node's context and the token; (`ROOT`, 0, 0) if unknown."""
     state, match = node.state, node.match

@@ -57,14 +57,14 @@ def count_pending(memory: Memory) -> None:
     memory[LONGEST_PENDING] = 0
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, forceinline=True)
 def settle(memory: Memory, state: int) -> None:
     """Make the counts of the state's targets exact, which are longer than the state."""
     if memory[LONGEST_PENDING] > memory[state + LENGTH]:
         count_pending(memory)
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, forceinline=True)
 def num_continued(memory: Memory, state: int) -> int:
     """Occurrences of the state's strings that go on: the sum of its targets' counts."""
     settle(memory, state)
@@ -75,7 +75,7 @@ def num_continued(memory: Memory, state: int) -> int:
     return total
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, forceinline=True)
 def top_edge(memory: Memory, state: int) -> int:
     """Pair of the most frequent continuation, of equals that with the smallest token; `NONE` if nothing follows."""
     settle(memory, state)

@@ -77,7 +77,7 @@ def _root(state: int, match: int, aligned: Alignment, last: int, before_last: in
     return Node(_wide(-1), 1.0, _wide(0), _wide(state), _wide(match), aligned, _wide(last), _wide(before_last))
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, forceinline=True)
 def _node_of(memory: Memory, number: int, slot: int, is_aligned: bool, scratch: Scratch) -> Node:
     """The candidate in a slot as a node of the tree, which is remembered for its children's sake."""
     entry, nodes = scratch.entry, scratch.node

@@ -5,6 +5,9 @@ All places ("offsets") are indices into that array. It begins with a header, the
 blocks of their size. Nothing here grows the array: a function that finds no room says so, and its caller's caller in
 Python makes the array larger and calls again.
 
+Small functions that a draft calls dozens of times for each of its nodes are inlined (`forceinline`): an array is seven
+arguments of a compiled call, and looking through a state's few edges takes less time than handing them over.
+
 Edges of a state are (token, target) pairs in a block of 2**size_class pairs. One edge lives in the state's record
 itself; up to 8 lie in the order of arrival; more are an open-addressing hash table. So most look-ups touch the state's
 cache line alone, and all edges of a state lie side by side for those who read them all.
@@ -135,7 +138,7 @@ def home_slot(token: int, size_class: int) -> int:
     return ((token * 0x9E3779B1) & 0xFFFFFFFF) >> (32 - size_class)
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, forceinline=True)
 def find_edge(memory: Memory, state: int, token: int) -> int:
     """Offset of the state's pair for a token, or `NONE`; the target lies behind it."""
     block = memory[state + BLOCK]
@@ -169,7 +172,7 @@ def add_edge(memory: Memory, state: int, token: int, target: int) -> bool:
     return True
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, forceinline=True)
 def edges_end(memory: Memory, state: int) -> int:
     """End of the pairs of a state, which begin at its `BLOCK`; those whose token is `EMPTY` are none."""
     size_class = memory[state + SIZE_CLASS]
