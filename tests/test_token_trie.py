@@ -12,7 +12,7 @@ from trie_reference import ReferenceTrie
 from srtrl.drafters import token_trie
 from srtrl.drafters.draft_tree import DraftTree
 from srtrl.drafters.shared_ngrams import SharedNgrams
-from srtrl.drafters.token_trie import DraftRule, TokenTrie, extend_batch, propose_batch
+from srtrl.drafters.token_trie import DraftRule, TokenTrie, end_to_end, extend_batch, propose_batch
 
 VOCAB = 5
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=8)
@@ -102,6 +102,26 @@ def test_drafts_and_matches(
             assert_equal_trees(tree, twin.propose(cursor, max_nodes, rule))
             tree.check(VOCAB)
             assert (np.diff(tree.scores) <= 0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    texts=st.lists(st.one_of(TOKENS, RUN), min_size=1, max_size=8),
+    sample=TOKENS,
+    expected=st.sampled_from([0, 1, 5000]),
+)
+def test_texts_end_to_end_are_one_by_one(texts: list[list[int]], sample: list[int], expected: int) -> None:
+    joined, single = TokenTrie(expected_tokens=expected), TokenTrie()
+    joined.insert(end_to_end([np.array(text, np.int32) for text in texts]))
+    for text in texts:
+        single.insert(text)
+    assert (joined.num_tokens, joined.num_states) == (single.num_tokens, single.num_states)
+    trees = []
+    for trie in joined, single:
+        cursor = trie.start()
+        trie.extend(cursor, sample)
+        trees.append(propose_batch([trie], [cursor], [40], DraftRule(min_score=0.0))[0])
+    assert_equal_trees(*trees)
 
 
 @settings(max_examples=50, deadline=None)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.drafters.token_trie import TokenTrie, extend_batch
+from srtrl.drafters.token_trie import TokenTrie, end_to_end, extend_batch
 from srtrl.types import Request
 
 Tokens = npt.NDArray[np.int32]
@@ -204,17 +204,21 @@ class PromptTries:
             share = max(1, room // max(2, 2 * len(prompt.drafting)))
             live = [sample.tokens[-share:] for sample in prompt.drafting.values()]
             history = _newest(self._history(prompt.key), room - sum(map(len, live)) if self._online else room)
-            prompt.trie = trie = TokenTrie()
+            trie = TokenTrie(expected_tokens=sum(map(len, history)) + sum(map(len, live)))
+            prompt.trie = trie
             prompt.ended = []  # those that are complete are history
-            starts = [trie.start(drafts=False) for _ in history]
-            finished += [(trie, cursor) for cursor in starts]
+            starts: list[int] = []
+            if history:
+                starts.append(trie.start(drafts=False))
+                texts.append(end_to_end(history))
+                finished.append((trie, starts[0]))
             for sample in prompt.drafting.values():
                 sample.cursor = trie.start() if self._online else trie.follow()
                 sample.num_passed = len(sample.tokens)
                 starts.append(sample.cursor)
             tries += [trie] * len(starts)
             cursors += starts
-            texts += [*history, *live]
+            texts += live
         extend_batch(tries, cursors, texts)
         for trie, cursor in finished:
             trie.stop(cursor)

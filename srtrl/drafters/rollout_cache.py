@@ -80,9 +80,13 @@ class RolloutCache:
         self.num_dropped_tokens = 0
         """Tokens of the dropped rollouts."""
         self._entries: dict[bytes, _Entry] = {}
+        self._coming: list[Sequence[int]] = []
+        """Prompts that come next, in order."""
         self._next_uses: dict[bytes, int] = {}
+        """The same as ranks; read from `_coming` with the heap."""
         self._num_added = 0
-        self._heap: list[tuple[int, int, int, bytes]] = []
+        self._heap: list[tuple[int, int, int, bytes]] | None = None
+        """Entries by what goes first; None until memory is short, for until then nobody asks."""
 
     @property
     def num_prompts(self) -> int:
@@ -93,9 +97,12 @@ class RolloutCache:
         return _key(prompt) in self._entries
 
     def add(self, prompt: Sequence[int], token_ids: Sequence[int] | Tokens) -> None:
-        """Append a completed rollout of a prompt; older ones go where a bound asks for it. An empty one is nothing."""
+        """Append a completed rollout of a prompt; older ones go where a bound asks for it. An empty one is nothing.
+
+        An int32 array is kept as it is, and must not change any more.
+        """
         if len(token_ids):
-            self._add(_key(prompt), np.array(token_ids, dtype=np.int32))
+            self._add(_key(prompt), np.asarray(token_ids, dtype=np.int32))
 
     def rollouts(self, prompt: Sequence[int]) -> list[Tokens]:
         """Return the prompt's rollouts, newest last; an empty list if there are none."""
@@ -113,12 +120,8 @@ class RolloutCache:
 
     def set_next_uses(self, prompts: Sequence[Sequence[int]]) -> None:
         """Prompts that come next, in order; those not named are the first to be dropped."""
-        self._next_uses = {}
-        for rank, prompt in enumerate(prompts):
-            self._next_uses.setdefault(_key(prompt), rank)
-        for entry in self._entries.values():
-            entry.next_use = self._next_uses.get(entry.key, NEVER)
-        self._rebuild_heap()
+        self._coming = list(prompts)
+        self._heap = None
 
     def save(self, path: Path) -> None:
         """Write all rollouts into one file, whole or not at all. Equal contents give equal bytes."""
@@ -166,11 +169,12 @@ class RolloutCache:
         self._count(1, len(rollout))
         if len(entry.rollouts) > self.max_rollouts:
             self._drop_oldest(entry)
-        heapq.heappush(self._heap, entry.order)
+        if self._heap is not None:
+            heapq.heappush(self._heap, entry.order)
         while self.num_bytes > self.max_bytes:
             self._make_room()
-        if len(self._heap) > 2 * len(self._entries) + 64:
-            self._rebuild_heap()
+        if self._heap is not None and len(self._heap) > 2 * len(self._entries) + 64:
+            self._heap = self._make_heap()
 
     def _count(self, num_rollouts: int, num_tokens: int) -> None:
         self.num_rollouts += num_rollouts
@@ -186,6 +190,9 @@ class RolloutCache:
 
     def _make_room(self) -> None:
         """Forget one rollout, and its prompt if that was the last one."""
+        if self._heap is None:
+            self._rank_next_uses()
+            self._heap = self._make_heap()
         order = heapq.heappop(self._heap)
         entry = self._entries.get(order[-1])
         if entry is None or entry.order != order:  # it has changed since: its present order is in the heap too
@@ -199,9 +206,18 @@ class RolloutCache:
             self.num_dropped_prompts += 1
             self.num_bytes -= PROMPT_BYTES + len(entry.key)
 
-    def _rebuild_heap(self) -> None:
-        self._heap = [entry.order for entry in self._entries.values()]
-        heapq.heapify(self._heap)
+    def _rank_next_uses(self) -> None:
+        """Tell the entries their places among the prompts that come next."""
+        self._next_uses = {}
+        for rank, prompt in enumerate(self._coming):
+            self._next_uses.setdefault(_key(prompt), rank)
+        for entry in self._entries.values():
+            entry.next_use = self._next_uses.get(entry.key, NEVER)
+
+    def _make_heap(self) -> list[tuple[int, int, int, bytes]]:
+        heap = [entry.order for entry in self._entries.values()]
+        heapq.heapify(heap)
+        return heap
 
     def _by_age(self) -> list[_Entry]:
         return sorted(self._entries.values(), key=lambda entry: entry.added)

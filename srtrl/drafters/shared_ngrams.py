@@ -67,10 +67,10 @@ class SharedNgrams:
         return self._table
 
     def add(self, token_ids: Sequence[int] | npt.NDArray[Any]) -> None:
-        """Learn from a completed rollout; where nobody drafts, that waits."""
+        """Learn from a completed rollout, which stays as it is; where nobody drafts, that waits."""
         if not self._num_contexts:
             return
-        self._unread.append(np.array(token_ids, np.int32))
+        self._unread.append(np.asarray(token_ids, np.int32))
         self._num_unread += len(token_ids)
         if self._num_unread > MAX_UNREAD:
             _ = self.table

@@ -112,7 +112,7 @@ class Drafter(DrafterBase):
     def finish(self, sequence_id: int, completion: Completion | None) -> None:
         """Keep a completed rollout; what a run-ahead decoded is kept apart, until its step has passed."""
         sample = self._tries.finish(sequence_id)
-        request, key = sample.request, key_of(sample.request)
+        request, key = sample.request, sample.prompt.key
         if request.is_run_ahead:
             self._run_aheads.keep(key, request.stream, sample.tokens)
         else:

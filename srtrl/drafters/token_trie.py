@@ -50,6 +50,7 @@ from srtrl.drafters.trie_memory import (
     NONE,
     NUM_STATES,
     NUM_TOKENS,
+    START_TOKEN,
     USED,
     Memory,
     Places,
@@ -60,6 +61,8 @@ from srtrl.model.cpu_threads import WORK_PER_THREAD, use_kernel_threads
 
 TokenIds = Sequence[int] | npt.NDArray[Any]
 
+INTEGERS_PER_TOKEN = 8
+"""What a token takes at least where half of the texts repeat others, or more: a trie begins no larger than that."""
 RULES = {"blend": BLEND, "paper": PAPER, "authors": AUTHORS, "suffix": SUFFIX}
 
 
@@ -71,11 +74,13 @@ class TokenTrie:
     text (nothing has to be searched), one made by `follow` the longest suffix of its text that occurs.
     """
 
-    def __init__(self) -> None:
-        self._memory: Memory = np.empty(INITIAL_SIZE, np.int32)
+    def __init__(self, *, expected_tokens: int = 0) -> None:
+        """Make an empty trie; `expected_tokens`: there will be about so many, so that it need not grow often."""
+        least = INITIAL_SIZE + INTEGERS_PER_TOKEN * expected_tokens
+        self._memory: Memory = np.empty(1 << (least - 1).bit_length(), np.int32)
         self.address = self._memory.ctypes.data
         """Of the memory, until it grows."""
-        self.size = INITIAL_SIZE
+        self.size = len(self._memory)
         """Integers of the memory, until it grows."""
         format_memory(self._memory)
 
@@ -119,7 +124,7 @@ class TokenTrie:
         free_cursor(self._memory, cursor)
 
     def insert(self, token_ids: TokenIds) -> None:
-        """Insert a whole rollout."""
+        """Insert a whole rollout, or several (see `end_to_end`)."""
         cursor = self.start(drafts=False)
         self.extend(cursor, token_ids)
         self.stop(cursor)
@@ -226,12 +231,21 @@ class DraftRule:
 
 
 NO_NGRAMS = SharedNgrams.none()
+_TEXT_END = np.array([START_TOKEN], np.int32)
 
 WORK_PER_NODE = 20
 """What room for a node costs, in the unit of `WORK_PER_THREAD`: a node takes about 0.3 microseconds, most room stays
 free, and waiting for a second thread has taken 8 milliseconds on a busy machine. So threads begin at 10,000 nodes."""
 WORK_PER_TOKEN = 20
 """The same for inserting a token (about 0.1 microseconds)."""
+
+
+def end_to_end(texts: Sequence[Memory]) -> Memory:
+    """Join whole rollouts, [n] int32 each, at least one, so that a single cursor inserts them all."""
+    parts = [texts[0]]
+    for text in texts[1:]:
+        parts += _TEXT_END, text
+    return np.concatenate(parts)
 
 
 def extend_batch(tries: Sequence[TokenTrie], cursors: Sequence[int], token_ids: Sequence[TokenIds]) -> None:

@@ -70,17 +70,23 @@ def new_cursor(memory: Memory, kind: int, drafts: bool) -> int:
         cursor = allocate(memory, CURSOR_CLASS)
         if cursor == NONE:
             return NONE
+    memory[cursor + KIND] = kind
+    memory[cursor + DRAFTS] = drafts
+    _begin_text(memory, cursor)
+    return int(cursor)
+
+
+@numba.njit(cache=True, nogil=True)
+def _begin_text(memory: Memory, cursor: int) -> None:
+    """Put a cursor behind the START token."""
     memory[cursor + STATE] = START_STATE
     memory[cursor + MATCH] = 1
-    memory[cursor + KIND] = kind
     memory[cursor + NEW_STATE] = NONE
     memory[cursor + ALIGNED_STATE] = NONE
     memory[cursor + LAST] = memory[cursor + BEFORE_LAST] = START_TOKEN
     memory[cursor + LOOKED_AT] = NONE
-    memory[cursor + DRAFTS] = drafts
-    if kind == INSERTING:
+    if memory[cursor + KIND] == INSERTING:
         memory[START_STATE + COUNT] += 1
-    return int(cursor)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -103,13 +109,19 @@ def resolve(memory: Memory, cursor: int) -> int:
 
 @numba.njit(cache=True, nogil=True)
 def advance(memory: Memory, cursor: int, token_ids: Memory, begin: int) -> int:
-    """Insert or follow `token_ids` from index `begin` on; returns the index of the first for which there is no room."""
+    """Insert or follow `token_ids` from index `begin` on; returns the index of the first for which there is no room.
+
+    Among tokens that are inserted, `START_TOKEN` ends a text: another one begins behind it.
+    """
     if memory[cursor + KIND] == FOLLOWING:
         for i in range(begin, len(token_ids)):
             _look_at(memory, cursor, token_ids[i])
             _follow_token(memory, cursor, token_ids[i])
         return len(token_ids)
     for i in range(begin, len(token_ids)):
+        if token_ids[i] == START_TOKEN:
+            _begin_text(memory, cursor)
+            continue
         if memory[cursor + LOOKED_AT] != memory[cursor + MATCH]:
             _look_at(memory, cursor, token_ids[i])
         if not _insert_token(memory, cursor, token_ids[i]):

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import DraftTrees
@@ -25,7 +26,7 @@ from srtrl.types import Completion, Request
 
 MAX_ROWS = 2048
 """Largest step whose cost is followed bucket by bucket; beyond, it is extrapolated."""
-MORE_ROWS = np.unique(np.append(np.arange(64), np.geomspace(64, MAX_ROWS, 64).astype(np.int64)))
+MORE_ROWS = np.unique(np.append(np.arange(64.0), np.geomspace(64, MAX_ROWS, 64).round()))
 """Rows of run-aheads that are tried, ascending from 0: pricing all of them would be a cost in each step."""
 UNLIMITED = 1 << 30
 AUTO_SLOWDOWN = 0.03
@@ -80,6 +81,8 @@ class Speculation:
         self._num_requests = self._num_known = 0
         """Primaries of the rollout that is about to begin, and those of them that have rollouts to draft from."""
         self._is_begun = False
+        self._run_ahead_worth: float | None = None
+        """Most seconds that a row of a run-ahead may take; None until the rollout asks."""
         self._num_rows = 0
         """Rows of the last step without those of run-aheads."""
 
@@ -97,6 +100,7 @@ class Speculation:
     def prepare(self, runner: ModelRunner, request: Request, *, max_context_tokens: int) -> None:
         """Make ready for a request while no page is in use: measure what steps cost, once, if it is asked for."""
         self._is_begun = False
+        self._run_ahead_worth = None
         if self.is_off:
             return
         rehearse_once(self.drafter)
@@ -116,11 +120,11 @@ class Speculation:
             return UNLIMITED
         if not self.cost.is_known or self._num_rows == 0:
             return 0
-        seconds = self.cost.seconds_at(self._num_rows + MORE_ROWS)
-        most = np.full(len(MORE_ROWS), self._max_slowdown * seconds[0])
-        if self._run_ahead_pays_for_itself:
-            most = np.minimum(most, MORE_ROWS * self._worth_of_run_ahead())
-        return int(MORE_ROWS[np.flatnonzero(seconds - seconds[0] <= most)[-1]])
+        if self._run_ahead_worth is None:
+            self._run_ahead_worth = self._worth_of_run_ahead() if self._run_ahead_pays_for_itself else float("inf")
+        return self.cost.curve().rows_within(
+            self._num_rows, MORE_ROWS, slowdown=self._max_slowdown, row_seconds=self._run_ahead_worth
+        )
 
     def _worth_of_run_ahead(self) -> float:
         """Seconds that a token decoded ahead saves on the average.
@@ -146,18 +150,19 @@ class Speculation:
             empty = DraftTrees.empty(len(sequences))
             return Draft(empty, empty, scheduled.num_primaries, context_tokens, 0.0, was_asked=False)
         # A sample that ends with its next token, whatever is guessed, needs no draft.
-        room = [num_nodes if sequence.num_remaining > 1 and not sequence.is_run_ahead else 0 for sequence in sequences]
+        room = np.array([num_nodes if sequence.num_remaining > 1 else 0 for sequence in sequences])
+        room[scheduled.num_primaries :] = 0
         self._tell(sequences[: scheduled.num_primaries])
         self.drafter.least_score = self.budget.least_score(
             scheduled.num_primaries, len(sequences), context_tokens / len(sequences)
         )
-        proposed = self.drafter.propose([sequence.sequence_id for sequence in sequences], room)
+        proposed = self.drafter.propose([sequence.sequence_id for sequence in sequences], room.tolist())
         self._check(proposed, room)
         chosen = self.budget.select(
             proposed,
             context_tokens=context_tokens,
             num_other_rows=scheduled.num_prefill_tokens,
-            weights=np.array([not sequence.is_run_ahead for sequence in sequences], np.float64),
+            weights=(np.arange(len(sequences)) < scheduled.num_primaries).astype(np.float64),
         )
         granted = scheduler.grow_for_drafts(sequences, chosen.sizes.tolist())
         verified = chosen
@@ -203,7 +208,7 @@ class Speculation:
             self.drafter.observe(list(self._untold), list(self._untold.values()))
             self._untold = {}
 
-    def _check(self, trees: DraftTrees, room: SequenceOf[int]) -> None:
+    def _check(self, trees: DraftTrees, room: npt.NDArray[np.int64]) -> None:
         """Raise ValueError where a drafter (of the user's own, say) does not keep its promises."""
         if len(trees) != len(room) or (trees.sizes > room).any():
             raise ValueError(f"{self._who()} proposed other trees than it was asked for: {trees.sizes} for {room}")

@@ -8,7 +8,7 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.engine.step_cost_kernel import LEAST_SECONDS, fill_curve, fill_rests, follow_cost, read_curve
+from srtrl.engine.step_cost_kernel import LEAST_SECONDS, fill_curve, fill_rests, follow_cost, read_curve, rows_within
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -52,6 +52,18 @@ class CostCurve:
         seconds = np.empty_like(rows)
         read_curve(self.edges, self.values, self.tail_slope, rows.ravel(), seconds.ravel())
         return seconds
+
+    def rows_within(self, num_rows: int, more_rows: FloatArray, *, slowdown: float, row_seconds: float) -> int:
+        """Return how many rows a step of `num_rows` may have beside: the last of `more_rows` within both limits.
+
+        Args:
+            num_rows: Of the step without them.
+            more_rows: [n], what is tried, ascending from 0.
+            slowdown: Most that they may take together, as a share of the step without them.
+            row_seconds: Most that each may take.
+        """
+        found: int = rows_within(self.edges, self.values, self.tail_slope, num_rows, slowdown, row_seconds, more_rows)
+        return found
 
 
 class StepCost:

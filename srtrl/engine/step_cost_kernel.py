@@ -3,6 +3,7 @@
 from typing import Any
 
 import numba
+import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
@@ -120,3 +121,27 @@ def read_curve(edges: Array, curve: Array, tail_slope: float, num_rows: Array, s
         below = edges[bucket] - num_rows[i]
         slope = tail_slope if below < 0 else curve[1, bucket]
         seconds[i] = max(curve[0, bucket] - below * slope, LEAST_SECONDS)
+
+
+@numba.njit(cache=True, nogil=True)
+def rows_within(
+    edges: Array, curve: Array, tail_slope: float, num_rows: int, slowdown: float, row_seconds: float, more_rows: Array
+) -> int:
+    """How many rows more a step may have: the last of some numbers for which no limit is exceeded.
+
+    Args:
+        edges: [E] int64, as in `read_curve`.
+        curve: [2, E] float64, likewise.
+        tail_slope: Likewise.
+        num_rows: Of the step without them.
+        slowdown: Most that they may take, as a share of the step.
+        row_seconds: Most that each may take.
+        more_rows: [n] float64, the numbers that are tried, ascending from 0, for which no limit is.
+    """
+    seconds = np.empty(len(more_rows))
+    read_curve(edges, curve, tail_slope, more_rows + num_rows, seconds)
+    found = 0.0
+    for i in range(1, len(more_rows)):
+        if seconds[i] - seconds[0] <= min(slowdown * seconds[0], row_seconds * more_rows[i]):
+            found = more_rows[i]
+    return int(found)
