@@ -214,7 +214,9 @@ def test_run_ahead_looks_at_the_draws_behind_the_opened_ones(
         return run_ahead_requests(mode, current_draws=current_draws, next_draws=next_draws, **options)
 
     monkeypatch.setattr(sampling, "run_ahead_requests", requests)
-    recipe = make_dapo_recipe(policy, tmp_path, rollout__max_draws=12, train__num_steps=2)
+    recipe = make_dapo_recipe(
+        policy, tmp_path, rollout__max_draws=12, rollout__run_ahead_max_slowdown=100.0, train__num_steps=2
+    )
     folder = run_training(recipe).folder
     first, second = (row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0)
     begin, end = int(first["data/draws"]), int(first["data/draws"] + second["data/draws"])

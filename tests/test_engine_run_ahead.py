@@ -11,6 +11,7 @@ from engine_cases import decode, options, outputs, requests_for, tiny_policy
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.none import Drafter
+from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.scheduler import Scheduler
@@ -109,6 +110,24 @@ def test_a_step_of_run_aheads_alone_asks_for_no_drafts() -> None:
     draft = speculation.draft(ScheduledStep(decodes=[ahead], num_primaries=0), scheduler)
     assert not draft.was_asked
     assert draft.verified.num_nodes == 0
+
+
+@pytest.mark.parametrize(
+    ("points", "max_slowdown", "expected"),
+    [
+        # A row as dear as a token, and a stair's padding: 7 rows beside 1 are free.
+        (((1, 1.0), (1000, 1000.0)), "auto", False),
+        (((8, 1.0), (16, 2.0), (1000, 125.0)), "auto", False),
+        (((1, 1.0), (1000, 1000.0)), 16.0, True),
+        (((1, 1.0), (1000, 1000.0)), float("inf"), True),
+        (((1, 1.0), (1000, 1.0)), "auto", True),
+    ],
+)
+def test_run_aheads_are_wanted_where_steps_have_the_rows(
+    points: tuple[tuple[int, float], ...], max_slowdown: Literal["auto"] | float, expected: bool
+) -> None:
+    assert speculation_of(SrtDrafter(), points, max_slowdown).wants_run_aheads() == expected
+    assert not speculation_of(NeverAsked(), points, max_slowdown).wants_run_aheads(), "it does not use them"
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ MAX_ROWS = 2048
 """Largest step whose cost is followed bucket by bucket; beyond, it is extrapolated."""
 MORE_ROWS = np.unique(np.append(np.arange(64.0), np.geomspace(64, MAX_ROWS, 64).round()))
 """Rows of run-aheads that are tried, ascending from 0: pricing all of them would be a cost in each step."""
+LEAST_RUN_AHEAD_ROWS = 16
+"""Fewer, as padding leaves on a CPU, are not worth the requests: 256 of them took 1% of a step of quickstart."""
 UNLIMITED = 1 << 30
 AUTO_SLOWDOWN = 0.03
 """Most that run-aheads may slow a step down where nothing is said about it."""
@@ -114,16 +116,30 @@ class Speculation:
             self._num_requests += 1
             self._num_known += is_known
 
+    def wants_run_aheads(self) -> bool:
+        """Whether run-aheads are of use in the next rollout: somebody drafts from them, and some steps have rows."""
+        if self.is_off or not self.drafter.uses_run_aheads:
+            return False
+        if self._max_slowdown == float("inf") or not self.cost.is_known:
+            return True
+        self._run_ahead_worth = None
+        sizes = [1 << power for power in range((self._num_slots - 1).bit_length())]
+        return any(self._run_ahead_rows(size) >= LEAST_RUN_AHEAD_ROWS for size in sizes)
+
     def max_run_ahead_rows(self) -> int:
         """Rows that run-aheads may have in the coming step, if it is like the last one without them."""
         if self._max_slowdown == float("inf"):
             return UNLIMITED
         if not self.cost.is_known or self._num_rows == 0:
             return 0
+        return self._run_ahead_rows(self._num_rows)
+
+    def _run_ahead_rows(self, num_rows: int) -> int:
+        """Rows that run-aheads may have beside `num_rows` others."""
         if self._run_ahead_worth is None:
             self._run_ahead_worth = self._worth_of_run_ahead() if self._run_ahead_pays_for_itself else float("inf")
         return self.cost.curve().rows_within(
-            self._num_rows, MORE_ROWS, slowdown=self._max_slowdown, row_seconds=self._run_ahead_worth
+            num_rows, MORE_ROWS, slowdown=self._max_slowdown, row_seconds=self._run_ahead_worth
         )
 
     def _worth_of_run_ahead(self) -> float:

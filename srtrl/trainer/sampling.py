@@ -167,9 +167,9 @@ class StepSampler:
         return range(opened.stop, last)
 
     def _run_ahead(self, opened: range, coming: range) -> list[Request]:
-        """What idle slots may decode; nothing where nobody would draft from it."""
+        """What idle slots may decode; nothing where nobody would draft from it, or no step has the rows."""
         rollout = self.recipe.rollout
-        if self.parts.engine.speculation.is_off or not self.parts.engine.drafter.uses_run_aheads:
+        if not self.parts.engine.speculation.wants_run_aheads():
             return []
         return run_ahead_requests(
             rollout.run_ahead,
