@@ -408,3 +408,18 @@ def test_run_aheads_beside_the_samples_do_not_make_it_ask_again() -> None:
             budget.record_drafting(2.0)
         budget.record(chosen, context_tokens=0, seconds=32.0, was_asked=asks[-1])
     assert sum(asks[200:]) < 20
+
+
+@pytest.mark.parametrize(("batch", "is_draining", "pays"), [(8, False, True), (8, True, False), (1, True, True)])
+def test_while_a_rollout_drains_drafts_for_all_must_bring_more(batch: int, is_draining: bool, pays: bool) -> None:
+    budget = DraftBudget(StepCost.from_points([(1, 1.0), (64, 1.0)]))
+    trees = chain_trees(np.full((batch, 2), 0.4))  # three quarters of a token more for each sequence
+    asks = []
+    for _ in range(200):
+        asks.append(budget.max_nodes(batch) > 0)
+        proposed = trees if asks[-1] else DraftTrees.empty(batch)
+        budget.select(proposed, context_tokens=0, is_draining=is_draining)
+        if asks[-1]:
+            budget.record_drafting(0.5)
+    assert (sum(asks) > 150) == pays
+    assert (sum(asks) < 50) != pays

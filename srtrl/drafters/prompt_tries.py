@@ -93,7 +93,9 @@ class PromptTries:
 
     def start(self, sequence_id: int, request: Request, key: PromptKey) -> LiveSample:
         """Register a sample of the trie `key`, which is built no sooner than it drafts."""
-        prompt = self._prompts.setdefault(key, PromptTrie(key))
+        prompt = self._prompts.get(key)
+        if prompt is None:
+            prompt = self._prompts[key] = PromptTrie(key)
         prompt.num_started += 1
         sample = LiveSample(request, prompt)
         self.samples[sequence_id] = sample

@@ -87,13 +87,14 @@ class Drafter(DrafterBase):
 
     def start(self, sequence_id: int, request: Request) -> None:
         """Register a sample; a primary follows the run-ahead of its stream, if there is one."""
-        self._tries.start(sequence_id, request, key_of(request))
+        key = key_of(request)
+        self._tries.start(sequence_id, request, key)
         if request.is_run_ahead:
             return
         self._num_started += 1
         self._num_with_history += request.prompt_token_ids in self._caches.of(request.purpose)
         if self.options.coupled:
-            self._run_aheads.start(sequence_id, key_of(request), request.stream)
+            self._run_aheads.start(sequence_id, key, request.stream)
 
     def propose(self, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:
         """Draft from the prompts' tries, and along what was decoded ahead."""

@@ -36,6 +36,9 @@ RECORD_EVERY = 4
 """Of more steps without drafts in a row one in so many is learned: it takes its time."""
 FIRST_PLAIN = 4
 """The first such step; each further interval is twice as long, up to that."""
+TAIL_SHARE = 0.5
+"""While a rollout drains, about so many of the drafts' tokens make it end sooner: those of the last samples. The others
+make later steps smaller, and that is worth what rows cost, and none of what a step costs beside."""
 CHEAP_SHARE = 0.5
 """Scores may be too low by so much: what is proposed reaches down to this share of a node's price."""
 PRICED_ROWS = 32
@@ -136,6 +139,7 @@ class DraftBudget:
         context_tokens: float,
         num_other_rows: int = 0,
         weights: npt.NDArray[np.float64] | None = None,
+        is_draining: bool = False,
     ) -> DraftTrees:
         """Return the nodes to verify: trees again, nodes in their old order, with the drafter's scores.
 
@@ -145,6 +149,7 @@ class DraftBudget:
             num_other_rows: Rows of the step that are neither roots nor nodes (prompts).
             weights: [B], worth of a token of each sequence, at least 0: above 1 for those that will be last, 0 where
                 nobody waits for it; by default all are 1.
+            is_draining: Samples have ended and none came after them; whether asking pays is then judged more strictly.
         """
         worths = np.ones(len(trees)) if weights is None else np.asarray(weights, np.float64)
         assert len(worths) == len(trees)
@@ -172,6 +177,9 @@ class DraftBudget:
             expected = float((np.repeat(worths, trees.sizes)[keep] * chances[keep]).sum())
             if self._asking.asks_now:
                 more_tokens = self.trust * expected / max(float(worths.sum()), 1e-9)
+                if is_draining:
+                    alone = float(self.cost.seconds_at([1], context_tokens / len(trees))[0])
+                    more_tokens *= 1 - (1 - TAIL_SHARE) * (1 - 1 / len(trees)) * min(alone / plain, 1.0)
                 self._asking.learn(self._num_sequences, more_tokens, plain, drafted)
         return chosen
 

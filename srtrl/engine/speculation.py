@@ -83,6 +83,8 @@ class Speculation:
         self._num_requests = self._num_known = 0
         """Primaries of the rollout that is about to begin, and those of them that have rollouts to draft from."""
         self._is_begun = False
+        self._most_primaries = 0
+        """Primaries that have decoded at the same time in this rollout."""
         self._run_ahead_worth: float | None = None
         """Most seconds that a row of a run-ahead may take; None until the rollout asks."""
         self._num_rows = 0
@@ -158,7 +160,8 @@ class Speculation:
         if not self._is_begun:
             self._is_begun = True
             self.budget.begin_rollout(self._num_known / max(self._num_requests, 1))
-            self._num_requests = self._num_known = 0
+            self._num_requests = self._num_known = self._most_primaries = 0
+        self._most_primaries = max(self._most_primaries, scheduled.num_primaries)
         num_nodes = 0
         if scheduled.num_primaries and not self.is_off:
             num_nodes = self.budget.max_nodes(scheduled.num_primaries)
@@ -179,6 +182,7 @@ class Speculation:
             context_tokens=context_tokens,
             num_other_rows=scheduled.num_prefill_tokens,
             weights=(np.arange(len(sequences)) < scheduled.num_primaries).astype(np.float64),
+            is_draining=not scheduler.num_waiting and scheduled.num_primaries < self._most_primaries,
         )
         granted = scheduler.grow_for_drafts(sequences, chosen.sizes.tolist())
         verified = chosen
