@@ -114,7 +114,8 @@ class RolloutSection(Section):
     """What idle slots decode, to draft from: samples of the next step, or more samples of this step's open prompts.
 
     Run-aheads give way to every sample of the step and are never learned from. There are none with a drafter that
-    has no use for them (of ours only `srt` has), nor with a `draft_budget` of 0.
+    has no use for them (of ours only `srt` has), nor with a `draft_budget` of 0, nor where `run_ahead_max_slowdown`
+    leaves no step 16 rows for them.
     """
     run_ahead_coupled: bool = True
     """The next step's run-aheads use the noise that their samples will have; false is for measuring the difference."""

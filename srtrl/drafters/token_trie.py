@@ -62,7 +62,8 @@ from srtrl.model.cpu_threads import WORK_PER_THREAD, use_kernel_threads
 TokenIds = Sequence[int] | npt.NDArray[Any]
 
 INTEGERS_PER_TOKEN = 8
-"""What a token takes at least where half of the texts repeat others, or more: a trie begins no larger than that."""
+"""A trie begins with so much room for each token that is expected: less than what a new text takes (18), for texts of one
+prompt repeat each other."""
 RULES = {"blend": BLEND, "paper": PAPER, "authors": AUTHORS, "suffix": SUFFIX}
 
 

@@ -136,7 +136,7 @@ def rows_within(
         num_rows: Of the step without them.
         slowdown: Most that they may take, as a share of the step.
         row_seconds: Most that each may take.
-        more_rows: [n] float64, the numbers that are tried, ascending from 0, for which no limit is.
+        more_rows: [n] float64, the numbers that are tried, ascending from 0, which is within any limit.
     """
     seconds = np.empty(len(more_rows))
     read_curve(edges, curve, tail_slope, more_rows + num_rows, seconds)
