@@ -62,7 +62,7 @@ from srtrl.model.cpu_threads import WORK_PER_THREAD, use_kernel_threads
 TokenIds = Sequence[int] | npt.NDArray[Any]
 
 INTEGERS_PER_TOKEN = 8
-"""A trie begins with so much room for each token that is expected: less than what a new text takes (18), for texts of one
+"""A trie begins with so much room for each token that is expected: less than what a new text takes (18), for texts of a
 prompt repeat each other."""
 RULES = {"blend": BLEND, "paper": PAPER, "authors": AUTHORS, "suffix": SUFFIX}
 
