@@ -78,6 +78,14 @@ def test_run_aheads_change_no_bit_and_are_the_samples_they_stand_for(
         assert said == truth[stream][: len(said)]
 
 
+def test_with_a_fixed_budget_the_run_aheads_have_the_cost_measured() -> None:
+    engine = Engine(tiny_policy(torch.float32), options(slots=4, draft_budget=2), drafter=SrtDrafter())
+    list(engine.generate(requests_for()))
+    assert not engine.speculation.cost.is_known
+    list(engine.generate(requests_for(), run_ahead=[replace(one, is_run_ahead=True) for one in requests_for(seed=5)]))
+    assert engine.speculation.cost.is_known
+
+
 def speculation_of(
     drafter: DrafterBase, points: Sequence[tuple[int, float]], max_slowdown: Literal["auto"] | float = "auto"
 ) -> Speculation:
