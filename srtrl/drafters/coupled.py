@@ -116,8 +116,6 @@ class RunAheads:
 
     def start(self, sequence_id: int, key: PromptKey, stream: int) -> None:
         """Let a sample follow the run-ahead of its stream, if there is one."""
-        if not self._texts:
-            return
         run_ahead = self._texts.get(key, {}).get(stream)
         if run_ahead is not None and run_ahead.tokens:
             self._followers[sequence_id] = _Follower(run_ahead.tokens)
@@ -128,7 +126,7 @@ class RunAheads:
         follower = self._followers.pop(sequence_id, None)
         if follower is not None and not follower.had_mismatch:
             self._end_first_run(follower)
-        if is_complete and self._texts:
+        if is_complete:
             self._forget(key, stream)
 
     def add_chains(self, trees: DraftTrees, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:

@@ -178,7 +178,7 @@ class DraftBudget:
             if self._asking.asks_now:
                 more_tokens = self.trust * expected / max(float(worths.sum()), 1e-9)
                 if is_draining:
-                    alone = float(self.cost.seconds_at([1], context_tokens / len(trees))[0])
+                    alone = self.cost.seconds(1, context_tokens / len(trees))
                     more_tokens *= 1 - (1 - TAIL_SHARE) * (1 - 1 / len(trees)) * min(alone / plain, 1.0)
                 self._asking.learn(self._num_sequences, more_tokens, plain, drafted)
         return chosen

@@ -260,7 +260,7 @@ class Engine:
         """Queue a request that was checked."""
         if self._pages_released:
             self._take_pages_back()
-        if self.pool.num_used == 0 and (request.is_run_ahead or not self.scheduler.has_work):
+        if self.pool.num_used == 0:
             self.speculation.prepare(self.runner, request, max_context_tokens=self.max_sequence_tokens)
         sequence_id = self._next_sequence_id
         self._next_sequence_id += 1

@@ -29,7 +29,7 @@ MAX_ROWS = 2048
 MORE_ROWS = np.unique(np.append(np.arange(64.0), np.geomspace(64, MAX_ROWS, 64).round()))
 """Rows of run-aheads that are tried, ascending from 0: pricing all of them would be a cost in each step."""
 LEAST_RUN_AHEAD_ROWS = 16
-"""Fewer, as padding leaves on a CPU, are not worth the requests: 256 of them took 1% of a step of quickstart."""
+"""Fewer, as padding leaves on a CPU, are not worth the requests: 256 of them took 2 ms of a rollout of quickstart."""
 UNLIMITED = 1 << 30
 AUTO_SLOWDOWN = 0.03
 """Most that run-aheads may slow a step down where nothing is said about it."""
