@@ -458,3 +458,28 @@ def test_random_texts_give_proper_trees_and_leave_nothing_behind(
 @pytest.mark.parametrize("options", [SrtOptions, HistoryOptions, SuffixOptions, NgramOptions])
 def test_every_option_is_documented(options: type[Section]) -> None:
     assert all(field.description for field in options.model_fields.values())
+
+
+@pytest.mark.parametrize("num_told", [0, 7, 30])
+@pytest.mark.parametrize("make", [NgramDrafter, SuffixDrafter, HistoryDrafter, SrtDrafter])
+def test_a_completion_says_the_tokens_that_were_not_observed(make: Callable[[], DrafterBase], num_told: int) -> None:
+    """The engine tells of a step's tokens when it next asks; a sample that has ended by then says all at once."""
+    last, later = [], []
+    for tells_the_rest in (True, False):
+        drafter = make()
+        run(drafter, 0, request(stream=4, is_run_ahead=True), TEXT[:40] + OTHER[:5])
+        for sample in (1, 2):
+            drafter.start(sample, request(stream=3 + sample))
+        decode(drafter, 2, OTHER[:10])
+        decode(drafter, 1, TEXT[:num_told])
+        if tells_the_rest:
+            drafter.observe([1], [TEXT[num_told:]])
+        drafter.finish(1, completion(request(stream=4), TEXT))
+        drafter.observe([2], [TEXT[20:25]])
+        last.append([tree.token_ids.tolist() for tree in propose(drafter, [2])])
+        metrics = drafter.take_metrics()
+        drafter.finish(2, None)
+        drafter.on_policy_update()
+        later.append((metrics, run(drafter, 3, request(stream=9), TEXT)))
+    assert last[0] == last[1]
+    assert later[0] == later[1]

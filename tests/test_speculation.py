@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -169,6 +170,55 @@ def test_an_interrupted_rollout_leaves_nothing_behind() -> None:
     assert engine.pool.num_used == 0
     expected = outputs(decode(Engine(policy, options(slots=1)), requests))
     assert outputs(generate(engine, requests)) == expected
+
+
+class Witness(DrafterBase):
+    """Proposes nothing, and checks that it has heard of each beginning, token and end by the time it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: dict[int, list[int]] = {}
+        self.ends: list[Completion | None] = []
+        self.num_asks = 0
+
+    def start(self, sequence_id: int, request: Request) -> None:
+        assert sequence_id not in self.said
+        self.said[sequence_id] = []
+
+    def observe(self, sequence_ids: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
+        for sequence_id, tokens in zip(sequence_ids, token_ids, strict=True):
+            self.said[sequence_id] += tokens
+
+    def propose(self, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:
+        self.num_asks += 1
+        assert set(sequence_ids) <= set(self.said)
+        return DraftTrees.empty(len(sequence_ids))
+
+    def finish(self, sequence_id: int, completion: Completion | None) -> None:
+        said = self.said.pop(sequence_id)
+        assert completion is None or completion.token_ids[: len(said)] == said
+        self.ends.append(completion)
+
+
+@pytest.mark.parametrize("draft_budget", ["auto", 2])
+def test_a_drafter_has_heard_of_all_ends_when_it_is_asked_and_behind_a_rollout(
+    draft_budget: Literal["auto"] | int,
+) -> None:
+    curve = ((8, 1.0), (16, 2.0))
+    engine = Engine(
+        tiny_policy(), options(slots=4, draft_budget=draft_budget, cost_points=curve), drafter=(witness := Witness())
+    )
+    for rollout in range(3):
+        completions: list[Completion] = []
+        for completion in engine.generate(train_requests(rollout)):
+            if witness.num_asks and draft_budget == 2:  # asked in each step: it lacks the ends of the last one at most
+                assert len(completions) - len(witness.ends) <= 4
+            completions.append(completion)
+        assert witness.ends == completions
+        assert not witness.said, "no sample is believed to be live"
+        witness.ends.clear()
+    num_steps = engine.take_metrics()["engine/decode_steps"]
+    assert (witness.num_asks < num_steps) == (draft_budget == "auto")
 
 
 def test_a_drafter_that_breaks_its_promises_is_named() -> None:

@@ -57,8 +57,7 @@ class EngineRun:
         """Drop what idle slots still decode. Where the engine's options state a cost, the seconds are priced by it."""
         assert self.is_done
         started = time.perf_counter()
-        for sequence_id in self._engine.scheduler.clear():
-            self._engine.speculation.finish(sequence_id, None)
+        self._engine.end_rollout()
         seconds = self._seconds + time.perf_counter() - started
         metrics = self._engine.take_metrics()
         self._engine.take_timeline()

@@ -44,10 +44,13 @@ class DrafterBase:
         raise NotImplementedError
 
     def observe(self, sequence_ids: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
-        """Tokens that were committed to the samples since the last call, in order; before `propose` and `finish`."""
+        """Tokens that were committed to the samples since the last call, in order; before `propose`."""
 
     def finish(self, sequence_id: int, completion: Completion | None) -> None:
-        """End of a sample; `completion` is None where it was given up (a run-ahead, or an interrupted rollout)."""
+        """End of a sample; `completion` is None where it was given up (a run-ahead, or an interrupted rollout).
+
+        A completion says all tokens, those too of which `observe` has not heard. It may come some steps late.
+        """
 
     def expected_tokens(self, request: Request) -> float | None:
         """Expected number of tokens of a sample's response, None if unknown: long ones are admitted early."""

@@ -116,17 +116,21 @@ class RunAheads:
 
     def start(self, sequence_id: int, key: PromptKey, stream: int) -> None:
         """Let a sample follow the run-ahead of its stream, if there is one."""
-        run_ahead = self._texts.get(key, {}).get(stream)
-        if run_ahead is not None and run_ahead.tokens:
+        run_ahead = self._texts and self._texts.get(key, {}).get(stream)
+        if run_ahead and run_ahead.tokens:
             self._followers[sequence_id] = _Follower(run_ahead.tokens)
             self._num_followed += 1
 
-    def finish(self, sequence_id: int, key: PromptKey, stream: int, *, is_complete: bool) -> None:
-        """Forget a sample, and its run-ahead if it came to its end."""
-        follower = self._followers.pop(sequence_id, None)
-        if follower is not None and not follower.had_mismatch:
-            self._end_first_run(follower)
-        if is_complete:
+    def finish(self, sequence_id: int, key: PromptKey, stream: int, response: Sequence[int] | None) -> None:
+        """Forget a sample, and its run-ahead if it came to its end: then `response` is all of it."""
+        follower = self._followers.get(sequence_id)
+        if follower is not None:
+            if response is not None and len(response) > follower.num_emitted:
+                self.observe(sequence_id, response[follower.num_emitted :], response)
+            if not follower.had_mismatch:
+                self._end_first_run(follower)
+            del self._followers[sequence_id]
+        if response is not None:
             self._forget(key, stream)
 
     def add_chains(self, trees: DraftTrees, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:
@@ -233,10 +237,10 @@ class RunAheads:
             self._first_run_tokens += follower.anchor or 0
 
     def _forget(self, key: PromptKey, stream: int) -> None:
-        texts = self._texts.get(key, {})
-        texts.pop(stream, None)
-        if not texts:
-            self._texts.pop(key, None)
+        if texts := self._texts and self._texts.get(key):
+            texts.pop(stream, None)
+            if not texts:
+                del self._texts[key]
 
 
 def _find(raw: bytes, needle: bytes, first: int, last: int) -> int | None:

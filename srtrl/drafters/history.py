@@ -72,7 +72,7 @@ class Drafter(DrafterBase):
 
     def finish(self, sequence_id: int, completion: Completion | None) -> None:
         """Set a completed rollout aside, until the policy is updated."""
-        self._tries.finish(sequence_id)
+        self._tries.finish(sequence_id, completion)
         if completion is not None and not completion.request.is_run_ahead:
             self._completed.append(completion)
 

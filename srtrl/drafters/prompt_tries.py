@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.token_trie import TokenTrie, end_to_end, extend_batch
-from srtrl.types import Request
+from srtrl.types import Completion, Request
 
 Tokens = npt.NDArray[np.int32]
 PromptKey = tuple[str, tuple[int, ...]]
@@ -119,9 +119,11 @@ class PromptTries:
         for sequence_id, tokens in zip(sequence_ids, token_ids, strict=True):
             self.samples[sequence_id].tokens.extend(tokens)
 
-    def finish(self, sequence_id: int) -> LiveSample:
-        """Take a sample out; with its prompt's last one the trie goes."""
+    def finish(self, sequence_id: int, completion: Completion | None) -> LiveSample:
+        """Take a sample out, with all tokens if it is complete; with its prompt's last one the trie goes."""
         sample = self.samples.pop(sequence_id)
+        if completion is not None:
+            sample.tokens = completion.token_ids
         prompt = sample.prompt
         prompt.num_started -= 1
         if sample.cursor is not None:

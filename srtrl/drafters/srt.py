@@ -112,14 +112,15 @@ class Drafter(DrafterBase):
 
     def finish(self, sequence_id: int, completion: Completion | None) -> None:
         """Keep a completed rollout; what a run-ahead decoded is kept apart, until its step has passed."""
-        sample = self._tries.finish(sequence_id)
+        sample = self._tries.finish(sequence_id, completion)
         request, key = sample.request, sample.prompt.key
         if request.is_run_ahead:
             self._run_aheads.keep(key, request.stream, sample.tokens)
         else:
-            self._run_aheads.finish(sequence_id, key, request.stream, is_complete=completion is not None)
-            if completion is not None:
-                tokens = np.array(completion.token_ids, np.int32)
+            response = None if completion is None else completion.token_ids
+            self._run_aheads.finish(sequence_id, key, request.stream, response)
+            if response is not None:
+                tokens = np.array(response, np.int32)
                 self._caches.of(request.purpose).add(request.prompt_token_ids, tokens)
                 self._shared_of(request.purpose).add(tokens)
         if not self.options.online and sample.tokens:

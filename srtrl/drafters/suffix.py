@@ -91,7 +91,7 @@ class Drafter(DrafterBase):
 
     def finish(self, sequence_id: int, completion: Completion | None) -> None:
         """A completed response enters the global trie; the sample's own trie goes."""
-        sample = self._global.finish(sequence_id)
+        sample = self._global.finish(sequence_id, completion)
         self._own.pop(sequence_id, None)
         self._waiting.pop(sequence_id, None)
         if completion is not None and not sample.request.is_run_ahead:

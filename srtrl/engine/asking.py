@@ -10,8 +10,6 @@ Where drafts do not pay, now and then a look shows whether they do again: severa
 were made for other samples or with fewer nodes, and the first outcomes change them.
 """
 
-import numpy as np
-
 NUM_CLASSES = 32
 """Each is a factor of 2 wide."""
 LEAST_LOOK, LONGEST_LOOK = 3, 8
@@ -38,21 +36,22 @@ class Asking:
     """Whether to ask in a step, and what asking has brought; no clock is read here."""
 
     def __init__(self) -> None:
-        self._gains = np.zeros(NUM_CLASSES)
+        # Lists, for a step reads and writes a few single numbers: of an array, that takes ten times as long.
+        self._gains = [0.0] * NUM_CLASSES
         """Mean of what asking brought, as a share of the tokens per second without."""
-        self._asks_always = np.zeros(NUM_CLASSES, np.bool_)
-        self._pauses = np.zeros(NUM_CLASSES, np.int64)
+        self._asks_always = [False] * NUM_CLASSES
+        self._pauses = [0] * NUM_CLASSES
         """Steps between two looks; 0 where there was no step yet."""
-        self._waited = np.zeros(NUM_CLASSES, np.int64)
+        self._waited = [0] * NUM_CLASSES
         """Steps since the last look, and those in it."""
-        self._is_looking = np.zeros(NUM_CLASSES, np.bool_)
-        self._num_asks = np.zeros(NUM_CLASSES, np.int64)
+        self._is_looking = [False] * NUM_CLASSES
+        self._num_asks = [0] * NUM_CLASSES
         """Asks of the present look that counted."""
-        self._look_seconds = np.zeros(NUM_CLASSES)
+        self._look_seconds = [0.0] * NUM_CLASSES
         """What drafting has taken in the present look."""
-        self._draft_seconds = np.zeros(NUM_CLASSES)
+        self._draft_seconds = [0.0] * NUM_CLASSES
         """Time that drafting takes from step to step; 0 where it is not known."""
-        self._catch_up_seconds = np.zeros(NUM_CLASSES)
+        self._catch_up_seconds = [0.0] * NUM_CLASSES
         """Time of the first ask after a pause, with all that was decoded meanwhile; 0 where it is not known."""
         self._asked_before = False
         """Whether the last step asked, so that the drafter is up to date."""
@@ -67,10 +66,10 @@ class Asking:
         spoken, it may not before: it soon stops if the first asks do not show that it does.
         """
         self.asks_now = False
-        self._gains = np.minimum(self._gains, WORTH_ASKING)
+        self._gains = [min(gain, WORTH_ASKING) for gain in self._gains]
         if self._known_share is None or abs(known_share - self._known_share) > OTHER_SHARE:
             self._known_share = known_share
-            self._pauses = self._asks_always.astype(np.int64)
+            self._pauses = [int(asks_always) for asks_always in self._asks_always]
 
     def is_due(self, num_sequences: int) -> bool:
         """Whether to ask in the coming step; called once a step."""
@@ -85,17 +84,16 @@ class Asking:
             return False
         if not self._is_looking[size]:
             self._is_looking[size] = True
-            self._num_asks[size] = self._look_seconds[size] = 0
+            self._num_asks[size], self._look_seconds[size] = 0, 0.0
         return True
 
     def _first_pause(self, size: int) -> int:
         """How long a class waits for its first look: by what the next larger one that has had steps has learned."""
-        larger = np.flatnonzero(self._pauses[size:])
-        if not len(larger):
-            return 1
-        distance = int(larger[0])
-        times_sooner: int = SOONER**distance
-        return max(int(self._pauses[size + distance]) // times_sooner, 1)
+        for larger in range(size + 1, NUM_CLASSES):
+            if self._pauses[larger]:
+                times_sooner: int = SOONER ** (larger - size)
+                return max(self._pauses[larger] // times_sooner, 1)
+        return 1
 
     def asked(self) -> None:
         """Drafts are asked for in this step."""
@@ -103,11 +101,11 @@ class Asking:
 
     def gain(self, num_sequences: int) -> float:
         """What asking has brought with so many sequences, as a share of the tokens per second without."""
-        return float(self._gains[class_of(num_sequences)])
+        return self._gains[class_of(num_sequences)]
 
     def draft_seconds(self, num_sequences: int) -> float:
         """What drafting takes in a step of so many sequences; 0 where it is not known."""
-        return float(self._draft_seconds[class_of(num_sequences)])
+        return self._draft_seconds[class_of(num_sequences)]
 
     def record_seconds(self, num_sequences: int, draft_seconds: float) -> None:
         """Learn what drafting took: proposing, choosing and learning, in one step."""
@@ -160,7 +158,7 @@ class Asking:
             return
         longest = int(min(max(self._look_seconds[size] / plain / WASTE, 1), LONGEST_PAUSE))
         longer = 32 if self._gains[size] < CLEAR_LOSS else 8
-        self._pauses[size] = min(max(longer * int(self._pauses[size]), FIRST_PAUSE), longest)
+        self._pauses[size] = min(max(longer * self._pauses[size], FIRST_PAUSE), longest)
 
 
 def class_of(num_sequences: int) -> int:

@@ -76,8 +76,8 @@ class DraftBudget:
         self._use = FIRST_ASK / 2
         """Nodes of the sequence that had most; old steps fade."""
         self._asking = Asking()
-        self._steps_since_plain = np.zeros(NUM_CLASSES, np.int64)
-        self._plain_intervals = np.full(NUM_CLASSES, FIRST_PLAIN)
+        self._steps_since_plain = [0] * NUM_CLASSES
+        self._plain_intervals = [FIRST_PLAIN] * NUM_CLASSES
         self._plain_left = 0
         self._num_plain = 0
         """Steps without drafts in a row, of those that were recorded."""

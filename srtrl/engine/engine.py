@@ -73,9 +73,9 @@ class Engine:
             run_ahead_max_slowdown=options.run_ahead_max_slowdown,
             num_slots=options.slots,
             cost=(
-                StepCost.from_points(options.cost_points)
-                if options.cost_points is not None
-                else self.runner.step_cost(MAX_ROWS)
+                self.runner.step_cost(MAX_ROWS)
+                if options.cost_points is None
+                else StepCost.from_points(options.cost_points)
             ),
         )
         self.policy_version = 0
@@ -177,10 +177,7 @@ class Engine:
                     self.after_step()
                 yield from completions
         finally:
-            self._do_bookkeeping()
-            for sequence_id in self.scheduler.clear():
-                self.speculation.finish(sequence_id, None)
-            self._rollout_started = None
+            self.end_rollout()
 
     def step(self) -> list[Completion]:
         """One decode step for all running samples; returns those that finished."""
@@ -214,6 +211,14 @@ class Engine:
         if self._device is None or not self.has_work:
             self._do_bookkeeping()
         return completions
+
+    def end_rollout(self) -> None:
+        """Drop what is still decoded or waits: run-aheads, and samples that nobody wants any more."""
+        self._do_bookkeeping()
+        for sequence_id in self.scheduler.clear():
+            self.speculation.finish(sequence_id, None)
+        self.speculation.report_ends()
+        self._rollout_started = None
 
     def on_policy_update(self) -> None:
         """The policy's weights have changed: KV is stale, drafts are not."""
@@ -269,10 +274,7 @@ class Engine:
             return
         for ended in self.scheduler.idle_slots.end_stream(request.stream):
             self.speculation.finish(ended, None)
-        expected_tokens = self.drafter.expected_tokens(request)
-        self.scheduler.add(sequence_id, request, expected_tokens)
-        self.drafter.start(sequence_id, request)
-        self.speculation.expect(is_known=expected_tokens is not None)
+        self.scheduler.add(sequence_id, request, self.speculation.start(sequence_id, request))
 
     def _take_pages_back(self) -> None:
         """Allocate the pages that `release_kv` gave away."""
@@ -286,11 +288,11 @@ class Engine:
         return self.has_work
 
     def _schedule(self) -> ScheduledStep:
-        """Who decodes; the drafter hears of the run-aheads that came and went."""
+        """Who decodes; run-aheads come and go."""
         wants_rows = self.scheduler.may_run_ahead
         scheduled = self.scheduler.schedule(self.speculation.max_run_ahead_rows() if wants_rows else 0)
         for sequence in scheduled.admitted_run_aheads:
-            self.drafter.start(sequence.sequence_id, sequence.request)
+            self.speculation.start(sequence.sequence_id, sequence.request)
         for sequence_id in self.scheduler.take_dropped():
             self.speculation.finish(sequence_id, None)
         return scheduled

@@ -8,7 +8,7 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.engine.step_cost_kernel import LEAST_SECONDS, fill_curve, fill_rests, follow_cost, read_curve, rows_within
+from srtrl.engine.step_cost_kernel import fill_curve, fill_rests, learn_cost, read_curve, rows_within
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -202,31 +202,29 @@ class StepCost:
         """Learn from a real step: its wall time without the time that drafting took."""
         if self.is_fixed or self._probed is None:
             return
-        bucket = min(int(np.searchsorted(self.edges, num_rows)), len(self.edges) - 1)
-        timed = self._probed[bucket]
-        if not self._is_stair[bucket]:
-            timed = np.interp(num_rows, self.edges, self._probed) * max(1.0, num_rows / self.max_rows)
-        features = np.array([timed, 1.0, num_rows, context_tokens, float(has_drafts)])
-        # By the model itself: the whole curve, made monotone, is for those who choose; this is every step's work.
-        verify = self.verify_seconds * has_drafts
-        modelled = (float(features @ self._weights) - verify) * (1 + self._shrunk_rest(bucket))
-        estimate = max(modelled + verify, LEAST_SECONDS)
         clip = FIRST_CLIP if self._num_records < FIRST_RECORDS else CLIP
-        seconds = min(max(seconds, estimate / clip), estimate * clip)
-        variance = (NOISE * estimate) ** 2
-        follow_cost(self._weights, self._covariance, self._drifts, self._bounds, features, seconds, variance)
-        verify = self.verify_seconds * has_drafts
-        model = max(float(features @ self._weights) - verify, LEAST_SECONDS)
-        self._seen[bucket] = min(self._seen[bucket] + 1, MOST_STEPS)
-        self._rest[bucket] += ((seconds - verify) / model - 1 - self._rest[bucket]) / self._seen[bucket]
+        learn_cost(
+            self.edges,
+            self._probed,
+            self._is_stair,
+            self._rest,
+            self._seen,
+            self._weights,
+            self._covariance,
+            self._drifts,
+            self._bounds,
+            num_rows,
+            context_tokens,
+            has_drafts,
+            seconds,
+            clip,
+            NOISE,
+            PRIOR_STEPS,
+            MOST_STEPS,
+        )
         self._num_records += 1
         self._is_filled = False
         self._latest = None
-
-    def _shrunk_rest(self, bucket: int) -> float:
-        """What the model leaves of a bucket's cost, as a share; 0 where no step was."""
-        seen = self._seen[bucket]
-        return float(self._rest[bucket] * seen / (seen + PRIOR_STEPS))
 
     def curve(self, context_per_row: float = 0.0) -> CostCurve:
         """Return the seconds by rows where each row reads so many tokens."""

@@ -13,6 +13,65 @@ LEAST_SECONDS = 1e-9
 
 
 @numba.njit(cache=True, nogil=True)
+def learn_cost(
+    edges: Array,
+    probed: Array,
+    is_stair: Array,
+    rests: Array,
+    seen: Array,
+    weights: Array,
+    covariance: Array,
+    drifts: Array,
+    bounds: Array,
+    num_rows: int,
+    context_tokens: float,
+    has_drafts: bool,
+    seconds: float,
+    clip: float,
+    noise: float,
+    prior_steps: float,
+    most_steps: float,
+) -> None:
+    """Learn from a step: the coefficients, and what they leave of its bucket's cost. See `StepCost` for the model.
+
+    Args:
+        edges: [E] int64, ascending.
+        probed: [E] float64, timed seconds.
+        is_stair: [E] bool, whether a bucket costs about the same at all of its rows.
+        rests: [E] float64, mean rest of the steps seen, as a share of the cost; updated.
+        seen: [E] float64, steps; updated.
+        weights: [5] float64: scale, fixed, per row, per token, and what draft nodes add; updated.
+        covariance: [5, 5] of them; updated.
+        drifts: See `follow_cost`.
+        bounds: Likewise.
+        num_rows: Of the step.
+        context_tokens: Tokens that its rows read.
+        has_drafts: Whether draft nodes are among them.
+        seconds: What it took.
+        clip: It counts as at most so many times the estimate, or so many times less.
+        noise: Standard deviation of a step's seconds, as a share of them.
+        prior_steps: Steps without any rest that are counted with those seen.
+        most_steps: A bucket's rest is averaged over so many.
+    """
+    bucket = min(int(np.searchsorted(edges, num_rows)), len(edges) - 1)
+    timed = probed[bucket]
+    if not is_stair[bucket]:
+        timed = np.interp(float(num_rows), edges, probed) * max(1.0, num_rows / edges[-1])
+    features = np.empty(5)
+    features[0], features[1], features[2], features[3], features[4] = timed, 1.0, num_rows, context_tokens, has_drafts
+    # By the model itself: the whole curve, made monotone, is for those who choose; this is every step's work.
+    verify = weights[4] * has_drafts
+    rest = rests[bucket] * seen[bucket] / (seen[bucket] + prior_steps)
+    estimate = max((features @ weights - verify) * (1.0 + rest) + verify, LEAST_SECONDS)
+    seconds = min(max(seconds, estimate / clip), estimate * clip)
+    follow_cost(weights, covariance, drifts, bounds, features, seconds, (noise * estimate) ** 2)
+    verify = weights[4] * has_drafts
+    model = max(features @ weights - verify, LEAST_SECONDS)
+    seen[bucket] = min(seen[bucket] + 1.0, most_steps)
+    rests[bucket] += ((seconds - verify) / model - 1.0 - rests[bucket]) / seen[bucket]
+
+
+@numba.njit(cache=True, nogil=True, forceinline=True)
 def follow_cost(
     weights: Array, covariance: Array, drifts: Array, bounds: Array, features: Array, seconds: float, variance: float
 ) -> None:
