@@ -102,6 +102,9 @@ def test_better_known_samples_are_a_reason_to_look_at_once(share: float, looks: 
     steps = Steps(Asking())
     steps.asking.begin_rollout(0.0)
     steps.asks(2000)
+    while not steps.ask(0.0):
+        pass
+    steps.until_paused(0.0)
     steps.asking.begin_rollout(share)
     assert (steps.asks(FIRST_PAUSE) > 1) == looks
 

@@ -17,18 +17,20 @@ OUTCOMES_OF_LOOK = 512
 """A look goes on until so many drafts have been made, and takes so many asks at least and at most; those with which the
 drafter catches up are not counted."""
 LONGEST_PAUSE = 4096
-WASTE = 0.004
+WASTE = 0.002
 """Where drafts do not pay, looking whether they do again takes about this share of the time."""
 WORTH_ASKING, NOT_WORTH_ASKING = 0.06, 0.03
 """Gain that a look must show for asking always, and below which that ends. With 0, quickstart's first epoch was 8%
 slower: the estimates promised a gain that the clock did not show (docs/LOG.md)."""
 CLEAR_LOSS = -0.1
-"""With such a gain a look ends at its second ask, and the next one is later."""
+"""With such a gain a look ends at its second ask, and the next one is as late as may be."""
+LONGER = 8
+"""Each other pause is so many times longer than the one before, up to what `WASTE` allows."""
 GAIN_STEP, GAIN_STEP_OF_LOOK = 0.1, 0.25
 FIRST_PAUSE = 16
 OTHER_SHARE = 0.2
 """Where so many more (or fewer) of the samples have a history than before, all is tried again."""
-SOONER = 8
+SOONER = 4
 """A new class pauses so many times shorter than the next larger one, for each class that it is smaller by."""
 
 
@@ -157,8 +159,9 @@ class Asking:
             self._pauses[size] = 1
             return
         longest = int(min(max(self._look_seconds[size] / plain / WASTE, 1), LONGEST_PAUSE))
-        longer = 32 if self._gains[size] < CLEAR_LOSS else 8
-        self._pauses[size] = min(max(longer * self._pauses[size], FIRST_PAUSE), longest)
+        first = max(longest // LONGER**2, 1)
+        is_clear = self._gains[size] < CLEAR_LOSS
+        self._pauses[size] = longest if is_clear else min(LONGER * max(self._pauses[size], first), longest)
 
 
 def class_of(num_sequences: int) -> int:

@@ -36,7 +36,7 @@ RECORD_EVERY = 4
 """Of more steps without drafts in a row one in so many is learned: it takes its time."""
 FIRST_PLAIN = 4
 """The first such step; each further interval is twice as long, up to that."""
-TAIL_SHARE = 0.5
+TAIL_SHARE = 0.25
 """While a rollout drains, about so many of the drafts' tokens make it end sooner: those of the last samples. The others
 make later steps smaller, and that is worth what rows cost, and none of what a step costs beside."""
 CHEAP_SHARE = 0.5
@@ -149,7 +149,7 @@ class DraftBudget:
             num_other_rows: Rows of the step that are neither roots nor nodes (prompts).
             weights: [B], worth of a token of each sequence, at least 0: above 1 for those that will be last, 0 where
                 nobody waits for it; by default all are 1.
-            is_draining: Samples have ended and none came after them; whether asking pays is then judged more strictly.
+            is_draining: No sample waits for a slot; whether asking pays is then judged more strictly.
         """
         worths = np.ones(len(trees)) if weights is None else np.asarray(weights, np.float64)
         assert len(worths) == len(trees)
