@@ -81,6 +81,8 @@ def walk(tree: DraftTree, tokens: Sequence[int]) -> list[int]:
 
 def run(drafter: DrafterBase, sequence_id: int, request: Request, tokens: Sequence[int]) -> list[int]:
     """A whole sample, from start to finish."""
+    if not request.is_run_ahead:
+        drafter.expected_tokens(request)
     drafter.start(sequence_id, request)
     accepted = decode(drafter, sequence_id, tokens)
     drafter.finish(sequence_id, None if request.is_run_ahead else completion(request, tokens))

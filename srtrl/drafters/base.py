@@ -7,6 +7,9 @@ from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.recipe_base import Section
 from srtrl.types import Completion, Request
 
+NOBODY = -1
+"""Sequence id of a sample that begins and ends at once."""
+
 
 class NoOptions(Section):
     """A drafter without options."""
@@ -34,7 +37,10 @@ class DrafterBase:
         self.options = options if options is not None else self.Options()
 
     def start(self, sequence_id: int, request: Request) -> None:
-        """Begin a sample. `request.is_run_ahead` marks one that is decoded for the sake of later drafts only."""
+        """Begin a sample, no later than drafts are wanted for it.
+
+        `request.is_run_ahead` marks one that is decoded for the sake of later drafts only.
+        """
 
     def propose(self, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:
         """Return one tree a sequence, of at most `max_nodes` nodes; an empty tree where nothing is worth a guess.
@@ -52,8 +58,16 @@ class DrafterBase:
         A completion says all tokens, those too of which `observe` has not heard. It may come some steps late.
         """
 
+    def learn(self, completion: Completion) -> None:
+        """A sample has ended for which no drafts were wanted, so that it was never begun here."""
+        self.start(NOBODY, completion.request)
+        self.finish(NOBODY, completion)
+
     def expected_tokens(self, request: Request) -> float | None:
-        """Expected number of tokens of a sample's response, None if unknown: long ones are admitted early."""
+        """Expected number of tokens of a sample's response, None if unknown: long ones are admitted early.
+
+        Asked once of each sample, as it comes; it begins with `start` when drafts are wanted.
+        """
         return None
 
     def set_next_uses(self, prompts: Sequence[tuple[int, ...]]) -> None:

@@ -112,7 +112,7 @@ class RunAheads:
             for stream, run_ahead in list(texts.items()):
                 run_ahead.num_updates += 1
                 if run_ahead.num_updates >= 2:
-                    self._forget(key, stream)
+                    self.forget(key, stream)
 
     def start(self, sequence_id: int, key: PromptKey, stream: int) -> None:
         """Let a sample follow the run-ahead of its stream, if there is one."""
@@ -131,7 +131,14 @@ class RunAheads:
                 self._end_first_run(follower)
             del self._followers[sequence_id]
         if response is not None:
-            self._forget(key, stream)
+            self.forget(key, stream)
+
+    def forget(self, key: PromptKey, stream: int) -> None:
+        """Forget what was decoded on a stream, if anything was."""
+        if texts := self._texts and self._texts.get(key):
+            texts.pop(stream, None)
+            if not texts:
+                del self._texts[key]
 
     def add_chains(self, trees: DraftTrees, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:
         """Merge the next chunk of each followed text into the sample's tree, best nodes first, within `max_nodes`."""
@@ -235,12 +242,6 @@ class RunAheads:
         if follower.num_emitted:
             self._num_first_runs += 1
             self._first_run_tokens += follower.anchor or 0
-
-    def _forget(self, key: PromptKey, stream: int) -> None:
-        if texts := self._texts and self._texts.get(key):
-            texts.pop(stream, None)
-            if not texts:
-                del self._texts[key]
 
 
 def _find(raw: bytes, needle: bytes, first: int, last: int) -> int | None:

@@ -78,7 +78,7 @@ class Drafter(DrafterBase):
         self._shared: dict[str, SharedNgrams] = {}
         """For each purpose: evaluation never learns from training."""
         self._rule = self.options.draft_rule()
-        self._num_started = 0
+        self._num_samples = 0
         self._num_with_history = 0
 
     def cache(self, purpose: str) -> RolloutCache:
@@ -91,8 +91,6 @@ class Drafter(DrafterBase):
         self._tries.start(sequence_id, request, key)
         if request.is_run_ahead:
             return
-        self._num_started += 1
-        self._num_with_history += request.prompt_token_ids in self._caches.of(request.purpose)
         if self.options.coupled:
             self._run_aheads.start(sequence_id, key, request.stream)
 
@@ -120,15 +118,24 @@ class Drafter(DrafterBase):
             response = None if completion is None else completion.token_ids
             self._run_aheads.finish(sequence_id, key, request.stream, response)
             if response is not None:
-                tokens = np.array(response, np.int32)
-                self._caches.of(request.purpose).add(request.prompt_token_ids, tokens)
-                self._shared_of(request.purpose).add(tokens)
+                self._keep(request, np.array(response, np.int32))
         if not self.options.online and sample.tokens:
             self._tries.insert(key, sample.tokens)
 
+    def learn(self, completion: Completion) -> None:
+        """Keep a completed rollout; siblings that draft have it in their trie."""
+        request, tokens = completion.request, np.array(completion.token_ids, np.int32)
+        key = key_of(request)
+        self._run_aheads.forget(key, request.stream)
+        self._keep(request, tokens)
+        self._tries.insert(key, tokens)
+
     def expected_tokens(self, request: Request) -> float | None:
         """Mean length of the prompt's rollouts, those of finished siblings included."""
-        return self._caches.of(request.purpose).mean_tokens(request.prompt_token_ids)
+        mean_tokens = self._caches.of(request.purpose).mean_tokens(request.prompt_token_ids)
+        self._num_samples += 1
+        self._num_with_history += mean_tokens is not None
+        return mean_tokens
 
     def set_next_uses(self, prompts: Sequence[tuple[int, ...]]) -> None:
         """Prompts of training in the order in which they come."""
@@ -143,9 +150,9 @@ class Drafter(DrafterBase):
         metrics = self._caches.take_metrics() | self._run_aheads.take_metrics()
         metrics["engine/cache_bytes"] += self._tries.num_bytes
         metrics["engine/cache_bytes"] += sum(shared.num_bytes for shared in self._shared.values())
-        if self._num_started:
-            metrics["engine/cache_hit_rate"] = self._num_with_history / self._num_started
-        self._num_started = self._num_with_history = 0
+        if self._num_samples:
+            metrics["engine/cache_hit_rate"] = self._num_with_history / self._num_samples
+        self._num_samples = self._num_with_history = 0
         return metrics
 
     def save(self, folder: Path) -> None:
@@ -161,6 +168,11 @@ class Drafter(DrafterBase):
             for prompt in cache.prompts():
                 for rollout in cache.rollouts(prompt):
                     self._shared_of(purpose).add(rollout)
+
+    def _keep(self, request: Request, tokens: npt.NDArray[np.int32]) -> None:
+        """A response becomes history."""
+        self._caches.of(request.purpose).add(request.prompt_token_ids, tokens)
+        self._shared_of(request.purpose).add(tokens)
 
     def _shared_of(self, purpose: str) -> SharedNgrams:
         """The table of one purpose; one that stays empty where the options want none."""

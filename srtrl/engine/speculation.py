@@ -80,15 +80,15 @@ class Speculation:
         self._num_slots = num_slots
         self._num_told: dict[int, int] = {}
         """Generated tokens that the drafter has been told of, by primary's sequence id."""
+        self._unstarted: dict[int, Request] = {}
+        """Samples that the drafter has not heard of yet, by sequence id."""
         self._ended: list[tuple[int, Completion | None]] = []
-        """Samples that the drafter believes to be live, in the order in which they ended."""
+        """Samples of whose end it has not heard yet, in the order in which they ended."""
         self._untold: dict[int, list[int]] = {}
         """Committed tokens of run-aheads that the drafter has not been told of, by sequence id."""
         self._num_requests = self._num_known = 0
         """Primaries of the rollout that is about to begin, and those of them that have rollouts to draft from."""
         self._is_begun = False
-        self._most_primaries = 0
-        """Primaries that have decoded at the same time in this rollout."""
         self._run_ahead_worth: float | None = None
         """Most seconds that a row of a run-ahead may take; None until the rollout asks."""
         self._num_rows = 0
@@ -102,6 +102,7 @@ class Speculation:
     def use(self, drafter: DrafterBase) -> None:
         """Go on with another drafter, no sample being live: cost and calibration stay, for they are the machine's."""
         assert not self._num_told, "another drafter while samples are live"
+        assert not self._unstarted, "another drafter while samples wait"
         assert not self._ended, "another drafter while this one has not heard of all ends"
         assert not self._untold, "another drafter while run-aheads are live"
         self.drafter = drafter
@@ -124,9 +125,12 @@ class Speculation:
             How many tokens the sample's response may have, None if nothing is known of its prompt.
         """
         self.report_ends()
-        expected_tokens = None if request.is_run_ahead else self.drafter.expected_tokens(request)
-        self.drafter.start(sequence_id, request)
-        if not self._is_begun and not request.is_run_ahead:
+        if request.is_run_ahead:
+            self.drafter.start(sequence_id, request)
+            return None
+        self._unstarted[sequence_id] = request
+        expected_tokens = self.drafter.expected_tokens(request)
+        if not self._is_begun:
             self._num_requests += 1
             self._num_known += expected_tokens is not None
         return expected_tokens
@@ -173,8 +177,7 @@ class Speculation:
         if not self._is_begun:
             self._is_begun = True
             self.budget.begin_rollout(self._num_known / max(self._num_requests, 1))
-            self._num_requests = self._num_known = self._most_primaries = 0
-        self._most_primaries = max(self._most_primaries, scheduled.num_primaries)
+            self._num_requests = self._num_known = 0
         num_nodes = 0
         if scheduled.num_primaries and not self.is_off:
             num_nodes = self.budget.max_nodes(scheduled.num_primaries)
@@ -183,6 +186,7 @@ class Speculation:
             return Draft(empty, empty, scheduled.num_primaries, context_tokens, 0.0, 0.0, was_asked=False)
         began = time.perf_counter()
         self.report_ends()
+        self._report_beginnings()
         late_seconds = time.perf_counter() - began
         # A sample that ends with its next token, whatever is guessed, needs no draft.
         room = np.array([num_nodes if sequence.num_remaining > 1 else 0 for sequence in sequences])
@@ -198,7 +202,7 @@ class Speculation:
             context_tokens=context_tokens,
             num_other_rows=scheduled.num_prefill_tokens,
             weights=(np.arange(len(sequences)) < scheduled.num_primaries).astype(np.float64),
-            is_draining=not scheduler.num_waiting and scheduled.num_primaries < self._most_primaries,
+            is_draining=not scheduler.num_waiting,
         )
         granted = scheduler.grow_for_drafts(sequences, chosen.sizes.tolist())
         verified = chosen
@@ -235,12 +239,22 @@ class Speculation:
         without drafts, 256 samples of quickstart took 3 ms of a rollout of 460: the caches were full of the policy.
         """
         for sequence_id, completion in self._ended:
+            if self._unstarted.pop(sequence_id, None) is not None:
+                if completion is not None:
+                    self.drafter.learn(completion)
+                continue
             self._num_told.pop(sequence_id, None)
             tokens = self._untold.pop(sequence_id, None)
             if tokens:  # of a run-ahead: it has no completion to say them
                 self.drafter.observe([sequence_id], [tokens])
             self.drafter.finish(sequence_id, completion)
         self._ended.clear()
+
+    def _report_beginnings(self) -> None:
+        """Tell the drafter which samples there are, those that wait for a slot included."""
+        for sequence_id, request in self._unstarted.items():
+            self.drafter.start(sequence_id, request)
+        self._unstarted.clear()
 
     def _tell(self, primaries: SequenceOf[Sequence]) -> None:
         """Tell the drafter of all tokens that it has not heard of."""
