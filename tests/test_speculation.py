@@ -221,6 +221,23 @@ def test_a_drafter_has_heard_of_all_ends_when_it_is_asked_and_behind_a_rollout(
     assert (witness.num_asks < num_steps) == (draft_budget == "auto")
 
 
+@pytest.mark.parametrize("draft_budget", [0, 2])
+def test_a_drafter_that_fails_at_an_end_says_so_once(draft_budget: int) -> None:
+    class Grumpy(Witness):
+        def finish(self, sequence_id: int, completion: Completion | None) -> None:
+            super().finish(sequence_id, completion)
+            if len(self.ends) == 3:
+                raise OSError("no room for what it said")
+
+    drafter = Grumpy()
+    engine = Engine(tiny_policy(), options(slots=4, draft_budget=draft_budget), drafter=drafter)
+    with pytest.raises(OSError, match="no room"):
+        generate(engine, train_requests())
+    assert engine.pool.num_used == 0
+    generate(engine, train_requests())
+    assert not drafter.said, "what was left to tell was told later"
+
+
 def test_a_drafter_that_breaks_its_promises_is_named() -> None:
     class Wild(DrafterBase):
         def propose(self, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:
