@@ -262,7 +262,7 @@ def test_drafts_that_do_not_pay_are_asked_for_now_and_then_and_come_back_when_th
     budget = DraftBudget(learned_cost(world))
     run(world, budget, 100)
     budget.take_metrics()
-    run(world, budget, 100)
+    run(world, budget, 500)
     assert 0 < budget.take_metrics()["engine/draft_asked_share"] < 0.1
     world.quality = 1.0
     run(world, budget, 150)
@@ -283,7 +283,8 @@ def test_asking_begins_anew_with_known_prompts_and_with_fewer_sequences(event: s
     assert [budget.max_nodes(64) for _ in range(3)] == [0, 0, 0], "a rollout like the last one: nothing to try again"
     if event == "known prompts":
         budget.begin_rollout(0.9)
-    assert budget.max_nodes(64 if event == "known prompts" else 8) > 0
+    asks = [budget.max_nodes(64 if event == "known prompts" else 8) > 0 for _ in range(6)]
+    assert asks[0] if event == "known prompts" else any(asks)
 
 
 def test_what_drafts_bring_is_remembered_for_each_number_of_sequences() -> None:

@@ -28,6 +28,7 @@ LONGER = 8
 """Each other pause is so many times longer than the one before, up to what `WASTE` allows."""
 GAIN_STEP, GAIN_STEP_OF_LOOK = 0.1, 0.25
 FIRST_PAUSE = 16
+"""Steps without a look where drafts have ceased to pay, and before the first look where prompts are new."""
 OTHER_SHARE = 0.2
 """Where so many more (or fewer) of the samples have a history than before, all is tried again."""
 SOONER = 4
@@ -90,12 +91,15 @@ class Asking:
         return True
 
     def _first_pause(self, size: int) -> int:
-        """How long a class waits for its first look: by what the next larger one that has had steps has learned."""
+        """How long a class waits for its first look: by what the next larger one that has had steps has learned.
+
+        The first class of all looks at once, but where nothing is known of the prompts: then samples shall speak first.
+        """
         for larger in range(size + 1, NUM_CLASSES):
             if self._pauses[larger]:
                 times_sooner: int = SOONER ** (larger - size)
                 return max(self._pauses[larger] // times_sooner, 1)
-        return 1
+        return 1 if self._known_share is None or self._known_share > OTHER_SHARE else FIRST_PAUSE
 
     def asked(self) -> None:
         """Drafts are asked for in this step."""

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +14,8 @@ IntArray = npt.NDArray[np.int64]
 TimeForward = Callable[[int, int, int], float]
 """(rows, context tokens of each row, rows with logits) -> seconds of one forward pass."""
 
-NUM_REPEATS = 3
-LINEAR_FROM = 4.0
+LINEAR_FROM = 3.0
 """Beyond a pass that takes so many times the smallest one's seconds, cost is taken to be linear and not timed."""
-LONG_FROM = 2.0
-"""Behind a pass that takes so many times the smallest one's seconds, larger ones are timed once."""
 DRIFT = 0.002
 """How far costs wander from step to step, as a share of them."""
 NOISE = 0.1
@@ -182,9 +178,7 @@ class StepCost:
                 or not effort.can_afford(4 * measured[-1][1], reserve=0.25)
             ):
                 break
-            # Long passes vary less, and a probe is paid for by the first rollout: one pass of them will do.
-            is_long = bool(measured) and measured[-1][1] > LONG_FROM * measured[0][1]
-            measured.append((rows, effort.time(rows, context, repeats=1 if is_long else NUM_REPEATS)))
+            measured.append((rows, effort.time(rows, context)))
         rows, seconds = measured[min(len(measured) - 1, 2)]
         longer = max_context_tokens - context
         per_token = 0.0
@@ -310,13 +304,12 @@ class _Effort:
         """Whether so many seconds more (of at least two passes) stay within the bound less a reserve."""
         return self._seconds + seconds <= (1 - reserve) * self._max_seconds and self._num_passes + 2 <= self._max_passes
 
-    def time(self, rows: int, context: int, repeats: int = NUM_REPEATS) -> float:
-        """Median of up to `repeats` passes behind one that does not count; fewer where the effort is at its bound."""
-        self._pass(rows, context)
-        times = [self._pass(rows, context)]
-        while len(times) < repeats and self.can_afford(times[-1]):
-            times.append(self._pass(rows, context))
-        return median(times)
+    def time(self, rows: int, context: int) -> float:
+        """The faster of two passes: the first of a size may compile or allocate, and either may have been disturbed.
+
+        A probe is paid for by the first rollout, and real steps correct it.
+        """
+        return min(self._pass(rows, context), self._pass(rows, context))
 
     def _pass(self, rows: int, context: int) -> float:
         seconds = self._time_forward(rows, context, rows)
