@@ -122,7 +122,8 @@ def test_a_traced_decoder_samples_the_trace_with_a_new_drafter_in_each_run(polic
         made.append(Repeater())
         return made[-1]
 
-    decoder = TracedDecoder("x", policy, EngineOptions(slots=0, kv_memory_gib=0.1), make_drafter=make, trace=trace)
+    options = EngineOptions(slots=0, kv_memory_gib=0.1, draft_budget=4)
+    decoder = TracedDecoder("x", policy, options, make_drafter=make, trace=trace)
     workload = Workload(lengths="recorded", requests=trace.requests, slots=2)
     for _ in range(2):
         run = decoder.run(workload)

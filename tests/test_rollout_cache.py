@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from srtrl.drafters.rollout_cache import PROMPT_BYTES, ROLLOUT_BYTES, TOKEN_BYTES, RolloutCache
@@ -99,6 +99,7 @@ Additions = st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 9), ma
 
 @settings(max_examples=60, deadline=None)
 @given(Additions, st.integers(0, 6000), st.permutations(range(6)))
+@example([(0, [0]), (0, [0, 0])], 648, list(range(6)))
 def test_the_accounts_agree_with_the_contents(
     additions: list[tuple[int, list[int]]], max_bytes: int, order: list[int]
 ) -> None:
@@ -115,7 +116,12 @@ def test_the_accounts_agree_with_the_contents(
         assert cache.num_rollouts == sum(map(len, held.values()))
         assert cache.num_tokens + cache.num_dropped_tokens <= num_added
         newest = {
-            key: [tokens for prompt, tokens in additions[: number + 1] if (prompt,) == key and tokens] for key in held
+            key: [
+                tokens
+                for prompt, tokens in additions[: number + 1]
+                if (prompt,) == key and tokens and size_of(1, len(tokens)) <= max_bytes  # others never came to stay
+            ]
+            for key in held
         }
         assert all(newest[key][-len(rollouts) :] == rollouts for key, rollouts in held.items())
 

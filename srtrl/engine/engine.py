@@ -305,20 +305,18 @@ class Engine:
             if walk.finish is None:
                 self.scheduler.trim(sequence)
                 continue
-            if sequence.is_run_ahead:
-                self.speculation.finish(sequence.sequence_id, None)
-                self.scheduler.finish(sequence)
-                continue
-            completion = Completion(
-                request=sequence.request,
-                token_ids=sequence.generated_token_ids,
-                rollout_logprobs=sequence.rollout_logprobs,
-                finish_reason=walk.finish,
-                policy_version=self.policy_version,
-            )
+            completion = None
+            if not sequence.is_run_ahead:
+                completion = Completion(
+                    request=sequence.request,
+                    token_ids=sequence.generated_token_ids,
+                    rollout_logprobs=sequence.rollout_logprobs,
+                    finish_reason=walk.finish,
+                    policy_version=self.policy_version,
+                )
+                completions.append(completion)
             self.speculation.finish(sequence.sequence_id, completion)
             self.scheduler.finish(sequence)
-            completions.append(completion)
         return completions
 
     def _decode(self, scheduled: ScheduledStep, draft: Draft) -> tuple[list[Walk], float, float]:
