@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import ROOT, DraftTree
 from srtrl.types import Completion, Purpose, Request, SamplingParams
 
 VOCAB = 1000
+TEXT = list(np.random.default_rng(1).integers(0, 50, 60).tolist())
+OTHER = list(np.random.default_rng(2).integers(0, 50, 60).tolist())
 
 
 def request(

@@ -2,18 +2,14 @@
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
-from drafter_cases import completion, decode, propose, request, run
+from drafter_cases import OTHER, TEXT, completion, decode, propose, request, run
 
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.history import Drafter as HistoryDrafter
 from srtrl.drafters.ngram import Drafter as NgramDrafter
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.drafters.suffix import Drafter as SuffixDrafter
-
-TEXT = list(np.random.default_rng(1).integers(0, 50, 60).tolist())
-OTHER = list(np.random.default_rng(2).integers(0, 50, 60).tolist())
 
 
 @pytest.mark.parametrize("num_told", [0, 7, 30])

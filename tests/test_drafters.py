@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drafter_cases import chain_of, completion, decode, propose, request, run
+from drafter_cases import OTHER, TEXT, chain_of, completion, decode, propose, request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,8 +23,6 @@ from srtrl.recipe_base import Section
 from srtrl.recipe_errors import validate_section
 from srtrl.rollout.recorded import RecordedPrompt, feed_drafter
 
-TEXT = list(np.random.default_rng(1).integers(0, 50, 60).tolist())
-OTHER = list(np.random.default_rng(2).integers(0, 50, 60).tolist())
 BY_CHANCE = 1
 """Tokens of such a text that may be guessed from the text itself."""
 

@@ -116,8 +116,8 @@ class RunAheads:
 
     def start(self, sequence_id: int, key: PromptKey, stream: int) -> None:
         """Let a sample follow the run-ahead of its stream, if there is one."""
-        run_ahead = self._texts and self._texts.get(key, {}).get(stream)
-        if run_ahead and run_ahead.tokens:
+        run_ahead = self._texts.get(key, {}).get(stream)
+        if run_ahead is not None and run_ahead.tokens:
             self._followers[sequence_id] = _Follower(run_ahead.tokens)
             self._num_followed += 1
 
@@ -135,10 +135,10 @@ class RunAheads:
 
     def forget(self, key: PromptKey, stream: int) -> None:
         """Forget what was decoded on a stream, if anything was."""
-        if texts := self._texts and self._texts.get(key):
-            texts.pop(stream, None)
-            if not texts:
-                del self._texts[key]
+        texts = self._texts.get(key, {})
+        texts.pop(stream, None)
+        if not texts:
+            self._texts.pop(key, None)
 
     def add_chains(self, trees: DraftTrees, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:
         """Merge the next chunk of each followed text into the sample's tree, best nodes first, within `max_nodes`."""

@@ -61,7 +61,7 @@ def learn_cost(
     features[0], features[1], features[2], features[3], features[4] = timed, 1.0, num_rows, context_tokens, has_drafts
     # By the model itself: the whole curve, made monotone, is for those who choose; this is every step's work.
     verify = weights[4] * has_drafts
-    rest = rests[bucket] * seen[bucket] / (seen[bucket] + prior_steps)
+    rest = _shrunk(rests[bucket], seen[bucket], prior_steps)
     estimate = max((features @ weights - verify) * (1.0 + rest) + verify, LEAST_SECONDS)
     seconds = min(max(seconds, estimate / clip), estimate * clip)
     follow_cost(weights, covariance, drifts, bounds, features, seconds, (noise * estimate) ** 2)
@@ -69,6 +69,12 @@ def learn_cost(
     model = max(features @ weights - verify, LEAST_SECONDS)
     seen[bucket] = min(seen[bucket] + 1.0, most_steps)
     rests[bucket] += ((seconds - verify) / model - 1.0 - rests[bucket]) / seen[bucket]
+
+
+@numba.njit(cache=True, nogil=True, forceinline=True)
+def _shrunk(rest: float, seen: float, prior_steps: float) -> float:
+    """A mean rest of so many steps, and of others beside them without any."""
+    return rest * seen / (seen + prior_steps)
 
 
 @numba.njit(cache=True, nogil=True, forceinline=True)
@@ -121,7 +127,7 @@ def fill_rests(rests: Array, seen: Array, log_edges: Array, prior_steps: float, 
     for i in range(len(seen)):
         if seen[i] == 0:
             continue
-        filled[i] = rests[i] * seen[i] / (seen[i] + prior_steps)
+        filled[i] = _shrunk(rests[i], seen[i], prior_steps)
         for between in range(before + 1, i):
             if before < 0:
                 filled[between] = filled[i]
