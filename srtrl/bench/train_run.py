@@ -18,6 +18,7 @@ from srtrl.bench.environment import read_environment
 from srtrl.bench.side_by_side import SLICE_TOKENS, side_by_side
 from srtrl.bench.statistics import paired_ratio
 from srtrl.bench.tables import Document, Grid
+from srtrl.engine.speculation import Speculation
 from srtrl.metrics import MetricRow, read_metrics
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe import Recipe
@@ -121,8 +122,11 @@ def train_in_turns(runs: Sequence[TrainingRun], teller: RunTeller, *, is_same: b
     """
     with ExitStack() as stack:
         trainers = [stack.enter_context(open_trainer(run.recipe, progress=_silent(run.recipe))) for run in runs]
+        speculations = [trainer.parts.engine.speculation for trainer in trainers]
         for step in range(1, runs[0].recipe.train.num_steps + 1):
             pairs = list(zip(runs, trainers, strict=True))
+            if is_same:
+                pairs = change_places(runs, trainers, speculations, step)
             if step % 2 == 0:
                 pairs.reverse()
             for _, of_equal_slots in groupby(pairs, key=lambda pair: pair[0].slots):
@@ -132,6 +136,24 @@ def train_in_turns(runs: Sequence[TrainingRun], teller: RunTeller, *, is_same: b
                 teller.tell(f"{run.name}, {run.slots} slots, step {step}: rollouts {seconds}")
             if is_same:
                 check_same(runs)
+
+
+def change_places(
+    runs: Sequence[TrainingRun], trainers: Sequence[Trainer], speculations: Sequence[Speculation], step: int
+) -> list[tuple[TrainingRun, Trainer]]:
+    """Every other step, let the runs of equal slots change trainers; each takes its drafter and budget along.
+
+    Trainers that have learned the same differ in one thing only, where their memory lies; and runs without drafts that
+    differed in nothing else were up to 4% slower or faster than each other, step after step (docs/LOG.md).
+    """
+    pairs = []
+    for _, equal_slots in groupby(range(len(runs)), key=lambda index: runs[index].slots):
+        places = list(equal_slots)
+        shift = (step - 1) // 2 % len(places)
+        for index, place in zip(places, places[shift:] + places[:shift], strict=True):
+            trainers[place].parts.engine.speculation = speculations[index]
+            pairs.append((runs[index], trainers[place]))
+    return pairs
 
 
 def _steps(pairs: Sequence[tuple[TrainingRun, Trainer]], step: int) -> None:
@@ -248,7 +270,11 @@ def describe(recipe: Recipe, path: Path, runs: Sequence[TrainingRun], *, is_same
         "with a 95% interval (how steps differ is in it, too).",
     ]
     if is_same:
-        notes.append("Every step of all runs had the same rewards, losses and lengths (checked with `==`).")
+        notes.append(
+            "Every step of all runs had the same rewards, losses and lengths (checked with `==`). So runs of equal slots "
+            "change places every other step: each one decodes and learns with the weights and pages of each other's "
+            "memory, for where these lie makes identical runs differ by percents."
+        )
     if len({run.slots for run in runs}) > 1:
         of_baseline = {run.slots: sum(row[ROLLOUT] for row in run.rows) for run in runs if run.name == runs[0].name}
         fastest = min(of_baseline, key=lambda slots: of_baseline[slots])
