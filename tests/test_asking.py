@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from srtrl.engine.asking import FIRST_PAUSE, LONGEST_LOOK, WASTE, Asking
+from srtrl.engine.asking import FIRST_PAUSE, LEAST_LOOK, LONGEST_LOOK, WASTE, Asking
 
 PLAIN = 1.0
 DRAFT = 0.05
@@ -17,6 +17,8 @@ class Steps:
 
     asking: Asking
     num_sequences: int = 64
+    one_in: int = 1
+    """Only one in so many sequences is asked for."""
 
     def ask(self, more_tokens: float, *, catch_up: float = DRAFT) -> bool:
         """One step; returns whether it asked."""
@@ -24,8 +26,10 @@ class Steps:
         if not self.asking.is_due(self.num_sequences):
             return False
         self.asking.asked()
-        self.asking.learn(self.num_sequences, more_tokens, PLAIN, PLAIN)
-        self.asking.record_seconds(self.num_sequences, DRAFT if was_asking else catch_up)
+        num_asked = self.num_sequences // self.one_in
+        self.asking.learn(self.num_sequences, num_asked, more_tokens, PLAIN, PLAIN)
+        seconds = DRAFT if was_asking else catch_up
+        self.asking.record_seconds(self.num_sequences, seconds, seconds / self.one_in)
         return True
 
     def asks(self, num_steps: int, more_tokens: float = 0.0) -> int:
@@ -42,13 +46,14 @@ class Steps:
 
 
 def test_a_look_is_several_asks_and_one_to_catch_up() -> None:
-    assert Steps(Asking()).until_paused(0.0) == LONGEST_LOOK + 1
+    assert Steps(Asking(), num_sequences=16).until_paused(0.0) == LONGEST_LOOK + 1
+    assert Steps(Asking(), num_sequences=256).until_paused(0.0) == LEAST_LOOK + 1
 
 
 def test_the_first_asks_of_a_look_do_not_decide() -> None:
     """As when more is known than before: the chances were learned without a history; the first outcomes raise them."""
-    steps = Steps(Asking())
-    assert all(steps.ask(more_tokens) for more_tokens in [0.0, 0.0, 0.02, 0.05, 0.1, *[0.3] * (LONGEST_LOOK - 4)])
+    steps = Steps(Asking(), num_sequences=16)
+    assert all(steps.ask(more_tokens) for more_tokens in [0.0, 0.0, 0.02, 0.05, *[0.3] * (LONGEST_LOOK - 3)])
     assert steps.asks(100, 0.3) == 100
 
 
@@ -60,6 +65,15 @@ def test_looks_take_a_small_share_of_the_time() -> None:
     steps = Steps(Asking())
     steps.asks(2000)
     assert 0 < steps.asks(20_000) * DRAFT < 1.2 * WASTE * 20_000 * PLAIN
+
+
+def test_a_look_at_some_of_the_sequences_has_more_asks_and_is_repeated_sooner() -> None:
+    whole, part = Steps(Asking(), num_sequences=256), Steps(Asking(), num_sequences=256, one_in=8)
+    assert part.until_paused(0.0) > whole.until_paused(0.0)
+    for steps in (whole, part):
+        steps.asks(20_000)
+    num_whole, num_part = whole.asks(100_000), part.asks(100_000)
+    assert 0.8 < num_part / 8 / num_whole < 1.2, "they take the same share of the time"
 
 
 def test_what_comes_to_pay_is_found() -> None:
@@ -116,7 +130,7 @@ def test_what_an_ask_takes_is_neither_that_of_a_compilation_nor_the_least_one() 
         asking.is_due(1)
         asking.asked()
         if step:
-            asking.record_seconds(1, seconds[step - 1])
+            asking.record_seconds(1, seconds[step - 1], 0.0)
         if step == 2:
             assert asking.draft_seconds(1) == 0.08, "5 seconds were no measure of it"
     assert 0.095 < asking.draft_seconds(1) < 0.105

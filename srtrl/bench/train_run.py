@@ -271,9 +271,9 @@ def describe(recipe: Recipe, path: Path, runs: Sequence[TrainingRun], *, is_same
     ]
     if is_same:
         notes.append(
-            "Every step of all runs had the same rewards, losses and lengths (checked with `==`). So runs of equal slots "
-            "change places every other step: each one decodes and learns with the weights and pages of each other's "
-            "memory, for where these lie makes identical runs differ by percents."
+            "Every step of all runs had the same rewards, losses and lengths (checked with `==`). So runs of equal "
+            "slots change places every other step, and each decodes and learns in the memory of each other: where "
+            "weights and pages lie makes identical runs differ by percents."
         )
     if len({run.slots for run in runs}) > 1:
         of_baseline = {run.slots: sum(row[ROLLOUT] for row in run.rows) for run in runs if run.name == runs[0].name}

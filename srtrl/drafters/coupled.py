@@ -135,6 +135,8 @@ class RunAheads:
 
     def forget(self, key: PromptKey, stream: int) -> None:
         """Forget what was decoded on a stream, if anything was."""
+        if not self._texts:
+            return
         texts = self._texts.get(key, {})
         texts.pop(stream, None)
         if not texts:

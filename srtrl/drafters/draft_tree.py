@@ -96,6 +96,12 @@ class DraftTrees:
             offsets=np.zeros(num_trees + 1, np.int64),
         )
 
+    def spread(self, places: npt.NDArray[np.int64], num_trees: int) -> "DraftTrees":
+        """Return `num_trees` trees: these at `places` [B], ascending, and empty ones between them."""
+        offsets = np.zeros(num_trees + 1, np.int64)
+        offsets[places + 1] = self.sizes
+        return DraftTrees(token_ids=self.token_ids, parents=self.parents, scores=self.scores, offsets=offsets.cumsum())
+
     @property
     def num_nodes(self) -> int:
         """Number of drafted tokens in all trees."""

@@ -142,7 +142,7 @@ class PromptTries:
 
     def insert(self, key: PromptKey, token_ids: Sequence[int] | Tokens) -> None:
         """Add a finished text to the prompt's trie, if it has one."""
-        prompt = self._prompts.get(key)
+        prompt = self._prompts.get(key) if self._prompts else None
         if prompt and prompt.trie:
             prompt.trie.insert(token_ids)
 
@@ -239,12 +239,10 @@ class PromptTries:
 
 def _tries_and_cursors(samples: Iterable[LiveSample]) -> tuple[list[TokenTrie], list[int]]:
     """Of samples that draft."""
-    tries, cursors = [], []
-    for sample in samples:
-        assert sample.prompt.trie is not None
-        assert sample.cursor is not None
-        tries.append(sample.prompt.trie)
-        cursors.append(sample.cursor)
+    samples = list(samples)
+    tries = [sample.prompt.trie for sample in samples if sample.prompt.trie is not None]
+    cursors = [sample.cursor for sample in samples if sample.cursor is not None]
+    assert len(tries) == len(cursors) == len(samples), "each has a cursor in its prompt's trie"
     return tries, cursors
 
 

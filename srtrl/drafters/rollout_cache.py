@@ -164,11 +164,18 @@ class RolloutCache:
             self._entries[key] = entry
             self.num_bytes += PROMPT_BYTES + len(key)
         entry.added = self._num_added
-        entry.rollouts.append(rollout)
-        entry.num_tokens += len(rollout)
-        self._count(1, len(rollout))
-        if len(entry.rollouts) > self.max_rollouts:
-            self._drop_oldest(entry)
+        # In place of `_count` and `_drop_oldest`: most rollouts take the place of one, and hundreds end together.
+        rollouts = entry.rollouts
+        rollouts.append(rollout)
+        num_tokens = len(rollout)
+        if len(rollouts) > self.max_rollouts:
+            num_tokens -= len(rollouts.pop(0))
+        else:
+            self.num_rollouts += 1
+            self.num_bytes += ROLLOUT_BYTES
+        entry.num_tokens += num_tokens
+        self.num_tokens += num_tokens
+        self.num_bytes += TOKEN_BYTES * num_tokens
         if self._heap is not None:
             heapq.heappush(self._heap, entry.order)
         while self.num_bytes > self.max_bytes:

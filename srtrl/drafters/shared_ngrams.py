@@ -61,8 +61,8 @@ class SharedNgrams:
         if self._unread:
             if not len(self._table):
                 self._table = np.zeros((self._num_contexts, ENTRIES + 2 * WAYS), np.int32)
-            for text in self._unread:
-                _add_text(self._table, text)
+            ends = np.array([len(text) for text in self._unread], np.int64).cumsum()
+            _add_texts(self._table, np.concatenate(self._unread), ends)
             self._unread, self._num_unread = [], 0
         return self._table
 
@@ -94,12 +94,16 @@ def find_context(table: Table, first: int, second: int) -> int:
 
 
 @numba.njit(cache=True, nogil=True)
-def _add_text(table: Table, token_ids: Table) -> None:
-    before, last = START_TOKEN, START_TOKEN
-    for token in token_ids:
-        _count(table, before, last, token)
-        _count(table, NO_TOKEN, last, token)
-        before, last = last, token
+def _add_texts(table: Table, token_ids: Table, ends: Table) -> None:
+    """Learn from texts that lie end to end; `ends` [n] int64 are their ends."""
+    first = 0
+    for end in ends:
+        before, last = START_TOKEN, START_TOKEN
+        for token in token_ids[first:end]:
+            _count(table, before, last, token)
+            _count(table, NO_TOKEN, last, token)
+            before, last = last, token
+        first = end
 
 
 @numba.njit(cache=True, nogil=True)

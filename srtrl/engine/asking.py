@@ -12,12 +12,12 @@ were made for other samples or with fewer nodes, and the first outcomes change t
 
 NUM_CLASSES = 32
 """Each is a factor of 2 wide."""
-LEAST_LOOK, LONGEST_LOOK = 3, 8
-OUTCOMES_OF_LOOK = 512
+LEAST_LOOK, LONGEST_LOOK = 3, 6
+OUTCOMES_OF_LOOK = 192
 """A look goes on until so many drafts have been made, and takes so many asks at least and at most; those with which the
 drafter catches up are not counted."""
 LONGEST_PAUSE = 4096
-WASTE = 0.002
+WASTE = 0.001
 """Where drafts do not pay, looking whether they do again takes about this share of the time."""
 WORTH_ASKING, NOT_WORTH_ASKING = 0.06, 0.03
 """Gain that a look must show for asking always, and below which that ends. With 0, quickstart's first epoch was 8%
@@ -90,6 +90,10 @@ class Asking:
             self._num_asks[size], self._look_seconds[size] = 0, 0.0
         return True
 
+    def only_looks(self, num_sequences: int) -> bool:
+        """Whether an ask in the coming step would be one of a look."""
+        return not self._asks_always[class_of(num_sequences)]
+
     def _first_pause(self, size: int) -> int:
         """How long a class waits for its first look: by what the next larger one that has had steps has learned.
 
@@ -113,18 +117,24 @@ class Asking:
         """What drafting takes in a step of so many sequences; 0 where it is not known."""
         return self._draft_seconds[class_of(num_sequences)]
 
-    def record_seconds(self, num_sequences: int, draft_seconds: float) -> None:
-        """Learn what drafting took: proposing, choosing and learning, in one step."""
+    def record_seconds(self, num_sequences: int, draft_seconds: float, spent_seconds: float) -> None:
+        """Learn what drafting took: proposing, choosing and learning, in one step.
+
+        Args:
+            num_sequences: Of that step.
+            draft_seconds: For all of them.
+            spent_seconds: For those that were asked for.
+        """
         seconds = self._draft_seconds if self._asked_before else self._catch_up_seconds
         size = class_of(num_sequences)
-        self._look_seconds[size] += draft_seconds
+        self._look_seconds[size] += spent_seconds
         known = seconds[size] or draft_seconds
         if draft_seconds < 0.5 * known:  # a kernel had to be compiled before
             seconds[size] = draft_seconds
         else:
             seconds[size] = known + 0.2 * (min(draft_seconds, 2 * known) - known)
 
-    def learn(self, num_sequences: int, more_tokens: float, plain: float, drafted: float) -> None:
+    def learn(self, num_sequences: int, num_asked: int, more_tokens: float, plain: float, drafted: float) -> None:
         """Follow what asking brings, drafting time included, and decide whether to go on.
 
         The first ask after a pause does not show what asking costs, for the drafter has to catch up: in a look it does
@@ -132,6 +142,7 @@ class Asking:
 
         Args:
             num_sequences: Of the step in which drafts were asked for.
+            num_asked: For how many of them. The rest is as if they had been asked for all.
             more_tokens: Expected tokens of the drafts, as a share of those without.
             plain: Seconds of the step without drafts.
             drafted: Seconds of the step with the chosen ones, drafting not included.
@@ -144,7 +155,7 @@ class Asking:
         if self._is_looking[size]:
             self._num_asks[size] += 1
             self._gains[size] += max(1 / self._num_asks[size], GAIN_STEP_OF_LOOK) * (gain - self._gains[size])
-            num_asks = min(max(OUTCOMES_OF_LOOK // num_sequences, LEAST_LOOK), LONGEST_LOOK)
+            num_asks = min(max(OUTCOMES_OF_LOOK // num_asked, LEAST_LOOK), LONGEST_LOOK)
             is_clear = self._num_asks[size] > 1 and self._gains[size] < CLEAR_LOSS
             if is_clear or self._num_asks[size] >= num_asks:
                 self._end_look(size, plain)
@@ -162,7 +173,9 @@ class Asking:
         if self._asks_always[size]:
             self._pauses[size] = 1
             return
-        longest = int(min(max(self._look_seconds[size] / plain / WASTE, 1), LONGEST_PAUSE))
+        num_asks = self._num_asks[size]
+        look_seconds = self._look_seconds[size] * (num_asks + 1) / num_asks  # the last ask is not over
+        longest = int(min(max(look_seconds / plain / WASTE, 1), LONGEST_PAUSE))
         first = max(longest // LONGER**2, 1)
         is_clear = self._gains[size] < CLEAR_LOSS
         self._pauses[size] = longest if is_clear else min(LONGER * max(self._pauses[size], first), longest)

@@ -8,21 +8,17 @@ nodes each or none; with a last straggler it is many.
 
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.drafters.draft_tree import ROOT, DraftTrees
+from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.engine.asking import NUM_CLASSES, Asking, class_of
+from srtrl.engine.budget_kernel import DRAFTED, EXPECTED, NUM_OUTCOMES, PLAIN, WORTH, choose_nodes, keep_nodes
 from srtrl.engine.calibration import Calibration, Trust
 from srtrl.engine.step_cost import StepCost
 
 Array = npt.NDArray[Any]
 
-MIN_GAIN = 0.02
-"""Estimates are noisy: drafts must promise so much more than none."""
-SLACK = 0.002
-"""Of choices that are as good as the best up to this share, the one with the fewest nodes is taken."""
 FIRST_ASK, LEAST_ASK = 16, 4
 """Nodes of a sequence to ask for at first, and at least."""
 USE_MEMORY = 0.95
@@ -39,6 +35,8 @@ FIRST_PLAIN = 4
 TAIL_SHARE = 0.25
 """While a rollout drains, about so many of the drafts' tokens make it end sooner: those of the last samples. The others
 make later steps smaller, and that is worth what rows cost, and none of what a step costs beside."""
+GROWING_SHARE = 0.6
+"""Of the time that drafting for a look's sequences takes, so much grows with their number."""
 CHEAP_SHARE = 0.5
 """Scores may be too low by so much: what is proposed reaches down to this share of a node's price."""
 PRICED_ROWS = 32
@@ -95,23 +93,36 @@ class DraftBudget:
         self._num_sequences = num_sequences
         self._num_steps += 1
         self._last_expected = 0.0
-        if self.fixed is None:
-            size = class_of(num_sequences)
-            self._steps_since_plain[size] += 1
-            longest = PLAIN_INTERVALS[self._asking.gain(num_sequences) >= SMALL_GAIN]
-            self._plain_left = max(self._plain_left - 1, 0)
-            if self._steps_since_plain[size] >= min(self._plain_intervals[size], longest):
-                self._plain_left = PLAIN_STEPS
-                self._plain_intervals[size] = min(2 * self._plain_intervals[size], max(PLAIN_INTERVALS))
-            if not self._asking.is_due(num_sequences) or self._plain_left:
-                self._steps_since_plain[size] = 0
-                return 0
+        if self.fixed is None and not self._is_due(num_sequences):
+            return 0
         self._asking.asked()
         self._num_asks += 1
         if self.fixed is not None:
             return self.fixed
         room = -(-max(self.cost.max_rows - num_sequences, 0) // max(num_sequences, 1))
         return min(max(LEAST_ASK, min(int(2 * self._use + 0.5), room)), self._most_nodes)
+
+    def _is_due(self, num_sequences: int) -> bool:
+        """Whether to ask, one of some steps apart whose cost without drafts is to be learned."""
+        size = class_of(num_sequences)
+        self._plain_left = max(self._plain_left - 1, 0)
+        if not self._asking.is_due(num_sequences):
+            self._steps_since_plain[size] = 0
+            return False
+        self._steps_since_plain[size] += 1
+        longest = PLAIN_INTERVALS[self._asking.gain(num_sequences) >= SMALL_GAIN]
+        if self._steps_since_plain[size] >= min(self._plain_intervals[size], longest):
+            self._plain_left = PLAIN_STEPS
+            self._plain_intervals[size] = min(2 * self._plain_intervals[size], max(PLAIN_INTERVALS))
+        if self._plain_left:
+            self._steps_since_plain[size] = 0
+            return False
+        return True
+
+    @property
+    def only_looks(self) -> bool:
+        """Whether the coming step asks just to see whether drafts pay: then some of the sequences are enough."""
+        return self.fixed is None and self._asking.only_looks(self._num_sequences)
 
     def least_score(self, num_sequences: int, num_roots: int, context_per_row: float) -> float:
         """Return the score below which nodes hardly pay in the coming step, so that they need not be proposed.
@@ -140,6 +151,7 @@ class DraftBudget:
         num_other_rows: int = 0,
         weights: npt.NDArray[np.float64] | None = None,
         is_draining: bool = False,
+        asked_share: float = 1.0,
     ) -> DraftTrees:
         """Return the nodes to verify: trees again, nodes in their old order, with the drafter's scores.
 
@@ -150,44 +162,49 @@ class DraftBudget:
             weights: [B], worth of a token of each sequence, at least 0: above 1 for those that will be last, 0 where
                 nobody waits for it; by default all are 1.
             is_draining: No sample waits for a slot; whether asking pays is then judged more strictly.
+            asked_share: Drafts were asked for so many of the sequences. What is chosen for these, and what it brings,
+                is as if the others had such drafts, too.
         """
+        if not len(trees):
+            return trees
         worths = np.ones(len(trees)) if weights is None else np.asarray(weights, np.float64)
         assert len(worths) == len(trees)
-        chances = self.calibration.calibrated(trees)
         if self.fixed is not None:
             keep = np.arange(trees.num_nodes) - np.repeat(trees.offsets[:-1], trees.sizes) < self.fixed
-        elif not trees.num_nodes:
-            keep = np.empty(0, np.bool_)
-        else:
-            rows = np.arange(trees.num_nodes + 1) + len(trees)
-            seconds = self._step_seconds(rows, context_tokens / len(trees))
-            with_others = seconds
-            if num_other_rows:
-                with_others = self._step_seconds(rows + num_other_rows, context_tokens / len(trees))
-            keep = np.empty(trees.num_nodes, np.bool_)
-            draft_seconds = self._asking.draft_seconds(self._num_sequences)
-            _choose(chances, trees.offsets, worths, seconds, with_others, draft_seconds, self.trust, keep)
-        chosen = _keep_nodes(trees, keep)
-        self._last_expected = float(chances[keep].sum())
-        if self.fixed is None and len(trees):
-            self._use = max(USE_MEMORY * self._use, float(chosen.sizes.max()))
-            plain, drafted = self._step_seconds(
-                np.array([len(trees), len(trees) + chosen.num_nodes]), context_tokens / len(trees)
-            ).tolist()
-            expected = float((np.repeat(worths, trees.sizes)[keep] * chances[keep]).sum())
-            if self._asking.asks_now:
-                more_tokens = self.trust * expected / max(float(worths.sum()), 1e-9)
-                if is_draining:
-                    alone = self.cost.seconds(1, context_tokens / len(trees))
-                    more_tokens *= 1 - (1 - TAIL_SHARE) * (1 - 1 / len(trees)) * min(alone / plain, 1.0)
-                self._asking.learn(self._num_sequences, more_tokens, plain, drafted)
+            self._last_expected = float(self.calibration.calibrated(trees)[keep].sum())
+            return _of_kept(trees, keep)
+        keep = np.empty(trees.num_nodes, np.bool_)
+        outcome = np.empty(NUM_OUTCOMES)
+        curve = self.cost.curve(context_tokens / len(trees))
+        trust = self.trust
+        choose_nodes(
+            trees.parents,
+            trees.scores,
+            trees.offsets,
+            worths,
+            self.calibration.corrections,
+            curve.edges,
+            curve.values,
+            curve.tail_slope,
+            self.cost.verify_seconds,
+            asked_share,
+            num_other_rows,
+            self.draft_seconds,
+            trust,
+            keep,
+            outcome,
+        )
+        chosen = _of_kept(trees, keep)
+        self._last_expected, plain = float(outcome[EXPECTED]), float(outcome[PLAIN])
+        self._use = max(USE_MEMORY * self._use, float(chosen.sizes.max()))
+        if self._asking.asks_now:
+            more_tokens = trust * float(outcome[WORTH]) / asked_share / max(float(worths.sum()), 1e-9)
+            if is_draining:
+                alone = self.cost.seconds(1, context_tokens / len(trees))
+                more_tokens *= 1 - (1 - TAIL_SHARE) * (1 - 1 / len(trees)) * min(alone / plain, 1.0)
+            num_asked = max(round(asked_share * self._num_sequences), 1)
+            self._asking.learn(self._num_sequences, num_asked, more_tokens, plain, float(outcome[DRAFTED]))
         return chosen
-
-    def _step_seconds(self, rows: npt.NDArray[np.int64], context_per_row: float) -> npt.NDArray[np.float64]:
-        """Seconds of steps of so many rows; the first has no draft nodes, and those with more rows have some."""
-        seconds = self.cost.seconds_at(rows, context_per_row)
-        seconds[rows > rows[0]] += self.cost.verify_seconds
-        return seconds
 
     def observe(self, trees: DraftTrees, emitted_offsets: npt.NDArray[np.int64], emitted_tokens: Array) -> None:
         """Learn how good the estimates were.
@@ -195,16 +212,18 @@ class DraftBudget:
         Args:
             trees: What was proposed, before `select`.
             emitted_offsets: [B + 1], where each sequence's tokens begin in `emitted_tokens`.
-            emitted_tokens: Tokens that the step gave: accepted ones and the bonus token.
+            emitted_tokens: Tokens that the step gave: accepted ones and the bonus token. Those of a sequence without
+                nodes may be left out.
         """
         self.calibration.observe(trees, emitted_offsets, emitted_tokens)
         if trees.num_nodes:  # where nothing was verified, calibration goes on, and an old distrust fades
-            num_accepted = len(emitted_tokens) - len(trees)
+            num_accepted = len(emitted_tokens) - int(np.count_nonzero(np.diff(emitted_offsets)))
             self._trust.observe(class_of(self._num_sequences), self._last_expected, num_accepted)
 
-    def record_drafting(self, seconds: float) -> None:
+    def record_drafting(self, seconds: float, asked_share: float = 1.0) -> None:
         """Learn what `propose`, `select` and `observe` took together; where drafts were asked for, behind `observe`."""
-        self._asking.record_seconds(self._num_sequences, seconds)
+        for_all = seconds * (1 + GROWING_SHARE * (1 / asked_share - 1))
+        self._asking.record_seconds(self._num_sequences, for_all, seconds)
 
     def record(self, trees: DraftTrees, *, context_tokens: float, seconds: float, was_asked: bool) -> None:
         """Learn what a step without prompt rows cost; it may be called when the next step has begun.
@@ -232,6 +251,16 @@ class DraftBudget:
         """Accepted nodes by expected ones, in steps of as many sequences as this one."""
         return self._trust.of(class_of(self._num_sequences))
 
+    @property
+    def gain(self) -> float:
+        """What asking has brought in such steps, as a share of the tokens per second without."""
+        return self._asking.gain(self._num_sequences)
+
+    @property
+    def draft_seconds(self) -> float:
+        """What drafting for all sequences takes in such steps; 0 where it is not known."""
+        return self._asking.draft_seconds(self._num_sequences)
+
     def take_metrics(self) -> dict[str, float]:
         """Metrics since the last call."""
         metrics = {
@@ -243,112 +272,8 @@ class DraftBudget:
         return metrics
 
 
-def _keep_nodes(trees: DraftTrees, keep: npt.NDArray[np.bool_]) -> DraftTrees:
+def _of_kept(trees: DraftTrees, keep: npt.NDArray[np.bool_]) -> DraftTrees:
     """Return the trees of some of the nodes; a kept node's parent is kept."""
     offsets = np.empty_like(trees.offsets)
-    kept = np.empty(int(np.count_nonzero(keep)), np.int64)
-    parents = np.empty(len(kept), np.int32)
-    _index_kept(trees.parents, trees.offsets, keep, offsets, kept, parents)
-    return DraftTrees(token_ids=trees.token_ids[kept], parents=parents, scores=trees.scores[kept], offsets=offsets)
-
-
-@numba.njit(cache=True, nogil=True)
-def _index_kept(
-    parents: Array, offsets: Array, keep: Array, new_offsets: Array, kept: Array, new_parents: Array
-) -> None:
-    """Fill the new trees' offsets [B + 1], their nodes' old indices and their new parents (within each tree)."""
-    places = np.empty(len(parents), np.int32)
-    count = 0
-    for b in range(len(offsets) - 1):
-        new_offsets[b] = count
-        first = offsets[b]
-        for node in range(first, offsets[b + 1]):
-            if keep[node]:
-                parent = parents[node]
-                places[node] = count - new_offsets[b]
-                new_parents[count] = ROOT if parent == ROOT else places[first + parent]
-                kept[count] = node
-                count += 1
-    new_offsets[len(offsets) - 1] = count
-
-
-@numba.njit(cache=True, nogil=True)
-def _choose(
-    chances: Array,
-    offsets: Array,
-    weights: Array,
-    seconds: Array,
-    with_others: Array,
-    draft_seconds: float,
-    trust: float,
-    keep: Array,
-) -> None:
-    """Mark the nodes of the best step: that of most tokens per second.
-
-    Where prompt rows are in the step, their time is spent anyway, and more tokens to share it are no gain: there a node
-    is worth it if its token costs less time than it would in a step of the same sequences without prompt rows.
-
-    Args:
-        chances: [num_nodes] float32, in [0, 1], of a node never more than of its parent.
-        offsets: [B + 1] int64.
-        weights: [B] float64, worth of a token.
-        seconds: [num_nodes + 1] float64, of a step with so many nodes and no other rows.
-        with_others: [num_nodes + 1] float64, with the other rows of this step; `seconds` itself if there are none.
-        draft_seconds: What asking takes in each step that verifies drafts. It is spent by now, and still lowers the
-            rate that such steps reach: a second is worth fewer tokens, and nodes pay that else would not.
-        trust: Factor of the chances.
-        keep: [num_nodes] bool, written.
-    """
-    worths = np.empty(len(chances), np.float32)
-    total = 0.0
-    for b in range(len(offsets) - 1):
-        total += weights[b]
-        for node in range(offsets[b], offsets[b + 1]):
-            worths[node] = weights[b] * chances[node]
-    # Stable: of equals the first comes first, and parents come before their children.
-    order = descending_order(worths)
-    plain_rate = total / seconds[0]
-    best_rate = verified_rate = plain_rate
-    worth = total
-    for i in range(len(order)):
-        worth += trust * worths[order[i]]
-        verified_rate = max(verified_rate, worth / seconds[i + 1])
-        best_rate = max(best_rate, worth / (seconds[i + 1] + draft_seconds))
-    count = 0
-    if verified_rate > (1.0 + MIN_GAIN) * plain_rate:
-        # Of all counts the best rate's has the largest worth - best_rate x seconds (Dinkelbach 1967).
-        values = np.empty(len(order) + 1, np.float64)
-        values[0] = worth = total - best_rate * with_others[0]
-        for i in range(len(order)):
-            worth += trust * worths[order[i]] - best_rate * (with_others[i + 1] - with_others[i])
-            values[i + 1] = worth
-        if values.max() > values[0] + MIN_GAIN * total:
-            while values[count] < values.max() - SLACK * total:
-                count += 1
-    keep[:] = False
-    for i in range(count):
-        keep[order[i]] = True
-
-
-@numba.njit(cache=True, nogil=True)
-def descending_order(values: Array) -> Array:
-    """Return the indices that sort `values` [n] float32, at least 0, from the largest; equals keep their order.
-
-    A radix sort of the bits, which are ordered as the values: three passes of 11 bits.
-    """
-    num_values = len(values)
-    keys = ~values.view(np.uint32)
-    order = np.arange(num_values).astype(np.int32)
-    other = np.empty(num_values, np.int32)
-    for shift in (0, 11, 22):
-        starts = np.zeros(2049, np.int64)
-        for i in range(num_values):
-            starts[((keys[i] >> shift) & 2047) + 1] += 1
-        for digit in range(2048):
-            starts[digit + 1] += starts[digit]
-        for i in range(num_values):
-            digit = (keys[order[i]] >> shift) & 2047
-            other[starts[digit]] = order[i]
-            starts[digit] += 1
-        order, other = other, order
-    return order
+    token_ids, parents, scores = keep_nodes(trees.token_ids, trees.parents, trees.scores, trees.offsets, keep, offsets)
+    return DraftTrees(token_ids=token_ids, parents=parents, scores=scores, offsets=offsets)

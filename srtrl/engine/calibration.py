@@ -41,14 +41,15 @@ class Calibration:
         self._counts = np.zeros((NUM_DEPTHS, NUM_KNOTS))
         self._excess = np.zeros((NUM_DEPTHS, NUM_KNOTS))
         """Sum of outcome - q."""
-        self._corrections = np.zeros((NUM_DEPTHS, NUM_KNOTS))
+        self.corrections = np.zeros((NUM_DEPTHS, NUM_KNOTS))
+        """What is added to the conditional scores of each class."""
         self._errors = np.zeros((NUM_ERROR_BINS, 3))
         """Of the conditional chances given out, by size: number, sum, and sum of the outcomes."""
 
     def calibrated(self, trees: DraftTrees) -> npt.NDArray[np.float32]:
         """Return [num_nodes], the chance that each node is accepted; never more than its parent's."""
         chances = np.empty(trees.num_nodes, np.float32)
-        _calibrate(trees.parents, trees.scores, trees.offsets, self._corrections, chances)
+        calibrate(trees.parents, trees.scores, trees.offsets, self.corrections, chances)
         return chances
 
     def observe(self, trees: DraftTrees, emitted_offsets: npt.NDArray[np.int64], emitted_tokens: Array) -> None:
@@ -60,22 +61,18 @@ class Calibration:
             emitted_tokens: Tokens that the step gave: accepted ones and the bonus token.
         """
         assert len(emitted_offsets) == len(trees) + 1
-        self._counts *= MEMORY
-        self._excess *= MEMORY
-        if trees.num_nodes:
-            _observe(
-                trees.token_ids,
-                trees.parents,
-                trees.scores,
-                trees.offsets,
-                emitted_offsets,
-                np.asarray(emitted_tokens, np.int64),
-                self._corrections,
-                self._counts,
-                self._excess,
-                self._errors,
-            )
-        self._corrections = self._excess / (self._counts + PRIOR_COUNT)
+        _observe(
+            trees.token_ids,
+            trees.parents,
+            trees.scores,
+            trees.offsets,
+            emitted_offsets,
+            np.asarray(emitted_tokens, np.int64),
+            self.corrections,
+            self._counts,
+            self._excess,
+            self._errors,
+        )
 
     @property
     def error(self) -> float:
@@ -142,8 +139,8 @@ def _correct(conditional: float, place: float, corrections: Array) -> float:
 
 
 @numba.njit(cache=True, nogil=True)
-def _calibrate(parents: Array, scores: Array, offsets: Array, corrections: Array, chances: Array) -> None:
-    """Fill `chances` [num_nodes] float32."""
+def calibrate(parents: Array, scores: Array, offsets: Array, corrections: Array, chances: Array) -> None:
+    """Fill `chances` [num_nodes] float32; `corrections` is [NUM_DEPTHS, NUM_KNOTS], see `Calibration`."""
     depths = np.empty(len(parents), np.int32)
     for b in range(len(offsets) - 1):
         first = offsets[b]
@@ -170,6 +167,8 @@ def _observe(
     errors: Array,
 ) -> None:
     """Add the outcomes of all nodes whose parent is on the emitted path; see `Calibration.observe`."""
+    counts *= MEMORY
+    excess *= MEMORY
     matched = np.empty(len(parents), np.int32)  # tokens of the emitted path up to this node; 0: it is not on it
     for b in range(len(offsets) - 1):
         first, num_emitted = offsets[b], emitted_offsets[b + 1] - emitted_offsets[b]
@@ -197,3 +196,4 @@ def _observe(
             errors[error_bin, 0] += 1.0
             errors[error_bin, 1] += chance
             errors[error_bin, 2] += outcome
+    corrections[:] = excess / (counts + PRIOR_COUNT)

@@ -11,13 +11,13 @@ from itertools import chain
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.drafters.rehearsal import rehearse_once
 from srtrl.engine.budget import DraftBudget
+from srtrl.engine.look_sample import LookSample
 from srtrl.engine.runner import ModelRunner
 from srtrl.engine.scheduler import Scheduler
 from srtrl.engine.sequence import ScheduledStep, Sequence
@@ -52,8 +52,13 @@ class Draft:
     """Spent on proposing, choosing and learning, and on what had been put off until the drafter was asked."""
     late_seconds: float
     """Of these, spent on what had been put off: it would have taken as long without drafts."""
-    was_asked: bool
-    """Whether the drafter was."""
+    asked_share: float
+    """For so many of the primaries the drafter was asked; 0 if it was not."""
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether the drafter was."""
+        return self.asked_share > 0
 
 
 class Speculation:
@@ -94,6 +99,7 @@ class Speculation:
         """Most seconds that a row of a run-ahead may take; None until the rollout asks."""
         self._num_rows = 0
         """Rows of the last step without those of run-aheads."""
+        self._look_sample = LookSample()
 
     @property
     def is_off(self) -> bool:
@@ -125,7 +131,8 @@ class Speculation:
         Returns:
             How many tokens the sample's response may have, None if nothing is known of its prompt.
         """
-        self.report_ends()
+        if self._ended:
+            self.report_ends()
         if request.is_run_ahead:
             self.drafter.start(sequence_id, request)
             return None
@@ -184,33 +191,39 @@ class Speculation:
             num_nodes = self.budget.max_nodes(scheduled.num_primaries)
         if num_nodes == 0:
             empty = DraftTrees.empty(len(sequences))
-            return Draft(empty, empty, scheduled.num_primaries, context_tokens, 0.0, 0.0, was_asked=False)
+            return Draft(empty, empty, scheduled.num_primaries, context_tokens, 0.0, 0.0, asked_share=0.0)
+        primaries = sequences[: scheduled.num_primaries]
+        places = self._look_sample.of(primaries) if self.budget.only_looks else list(range(len(primaries)))
+        asked = [primaries[place] for place in places]
+        asked_share = len(asked) / len(primaries)
         began = time.perf_counter()
         self.report_ends()
-        self._report_beginnings()
+        self._report_beginnings(asked if asked_share < 1 else None)
         late_seconds = time.perf_counter() - began
-        # A sample that ends with its next token, whatever is guessed, needs no draft.
-        room = np.array([num_nodes if sequence.num_remaining > 1 else 0 for sequence in sequences])
-        room[scheduled.num_primaries :] = 0
-        self._tell(sequences[: scheduled.num_primaries])
+        self._tell(asked)
         self.drafter.least_score = self.budget.least_score(
             scheduled.num_primaries, len(sequences), context_tokens / len(sequences)
         )
-        proposed = self.drafter.propose([sequence.sequence_id for sequence in sequences], room.tolist())
-        self._check(proposed, room)
+        if asked_share < 1:
+            proposed = self._propose(asked, num_nodes, len(asked)).spread(np.array(places), len(sequences))
+        else:  # run-aheads get no draft, but their text is to be known
+            proposed = self._propose(sequences, num_nodes, len(primaries))
         chosen = self.budget.select(
             proposed,
             context_tokens=context_tokens,
             num_other_rows=scheduled.num_prefill_tokens,
             weights=(np.arange(len(sequences)) < scheduled.num_primaries).astype(np.float64),
             is_draining=not scheduler.num_waiting,
+            asked_share=asked_share,
         )
         granted = scheduler.grow_for_drafts(sequences, chosen.sizes.tolist())
         verified = chosen
         if sum(granted) < chosen.num_nodes:
             verified = DraftTrees.of(tree.first(most) for tree, most in zip(chosen, granted, strict=True))
         seconds = time.perf_counter() - started
-        return Draft(proposed, verified, scheduled.num_primaries, context_tokens, seconds, late_seconds, was_asked=True)
+        return Draft(
+            proposed, verified, scheduled.num_primaries, context_tokens, seconds, late_seconds, asked_share=asked_share
+        )
 
     def observe(self, draft: Draft, walks: SequenceOf[Walk]) -> None:
         """Take note of the tokens of a step: compare the estimates with them.
@@ -221,13 +234,14 @@ class Speculation:
             self._untold.setdefault(walk.sequence.sequence_id, []).extend(walk.emitted)
         if draft.proposed.num_nodes:
             started = time.perf_counter()
-            emitted = [walk.emitted for walk in walks]
+            sizes = draft.proposed.sizes.tolist()
+            emitted = [walk.emitted if size else [] for walk, size in zip(walks, sizes, strict=True)]
             offsets = np.cumsum([0, *map(len, emitted)], dtype=np.int64)
             self.budget.observe(draft.proposed, offsets, np.fromiter(chain.from_iterable(emitted), np.int64))
             draft.seconds += time.perf_counter() - started
         # Of a given cost, which is that of another machine, what drafting takes on this one says nothing.
         if draft.was_asked and not self.cost.is_fixed:
-            self.budget.record_drafting(draft.seconds - draft.late_seconds)
+            self.budget.record_drafting(draft.seconds - draft.late_seconds, draft.asked_share)
 
     def finish(self, sequence_id: int, completion: Completion | None) -> None:
         """End of a sample, interrupted if there is no completion."""
@@ -251,10 +265,13 @@ class Speculation:
                 self.drafter.observe([sequence_id], [tokens])
             self.drafter.finish(sequence_id, completion)
 
-    def _report_beginnings(self) -> None:
-        """Tell the drafter which samples there are, those that wait for a slot included."""
-        for sequence_id in list(self._unstarted):
-            self.drafter.start(sequence_id, self._unstarted.pop(sequence_id))
+    def _report_beginnings(self, asked: SequenceOf[Sequence] | None) -> None:
+        """Tell the drafter of the samples `asked` for; None: which ones there are, those that wait included."""
+        sequence_ids = list(self._unstarted) if asked is None else [sequence.sequence_id for sequence in asked]
+        for sequence_id in sequence_ids:
+            request = self._unstarted.pop(sequence_id, None)
+            if request is not None:
+                self.drafter.start(sequence_id, request)
 
     def _tell(self, primaries: SequenceOf[Sequence]) -> None:
         """Tell the drafter of all tokens that it has not heard of."""
@@ -268,8 +285,17 @@ class Speculation:
             self.drafter.observe(list(self._untold), list(self._untold.values()))
             self._untold = {}
 
-    def _check(self, trees: DraftTrees, room: npt.NDArray[np.int64]) -> None:
-        """Raise ValueError where a drafter (of the user's own, say) does not keep its promises."""
+    def _propose(self, sequences: SequenceOf[Sequence], num_nodes: int, num_primaries: int) -> DraftTrees:
+        """Ask the drafter for trees of at most so many nodes, of none for those behind the primaries.
+
+        Raises:
+            ValueError: The drafter (of the user's own, say) does not keep its promises.
+        """
+        # A sample that ends with its next token, whatever is guessed, needs no draft.
+        limits = [s.request.sampling.max_new_tokens - len(s.rollout_logprobs) for s in sequences]  # `num_remaining`
+        room = np.where(np.array(limits) > 1, num_nodes, 0)
+        room[num_primaries:] = 0
+        trees = self.drafter.propose([sequence.sequence_id for sequence in sequences], room.tolist())
         if len(trees) != len(room) or (trees.sizes > room).any():
             raise ValueError(f"{self._who()} proposed other trees than it was asked for: {trees.sizes} for {room}")
         if trees.num_nodes and not 0 <= trees.token_ids.min() <= trees.token_ids.max() < self._vocab_size:
@@ -277,6 +303,7 @@ class Speculation:
                 f"{self._who()} proposed tokens from {trees.token_ids.min()} to {trees.token_ids.max()}, but the "
                 f"vocabulary has {self._vocab_size}: are its rollouts those of another tokenizer?"
             )
+        return trees
 
     def _who(self) -> str:
         """The drafter, for an error."""
