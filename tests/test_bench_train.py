@@ -1,7 +1,10 @@
 """The benchmark of whole training steps: same learning for all, epochs apart, and what its tables say."""
 
 import json
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -9,9 +12,11 @@ from bench_cases import REPEATER
 from tiny_run import make_policy, make_recipe
 from typer.testing import CliRunner, Result
 
-from srtrl.bench.train_run import TrainingRun, check_same, seconds_grid
+from srtrl.bench.train_run import TrainingRun, change_places, check_same, seconds_grid
 from srtrl.cli import app
 from srtrl.recipe import Recipe
+
+RUNS = [("none at 4", 4), ("srt at 4", 4), ("none at 2", 2), ("ngram at 2", 2), ("srt at 2", 2)]
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +56,27 @@ def test_runs_take_turns_learn_the_same_and_leave_nothing_behind(recipe: Path, t
     warm_up, first, second = steps[:6], steps[6:12], steps[12:18]
     assert [line.partition(", step")[0] for line in first] == [line.partition(", step")[0] for line in warm_up]
     assert [line.partition(", step")[0] for line in second] == [line.partition(", step")[0] for line in first][::-1]
+
+
+def test_runs_of_equal_slots_change_trainers_and_take_their_drafter_along() -> None:
+    """So that no run has the better memory: each has every trainer twice, once in each order."""
+    runs = [TrainingRun(name, SimpleNamespace(rollout=SimpleNamespace(slots=slots))) for name, slots in RUNS]  # type: ignore[arg-type]
+    trainers: list[Any] = [
+        SimpleNamespace(parts=SimpleNamespace(engine=SimpleNamespace(speculation=name))) for name, _ in RUNS
+    ]
+    speculations: list[Any] = [name for name, _ in RUNS]
+    seen: Counter[tuple[str, int, int]] = Counter()
+    for step in range(1, 13):
+        pairs: list[Any] = change_places(runs, trainers, speculations, step)
+        assert [run for run, _ in pairs] == runs
+        for run, trainer in pairs:
+            assert trainer.parts.engine.speculation == run.name
+            seen[run.name, trainers.index(trainer), step % 2] += 1
+    of_four = {("none at 4", 0), ("none at 4", 1), ("srt at 4", 0), ("srt at 4", 1)}
+    of_two = {(name, place) for name, slots in RUNS for place in (2, 3, 4) if slots == 2}
+    assert {(name, place) for name, place, _ in seen} == of_four | of_two
+    assert {seen[name, place, order] for name, place in of_four for order in (0, 1)} == {3}
+    assert {seen[name, place, order] for name, place in of_two for order in (0, 1)} == {2}
 
 
 def test_overrides_reach_the_recipe_and_the_slots_are_its_own(recipe: Path, tmp_path: Path) -> None:
