@@ -164,7 +164,7 @@ class RolloutCache:
             self._entries[key] = entry
             self.num_bytes += PROMPT_BYTES + len(key)
         entry.added = self._num_added
-        # In place of `_count` and `_drop_oldest`: most rollouts take the place of one, and hundreds end together.
+        # Without `_drop_oldest`: most rollouts take the place of one, and hundreds end together.
         rollouts = entry.rollouts
         rollouts.append(rollout)
         num_tokens = len(rollout)
@@ -183,16 +183,13 @@ class RolloutCache:
         if self._heap is not None and len(self._heap) > 2 * len(self._entries) + 64:
             self._heap = self._make_heap()
 
-    def _count(self, num_rollouts: int, num_tokens: int) -> None:
-        self.num_rollouts += num_rollouts
-        self.num_tokens += num_tokens
-        self.num_bytes += ROLLOUT_BYTES * num_rollouts + TOKEN_BYTES * num_tokens
-
     def _drop_oldest(self, entry: _Entry) -> int:
         """Forget a prompt's oldest rollout; returns the rollout's length."""
         num_tokens = len(entry.rollouts.pop(0))
         entry.num_tokens -= num_tokens
-        self._count(-1, -num_tokens)
+        self.num_rollouts -= 1
+        self.num_tokens -= num_tokens
+        self.num_bytes -= ROLLOUT_BYTES + TOKEN_BYTES * num_tokens
         return num_tokens
 
     def _make_room(self) -> None:

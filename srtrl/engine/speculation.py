@@ -22,7 +22,7 @@ from srtrl.engine.runner import ModelRunner
 from srtrl.engine.scheduler import Scheduler
 from srtrl.engine.sequence import ScheduledStep, Sequence
 from srtrl.engine.step_cost import StepCost
-from srtrl.engine.verify import Walk
+from srtrl.engine.verify import Walk, token_limits
 from srtrl.types import Completion, Request
 
 MAX_ROWS = 2048
@@ -292,8 +292,7 @@ class Speculation:
             ValueError: The drafter (of the user's own, say) does not keep its promises.
         """
         # A sample that ends with its next token, whatever is guessed, needs no draft.
-        limits = [s.request.sampling.max_new_tokens - len(s.rollout_logprobs) for s in sequences]  # `num_remaining`
-        room = np.where(np.array(limits) > 1, num_nodes, 0)
+        room = np.where(token_limits(sequences) > 1, num_nodes, 0)
         room[num_primaries:] = 0
         trees = self.drafter.propose([sequence.sequence_id for sequence in sequences], room.tolist())
         if len(trees) != len(room) or (trees.sizes > room).any():

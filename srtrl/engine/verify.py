@@ -136,7 +136,7 @@ def walk_on_cpu(step: Verification, rows: RowSampling) -> list[Walk]:
     assert not rows.is_filtered.any()
     trees = step.trees
     steps = _Steps.of(trees)
-    limits, end_tokens = _limits(step.sequences), _end_tokens(step.sequences)
+    limits, end_tokens = token_limits(step.sequences), _end_tokens(step.sequences)
     # At least one row a walk, and no thread without a walk.
     use_kernel_threads(len(trees) * min(WORK_PER_THREAD, 8 * step.logits.shape[1]))
     walk_trees(
@@ -182,7 +182,7 @@ def follow_rows(
         FloatingPointError: See `verify_trees`.
     """
     steps = _Steps.of(trees)
-    limits, end_tokens = _limits(sequences), _end_tokens(sequences)
+    limits, end_tokens = token_limits(sequences), _end_tokens(sequences)
     follow_trees(
         row_tokens,
         row_logprobs,
@@ -280,7 +280,7 @@ def _append(sequence: Sequence, token: int, logprob: float, tokenizer: Tokenizer
     return finish_reason(sequence, tokenizer)
 
 
-def _limits(sequences: SequenceOf[Sequence]) -> npt.NDArray[np.int64]:
+def token_limits(sequences: SequenceOf[Sequence]) -> npt.NDArray[np.int64]:
     """[B], tokens that each sample may still have."""
     # `num_remaining` without the calls: this is every step's work.
     return np.array([s.request.sampling.max_new_tokens - len(s.rollout_logprobs) for s in sequences], np.int64)
