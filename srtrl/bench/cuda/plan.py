@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 import torch
 
@@ -85,6 +86,8 @@ class Sizes:
     trace_tokens: int
     """Samples of the trace are cut to their first so many tokens."""
     no_history_sequences: int
+    draft_budget: Literal["auto"] | int
+    """As in a recipe; a smoke test's is fixed, so that it drafts whatever a step happens to cost on the machine."""
     most_rounds: int
 
     update_tokens: int
@@ -120,6 +123,7 @@ FULL = Sizes(
     trace_sequences=(64, 256, 640, 128, 16),
     trace_tokens=4096,
     no_history_sequences=64,
+    draft_budget="auto",
     most_rounds=6,
     update_tokens=8192,
     update_lengths=512,
@@ -148,6 +152,7 @@ SMOKE = Sizes(
     trace_sequences=(4, 6),
     trace_tokens=10,
     no_history_sequences=4,
+    draft_budget=4,
     most_rounds=2,
     update_tokens=64,
     update_lengths=32,
@@ -248,6 +253,7 @@ class GpuBench:
             kv_memory_gib=self.kv_memory_gib,
             prefill_chunk_tokens=self.sizes.prefill_tokens,
             deterministic=False,
+            draft_budget=self.sizes.draft_budget,
             max_sequence_tokens=max_sequence_tokens,
         )
 
