@@ -50,7 +50,7 @@ def test_what_is_learned_of_samples_that_never_drafted_is_the_same(make: Callabl
             run(drafter, 1, request(stream=6), TEXT)
         else:
             drafter.expected_tokens(request(stream=6))
-            drafter.learn(completion(request(stream=6), TEXT))
+            drafter.learn([completion(request(stream=6), TEXT)])
         drafter.observe([2], [TEXT[20:25]])
         drafts.append([tree.token_ids.tolist() for tree in propose(drafter, [2])])
         drafter.finish(2, completion(request(stream=5), OTHER))
@@ -64,7 +64,7 @@ def test_what_is_learned_of_samples_that_never_drafted_is_the_same(make: Callabl
 def test_learning_forgets_the_run_ahead_of_the_sample() -> None:
     drafter = SrtDrafter()
     run(drafter, 0, request(stream=4, is_run_ahead=True), OTHER)
-    drafter.learn(completion(request(stream=4), TEXT))
+    drafter.learn([completion(request(stream=4), TEXT)])
     drafter.start(1, request(stream=4))
     propose(drafter, [1])
     assert drafter.take_metrics().get("engine/run_ahead_followed", 0) == 0

@@ -87,7 +87,7 @@ def test_drafts_and_matches(
     trie, twin = TokenTrie(), ReferenceTrie()
     shared = SharedNgrams(1 << 14)
     for rollout in rollouts:
-        shared.add(rollout)
+        shared.extend([np.array(rollout, np.int32)])
     twin.rollouts = rollouts
     cursors = [trie.start(), trie.start(), trie.start(), trie.follow()]
     assert [twin.start(), twin.start(), twin.start(), twin.follow()] == [0, 1, 2, 3]
@@ -235,7 +235,7 @@ def test_a_match_that_has_grown_longer_than_the_aligned_context_knows_better() -
 @pytest.mark.parametrize("name", ["blend", "paper"])
 def test_other_prompts_fill_in_for_a_prompt_without_texts(name: Literal["blend", "paper"]) -> None:
     shared = SharedNgrams(1 << 10)
-    shared.add([5, 6, 7, 8])
+    shared.extend([np.array([5, 6, 7, 8], np.int32)])
     trie = TokenTrie()
     cursor = trie.start()
     rule = DraftRule(name=name, min_score=0.01)

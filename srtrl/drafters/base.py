@@ -58,10 +58,11 @@ class DrafterBase:
         A completion says all tokens, those too of which `observe` has not heard. It may come some steps late.
         """
 
-    def learn(self, completion: Completion) -> None:
-        """A sample has ended for which no drafts were wanted, so that it was never begun here."""
-        self.start(NOBODY, completion.request)
-        self.finish(NOBODY, completion)
+    def learn(self, completions: Sequence[Completion]) -> None:
+        """Samples have ended for which no drafts were wanted, so that they were never begun here."""
+        for completion in completions:
+            self.start(NOBODY, completion.request)
+            self.finish(NOBODY, completion)
 
     def expected_tokens(self, request: Request) -> float | None:
         """Expected number of tokens of a sample's response, None if unknown: long ones are admitted early.

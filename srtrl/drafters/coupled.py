@@ -112,7 +112,7 @@ class RunAheads:
             for stream, run_ahead in list(texts.items()):
                 run_ahead.num_updates += 1
                 if run_ahead.num_updates >= 2:
-                    self.forget(key, stream)
+                    self.forget(key, [stream])
 
     def start(self, sequence_id: int, key: PromptKey, stream: int) -> None:
         """Let a sample follow the run-ahead of its stream, if there is one."""
@@ -131,16 +131,17 @@ class RunAheads:
                 self._end_first_run(follower)
             del self._followers[sequence_id]
         if response is not None:
-            self.forget(key, stream)
+            self.forget(key, [stream])
 
-    def forget(self, key: PromptKey, stream: int) -> None:
-        """Forget what was decoded on a stream, if anything was."""
-        if not self._texts:
+    def forget(self, key: PromptKey, streams: Sequence[int]) -> None:
+        """Forget what was decoded on some streams, if anything was."""
+        texts = self._texts.get(key)
+        if texts is None:
             return
-        texts = self._texts.get(key, {})
-        texts.pop(stream, None)
+        for stream in streams:
+            texts.pop(stream, None)
         if not texts:
-            self._texts.pop(key, None)
+            del self._texts[key]
 
     def add_chains(self, trees: DraftTrees, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:
         """Merge the next chunk of each followed text into the sample's tree, best nodes first, within `max_nodes`."""

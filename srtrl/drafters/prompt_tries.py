@@ -140,11 +140,12 @@ class PromptTries:
             prompt.trie.stop(sample.cursor)
         return sample
 
-    def insert(self, key: PromptKey, token_ids: Sequence[int] | Tokens) -> None:
-        """Add a finished text to the prompt's trie, if it has one."""
-        prompt = self._prompts.get(key) if self._prompts else None
+    def insert(self, key: PromptKey, texts: Iterable[Sequence[int] | Tokens]) -> None:
+        """Add finished texts to the prompt's trie, if it has one."""
+        prompt = self._prompts.get(key)
         if prompt and prompt.trie:
-            prompt.trie.insert(token_ids)
+            for text in texts:
+                prompt.trie.insert(text)
 
     def clear(self) -> None:
         """Drop all tries, kept ones too; no sample may be live."""

@@ -101,8 +101,14 @@ class RolloutCache:
 
         An int32 array is kept as it is, and must not change any more.
         """
-        if len(token_ids):
-            self._add(_key(prompt), np.asarray(token_ids, dtype=np.int32))
+        self.extend(prompt, [np.asarray(token_ids, dtype=np.int32)])
+
+    def extend(self, prompt: Sequence[int], rollouts: Sequence[Tokens]) -> None:
+        """Add several rollouts of one prompt, in order."""
+        key = _key(prompt)
+        for rollout in rollouts:
+            if len(rollout):
+                self._add(key, rollout)
 
     def rollouts(self, prompt: Sequence[int]) -> list[Tokens]:
         """Return the prompt's rollouts, newest last; an empty list if there are none."""

@@ -66,12 +66,12 @@ class SharedNgrams:
             self._unread, self._num_unread = [], 0
         return self._table
 
-    def add(self, token_ids: Sequence[int] | npt.NDArray[Any]) -> None:
-        """Learn from a completed rollout, which stays as it is; where nobody drafts, that waits."""
+    def extend(self, texts: Sequence[npt.NDArray[np.int32]]) -> None:
+        """Learn from completed rollouts, which stay as they are; where nobody drafts, that waits."""
         if not self._num_contexts:
             return
-        self._unread.append(np.asarray(token_ids, np.int32))
-        self._num_unread += len(token_ids)
+        self._unread += texts
+        self._num_unread += sum(map(len, texts))
         if self._num_unread > MAX_UNREAD:
             _ = self.table
 

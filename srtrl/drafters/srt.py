@@ -118,17 +118,21 @@ class Drafter(DrafterBase):
             response = None if completion is None else completion.token_ids
             self._run_aheads.finish(sequence_id, key, request.stream, response)
             if response is not None:
-                self._keep(request, np.array(response, np.int32))
+                self._keep(key, [np.array(response, np.int32)])
         if not self.options.online and sample.tokens:
-            self._tries.insert(key, sample.tokens)
+            self._tries.insert(key, [sample.tokens])
 
-    def learn(self, completion: Completion) -> None:
-        """Keep a completed rollout; siblings that draft have it in their trie."""
-        request, tokens = completion.request, np.array(completion.token_ids, np.int32)
-        key = key_of(request)
-        self._run_aheads.forget(key, request.stream)
-        self._keep(request, tokens)
-        self._tries.insert(key, tokens)
+    def learn(self, completions: Sequence[Completion]) -> None:
+        """Keep completed rollouts; siblings that draft have them in their trie."""
+        # Prompt by prompt, for hundreds end together: one by one they take twice as long.
+        by_prompt: dict[PromptKey, list[Completion]] = {}
+        for completion in completions:
+            by_prompt.setdefault(key_of(completion.request), []).append(completion)
+        for key, siblings in by_prompt.items():
+            texts = [np.array(completion.token_ids, np.int32) for completion in siblings]
+            self._run_aheads.forget(key, [completion.request.stream for completion in siblings])
+            self._keep(key, texts)
+            self._tries.insert(key, texts)
 
     def expected_tokens(self, request: Request) -> float | None:
         """Mean length of the prompt's rollouts, those of finished siblings included."""
@@ -166,13 +170,13 @@ class Drafter(DrafterBase):
         for purpose in self._caches.purposes:
             cache = self._caches.of(purpose)
             for prompt in cache.prompts():
-                for rollout in cache.rollouts(prompt):
-                    self._shared_of(purpose).add(rollout)
+                self._shared_of(purpose).extend(cache.rollouts(prompt))
 
-    def _keep(self, request: Request, tokens: npt.NDArray[np.int32]) -> None:
-        """A response becomes history."""
-        self._caches.of(request.purpose).add(request.prompt_token_ids, tokens)
-        self._shared_of(request.purpose).add(tokens)
+    def _keep(self, key: PromptKey, texts: Sequence[npt.NDArray[np.int32]]) -> None:
+        """A prompt's responses become history."""
+        purpose, prompt = key
+        self._caches.of(purpose).extend(prompt, texts)
+        self._shared_of(purpose).extend(texts)
 
     def _shared_of(self, purpose: str) -> SharedNgrams:
         """The table of one purpose; one that stays empty where the options want none."""

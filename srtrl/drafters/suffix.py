@@ -97,7 +97,7 @@ class Drafter(DrafterBase):
         if completion is not None and not sample.request.is_run_ahead:
             key = sample.prompt.key
             self._caches.of(key[0]).add(ALL_PROMPTS, completion.token_ids)
-            self._global.insert(key, completion.token_ids)
+            self._global.insert(key, [completion.token_ids])
 
     def take_metrics(self) -> dict[str, float]:
         """Sizes of the responses that are kept and of all tries, and what was dropped."""
