@@ -289,6 +289,15 @@ def test_asking_begins_anew_with_known_prompts_and_with_fewer_sequences(event: s
     assert asks[0] if event == "known prompts" else any(asks)
 
 
+def test_where_not_even_the_best_drafts_would_pay_nobody_is_asked() -> None:
+    """256 rows on a CPU: a row of a draft costs what a row of the next step does."""
+    cost = StepCost.from_points([(1, 2.045), (2, 2.09)])
+    budget = DraftBudget(cost)
+    for num_sequences, is_looking in ((256, False), (16, True), (256, False)):
+        num_asks = sum(budget.max_nodes(num_sequences) > 0 for _ in range(200))
+        assert (num_asks > 0) == is_looking
+
+
 def test_what_drafts_bring_is_remembered_for_each_number_of_sequences() -> None:
     """A rollout goes through all of them, and the next one again: what 64 cannot use, 4 can."""
     cost = COSTS["a small CPU: dear rows"]

@@ -90,6 +90,12 @@ class Asking:
             self._num_asks[size], self._look_seconds[size] = 0, 0.0
         return True
 
+    def put_off(self, num_sequences: int) -> None:
+        """Do not look in the coming step after all, nor in the next few."""
+        size = class_of(num_sequences)
+        self._is_looking[size] = False
+        self._pauses[size], self._waited[size] = max(self._pauses[size], FIRST_PAUSE), 0
+
     def only_looks(self, num_sequences: int) -> bool:
         """Whether an ask in the coming step would be one of a look."""
         return not self._asks_always[class_of(num_sequences)]

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import DraftTrees
-from srtrl.engine.asking import NUM_CLASSES, Asking, class_of
+from srtrl.engine.asking import NUM_CLASSES, WORTH_ASKING, Asking, class_of
 from srtrl.engine.budget_kernel import DRAFTED, EXPECTED, NUM_OUTCOMES, PLAIN, WORTH, choose_nodes, keep_nodes
 from srtrl.engine.calibration import Calibration, Trust
 from srtrl.engine.step_cost import StepCost
@@ -35,6 +35,8 @@ FIRST_PLAIN = 4
 TAIL_SHARE = 0.25
 """While a rollout drains, about so many of the drafts' tokens make it end sooner: those of the last samples. The others
 make later steps smaller, and that is worth what rows cost, and none of what a step costs beside."""
+BEST_CHANCE = 0.95
+"""That the next token of a draft is accepted, if those before it were: at the best that is to be expected."""
 GROWING_SHARE = 0.6
 """Of the time that drafting for a look's sequences takes, so much grows with their number."""
 CHEAP_SHARE = 0.5
@@ -106,7 +108,11 @@ class DraftBudget:
         """Whether to ask, one of some steps apart whose cost without drafts is to be learned."""
         size = class_of(num_sequences)
         self._plain_left = max(self._plain_left - 1, 0)
-        if not self._asking.is_due(num_sequences):
+        is_due = self._asking.is_due(num_sequences)
+        if is_due and self._asking.only_looks(num_sequences) and not self._could_pay(num_sequences):
+            self._asking.put_off(num_sequences)
+            is_due = False
+        if not is_due:
             self._steps_since_plain[size] = 0
             return False
         self._steps_since_plain[size] += 1
@@ -118,6 +124,18 @@ class DraftBudget:
             self._steps_since_plain[size] = 0
             return False
         return True
+
+    def _could_pay(self, num_sequences: int) -> bool:
+        """Whether drafts could be worth asking for if they were as good as any: where not, a look is for nothing."""
+        depths = np.arange(1, 1 + self._most_nodes)
+        edges = self.cost.edges
+        rows = np.append(num_sequences * (1 + depths), edges[edges > num_sequences])
+        seconds = self.cost.seconds_at(np.append(num_sequences, rows))
+        drafted = seconds[1:] + self.cost.verify_seconds + self.draft_seconds
+        tokens = 1 + np.interp(
+            rows / num_sequences - 1, np.append(0, depths), np.append(0, (BEST_CHANCE**depths).cumsum())
+        )
+        return bool((tokens * seconds[0] > (1 + WORTH_ASKING) * drafted).any())
 
     @property
     def only_looks(self) -> bool:
