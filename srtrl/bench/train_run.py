@@ -66,6 +66,7 @@ def measure(
     """
     for name in drafters:
         drafter_maker(name)
+    _check_overrides(overrides, with_slots=slots is not None)
     recipe = load_recipe(path, overrides)
     set_cpu_threads(recipe.num_threads)
     environment = read_environment(choose_device(recipe))
@@ -97,6 +98,18 @@ def measure(
             "runs": [{"drafter": run.name, "slots": run.slots, "rows": [dict(row) for row in run.rows]} for run in runs]
         },
     )
+
+
+def _check_overrides(overrides: Sequence[str], *, with_slots: bool) -> None:
+    """Raise ValueError for one that would be replaced: whoever gives it must not believe that it counts."""
+    replaced = {setting.partition("=")[0]: "bench train sets that itself" for setting in (*_QUIET, "output_dir")}
+    replaced["rollout.drafter"] = "the drafters are those of --drafters"
+    if with_slots:
+        replaced["rollout.slots"] = "the slots are those of --slots"
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key in replaced:
+            raise ValueError(f"override `{override}`: {replaced[key]}; leave it out")
 
 
 def _recipe_of(path: Path, overrides: Sequence[str], drafter: str, slots: int, folder: Path) -> Recipe:
