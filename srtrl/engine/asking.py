@@ -29,6 +29,8 @@ LONGER = 8
 GAIN_STEP, GAIN_STEP_OF_LOOK = 0.1, 0.25
 FIRST_PAUSE = 16
 """Steps without a look where drafts have ceased to pay, and before the first look where prompts are new."""
+LONGEST_PUT_OFF = 256
+"""Steps after which a look that was put off is thought of again, at most: costs change."""
 OTHER_SHARE = 0.2
 """Where so many more (or fewer) of the samples have a history than before, all is tried again."""
 SOONER = 4
@@ -91,10 +93,12 @@ class Asking:
         return True
 
     def put_off(self, num_sequences: int) -> None:
-        """Do not look in the coming step after all, nor in the next few."""
+        """Do not look in the coming step after all, nor in those that follow."""
         size = class_of(num_sequences)
         self._is_looking[size] = False
-        self._pauses[size], self._waited[size] = max(self._pauses[size], FIRST_PAUSE), 0
+        pause = self._pauses[size]
+        self._pauses[size] = max(pause, min(2 * pause, LONGEST_PUT_OFF), FIRST_PAUSE)
+        self._waited[size] = 0
 
     def only_looks(self, num_sequences: int) -> bool:
         """Whether an ask in the coming step would be one of a look."""

@@ -13,7 +13,16 @@ import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.engine.asking import NUM_CLASSES, WORTH_ASKING, Asking, class_of
-from srtrl.engine.budget_kernel import DRAFTED, EXPECTED, NUM_OUTCOMES, PLAIN, WORTH, choose_nodes, keep_nodes
+from srtrl.engine.budget_kernel import (
+    DRAFTED,
+    EXPECTED,
+    NUM_OUTCOMES,
+    PLAIN,
+    WORTH,
+    choose_nodes,
+    keep_nodes,
+    most_gain,
+)
 from srtrl.engine.calibration import Calibration, Trust
 from srtrl.engine.step_cost import StepCost
 
@@ -28,7 +37,7 @@ PLAIN_INTERVALS = 64, 256
 PLAIN_STEPS = 2
 """So many of them in a row, of which the last one's cost is learned: drafting takes the place of the weights in the
 processor's caches, and the first step behind it is slower than others."""
-RECORD_EVERY = 4
+RECORD_EVERY = 8
 """Of more steps without drafts in a row one in so many is learned: it takes its time."""
 FIRST_PLAIN = 4
 """The first such step; each further interval is twice as long, up to that."""
@@ -127,15 +136,12 @@ class DraftBudget:
 
     def _could_pay(self, num_sequences: int) -> bool:
         """Whether drafts could be worth asking for if they were as good as any: where not, a look is for nothing."""
-        depths = np.arange(1, 1 + self._most_nodes)
-        edges = self.cost.edges
-        rows = np.append(num_sequences * (1 + depths), edges[edges > num_sequences])
-        seconds = self.cost.seconds_at(np.append(num_sequences, rows))
-        drafted = seconds[1:] + self.cost.verify_seconds + self.draft_seconds
-        tokens = 1 + np.interp(
-            rows / num_sequences - 1, np.append(0, depths), np.append(0, (BEST_CHANCE**depths).cumsum())
+        curve = self.cost.curve()
+        beside = self.cost.verify_seconds + self.draft_seconds
+        gain = most_gain(
+            curve.edges, curve.values, curve.tail_slope, beside, num_sequences, self._most_nodes, BEST_CHANCE
         )
-        return bool((tokens * seconds[0] > (1 + WORTH_ASKING) * drafted).any())
+        return bool(gain > WORTH_ASKING)
 
     @property
     def only_looks(self) -> bool:
