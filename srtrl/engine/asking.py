@@ -10,6 +10,8 @@ Where drafts do not pay, now and then a look shows whether they do again: severa
 were made for other samples or with fewer nodes, and the first outcomes change them.
 """
 
+from itertools import accumulate
+
 NUM_CLASSES = 32
 """Each is a factor of 2 wide."""
 LEAST_LOOK, LONGEST_LOOK = 3, 6
@@ -26,6 +28,8 @@ CLEAR_LOSS = -0.1
 """With such a gain a look ends at its second ask, and the next one is as late as may be."""
 LONGER = 8
 """Each other pause is so many times longer than the one before, up to what `WASTE` allows."""
+SHORTER = 0.5
+"""A pause is so much shorter where the last step has asked: all that was decoded meanwhile is told to the drafter."""
 GAIN_STEP, GAIN_STEP_OF_LOOK = 0.1, 0.25
 FIRST_PAUSE = 16
 """Steps without a look where drafts have ceased to pay, and before the first look where prompts are new."""
@@ -49,6 +53,12 @@ class Asking:
         """Steps between two looks; 0 where there was no step yet."""
         self._waited = [0] * NUM_CLASSES
         """Steps since the last look, and those in it."""
+        self._has_looked = [False] * NUM_CLASSES
+        """Whether a look has ended since there was reason to try again."""
+        self._num_steps = [0] * NUM_CLASSES
+        """Steps of this rollout."""
+        self._num_left = [0] * NUM_CLASSES
+        """Steps that the last rollout had in this class and in smaller ones; 0 where there was none."""
         self._is_looking = [False] * NUM_CLASSES
         self._num_asks = [0] * NUM_CLASSES
         """Asks of the present look that counted."""
@@ -72,9 +82,12 @@ class Asking:
         """
         self.asks_now = False
         self._gains = [min(gain, WORTH_ASKING) for gain in self._gains]
+        self._num_left = list(accumulate(self._num_steps))
+        self._num_steps = [0] * NUM_CLASSES
         if self._known_share is None or abs(known_share - self._known_share) > OTHER_SHARE:
             self._known_share = known_share
             self._pauses = [int(asks_always) for asks_always in self._asks_always]
+            self._has_looked = [False] * NUM_CLASSES
 
     def is_due(self, num_sequences: int) -> bool:
         """Whether to ask in the coming step; called once a step."""
@@ -82,10 +95,14 @@ class Asking:
         if not self._pauses[size]:
             self._pauses[size] = self._first_pause(size)
         self._waited[size] += 1
+        self._num_steps[size] += 1
         self._asked_before, self.asks_now = self.asks_now, False
         if self._asks_always[size]:
             return True
-        if self._waited[size] < self._pauses[size]:
+        pause = self._pauses[size]
+        if self._asked_before:  # the drafter has caught up, so a look costs less than it will later
+            pause = int(SHORTER * pause) if self._has_looked[size] else 0
+        if self._waited[size] < pause:
             return False
         if not self._is_looking[size]:
             self._is_looking[size] = True
@@ -166,19 +183,28 @@ class Asking:
             self._num_asks[size] += 1
             self._gains[size] += max(1 / self._num_asks[size], GAIN_STEP_OF_LOOK) * (gain - self._gains[size])
             num_asks = min(max(OUTCOMES_OF_LOOK // num_asked, LEAST_LOOK), LONGEST_LOOK)
-            is_clear = self._num_asks[size] > 1 and self._gains[size] < CLEAR_LOSS
+            net_gain = self._net_gain(size, plain)
+            is_clear = self._num_asks[size] > 1 and net_gain < CLEAR_LOSS
             if is_clear or self._num_asks[size] >= num_asks:
-                self._end_look(size, plain)
+                self._end_look(size, plain, net_gain)
         else:
             self._gains[size] += GAIN_STEP * (gain - self._gains[size])
             if self._gains[size] < NOT_WORTH_ASKING:
                 self._asks_always[size] = False
                 self._pauses[size], self._waited[size] = FIRST_PAUSE, 0
 
-    def _end_look(self, size: int, plain: float) -> None:
+    def _net_gain(self, size: int, plain: float) -> float:
+        """The gain, less what it takes the drafter to catch up, spread over the rest of a rollout like the last one."""
+        is_up_to_date = size + 1 < NUM_CLASSES and self._asks_always[size + 1]
+        if is_up_to_date or not self._num_left[size]:
+            return self._gains[size]
+        return self._gains[size] - self._catch_up_seconds[size] / (self._num_left[size] * plain)
+
+    def _end_look(self, size: int, plain: float, net_gain: float) -> None:
         """Ask always from now on, or say when to look again; `plain`: seconds of a step without drafts."""
         self._is_looking[size] = False
-        self._asks_always[size] = self._gains[size] > WORTH_ASKING
+        self._has_looked[size] = True
+        self._asks_always[size] = net_gain > WORTH_ASKING
         self._waited[size] = 0
         if self._asks_always[size]:
             self._pauses[size] = 1
@@ -187,7 +213,7 @@ class Asking:
         look_seconds = self._look_seconds[size] * (num_asks + 1) / num_asks  # the last ask is not over
         longest = int(min(max(look_seconds / plain / WASTE, 1), LONGEST_PAUSE))
         first = max(longest // LONGER**2, 1)
-        is_clear = self._gains[size] < CLEAR_LOSS
+        is_clear = net_gain < CLEAR_LOSS
         self._pauses[size] = longest if is_clear else min(LONGER * max(self._pauses[size], first), longest)
 
 
