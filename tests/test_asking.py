@@ -99,6 +99,44 @@ def test_catching_up_does_not_count_in_a_look_and_does_where_drafts_are_always_a
     assert sum(num_asks[-20:]) < 40
 
 
+@pytest.mark.parametrize("num_steps", [5, 500])
+def test_a_gain_pays_for_catching_up_within_the_rest_of_a_rollout(num_steps: int) -> None:
+    """Ten steps of gain 0.15 are worth 1.5 steps: more than catching up takes where there are many."""
+    full = Steps(Asking())
+    tail = Steps(full.asking, num_sequences=4)
+
+    def rollout() -> int:
+        full.asking.begin_rollout(0.0)
+        full.asks(10)
+        return sum(tail.ask(0.2, catch_up=1.0) for _ in range(num_steps))
+
+    num_asks = [rollout() for _ in range(40)]
+    assert sum(num_asks[:10]) > 0
+    assert (sum(num_asks[-10:]) > 5 * num_steps) == (num_steps == 500)
+
+
+def test_looks_of_smaller_classes_follow_at_once() -> None:
+    """They share the time that the first one takes to catch up."""
+    asking = Asking()
+    asking.begin_rollout(1.0)
+    for num_sequences in (64, 32, 16, 8):
+        assert Steps(asking, num_sequences=num_sequences).until_paused(-0.3) == (3 if num_sequences == 64 else 2)
+        if num_sequences > 8:
+            asking.asks_now = True  # the batch shrinks before the step that does not ask
+    asking.begin_rollout(1.0)
+    assert not any(Steps(asking, num_sequences=num_sequences).asks(1) for num_sequences in (64, 32, 16, 8))
+
+
+def test_a_look_that_ends_with_the_rollout_is_not_taken_up_again_soon() -> None:
+    """Or each rollout would catch up for the sake of a look that never ends."""
+    steps = Steps(Asking(), num_sequences=4)
+    num_asks = 0
+    for _ in range(200):
+        steps.asking.begin_rollout(0.0)
+        num_asks += steps.asks(2, 1.0)
+    assert 2 <= num_asks <= 10
+
+
 def test_a_new_rollout_must_show_again_that_drafts_pay() -> None:
     """Without a history they pay at the end of a rollout, when siblings have spoken, and not at its beginning."""
     steps = Steps(Asking())

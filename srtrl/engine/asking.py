@@ -84,6 +84,9 @@ class Asking:
         self._gains = [min(gain, WORTH_ASKING) for gain in self._gains]
         self._num_left = list(accumulate(self._num_steps))
         self._num_steps = [0] * NUM_CLASSES
+        for size, is_looking in enumerate(self._is_looking):
+            if is_looking:  # too few steps for a look: in another rollout it would begin by catching up again
+                self._put_off(size, LONGEST_PAUSE, times=LONGER)
         if self._known_share is None or abs(known_share - self._known_share) > OTHER_SHARE:
             self._known_share = known_share
             self._pauses = [int(asks_always) for asks_always in self._asks_always]
@@ -111,10 +114,13 @@ class Asking:
 
     def put_off(self, num_sequences: int) -> None:
         """Do not look in the coming step after all, nor in those that follow."""
-        size = class_of(num_sequences)
+        self._put_off(class_of(num_sequences), LONGEST_PUT_OFF, times=2)
+
+    def _put_off(self, size: int, longest: int, *, times: int) -> None:
+        """Break off a look, and make the pause so many times longer, up to the longest."""
         self._is_looking[size] = False
         pause = self._pauses[size]
-        self._pauses[size] = max(pause, min(2 * pause, LONGEST_PUT_OFF), FIRST_PAUSE)
+        self._pauses[size] = max(pause, min(times * pause, longest), FIRST_PAUSE)
         self._waited[size] = 0
 
     def only_looks(self, num_sequences: int) -> bool:
