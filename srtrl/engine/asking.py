@@ -8,6 +8,11 @@ larger one has come to: a row is the dearer the more sequences there are, and wh
 
 Where drafts do not pay, now and then a look shows whether they do again: several asks in a row, for the estimates
 were made for other samples or with fewer nodes, and the first outcomes change them.
+
+The first ask after steps without has to tell the drafter all that was decoded meanwhile, and tries may have to be
+built: it catches up, which costs several asks. So looks of several classes follow upon each other, and a tail of a few
+sequences is asked for only if it is likely to last until that is repaid: as long as the last one did, or as it has
+lasted already.
 """
 
 from itertools import accumulate
@@ -56,9 +61,11 @@ class Asking:
         self._has_looked = [False] * NUM_CLASSES
         """Whether a look has ended since there was reason to try again."""
         self._num_steps = [0] * NUM_CLASSES
-        """Steps of this rollout."""
+        """Steps since a rollout began or more sequences decoded."""
         self._num_left = [0] * NUM_CLASSES
-        """Steps that the last rollout had in this class and in smaller ones; 0 where there was none."""
+        """Steps there were the last time in this class and in smaller ones; 0 where there was none."""
+        self._last_size = 0
+        """Class of the last step."""
         self._is_looking = [False] * NUM_CLASSES
         self._num_asks = [0] * NUM_CLASSES
         """Asks of the present look that counted."""
@@ -68,6 +75,8 @@ class Asking:
         """Time that drafting takes from step to step; 0 where it is not known."""
         self._catch_up_seconds = [0.0] * NUM_CLASSES
         """Time of the first ask after a pause, with all that was decoded meanwhile; 0 where it is not known."""
+        self._plain_seconds = [0.0] * NUM_CLASSES
+        """Time of a step without drafts, as it was last known."""
         self._asked_before = False
         """Whether the last step asked, so that the drafter is up to date."""
         self.asks_now = False
@@ -82,8 +91,7 @@ class Asking:
         """
         self.asks_now = False
         self._gains = [min(gain, WORTH_ASKING) for gain in self._gains]
-        self._num_left = list(accumulate(self._num_steps))
-        self._num_steps = [0] * NUM_CLASSES
+        self._forget_steps(NUM_CLASSES)
         for size, is_looking in enumerate(self._is_looking):
             if is_looking:  # too few steps for a look: in another rollout it would begin by catching up again
                 self._put_off(size, LONGEST_PAUSE, times=LONGER)
@@ -97,11 +105,14 @@ class Asking:
         size = class_of(num_sequences)
         if not self._pauses[size]:
             self._pauses[size] = self._first_pause(size)
+        if size > self._last_size:
+            self._forget_steps(size)
+        self._last_size = size
         self._waited[size] += 1
         self._num_steps[size] += 1
         self._asked_before, self.asks_now = self.asks_now, False
         if self._asks_always[size]:
-            return True
+            return self._asked_before or self._repays_catching_up(size)
         pause = self._pauses[size]
         if self._asked_before:  # the drafter has caught up, so a look costs less than it will later
             pause = int(SHORTER * pause) if self._has_looked[size] else 0
@@ -111,6 +122,17 @@ class Asking:
             self._is_looking[size] = True
             self._num_asks[size], self._look_seconds[size] = 0, 0.0
         return True
+
+    def _forget_steps(self, num_classes: int) -> None:
+        """Those of the smallest classes are over."""
+        numbers = accumulate(self._num_steps[:num_classes])
+        self._num_left[:num_classes] = [now or before for now, before in zip(numbers, self._num_left, strict=False)]
+        self._num_steps[:num_classes] = [0] * num_classes
+
+    def _repays_catching_up(self, size: int) -> bool:
+        """Whether as many steps as there were the last time, or as there have been by now, bring what that takes."""
+        num_steps = max(self._num_left[size], self._num_steps[size])
+        return self._gains[size] * self._plain_seconds[size] * num_steps >= self._catch_up_seconds[size]
 
     def put_off(self, num_sequences: int) -> None:
         """Do not look in the coming step after all, nor in those that follow."""
@@ -170,8 +192,8 @@ class Asking:
     def learn(self, num_sequences: int, num_asked: int, more_tokens: float, plain: float, drafted: float) -> None:
         """Follow what asking brings, drafting time included, and decide whether to go on.
 
-        The first ask after a pause does not show what asking costs, for the drafter has to catch up: in a look it does
-        not count. Where drafts are always asked for, it does: that class of steps comes with a pause before it.
+        The first ask after a pause does not show what asking brings in the long run, for the drafter has to catch up:
+        it does not count. Whether there will be steps enough to repay it is another question.
 
         Args:
             num_sequences: Of the step in which drafts were asked for.
@@ -181,33 +203,33 @@ class Asking:
             drafted: Seconds of the step with the chosen ones, drafting not included.
         """
         size = class_of(num_sequences)
-        if not self._asked_before and not self._asks_always[size]:
+        self._plain_seconds[size] = plain
+        if not self._asked_before:
             return
-        draft_seconds = self._draft_seconds if self._asked_before else self._catch_up_seconds
-        gain = (1 + more_tokens) * plain / (drafted + draft_seconds[size]) - 1
+        gain = (1 + more_tokens) * plain / (drafted + self._draft_seconds[size]) - 1
         if self._is_looking[size]:
             self._num_asks[size] += 1
             self._gains[size] += max(1 / self._num_asks[size], GAIN_STEP_OF_LOOK) * (gain - self._gains[size])
             num_asks = min(max(OUTCOMES_OF_LOOK // num_asked, LEAST_LOOK), LONGEST_LOOK)
-            net_gain = self._net_gain(size, plain)
+            net_gain = self._net_gain(size)
             is_clear = self._num_asks[size] > 1 and net_gain < CLEAR_LOSS
             if is_clear or self._num_asks[size] >= num_asks:
-                self._end_look(size, plain, net_gain)
+                self._end_look(size, net_gain)
         else:
             self._gains[size] += GAIN_STEP * (gain - self._gains[size])
             if self._gains[size] < NOT_WORTH_ASKING:
                 self._asks_always[size] = False
                 self._pauses[size], self._waited[size] = FIRST_PAUSE, 0
 
-    def _net_gain(self, size: int, plain: float) -> float:
-        """The gain, less what it takes the drafter to catch up, spread over the rest of a rollout like the last one."""
+    def _net_gain(self, size: int) -> float:
+        """The gain, less what it takes to catch up, spread over as many steps as there were the last time."""
         is_up_to_date = size + 1 < NUM_CLASSES and self._asks_always[size + 1]
         if is_up_to_date or not self._num_left[size]:
             return self._gains[size]
-        return self._gains[size] - self._catch_up_seconds[size] / (self._num_left[size] * plain)
+        return self._gains[size] - self._catch_up_seconds[size] / (self._num_left[size] * self._plain_seconds[size])
 
-    def _end_look(self, size: int, plain: float, net_gain: float) -> None:
-        """Ask always from now on, or say when to look again; `plain`: seconds of a step without drafts."""
+    def _end_look(self, size: int, net_gain: float) -> None:
+        """Ask always from now on, or say when to look again."""
         self._is_looking[size] = False
         self._has_looked[size] = True
         self._asks_always[size] = net_gain > WORTH_ASKING
@@ -217,7 +239,7 @@ class Asking:
             return
         num_asks = self._num_asks[size]
         look_seconds = self._look_seconds[size] * (num_asks + 1) / num_asks  # the last ask is not over
-        longest = int(min(max(look_seconds / plain / WASTE, 1), LONGEST_PAUSE))
+        longest = int(min(max(look_seconds / self._plain_seconds[size] / WASTE, 1), LONGEST_PAUSE))
         first = max(longest // LONGER**2, 1)
         is_clear = net_gain < CLEAR_LOSS
         self._pauses[size] = longest if is_clear else min(LONGER * max(self._pauses[size], first), longest)
