@@ -35,6 +35,8 @@ LONGER = 8
 """Each other pause is so many times longer than the one before, up to what `WASTE` allows."""
 SHORTER = 0.5
 """A pause is so much shorter where the last step has asked: all that was decoded meanwhile is told to the drafter."""
+FAR_BEHIND = 8
+"""After so many steps without an ask, catching up is something to think of where drafts are always asked for."""
 GAIN_STEP, GAIN_STEP_OF_LOOK = 0.1, 0.25
 FIRST_PAUSE = 16
 """Steps without a look where drafts have ceased to pay, and before the first look where prompts are new."""
@@ -79,6 +81,8 @@ class Asking:
         """Time of a step without drafts, as it was last known."""
         self._asked_before = False
         """Whether the last step asked, so that the drafter is up to date."""
+        self._num_unasked = FAR_BEHIND
+        """Steps without an ask since the last one."""
         self.asks_now = False
         """Whether this step asks."""
         self._known_share: float | None = None
@@ -90,6 +94,7 @@ class Asking:
         spoken, it may not before: it soon stops if the first asks do not show that it does.
         """
         self.asks_now = False
+        self._num_unasked = FAR_BEHIND
         self._gains = [min(gain, WORTH_ASKING) for gain in self._gains]
         self._forget_steps(NUM_CLASSES)
         for size, is_looking in enumerate(self._is_looking):
@@ -111,8 +116,9 @@ class Asking:
         self._waited[size] += 1
         self._num_steps[size] += 1
         self._asked_before, self.asks_now = self.asks_now, False
+        self._num_unasked = 0 if self._asked_before else self._num_unasked + 1
         if self._asks_always[size]:
-            return self._asked_before or self._repays_catching_up(size)
+            return self._num_unasked < FAR_BEHIND or self._repays_catching_up(size)
         pause = self._pauses[size]
         if self._asked_before:  # the drafter has caught up, so a look costs less than it will later
             pause = int(SHORTER * pause) if self._has_looked[size] else 0
