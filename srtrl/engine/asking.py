@@ -85,6 +85,8 @@ class Asking:
         """Steps without an ask since the last one."""
         self.asks_now = False
         """Whether this step asks."""
+        self.begins_look = False
+        """Whether an ask in this step would be the first one of a look."""
         self._known_share: float | None = None
 
     def begin_rollout(self, known_share: float) -> None:
@@ -116,6 +118,7 @@ class Asking:
         self._waited[size] += 1
         self._num_steps[size] += 1
         self._asked_before, self.asks_now = self.asks_now, False
+        self.begins_look = False
         self._num_unasked = 0 if self._asked_before else self._num_unasked + 1
         if self._asks_always[size]:
             return self._num_unasked < FAR_BEHIND or self._repays_catching_up(size)
@@ -125,7 +128,7 @@ class Asking:
         if self._waited[size] < pause:
             return False
         if not self._is_looking[size]:
-            self._is_looking[size] = True
+            self._is_looking[size] = self.begins_look = True
             self._num_asks[size], self._look_seconds[size] = 0, 0.0
         return True
 

@@ -37,7 +37,7 @@ PLAIN_INTERVALS = 64, 256
 PLAIN_STEPS = 2
 """So many of them in a row, of which the last one's cost is learned: drafting takes the place of the weights in the
 processor's caches, and the first step behind it is slower than others."""
-RECORD_EVERY = 8
+RECORD_EVERY = 4
 """Of more steps without drafts in a row one in so many is learned: it takes its time."""
 FIRST_PLAIN = 4
 """The first such step; each further interval is twice as long, up to that."""
@@ -118,7 +118,7 @@ class DraftBudget:
         size = class_of(num_sequences)
         self._plain_left = max(self._plain_left - 1, 0)
         is_due = self._asking.is_due(num_sequences)
-        if is_due and self._asking.only_looks(num_sequences) and not self._could_pay(num_sequences):
+        if is_due and self._asking.begins_look and not self._could_pay(num_sequences):
             self._asking.put_off(num_sequences)
             is_due = False
         if not is_due:
@@ -135,12 +135,12 @@ class DraftBudget:
         return True
 
     def _could_pay(self, num_sequences: int) -> bool:
-        """Whether drafts could be worth asking for if they were as good as any: where not, a look is for nothing."""
+        """Whether drafts as good as any could be worth their rows: where not, a look is for nothing.
+
+        What drafting and verifying take beside is left out, for only asks would correct it if it were wrong.
+        """
         curve = self.cost.curve()
-        beside = self.cost.verify_seconds + self.draft_seconds
-        gain = most_gain(
-            curve.edges, curve.values, curve.tail_slope, beside, num_sequences, self._most_nodes, BEST_CHANCE
-        )
+        gain = most_gain(curve.edges, curve.values, curve.tail_slope, num_sequences, self._most_nodes, BEST_CHANCE)
         return bool(gain > WORTH_ASKING)
 
     @property

@@ -86,7 +86,6 @@ def most_gain(
     edges: Array,
     curve: Array,
     tail_slope: float,
-    beside: float,
     num_sequences: int,
     most_nodes: int,
     chance: float,
@@ -97,7 +96,6 @@ def most_gain(
         edges: [E] int64, as in `read_curve`.
         curve: [2, E] float64, likewise.
         tail_slope: Likewise.
-        beside: Seconds that a step with drafts takes beside its rows.
         num_sequences: Sequences that decode.
         most_nodes: Most nodes of one of them.
         chance: That a node is accepted if the one before it was.
@@ -113,7 +111,7 @@ def most_gain(
         length = rows[i] / num_sequences - 1
         whole = np.floor(length)
         tokens = chance * (1 - chance**whole) / (1 - chance) + (length - whole) * chance ** (whole + 1)
-        best = max(best, (1 + tokens) * seconds[0] / (seconds[i] + beside) - 1)
+        best = max(best, (1 + tokens) * seconds[0] / seconds[i] - 1)
     return best
 
 
