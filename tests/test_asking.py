@@ -84,8 +84,8 @@ def test_what_comes_to_pay_is_found() -> None:
     assert steps.asks(100, 0.5) == 100
 
 
-def test_a_tail_too_short_to_repay_catching_up_is_not_asked_for() -> None:
-    """It comes again and again, and begins with catching up: three steps of gain 0.15 are less than that takes."""
+def test_catching_up_does_not_count_in_a_look_and_does_where_drafts_are_always_asked_for() -> None:
+    """A tail comes once a rollout, and begins with catching up: if that costs more than it gains, it does not pay."""
     steps = Steps(Asking(), num_sequences=4)
 
     def tail() -> int:
@@ -95,62 +95,8 @@ def test_a_tail_too_short_to_repay_catching_up_is_not_asked_for() -> None:
     full = Steps(steps.asking)
     full.asks(4000)
     num_asks = [tail() for _ in range(60)]
-    assert num_asks[0] == 3, "a look does not know yet"
-    assert sum(num_asks[2:]) <= 6
-
-
-@pytest.mark.parametrize("num_steps", [5, 500])
-def test_a_gain_pays_for_catching_up_within_the_rest_of_a_rollout(num_steps: int) -> None:
-    """Ten steps of gain 0.15 are worth 1.5 steps: more than catching up takes where there are many."""
-    full = Steps(Asking())
-    tail = Steps(full.asking, num_sequences=4)
-
-    def rollout() -> int:
-        full.asking.begin_rollout(0.0)
-        full.asks(10)
-        return sum(tail.ask(0.2, catch_up=1.0) for _ in range(num_steps))
-
-    num_asks = [rollout() for _ in range(40)]
-    assert sum(num_asks[:10]) > 0
-    assert (sum(num_asks[-10:]) > 5 * num_steps) == (num_steps == 500)
-
-
-def test_a_short_tail_is_not_caught_up_with_because_a_long_one_paid() -> None:
-    full = Steps(Asking())
-    tail = Steps(full.asking, num_sequences=4)
-
-    def rollout(num_steps: int) -> int:
-        full.asking.begin_rollout(0.0)
-        full.asks(10)
-        return sum(tail.ask(0.3, catch_up=1.0) for _ in range(num_steps))
-
-    while rollout(200) < 150:
-        pass
-    assert rollout(2) == 2, "the last one was long"
-    assert sum(rollout(2) for _ in range(20)) <= 4, "those that come where a look has caught up"
-    assert 150 < rollout(200) < 190, "as soon as it has lasted long enough to show that it is long"
-
-
-def test_looks_of_smaller_classes_follow_at_once() -> None:
-    """They share the time that the first one takes to catch up."""
-    asking = Asking()
-    asking.begin_rollout(1.0)
-    for num_sequences in (64, 32, 16, 8):
-        assert Steps(asking, num_sequences=num_sequences).until_paused(-0.3) == (3 if num_sequences == 64 else 2)
-        if num_sequences > 8:
-            asking.asks_now = True  # the batch shrinks before the step that does not ask
-    asking.begin_rollout(1.0)
-    assert not any(Steps(asking, num_sequences=num_sequences).asks(1) for num_sequences in (64, 32, 16, 8))
-
-
-def test_a_look_that_ends_with_the_rollout_is_not_taken_up_again_soon() -> None:
-    """Or each rollout would catch up for the sake of a look that never ends."""
-    steps = Steps(Asking(), num_sequences=4)
-    num_asks = 0
-    for _ in range(200):
-        steps.asking.begin_rollout(0.0)
-        num_asks += steps.asks(2, 1.0)
-    assert 2 <= num_asks <= 10
+    assert 3 in num_asks, "looks do not see what catching up costs"
+    assert sum(num_asks[-20:]) < 40
 
 
 def test_a_new_rollout_must_show_again_that_drafts_pay() -> None:
@@ -158,7 +104,7 @@ def test_a_new_rollout_must_show_again_that_drafts_pay() -> None:
     steps = Steps(Asking())
     assert steps.asks(50, 1.0) == 50
     steps.asking.begin_rollout(0.0)
-    assert 1 < steps.until_paused(-0.1) <= 5
+    assert 1 < steps.until_paused(-0.1) <= 4
     again = Steps(Asking())
     assert again.asks(50, 1.0) == 50
     again.asking.begin_rollout(0.0)

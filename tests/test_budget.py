@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.engine.budget import PLAIN_STEPS, DraftBudget
-from srtrl.engine.budget_kernel import MIN_GAIN, SLACK, descending_order, most_gain
-from srtrl.engine.step_cost import CostCurve, StepCost
+from srtrl.engine.budget_kernel import MIN_GAIN, SLACK, descending_order
+from srtrl.engine.step_cost import StepCost
 
 
 def random_trees(random: np.random.Generator, num_trees: int, most_nodes: int, levels: int = 0) -> DraftTrees:
@@ -287,37 +287,6 @@ def test_asking_begins_anew_with_known_prompts_and_with_fewer_sequences(event: s
         budget.begin_rollout(0.9)
     asks = [budget.max_nodes(64 if event == "known prompts" else 8) > 0 for _ in range(6)]
     assert asks[0] if event == "known prompts" else any(asks)
-
-
-def test_where_not_even_the_best_drafts_would_pay_nobody_is_asked() -> None:
-    """256 rows on a CPU: a row of a draft costs what a row of the next step does."""
-    cost = StepCost.from_points([(1, 2.045), (2, 2.09)])
-    budget = DraftBudget(cost)
-    for num_sequences, is_looking in ((256, False), (16, True), (256, False)):
-        num_asks = sum(budget.max_nodes(num_sequences) > 0 for _ in range(200))
-        assert (num_asks > 0) == is_looking
-
-
-@settings(max_examples=60)
-@given(
-    st.lists(st.tuples(st.integers(1, 30), st.floats(0, 3)), min_size=1, max_size=8),
-    st.floats(0.1, 5),
-    st.integers(1, 60),
-    st.integers(1, 12),
-)
-def test_the_most_that_drafts_can_bring(
-    stairs: list[tuple[int, float]], first: float, num_sequences: int, most_nodes: int
-) -> None:
-    """Against all numbers of nodes, the next one given to each sequence in turn."""
-    edges = np.cumsum([width for width, _ in stairs])
-    values = np.zeros((2, len(edges)))
-    values[0] = first + np.cumsum([step for _, step in stairs])
-    curve = CostCurve(edges=edges, values=values, tail_slope=0.3)
-    gain = most_gain(curve.edges, curve.values, curve.tail_slope, num_sequences, most_nodes, 0.9)
-    plain, *drafted = curve.at(np.arange(num_sequences, num_sequences * (1 + most_nodes) + 1))
-    tokens = np.cumsum(0.9 ** (1 + np.arange(num_sequences * most_nodes) // num_sequences))
-    best = max((1 + tokens / num_sequences) * plain / np.array(drafted)) - 1
-    assert gain == pytest.approx(max(best, 0.0), abs=1e-9)
 
 
 def test_what_drafts_bring_is_remembered_for_each_number_of_sequences() -> None:

@@ -8,14 +8,7 @@ larger one has come to: a row is the dearer the more sequences there are, and wh
 
 Where drafts do not pay, now and then a look shows whether they do again: several asks in a row, for the estimates
 were made for other samples or with fewer nodes, and the first outcomes change them.
-
-The first ask after steps without has to tell the drafter all that was decoded meanwhile, and tries may have to be
-built: it catches up, which costs several asks. So looks of several classes follow upon each other, and a tail of a few
-sequences is asked for only if it is likely to last until that is repaid: as long as the last one did, or as it has
-lasted already.
 """
-
-from itertools import accumulate
 
 NUM_CLASSES = 32
 """Each is a factor of 2 wide."""
@@ -33,15 +26,9 @@ CLEAR_LOSS = -0.1
 """With such a gain a look ends at its second ask, and the next one is as late as may be."""
 LONGER = 8
 """Each other pause is so many times longer than the one before, up to what `WASTE` allows."""
-SHORTER = 0.5
-"""A pause is so much shorter where the last step has asked: all that was decoded meanwhile is told to the drafter."""
-FAR_BEHIND = 8
-"""After so many steps without an ask, catching up is something to think of where drafts are always asked for."""
 GAIN_STEP, GAIN_STEP_OF_LOOK = 0.1, 0.25
 FIRST_PAUSE = 16
 """Steps without a look where drafts have ceased to pay, and before the first look where prompts are new."""
-LONGEST_PUT_OFF = 256
-"""Steps after which a look that was put off is thought of again, at most: costs change."""
 OTHER_SHARE = 0.2
 """Where so many more (or fewer) of the samples have a history than before, all is tried again."""
 SOONER = 4
@@ -60,14 +47,6 @@ class Asking:
         """Steps between two looks; 0 where there was no step yet."""
         self._waited = [0] * NUM_CLASSES
         """Steps since the last look, and those in it."""
-        self._has_looked = [False] * NUM_CLASSES
-        """Whether a look has ended since there was reason to try again."""
-        self._num_steps = [0] * NUM_CLASSES
-        """Steps since a rollout began or more sequences decoded."""
-        self._num_left = [0] * NUM_CLASSES
-        """Steps there were the last time in this class and in smaller ones; 0 where there was none."""
-        self._last_size = 0
-        """Class of the last step."""
         self._is_looking = [False] * NUM_CLASSES
         self._num_asks = [0] * NUM_CLASSES
         """Asks of the present look that counted."""
@@ -77,16 +56,10 @@ class Asking:
         """Time that drafting takes from step to step; 0 where it is not known."""
         self._catch_up_seconds = [0.0] * NUM_CLASSES
         """Time of the first ask after a pause, with all that was decoded meanwhile; 0 where it is not known."""
-        self._plain_seconds = [0.0] * NUM_CLASSES
-        """Time of a step without drafts, as it was last known."""
         self._asked_before = False
         """Whether the last step asked, so that the drafter is up to date."""
-        self._num_unasked = FAR_BEHIND
-        """Steps without an ask since the last one."""
         self.asks_now = False
         """Whether this step asks."""
-        self.begins_look = False
-        """Whether an ask in this step would be the first one of a look."""
         self._known_share: float | None = None
 
     def begin_rollout(self, known_share: float) -> None:
@@ -96,63 +69,26 @@ class Asking:
         spoken, it may not before: it soon stops if the first asks do not show that it does.
         """
         self.asks_now = False
-        self._num_unasked = FAR_BEHIND
         self._gains = [min(gain, WORTH_ASKING) for gain in self._gains]
-        self._forget_steps(NUM_CLASSES)
-        for size, is_looking in enumerate(self._is_looking):
-            if is_looking:  # too few steps for a look: in another rollout it would begin by catching up again
-                self._put_off(size, LONGEST_PAUSE, times=LONGER)
         if self._known_share is None or abs(known_share - self._known_share) > OTHER_SHARE:
             self._known_share = known_share
             self._pauses = [int(asks_always) for asks_always in self._asks_always]
-            self._has_looked = [False] * NUM_CLASSES
 
     def is_due(self, num_sequences: int) -> bool:
         """Whether to ask in the coming step; called once a step."""
         size = class_of(num_sequences)
         if not self._pauses[size]:
             self._pauses[size] = self._first_pause(size)
-        if size > self._last_size:
-            self._forget_steps(size)
-        self._last_size = size
         self._waited[size] += 1
-        self._num_steps[size] += 1
         self._asked_before, self.asks_now = self.asks_now, False
-        self.begins_look = False
-        self._num_unasked = 0 if self._asked_before else self._num_unasked + 1
         if self._asks_always[size]:
-            return self._num_unasked < FAR_BEHIND or self._repays_catching_up(size)
-        pause = self._pauses[size]
-        if self._asked_before:  # the drafter has caught up, so a look costs less than it will later
-            pause = int(SHORTER * pause) if self._has_looked[size] else 0
-        if self._waited[size] < pause:
+            return True
+        if self._waited[size] < self._pauses[size]:
             return False
         if not self._is_looking[size]:
-            self._is_looking[size] = self.begins_look = True
+            self._is_looking[size] = True
             self._num_asks[size], self._look_seconds[size] = 0, 0.0
         return True
-
-    def _forget_steps(self, num_classes: int) -> None:
-        """Those of the smallest classes are over."""
-        numbers = accumulate(self._num_steps[:num_classes])
-        self._num_left[:num_classes] = [now or before for now, before in zip(numbers, self._num_left, strict=False)]
-        self._num_steps[:num_classes] = [0] * num_classes
-
-    def _repays_catching_up(self, size: int) -> bool:
-        """Whether as many steps as there were the last time, or as there have been by now, bring what that takes."""
-        num_steps = max(self._num_left[size], self._num_steps[size])
-        return self._gains[size] * self._plain_seconds[size] * num_steps >= self._catch_up_seconds[size]
-
-    def put_off(self, num_sequences: int) -> None:
-        """Do not look in the coming step after all, nor in those that follow."""
-        self._put_off(class_of(num_sequences), LONGEST_PUT_OFF, times=2)
-
-    def _put_off(self, size: int, longest: int, *, times: int) -> None:
-        """Break off a look, and make the pause so many times longer, up to the longest."""
-        self._is_looking[size] = False
-        pause = self._pauses[size]
-        self._pauses[size] = max(pause, min(times * pause, longest), FIRST_PAUSE)
-        self._waited[size] = 0
 
     def only_looks(self, num_sequences: int) -> bool:
         """Whether an ask in the coming step would be one of a look."""
@@ -201,8 +137,8 @@ class Asking:
     def learn(self, num_sequences: int, num_asked: int, more_tokens: float, plain: float, drafted: float) -> None:
         """Follow what asking brings, drafting time included, and decide whether to go on.
 
-        The first ask after a pause does not show what asking brings in the long run, for the drafter has to catch up:
-        it does not count. Whether there will be steps enough to repay it is another question.
+        The first ask after a pause does not show what asking costs, for the drafter has to catch up: in a look it does
+        not count. Where drafts are always asked for, it does: that class of steps comes with a pause before it.
 
         Args:
             num_sequences: Of the step in which drafts were asked for.
@@ -212,45 +148,36 @@ class Asking:
             drafted: Seconds of the step with the chosen ones, drafting not included.
         """
         size = class_of(num_sequences)
-        self._plain_seconds[size] = plain
-        if not self._asked_before:
+        if not self._asked_before and not self._asks_always[size]:
             return
-        gain = (1 + more_tokens) * plain / (drafted + self._draft_seconds[size]) - 1
+        draft_seconds = self._draft_seconds if self._asked_before else self._catch_up_seconds
+        gain = (1 + more_tokens) * plain / (drafted + draft_seconds[size]) - 1
         if self._is_looking[size]:
             self._num_asks[size] += 1
             self._gains[size] += max(1 / self._num_asks[size], GAIN_STEP_OF_LOOK) * (gain - self._gains[size])
             num_asks = min(max(OUTCOMES_OF_LOOK // num_asked, LEAST_LOOK), LONGEST_LOOK)
-            net_gain = self._net_gain(size)
-            is_clear = self._num_asks[size] > 1 and net_gain < CLEAR_LOSS
+            is_clear = self._num_asks[size] > 1 and self._gains[size] < CLEAR_LOSS
             if is_clear or self._num_asks[size] >= num_asks:
-                self._end_look(size, net_gain)
+                self._end_look(size, plain)
         else:
             self._gains[size] += GAIN_STEP * (gain - self._gains[size])
             if self._gains[size] < NOT_WORTH_ASKING:
                 self._asks_always[size] = False
                 self._pauses[size], self._waited[size] = FIRST_PAUSE, 0
 
-    def _net_gain(self, size: int) -> float:
-        """The gain, less what it takes to catch up, spread over as many steps as there were the last time."""
-        is_up_to_date = size + 1 < NUM_CLASSES and self._asks_always[size + 1]
-        if is_up_to_date or not self._num_left[size]:
-            return self._gains[size]
-        return self._gains[size] - self._catch_up_seconds[size] / (self._num_left[size] * self._plain_seconds[size])
-
-    def _end_look(self, size: int, net_gain: float) -> None:
-        """Ask always from now on, or say when to look again."""
+    def _end_look(self, size: int, plain: float) -> None:
+        """Ask always from now on, or say when to look again; `plain`: seconds of a step without drafts."""
         self._is_looking[size] = False
-        self._has_looked[size] = True
-        self._asks_always[size] = net_gain > WORTH_ASKING
+        self._asks_always[size] = self._gains[size] > WORTH_ASKING
         self._waited[size] = 0
         if self._asks_always[size]:
             self._pauses[size] = 1
             return
         num_asks = self._num_asks[size]
         look_seconds = self._look_seconds[size] * (num_asks + 1) / num_asks  # the last ask is not over
-        longest = int(min(max(look_seconds / self._plain_seconds[size] / WASTE, 1), LONGEST_PAUSE))
+        longest = int(min(max(look_seconds / plain / WASTE, 1), LONGEST_PAUSE))
         first = max(longest // LONGER**2, 1)
-        is_clear = net_gain < CLEAR_LOSS
+        is_clear = self._gains[size] < CLEAR_LOSS
         self._pauses[size] = longest if is_clear else min(LONGER * max(self._pauses[size], first), longest)
 
 

@@ -12,17 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import DraftTrees
-from srtrl.engine.asking import NUM_CLASSES, WORTH_ASKING, Asking, class_of
-from srtrl.engine.budget_kernel import (
-    DRAFTED,
-    EXPECTED,
-    NUM_OUTCOMES,
-    PLAIN,
-    WORTH,
-    choose_nodes,
-    keep_nodes,
-    most_gain,
-)
+from srtrl.engine.asking import NUM_CLASSES, Asking, class_of
+from srtrl.engine.budget_kernel import DRAFTED, EXPECTED, NUM_OUTCOMES, PLAIN, WORTH, choose_nodes, keep_nodes
 from srtrl.engine.calibration import Calibration, Trust
 from srtrl.engine.step_cost import StepCost
 
@@ -44,8 +35,6 @@ FIRST_PLAIN = 4
 TAIL_SHARE = 0.25
 """While a rollout drains, about so many of the drafts' tokens make it end sooner: those of the last samples. The others
 make later steps smaller, and that is worth what rows cost, and none of what a step costs beside."""
-BEST_CHANCE = 0.95
-"""That the next token of a draft is accepted, if those before it were: at the best that is to be expected."""
 GROWING_SHARE = 0.6
 """Of the time that drafting for a look's sequences takes, so much grows with their number."""
 CHEAP_SHARE = 0.5
@@ -117,11 +106,7 @@ class DraftBudget:
         """Whether to ask, one of some steps apart whose cost without drafts is to be learned."""
         size = class_of(num_sequences)
         self._plain_left = max(self._plain_left - 1, 0)
-        is_due = self._asking.is_due(num_sequences)
-        if is_due and self._asking.begins_look and not self._could_pay(num_sequences):
-            self._asking.put_off(num_sequences)
-            is_due = False
-        if not is_due:
+        if not self._asking.is_due(num_sequences):
             self._steps_since_plain[size] = 0
             return False
         self._steps_since_plain[size] += 1
@@ -133,15 +118,6 @@ class DraftBudget:
             self._steps_since_plain[size] = 0
             return False
         return True
-
-    def _could_pay(self, num_sequences: int) -> bool:
-        """Whether drafts as good as any could be worth their rows: where not, a look is for nothing.
-
-        What drafting and verifying take beside is left out, for only asks would correct it if it were wrong.
-        """
-        curve = self.cost.curve()
-        gain = most_gain(curve.edges, curve.values, curve.tail_slope, num_sequences, self._most_nodes, BEST_CHANCE)
-        return bool(gain > WORTH_ASKING)
 
     @property
     def only_looks(self) -> bool:

@@ -82,40 +82,6 @@ def choose_nodes(
 
 
 @numba.njit(cache=True, nogil=True)
-def most_gain(
-    edges: Array,
-    curve: Array,
-    tail_slope: float,
-    num_sequences: int,
-    most_nodes: int,
-    chance: float,
-) -> float:
-    """The most that chains of one length for all sequences can bring, as a share of the tokens per second without.
-
-    Args:
-        edges: [E] int64, as in `read_curve`.
-        curve: [2, E] float64, likewise.
-        tail_slope: Likewise.
-        num_sequences: Sequences that decode.
-        most_nodes: Most nodes of one of them.
-        chance: That a node is accepted if the one before it was.
-    """
-    rows = np.empty(1 + most_nodes + len(edges))
-    for i in range(1 + most_nodes):
-        rows[i] = num_sequences * (1 + i)
-    rows[1 + most_nodes :] = np.minimum(np.maximum(edges, num_sequences), num_sequences * (1 + most_nodes))
-    seconds = np.empty(len(rows))
-    read_curve(edges, curve, tail_slope, rows, seconds)
-    best = 0.0
-    for i in range(1, len(rows)):
-        length = rows[i] / num_sequences - 1
-        whole = np.floor(length)
-        tokens = chance * (1 - chance**whole) / (1 - chance) + (length - whole) * chance ** (whole + 1)
-        best = max(best, (1 + tokens) * seconds[0] / seconds[i] - 1)
-    return best
-
-
-@numba.njit(cache=True, nogil=True)
 def keep_nodes(
     token_ids: Array, parents: Array, scores: Array, offsets: Array, keep: Array, new_offsets: Array
 ) -> tuple[Array, Array, Array]:

@@ -178,6 +178,7 @@ class Speculation:
 
     def draft(self, scheduled: ScheduledStep, scheduler: Scheduler) -> Draft:
         """Trees for the decoding sequences, as large as pays and as free pages allow; run-aheads get none."""
+        started = time.perf_counter()
         sequences = scheduled.decodes
         context_tokens = sum(len(sequence.token_ids) for sequence in sequences)
         if not self._is_begun:
@@ -190,7 +191,6 @@ class Speculation:
         if num_nodes == 0:
             empty = DraftTrees.empty(len(sequences))
             return Draft(empty, empty, scheduled.num_primaries, context_tokens, 0.0, 0.0, asked_share=0.0)
-        started = time.perf_counter()  # whether to ask is a question of every step
         primaries = sequences[: scheduled.num_primaries]
         places = self._look_sample.of(primaries) if self.budget.only_looks else list(range(len(primaries)))
         asked = [primaries[place] for place in places]
