@@ -109,10 +109,9 @@ class RunAheads:
     def on_policy_update(self) -> None:
         """Forget what the second update finds: the step that it was made for has passed."""
         for key, texts in list(self._texts.items()):
-            for stream, run_ahead in list(texts.items()):
+            for run_ahead in texts.values():
                 run_ahead.num_updates += 1
-                if run_ahead.num_updates >= 2:
-                    self.forget(key, [stream])
+            self.forget(key, [stream for stream, run_ahead in texts.items() if run_ahead.num_updates >= 2])
 
     def start(self, sequence_id: int, key: PromptKey, stream: int) -> None:
         """Let a sample follow the run-ahead of its stream, if there is one."""
