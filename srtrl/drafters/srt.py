@@ -124,7 +124,7 @@ class Drafter(DrafterBase):
 
     def learn(self, completions: Sequence[Completion]) -> None:
         """Keep completed rollouts; siblings that draft have them in their trie."""
-        # Prompt by prompt, for hundreds end together: one by one they take twice as long.
+        # Prompt by prompt, for hundreds end together: one by one they take a third longer.
         by_prompt: dict[PromptKey, list[Completion]] = {}
         for completion in completions:
             by_prompt.setdefault(key_of(completion.request), []).append(completion)
