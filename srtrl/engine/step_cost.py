@@ -158,6 +158,8 @@ class StepCost:
         """Time forward passes of a few sizes: about doubling ones as long as time allows, and one long context.
 
         Sizes between them are interpolated, larger ones extrapolated from the last two. At least two sizes are timed.
+        A machine that others use is slower for a while, never faster: each size is timed once more, a little later, and
+        what fewer rows took beyond what more rows did is no cost of theirs.
 
         Args:
             time_forward: Runs one forward pass; its own result is the only clock.
@@ -171,21 +173,30 @@ class StepCost:
         context = max(1, min(128, max_context_tokens // 4))
         sizes = self._probe_sizes(max_rows or self.max_rows)
         measured: list[tuple[int, float]] = []
-        for rows in sizes:
+
+        def is_enough() -> bool:
+            if len(measured) < min(len(sizes), 2):
+                return False
             # A quarter is left for the long context, and no size is begun that would take half of the rest.
-            if len(measured) >= 2 and (
-                measured[-1][1] > LINEAR_FROM * measured[0][1]
-                or not effort.can_afford(4 * measured[-1][1], reserve=0.25)
-            ):
-                break
-            measured.append((rows, effort.time(rows, context)))
+            is_linear = measured[-1][1] > LINEAR_FROM * measured[0][1]
+            return len(measured) == len(sizes) or is_linear or not effort.can_afford(4 * measured[-1][1], reserve=0.25)
+
+        while not is_enough():
+            first = len(measured)
+            while not is_enough():
+                measured.append((sizes[len(measured)], effort.time(sizes[len(measured)], context)))
+            for i in range(first, len(measured)):
+                rows, seconds = measured[i]
+                measured[i] = (rows, min(seconds, effort.time(rows, context)))
         rows, seconds = measured[min(len(measured) - 1, 2)]
         longer = max_context_tokens - context
         per_token = 0.0
         if longer > 0 and effort.can_afford(2 * seconds):
-            per_token = max(0.0, (effort.time(rows, max_context_tokens) - seconds) / (rows * longer))
+            long_seconds = min(effort.time(rows, max_context_tokens), effort.time(rows, max_context_tokens))
+            per_token = max(0.0, (long_seconds - seconds) / (rows * longer))
         points = np.array(measured)
-        self._set_probed(points[:, 0], np.maximum.accumulate(points[:, 1]), context, per_token)
+        least_of_larger = np.minimum.accumulate(points[::-1, 1])[::-1]
+        self._set_probed(points[:, 0], least_of_larger, context, per_token)
 
     @property
     def verify_seconds(self) -> float:
@@ -305,11 +316,13 @@ class _Effort:
         return self._seconds + seconds <= (1 - reserve) * self._max_seconds and self._num_passes + 2 <= self._max_passes
 
     def time(self, rows: int, context: int) -> float:
-        """The faster of two passes: the first of a size may compile or allocate, and either may have been disturbed.
+        """Seconds of one pass; of the first one of all, which may compile or allocate, it is a second one's.
 
         A probe is paid for by the first rollout, and real steps correct it.
         """
-        return min(self._pass(rows, context), self._pass(rows, context))
+        if self._num_passes == 0:
+            self._pass(rows, context)
+        return self._pass(rows, context)
 
     def _pass(self, rows: int, context: int) -> float:
         seconds = self._time_forward(rows, context, rows)
