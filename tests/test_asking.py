@@ -91,20 +91,31 @@ def test_a_clear_loss_ends_a_look_at_its_second_ask_and_the_first_look_never() -
 
 
 def test_a_look_goes_on_in_the_next_rollout_and_is_given_up_where_that_never_ends_it() -> None:
-    """A tail of two steps catches up in every rollout; a look at it would never end."""
+    """A tail of one step catches up in every rollout; a look at it would never end."""
     steps = Steps(Asking(), num_sequences=4)
 
     def rollout(num_steps: int) -> int:
         steps.asking.begin_rollout(0.0)
         return steps.asks(num_steps, 1.0)
 
-    assert rollout(FIRST_PAUSE + 1) == 2
-    assert [rollout(2) for _ in range(100)] == [2] * (MOST_CATCH_UPS - 1) + [0] * (101 - MOST_CATCH_UPS)
+    assert rollout(FIRST_PAUSE) == 1
+    assert [rollout(1) for _ in range(100)] == [1] * (MOST_CATCH_UPS - 1) + [0] * (101 - MOST_CATCH_UPS)
     lasting = Steps(Asking(), num_sequences=4)
     lasting.asking.begin_rollout(0.0)
     assert lasting.asks(FIRST_PAUSE + 1, 1.0) == 2
     lasting.asking.begin_rollout(0.0)
     assert lasting.asks(200, 1.0) == 200
+
+
+@pytest.mark.parametrize(("more_tokens", "goes_on"), [(1.0, True), (-0.2, False)])
+def test_a_look_that_is_given_up_is_judged_by_what_it_has_shown(more_tokens: float, goes_on: bool) -> None:
+    """Drafts that pay make rollouts short: eight samples of 24 tokens have five steps in common, too few for a look."""
+    steps = Steps(Asking(), num_sequences=8)
+    num_asks = []
+    for _ in range(20):
+        steps.asking.begin_rollout(1.0)
+        num_asks.append(steps.asks(5, more_tokens))
+    assert num_asks == [5] * 20 if goes_on else num_asks == [5, 5, *[0] * 18]
 
 
 def test_looks_take_a_small_share_of_the_time() -> None:
@@ -155,6 +166,14 @@ def test_a_new_rollout_must_show_again_that_drafts_pay() -> None:
     assert again.asks(50, 1.0) == 50
     again.asking.begin_rollout(0.0)
     assert again.asks(50, 1.0) == 50
+
+
+def test_the_first_asks_of_a_rollout_alone_do_not_end_asking() -> None:
+    """There all samples begin, and drafts of first tokens are worse than others."""
+    steps = Steps(Asking())
+    assert steps.asks(50, 0.3) == 50
+    steps.asking.begin_rollout(0.0)
+    assert all(steps.ask(more_tokens) for more_tokens in [-0.15, 0.0, *[0.3] * 50])
 
 
 @pytest.mark.parametrize(("share", "looks"), [(0.1, False), (0.9, True)])

@@ -18,8 +18,9 @@ OUTCOMES_OF_LOOK = 192
 """A look goes on until so many drafts have been made, and takes so many asks at least and at most; those with which the
 drafter catches up are not counted."""
 FIRST_LOOK = 12
-"""Asks of the first look after there is reason to try again. In quickstart's second pass the first four of them showed
-gains of -0.18, 0, 0.1, 0.08 and the last four 0.12 to 0.15: chances of other samples fade, and trees grow."""
+"""No look ends before there were so many asks since there was reason to try again. In quickstart's second pass the
+first four of them showed gains of -0.18, 0, 0.1, 0.08 and the last four 0.12 to 0.15: chances of other samples fade,
+and trees grow."""
 MOST_CATCH_UPS = 2
 """A look that is broken off so often, because the sequences become fewer, is given up: there are too few such steps."""
 LONGEST_PAUSE = 4096
@@ -56,8 +57,10 @@ class Asking:
         """Steps between two looks; 0 where there was no step yet."""
         self._waited = [0] * NUM_CLASSES
         """Steps since the last look, and those in it."""
+        self._num_first_asks = 0
+        """Asks that counted, of all classes, since there was reason to try again; up to `FIRST_LOOK`."""
         self._has_looked = False
-        """Whether a look of any class has ended since there was reason to try again."""
+        """Whether a look of any class has ended since then."""
         self._is_looking = [False] * NUM_CLASSES
         self._num_asks = [0] * NUM_CLASSES
         """Asks of the present look that counted."""
@@ -92,7 +95,7 @@ class Asking:
         if self._known_share is None or abs(known_share - self._known_share) > OTHER_SHARE:
             self._known_share = known_share
             self._pauses = [int(asks_always) for asks_always in self._asks_always]
-            self._has_looked = False
+            self._num_first_asks, self._has_looked = 0, False
 
     def is_due(self, num_sequences: int) -> bool:
         """Whether to ask in the coming step; called once a step."""
@@ -110,8 +113,7 @@ class Asking:
             self._num_asks[size], self._num_catch_ups[size], self._look_seconds[size] = 0, 0, 0.0
         if not self._asked_before and self._num_catch_ups[size] == MOST_CATCH_UPS:
             self._give_up(size)
-            return False
-        return True
+        return self._asks_always[size] or self._is_looking[size]
 
     def only_looks(self, num_sequences: int) -> bool:
         """Whether an ask in the coming step would be one of a look."""
@@ -179,6 +181,7 @@ class Asking:
         gain = (1 + more_tokens) * plain / (drafted + self._draft_seconds[size] + self._catching_up(size)) - 1
         if self._is_looking[size]:
             self._num_asks[size] += 1
+            self._num_first_asks = min(self._num_first_asks + 1, FIRST_LOOK)
             self._gains[size] += max(1 / self._num_asks[size], GAIN_STEP_OF_LOOK) * (gain - self._gains[size])
             if self._is_over(size, num_asked):
                 self._end_look(size)
@@ -205,9 +208,9 @@ class Asking:
 
     def _is_over(self, size: int, num_asked: int) -> bool:
         """Whether a look has had asks enough, each for so many sequences."""
+        if self._num_first_asks < FIRST_LOOK:
+            return False
         num_asks = self._num_asks[size]
-        if not self._has_looked:
-            return num_asks >= FIRST_LOOK
         is_clear = num_asks > 1 and self._gains[size] < CLEAR_LOSS
         return is_clear or num_asks >= min(max(OUTCOMES_OF_LOOK // num_asked, LEAST_LOOK), LONGEST_LOOK)
 
@@ -233,10 +236,11 @@ class Asking:
             self._pauses[size] = min(LONGER * max(self._pauses[size], first), longest)
 
     def _give_up(self, size: int) -> None:
-        """End a look without a result."""
+        """End a look before it is over: by what it has shown, if that was anything good."""
         self._is_looking[size] = False
+        self._asks_always[size] = self._num_asks[size] > 0 and self._gains[size] > WORTH_ASKING
         self._waited[size] = 0
-        self._pauses[size] = self._longest_pause(size, self._look_seconds[size])
+        self._pauses[size] = 1 if self._asks_always[size] else self._longest_pause(size, self._look_seconds[size])
 
     def _longest_pause(self, size: int, look_seconds: float) -> int:
         """Steps until the next look, if it takes as many seconds as this one."""

@@ -173,27 +173,25 @@ class StepCost:
         context = max(1, min(128, max_context_tokens // 4))
         sizes = self._probe_sizes(max_rows or self.max_rows)
         measured: list[tuple[int, float]] = []
-
-        def is_enough() -> bool:
-            if len(measured) < min(len(sizes), 2):
-                return False
+        for rows in sizes:
             # A quarter is left for the long context, and no size is begun that would take half of the rest.
-            is_linear = measured[-1][1] > LINEAR_FROM * measured[0][1]
-            return len(measured) == len(sizes) or is_linear or not effort.can_afford(4 * measured[-1][1], reserve=0.25)
-
-        while not is_enough():
-            first = len(measured)
-            while not is_enough():
-                measured.append((sizes[len(measured)], effort.time(sizes[len(measured)], context)))
-            for i in range(first, len(measured)):
-                rows, seconds = measured[i]
-                measured[i] = (rows, min(seconds, effort.time(rows, context)))
+            if len(measured) >= 2 and (
+                measured[-1][1] > LINEAR_FROM * measured[0][1]
+                or not effort.can_afford(4 * measured[-1][1], reserve=0.25)
+            ):
+                break
+            measured.append((rows, effort.time(rows, context)))
         rows, seconds = measured[min(len(measured) - 1, 2)]
         longer = max_context_tokens - context
-        per_token = 0.0
+        long_seconds = 0.0
         if longer > 0 and effort.can_afford(2 * seconds):
-            long_seconds = min(effort.time(rows, max_context_tokens), effort.time(rows, max_context_tokens))
-            per_token = max(0.0, (long_seconds - seconds) / (rows * longer))
+            long_seconds = effort.time(rows, max_context_tokens)
+        for i in range(len(measured)):
+            size, known = measured[i]
+            if effort.can_afford(known):
+                measured[i] = (size, min(known, effort.time(size, context, num_passes=1)))
+                seconds = measured[i][1] if size == rows else seconds
+        per_token = max(0.0, long_seconds - seconds) / (rows * max(longer, 1))
         points = np.array(measured)
         least_of_larger = np.minimum.accumulate(points[::-1, 1])[::-1]
         self._set_probed(points[:, 0], least_of_larger, context, per_token)
@@ -315,14 +313,12 @@ class _Effort:
         """Whether so many seconds more (of at least two passes) stay within the bound less a reserve."""
         return self._seconds + seconds <= (1 - reserve) * self._max_seconds and self._num_passes + 2 <= self._max_passes
 
-    def time(self, rows: int, context: int) -> float:
-        """Seconds of one pass; of the first one of all, which may compile or allocate, it is a second one's.
+    def time(self, rows: int, context: int, *, num_passes: int = 2) -> float:
+        """The fastest of a few passes: the first of a size may compile or allocate, and any may have been disturbed.
 
         A probe is paid for by the first rollout, and real steps correct it.
         """
-        if self._num_passes == 0:
-            self._pass(rows, context)
-        return self._pass(rows, context)
+        return min(self._pass(rows, context) for _ in range(num_passes))
 
     def _pass(self, rows: int, context: int) -> float:
         seconds = self._time_forward(rows, context, rows)
