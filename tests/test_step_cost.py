@@ -70,16 +70,6 @@ def test_warm_up_passes_do_not_count_and_one_slow_pass_is_no_matter() -> None:
     assert cost.seconds(8) == pytest.approx(8e-4, rel=0.01)
 
 
-@pytest.mark.parametrize("first", range(6))
-def test_while_the_machine_is_busy_for_two_passes_the_probe_finds_the_cost_all_the_same(first: int) -> None:
-    """Both passes of a size in a row take three times as long, or one of each of two sizes."""
-    seconds = iter([*[1.0] * first, 3.0, 3.0, *[1.0] * 100])
-    cost = StepCost.padded_to(8, 64)
-    cost.probe(lambda rows, _, __: (1e-3 + 1e-5 * rows) * next(seconds))
-    for rows in (8, 16, 32, 64):
-        assert cost.seconds(rows) == pytest.approx(1e-3 + 1e-5 * rows, rel=0.01)
-
-
 @pytest.mark.parametrize("row_seconds", [1e-6, 1e-4, 1e-3, 1e-2, 1.0])
 def test_the_effort_of_a_probe_is_bounded(row_seconds: float) -> None:
     clock = Clock(lambda rows, _: row_seconds * padded(rows))

@@ -7,8 +7,7 @@ number of sequences, across rollouts, until there is a reason to try again. A cl
 larger one has come to: a row is the dearer the more sequences there are, and what a few more cannot use it will hardly.
 
 Where drafts do not pay, now and then a look shows whether they do again: several asks in a row, for the estimates
-were made for other samples or with fewer nodes, and the first outcomes change them. The first look after there is
-reason to try again is the longest, and does not suffice to give up for long.
+were made for other samples or with fewer nodes, and the first outcomes change them.
 """
 
 NUM_CLASSES = 32
@@ -17,23 +16,14 @@ LEAST_LOOK, LONGEST_LOOK = 3, 6
 OUTCOMES_OF_LOOK = 192
 """A look goes on until so many drafts have been made, and takes so many asks at least and at most; those with which the
 drafter catches up are not counted."""
-FIRST_LOOK = 12
-"""No look ends before there were so many asks since there was reason to try again. In quickstart's second pass the
-first four of them showed gains of -0.18, 0, 0.1, 0.08 and the last four 0.12 to 0.15: chances of other samples fade,
-and trees grow."""
-MOST_CATCH_UPS = 2
-"""A look that is broken off so often, because the sequences become fewer, is given up: there are too few such steps."""
 LONGEST_PAUSE = 4096
 WASTE = 0.001
 """Where drafts do not pay, looking whether they do again takes about this share of the time."""
 WORTH_ASKING, NOT_WORTH_ASKING = 0.06, 0.03
 """Gain that a look must show for asking always, and below which that ends. With 0, quickstart's first epoch was 8%
 slower: the estimates promised a gain that the clock did not show (docs/LOG.md)."""
-KEPT_GAIN = 0.1
-"""A gain of the rollout before counts as at most so much: a few bad asks, as when all samples begin, are not enough to
-end asking, and more are."""
 CLEAR_LOSS = -0.1
-"""With such a gain a look that is not the first ends at its second ask, and the next one is as late as may be."""
+"""With such a gain a look ends at its second ask, and the next one is as late as may be."""
 LONGER = 8
 """Each other pause is so many times longer than the one before, up to what `WASTE` allows."""
 GAIN_STEP, GAIN_STEP_OF_LOOK = 0.1, 0.25
@@ -57,27 +47,15 @@ class Asking:
         """Steps between two looks; 0 where there was no step yet."""
         self._waited = [0] * NUM_CLASSES
         """Steps since the last look, and those in it."""
-        self._num_first_asks = 0
-        """Asks that counted, of all classes, since there was reason to try again; up to `FIRST_LOOK`."""
-        self._has_looked = False
-        """Whether a look of any class has ended since then."""
         self._is_looking = [False] * NUM_CLASSES
         self._num_asks = [0] * NUM_CLASSES
         """Asks of the present look that counted."""
-        self._num_catch_ups = [0] * NUM_CLASSES
-        """Those that did not, for the drafter had to catch up."""
         self._look_seconds = [0.0] * NUM_CLASSES
         """What drafting has taken in the present look."""
         self._draft_seconds = [0.0] * NUM_CLASSES
         """Time that drafting takes from step to step; 0 where it is not known."""
         self._catch_up_seconds = [0.0] * NUM_CLASSES
         """Time of the first ask after a pause, with all that was decoded meanwhile; 0 where it is not known."""
-        self._plain_seconds = [0.0] * NUM_CLASSES
-        """Time of a step without drafts, as it was at the last ask."""
-        self._runs = [0] * NUM_CLASSES
-        """Asks in a row, the last time when they began in this class and it always asked; 0 where it never did."""
-        self._run_size = self._run_length = 0
-        """Class in which the present run of asks began, or the last one, and its asks."""
         self._asked_before = False
         """Whether the last step asked, so that the drafter is up to date."""
         self.asks_now = False
@@ -91,11 +69,10 @@ class Asking:
         spoken, it may not before: it soon stops if the first asks do not show that it does.
         """
         self.asks_now = False
-        self._gains = [min(gain, KEPT_GAIN) for gain in self._gains]
+        self._gains = [min(gain, WORTH_ASKING) for gain in self._gains]
         if self._known_share is None or abs(known_share - self._known_share) > OTHER_SHARE:
             self._known_share = known_share
             self._pauses = [int(asks_always) for asks_always in self._asks_always]
-            self._num_first_asks, self._has_looked = 0, False
 
     def is_due(self, num_sequences: int) -> bool:
         """Whether to ask in the coming step; called once a step."""
@@ -110,10 +87,8 @@ class Asking:
             return False
         if not self._is_looking[size]:
             self._is_looking[size] = True
-            self._num_asks[size], self._num_catch_ups[size], self._look_seconds[size] = 0, 0, 0.0
-        if not self._asked_before and self._num_catch_ups[size] == MOST_CATCH_UPS:
-            self._give_up(size)
-        return self._asks_always[size] or self._is_looking[size]
+            self._num_asks[size], self._look_seconds[size] = 0, 0.0
+        return True
 
     def only_looks(self, num_sequences: int) -> bool:
         """Whether an ask in the coming step would be one of a look."""
@@ -163,7 +138,7 @@ class Asking:
         """Follow what asking brings, drafting time included, and decide whether to go on.
 
         The first ask after a pause does not show what asking costs, for the drafter has to catch up: in a look it does
-        not count. What catching up takes is spread over as many asks as the last run of them had.
+        not count. Where drafts are always asked for, it does: that class of steps comes with a pause before it.
 
         Args:
             num_sequences: Of the step in which drafts were asked for.
@@ -173,78 +148,37 @@ class Asking:
             drafted: Seconds of the step with the chosen ones, drafting not included.
         """
         size = class_of(num_sequences)
-        self._plain_seconds[size] = plain
-        self._follow_run(size)
-        if self._is_looking[size] and not self._asked_before:
-            self._num_catch_ups[size] += 1
+        if not self._asked_before and not self._asks_always[size]:
             return
-        gain = (1 + more_tokens) * plain / (drafted + self._draft_seconds[size] + self._catching_up(size)) - 1
+        draft_seconds = self._draft_seconds if self._asked_before else self._catch_up_seconds
+        gain = (1 + more_tokens) * plain / (drafted + draft_seconds[size]) - 1
         if self._is_looking[size]:
             self._num_asks[size] += 1
-            self._num_first_asks = min(self._num_first_asks + 1, FIRST_LOOK)
             self._gains[size] += max(1 / self._num_asks[size], GAIN_STEP_OF_LOOK) * (gain - self._gains[size])
-            if self._is_over(size, num_asked):
-                self._end_look(size)
+            num_asks = min(max(OUTCOMES_OF_LOOK // num_asked, LEAST_LOOK), LONGEST_LOOK)
+            is_clear = self._num_asks[size] > 1 and self._gains[size] < CLEAR_LOSS
+            if is_clear or self._num_asks[size] >= num_asks:
+                self._end_look(size, plain)
         else:
             self._gains[size] += GAIN_STEP * (gain - self._gains[size])
             if self._gains[size] < NOT_WORTH_ASKING:
                 self._asks_always[size] = False
                 self._pauses[size], self._waited[size] = FIRST_PAUSE, 0
 
-    def _follow_run(self, size: int) -> None:
-        """One more ask in a row, or the first one."""
-        if not self._asked_before:
-            if self._asks_always[self._run_size]:
-                self._runs[self._run_size] = self._run_length
-            self._run_size, self._run_length = size, 0
-        self._run_length += 1
-
-    def _catching_up(self, size: int) -> float:
-        """Seconds of catching up that fall to each ask; no run is shorter than it is by now."""
-        if self._run_size != size or not self._runs[size]:
-            return 0.0
-        more_seconds = max(self._catch_up_seconds[size] - self._draft_seconds[size], 0.0)
-        return more_seconds / max(self._runs[size], self._run_length)
-
-    def _is_over(self, size: int, num_asked: int) -> bool:
-        """Whether a look has had asks enough, each for so many sequences."""
-        if self._num_first_asks < FIRST_LOOK:
-            return False
-        num_asks = self._num_asks[size]
-        is_clear = num_asks > 1 and self._gains[size] < CLEAR_LOSS
-        return is_clear or num_asks >= min(max(OUTCOMES_OF_LOOK // num_asked, LEAST_LOOK), LONGEST_LOOK)
-
-    def _end_look(self, size: int) -> None:
-        """Ask always from now on, or say when to look again."""
+    def _end_look(self, size: int, plain: float) -> None:
+        """Ask always from now on, or say when to look again; `plain`: seconds of a step without drafts."""
         self._is_looking[size] = False
         self._asks_always[size] = self._gains[size] > WORTH_ASKING
         self._waited[size] = 0
-        is_first, self._has_looked = not self._has_looked, True
         if self._asks_always[size]:
             self._pauses[size] = 1
             return
         num_asks = self._num_asks[size]
-        longest = self._longest_pause(
-            size, self._look_seconds[size] * (num_asks + 1) / num_asks
-        )  # the last is not over
+        look_seconds = self._look_seconds[size] * (num_asks + 1) / num_asks  # the last ask is not over
+        longest = int(min(max(look_seconds / plain / WASTE, 1), LONGEST_PAUSE))
         first = max(longest // LONGER**2, 1)
-        if is_first:
-            self._pauses[size] = first
-        elif self._gains[size] < CLEAR_LOSS:
-            self._pauses[size] = longest
-        else:
-            self._pauses[size] = min(LONGER * max(self._pauses[size], first), longest)
-
-    def _give_up(self, size: int) -> None:
-        """End a look before it is over: by what it has shown, if that was anything good."""
-        self._is_looking[size] = False
-        self._asks_always[size] = self._num_asks[size] > 0 and self._gains[size] > WORTH_ASKING
-        self._waited[size] = 0
-        self._pauses[size] = 1 if self._asks_always[size] else self._longest_pause(size, self._look_seconds[size])
-
-    def _longest_pause(self, size: int, look_seconds: float) -> int:
-        """Steps until the next look, if it takes as many seconds as this one."""
-        return int(min(max(look_seconds / self._plain_seconds[size] / WASTE, 1), LONGEST_PAUSE))
+        is_clear = self._gains[size] < CLEAR_LOSS
+        self._pauses[size] = longest if is_clear else min(LONGER * max(self._pauses[size], first), longest)
 
 
 def class_of(num_sequences: int) -> int:

@@ -106,10 +106,9 @@ class DraftBudget:
         """Whether to ask, one of some steps apart whose cost without drafts is to be learned."""
         size = class_of(num_sequences)
         self._plain_left = max(self._plain_left - 1, 0)
-        is_due = self._asking.is_due(num_sequences)
-        if not is_due or self._asking.only_looks(num_sequences):  # a look is short
+        if not self._asking.is_due(num_sequences):
             self._steps_since_plain[size] = 0
-            return is_due
+            return False
         self._steps_since_plain[size] += 1
         longest = PLAIN_INTERVALS[self._asking.gain(num_sequences) >= SMALL_GAIN]
         if self._steps_since_plain[size] >= min(self._plain_intervals[size], longest):

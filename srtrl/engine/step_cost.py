@@ -158,8 +158,6 @@ class StepCost:
         """Time forward passes of a few sizes: about doubling ones as long as time allows, and one long context.
 
         Sizes between them are interpolated, larger ones extrapolated from the last two. At least two sizes are timed.
-        A machine that others use is slower for a while, never faster: each size is timed once more, a little later, and
-        what fewer rows took beyond what more rows did is no cost of theirs.
 
         Args:
             time_forward: Runs one forward pass; its own result is the only clock.
@@ -183,18 +181,11 @@ class StepCost:
             measured.append((rows, effort.time(rows, context)))
         rows, seconds = measured[min(len(measured) - 1, 2)]
         longer = max_context_tokens - context
-        long_seconds = 0.0
+        per_token = 0.0
         if longer > 0 and effort.can_afford(2 * seconds):
-            long_seconds = effort.time(rows, max_context_tokens)
-        for i in range(len(measured)):
-            size, known = measured[i]
-            if effort.can_afford(known):
-                measured[i] = (size, min(known, effort.time(size, context, num_passes=1)))
-                seconds = measured[i][1] if size == rows else seconds
-        per_token = max(0.0, long_seconds - seconds) / (rows * max(longer, 1))
+            per_token = max(0.0, (effort.time(rows, max_context_tokens) - seconds) / (rows * longer))
         points = np.array(measured)
-        least_of_larger = np.minimum.accumulate(points[::-1, 1])[::-1]
-        self._set_probed(points[:, 0], least_of_larger, context, per_token)
+        self._set_probed(points[:, 0], np.maximum.accumulate(points[:, 1]), context, per_token)
 
     @property
     def verify_seconds(self) -> float:
@@ -313,12 +304,12 @@ class _Effort:
         """Whether so many seconds more (of at least two passes) stay within the bound less a reserve."""
         return self._seconds + seconds <= (1 - reserve) * self._max_seconds and self._num_passes + 2 <= self._max_passes
 
-    def time(self, rows: int, context: int, *, num_passes: int = 2) -> float:
-        """The fastest of a few passes: the first of a size may compile or allocate, and any may have been disturbed.
+    def time(self, rows: int, context: int) -> float:
+        """The faster of two passes: the first of a size may compile or allocate, and either may have been disturbed.
 
         A probe is paid for by the first rollout, and real steps correct it.
         """
-        return min(self._pass(rows, context) for _ in range(num_passes))
+        return min(self._pass(rows, context), self._pass(rows, context))
 
     def _pass(self, rows: int, context: int) -> float:
         seconds = self._time_forward(rows, context, rows)
