@@ -4,7 +4,17 @@ from dataclasses import dataclass
 
 import pytest
 
-from srtrl.engine.asking import FIRST_PAUSE, LEAST_LOOK, LONGEST_LOOK, WASTE, Asking
+from srtrl.engine.asking import (
+    FIRST_PAUSE,
+    LEAST_LOOK,
+    LONG_WAIT,
+    LONGEST_LOOK,
+    LOOK_SHARE,
+    WASTE,
+    WORTH_ASKING,
+    YOUNG_STEPS,
+    Asking,
+)
 
 PLAIN = 1.0
 DRAFT = 0.05
@@ -23,6 +33,7 @@ class Steps:
     def ask(self, more_tokens: float, *, catch_up: float = DRAFT) -> bool:
         """One step; returns whether it asked."""
         was_asking = self.asking.asks_now
+        self.asking.pay(PLAIN)
         if not self.asking.is_due(self.num_sequences):
             return False
         self.asking.asked()
@@ -135,3 +146,60 @@ def test_what_an_ask_takes_is_neither_that_of_a_compilation_nor_the_least_one() 
             assert asking.draft_seconds(1) == 0.08, "5 seconds were no measure of it"
     assert 0.095 < asking.draft_seconds(1) < 0.105
     assert asking.draft_seconds(64) == 0, "other numbers of sequences are not known"
+
+
+def test_with_known_samples_no_look_begins_while_all_are_at_their_first_tokens() -> None:
+    steps = Steps(Asking())
+    steps.asking.begin_rollout(0.9)
+    assert [steps.ask(0.3) for _ in range(YOUNG_STEPS + 1)] == [False] * YOUNG_STEPS + [True]
+    new = Steps(Asking())
+    new.asking.begin_rollout(0.0)
+    assert new.asks(FIRST_PAUSE - 1) == 0
+    assert new.ask(0.3), "where nothing is known, first tokens are not worse than others"
+
+
+def test_first_tokens_do_not_end_asking() -> None:
+    """What they show is not what asking brings: a rollout of many steps would do without drafts for their sake."""
+    steps = Steps(Asking())
+    for _ in range(20):
+        steps.asking.begin_rollout(0.9)
+        steps.asks(YOUNG_STEPS, -0.5)
+        steps.asks(20, 0.3)
+    steps.asking.begin_rollout(0.9)
+    assert steps.asks(YOUNG_STEPS, -0.5) == YOUNG_STEPS
+    assert steps.until_paused(-0.5) < 5, "the tokens behind them do"
+
+
+def test_a_look_goes_on_while_its_last_ask_shows_that_it_pays() -> None:
+    rising = [0.0, -0.04, 0.05, 0.15, 0.25, 0.25, 0.25]
+    steps = Steps(Asking())
+    assert all(steps.ask(more_tokens) for more_tokens in rising)
+    assert sum(rising[1 : LEAST_LOOK + 1]) / LEAST_LOOK - DRAFT < WORTH_ASKING, "three asks do not show it"
+    assert steps.asks(100, 0.25) == 100
+
+
+def test_looks_of_all_classes_take_a_small_share_of_the_time_together() -> None:
+    """A rollout passes through many numbers of sequences, a few steps each; each may have a look, not all at once."""
+    asking = Asking()
+    classes = [Steps(asking, num_sequences=1 << power) for power in range(8, -1, -1)]
+
+    def rollout() -> list[int]:
+        asking.begin_rollout(0.9)
+        return [steps.asks(6) for steps in classes]
+
+    first = rollout()
+    assert 0 < sum(first) <= LONGEST_LOOK + 1, "those of nine classes would be many more"
+    num_asks = [rollout() for _ in range(60)]
+    assert all(sum(of_class) >= LEAST_LOOK for of_class in zip(first, *num_asks, strict=True)), "each has its own"
+    later = sum(sum(rollout()) for _ in range(60))
+    assert later * DRAFT < 2 * LOOK_SHARE * 60 * 9 * 6 * PLAIN
+
+
+def test_a_class_that_lasts_has_a_look_soon_whatever_others_have_cost() -> None:
+    """A few stragglers of many sequences decode for a long time: there drafts pay most."""
+    asking = Asking()
+    asking.begin_rollout(0.9)
+    many = Steps(asking, num_sequences=256)
+    many.asks(YOUNG_STEPS)
+    many.until_paused(-0.5)
+    assert Steps(asking, num_sequences=4).asks(LONG_WAIT + LONGEST_LOOK + 8, 0.5) > 8

@@ -7,7 +7,8 @@ number of sequences, across rollouts, until there is a reason to try again. A cl
 larger one has come to: a row is the dearer the more sequences there are, and what a few more cannot use it will hardly.
 
 Where drafts do not pay, now and then a look shows whether they do again: several asks in a row, for the estimates
-were made for other samples or with fewer nodes, and the first outcomes change them.
+were made for other samples or with fewer nodes, and the first outcomes change them. All looks that show nothing take a
+small share of the time together, whichever class they are of.
 """
 
 NUM_CLASSES = 32
@@ -19,6 +20,10 @@ drafter catches up are not counted."""
 LONGEST_PAUSE = 4096
 WASTE = 0.001
 """Where drafts do not pay, looking whether they do again takes about this share of the time."""
+LOOK_SHARE, LONG_WAIT = 0.002, 128
+"""A look begins when those that showed nothing, of all classes, have taken no more than this share of the time since
+there was reason to try again, or when its class has waited so many steps: 256 sequences pass through nine classes as
+they end, each is worth a look then, and together these were 3 ms in each of 16 rollouts of 500."""
 WORTH_ASKING, NOT_WORTH_ASKING = 0.06, 0.03
 """Gain that a look must show for asking always, and below which that ends. With 0, quickstart's first epoch was 8%
 slower: the estimates promised a gain that the clock did not show (docs/LOG.md)."""
@@ -29,6 +34,10 @@ LONGER = 8
 GAIN_STEP, GAIN_STEP_OF_LOOK = 0.1, 0.25
 FIRST_PAUSE = 16
 """Steps without a look where drafts have ceased to pay, and before the first look where prompts are new."""
+YOUNG_STEPS = 2
+"""In the first so many steps of a rollout no look begins, and no ask counts, where samples are known: all of them are
+at their first tokens, which are the least certain ones. With 64 slots quickstart's first asks showed -0.2, 0 and 0.15,
+the next ones 0.3, and a look of those three decided whether there were drafts in the next thousand steps."""
 OTHER_SHARE = 0.2
 """Where so many more (or fewer) of the samples have a history than before, all is tried again."""
 SOONER = 4
@@ -56,23 +65,36 @@ class Asking:
         """Time that drafting takes from step to step; 0 where it is not known."""
         self._catch_up_seconds = [0.0] * NUM_CLASSES
         """Time of the first ask after a pause, with all that was decoded meanwhile; 0 where it is not known."""
+        self._unpaid_seconds = 0.0
+        """What looks have taken that showed nothing, less `LOOK_SHARE` of the time that has passed since."""
         self._asked_before = False
         """Whether the last step asked, so that the drafter is up to date."""
         self.asks_now = False
         """Whether this step asks."""
         self._known_share: float | None = None
+        self._num_steps = 0
+        """Steps of this rollout, the present one included."""
+        self._num_young = 0
+        """Of them, those with which it begins."""
 
-    def begin_rollout(self, known_share: float) -> None:
+    def begin_rollout(self, known_share: float) -> bool:
         """Samples with other prompts or of another policy come; `known_share` of them have rollouts to draft from.
 
         What was learned stays good if they are as well known as those before. But where asking pays once siblings have
         spoken, it may not before: it soon stops if the first asks do not show that it does.
+
+        Returns:
+            Whether they are known better, or less, than those before, so that all is tried again.
         """
         self.asks_now = False
+        self._num_steps, self._num_young = 0, YOUNG_STEPS if known_share > OTHER_SHARE else 0
         self._gains = [min(gain, WORTH_ASKING) for gain in self._gains]
-        if self._known_share is None or abs(known_share - self._known_share) > OTHER_SHARE:
-            self._known_share = known_share
-            self._pauses = [int(asks_always) for asks_always in self._asks_always]
+        if self._known_share is not None and abs(known_share - self._known_share) <= OTHER_SHARE:
+            return False
+        self._known_share = known_share
+        self._unpaid_seconds = 0.0
+        self._pauses = [int(asks_always) for asks_always in self._asks_always]
+        return True
 
     def is_due(self, num_sequences: int) -> bool:
         """Whether to ask in the coming step; called once a step."""
@@ -81,11 +103,14 @@ class Asking:
             self._pauses[size] = self._first_pause(size)
         self._waited[size] += 1
         self._asked_before, self.asks_now = self.asks_now, False
+        self._num_steps += 1
         if self._asks_always[size]:
             return True
-        if self._waited[size] < self._pauses[size]:
+        if self._waited[size] < self._pauses[size] or self._num_steps <= self._num_young:
             return False
         if not self._is_looking[size]:
+            if self._unpaid_seconds > 0 and self._waited[size] < LONG_WAIT:
+                return False
             self._is_looking[size] = True
             self._num_asks[size], self._look_seconds[size] = 0, 0.0
         return True
@@ -127,12 +152,19 @@ class Asking:
         """
         seconds = self._draft_seconds if self._asked_before else self._catch_up_seconds
         size = class_of(num_sequences)
-        self._look_seconds[size] += spent_seconds
+        if not self._asks_always[size]:
+            self._look_seconds[size] += spent_seconds
+            self._unpaid_seconds += spent_seconds
         known = seconds[size] or draft_seconds
         if draft_seconds < 0.5 * known:  # a kernel had to be compiled before
             seconds[size] = draft_seconds
         else:
             seconds[size] = known + 0.2 * (min(draft_seconds, 2 * known) - known)
+
+    def pay(self, seconds: float) -> None:
+        """A step has taken so long, drafting not included: a share of that is free for looks."""
+        if self._unpaid_seconds:
+            self._unpaid_seconds = max(self._unpaid_seconds - LOOK_SHARE * seconds, 0.0)
 
     def learn(self, num_sequences: int, num_asked: int, more_tokens: float, plain: float, drafted: float) -> None:
         """Follow what asking brings, drafting time included, and decide whether to go on.
@@ -148,7 +180,7 @@ class Asking:
             drafted: Seconds of the step with the chosen ones, drafting not included.
         """
         size = class_of(num_sequences)
-        if not self._asked_before and not self._asks_always[size]:
+        if self._num_steps <= self._num_young or (not self._asked_before and not self._asks_always[size]):
             return
         draft_seconds = self._draft_seconds if self._asked_before else self._catch_up_seconds
         gain = (1 + more_tokens) * plain / (drafted + draft_seconds[size]) - 1
@@ -156,6 +188,8 @@ class Asking:
             self._num_asks[size] += 1
             self._gains[size] += max(1 / self._num_asks[size], GAIN_STEP_OF_LOOK) * (gain - self._gains[size])
             num_asks = min(max(OUTCOMES_OF_LOOK // num_asked, LEAST_LOOK), LONGEST_LOOK)
+            if gain > WORTH_ASKING >= self._gains[size]:  # it has come to pay, what it showed before set aside
+                num_asks = LONGEST_LOOK
             is_clear = self._num_asks[size] > 1 and self._gains[size] < CLEAR_LOSS
             if is_clear or self._num_asks[size] >= num_asks:
                 self._end_look(size, plain)
@@ -172,6 +206,7 @@ class Asking:
         self._waited[size] = 0
         if self._asks_always[size]:
             self._pauses[size] = 1
+            self._unpaid_seconds = max(self._unpaid_seconds - self._look_seconds[size], 0.0)
             return
         num_asks = self._num_asks[size]
         look_seconds = self._look_seconds[size] * (num_asks + 1) / num_asks  # the last ask is not over

@@ -105,7 +105,8 @@ class DraftBudget:
     def _is_due(self, num_sequences: int) -> bool:
         """Whether to ask, one of some steps apart whose cost without drafts is to be learned."""
         size = class_of(num_sequences)
-        self._plain_left = max(self._plain_left - 1, 0)
+        if self._plain_left:
+            self._plain_left -= 1
         if not self._asking.is_due(num_sequences):
             self._steps_since_plain[size] = 0
             return False
@@ -234,6 +235,7 @@ class DraftBudget:
             seconds: Wall time of the whole step without drafting.
             was_asked: Whether drafts were asked for.
         """
+        self._asking.pay(seconds)
         if not len(trees):
             return
         self._num_plain = 0 if was_asked else self._num_plain + 1
@@ -243,8 +245,14 @@ class DraftBudget:
         self.cost.record(num_rows, context_tokens / len(trees) * num_rows, seconds, has_drafts=trees.num_nodes > 0)
 
     def begin_rollout(self, known_share: float) -> None:
-        """Other prompts or other weights come; `known_share` of the samples have rollouts to draft from."""
-        self._asking.begin_rollout(known_share)
+        """Other prompts or other weights come; `known_share` of the samples have rollouts to draft from.
+
+        Chances that were learned from samples without a history are too low for samples with one: they are forgotten.
+        """
+        if self._asking.begin_rollout(known_share):
+            self.calibration.forget()
+            self._trust = Trust(NUM_CLASSES)
+            self._use = max(self._use, FIRST_ASK / 2)
 
     @property
     def trust(self) -> float:

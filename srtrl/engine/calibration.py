@@ -83,6 +83,11 @@ class Calibration:
         counts, chances, outcomes = self._errors.T
         return float(np.abs(chances - outcomes).sum() / max(counts.sum(), 1.0))
 
+    def forget(self) -> None:
+        """Take the scores as they are again: those that come are made of more than those before, or of less."""
+        for learned in (self._counts, self._excess, self.corrections):
+            learned[:] = 0
+
     def reset_error(self) -> None:
         """Begin a new measurement of the error; what was learned stays."""
         self._errors[:] = 0

@@ -372,7 +372,7 @@ class Engine:
         cost = self.speculation.cost
         if cost.is_known:
             context = draft.context_tokens / max(len(scheduled.decodes), 1)
-            if num_primaries and not scheduled.prefills:
+            if draft.was_asked and not scheduled.prefills:  # without drafts nothing is saved, and nothing spent
                 rows = num_rows - num_run_ahead
                 self.stats.saved_seconds += cost.saved_seconds(num_primaries, rows, num_tokens, context * rows)
                 self.stats.saved_seconds -= draft.seconds
