@@ -144,6 +144,26 @@ def test_chances_become_the_true_ones(kind: str) -> None:
         assert second / first == pytest.approx(truth(conditional, 1), abs=0.09)
 
 
+def test_deep_nodes_are_corrected_as_shallow_ones_until_their_own_outcomes_are_known() -> None:
+    """While nothing is verified a step gives one token, and says nothing of deeper nodes; these would stay unlikely."""
+    conditionals = np.full(4, 0.3, np.float32)
+    chain = DraftTree(
+        token_ids=np.arange(4, dtype=np.int32),
+        parents=np.arange(-1, 3, dtype=np.int32),
+        scores=np.cumprod(conditionals),
+    )
+    trees = DraftTrees.of([chain] * 64)
+    calibration = Calibration()
+    calibration.observe(trees, *flat([[0]] * 64))
+    first, *deeper = calibration.calibrated(trees)[:4].tolist()
+    assert first > 0.8
+    np.testing.assert_allclose(deeper, [first**2, first**3, first**4], rtol=1e-4)
+    for _ in range(8):
+        calibration.observe(trees, *flat([[0, 999]] * 64))
+    second = calibration.calibrated(trees)[1]
+    assert second < 0.1, "their own outcomes outvote that"
+
+
 def test_what_was_true_long_ago_is_forgotten() -> None:
     calibration = Calibration()
     random = np.random.default_rng(0)

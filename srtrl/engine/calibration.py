@@ -32,7 +32,9 @@ class Calibration:
     A node's score is that of its whole path; what is calibrated is the conditional score q = score / parent's score,
     the chance that the node is accepted once its parent is. Its outcome is known for every proposed node whose parent
     is on the emitted path, whether it was verified or not. For classes of (depth, logit of q) it sums outcome - q; the
-    correction, shrunk to 0 where little is known and interpolated between the classes, is added to q.
+    correction, shrunk where little is known and interpolated between the classes, is added to q. It is shrunk to that
+    of the depth above, at the first depth to 0: scores that are too low for first tokens are too low for second ones,
+    and outcomes of these come only with drafts.
 
     Siblings are corrected one by one: their chances may sum to more than 1.
     """
@@ -201,4 +203,6 @@ def _observe(
             errors[error_bin, 0] += 1.0
             errors[error_bin, 1] += chance
             errors[error_bin, 2] += outcome
-    corrections[:] = excess / (counts + PRIOR_COUNT)
+    for depth in range(NUM_DEPTHS):
+        prior = corrections[depth - 1] if depth else np.zeros(NUM_KNOTS)
+        corrections[depth] = (excess[depth] + PRIOR_COUNT * prior) / (counts[depth] + PRIOR_COUNT)
