@@ -306,8 +306,8 @@ def test_chances_are_learned_anew_when_samples_have_a_history() -> None:
     budget.begin_rollout(0.9)
     assert not budget.calibration.corrections.any()
     assert budget.trust == 1
-    trees = [budget.max_nodes(64) for _ in range(YOUNG_STEPS + 1)]
-    assert trees[-1] == FIRST_ASK
+    num_nodes = [budget.max_nodes(64) for _ in range(YOUNG_STEPS + 1)]
+    assert num_nodes[-1] == FIRST_ASK
 
 
 def test_what_drafts_bring_is_remembered_for_each_number_of_sequences() -> None:

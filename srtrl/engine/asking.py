@@ -66,7 +66,7 @@ class Asking:
         self._catch_up_seconds = [0.0] * NUM_CLASSES
         """Time of the first ask after a pause, with all that was decoded meanwhile; 0 where it is not known."""
         self._unpaid_seconds = 0.0
-        """What looks have taken that showed nothing, less `LOOK_SHARE` of the time that has passed since."""
+        """What looks have taken that showed nothing, or nothing yet, less `LOOK_SHARE` of the time since then."""
         self._asked_before = False
         """Whether the last step asked, so that the drafter is up to date."""
         self.asks_now = False

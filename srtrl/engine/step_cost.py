@@ -256,8 +256,6 @@ class StepCost:
             num_tokens: Tokens that it gave.
             context_tokens: Sum over its rows.
         """
-        if num_rows == num_tokens == num_sequences:
-            return 0.0  # a step without drafts: most are, where drafts do not pay
         curve = self.curve(context_tokens / max(num_rows, 1))
         without, with_drafts = curve.at([num_sequences, num_rows]).tolist()
         if num_rows > num_sequences:
