@@ -95,6 +95,7 @@ def test_overrides_reach_the_recipe_and_the_slots_are_its_own(recipe: Path, tmp_
         (("train.num_stpes=2",), "train.num_stpes"),
         (("rollout.drafter=ngram",), "override `rollout.drafter=ngram`: the drafters are those of --drafters"),
         (("rollout.slots=3", "--slots", "4"), "override `rollout.slots=3`: the slots are those of --slots"),
+        (("train.checkpoint_every=2",), "override `train.checkpoint_every=2`: bench train keeps no checkpoint"),
         (("eval.every_steps=2",), "override `eval.every_steps=2`: bench train sets that itself"),
         (("--json", "nowhere/x.json"), "--json: there is no folder nowhere"),
     ],

@@ -49,6 +49,35 @@ drafter.take_metrics()
 assert compiled() == before, {name: count for name, count in compiled().items() if count != before.get(name)}
 """
 
+CHECK_CHOICE = """
+from numba.core.dispatcher import Dispatcher
+from srtrl.drafters.srt import Drafter
+from srtrl.engine import budget_kernel, calibration, step_cost_kernel
+from srtrl.engine.budget import rehearse_choice
+from srtrl.engine.engine import Engine
+from engine_cases import options, requests_for, tiny_policy
+
+def compiled():
+    kernels = {
+        one
+        for module in (budget_kernel, calibration, step_cost_kernel)
+        for one in vars(module).values()
+        if isinstance(one, Dispatcher)
+    }
+    return {kernel.py_func.__qualname__: len(kernel.signatures) for kernel in kernels}
+
+rehearse_choice()
+before = compiled()
+assert min(before[name] for name in ("choose_nodes", "keep_nodes", "learn_cost", "rows_within")) == 1, before
+engine = Engine(tiny_policy(), options(draft_budget="auto", slots=2), drafter=Drafter())
+for rollout in range(2):
+    list(engine.generate(requests_for(temperature=0.0)))
+    engine.speculation.wants_run_aheads()
+    engine.on_policy_update()
+assert engine.take_metrics()["engine/draft_asked_share"] > 0
+assert compiled() == before, {name: count for name, count in compiled().items() if count != before.get(name)}
+"""
+
 
 @pytest.mark.parametrize("drafter", [SrtDrafter, HistoryDrafter, SuffixDrafter, NgramDrafter])
 def test_drafters_can_rehearse(drafter: type[DrafterBase]) -> None:
@@ -66,9 +95,10 @@ def test_the_default_drafter_can_with_any_options(rule: str, online: bool) -> No
     assert drafter.cache("train").num_rollouts == 0, "there is no memory for them"
 
 
-def test_a_rollout_behind_it_compiles_nothing() -> None:
+@pytest.mark.parametrize("check", [CHECK, CHECK_CHOICE])
+def test_a_rollout_behind_it_compiles_nothing(check: str) -> None:
     folder = str(Path(__file__).parent)
-    run = subprocess.run([sys.executable, "-c", CHECK], cwd=folder, capture_output=True, text=True, check=False)
+    run = subprocess.run([sys.executable, "-c", check], cwd=folder, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
 
 

@@ -104,6 +104,7 @@ def _check_overrides(overrides: Sequence[str], *, with_slots: bool) -> None:
     """Raise ValueError for one that would be replaced: whoever gives it must not believe that it counts."""
     replaced = {setting.partition("=")[0]: "bench train sets that itself" for setting in (*_QUIET, "output_dir")}
     replaced["rollout.drafter"] = "the drafters are those of --drafters"
+    replaced["train.checkpoint_every"] = "bench train keeps no checkpoint"
     if with_slots:
         replaced["rollout.slots"] = "the slots are those of --slots"
     for override in overrides:

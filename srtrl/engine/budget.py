@@ -6,12 +6,13 @@ first, and the step takes so many of them that expected tokens per second are hi
 nodes each or none; with a last straggler it is many.
 """
 
+import functools
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.drafters.draft_tree import DraftTrees
+from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.engine.asking import NUM_CLASSES, Asking, class_of
 from srtrl.engine.budget_kernel import DRAFTED, EXPECTED, NUM_OUTCOMES, PLAIN, WORTH, choose_nodes, keep_nodes
 from srtrl.engine.calibration import Calibration, Trust
@@ -285,3 +286,24 @@ def _of_kept(trees: DraftTrees, keep: npt.NDArray[np.bool_]) -> DraftTrees:
     offsets = np.empty_like(trees.offsets)
     token_ids, parents, scores = keep_nodes(trees.token_ids, trees.parents, trees.scores, trees.offsets, keep, offsets)
     return DraftTrees(token_ids=token_ids, parents=parents, scores=scores, offsets=offsets)
+
+
+@functools.cache
+def rehearse_choice() -> None:
+    """Compile (or load) the kernels of budgets and costs, once a process, before a rollout needs them."""
+    cost = StepCost.padded_to(8, 64)
+    cost.probe(lambda num_rows, context_tokens, num_logits: 1e-3 + 1e-6 * num_rows)
+    budget = DraftBudget(cost)
+    chain = DraftTree(
+        token_ids=np.array([1, 2], np.int32),
+        parents=np.array([ROOT, 0], np.int32),
+        scores=np.array([0.9, 0.8], np.float32),
+    )
+    trees = DraftTrees.of([chain])
+    budget.begin_rollout(1.0)
+    budget.max_nodes(len(trees))
+    budget.least_score(len(trees), len(trees), 8.0)
+    verified = budget.select(trees, context_tokens=8.0)
+    budget.observe(trees, np.array([0, 2]), np.array([1, 3]))
+    budget.record(verified, context_tokens=8.0, seconds=1e-3, was_asked=True)
+    cost.curve().rows_within(1, np.arange(2.0), slowdown=1.0, row_seconds=1.0)

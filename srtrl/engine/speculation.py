@@ -15,7 +15,7 @@ from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.drafters.rehearsal import rehearse_once
-from srtrl.engine.budget import DraftBudget
+from srtrl.engine.budget import DraftBudget, rehearse_choice
 from srtrl.engine.look_sample import LookSample
 from srtrl.engine.runner import ModelRunner
 from srtrl.engine.scheduler import Scheduler
@@ -120,6 +120,7 @@ class Speculation:
         if self.is_off:
             return
         rehearse_once(self.drafter)
+        rehearse_choice()
         is_asked = self.budget.fixed is None or (request.is_run_ahead and self._max_slowdown < float("inf"))
         if is_asked and not self.cost.is_known:
             self.cost.probe(runner.time_forward, max_context_tokens=max_context_tokens)

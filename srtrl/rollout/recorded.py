@@ -64,41 +64,30 @@ class Recording:
 
 
 def feed_drafter(drafter: DrafterBase, prompts: Iterable[RecordedPrompt], purpose: Purpose) -> None:
-    """Let a drafter that has no live sample see recorded rollouts as completed samples, before it drafts for others."""
-    first_id = -1  # the engine counts from 0
+    """Let a drafter learn recorded rollouts as completed samples, before it drafts for others."""
     for prompt in prompts:
-        if not prompt.samples:
-            continue
-        requests = {
-            first_id - index: Request(
-                prompt_id=prompt.prompt_id,
-                prompt_token_ids=prompt.prompt_token_ids,
-                draw_index=0,
-                sample_index=index,
-                stream=0,
-                sampling=SamplingParams(max_new_tokens=len(tokens)),
-                purpose=purpose,
-            )
-            for index, tokens in enumerate(prompt.samples)
-        }
-        texts = [tokens.tolist() for tokens in prompt.samples]
-        # Together: what the drafter builds for a prompt is then built once, not for each of its samples.
-        for sequence_id, request in requests.items():
-            drafter.start(sequence_id, request)
-        drafter.observe(list(requests), texts)
-        for (sequence_id, request), token_ids in zip(requests.items(), texts, strict=True):
-            drafter.finish(
-                sequence_id,
-                Completion(
-                    request=request,
-                    token_ids=token_ids,
-                    rollout_logprobs=[0.0] * len(token_ids),  # not recorded, and of no use to a drafter
-                    finish_reason="stop",
-                    policy_version=0,
-                ),
-            )
-        first_id -= len(requests)
+        drafter.learn([_completion_of(prompt, index, purpose) for index in range(len(prompt.samples))])
     drafter.on_policy_update()
+
+
+def _completion_of(prompt: RecordedPrompt, sample_index: int, purpose: Purpose) -> Completion:
+    """A recorded sample as the engine would have given it, but for what was not recorded and no drafter needs."""
+    token_ids = prompt.samples[sample_index].tolist()
+    return Completion(
+        request=Request(
+            prompt_id=prompt.prompt_id,
+            prompt_token_ids=prompt.prompt_token_ids,
+            draw_index=0,
+            sample_index=sample_index,
+            stream=0,
+            sampling=SamplingParams(max_new_tokens=len(token_ids)),
+            purpose=purpose,
+        ),
+        token_ids=token_ids,
+        rollout_logprobs=[0.0] * len(token_ids),
+        finish_reason="stop",
+        policy_version=0,
+    )
 
 
 def load_recorded_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
