@@ -14,7 +14,7 @@ from srtrl.bench.pricing import CURVES, parse_curve
 from srtrl.bench.trace_run import TracedDecoder
 from srtrl.bench.trace_workload import feed_history, share_out
 from srtrl.bench.workload import Workload
-from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.base import NOBODY, DrafterBase
 from srtrl.engine.engine import EngineOptions
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model
@@ -105,11 +105,10 @@ def test_history_is_fed_as_an_epoch_that_is_over_and_only_of_the_prompts_that_ar
     diary = Diary()
     feed_history(diary, trace, [request for request in trace.requests if request.draw_index == 0])
     assert diary.entries == [
-        ("start", -1, (3, 7)),
-        ("start", -2, (3, 7)),
-        ("observe", [-1, -2], [[1], [2, 2]]),
-        ("finish", -1, [1]),
-        ("finish", -2, [2, 2]),
+        ("start", NOBODY, (3, 7)),
+        ("finish", NOBODY, [1]),
+        ("start", NOBODY, (3, 7)),
+        ("finish", NOBODY, [2, 2]),
         "update",
     ]
 
