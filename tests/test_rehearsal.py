@@ -15,9 +15,16 @@ from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.drafters.srt import SrtOptions
 from srtrl.drafters.suffix import Drafter as SuffixDrafter
 
+COMPILED = """
+from numba.core.dispatcher import Dispatcher
+
+def compiled():
+    kernels = {one for module in modules for one in vars(module).values() if isinstance(one, Dispatcher)}
+    return {kernel.py_func.__qualname__: len(kernel.signatures) for kernel in kernels}
+"""
+
 CHECK = """
 import importlib, pkgutil, sys
-from numba.core.dispatcher import Dispatcher
 import srtrl.drafters
 from srtrl.drafters.rehearsal import rehearse
 from srtrl.drafters.srt import Drafter
@@ -25,10 +32,6 @@ from drafter_cases import completion, decode, request
 
 names = [found.name for found in pkgutil.iter_modules(srtrl.drafters.__path__)]
 modules = [importlib.import_module("srtrl.drafters." + name) for name in names]
-
-def compiled():
-    kernels = {one for module in modules for one in vars(module).values() if isinstance(one, Dispatcher)}
-    return {kernel.py_func.__qualname__: len(kernel.signatures) for kernel in kernels}
 
 rehearse(Drafter())
 before = compiled()
@@ -50,22 +53,13 @@ assert compiled() == before, {name: count for name, count in compiled().items() 
 """
 
 CHECK_CHOICE = """
-from numba.core.dispatcher import Dispatcher
 from srtrl.drafters.srt import Drafter
 from srtrl.engine import budget_kernel, calibration, step_cost_kernel
 from srtrl.engine.budget import rehearse_choice
 from srtrl.engine.engine import Engine
 from engine_cases import options, requests_for, tiny_policy
 
-def compiled():
-    kernels = {
-        one
-        for module in (budget_kernel, calibration, step_cost_kernel)
-        for one in vars(module).values()
-        if isinstance(one, Dispatcher)
-    }
-    return {kernel.py_func.__qualname__: len(kernel.signatures) for kernel in kernels}
-
+modules = (budget_kernel, calibration, step_cost_kernel)
 rehearse_choice()
 before = compiled()
 assert min(before[name] for name in ("choose_nodes", "keep_nodes", "learn_cost", "rows_within")) == 1, before
@@ -98,7 +92,8 @@ def test_the_default_drafter_can_with_any_options(rule: str, online: bool) -> No
 @pytest.mark.parametrize("check", [CHECK, CHECK_CHOICE])
 def test_a_rollout_behind_it_compiles_nothing(check: str) -> None:
     folder = str(Path(__file__).parent)
-    run = subprocess.run([sys.executable, "-c", check], cwd=folder, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", COMPILED + check]
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
 
 
