@@ -245,7 +245,7 @@ def _requests(
     sampling: SamplingParams,
     options: GenerateOptions,
 ) -> list[Request]:
-    from srtrl.engine.sampler import stream_of
+    from srtrl.engine.sampler import make_rng_key
 
     return [
         Request(
@@ -253,7 +253,7 @@ def _requests(
             prompt_token_ids=token_ids,
             draw_index=draw_index,
             sample_index=sample_index,
-            stream=stream_of(options.seed, "generate", draw_index, sample_index),
+            rng_key=make_rng_key(options.seed, "generate", draw_index, sample_index),
             sampling=sampling,
             purpose="generate",
         )

@@ -19,9 +19,9 @@ GradeOutcome = Literal["correct", "wrong", "timeout", "crash", "error"]
 """How grading ended. The last three are failures of the grader, counted apart from wrong answers."""
 
 Purpose = Literal["train", "eval", "generate", "run_ahead"]
-"""What a sample is for; part of its random stream, so that evaluation never shares noise with training.
+"""What a sample is for; part of its RNG key, so that evaluation never shares noise with training.
 
-`run_ahead` names streams that no sample of a training step ever has.
+`run_ahead` names rng_keys that no sample of a training step ever has.
 """
 
 
@@ -71,8 +71,8 @@ class Request:
     key of what is learned."""
     sample_index: int
     """Which sample of the draw's group."""
-    stream: int
-    """Unsigned 64-bit random stream, from `srtrl.engine.sampler.stream_of`."""
+    rng_key: int
+    """Unsigned 64-bit RNG key, from `srtrl.engine.sampler.make_rng_key`."""
     sampling: SamplingParams
     purpose: Purpose = "generate"
     """What the sample is for; drafters keep what they learned for each purpose apart."""

@@ -34,7 +34,7 @@ def make_sequence(length: int, pages: list[int]) -> Sequence:
         prompt_token_ids=(0,),
         draw_index=0,
         sample_index=0,
-        stream=0,
+        rng_key=0,
         sampling=SamplingParams(max_new_tokens=1),
     )
     sequence = Sequence(token_ids=[0] * length, sequence_id=0, request=request, prompt=PromptPages([]))

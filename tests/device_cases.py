@@ -12,7 +12,7 @@ from srtrl.engine.device_runner import DeviceRunner
 from srtrl.engine.device_step import StepTensors, write_logits
 from srtrl.engine.engine import Engine
 from srtrl.engine.graphs import EagerSteps
-from srtrl.engine.sampler import row_logprobs_reference, sample_rows_reference, stream_of
+from srtrl.engine.sampler import make_rng_key, row_logprobs_reference, sample_rows_reference
 from srtrl.engine.stopping import Tokenizer
 from srtrl.model.device_plan import DevicePlan
 from srtrl.model.transformer import Transformer
@@ -48,7 +48,7 @@ def device_requests(
             prompt_token_ids=prompt,
             draw_index=draw,
             sample_index=sample,
-            stream=stream_of(0, "train", draw, sample),
+            rng_key=make_rng_key(0, "train", draw, sample),
             sampling=SamplingParams(max_new_tokens=max_new_tokens, end_token_ids=(0,), **sampling),  # type: ignore[arg-type]
         )
         for draw, prompt in enumerate(prompts)
@@ -103,7 +103,7 @@ def compute_of(runner: DeviceRunner) -> Callable[[StepTensors], None]:
         if num_logits:
             logits = step.hidden.new_empty(num_logits, VOCAB_SIZE)
             write_logits(step.hidden[:num_logits], runner.model.head_weight, logits, None)
-            sampled = sample_rows_reference(logits, inputs.temperatures, inputs.streams, inputs.places.long())
+            sampled = sample_rows_reference(logits, inputs.temperatures, inputs.rng_keys, inputs.places.long())
             tokens = torch.where(inputs.forced >= 0, inputs.forced.long(), sampled)
             step.tokens.copy_(tokens)
             step.logprobs.copy_(row_logprobs_reference(logits, inputs.temperatures, tokens))

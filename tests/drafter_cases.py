@@ -14,14 +14,14 @@ OTHER = list(np.random.default_rng(2).integers(0, 50, 60).tolist())
 
 
 def request(
-    prompt: Sequence[int] = (1, 2), stream: int = 0, *, purpose: Purpose = "train", is_run_ahead: bool = False
+    prompt: Sequence[int] = (1, 2), rng_key: int = 0, *, purpose: Purpose = "train", is_run_ahead: bool = False
 ) -> Request:
     return Request(
         prompt_id=str(prompt),
         prompt_token_ids=tuple(prompt),
         draw_index=0,
         sample_index=0,
-        stream=stream,
+        rng_key=rng_key,
         sampling=SamplingParams(max_new_tokens=1000),
         purpose=purpose,
         is_run_ahead=is_run_ahead,

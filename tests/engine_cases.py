@@ -8,7 +8,7 @@ import torch
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import EMPTY_TREE, ROOT, DraftTree, DraftTrees
 from srtrl.engine.engine import Engine, EngineOptions
-from srtrl.engine.sampler import stream_of
+from srtrl.engine.sampler import make_rng_key
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import config_from_hf, init_model
 from srtrl.types import Completion, Request, SamplingParams
@@ -71,7 +71,7 @@ def requests_for(
             prompt_token_ids=prompt,
             draw_index=draw,
             sample_index=sample,
-            stream=stream_of(seed, "train", draw, sample),
+            rng_key=make_rng_key(seed, "train", draw, sample),
             sampling=SamplingParams(
                 max_new_tokens=max(1, max_new_tokens - 3 * draw), temperature=temperature, end_token_ids=(0,)
             ),

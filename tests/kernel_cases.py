@@ -101,7 +101,7 @@ def _sampling_cases() -> list[CompileCase]:
     cases = []
     unfused: dict[str, object] = {"enable_fp_fusion": False}
     for dtype in ("bf16", "fp32"):
-        rows = {"logits": f"*{dtype}", "temperatures": "*fp32", "streams": "*i64", "positions": "*i64"}
+        rows = {"logits": f"*{dtype}", "temperatures": "*fp32", "rng_keys": "*i64", "positions": "*i64"}
         cut = {"cut_values": "*fp32", "cut_tokens": "*i32"}
         results = {"forced": "*i32", "out_tokens": "*i32", "out_logprobs": "*fp32"}
         scratch = dict.fromkeys(("best", "maxima", "sums"), "*fp32")

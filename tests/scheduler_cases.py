@@ -13,7 +13,7 @@ def request(draw: int, sample: int, prompt_length: int, max_new_tokens: int) -> 
         prompt_token_ids=prompt,
         draw_index=draw,
         sample_index=sample,
-        stream=0,
+        rng_key=0,
         sampling=SamplingParams(max_new_tokens=max_new_tokens),
     )
 
@@ -46,7 +46,7 @@ def compute(scheduler: Scheduler, step: ScheduledStep, *, num_drafts: int = 0) -
 class FakeRunner:
     """Keeps for each position of each page what a KV cache would: which prefix it was computed from.
 
-    A sample's next tokens depend on its stream and its prefix alone, as a policy's do, and so does the number of its
+    A sample's next tokens depend on its rng_key and its prefix alone, as a policy's do, and so does the number of its
     accepted drafts, up to the room that it got.
     """
 
@@ -93,7 +93,7 @@ class FakeRunner:
         return sequence.sequence_id, room, num_new, finished
 
     def _hash(self, sequence: Sequence, what: int) -> int:
-        return hash((sequence.request.stream, len(sequence.token_ids), what)) // 7
+        return hash((sequence.request.rng_key, len(sequence.token_ids), what)) // 7
 
     def _check(self, page_ids: list[int], token_ids: list[int], count: int) -> None:
         size = self.scheduler.pool.page_size

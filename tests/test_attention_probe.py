@@ -150,11 +150,11 @@ def test_a_graph_that_does_not_follow_its_inputs_is_found() -> None:
 def test_what_cannot_be_captured_is_a_reason() -> None:
     class NoGraphs(HostStopwatch):
         def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-            raise RuntimeError("operation not permitted when stream is capturing")
+            raise RuntimeError("operation not permitted when rng_key is capturing")
 
     fault = find_fault(FakeBackend(), make_step(), NoGraphs())
     assert fault is not None
-    assert "not permitted when stream is capturing" in fault
+    assert "not permitted when rng_key is capturing" in fault
 
 
 # --- Is it faster? ----------------------------------------------------------------------------------------------------

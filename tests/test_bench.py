@@ -70,7 +70,7 @@ def test_samples_of_a_prompt_share_it_and_have_streams_of_their_own() -> None:
     workload = workload_of([4, 5, 6, 7, 8], num_samples=2)
     prompts = [request.prompt_token_ids for request in workload.requests]
     assert prompts[0] == prompts[1] != prompts[2] == prompts[3] != prompts[4]
-    assert len({request.stream for request in workload.requests}) == 5
+    assert len({request.rng_key for request in workload.requests}) == 5
     assert (workload.num_tokens, workload.longest) == (30, 8)
     assert workload.max_sequence_tokens == max(
         len(prompt) + new for prompt, new in zip(prompts, [4, 5, 6, 7, 8], strict=True)

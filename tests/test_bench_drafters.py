@@ -89,7 +89,7 @@ def test_the_first_samples_are_history_and_the_others_are_decoded_on_streams_of_
             r.draw_index,
             r.sample_index,
             r.prompt_token_ids,
-            trace.responses[r.stream].tolist(),
+            trace.responses[r.rng_key].tolist(),
             r.sampling.max_new_tokens,
         )
         for r in trace.requests

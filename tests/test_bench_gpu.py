@@ -392,14 +392,14 @@ def test_a_trace_gives_as_many_sequences_as_are_asked_for() -> None:
     assert len(workload.requests) == 5
     assert [request.draw_index for request in workload.requests] == [0, 0, 1, 1, 2]
     assert [samples[0].tolist() for samples in trace.history.values()] == [[0], [10], [20]]
-    assert [trace.responses[request.stream].tolist() for request in workload.requests[:3]] == [[2], [3], [12]]
+    assert [trace.responses[request.rng_key].tolist() for request in workload.requests[:3]] == [[2], [3], [12]]
 
 
 def test_where_a_trace_is_too_short_prompts_come_again_as_others_with_their_history() -> None:
     trace, workload = trace_workload(prompts_of(2, 4), 11, 0.5)
     keys = {request.prompt_token_ids for request in workload.requests}
     assert keys == {(1, 7), (2, 7), (1, 1, 7), (2, 2, 7), (1, 1, 1, 7), (2, 2, 2, 7)}
-    assert len(workload.requests) == len({request.stream for request in workload.requests}) == 11
+    assert len(workload.requests) == len({request.rng_key for request in workload.requests}) == 11
     assert {len(trace.history[key]) for key in keys} == {2}
     assert len({request.prompt_id for request in workload.requests}) == 6
 

@@ -68,8 +68,8 @@ def test_sampling_by_other_noise_is_seen(tiny: GpuBench, monkeypatch: pytest.Mon
 
     right = triton_sampling.sample_rows_triton
 
-    def shifted(logits: Tensor, temperatures: Tensor, streams: Tensor, positions: Tensor, *others: Any) -> None:
-        right(logits, temperatures, streams, positions + 1, *others)
+    def shifted(logits: Tensor, temperatures: Tensor, rng_keys: Tensor, positions: Tensor, *others: Any) -> None:
+        right(logits, temperatures, rng_keys, positions + 1, *others)
 
     monkeypatch.setattr(triton_sampling, "sample_rows_triton", shifted)
     assert verdicts(check_sampling, tiny) == ["FAILED", "FAILED"]
@@ -82,9 +82,11 @@ def test_other_tokens_and_other_bits_are_seen(tiny: GpuBench, monkeypatch: pytes
     def nudged(bench: GpuBench, variant: identity.Variant, *others: object) -> identity.Outputs:
         outputs = right(bench, variant, *others)  # type: ignore[arg-type]
         if variant.drafter == "wrong":
-            return {stream: (tokens, [value + 1e-7 for value in found]) for stream, (tokens, found) in outputs.items()}
+            return {
+                rng_key: (tokens, [value + 1e-7 for value in found]) for rng_key, (tokens, found) in outputs.items()
+            }
         if variant.slots == 1:
-            return {stream: ([*tokens, 0], found) for stream, (tokens, found) in outputs.items()}
+            return {rng_key: ([*tokens, 0], found) for rng_key, (tokens, found) in outputs.items()}
         return outputs
 
     monkeypatch.setattr(identity, "_decode", nudged)
@@ -120,7 +122,7 @@ def test_the_scripted_drafter_puts_the_right_token_behind_a_wrong_one() -> None:
         prompt_token_ids=(1,),
         draw_index=0,
         sample_index=0,
-        stream=3,
+        rng_key=3,
         sampling=None,  # type: ignore[arg-type]
     )
     drafter = ScriptedDrafter({3: [5, 6, 7]}, is_right=True, vocab_size=8)

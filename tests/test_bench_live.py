@@ -48,18 +48,18 @@ def test_steps_visit_the_prompts_in_order_on_new_streams() -> None:
     workload = live_workload()
     ids = [[prompt.prompt_id for _, prompt in workload.draws(step)] for step in range(1, 6)]
     assert ids == [["0", "1"], ["2", "3"], ["0", "1"], ["2", "3"], []]
-    streams = {request.stream for step in range(1, 5) for request in workload.requests(step)}
-    assert len(streams) == 16
+    rng_keys = {request.rng_key for step in range(1, 5) for request in workload.requests(step)}
+    assert len(rng_keys) == 16
     assert [tokens[-1] for tokens in workload.next_uses(2)] == [12, 13, 10, 11]
 
 
 def test_coupled_run_ahead_has_the_streams_of_the_next_step_and_uncoupled_has_none_of_them() -> None:
     workload = live_workload()
-    following = {request.stream for request in workload.requests(2)}
+    following = {request.rng_key for request in workload.requests(2)}
     coupled = workload.run_ahead("coupled", 1)
     uncoupled = workload.run_ahead("uncoupled", 1)
-    assert {request.stream for request in coupled} == following
-    assert following.isdisjoint(request.stream for request in uncoupled)
+    assert {request.rng_key for request in coupled} == following
+    assert following.isdisjoint(request.rng_key for request in uncoupled)
     assert {request.prompt_token_ids for request in uncoupled} == {(5, 6, 12), (5, 6, 13)}
     assert all(request.is_run_ahead for request in [*coupled, *uncoupled])
     assert workload.run_ahead("off", 1) == workload.run_ahead("coupled", 4) == []
@@ -69,8 +69,8 @@ def test_drawn_lengths_are_those_of_the_stream_and_end_tokens_are_not_heeded() -
     workload = replace(
         live_workload(), lengths="long-tailed", sampling=SamplingParams(max_new_tokens=800, end_token_ids=(3,))
     )
-    following = {request.stream: request.sampling for request in workload.requests(2)}
-    assert {request.stream: request.sampling for request in workload.run_ahead("coupled", 1)} == following
+    following = {request.rng_key: request.sampling for request in workload.requests(2)}
+    assert {request.rng_key: request.sampling for request in workload.run_ahead("coupled", 1)} == following
     assert all(sampling.end_token_ids == () for sampling in following.values())
     assert len({sampling.max_new_tokens for sampling in following.values()}) > 2
     equal = replace(workload, lengths="equal")

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from srtrl.engine.engine import Engine
-from srtrl.engine.sampler import stream_of
+from srtrl.engine.sampler import make_rng_key
 from srtrl.rollout.collect import CollectProgress, collect_rollouts, response_text
 from srtrl.rollout.run_ahead import run_ahead_requests
 from srtrl.rollout.stage_timer import StageTimer
@@ -108,9 +108,9 @@ def test_every_sample_has_its_own_stream(tokenizer: PreTrainedTokenizerBase) -> 
     engine = _FakeEngine(tokenizer, 0)
     problem = prompts(tokenizer, 1)[0]
     collect(tokenizer, engine, [(0, problem), (1, problem)])
-    streams = {(r.draw_index, r.sample_index): r.stream for r in engine.requests}
-    assert len(set(streams.values())) == 6  # two draws of one prompt are two draws
-    assert streams[1, 2] == stream_of(11, "train", 1, 2)
+    rng_keys = {(r.draw_index, r.sample_index): r.rng_key for r in engine.requests}
+    assert len(set(rng_keys.values())) == 6  # two draws of one prompt are two draws
+    assert rng_keys[1, 2] == make_rng_key(11, "train", 1, 2)
 
 
 def test_run_aheads_reach_the_engine_and_never_come_back(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -129,7 +129,7 @@ def test_run_aheads_reach_the_engine_and_never_come_back(tokenizer: PreTrainedTo
     with pytest.raises(AssertionError, match="among the run-aheads"):
         collect(tokenizer, engine, draws, run_ahead=unmarked)
     of_this_step = run_ahead_requests("next_step", current_draws=[], next_draws=draws, **options)
-    with pytest.raises(AssertionError, match="stream of a sample"):
+    with pytest.raises(AssertionError, match="rng_key of a sample"):
         collect(tokenizer, engine, draws, run_ahead=of_this_step)
 
 

@@ -1,4 +1,4 @@
-"""Coupled run-ahead: a sample follows the text that was decoded early on its stream."""
+"""Coupled run-ahead: a sample follows the text that was decoded early on its rng_key."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ STREAM = 77
 def with_run_ahead(tokens: list[int], options: SrtOptions | None = None) -> Drafter:
     """A drafter after a step in which the given tokens were decoded ahead."""
     drafter = Drafter(options)
-    run(drafter, 0, request(stream=STREAM, is_run_ahead=True), tokens)
+    run(drafter, 0, request(rng_key=STREAM, is_run_ahead=True), tokens)
     drafter.on_policy_update()
     return drafter
 
@@ -34,7 +34,7 @@ def metrics_after(drafter: Drafter) -> dict[str, float]:
 
 def test_a_sample_follows_its_run_ahead_from_the_first_token() -> None:
     drafter = with_run_ahead(TEXT)
-    drafter.start(1, request(stream=STREAM))
+    drafter.start(1, request(rng_key=STREAM))
     (tree,) = propose(drafter, [1], max_nodes=16)
     assert chain_of(tree) == TEXT[:16]
     np.testing.assert_allclose(tree.scores[:3], 0.9 ** np.arange(1, 4), rtol=1e-5)
@@ -53,7 +53,7 @@ def test_a_sample_follows_its_run_ahead_from_the_first_token() -> None:
 
 def test_after_a_mismatch_it_falls_back_on_the_trie() -> None:
     drafter = with_run_ahead(TEXT)
-    drafter.start(1, request(stream=STREAM))
+    drafter.start(1, request(rng_key=STREAM))
     decode(drafter, 1, [*TEXT[:30], OTHER[30]])
     assert drafter._run_aheads._followers[1].anchor is None
     decode(drafter, 1, [*OTHER[31:35], *TEXT[100:103]])
@@ -69,7 +69,7 @@ def test_after_a_mismatch_it_falls_back_on_the_trie() -> None:
 @pytest.mark.parametrize("shift", [0, -3, 7])
 def test_it_anchors_again_where_the_texts_meet(num_other: int, shift: int) -> None:
     drafter = with_run_ahead(TEXT)
-    drafter.start(1, request(stream=STREAM))
+    drafter.start(1, request(rng_key=STREAM))
     decode(drafter, 1, TEXT[:40])
     meeting = 40 + num_other + shift
     decode(drafter, 1, [(TEXT[40 + i] + 1) % VOCAB for i in range(num_other)])
@@ -88,7 +88,7 @@ def test_it_anchors_again_where_the_texts_meet(num_other: int, shift: int) -> No
 
 def test_it_does_not_anchor_far_away() -> None:
     drafter = with_run_ahead(TEXT)
-    drafter.start(1, request(stream=STREAM))
+    drafter.start(1, request(rng_key=STREAM))
     decode(drafter, 1, [OTHER[0], *TEXT[120:150]])
     assert drafter._run_aheads._followers[1].anchor is None
     drafter.finish(1, None)
@@ -97,7 +97,7 @@ def test_it_does_not_anchor_far_away() -> None:
 def test_bytes_that_agree_across_tokens_are_no_meeting() -> None:
     """Tokens 0, 256, 256, ... hold the bytes of 1, 1, ... at an odd place."""
     drafter = with_run_ahead([7, *[256] * 30])
-    drafter.start(1, request(stream=STREAM))
+    drafter.start(1, request(rng_key=STREAM))
     drafter.observe([1], [[1] * 20])
     assert drafter._run_aheads._followers[1].anchor is None
     drafter.finish(1, None)
@@ -107,23 +107,23 @@ def test_run_ahead_is_no_rollout() -> None:
     drafter = with_run_ahead(TEXT)
     assert drafter.cache("train").num_rollouts == 0
     assert drafter.expected_tokens(request()) is None
-    assert sum(run(drafter, 1, request(stream=5), TEXT)) > 150, "but it serves siblings, from the trie"
+    assert sum(run(drafter, 1, request(rng_key=5), TEXT)) > 150, "but it serves siblings, from the trie"
     assert drafter.take_metrics()["engine/cache_hit_rate"] == 0
 
 
 def test_uncoupled_it_serves_through_the_trie_only() -> None:
     drafter = with_run_ahead(TEXT, SrtOptions(coupled=False))
-    assert sum(run(drafter, 1, request(stream=STREAM), TEXT)) > 150
+    assert sum(run(drafter, 1, request(rng_key=STREAM), TEXT)) > 150
     assert metrics_after(drafter)["followed"] == 0
 
 
 def test_a_run_ahead_lasts_for_one_step() -> None:
     for num_updates, is_followed in ((0, True), (1, True), (2, False)):
         drafter = Drafter()
-        run(drafter, 0, request(stream=STREAM, is_run_ahead=True), TEXT)
+        run(drafter, 0, request(rng_key=STREAM, is_run_ahead=True), TEXT)
         for _ in range(num_updates):
             drafter.on_policy_update()
-        drafter.start(1, request(stream=STREAM))
+        drafter.start(1, request(rng_key=STREAM))
         (tree,) = propose(drafter, [1])
         assert (tree.num_nodes > 0) == is_followed
         drafter.finish(1, None)
@@ -131,10 +131,10 @@ def test_a_run_ahead_lasts_for_one_step() -> None:
 
 def test_a_run_ahead_is_forgotten_when_its_sample_has_finished() -> None:
     drafter = with_run_ahead(TEXT)
-    drafter.start(1, request(stream=STREAM))
+    drafter.start(1, request(rng_key=STREAM))
     drafter.finish(1, None)  # interrupted: it may be asked for again
-    run(drafter, 2, request(stream=STREAM), OTHER)
-    drafter.start(3, request(stream=STREAM))
+    run(drafter, 2, request(rng_key=STREAM), OTHER)
+    drafter.start(3, request(rng_key=STREAM))
     assert 3 not in drafter._run_aheads._followers
     assert not drafter._run_aheads._texts
     drafter.finish(3, None)
@@ -142,7 +142,7 @@ def test_a_run_ahead_is_forgotten_when_its_sample_has_finished() -> None:
 
 def test_the_stream_of_another_prompt_is_another() -> None:
     drafter = with_run_ahead(TEXT)
-    drafter.start(1, request((9, 9), stream=STREAM))
+    drafter.start(1, request((9, 9), rng_key=STREAM))
     (tree,) = propose(drafter, [1])
     assert tree.num_nodes == 0
     drafter.finish(1, None)
@@ -151,9 +151,9 @@ def test_the_stream_of_another_prompt_is_another() -> None:
 def test_the_confidence_is_learned() -> None:
     drafter = Drafter()
     for step in range(8):
-        run(drafter, 2 * step, request((step,), stream=step, is_run_ahead=True), TEXT)
+        run(drafter, 2 * step, request((step,), rng_key=step, is_run_ahead=True), TEXT)
         drafter.on_policy_update()
-        run(drafter, 2 * step + 1, request((step,), stream=step), [*TEXT[:5], *OTHER])
+        run(drafter, 2 * step + 1, request((step,), rng_key=step), [*TEXT[:5], *OTHER])
     chance = metrics_after(drafter)["confidence"]
     assert 0.75 < chance < 0.9, "five tokens right, one wrong"
 

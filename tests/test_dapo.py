@@ -126,16 +126,16 @@ def test_no_stream_is_learned_from_twice(
     )
     run_training(recipe)
     samples = [request for request in requests if request.purpose == "train" and not request.is_run_ahead]
-    learned_from = {request.stream: (request.draw_index, request.sample_index) for request in samples}
+    learned_from = {request.rng_key: (request.draw_index, request.sample_index) for request in samples}
     assert len(learned_from) == len(samples) == len(set(learned_from.values())) > 3 * NUM_PROMPTS * 4
-    assert learned_from.keys().isdisjoint(one.stream for one in requests if one.purpose == "eval")
+    assert learned_from.keys().isdisjoint(one.rng_key for one in requests if one.purpose == "eval")
     ahead = [request for request in requests if request.is_run_ahead]
     further = [request for request in ahead if request.ends_with_prompt]
     coming = [request for request in ahead if not request.ends_with_prompt]
     assert further
-    assert learned_from.keys().isdisjoint(request.stream for request in further)
-    met = [request for request in coming if request.stream in learned_from]
-    assert all(learned_from[one.stream] == (one.draw_index, one.sample_index) for one in met)
+    assert learned_from.keys().isdisjoint(request.rng_key for request in further)
+    met = [request for request in coming if request.rng_key in learned_from]
+    assert all(learned_from[one.rng_key] == (one.draw_index, one.sample_index) for one in met)
     if coupled:  # all but those of the last step's prompts ahead
         assert len(met) > len(coming) / 2
     else:

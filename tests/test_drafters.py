@@ -114,7 +114,7 @@ def test_srt_learns_phrases_from_other_prompts_of_the_same_purpose() -> None:
 def test_srt_drafts_from_running_siblings_only_online(online: bool) -> None:
     drafter = SrtDrafter(SrtOptions(online=online))
     for sample in (0, 1):
-        drafter.start(sample, request(stream=sample))
+        drafter.start(sample, request(rng_key=sample))
     decode(drafter, 0, TEXT[:30])
     accepted = sum(decode(drafter, 1, TEXT[:20]))
     assert (accepted > 10) == online
@@ -159,9 +159,9 @@ def test_srt_rules_all_repeat_a_known_text(rule: str) -> None:
 def test_only_our_own_rule_leaves_out_nodes_that_cannot_pay(make: Callable[[], DrafterBase], leaves_out: bool) -> None:
     drafter = make()
     for sequence_id, token in enumerate([8, 8, 9]):
-        run(drafter, sequence_id, request(stream=sequence_id), [3, 7, token])
+        run(drafter, sequence_id, request(rng_key=sequence_id), [3, 7, token])
     drafter.on_policy_update()
-    drafter.start(9, request(stream=9))
+    drafter.start(9, request(rng_key=9))
     (whole,) = propose(drafter, [9], 32)
     drafter.least_score = float(whole.scores.max() + whole.scores.min()) / 2
     (cut,) = propose(drafter, [9], 32)
@@ -174,7 +174,7 @@ def test_only_our_own_rule_leaves_out_nodes_that_cannot_pay(make: Callable[[], D
 def test_srt_frees_a_trie_with_its_last_sample() -> None:
     drafter = SrtDrafter()
     for sample in range(3):
-        drafter.start(sample, request(stream=sample))
+        drafter.start(sample, request(rng_key=sample))
     drafter.start(9, request((4, 4)))  # never gets a slot
     assert drafter._tries.num_tries == 0, "nobody has drafted yet"
     decode(drafter, 0, TEXT)
@@ -195,7 +195,7 @@ def test_idle_tries_are_freed_where_memory_is_short_and_rebuilt_when_needed() ->
     drafter = SrtDrafter(SrtOptions(cache_memory_gib=3000 / 2**30))
     for prompt in (1, 2):
         for sample in (0, 1):
-            drafter.start(10 * prompt + sample, request((prompt,), stream=10 * prompt + sample))
+            drafter.start(10 * prompt + sample, request((prompt,), rng_key=10 * prompt + sample))
         decode(drafter, 10 * prompt, TEXT)
         drafter.finish(10 * prompt, completion(request((prompt,)), TEXT))
     assert drafter._tries.num_tries == 1, "building the second freed the first, which nobody drafted from"
@@ -210,7 +210,7 @@ def test_a_trie_too_large_is_rebuilt_from_the_newest_texts(online: bool) -> None
     for index, text in enumerate(texts):
         run(drafter, index, request(), text)
     for sample in range(10, 14):
-        drafter.start(sample, request(stream=sample))
+        drafter.start(sample, request(rng_key=sample))
         decode(drafter, sample, rng.integers(0, 50, 100).tolist())  # online, all of it is more than the trie may hold
         (trie,), _ = drafter._tries.cursors([sample])
         assert trie.num_tokens <= 512
@@ -222,7 +222,7 @@ def test_a_trie_too_large_is_rebuilt_from_the_newest_texts(online: bool) -> None
 def test_rebuilt_cursors_stand_where_their_samples_stand() -> None:
     drafter = SrtDrafter(SrtOptions(max_trie_tokens=128))
     for sample in (0, 1):
-        drafter.start(sample, request(stream=sample))
+        drafter.start(sample, request(rng_key=sample))
     propose(drafter, [0, 1])
     drafter.observe([0, 1], [OTHER[:40], OTHER[:30]])
     before = drafter._tries.cursors([1])
@@ -250,13 +250,13 @@ def test_a_trie_knows_the_same_however_seldom_drafts_are_wanted(
     eager, lazy = SrtDrafter(), SrtDrafter()
     live: dict[int, list[int]] = {}
     for drafter in (eager, lazy):
-        drafter.start(99, request(stream=99))
+        drafter.start(99, request(rng_key=99))
     number = dict.fromkeys(range(4), 0)
     for sample, tokens, is_asked, is_last in steps:
         sequence_id = 4 * number[sample] + sample
         for drafter in (eager, lazy):
             if sequence_id not in live:
-                drafter.start(sequence_id, request(stream=sequence_id))
+                drafter.start(sequence_id, request(rng_key=sequence_id))
             drafter.observe([sequence_id], [tokens])
         live.setdefault(sequence_id, []).extend(tokens)
         propose(eager, [*live, 99])
@@ -266,7 +266,7 @@ def test_a_trie_knows_the_same_however_seldom_drafts_are_wanted(
             number[sample] += 1
             text = live.pop(sequence_id)
             for drafter in (eager, lazy):
-                drafter.finish(sequence_id, completion(request(stream=sequence_id), text))
+                drafter.finish(sequence_id, completion(request(rng_key=sequence_id), text))
     ids = [*live, 99]
     tries, cursors = zip(*(drafter._tries.cursors(ids) for drafter in (eager, lazy)), strict=True)
     assert tries[0][0].num_tokens == tries[1][0].num_tokens
@@ -387,8 +387,8 @@ def test_recorded_rollouts_of_a_prompt_are_fed_to_one_trie(monkeypatch: pytest.M
     drafter = SrtDrafter()
     feed_drafter(drafter, prompts, "train")
     assert built == [], "nobody has drafted yet"
-    drafter.start(1000, request((1, 2), stream=9))
-    drafter.start(1001, request((1, 3), stream=9))
+    drafter.start(1000, request((1, 2), rng_key=9))
+    drafter.start(1001, request((1, 3), rng_key=9))
     propose(drafter, [1000, 1001])
     assert built == [2], "all texts at once"
     assert [one.tolist() for one in drafter.cache("train").rollouts((1, 2))] == [TEXT, OTHER, TEXT[:30]]
@@ -409,7 +409,7 @@ DRAFTERS: dict[str, Callable[[], DrafterBase]] = {
 Samples = st.lists(
     st.tuples(
         st.integers(0, 1),  # prompt
-        st.integers(0, 3),  # stream
+        st.integers(0, 3),  # rng_key
         st.booleans(),  # a run-ahead?
         st.booleans(),  # given up?
         st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=8), max_size=6),  # tokens of each step
@@ -428,7 +428,7 @@ def test_random_texts_give_proper_trees_and_leave_nothing_behind(
     first_id = 0
     for samples in rounds:
         requests = [
-            request((prompt, 3), stream, is_run_ahead=is_run_ahead) for prompt, stream, is_run_ahead, _, _ in samples
+            request((prompt, 3), rng_key, is_run_ahead=is_run_ahead) for prompt, rng_key, is_run_ahead, _, _ in samples
         ]
         for index, sample_request in enumerate(requests):
             drafter.start(first_id + index, sample_request)

@@ -39,10 +39,10 @@ class FakeEngine:
         if request.is_run_ahead:
             self.run_ahead.append(request)
             return
-        assert all(one.stream != request.stream for one in self.added)
+        assert all(one.rng_key != request.rng_key for one in self.added)
         self.added.append(request)
         self.live.append(request)
-        self.run_ahead = [one for one in self.run_ahead if one.stream != request.stream]
+        self.run_ahead = [one for one in self.run_ahead if one.rng_key != request.rng_key]
 
     def generate(
         self, requests: Iterable[Request], *, run_ahead: Iterable[Request] = (), before_step: Callable[[], None]

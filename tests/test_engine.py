@@ -124,7 +124,7 @@ def test_ends_by_end_token_length_and_stop_string() -> None:
         prompt_token_ids=whole.request.prompt_token_ids,
         draw_index=0,
         sample_index=0,
-        stream=whole.request.stream,
+        rng_key=whole.request.rng_key,
         sampling=sampling,
     )
     (stopped,) = decode(Engine(policy, options(), tokenizer=Letters()), [request]).values()
@@ -135,7 +135,7 @@ def test_ends_by_end_token_length_and_stop_string() -> None:
 
 def bad_request(**changes: object) -> Request:
     sampling = SamplingParams(max_new_tokens=int(str(changes.pop("max_new_tokens", 4))))
-    values: dict[str, object] = {"prompt_token_ids": (1, 2), "draw_index": 3, "sample_index": 1, "stream": 0}
+    values: dict[str, object] = {"prompt_token_ids": (1, 2), "draw_index": 3, "sample_index": 1, "rng_key": 0}
     return Request(prompt_id="the-prompt", sampling=sampling, **(values | changes))  # type: ignore[arg-type]
 
 
@@ -201,7 +201,7 @@ def test_golden_story(shared_data: Path) -> None:
         prompt_token_ids=(1,),
         draw_index=0,
         sample_index=0,
-        stream=0,
+        rng_key=0,
         sampling=SamplingParams(max_new_tokens=120, temperature=0.0),
     )
     engine = Engine(load_model(folder, dtype=torch.float32, device="cpu"), options(max_sequence_tokens=256))

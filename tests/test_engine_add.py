@@ -98,16 +98,16 @@ def test_a_request_that_cannot_be_decoded_stops_the_rollout_and_leaves_nothing(p
 
 
 class EarlyListener(Listener):
-    """Knows, of each sample, what the run-ahead on its stream had said when the sample came."""
+    """Knows, of each sample, what the run-ahead on its rng_key had said when the sample came."""
 
     def __init__(self) -> None:
         super().__init__()
         self.said_before: dict[int, list[int]] = {}
 
     def start(self, sequence_id: int, request: Request) -> None:
-        if not request.is_run_ahead and request.stream in self.said:
-            assert all(one.stream != request.stream for one in self.live.values()), "the run-ahead goes on"
-            self.said_before[request.stream] = list(self.said[request.stream])
+        if not request.is_run_ahead and request.rng_key in self.said:
+            assert all(one.rng_key != request.rng_key for one in self.live.values()), "the run-ahead goes on"
+            self.said_before[request.rng_key] = list(self.said[request.rng_key])
         super().start(sequence_id, request)
 
 
@@ -130,13 +130,13 @@ def test_a_sample_ends_its_run_ahead_and_finds_what_it_said(
     assert run(engine, first, before_step, run_ahead=ahead) == expected
     assert listener.live == {}
     assert sum(map(bool, listener.said_before.values())) >= 3
-    truth = {request.stream: expected[request.draw_index, request.sample_index][0] for request in requests}
-    for stream, said in listener.said.items():
-        assert said == truth[stream][: len(said)]
+    truth = {request.rng_key: expected[request.draw_index, request.sample_index][0] for request in requests}
+    for rng_key, said in listener.said.items():
+        assert said == truth[rng_key][: len(said)]
 
 
 def test_a_sample_follows_the_text_of_its_run_ahead(policy: Transformer, expected: Outputs) -> None:
-    """Same policy, same stream: what was decoded ahead is right to the last token, and verified in few steps."""
+    """Same policy, same rng_key: what was decoded ahead is right to the last token, and verified in few steps."""
     samples = sorted(requests_for(PROMPTS[:2]), key=lambda one: -len(expected[one.draw_index, one.sample_index][0]))
     first, second = samples[:1], samples[1]
     engine = Engine(

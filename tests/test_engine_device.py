@@ -146,7 +146,7 @@ def test_stop_strings_and_recorded_tokens() -> None:
         assert completion.token_ids == plain[key].token_ids[:end]
     engine = device_engine(policy, drafter=drafts_for(device_requests(num_samples=1), plain, 0.5))
     requests = device_requests(num_samples=1)
-    engine.trace = {request.stream: np.arange(1, 7, dtype=np.int32) for request in requests}
+    engine.trace = {request.rng_key: np.arange(1, 7, dtype=np.int32) for request in requests}
     for completion in decode(engine, requests).values():
         assert completion.token_ids[:6] == [1, 2, 3, 4, 5, 6]
 

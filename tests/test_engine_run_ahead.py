@@ -23,7 +23,7 @@ from srtrl.types import Completion, Request
 
 
 class Listener(Drafter):
-    """Checks that it hears of each sample once, from start to finish; keeps what run-aheads said by stream."""
+    """Checks that it hears of each sample once, from start to finish; keeps what run-aheads said by rng_key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,13 +34,13 @@ class Listener(Drafter):
         assert sequence_id not in self.live
         self.live[sequence_id] = request
         if request.is_run_ahead:
-            assert request.stream not in self.said
-            self.said[request.stream] = []
+            assert request.rng_key not in self.said
+            self.said[request.rng_key] = []
 
     def observe(self, sequence_ids: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
         for sequence_id, tokens in zip(sequence_ids, token_ids, strict=True):
             if self.live[sequence_id].is_run_ahead:
-                self.said[self.live[sequence_id].stream] += tokens
+                self.said[self.live[sequence_id].rng_key] += tokens
 
     def finish(self, sequence_id: int, completion: Completion | None) -> None:
         request = self.live.pop(sequence_id)
@@ -73,9 +73,9 @@ def test_run_aheads_change_no_bit_and_are_the_samples_they_stand_for(
     assert engine.pool.num_used == 0
     assert any(listener.said.values())
     later = [*coming, *(replace(request, draw_index=10 + request.draw_index) for request in further)]
-    truth = {c.request.stream: c.token_ids for c in decode(Engine(policy, options(slots=1)), later).values()}
-    for stream, said in listener.said.items():
-        assert said == truth[stream][: len(said)]
+    truth = {c.request.rng_key: c.token_ids for c in decode(Engine(policy, options(slots=1)), later).values()}
+    for rng_key, said in listener.said.items():
+        assert said == truth[rng_key][: len(said)]
 
 
 def test_with_a_fixed_budget_the_run_aheads_have_the_cost_measured() -> None:

@@ -11,7 +11,7 @@ from engine_cases import KnowingDrafter, decode, outputs
 from srtrl.engine.device_runner import DeviceRunner
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.graphs import CudaCapturer, GraphedSteps
-from srtrl.engine.sampler import stream_of
+from srtrl.engine.sampler import make_rng_key
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import config_from_hf, init_model
 from srtrl.types import Completion, Request, SamplingParams
@@ -61,7 +61,7 @@ def requests_of(*, num_prompts: int = 5, num_samples: int = 6, max_new_tokens: i
             prompt_token_ids=tuple(range(1 + draw, 8 + 30 * draw)),
             draw_index=draw,
             sample_index=sample,
-            stream=stream_of(0, "train", draw, sample),
+            rng_key=make_rng_key(0, "train", draw, sample),
             sampling=SamplingParams(max_new_tokens=max_new_tokens, end_token_ids=(0,)),
         )
         for draw in range(num_prompts)
@@ -141,8 +141,8 @@ def test_a_librarys_attention_gives_the_log_probs_of_our_kernel(name: str) -> No
         engine = engine_of(policy, attention=name, page_size=256)
     except ValueError as error:
         pytest.skip(str(error))
-    truth = {request.stream: expected[request.draw_index, request.sample_index].token_ids for request in requests}
-    engine.trace = {stream: np.array(tokens, np.int32) for stream, tokens in truth.items()}
+    truth = {request.rng_key: expected[request.draw_index, request.sample_index].token_ids for request in requests}
+    engine.trace = {rng_key: np.array(tokens, np.int32) for rng_key, tokens in truth.items()}
     found = decode(engine, requests)
     backends = [shape.launch.backend for shape in graphs_of(engine)._graphs]
     assert any(backend is not None and backend.name == name for backend in backends)

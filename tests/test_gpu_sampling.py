@@ -54,7 +54,7 @@ def test_frequencies_of_one_distribution() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -4.0, 1.5, -6.0])
     probs = torch.softmax(logits / 0.8, 0).double().numpy()
     rows = Rows(logits.expand(num_draws, -1).contiguous(), 0.8)
-    rows.streams[:] = 0x123456789ABCDEF
+    rows.rng_keys[:] = 0x123456789ABCDEF
     rows.positions = torch.arange(num_draws, device="cuda")
     tokens, _ = rows.sample(block=16)
     counts = np.bincount(tokens.cpu().numpy(), minlength=len(probs))
@@ -68,7 +68,7 @@ def test_a_captured_graph_samples_what_its_inputs_say_now() -> None:
     tokens = torch.zeros(8, dtype=torch.int32, device="cuda")
     logprobs = torch.zeros(8, device="cuda")
     scratch = SamplingScratch.allocate(64, VOCAB_SIZE, "cuda")
-    inputs = (rows.logits, rows.temperatures, rows.streams, rows.positions)
+    inputs = (rows.logits, rows.temperatures, rows.rng_keys, rows.positions)
 
     def sample() -> None:
         sample_rows_triton(*inputs, forced, tokens, logprobs, scratch)
@@ -78,7 +78,7 @@ def test_a_captured_graph_samples_what_its_inputs_say_now() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         sample()
-    for target, source in zip(inputs, (other.logits, other.temperatures, other.streams, other.positions), strict=True):
+    for target, source in zip(inputs, (other.logits, other.temperatures, other.rng_keys, other.positions), strict=True):
         target.copy_(source)
     graph.replay()
     assert tokens.tolist() == other.expected().tolist()

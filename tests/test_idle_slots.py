@@ -13,7 +13,7 @@ from srtrl.types import Request
 
 def run_ahead(draw: int, sample: int, prompt_length: int, max_new_tokens: int, *, active: bool = False) -> Request:
     asked = request(draw, sample, prompt_length, max_new_tokens)
-    return replace(asked, stream=1000 + 10 * draw + sample, is_run_ahead=True, ends_with_prompt=active)
+    return replace(asked, rng_key=1000 + 10 * draw + sample, is_run_ahead=True, ends_with_prompt=active)
 
 
 class Run:
@@ -43,7 +43,7 @@ class Run:
         scheduler = self.scheduler
         for arrival, sequence_id, asked in self.arriving:
             if arrival == self.num_steps:
-                ended = scheduler.idle_slots.end_stream(asked.stream)
+                ended = scheduler.idle_slots.end_rng_key(asked.rng_key)
                 assert set(ended) <= self.told
                 self.told -= set(ended)
                 scheduler.check_integrity()
@@ -87,7 +87,7 @@ def test_primaries_are_scheduled_exactly_as_without_run_aheads(data: st.DataObje
     ahead = data.draw(st.lists(st.tuples(st.integers(0, 6), shape, st.booleans()), max_size=8), "run-aheads")
     page_size = data.draw(st.integers(1, 6), "page size")
     primaries = [
-        replace(request(draw, sample, prompt, new), stream=10 * draw + sample)
+        replace(request(draw, sample, prompt, new), rng_key=10 * draw + sample)
         for draw, (prompt, new) in enumerate(shapes)
         for sample in range(data.draw(st.integers(1, 3), "samples"))
     ]
@@ -97,8 +97,10 @@ def test_primaries_are_scheduled_exactly_as_without_run_aheads(data: st.DataObje
         for number, (draw, (prompt, new), active) in enumerate(ahead)
     ]
     for number in range(len(run_aheads)):  # of some the sample comes in this rollout: coupled, and opened early
-        stream = data.draw(st.sampled_from([run_aheads[number].stream, *(one.stream for one in primaries)]), "stream")
-        run_aheads[number] = replace(run_aheads[number], stream=stream)
+        rng_key = data.draw(
+            st.sampled_from([run_aheads[number].rng_key, *(one.rng_key for one in primaries)]), "rng_key"
+        )
+        run_aheads[number] = replace(run_aheads[number], rng_key=rng_key)
     largest = max(-(-(len(r.prompt_token_ids) + r.sampling.max_new_tokens) // page_size) for r in primaries)
     options = {
         "num_pages": largest + data.draw(st.integers(0, 30), "spare pages"),
@@ -159,7 +161,7 @@ def test_a_sample_ends_the_run_aheads_on_its_stream_running_or_waiting() -> None
     scheduler.add(0, request(0, 0, 5, 30))
     for number, asked in enumerate([run_ahead(1, 0, 5, 30), run_ahead(2, 0, 5, 30), run_ahead(3, 0, 5, 30)], 1):
         scheduler.add(number, asked)
-    scheduler.add(4, run_ahead(1, 0, 5, 30))  # on the stream of 1 once more: it waits, for there is no row left
+    scheduler.add(4, run_ahead(1, 0, 5, 30))  # on the rng_key of 1 once more: it waits, for there is no row left
     for _ in range(3):
         compute(scheduler, scheduler.schedule(12))
     idle = scheduler.idle_slots
@@ -167,12 +169,12 @@ def test_a_sample_ends_the_run_aheads_on_its_stream_running_or_waiting() -> None
     assert idle.num_waiting == 1
     num_free = scheduler.pool.num_free
     num_pages = len(idle.running[0].page_ids)
-    assert idle.end_stream(run_ahead(1, 0, 5, 30).stream) == [1]
+    assert idle.end_rng_key(run_ahead(1, 0, 5, 30).rng_key) == [1]
     scheduler.check_integrity()
     assert scheduler.pool.num_free == num_free + num_pages > num_free
     assert [s.sequence_id for s in idle.running] == [2, 3]
     assert idle.num_waiting == 0
-    assert idle.end_stream(7) == []
+    assert idle.end_rng_key(7) == []
     assert scheduler.take_dropped() == []  # whoever ended it knows
 
 

@@ -24,7 +24,7 @@ def sequence_of(token_ids: list[int], pages: list[int]) -> Sequence:
         prompt_token_ids=tuple(token_ids),
         draw_index=0,
         sample_index=0,
-        stream=0,
+        rng_key=0,
         sampling=SamplingParams(max_new_tokens=1),
     )
     sequence = Sequence(token_ids=token_ids, sequence_id=0, request=request, prompt=PromptPages([]))

@@ -38,13 +38,13 @@ before = compiled()
 assert sum(before.values()) > 5, before
 drafter = Drafter()
 text = [7, 8, 9, 7, 8, 20, 21, 22, 23, 24, 25, 26, 27, 28] * 4
-ahead = request(stream=3, is_run_ahead=True)
+ahead = request(rng_key=3, is_run_ahead=True)
 drafter.start(0, ahead)
 drafter.observe([0], [text])
 drafter.finish(0, None)
 drafter.on_policy_update()
 for sequence_id, said in enumerate([text, text[:20] + text[23:], text[::-1], text], start=1):
-    sample = request(stream=3)
+    sample = request(rng_key=3)
     drafter.start(sequence_id, sample)
     decode(drafter, sequence_id, said)
     drafter.finish(sequence_id, completion(sample, said))

@@ -41,7 +41,7 @@ def random_sequences(random: np.random.Generator, trees: DraftTrees, page_size: 
             prompt_token_ids=(1,),
             draw_index=index,
             sample_index=0,
-            stream=index,
+            rng_key=index,
             sampling=SamplingParams(max_new_tokens=100),
         )
         sequence = Sequence(token_ids=tokens, sequence_id=index, request=request, prompt=PromptPages([]))

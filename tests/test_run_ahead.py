@@ -1,4 +1,4 @@
-"""Which run-aheads a training step offers to idle slots: their streams, their order, and that none is a sample's."""
+"""Which run-aheads a training step offers to idle slots: their rng_keys, their order, and that none is a sample's."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -10,7 +10,7 @@ from tiny_run import make_policy, make_recipe
 
 from srtrl.drafters.srt import Drafter
 from srtrl.engine import speculation
-from srtrl.engine.sampler import stream_of
+from srtrl.engine.sampler import make_rng_key
 from srtrl.metrics import read_metrics
 from srtrl.rollout.collect import collect_rollouts, sample_requests
 from srtrl.rollout.run_ahead import RunAheadMode, run_ahead_requests
@@ -44,22 +44,22 @@ def test_the_next_steps_samples_are_decoded_on_their_very_streams() -> None:
     found = run_aheads("next_step")
     assert all(request.is_run_ahead and not request.ends_with_prompt for request in found)
     assert [(r.sample_index, r.draw_index) for r in found] == [(s, d) for s in range(2) for d in range(3, 7)]
-    plain = {replace(request, is_run_ahead=False).stream: replace(request, is_run_ahead=False) for request in found}
-    assert plain == {request.stream: request for request in samples_of(NEXT)}
-    assert found[5].stream == stream_of(3, "train", 4, 1)
+    plain = {replace(request, is_run_ahead=False).rng_key: replace(request, is_run_ahead=False) for request in found}
+    assert plain == {request.rng_key: request for request in samples_of(NEXT)}
+    assert found[5].rng_key == make_rng_key(3, "train", 4, 1)
 
 
 def test_only_coupled_ones_share_a_stream_with_a_sample() -> None:
     whole_run = [(draw, NEXT[0][1]) for draw in range(500)]
-    samples = {request.stream for request in samples_of(whole_run)}
+    samples = {request.rng_key for request in samples_of(whole_run)}
     assert len(samples) == 1000
     for found in (run_aheads("next_step", coupled=False), run_aheads("active")):
-        streams = {request.stream for request in found}
-        assert len(streams) == len(found)
-        assert not streams & samples
+        rng_keys = {request.rng_key for request in found}
+        assert len(rng_keys) == len(found)
+        assert not rng_keys & samples
         assert {request.purpose for request in found} == {"train"}  # drafters keep them with the samples
     both = run_aheads("both", coupled=False)
-    assert len({request.stream for request in both}) == len(both) == 14
+    assert len({request.rng_key for request in both}) == len(both) == 14
 
 
 def test_active_prompts_get_further_samples_that_end_with_them() -> None:
@@ -101,8 +101,8 @@ def test_the_trainer_looks_one_step_ahead_and_says_what_comes(tmp_path: Path, mo
     assert len(steps) == 3
     for (_, ahead), (following, _) in pairwise(steps):
         assert len(ahead) == 16
-        assert sorted(ahead, key=lambda one: one.stream) == sorted(
-            (replace(request, is_run_ahead=True) for request in following), key=lambda one: one.stream
+        assert sorted(ahead, key=lambda one: one.rng_key) == sorted(
+            (replace(request, is_run_ahead=True) for request in following), key=lambda one: one.rng_key
         )
     assert steps[-1][1] == []  # the last step has no next one
     drawn = [request.prompt_token_ids for requests, _ in steps for request in requests if request.sample_index == 0]

@@ -12,10 +12,10 @@ from scipy import stats
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.sampler import (
     filter_top_k_top_p,
+    make_rng_key,
     row_logprobs_reference,
     sample_rows,
     sample_rows_reference,
-    stream_of,
     to_uniform,
     uniform_noise,
 )
@@ -24,8 +24,8 @@ from srtrl.model.weights import load_model
 from srtrl.types import Purpose, Request, SamplingParams
 
 
-def to_signed(streams: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(streams.view(np.int64))
+def to_signed(rng_keys: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(rng_keys.view(np.int64))
 
 
 @settings(deadline=None, max_examples=60)
@@ -45,11 +45,11 @@ def test_kernel_gives_the_tokens_and_logprobs_of_the_definition(
     mask[:, random.integers(vocab_size)] = False
     logits = logits.masked_fill(mask, -torch.inf)
     temperatures = np.full(5, temperature, np.float32)
-    streams = random.integers(0, 2**64, 5, dtype=np.uint64)
+    rng_keys = random.integers(0, 2**64, 5, dtype=np.uint64)
     positions = random.integers(0, 10_000, 5)
-    token_ids, logprobs = sample_rows(logits, temperatures, streams, positions)
+    token_ids, logprobs = sample_rows(logits, temperatures, rng_keys, positions)
     expected = sample_rows_reference(
-        logits, torch.from_numpy(temperatures), to_signed(streams), torch.from_numpy(positions)
+        logits, torch.from_numpy(temperatures), to_signed(rng_keys), torch.from_numpy(positions)
     )
     assert token_ids.tolist() == expected.tolist()
     assert not mask[torch.arange(5), expected].any()
@@ -62,19 +62,21 @@ def test_frequencies_of_one_distribution() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -4.0, 1.5, -9.0])
     probs = torch.softmax(logits / 0.8, 0).double().numpy()
     rows = logits.expand(num_draws, -1)
-    streams = np.full(num_draws, stream_of(1, "train", 3, 4), np.uint64)
-    token_ids, _ = sample_rows(rows, np.full(num_draws, 0.8, np.float32), streams, np.arange(num_draws, dtype=np.int64))
+    rng_keys = np.full(num_draws, make_rng_key(1, "train", 3, 4), np.uint64)
+    token_ids, _ = sample_rows(
+        rows, np.full(num_draws, 0.8, np.float32), rng_keys, np.arange(num_draws, dtype=np.int64)
+    )
     counts = np.bincount(token_ids, minlength=len(probs))
     assert stats.chisquare(counts, probs * num_draws / probs.sum()).pvalue > 1e-3
     wrong = torch.softmax(logits / 0.85, 0).double().numpy()  # the test has the power to see this
     assert stats.chisquare(counts, wrong * num_draws / wrong.sum()).pvalue < 1e-6
 
 
-def noise_of(streams: list[int], num_positions: int = 64, vocab_size: int = 128) -> np.ndarray:
-    """[len(streams), num_positions * vocab_size] standard normal scores of the noise."""
+def noise_of(rng_keys: list[int], num_positions: int = 64, vocab_size: int = 128) -> np.ndarray:
+    """[len(rng_keys), num_positions * vocab_size] standard normal scores of the noise."""
     rows = []
-    for stream in streams:
-        signed = to_signed(np.full(num_positions, stream, np.uint64))
+    for rng_key in rng_keys:
+        signed = to_signed(np.full(num_positions, rng_key, np.uint64))
         uniform = uniform_noise(signed, torch.arange(num_positions), vocab_size)
         rows.append(stats.norm.ppf(uniform.numpy()).ravel())
     return np.stack(rows)
@@ -95,7 +97,7 @@ def test_noise_of_siblings_draws_seeds_and_purposes_is_uncorrelated() -> None:
         (7, "generate", 3, 2),
         (7, "run_ahead", 3, 2),
     ]
-    noise = noise_of([stream_of(*base), *(stream_of(*other) for other in others)])
+    noise = noise_of([make_rng_key(*base), *(make_rng_key(*other) for other in others)])
     for row in noise[1:]:
         assert_uncorrelated(noise[0], row)
         assert_uncorrelated(noise[0][:-128], row[128:])  # nor is it the same noise a position later
@@ -104,7 +106,7 @@ def test_noise_of_siblings_draws_seeds_and_purposes_is_uncorrelated() -> None:
 
 
 def test_noise_of_successive_positions_and_tokens_is_uncorrelated_and_uniform() -> None:
-    noise = noise_of([stream_of(0, "train", 0, 0)], num_positions=400, vocab_size=500)[0]
+    noise = noise_of([make_rng_key(0, "train", 0, 0)], num_positions=400, vocab_size=500)[0]
     assert_uncorrelated(noise[:-500], noise[500:])
     assert_uncorrelated(noise[:-1], noise[1:])
     assert stats.kstest(noise, "norm").pvalue > 1e-3
@@ -146,16 +148,16 @@ def test_top_p_never_empties_a_row_and_greedy_ignores_both() -> None:
 
 def test_streams_are_64_bits_and_distinct() -> None:
     purposes: tuple[Purpose, ...] = ("train", "eval", "generate", "run_ahead")
-    streams = {
-        stream_of(seed, purpose, draw, sample)
+    rng_keys = {
+        make_rng_key(seed, purpose, draw, sample)
         for seed in (0, 11)  # 1/11/... and 11/1/... must not be written alike
         for purpose in purposes
         for draw in range(120)
         for sample in range(20)
     }
-    assert len(streams) == 2 * 4 * 120 * 20
-    assert all(0 <= stream < 2**64 for stream in streams)
-    assert max(streams) > 2**63  # the high bit is used
+    assert len(rng_keys) == 2 * 4 * 120 * 20
+    assert all(0 <= rng_key < 2**64 for rng_key in rng_keys)
+    assert max(rng_keys) > 2**63  # the high bit is used
 
 
 def test_sampled_stories_have_the_exact_probabilities(shared_data: Path) -> None:
@@ -171,7 +173,7 @@ def test_sampled_stories_have_the_exact_probabilities(shared_data: Path) -> None
             prompt_token_ids=(1,),
             draw_index=draw,
             sample_index=0,
-            stream=stream_of(3, "generate", draw, 0),
+            rng_key=make_rng_key(3, "generate", draw, 0),
             sampling=SamplingParams(max_new_tokens=length, temperature=temperature),
         )
         for draw in range(num_samples)

@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import DraftTree, DraftTrees
 from srtrl.engine.engine import Engine
-from srtrl.engine.sampler import stream_of
+from srtrl.engine.sampler import make_rng_key
 from srtrl.model.transformer import Transformer
 from srtrl.resolve import resolve_class
 from srtrl.rollout.recorded import RecordedPrompt, feed_drafter
@@ -129,7 +129,7 @@ def test_run_ahead_changes_no_bit_and_is_followed(dtype: torch.dtype, coupled: b
     first, second = train_requests(), train_requests(seed=5)
     ahead = [replace(request, is_run_ahead=True) for request in second]
     if not coupled:
-        ahead = [replace(request, stream=request.stream ^ 1, purpose="run_ahead") for request in ahead]
+        ahead = [replace(request, rng_key=request.rng_key ^ 1, purpose="run_ahead") for request in ahead]
     expected = [outputs(decode(Engine(policy, options(slots=1)), requests)) for requests in (first, second)]
     for slots, num_pages in ((16, None), (64, None), (20, 40)):
         unlimited = options(slots=slots, num_pages=num_pages, run_ahead_max_slowdown=float("inf"))
@@ -310,7 +310,7 @@ def test_a_million_samples_with_a_full_wrong_cache_have_the_exact_distribution()
                 prompt_token_ids=prompt,
                 draw_index=0,
                 sample_index=index,
-                stream=stream_of(0, "train", 0, index),
+                rng_key=make_rng_key(0, "train", 0, index),
                 sampling=SamplingParams(max_new_tokens=length),
                 purpose="train",
             )

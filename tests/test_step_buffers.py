@@ -70,7 +70,7 @@ def test_the_device_reads_what_was_filled_in_and_padding_does_nothing(
     token_ids = random.integers(0, 1000, num_rows).astype(np.int32)
     sampling = RowSampling(
         temperatures=random.random(num_rows, np.float32),
-        streams=random.integers(0, 1 << 64, num_rows, np.uint64),
+        rng_keys=random.integers(0, 1 << 64, num_rows, np.uint64),
         positions=random.integers(0, 1000, num_rows),
         top_k=np.zeros(num_rows, np.int64),
         top_p=np.ones(num_rows),
@@ -91,7 +91,7 @@ def test_the_device_reads_what_was_filled_in_and_padding_does_nothing(
         name: tensor.numpy() for name, tensor in tensors_of(view_inputs(staging.device, shape, num_sequences)).items()
     }
     assert (found["token_ids"][:num_rows] == token_ids).all()
-    assert (found["streams"][:num_rows].view(np.uint64) == sampling.streams).all()
+    assert (found["rng_keys"][:num_rows].view(np.uint64) == sampling.rng_keys).all()
     assert (found["places"][:num_rows] == sampling.positions).all()
     assert (found["temperatures"][:num_rows] == sampling.temperatures).all()
     assert (found["forced"][:num_rows] == (NO_TOKEN if forced is None else forced)).all()
@@ -105,7 +105,7 @@ def test_the_device_reads_what_was_filled_in_and_padding_does_nothing(
     assert (found["token_ids"][num_rows:] == 0).all()
     assert (found["write_slots"][num_rows:] == -1).all()
     assert (found["forced"][num_rows:] == NO_TOKEN).all()
-    for name in ("positions", "context_lengths", "path_lengths", "temperatures", "streams", "places"):
+    for name in ("positions", "context_lengths", "path_lengths", "temperatures", "rng_keys", "places"):
         assert (found[name][num_rows:] == 0).all()
     num_tiles = int(np.count_nonzero(found["tiles"][:, 1]))
     assert (found["tiles"][num_tiles:] == 0).all()
@@ -129,7 +129,7 @@ def test_no_address_depends_on_how_many_sequences_there_are() -> None:
 def test_a_step_of_prompts_alone_has_no_rows_to_sample() -> None:
     shape = planner(deterministic=False).shape(np.array([5]), num_logits=0, table_width=3, depth=0)
     inputs = view_inputs(torch.zeros(num_elements(shape, 1), dtype=torch.int32), shape, 1)
-    assert len(inputs.streams) == len(inputs.forced) == 0
+    assert len(inputs.rng_keys) == len(inputs.forced) == 0
     assert len(inputs.token_ids) == 8
 
 

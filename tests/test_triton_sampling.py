@@ -30,8 +30,8 @@ class Rows:
         generator = torch.Generator().manual_seed(seed)
         self.logits = logits.to(KERNEL_DEVICE)
         self.temperatures = torch.ones(num_rows, device=KERNEL_DEVICE) * torch.as_tensor(temperatures).to(KERNEL_DEVICE)
-        streams = torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=generator)
-        self.streams = streams.to(KERNEL_DEVICE)
+        rng_keys = torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=generator)
+        self.rng_keys = rng_keys.to(KERNEL_DEVICE)
         self.positions = torch.randint(10_000, (num_rows,), generator=generator).to(KERNEL_DEVICE)
 
     def sample(
@@ -44,13 +44,13 @@ class Rows:
         tokens = torch.full((num_rows,), -7, dtype=torch.int32, device=KERNEL_DEVICE)
         logprobs = torch.full((num_rows,), torch.nan, device=KERNEL_DEVICE)
         scratch = SamplingScratch.allocate(num_rows + 2, vocab_size, KERNEL_DEVICE, block=block)
-        noise = (self.temperatures[rows], self.streams[rows], self.positions[rows])
+        noise = (self.temperatures[rows], self.rng_keys[rows], self.positions[rows])
         sample_rows_triton(logits, *noise, forced, tokens, logprobs, scratch, cuts)
         return tokens.long(), logprobs
 
     def expected(self, logits: Tensor | None = None) -> Tensor:
         logits = self.logits if logits is None else logits
-        return sample_rows_reference(logits, self.temperatures, self.streams, self.positions)
+        return sample_rows_reference(logits, self.temperatures, self.rng_keys, self.positions)
 
     def expected_logprobs(self, tokens: Tensor) -> Tensor:
         """`row_logprobs_reference`, summed in float64."""

@@ -37,7 +37,7 @@ def sample_of(index: int, num_generated: int = 0, **sampling: Any) -> Sample:
         prompt_token_ids=(1, 2),
         draw_index=index,
         sample_index=0,
-        stream=(index + 1) * 0x9E3779B97F4A7C15 % 2**64,
+        rng_key=(index + 1) * 0x9E3779B97F4A7C15 % 2**64,
         sampling=SamplingParams(**({"max_new_tokens": 100} | sampling)),
     )
     return Sample(
@@ -227,11 +227,11 @@ def test_forced_tokens_are_taken_with_their_own_log_probs_and_the_rest_is_sample
 
     free = step_of(None)
     expected = results(walker(free, RowSampling.of(free.sequences)))
-    streams = [sample.request.stream for sample in free.sequences]
+    rng_keys = [sample.request.rng_key for sample in free.sequences]
     forced = ForcedTokens(
-        by_stream={
-            streams[0]: np.array([1, 1, 3, 4, 5, 2], np.int32),  # follows two nodes, then leaves the tree
-            streams[1]: np.array([4], np.int32),  # ends on a node: what comes next is sampled
+        by_rng_key={
+            rng_keys[0]: np.array([1, 1, 3, 4, 5, 2], np.int32),  # follows two nodes, then leaves the tree
+            rng_keys[1]: np.array([4], np.int32),  # ends on a node: what comes next is sampled
         }
     )
     step = step_of(forced)
@@ -246,7 +246,7 @@ def test_forced_tokens_are_taken_with_their_own_log_probs_and_the_rest_is_sample
     assert results(found)[2] == expected[2]
     row, position = 5 + 2, np.array([1])
     token, logprob = sample_rows(
-        step.logits[row, None], np.ones(1, np.float32), np.array(streams[1:2], np.uint64), position
+        step.logits[row, None], np.ones(1, np.float32), np.array(rng_keys[1:2], np.uint64), position
     )
     assert found[1].sequence.generated_token_ids[1] == token[0]
     assert found[1].sequence.rollout_logprobs[1] == logprob[0]
@@ -279,11 +279,11 @@ def test_rows_sampled_by_torch_in_parts_are_those_of_the_kernel(monkeypatch: pyt
     random = np.random.default_rng(0)
     logits = torch.from_numpy(random.normal(size=(23, 50)).astype(np.float32)) * 3
     temperatures = random.choice([0.0, 0.5, 1.0], 23).astype(np.float32)
-    streams = random.integers(0, 2**64, 23, dtype=np.uint64)
+    rng_keys = random.integers(0, 2**64, 23, dtype=np.uint64)
     positions = random.integers(0, 1000, 23)
     forced = np.where(random.random(23) < 0.3, random.integers(0, 50, 23), -1).astype(np.int32)
-    expected = sample_rows(logits, temperatures, streams, positions, forced)
-    arrays = (temperatures, streams.view(np.int64), positions, forced)
+    expected = sample_rows(logits, temperatures, rng_keys, positions, forced)
+    arrays = (temperatures, rng_keys.view(np.int64), positions, forced)
     monkeypatch.setattr(sampler, "MAX_NOISE", 5 * 50)  # five rows at once
     token_ids, logprobs = sample_rows_by_torch(logits, *(torch.from_numpy(array) for array in arrays))
     assert token_ids.tolist() == expected[0].tolist()

@@ -147,7 +147,7 @@ def run_series(
 ) -> list[Comparison]:
     """Run all steps several times, the contenders side by side, after one step each to warm up.
 
-    The series are equal: same streams, same changes of the policy, new drafters.
+    The series are equal: same rng_keys, same changes of the policy, new drafters.
 
     Args:
         contenders: On the same weights, with different names.
@@ -267,7 +267,7 @@ def describe_live(
     per_step = f", {workload.step_prompts} prompts a step" if workload.step_prompts < len(workload.prompts) else ""
     notes = [
         f"The policy samples for itself: {counts} {source}, {workload.num_samples} samples each, visited "
-        f"{bench.num_epochs} time{'s' if bench.num_epochs > 1 else ''} on new random streams{per_step}. {ends}: "
+        f"{bench.num_epochs} time{'s' if bench.num_epochs > 1 else ''} on new RNG key{per_step}. {ends}: "
         f"{statistics.median(lengths):.0f} in the median, "
         f"{statistics.fmean(lengths):.0f} on average, {max(lengths)} at most.",
         f"Same tokens: in each series all contenders sampled the same {sum(lengths):,} tokens with the same log-probs "
@@ -282,9 +282,9 @@ def describe_live(
         notes.append("The policy does not change between steps.")
     if bench.run_ahead != ("off",):
         notes.append(
-            "Run-ahead: idle slots decode samples of the next step; `coupled` on the random streams that these samples "
+            "Run-ahead: idle slots decode samples of the next step; `coupled` on the RNG key that these samples "
             "will have, `uncoupled` on others. Tokens accepted from it are those that samples took along the text on "
-            "their own stream, as a share of the tokens of all steps but the first, which has nothing to follow; other "
+            "their own key, as a share of the tokens of all steps but the first, which has nothing to follow; other "
             "text that was decoded ahead serves in the trie."
         )
     return notes

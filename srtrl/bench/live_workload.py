@@ -58,7 +58,7 @@ class LiveWorkload:
         return [(draw, self.prompts[draw % len(self.prompts)]) for draw in range(first, first + self.step_prompts)]
 
     def requests(self, step: int) -> list[Request]:
-        """The samples of a step, on the streams that training gives them."""
+        """The samples of a step, on the rng_keys that training gives them."""
         requests = sample_requests(
             self.draws(step),
             num_samples=self.num_samples,
@@ -82,11 +82,11 @@ class LiveWorkload:
         return [self._with_length(request) for request in requests]
 
     def _with_length(self, request: Request) -> Request:
-        """The request with a length drawn for its stream, where lengths are drawn."""
+        """The request with a length drawn for its RNG key, where lengths are drawn."""
         if self.lengths == "both":
             return request
         most = self.sampling.max_new_tokens
-        (length,) = draw_lengths(self.lengths, 1, equal=most, longest=most, seed=request.stream)
+        (length,) = draw_lengths(self.lengths, 1, equal=most, longest=most, seed=request.rng_key)
         return replace(request, sampling=replace(request.sampling, max_new_tokens=length, end_token_ids=()))
 
     def next_uses(self, step: int) -> list[tuple[int, ...]]:

@@ -238,13 +238,13 @@ class Replay:
     # --- The drafter's calls ---
 
     def _sample_of(self, prompt: RecordedPrompt, draw: int, index: int, *, is_run_ahead: bool = False) -> _LiveSample:
-        number = next(self._numbers)  # a stream and an identity that no other sample has
+        number = next(self._numbers)  # an RNG key and an identity that no other sample has
         request = Request(
             prompt_id=prompt.prompt_id,
             prompt_token_ids=prompt.prompt_token_ids,
             draw_index=draw,
             sample_index=index,
-            stream=number,
+            rng_key=number,
             sampling=SamplingParams(max_new_tokens=max(len(sample) for sample in prompt.samples)),
             purpose="train",
             is_run_ahead=is_run_ahead,

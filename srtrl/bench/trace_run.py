@@ -50,12 +50,12 @@ class TracedDecoder(OurDecoder):
         """A new drafter that has seen the history and nothing else."""
         engine.speculation.use(self._make_drafter())
         feed_history(engine.drafter, self.trace, workload.requests)
-        engine.trace = {request.stream: self.trace.responses[request.stream] for request in workload.requests}
+        engine.trace = {request.rng_key: self.trace.responses[request.rng_key] for request in workload.requests}
 
     def check(self, completions: Sequence[Completion]) -> None:
         """Assert that each completion is the recorded one, token for token."""
         for completion in completions:
-            expected = self.trace.responses[completion.request.stream].tolist()
+            expected = self.trace.responses[completion.request.rng_key].tolist()
             assert completion.token_ids == expected, f"{self.name} did not sample the trace"
 
 

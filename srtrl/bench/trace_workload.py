@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from srtrl.bench.rollout_options import RolloutBench
 from srtrl.bench.workload import Workload
 from srtrl.drafters.base import DrafterBase
-from srtrl.engine.sampler import stream_of
+from srtrl.engine.sampler import make_rng_key
 from srtrl.model.transformer import ModelConfig
 from srtrl.rollout.recorded import RecordedPrompt, Tokens, feed_drafter
 from srtrl.types import Request, SamplingParams
@@ -37,15 +37,15 @@ def share_out(prompts: Sequence[RecordedPrompt], *, history: float, seed: int) -
         num_earlier = round(history * len(prompt.samples))
         earlier[prompt.prompt_token_ids] = prompt.samples[:num_earlier]
         for sample, token_ids in enumerate(prompt.samples[num_earlier:]):
-            stream = stream_of(seed, "train", draw, sample)
-            responses[stream] = token_ids
+            rng_key = make_rng_key(seed, "train", draw, sample)
+            responses[rng_key] = token_ids
             requests.append(
                 Request(
                     prompt_id=prompt.prompt_id,
                     prompt_token_ids=prompt.prompt_token_ids,
                     draw_index=draw,
                     sample_index=sample,
-                    stream=stream,
+                    rng_key=rng_key,
                     sampling=SamplingParams(max_new_tokens=len(token_ids)),
                     purpose="train",
                 )
@@ -85,7 +85,7 @@ def trace_workloads(bench: RolloutBench, trace: Trace, config: ModelConfig) -> l
 
 
 def _check_vocabulary(requests: Sequence[Request], trace: Trace, config: ModelConfig) -> None:
-    largest = max(max(*request.prompt_token_ids, *trace.responses[request.stream].tolist()) for request in requests)
+    largest = max(max(*request.prompt_token_ids, *trace.responses[request.rng_key].tolist()) for request in requests)
     if largest >= config.vocab_size:
         raise ValueError(
             f"--trace: token id {largest} is not in the model's vocabulary of {config.vocab_size}; choose a "

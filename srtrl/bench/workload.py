@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from srtrl.engine.sampler import stream_of
+from srtrl.engine.sampler import make_rng_key
 from srtrl.types import Request, SamplingParams
 
 Lengths = Literal["equal", "long-tailed", "recorded", "sampled"]
@@ -83,7 +83,7 @@ def make_workload(
                 prompt_token_ids=prompts[draw],
                 draw_index=draw,
                 sample_index=sample,
-                stream=stream_of(seed, "generate", draw, sample),
+                rng_key=make_rng_key(seed, "generate", draw, sample),
                 sampling=SamplingParams(max_new_tokens=max_new_tokens),
             )
         )

@@ -1,4 +1,4 @@
-"""Coupled run-ahead: samples that were decoded early on the very streams that later samples have.
+"""Coupled run-ahead: samples that were decoded early on the very rng_keys that later samples have.
 
 The noise is the same and the policy nearly so, so that Gumbel-max repeats most of the text. A sample therefore first
 follows its own run-ahead: the next chunk of it is drafted as a chain, with a confidence a token that is learned from
@@ -56,7 +56,7 @@ class _Confidence:
 
 @dataclass(slots=True)
 class _Follower:
-    """A sample and the run-ahead on its stream."""
+    """A sample and the run-ahead on its RNG key."""
 
     text: list[int]
     anchor: int | None = 0
@@ -73,10 +73,10 @@ class _Follower:
 
 
 class RunAheads:
-    """What was decoded early, by stream, and the samples that follow it now."""
+    """What was decoded early, by rng_key, and the samples that follow it now."""
 
     def __init__(self) -> None:
-        self._texts: dict[PromptKey, dict[int, _RunAhead]] = {}  # by prompt and stream
+        self._texts: dict[PromptKey, dict[int, _RunAhead]] = {}  # by prompt and rng_key
         self._followers: dict[int, _Follower] = {}
         # The noise of a token is keyed by its position: shifted, the texts share no noise.
         self._in_phase = _Confidence(9.0, 1.0)
@@ -94,13 +94,13 @@ class RunAheads:
         """Whether a sample follows a text."""
         return bool(self._followers)
 
-    def keep(self, key: PromptKey, stream: int, tokens: list[int]) -> None:
-        """Remember what a run-ahead decoded; of two on a stream the longer."""
+    def keep(self, key: PromptKey, rng_key: int, tokens: list[int]) -> None:
+        """Remember what a run-ahead decoded; of two on an RNG key the longer."""
         self._num_made += len(tokens)
         texts = self._texts.setdefault(key, {})
-        known = texts.get(stream)
+        known = texts.get(rng_key)
         if known is None or len(tokens) >= len(known.tokens):
-            texts[stream] = _RunAhead(tokens)
+            texts[rng_key] = _RunAhead(tokens)
 
     def texts(self, key: PromptKey) -> list[npt.NDArray[np.int32]]:
         """Return all remembered texts of a prompt."""
@@ -111,16 +111,16 @@ class RunAheads:
         for key, texts in list(self._texts.items()):
             for run_ahead in texts.values():
                 run_ahead.num_updates += 1
-            self.forget(key, [stream for stream, run_ahead in texts.items() if run_ahead.num_updates >= 2])
+            self.forget(key, [rng_key for rng_key, run_ahead in texts.items() if run_ahead.num_updates >= 2])
 
-    def start(self, sequence_id: int, key: PromptKey, stream: int) -> None:
-        """Let a sample follow the run-ahead of its stream, if there is one."""
-        run_ahead = self._texts.get(key, {}).get(stream)
+    def start(self, sequence_id: int, key: PromptKey, rng_key: int) -> None:
+        """Let a sample follow the run-ahead of its RNG key, if there is one."""
+        run_ahead = self._texts.get(key, {}).get(rng_key)
         if run_ahead is not None and run_ahead.tokens:
             self._followers[sequence_id] = _Follower(run_ahead.tokens)
             self._num_followed += 1
 
-    def finish(self, sequence_id: int, key: PromptKey, stream: int, response: Sequence[int] | None) -> None:
+    def finish(self, sequence_id: int, key: PromptKey, rng_key: int, response: Sequence[int] | None) -> None:
         """Forget a sample, and its run-ahead if it came to its end: then `response` is all of it."""
         follower = self._followers.get(sequence_id)
         if follower is not None:
@@ -130,15 +130,15 @@ class RunAheads:
                 self._end_first_run(follower)
             del self._followers[sequence_id]
         if response is not None:
-            self.forget(key, [stream])
+            self.forget(key, [rng_key])
 
-    def forget(self, key: PromptKey, streams: Sequence[int]) -> None:
-        """Forget what was decoded on some streams, if anything was."""
+    def forget(self, key: PromptKey, rng_keys: Sequence[int]) -> None:
+        """Forget what was decoded on some rng_keys, if anything was."""
         texts = self._texts.get(key)
         if texts is None:
             return
-        for stream in streams:
-            texts.pop(stream, None)
+        for rng_key in rng_keys:
+            texts.pop(rng_key, None)
         if not texts:
             del self._texts[key]
 

@@ -15,7 +15,7 @@ PromptKey = tuple[str, tuple[int, ...]]
 
 
 def key_of(request: Request) -> PromptKey:
-    """Return what the request's trie is found by; run-ahead on a stream of its own serves the training samples."""
+    """Return what the request's trie is found by; run-ahead on an RNG key of its own serves the training samples."""
     return "train" if request.purpose == "run_ahead" else request.purpose, request.prompt_token_ids
 
 

@@ -59,7 +59,7 @@ def _request(index: int, *, is_run_ahead: bool) -> Request:
         prompt_token_ids=_PROMPTS[prompt],
         draw_index=prompt,
         sample_index=index % len(_SAMPLES),
-        stream=index,
+        rng_key=index,
         sampling=SamplingParams(max_new_tokens=len(_TEXT)),
         purpose="train",
         is_run_ahead=is_run_ahead,

@@ -86,13 +86,13 @@ class Drafter(DrafterBase):
         return self._caches.of(purpose)
 
     def start(self, sequence_id: int, request: Request) -> None:
-        """Register a sample; a primary follows the run-ahead of its stream, if there is one."""
+        """Register a sample; a primary follows the run-ahead of its RNG key, if there is one."""
         key = key_of(request)
         self._tries.start(sequence_id, request, key)
         if request.is_run_ahead:
             return
         if self.options.coupled:
-            self._run_aheads.start(sequence_id, key, request.stream)
+            self._run_aheads.start(sequence_id, key, request.rng_key)
 
     def propose(self, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:
         """Draft from the prompts' tries, and along what was decoded ahead."""
@@ -113,10 +113,10 @@ class Drafter(DrafterBase):
         sample = self._tries.finish(sequence_id, completion)
         request, key = sample.request, sample.prompt.key
         if request.is_run_ahead:
-            self._run_aheads.keep(key, request.stream, sample.tokens)
+            self._run_aheads.keep(key, request.rng_key, sample.tokens)
         else:
             response = None if completion is None else completion.token_ids
-            self._run_aheads.finish(sequence_id, key, request.stream, response)
+            self._run_aheads.finish(sequence_id, key, request.rng_key, response)
             if response is not None:
                 self._keep(key, [np.array(response, np.int32)])
         if not self.options.online and sample.tokens:
@@ -130,7 +130,7 @@ class Drafter(DrafterBase):
             by_prompt.setdefault(key_of(completion.request), []).append(completion)
         for key, siblings in by_prompt.items():
             texts = [np.array(completion.token_ids, np.int32) for completion in siblings]
-            self._run_aheads.forget(key, [completion.request.stream for completion in siblings])
+            self._run_aheads.forget(key, [completion.request.rng_key for completion in siblings])
             self._keep(key, texts)
             self._tries.insert(key, texts)
 

@@ -29,7 +29,7 @@ def check_row_places(model: Transformer, rows_at_once: int, multiply: Multiply) 
     """Check that a row of a product has the same bits wherever it stands among `rows_at_once` rows.
 
     Equal rows are multiplied by a weight of each shape: some kernels cut the work up such that rows of one product are
-    summed in different orders (stream-K), and equal shapes alone would then not mean equal bits.
+    summed in different orders (rng_key-K), and equal shapes alone would then not mean equal bits.
 
     Raises:
         ValueError: They have not.

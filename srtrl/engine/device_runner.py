@@ -179,7 +179,7 @@ class DeviceRunner(ModelRunner):
         token_ids, rows = self._dummy_rows(num_rows, context_tokens, num_sequences)
         sampling = RowSampling(
             temperatures=np.ones(num_logits, np.float32),
-            streams=np.arange(num_logits).astype(np.uint64),
+            rng_keys=np.arange(num_logits).astype(np.uint64),
             positions=np.zeros(num_logits, np.int64),
             top_k=np.zeros(num_logits, np.int64),
             top_p=np.ones(num_logits),
@@ -208,7 +208,7 @@ class DeviceRunner(ModelRunner):
         counts = np.bincount(rows.row_tables)
         shape = self.planner.shape(
             counts,
-            num_logits=len(sampling.streams),
+            num_logits=len(sampling.rng_keys),
             table_width=rows.page_tables.shape[1],
             depth=rows.path_slots.shape[1],
         )
@@ -232,7 +232,7 @@ class DeviceRunner(ModelRunner):
             if sampling.is_filtered.any():
                 self.device_step.sample_again(step, sampling)
             memory.results.start_fetch(shape.num_logits)
-        return _Pending(memory.results, shape.num_logits, len(sampling.streams))
+        return _Pending(memory.results, shape.num_logits, len(sampling.rng_keys))
 
     def _copy_pages(self, step: ScheduledStep) -> None:
         """See `ModelRunner._copy_pages`. Slot by slot in any order, unless a copy reads what another one writes."""

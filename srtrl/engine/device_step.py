@@ -132,7 +132,7 @@ class DeviceStep:
 
         Apart from `compute`, for training never asks for it.
         """
-        num_logits, num_sampled = step.shape.num_logits, len(sampling.streams)
+        num_logits, num_sampled = step.shape.num_logits, len(sampling.rng_keys)
         device = step.tokens.device
         top_k = torch.zeros(num_logits, dtype=torch.int32)
         top_p = torch.ones(num_logits, dtype=torch.float32)
@@ -154,7 +154,7 @@ class DeviceStep:
             sample_rows_triton(
                 logits,
                 inputs.temperatures[rows],
-                inputs.streams[rows],
+                inputs.rng_keys[rows],
                 inputs.places[rows],
                 inputs.forced[rows],
                 step.tokens[rows],

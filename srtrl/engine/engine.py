@@ -80,7 +80,7 @@ class Engine:
         )
         self.policy_version = 0
         self.trace: Mapping[int, npt.NDArray[np.int32]] | None = None
-        """For benchmarks: stream -> recorded response, whose tokens are taken in place of those that are sampled."""
+        """For benchmarks: rng_key -> recorded response, whose tokens are taken in place of those that are sampled."""
         self.after_step: Callable[[], None] | None = None
         """For benchmarks: called behind each decode step of `generate`, so that others may work meanwhile."""
         self.stats = EngineStats()
@@ -134,7 +134,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request; also while `generate` runs, between two of its completions or from its `before_step`.
 
-        A sample ends the run-ahead on its own stream: what that has said so far is the sample's draft from now on.
+        A sample ends the run-ahead on its own RNG key: what that has said so far is the sample's draft from now on.
 
         Raises:
             ValueError: See `check_request`; the other requests are left alone.
@@ -272,7 +272,7 @@ class Engine:
         if request.is_run_ahead:  # the drafter hears of it once it has a slot
             self.scheduler.add(sequence_id, request)
             return
-        for ended in self.scheduler.idle_slots.end_stream(request.stream):
+        for ended in self.scheduler.idle_slots.end_rng_key(request.rng_key):
             self.speculation.finish(ended, None)
         self.scheduler.add(sequence_id, request, self.speculation.start(sequence_id, request))
 
@@ -327,7 +327,7 @@ class Engine:
             clock; and the seconds until then in which the host did nothing but wait.
         """
         decodes, trees = scheduled.decodes, draft.verified
-        forced = None if self.trace is None else ForcedTokens(by_stream=self.trace)
+        forced = None if self.trace is None else ForcedTokens(by_rng_key=self.trace)
         logits = None
         if self._device is None:
             logits = self.runner.execute(scheduled, trees)

@@ -3,7 +3,7 @@
 A run-ahead has all its pages to itself, so that dropping it gives back every one, and the scheduler may count them as
 free. It takes a slot only while no primary waits, and only free pages, of which it leaves what the primaries may want
 in this step. When a primary wants its slot or its pages it is dropped for good, the newest first; and so it is when the
-sample comes whose random stream it has. What it has said so far stays with the drafter.
+sample comes whose RNG key it has. What it has said so far stays with the drafter.
 """
 
 from collections import deque
@@ -62,13 +62,13 @@ class IdleSlots:
         assert request.is_run_ahead
         self._line.append((sequence_id, request))
 
-    def end_stream(self, stream: int) -> list[int]:
-        """Drop the run-aheads on a random stream, for its sample has come; returns the ids of those that had a slot."""
-        ended = [sequence for sequence in self.running if sequence.request.stream == stream]
+    def end_rng_key(self, rng_key: int) -> list[int]:
+        """Drop the run-aheads on a RNG key, for its sample has come; returns the ids of those that had a slot."""
+        ended = [sequence for sequence in self.running if sequence.request.rng_key == rng_key]
         for sequence in ended:
             self.finish(sequence)
-        if any(request.stream == stream for _, request in self._line):
-            self._line = deque(waiting for waiting in self._line if waiting[1].stream != stream)
+        if any(request.rng_key == rng_key for _, request in self._line):
+            self._line = deque(waiting for waiting in self._line if waiting[1].rng_key != rng_key)
         return [sequence.sequence_id for sequence in ended]
 
     def free_pages(self, count: int) -> None:

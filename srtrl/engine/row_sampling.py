@@ -23,7 +23,7 @@ class RowSampling:
     """How each of N rows is sampled."""
 
     temperatures: npt.NDArray[np.float32]
-    streams: npt.NDArray[np.uint64]
+    rng_keys: npt.NDArray[np.uint64]
     positions: Int64Array
     """Index of the token within the response."""
     top_k: Int64Array
@@ -35,7 +35,7 @@ class RowSampling:
         params = [sequence.request.sampling for sequence in sequences]
         return RowSampling(
             temperatures=np.array([param.temperature for param in params], np.float32),
-            streams=np.array([sequence.request.stream for sequence in sequences], np.uint64),
+            rng_keys=np.array([sequence.request.rng_key for sequence in sequences], np.uint64),
             positions=np.array([sequence.num_generated for sequence in sequences], np.int64),
             top_k=np.array([param.top_k for param in params], np.int64),
             top_p=np.array([param.top_p for param in params], np.float64),
@@ -50,7 +50,7 @@ class RowSampling:
         """Some of the rows, or rows `depths` below them in the draft tree."""
         return RowSampling(
             temperatures=self.temperatures[rows],
-            streams=self.streams[rows],
+            rng_keys=self.rng_keys[rows],
             positions=self.positions[rows] + depths,
             top_k=self.top_k[rows],
             top_p=self.top_p[rows],
@@ -61,7 +61,7 @@ class RowSampling:
 
         A log-prob is of the tempered distribution without top-k or top-p, and its bits do not depend on other rows.
         """
-        token_ids, logprobs = sample_rows(logits, self.temperatures, self.streams, self.positions, forced)
+        token_ids, logprobs = sample_rows(logits, self.temperatures, self.rng_keys, self.positions, forced)
         rows = np.flatnonzero(self.is_filtered)
         if len(rows):
             some, device = self.take(rows), logits.device
@@ -70,7 +70,7 @@ class RowSampling:
                 torch.from_numpy(array).to(device) for array in (some.temperatures, some.top_k, some.top_p)
             )
             filtered = filter_top_k_top_p(whole, temperatures, top_k, top_p)
-            noise = (some.temperatures, some.streams, some.positions)
+            noise = (some.temperatures, some.rng_keys, some.positions)
             token_ids[rows], _ = sample_rows(filtered, *noise, forced[rows])
             _, logprobs[rows] = sample_rows(whole, *noise, token_ids[rows].astype(np.int32))
         return token_ids, logprobs
@@ -80,15 +80,15 @@ class RowSampling:
 class ForcedTokens:
     """Recorded responses that samples repeat, for benchmarks on a trace: each row is sampled, then told its token."""
 
-    by_stream: Mapping[int, Int32Array]
-    """Responses by `Request.stream`. A stream that is not here is sampled, and so is what follows a response."""
+    by_rng_key: Mapping[int, Int32Array]
+    """Responses by `Request.rng_key`. A rng_key that is not here is sampled, and so is what follows a response."""
 
     def upcoming(self, sequences: SequenceOf[Sequence], trees: DraftTrees) -> Int32Array:
         """[rows]: from its root's row on, a sequence's next recorded tokens; -1 behind the last."""
         forced = no_tokens(trees)
         firsts, sizes = root_rows(trees).tolist(), trees.sizes.tolist()
         for sequence, first, size in zip(sequences, firsts, sizes, strict=True):
-            response = self.by_stream.get(sequence.request.stream)
+            response = self.by_rng_key.get(sequence.request.rng_key)
             if response is not None:
                 ahead = response[sequence.num_generated : sequence.num_generated + 1 + size]
                 forced[first : first + len(ahead)] = ahead

@@ -1,8 +1,8 @@
 """Exact sampling by Gumbel-max with counter-based noise (DESIGN: "Exact sampling").
 
 The token at position p of a sample is argmax over the vocabulary of logit / temperature + Gumbel noise, where the
-noise of entry v is a hash of (stream, p, v). That is a draw from the softmax (Gumbel 1954; Maddison et al. 2014,
-"A* sampling"), and a pure function of (logits, temperature, stream, position): it knows nothing of the batch, of the
+noise of entry v is a hash of (rng_key, p, v). That is a draw from the softmax (Gumbel 1954; Maddison et al. 2014,
+"A* sampling"), and a pure function of (logits, temperature, rng_key, position): it knows nothing of the batch, of the
 drafter or of how many tokens a step verified.
 
 `sample_rows_reference` is the definition, in plain PyTorch; on a CPU `sampling_kernel.py` gives the same tokens faster.
@@ -27,11 +27,11 @@ MAX_NOISE = 1 << 24
 """Most noise numbers (rows x vocabulary) at once outside the CPU: some 130 MB for each of a few float64 tensors."""
 
 
-def stream_of(seed: int, purpose: Purpose, draw_index: int, sample_index: int) -> int:
-    """Return the unsigned 64-bit random stream of one sample: a hash of everything that names it.
+def make_rng_key(seed: int, purpose: Purpose, draw_index: int, sample_index: int) -> int:
+    """Return the unsigned 64-bit RNG key of one sample: a hash of everything that names it.
 
     In training `draw_index` is the draw's place in the data order of the whole run, and no draw is sampled in two
-    steps. So the names of all samples that a run ever learns from differ, and so do their streams, but for collisions
+    steps. So the names of all samples that a run ever learns from differ, and so do their rng_keys, but for collisions
     of the hash (of n samples, n^2 / 2^65: 3e-6 for ten million). Two draws of one prompt are two draws. Names of other
     purposes differ in their second part: evaluation shares no noise with training, nor does a `run_ahead` that is not
     coupled. A coupled run-ahead has, on purpose, the name of the sample that it decodes early.
@@ -52,14 +52,14 @@ def _mix(bits: Tensor) -> Tensor:
     return bits ^ ((bits >> 31) & ((1 << 33) - 1))
 
 
-def uniform_noise(streams: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Uniform numbers strictly between 0 and 1, [N, V] float64, of `streams` and `positions` [N] int64.
+def uniform_noise(rng_keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Uniform numbers strictly between 0 and 1, [N, V] float64, of `rng_keys` and `positions` [N] int64.
 
-    Hash (stream, position) to a row key, then (row key, vocabulary index) to a number of 52 bits: with one more, the
+    Hash (rng_key, position) to a row key, then (row key, vocabulary index) to a number of 52 bits: with one more, the
     largest would round to 1.
     """
-    row_keys = _mix(_mix(positions + _signed(GOLDEN)) ^ streams)  # [N]
-    index = torch.arange(1, vocab_size + 1, device=streams.device, dtype=torch.int64)
+    row_keys = _mix(_mix(positions + _signed(GOLDEN)) ^ rng_keys)  # [N]
+    index = torch.arange(1, vocab_size + 1, device=rng_keys.device, dtype=torch.int64)
     bits = _mix(row_keys[:, None] + index * _signed(GOLDEN))  # [N, V]
     return to_uniform(bits)
 
@@ -69,20 +69,20 @@ def to_uniform(bits: Tensor) -> Tensor:
     return (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
 
 
-def sample_rows_reference(logits: Tensor, temperatures: Tensor, streams: Tensor, positions: Tensor) -> Tensor:
+def sample_rows_reference(logits: Tensor, temperatures: Tensor, rng_keys: Tensor, positions: Tensor) -> Tensor:
     """Sample one token a row.
 
     Args:
         logits: [N, V], any float type; -inf excludes a token.
         temperatures: [N] float32; 0 takes the most likely token (the first of equals).
-        streams: [N] int64, the bits of the unsigned streams.
+        rng_keys: [N] int64, the bits of the unsigned rng_keys.
         positions: [N] int64, index of the token within the response.
 
     Returns:
         [N] int64.
     """
     scaled = logits.float() / torch.where(temperatures > 0, temperatures, 1.0)[:, None]  # as in the trainer
-    gumbel = -torch.log(-torch.log(uniform_noise(streams, positions, logits.shape[1])))  # [N, V] float64
+    gumbel = -torch.log(-torch.log(uniform_noise(rng_keys, positions, logits.shape[1])))  # [N, V] float64
     noisy = torch.where(temperatures[:, None] > 0, scaled.double() + gumbel, scaled.double())
     return noisy.argmax(dim=-1)
 
@@ -113,7 +113,7 @@ def filter_top_k_top_p(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_
 def sample_rows(
     logits: Tensor,
     temperatures: npt.NDArray[np.float32],
-    streams: npt.NDArray[np.uint64],
+    rng_keys: npt.NDArray[np.uint64],
     positions: npt.NDArray[np.int64],
     forced: npt.NDArray[np.int32] | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
@@ -130,9 +130,9 @@ def sample_rows(
         use_kernel_threads(8 * logits.numel())
         token_ids = np.empty(len(logits), np.int64)
         logprobs = np.empty(len(logits), np.float32)
-        sample_rows_on_cpu(logit_bits(logits), temperatures, streams, positions, forced, token_ids, logprobs)
+        sample_rows_on_cpu(logit_bits(logits), temperatures, rng_keys, positions, forced, token_ids, logprobs)
         return token_ids, logprobs
-    inputs = [torch.from_numpy(array) for array in (temperatures, streams.view(np.int64), positions, forced)]
+    inputs = [torch.from_numpy(array) for array in (temperatures, rng_keys.view(np.int64), positions, forced)]
     return sample_rows_by_torch(logits, *(tensor.to(logits.device) for tensor in inputs))
 
 
@@ -146,14 +146,14 @@ def logit_bits(logits: Tensor) -> npt.NDArray[np.uint32] | npt.NDArray[np.uint16
 
 
 def sample_rows_by_torch(
-    logits: Tensor, temperatures: Tensor, streams: Tensor, positions: Tensor, forced: Tensor
+    logits: Tensor, temperatures: Tensor, rng_keys: Tensor, positions: Tensor, forced: Tensor
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """`sample_rows` on the device of `logits`, with one copy to the host at the end."""
     num_rows_at_once = max(1, MAX_NOISE // logits.shape[1])
     results = []
     for first in range(0, len(logits), num_rows_at_once):
         rows = slice(first, first + num_rows_at_once)
-        sampled = sample_rows_reference(logits[rows], temperatures[rows], streams[rows], positions[rows])
+        sampled = sample_rows_reference(logits[rows], temperatures[rows], rng_keys[rows], positions[rows])
         tokens = torch.where(forced[rows] >= 0, forced[rows].long(), sampled)
         logprobs = row_logprobs_reference(logits[rows], temperatures[rows], tokens)
         results.append(torch.stack((tokens.double(), logprobs.double())))  # both fit into float64

@@ -72,7 +72,7 @@ def make_scratch(vocab_size: int) -> tuple[Array, Array, Array]:
 def sample_row(
     logits: Array,
     temperature: np.float32,
-    stream: np.uint64,
+    rng_key: np.uint64,
     position: int,
     forced: int,
     scratch: tuple[Array, Array, Array],
@@ -103,7 +103,7 @@ def sample_row(
             lanes[j] += weights[start + j]
     token = best
     if temperature > 0:
-        row_key = _mix(_mix(np.uint64(position) + _GOLDEN) ^ stream)
+        row_key = _mix(_mix(np.uint64(position) + _GOLDEN) ^ rng_key)
         token = _race(scaled[:vocab_size], weights[:vocab_size], best, row_key)
     if forced >= 0:
         token = forced
@@ -114,7 +114,7 @@ def sample_row(
 def sample_rows_on_cpu(
     logits: Array,
     temperatures: Array,
-    streams: Array,
+    rng_keys: Array,
     positions: Array,
     forced: Array,
     token_ids: Array,
@@ -125,7 +125,7 @@ def sample_rows_on_cpu(
     Args:
         logits: [N, V], the bits of float32 as uint32, or of bfloat16 as uint16; -inf excludes a token.
         temperatures: [N] float32; 0 takes the most likely token (the first of equals).
-        streams: [N] uint64.
+        rng_keys: [N] uint64.
         positions: [N] int64, index of the token within the response.
         forced: [N] int32, the token to take whatever is sampled; -1 takes the sampled one.
         token_ids: [N] int64, written.
@@ -133,4 +133,6 @@ def sample_rows_on_cpu(
     """
     for n in numba.prange(len(logits)):
         scratch = make_scratch(logits.shape[1])
-        token_ids[n], logprobs[n] = sample_row(logits[n], temperatures[n], streams[n], positions[n], forced[n], scratch)
+        token_ids[n], logprobs[n] = sample_row(
+            logits[n], temperatures[n], rng_keys[n], positions[n], forced[n], scratch
+        )

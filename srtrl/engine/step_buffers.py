@@ -26,8 +26,8 @@ NO_TOKEN = -1
 class StepInputs:
     """What a step reads, as views of one int32 buffer, on the host or on the device."""
 
-    streams: Tensor
-    """[L] int64, the bits of the unsigned streams; 0 for padding, as the other fields of L rows unless they say so."""
+    rng_keys: Tensor
+    """[L] int64, the bits of the unsigned rng_keys; 0 for padding, as the other fields of L rows unless they say so."""
     places: Tensor
     """[L] int32, index of each row's token within the response."""
     temperatures: Tensor
@@ -43,7 +43,7 @@ class StepInputs:
 class HostInputs:
     """`StepInputs` on the host, as arrays."""
 
-    streams: Array
+    rng_keys: Array
     places: Array
     temperatures: Array
     forced: Array
@@ -54,7 +54,7 @@ class HostInputs:
     def of(inputs: StepInputs) -> "HostInputs":
         """The same memory."""
         return HostInputs(
-            streams=inputs.streams.numpy(),
+            rng_keys=inputs.rng_keys.numpy(),
             places=inputs.places.numpy(),
             temperatures=inputs.temperatures.numpy(),
             forced=inputs.forced.numpy(),
@@ -78,9 +78,9 @@ def view_inputs(buffer: Tensor, shape: StepShape, num_tables: int) -> StepInputs
     for length in _lengths(shape):
         parts.append(buffer[offset : offset + length])
         offset += _aligned(length)
-    streams, places, temperatures, forced, token_ids = parts
+    rng_keys, places, temperatures, forced, token_ids = parts
     return StepInputs(
-        streams=streams.view(torch.int64),
+        rng_keys=rng_keys.view(torch.int64),
         places=places,
         temperatures=temperatures.view(torch.float32),
         forced=forced,
@@ -90,7 +90,7 @@ def view_inputs(buffer: Tensor, shape: StepShape, num_tables: int) -> StepInputs
 
 
 def _lengths(shape: StepShape) -> tuple[int, ...]:
-    """Elements of streams, places, temperatures, forced tokens and token ids."""
+    """Elements of rng_keys, places, temperatures, forced tokens and token ids."""
     num_logits = shape.num_logits
     return 2 * num_logits, num_logits, num_logits, num_logits, shape.num_rows
 
@@ -120,9 +120,9 @@ def fill_inputs(
         rows_per_tile: See `device_rows.fill_rows`.
         split_keys: See `device_rows.fill_rows`.
     """
-    num_sampled = len(sampling.streams)
+    num_sampled = len(sampling.rng_keys)
     for array, values, padding in (
-        (host.streams, sampling.streams.view(np.int64), 0),
+        (host.rng_keys, sampling.rng_keys.view(np.int64), 0),
         (host.places, sampling.positions, 0),
         (host.temperatures, sampling.temperatures, 0),
         (host.forced, NO_TOKEN if forced is None else forced, NO_TOKEN),

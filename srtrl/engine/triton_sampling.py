@@ -61,7 +61,7 @@ class SamplingScratch:
 def sample_rows_triton(
     logits: Tensor,
     temperatures: Tensor,
-    streams: Tensor,
+    rng_keys: Tensor,
     positions: Tensor,
     forced: Tensor,
     out_tokens: Tensor,
@@ -76,7 +76,7 @@ def sample_rows_triton(
     Args:
         logits: [N, V], any float type up to float32, a row adjacent in memory; -inf excludes a token.
         temperatures: [N] float32; 0 takes the most likely token (the first of equals).
-        streams: [N] int64, the bits of the unsigned streams.
+        rng_keys: [N] int64, the bits of the unsigned rng_keys.
         positions: [N] int64 or int32, index of the token within the response.
         forced: [N] int32, the token to take whatever is sampled; -1 takes the sampled one.
         out_tokens: [N] int32, written: those of `sample_rows_reference`.
@@ -93,7 +93,7 @@ def sample_rows_triton(
         return
     shared = (scratch.best, scratch.maxima, scratch.sums, vocab_size, num_blocks, logits.stride(0))
     cut_values, cut_tokens = (temperatures, forced) if cuts is None else (cuts.values, cuts.tokens)
-    rows = (logits, temperatures, streams, positions, cut_values, cut_tokens)
+    rows = (logits, temperatures, rng_keys, positions, cut_values, cut_tokens)
     # Without fusion of multiply and add the float64 noise has the bits of the reference but for its logarithms.
     options = {"BLOCK": scratch.block, "HAS_CUTS": cuts is not None, "num_warps": 4, "enable_fp_fusion": False}
     rank_blocks[(num_rows, num_blocks)](*rows, *shared, IN_INTERPRETER=_INTERPRETED, **options)
@@ -111,11 +111,11 @@ def _mix(bits: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _noise_bits(streams: tl.tensor, positions: tl.tensor, row: tl.tensor, tokens: tl.tensor) -> tl.tensor:
-    """The hash of (stream, position, token) of some tokens of a row, uint64; see `sampler.uniform_noise`."""
-    stream = tl.load(streams + row).to(tl.uint64)
+def _noise_bits(rng_keys: tl.tensor, positions: tl.tensor, row: tl.tensor, tokens: tl.tensor) -> tl.tensor:
+    """The hash of (rng_key, position, token) of some tokens of a row, uint64; see `sampler.uniform_noise`."""
+    rng_key = tl.load(rng_keys + row).to(tl.uint64)
     position = tl.load(positions + row).to(tl.uint64)
-    row_key = _mix(_mix(position + _GOLDEN) ^ stream)
+    row_key = _mix(_mix(position + _GOLDEN) ^ rng_key)
     return _mix(row_key + (tokens + 1).to(tl.uint64) * _GOLDEN)
 
 
@@ -188,7 +188,7 @@ def _apply_cut(
 def rank_blocks(
     logits: tl.tensor,
     temperatures: tl.tensor,
-    streams: tl.tensor,
+    rng_keys: tl.tensor,
     positions: tl.tensor,
     cut_values: tl.tensor,
     cut_tokens: tl.tensor,
@@ -216,7 +216,7 @@ def rank_blocks(
     if HAS_CUTS:
         scaled = _apply_cut(scaled, tokens, cut_values, cut_tokens, row)
     if temperature > 0:  # padding is greedy: it pays for no noise
-        scaled += rough_gumbel(_noise_bits(streams, positions, row, tokens), IN_INTERPRETER)
+        scaled += rough_gumbel(_noise_bits(rng_keys, positions, row, tokens), IN_INTERPRETER)
     tl.store(best + place, tl.max(scaled, axis=0))
 
 
@@ -224,7 +224,7 @@ def rank_blocks(
 def finish_rows(
     logits: tl.tensor,
     temperatures: tl.tensor,
-    streams: tl.tensor,
+    rng_keys: tl.tensor,
     positions: tl.tensor,
     cut_values: tl.tensor,
     cut_tokens: tl.tensor,
@@ -263,7 +263,7 @@ def finish_rows(
         scaled = _load_scaled(logits, temperature, row, row_stride, tokens, vocab_size)
         if HAS_CUTS:
             scaled = _apply_cut(scaled, tokens, cut_values, cut_tokens, row)
-        gumbel = _exact_gumbel(_noise_bits(streams, positions, row, tokens))
+        gumbel = _exact_gumbel(_noise_bits(rng_keys, positions, row, tokens))
         noisy = scaled.to(tl.float64) + tl.where(temperature > 0, gumbel, 0.0)
         highest_noisy = tl.max(noisy, axis=0)
         first = tl.min(tl.where(noisy == highest_noisy, tokens, vocab_size), axis=0)

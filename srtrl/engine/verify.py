@@ -145,7 +145,7 @@ def walk_on_cpu(step: Verification, rows: RowSampling) -> list[Walk]:
         trees.parents,
         trees.offsets,
         rows.temperatures,
-        rows.streams,
+        rows.rng_keys,
         rows.positions,
         limits,
         end_tokens,

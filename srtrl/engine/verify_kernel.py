@@ -37,7 +37,7 @@ def walk_trees(
     parents: Array,
     offsets: Array,
     temperatures: Array,
-    streams: Array,
+    rng_keys: Array,
     positions: Array,
     limits: Array,
     end_tokens: Array,
@@ -55,7 +55,7 @@ def walk_trees(
         parents: [num_nodes] int32.
         offsets: [B + 1] int64.
         temperatures: [B] float32.
-        streams: [B] uint64.
+        rng_keys: [B] uint64.
         positions: [B] int64, of the root's token within the response.
         limits: [B] int64, how many tokens the sample may still have; at least 1.
         end_tokens: [B, E] int64, padded with -1.
@@ -72,7 +72,7 @@ def walk_trees(
         while True:
             out = first + count
             token, logprob = sample_row(
-                logits[first + 1 + node], temperatures[b], streams[b], positions[b] + count, forced[out], scratch
+                logits[first + 1 + node], temperatures[b], rng_keys[b], positions[b] + count, forced[out], scratch
             )
             token_ids[out], logprobs[out] = token, logprob
             count += 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from srtrl.engine.sampler import stream_of
+from srtrl.engine.sampler import make_rng_key
 from srtrl.engine.stopping import cut_at_stop_string
 from srtrl.rollout.stage_timer import StageTimer
 from srtrl.types import Completion, Grade, Prompt, Purpose, Request, Rollout, RolloutGroup, SamplingParams
@@ -58,7 +58,7 @@ def collect_rollouts(
             index is its place in the data order of the run.
         num_samples: Samples of each draw.
         sampling: How each sample is decoded.
-        seed: The run's seed; with `purpose`, draw and sample index it makes each sample's random stream.
+        seed: The run's seed; with `purpose`, draw and sample index it makes each sample's RNG key.
         purpose: `train` or `eval`: they never share noise.
         run_ahead: What idle slots may decode meanwhile (see `run_ahead.py`); none of it comes back.
         on_progress: Called after each completion.
@@ -84,8 +84,8 @@ def collect_rollouts(
     ordered = sorted(draws, key=lambda draw: draw[0])
     requests = [request for draw_index, prompt in ordered for request in collector.open(draw_index, prompt)]
     assert all(request.is_run_ahead for request in run_ahead), "a request to learn from among the run-aheads"
-    streams = {request.stream for request in requests}
-    assert streams.isdisjoint(one.stream for one in run_ahead), "a run-ahead has the stream of a sample of this step"
+    rng_keys = {request.rng_key for request in requests}
+    assert rng_keys.isdisjoint(one.rng_key for one in run_ahead), "a run-ahead has the rng_key of a sample of this step"
     with timer.stage("rollout"):
         for completion in engine.generate(requests, run_ahead=run_ahead):
             collector.receive(completion)
@@ -208,7 +208,7 @@ def sample_requests(
             prompt_token_ids=prompt.token_ids,
             draw_index=draw_index,
             sample_index=sample_index,
-            stream=stream_of(seed, purpose, draw_index, sample_index),
+            rng_key=make_rng_key(seed, purpose, draw_index, sample_index),
             sampling=sampling,
             purpose=purpose,
         )

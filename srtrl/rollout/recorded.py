@@ -79,7 +79,7 @@ def _completion_of(prompt: RecordedPrompt, sample_index: int, purpose: Purpose) 
             prompt_token_ids=prompt.prompt_token_ids,
             draw_index=0,
             sample_index=sample_index,
-            stream=0,
+            rng_key=0,
             sampling=SamplingParams(max_new_tokens=len(token_ids)),
             purpose=purpose,
         ),

@@ -1,7 +1,7 @@
 """What idle slots decode: text that later samples draft from. None of it is ever learned from.
 
 A *coupled* run-ahead is a sample of the next training step, decoded early by the present policy, on the very random
-stream that the sample will have. The next step's policy is nearly the same and its noise is the same, so that the
+rng_key that the sample will have. The next step's policy is nearly the same and its noise is the same, so that the
 sample repeats a good part of the run-ahead word for word: a draft of many tokens. The sample itself is decoded by the
 policy of its own step, and what is drafted never changes what is sampled, so it stays exact and on-policy.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from srtrl.engine.sampler import stream_of
+from srtrl.engine.sampler import make_rng_key
 from srtrl.rollout.collect import sample_requests
 from srtrl.types import Prompt, Request, SamplingParams
 
@@ -41,7 +41,7 @@ def run_ahead_requests(
         num_samples: Samples of each draw.
         sampling: As in training.
         seed: The run's seed.
-        coupled: Whether the next step's run-aheads have the streams of their samples; else streams of their own.
+        coupled: Whether the next step's run-aheads have the rng_keys of their samples; else rng_keys of their own.
     """
     requests: list[Request] = []
     if mode in ("next_step", "both"):
@@ -57,5 +57,5 @@ def run_ahead_requests(
 
 
 def _decoupled(request: Request, seed: int) -> Request:
-    """The request on a stream that no sample of training has: the purpose in its name is another."""
-    return replace(request, stream=stream_of(seed, "run_ahead", request.draw_index, request.sample_index))
+    """The request on an RNG key that no sample of training has: the purpose in its name is another."""
+    return replace(request, rng_key=make_rng_key(seed, "run_ahead", request.draw_index, request.sample_index))

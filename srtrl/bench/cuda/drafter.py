@@ -18,7 +18,7 @@ class ScriptedDrafter(DrafterBase):
     """
 
     def __init__(self, truth: Mapping[int, Sequence[int]], *, is_right: bool, vocab_size: int) -> None:
-        """Know the responses by `Request.stream`; without `is_right` every node is wrong."""
+        """Know the responses by `Request.rng_key`; without `is_right` every node is wrong."""
         super().__init__()
         self._truth = truth
         self._is_right = is_right
@@ -27,7 +27,7 @@ class ScriptedDrafter(DrafterBase):
 
     def start(self, sequence_id: int, request: Request) -> None:
         """See `DrafterBase`."""
-        self._ahead[sequence_id] = list(self._truth[request.stream])
+        self._ahead[sequence_id] = list(self._truth[request.rng_key])
 
     def observe(self, sequence_ids: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
         """See `DrafterBase`."""

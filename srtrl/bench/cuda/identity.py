@@ -52,8 +52,8 @@ def check_identity(bench: GpuBench, report: SectionReport) -> None:
             report.add(what, "not run: time")
             continue
         found = _decode(bench, variant, requests, expected)
-        num_tokens = sum(found[stream][0] != expected[stream][0] for stream in expected)
-        num_logprobs = sum(found[stream][1] != expected[stream][1] for stream in expected)
+        num_tokens = sum(found[rng_key][0] != expected[rng_key][0] for rng_key in expected)
+        num_logprobs = sum(found[rng_key][1] != expected[rng_key][1] for rng_key in expected)
         report.check(what, max(num_tokens, num_logprobs), 0, f"{num_tokens} by tokens, {num_logprobs} by log-probs")
 
 
@@ -78,7 +78,7 @@ def _decode(bench: GpuBench, variant: Variant, requests: tuple[Request, ...], tr
         prefill_chunk_tokens=min(64, bench.sizes.prefill_tokens),
         max_sequence_tokens=max(len(r.prompt_token_ids) + r.sampling.max_new_tokens for r in requests),
     )
-    texts = {stream: tokens for stream, (tokens, _) in truth.items()}
+    texts = {rng_key: tokens for rng_key, (tokens, _) in truth.items()}
     vocab_size = bench.policy.config.vocab_size
     makers: dict[str, DrafterBase] = {
         "none": NoDrafter(),
@@ -89,7 +89,7 @@ def _decode(bench: GpuBench, variant: Variant, requests: tuple[Request, ...], tr
     bench.free_memory()
     engine = Engine(bench.policy, options, drafter=makers[variant.drafter])
     outputs = {
-        completion.request.stream: (completion.token_ids, completion.rollout_logprobs)
+        completion.request.rng_key: (completion.token_ids, completion.rollout_logprobs)
         for completion in engine.generate(requests)
     }
     tokens_per_step = engine.take_metrics()["engine/tokens_per_decode_step"]

@@ -168,11 +168,11 @@ def check_sampling(bench: GpuBench, report: SectionReport) -> None:
     generator = torch.Generator().manual_seed(8)
     logits = (4 * torch.randn(num_rows, vocab_size, generator=generator)).to(torch.bfloat16)
     temperatures = torch.tensor(random.choice([0.0, 0.6, 1.0, 1.3], num_rows), dtype=torch.float32)
-    streams = torch.from_numpy(random.integers(-(2**63), 2**63 - 1, num_rows))
+    rng_keys = torch.from_numpy(random.integers(-(2**63), 2**63 - 1, num_rows))
     positions = torch.from_numpy(random.integers(0, 5000, num_rows))
     forced = torch.full((num_rows,), -1, dtype=torch.int32)
     forced[::5] = 7
-    sampled = sample_rows_reference(logits, temperatures, streams, positions)
+    sampled = sample_rows_reference(logits, temperatures, rng_keys, positions)
     expected = torch.where(forced >= 0, forced.long(), sampled)
     expected_logprobs = row_logprobs_reference(logits.double(), temperatures, expected)
     device = bench.device
@@ -180,7 +180,7 @@ def check_sampling(bench: GpuBench, report: SectionReport) -> None:
     logprobs = torch.full((num_rows,), float("nan"), device=device)
     scratch = SamplingScratch.allocate(num_rows, vocab_size, device)
     given, taken = (logits.to(device), temperatures.to(device)), forced.to(device)
-    sample_rows_triton(*given, streams.to(device), positions.to(device), taken, tokens, logprobs, scratch)
+    sample_rows_triton(*given, rng_keys.to(device), positions.to(device), taken, tokens, logprobs, scratch)
     num_wrong = int((tokens.cpu() != expected).sum())
     report.check("sampling, tokens", num_wrong, 0, f"of {num_rows} rows of {vocab_size} logits")
     report.check("sampling, log-probs", float((logprobs.cpu() - expected_logprobs).abs().max()), 1e-4)
@@ -252,7 +252,7 @@ def _sequence(token_ids: list[int]) -> Sequence:
         prompt_token_ids=tuple(token_ids),
         draw_index=0,
         sample_index=0,
-        stream=0,
+        rng_key=0,
         sampling=SamplingParams(max_new_tokens=1),
     )
     return Sequence(token_ids=token_ids, sequence_id=0, request=request, prompt=PromptPages([]))
