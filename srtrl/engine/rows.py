@@ -1,127 +1,322 @@
-"""The rows of a decode step: which tokens the forward pass computes, where their KV goes, and what each row sees."""
+"""The rows of a decode step: which tokens the forward pass computes, where their KV goes, what each row sees.
 
-from collections.abc import Sequence as SequenceOf
+All of a step's inputs are views of one flat int32 buffer (`StepLayout`), so that a GPU gets them in a single copy and
+a captured graph finds them at the same addresses. The layout is the same on the host and on the device.
+
+Rows come in this order: for each decoding sequence its root (its last committed token), then the nodes of its draft
+tree; after all of these the prefill chunks. Node i of a tree writes its KV i + 1 positions after its root's, whatever
+its depth; `commit_kv` later moves accepted ones to where their depth belongs. So a row's ancestors in the tree are bits:
+bit i % 32 of word i // 32 for node i. Letters: N rows, L rows that are sampled (the first ones), B sequences and chunks,
+W words, M tiles, P pages of a page table; all padded to the step's shape.
+"""
+
+from dataclasses import dataclass
 from typing import Any
 
+import numba
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.drafters.draft_tree import DraftTrees
-from srtrl.engine.sequence import PrefillChunk, Sequence
-from srtrl.engine.tree_rows import node_depths, node_rows, place_nodes
-from srtrl.model.paged_attention import Int32Array, PagedRows
+from srtrl.drafters.draft_tree import ROOT, DraftTrees
+
+Array = npt.NDArray[Any]
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+BITS_PER_WORD = 32
+ALIGNMENT = 32
+"""Elements: each array begins at a multiple of 128 bytes, so that a kernel is compiled for one alignment only."""
+NO_KV_INDEX = -1
+"""KV index of a padding row: nothing is written."""
 
 
-class PageTables:
-    """`pad_tables` for one step after the other: only the rows of sequences whose pages have changed are written anew.
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StepSize:
+    """What a step needs room for."""
 
-    A sequence gets another array with other pages (`PageHolder`), so the same array means the same pages.
-    """
+    rows_per_sequence: Int64Array
+    """[B], rows of each decoding sequence (root and nodes), then of each prefill chunk."""
+    num_sampled: int
+    """The first rows: those of the decoding sequences."""
+    max_keys: int
+    """Largest number of positions that a sequence has in this step, its draft nodes included."""
+    page_size: int
 
-    def __init__(self) -> None:
-        self._tables: list[Int32Array | None] = []
-        self._padded = np.zeros((0, 0), np.int32)
+    @property
+    def num_rows(self) -> int:
+        """Rows without padding."""
+        return int(self.rows_per_sequence.sum())
 
-    def pad(self, page_tables: SequenceOf[Int32Array]) -> Int32Array:
-        """See `pad_tables`; valid until the next call."""
-        num_tables, width = len(page_tables), max(map(len, page_tables))
-        if num_tables > len(self._padded) or width > self._padded.shape[1]:
-            self._padded = np.zeros((num_tables, 2 * width), np.int32)
-            self._tables = [None] * num_tables
-        for row, table in enumerate(page_tables):
-            if table is not self._tables[row]:
-                self._tables[row] = table
-                self._padded[row, : len(table)] = table
-                self._padded[row, len(table) :] = 0
-        return self._padded[:num_tables, :width]
+    @property
+    def max_pages(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.max_keys // self.page_size)
 
 
-def build_rows(
-    decodes: SequenceOf[Sequence],
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StepLayout:
+    """Sizes of a step's input arrays, padding included: steps of one layout share their addresses and a graph."""
+
+    num_rows: int
+    """N."""
+    num_sampled: int
+    """L."""
+    num_words: int
+    """W."""
+    num_tiles: int
+    """M; 0 on a CPU, whose kernel needs none."""
+    table_width: int
+    """P."""
+    num_tables: int
+    """B. The page tables come last, so that no other address depends on it."""
+
+    def fields(self) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
+        """Dtype and shape of each field of `StepInputs`, in the order in which they lie in the buffer."""
+        rows, sampled = (self.num_rows,), (self.num_sampled,)
+        return {
+            "rng_keys": (np.int64, sampled),
+            "sample_positions": (np.int32, sampled),
+            "temperatures": (np.float32, sampled),
+            "token_ids": (np.int32, rows),
+            "positions": (np.int32, rows),
+            "kv_indices": (np.int32, rows),
+            "context_lengths": (np.int32, rows),
+            "row_tables": (np.int32, rows),
+            "ancestors": (np.int32, (self.num_rows, self.num_words)),
+            "tiles": (np.int32, (self.num_tiles, 4)),
+            "split_keys": (np.int32, (1,)),
+            "page_tables": (np.int32, (self.num_tables, self.table_width)),
+        }
+
+    def slices(self) -> dict[str, slice]:
+        """Where each field lies in the buffer, in int32 elements."""
+        found, offset = {}, 0
+        for name, (dtype, shape) in self.fields().items():
+            length = int(np.prod(shape)) * np.dtype(dtype).itemsize // 4
+            found[name] = slice(offset, offset + length)
+            offset += -(-length // ALIGNMENT) * ALIGNMENT
+        return found
+
+    @property
+    def num_elements(self) -> int:
+        """Length of the buffer in int32 elements."""
+        last = self.slices()["page_tables"].stop
+        return -(-last // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class StepInputs:
+    """A step's inputs on the host, as arrays; padding rows are tokens 0 that write nothing and are sampled greedily."""
+
+    layout: StepLayout
+    rows_per_tile: int
+    """Rows that share one tile of the GPU's attention kernel."""
+    rng_keys: Int64Array
+    """[L], the bits of the unsigned keys."""
+    sample_positions: Int32Array
+    """[L], index of the row's next token within the response."""
+    temperatures: npt.NDArray[np.float32]
+    """[L]."""
+    token_ids: Int32Array
+    """[N]."""
+    positions: Int32Array
+    """[N], rotary positions."""
+    kv_indices: Int32Array
+    """[N], place in the KV cache (page * page_size + offset) of the row's own key and value; `NO_KV_INDEX`: none."""
+    context_lengths: Int32Array
+    """[N], committed positions that the row sees: its own among them, unless it is a draft node. 0 for padding."""
+    row_tables: Int32Array
+    """[N], row of `page_tables`."""
+    ancestors: Int32Array
+    """[N, W], bits of the draft nodes that the row sees, itself included; all 0 for a root or a prompt token. The key of
+    node i lies at position context_length + i of the sequence."""
+    tiles: Int32Array
+    """[M, 4]: first row, number of rows, row of `page_tables`, and positions that its rows see at most, draft nodes of
+    other branches included. Up to `rows_per_tile` adjacent rows of one sequence; zeros for padding."""
+    split_keys: Int32Array
+    """[1], keys of one split of the GPU's attention kernel; the runner sets it."""
+    page_tables: Int32Array
+    """[B, P], pages of each sequence by position; entries after the last page are not read."""
+
+    @staticmethod
+    def of(buffer: Int32Array, layout: StepLayout, rows_per_tile: int = 1) -> "StepInputs":
+        """Views of `buffer`, [at least `layout.num_elements`]."""
+        slices = layout.slices()
+        views: dict[str, Any] = {
+            name: buffer[slices[name]].view(dtype).reshape(shape) for name, (dtype, shape) in layout.fields().items()
+        }
+        return StepInputs(layout=layout, rows_per_tile=rows_per_tile, **views)
+
+
+@dataclass(slots=True, frozen=True)
+class PrefillChunk:
+    """Positions `start` to `start + len(token_ids)` of a prompt or a preempted sample, whose KV this step computes."""
+
+    token_ids: Int32Array
+    start: int
+    page_ids: Int32Array
+    """Pages of the prompt or sample, by position."""
+
+
+def fill_inputs(
+    inputs: StepInputs,
+    slots: Int64Array,
     trees: DraftTrees,
-    prefills: SequenceOf[PrefillChunk],
+    chunks: list[PrefillChunk],
+    *,
+    token_ids: Int32Array,
+    num_tokens: Int64Array,
+    num_prompt_tokens: Int64Array,
+    page_table: Int32Array,
+    rng_keys: npt.NDArray[np.uint64],
+    temperatures: npt.NDArray[np.float32],
     page_size: int,
-    kept_tables: PageTables | None = None,
-) -> tuple[Int32Array, PagedRows]:
-    """Lay out the step's rows: for each decoding sequence its root and its nodes, then the prefill chunks.
+) -> None:
+    """Write a step's rows into `inputs`, padding included.
 
-    The i-th node of a tree writes its KV i + 1 positions behind the root, whatever its depth; `ModelRunner.commit`
-    moves the accepted ones to where their depth belongs. With `kept_tables` the page tables are a view of these.
-
-    Returns:
-        Token ids [N], and what the attention plan needs.
+    Args:
+        inputs: Of a layout that has room for them.
+        slots: [B decoding], rows of the batch arrays below (see `Batch`).
+        trees: One for each of `slots`.
+        chunks: Prefill chunks.
+        token_ids: [slots, max_tokens], as all that follow a field of `Batch`.
+        num_tokens: [slots].
+        num_prompt_tokens: [slots].
+        page_table: [slots, max_pages].
+        rng_keys: [slots].
+        temperatures: [slots].
+        page_size: Positions of a page.
     """
-    assert len(decodes) == len(trees)
-    holders = [*decodes, *(chunk.holder for chunk in prefills)]
-    sizes = np.array([chunk.count for chunk in prefills], np.int64)
-    counts = np.concatenate([1 + trees.sizes, sizes])
-    starts = np.array([len(s.token_ids) - 1 for s in decodes] + [chunk.start for chunk in prefills], np.int32)
-    first_rows = np.cumsum(counts) - counts
-    pad = pad_tables if kept_tables is None else kept_tables.pad
-    page_tables = pad([holder.page_table for holder in holders])
-    row_tables = np.repeat(np.arange(len(holders), dtype=np.int32), counts)  # [N]
-    num_rows = len(row_tables)
-    write_positions = np.arange(num_rows, dtype=np.int32) + (starts - first_rows.astype(np.int32))[row_tables]  # [N]
-    depths = node_depths(trees)
-    rows = PagedRows(
-        positions=write_positions.astype(np.int64),
-        write_slots=slots_of(page_tables, row_tables, write_positions, page_size),
-        page_tables=page_tables,
-        row_tables=row_tables,
-        context_lengths=write_positions + np.int32(1),
-        path_slots=np.zeros((num_rows, depths.max(initial=0)), np.int32),
-        path_lengths=np.zeros(num_rows, np.int32),
-    )
-    place_nodes(
+    assert len(slots) == len(trees)
+    row = _fill_decode_rows(
+        slots,
+        trees.token_ids,
         trees.parents,
         trees.offsets,
-        depths,
-        rows.write_slots,
-        rows.positions,
-        rows.context_lengths,
-        rows.path_slots,
-        rows.path_lengths,
+        token_ids,
+        num_tokens,
+        num_prompt_tokens,
+        page_table,
+        rng_keys.view(np.int64),
+        temperatures,
+        page_size,
+        inputs.rng_keys,
+        inputs.sample_positions,
+        inputs.temperatures,
+        inputs.token_ids,
+        inputs.positions,
+        inputs.kv_indices,
+        inputs.context_lengths,
+        inputs.row_tables,
+        inputs.ancestors,
+        inputs.page_tables,
     )
-    token_ids = np.empty(num_rows, np.int32)
-    token_ids[first_rows[: len(decodes)]] = [sequence.token_ids[-1] for sequence in decodes]
-    token_ids[node_rows(trees)] = trees.token_ids
-    for chunk, first in zip(prefills, first_rows[len(decodes) :].tolist(), strict=True):
-        token_ids[first : first + chunk.count] = chunk.holder.token_ids[chunk.start : chunk.start + chunk.count]
-    return token_ids, rows
+    for table, chunk in enumerate(chunks, len(slots)):
+        _fill_chunk(inputs, row, table, chunk, page_size)
+        row += len(chunk.token_ids)
+    _fill_padding(inputs, row, len(slots) + trees.num_nodes)
+    if inputs.layout.num_tiles:
+        _fill_tiles(inputs.row_tables, inputs.context_lengths, row, inputs.rows_per_tile, inputs.tiles)
 
 
-def pad_tables(page_tables: SequenceOf[Int32Array]) -> Int32Array:
-    """Page tables of various lengths as one array [B, longest], padded with 0."""
-    lengths = np.array([len(table) for table in page_tables])
-    padded = np.zeros((len(page_tables), lengths.max()), np.int32)
-    padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.concatenate(page_tables)
-    return padded
+@numba.njit(cache=True, nogil=True)
+def _fill_decode_rows(
+    slots: Array,
+    node_tokens: Array,
+    parents: Array,
+    offsets: Array,
+    token_ids: Array,
+    num_tokens: Array,
+    num_prompt_tokens: Array,
+    page_table: Array,
+    rng_keys: Array,
+    temperatures: Array,
+    page_size: int,
+    out_keys: Array,
+    out_sample_positions: Array,
+    out_temperatures: Array,
+    out_tokens: Array,
+    out_positions: Array,
+    out_kv_indices: Array,
+    out_contexts: Array,
+    out_tables: Array,
+    out_ancestors: Array,
+    out_page_tables: Array,
+) -> int:
+    """Rows of the decoding sequences; returns their number."""
+    row = 0
+    for b in range(len(slots)):
+        slot, num_nodes = slots[b], offsets[b + 1] - offsets[b]
+        root, root_position = row, num_tokens[slot] - 1
+        for page in range((root_position + num_nodes) // page_size + 1):
+            out_page_tables[b, page] = page_table[slot, page]
+        for node in range(-1, num_nodes):
+            position = root_position + 1 + node  # where the row writes
+            out_keys[row] = rng_keys[slot]
+            out_temperatures[row] = temperatures[slot]
+            out_kv_indices[row] = page_table[slot, position // page_size] * page_size + position % page_size
+            out_contexts[row] = root_position + 1
+            out_tables[row] = b
+            out_ancestors[row] = 0
+            if node < 0:
+                out_tokens[row] = token_ids[slot, root_position]
+                out_positions[row] = root_position
+            else:
+                parent = parents[offsets[b] + node]
+                above = root + 1 + parent
+                out_tokens[row] = node_tokens[offsets[b] + node]
+                out_positions[row] = out_positions[above] + 1
+                if parent != ROOT:
+                    out_ancestors[row] = out_ancestors[above]
+                # The sign bit is the 32nd: a shift in int64 wraps into int32 as the bits demand.
+                out_ancestors[row, node // BITS_PER_WORD] |= np.int32(np.int64(1) << np.int64(node % BITS_PER_WORD))
+            out_sample_positions[row] = out_positions[row] + 1 - num_prompt_tokens[slot]
+            row += 1
+    return row
 
 
-def slots_of(page_tables: Int32Array, owners: npt.NDArray[Any], positions: npt.NDArray[Any], size: int) -> Int32Array:
-    """Slots of the cache, [M], of `positions` [M] of the sequences whose rows of `page_tables` are `owners` [M]."""
-    slots: Int32Array = (page_tables[owners, positions // size] * size + positions % size).astype(np.int32)
-    return slots
+def _fill_chunk(inputs: StepInputs, row: int, table: int, chunk: PrefillChunk, page_size: int) -> None:
+    """Rows of a prefill chunk, from row `row` on; its page table is the row `table`."""
+    rows = slice(row, row + len(chunk.token_ids))
+    positions = np.arange(chunk.start, chunk.start + len(chunk.token_ids), dtype=np.int32)
+    inputs.token_ids[rows] = chunk.token_ids
+    inputs.positions[rows] = positions
+    inputs.kv_indices[rows] = chunk.page_ids[positions // page_size] * page_size + positions % page_size
+    inputs.context_lengths[rows] = positions + 1
+    inputs.row_tables[rows] = table
+    inputs.ancestors[rows] = 0
+    num_pages = (chunk.start + len(chunk.token_ids) - 1) // page_size + 1
+    inputs.page_tables[table, :num_pages] = chunk.page_ids[:num_pages]
 
 
-def dummy_rows(num_rows: int, context_tokens: int, num_sequences: int, num_pages: int, page_size: int) -> PagedRows:
-    """Rows for a forward pass that is only timed: roots with siblings below them, in sequences of equal context.
+def _fill_padding(inputs: StepInputs, num_rows: int, num_sampled: int) -> None:
+    if num_rows < inputs.layout.num_rows:
+        inputs.kv_indices[num_rows:] = NO_KV_INDEX
+        for array in (inputs.token_ids, inputs.positions, inputs.context_lengths, inputs.row_tables, inputs.ancestors):
+            array[num_rows:] = 0
+    for sampled in (inputs.rng_keys, inputs.sample_positions, inputs.temperatures):
+        sampled[num_sampled:] = 0
 
-    Each sequence has pages of its own, as far as `num_pages` go; then they are taken once more.
+
+@numba.njit(cache=True, nogil=True)
+def _fill_tiles(row_tables: Array, context_lengths: Array, num_rows: int, rows_per_tile: int, tiles: Array) -> None:
+    """Cut the rows of each sequence into tiles; see `StepInputs.tiles`.
+
+    A sequence's rows write to adjacent positions, and its first row sees its own position last: so the last row of a
+    tile writes as many positions after that as there are rows between them.
     """
-    owners = np.arange(num_rows) * num_sequences // num_rows  # [N], in order
-    places = np.arange(num_rows) - np.searchsorted(owners, owners)  # 0 for a root
-    pages_each = -(-(context_tokens + int(places.max())) // page_size)
-    pages = np.arange(num_sequences * pages_each, dtype=np.int32) % np.int32(num_pages)
-    page_tables = pages.reshape(num_sequences, pages_each)
-    write_slots = slots_of(page_tables, owners, context_tokens - 1 + places, page_size)
-    depths = np.minimum(places, 1)
-    return PagedRows(
-        positions=context_tokens - 1 + depths,
-        write_slots=write_slots,
-        page_tables=page_tables,
-        row_tables=owners.astype(np.int32),
-        context_lengths=np.full(num_rows, context_tokens, np.int32),
-        path_slots=write_slots[:, None],
-        path_lengths=depths.astype(np.int32),
-    )
+    tile, first = 0, 0
+    while first < num_rows:
+        end = first + 1
+        while end < num_rows and row_tables[end] == row_tables[first]:
+            end += 1
+        for start in range(first, end, rows_per_tile):
+            stop = min(start + rows_per_tile, end)
+            assert tile < len(tiles)
+            tiles[tile, 0] = start
+            tiles[tile, 1] = stop - start
+            tiles[tile, 2] = row_tables[first]
+            tiles[tile, 3] = context_lengths[first] + (stop - 1 - first)
+            tile += 1
+        first = end
+    tiles[tile:] = 0
