@@ -5,9 +5,11 @@ a captured graph finds them at the same addresses. The layout is the same on the
 
 Rows come in this order: for each decoding sequence its root (its last committed token), then the nodes of its draft
 tree; after all of these the prefill chunks. Node i of a tree writes its KV i + 1 positions after its root's, whatever
-its depth; `commit_kv` later moves accepted ones to where their depth belongs. So a row's ancestors in the tree are bits:
-bit i % 32 of word i // 32 for node i. Letters: N rows, L rows that are sampled (the first ones), B sequences and chunks,
-W words, M tiles, P pages of a page table; all padded to the step's shape.
+its depth; accepted ones are later moved to where their depth belongs. So a row's ancestors in the tree are bits: bit
+i % 32 of word i // 32 for node i.
+
+Letters: N rows, L rows that are sampled (the first ones), B sequences and chunks, W words, M tiles, P pages of a page
+table; all padded to the step's layout.
 """
 
 from dataclasses import dataclass
@@ -128,8 +130,8 @@ class StepInputs:
     row_tables: Int32Array
     """[N], row of `page_tables`."""
     ancestors: Int32Array
-    """[N, W], bits of the draft nodes that the row sees, itself included; all 0 for a root or a prompt token. The key of
-    node i lies at position context_length + i of the sequence."""
+    """[N, W], bits of the draft nodes that the row sees, itself included; all 0 for a root or a prompt token. The key
+    of node i lies at position context_length + i of the sequence."""
     tiles: Int32Array
     """[M, 4]: first row, number of rows, row of `page_tables`, and positions that its rows see at most, draft nodes of
     other branches included. Up to `rows_per_tile` adjacent rows of one sequence; zeros for padding."""

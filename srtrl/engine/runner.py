@@ -68,7 +68,7 @@ class Runner(Protocol):
         """The policy's weights have changed."""
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole pages in all layers, before the next `launch`; every source is read before any target is written."""
+        """Copy whole pages in all layers before the next `launch`; sources are read before targets are written."""
 
     def inputs_for(self, size: StepSize) -> StepInputs:
         """Arrays for a step of this size, to be filled (`rows.fill_inputs`) before `launch`."""
@@ -86,4 +86,4 @@ class Runner(Protocol):
         """
 
     def time_step(self, num_rows: int, context_tokens: int) -> float:
-        """Seconds of a step of `num_rows` sampled rows that see `context_tokens` each; overwrites pages, none in use."""
+        """Seconds of a step of `num_rows` sampled rows that see `context_tokens` each; no page may be in use."""
