@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array
 from srtrl.drafters.draft_tree import EMPTY_TREE, ROOT, DraftTree, DraftTrees
 from srtrl.engine.engine import Engine, EngineOptions
-from srtrl.engine.sampler import make_rng_key
+from srtrl.engine.sampling import make_rng_key
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import config_from_hf, init_model
 from srtrl.types import Completion, Request, SamplingParams
@@ -121,31 +121,36 @@ class KnowingDrafter(DrafterBase):
     """
 
     def __init__(
-        self, truth: Sequence[tuple[tuple[int, ...], list[int]]], *, accuracy: float, vocab_size: int = 61
+        self, truth: dict[tuple[int, int], Completion], *, accuracy: float, vocab_size: int = 61
     ) -> None:
         super().__init__()
         self.truth = truth
         self.accuracy = accuracy
         self.vocab_size = vocab_size
         self.random = np.random.default_rng(0)
+        self.requests: dict[int, Request] = {}
         self.committed: dict[int, list[int]] = {}
 
-    def start(self, sequence_id: int, request: Request) -> None:
-        self.committed[sequence_id] = []
+    def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
+        for slot, request in zip(slots.tolist(), requests, strict=True):
+            assert slot not in self.requests
+            self.requests[slot], self.committed[slot] = request, []
 
-    def observe(self, sequence_ids: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
-        for sequence_id, tokens in zip(sequence_ids, token_ids, strict=True):
-            self.committed[sequence_id].extend(tokens)
+    def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
+        for b, slot in enumerate(slots.tolist()):
+            self.committed[slot] += token_ids[offsets[b] : offsets[b + 1]].tolist()
 
-    def finish(self, sequence_id: int, completion: Completion | None) -> None:
-        del self.committed[sequence_id]
+    def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
+        for slot, completion in zip(slots, completions, strict=True):
+            assert completion is None or completion.token_ids == self.committed[slot]
+            del self.requests[slot], self.committed[slot]
 
-    def propose(self, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:
-        return DraftTrees.of(self._tree(i, n) for i, n in zip(sequence_ids, max_nodes, strict=True))
+    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+        return DraftTrees.of(self._tree(*pair) for pair in zip(slots.tolist(), max_nodes.tolist(), strict=True))
 
-    def _tree(self, sequence_id: int, max_nodes: int) -> DraftTree:
-        done = self.committed[sequence_id]
-        ahead = self.truth[sequence_id][1][len(done) :]
+    def _tree(self, slot: int, max_nodes: int) -> DraftTree:
+        request = self.requests[slot]
+        ahead = self.truth[request.draw_index, request.sample_index].token_ids[len(self.committed[slot]) :]
         tokens: list[int] = []
         parents: list[int] = []
         on_truth = ROOT
@@ -161,10 +166,8 @@ class KnowingDrafter(DrafterBase):
             on_truth = len(tokens) - 1
         if not tokens:
             return EMPTY_TREE
-        tree = DraftTree(
+        return DraftTree(
             token_ids=np.array(tokens, np.int32),
             parents=np.array(parents, np.int32),
             scores=np.ones(len(tokens), np.float32),
         ).first(max_nodes)
-        tree.check(self.vocab_size)
-        return tree

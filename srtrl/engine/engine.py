@@ -1,32 +1,49 @@
 """The rollout engine: requests in, completions out as they finish; one decode step reads like a list."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.draft_tree import ROOT, DraftTrees, check_trees
 from srtrl.drafters.none import Drafter as NoDrafter
+from srtrl.engine.batch import Batch
+from srtrl.engine.cpu_runner import CpuRunner
+from srtrl.engine.draft_budget import (
+    MAX_ROWS,
+    Calibration,
+    DraftControl,
+    StepCost,
+    choose_nodes,
+    cut_trees,
+    slowdown_of,
+)
 from srtrl.engine.kv_memory import allocate_pages
 from srtrl.engine.options import EngineOptions
 from srtrl.engine.page_pool import PagePool
-from srtrl.engine.row_sampling import ForcedTokens
-from srtrl.engine.runner import make_device_runner, make_runner
-from srtrl.engine.scheduler import Scheduler
-from srtrl.engine.sequence import ScheduledStep
-from srtrl.engine.speculation import MAX_ROWS, Draft, Speculation
-from srtrl.engine.stats import EngineStats, StepSeconds
-from srtrl.engine.step_cost import StepCost
+from srtrl.engine.rows import Int32Array, StepInputs, StepLayout, StepSize, fill_inputs
+from srtrl.engine.runner import RowFilters, Runner, SampledRows
+from srtrl.engine.scheduler import ScheduledStep, Scheduler
+from srtrl.engine.stats import DecodeStep, EngineStats, StageClock
 from srtrl.engine.stopping import Tokenizer
-from srtrl.engine.timeline import DecodeStep
-from srtrl.engine.verify import Walk, follow_rows, verify_trees
+from srtrl.engine.verify import AT_LENGTH, GOES_ON, Verified, plan_moves, verify
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.transformer import Transformer
-from srtrl.types import Completion, Request
+from srtrl.types import Completion, Purpose, Request
 
 __all__ = ["Engine", "EngineOptions"]
+
+
+@dataclass(slots=True, frozen=True)
+class _Draft:
+    """The drafts of one step."""
+
+    trees: DraftTrees
+    """As verified: one for each of the step's slots."""
+    was_asked: bool
+    """Whether the drafter was asked to propose."""
 
 
 class Engine:
@@ -39,9 +56,9 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         drafter: DrafterBase | None = None,
+        runner: Runner | None = None,
     ) -> None:
-        if policy.device.type == "cpu":
-            set_cpu_threads()
+        """`runner`: what computes; by default the one of the policy's device."""
         self.options = options
         self.tokenizer = tokenizer
         self.vocab_size = policy.config.vocab_size
@@ -52,54 +69,52 @@ class Engine:
                 f"{policy.config.max_position_embeddings} (max_position_embeddings in its config.json): lower "
                 "rollout.max_prompt_tokens or rollout.max_new_tokens"
             )
-        self._device = make_device_runner(policy, options, self.max_sequence_tokens)
-        """The runner, where it is one for CUDA devices."""
-        self.runner = self._device or make_runner(policy, options)
+        self.runner = runner or make_runner(policy, options, self.max_sequence_tokens)
         num_pages = allocate_pages(self.runner, options, self.max_sequence_tokens)
         self.pool = PagePool(num_pages, options.page_size)
+        self.batch = Batch(options.slots, self.max_sequence_tokens, options.page_size, options.max_draft_nodes)
         self.scheduler = Scheduler(
+            self.batch,
             self.pool,
-            num_slots=options.slots,
             prefill_chunk_tokens=options.prefill_chunk_tokens,
             admission=options.admission,
             long_first=options.long_first,
             max_draft_nodes=options.max_draft_nodes,
         )
-        self.speculation = Speculation(
-            drafter or NoDrafter(),
-            vocab_size=self.vocab_size,
-            draft_budget=options.draft_budget,
-            max_draft_nodes=options.max_draft_nodes,
-            run_ahead_max_slowdown=options.run_ahead_max_slowdown,
+        self.drafter = drafter or NoDrafter()
+        points = options.cost_points
+        self.control = DraftControl(
+            StepCost(points=points) if points else StepCost(self.runner.row_edges(MAX_ROWS)),
+            fixed=None if options.draft_budget == "auto" else options.draft_budget,
             num_slots=options.slots,
-            cost=(
-                self.runner.step_cost(MAX_ROWS)
-                if options.cost_points is None
-                else StepCost.from_points(options.cost_points)
-            ),
+            max_slowdown=slowdown_of(options.run_ahead_max_slowdown),
         )
         self.policy_version = 0
-        self.trace: Mapping[int, npt.NDArray[np.int32]] | None = None
-        """For benchmarks: rng_key -> recorded response, whose tokens are taken in place of those that are sampled."""
-        self.after_step: Callable[[], None] | None = None
-        """For benchmarks: called behind each decode step of `generate`, so that others may work meanwhile."""
+        self.trace: Mapping[int, Int32Array] | None = None
+        """For benchmarks: RNG key -> recorded response, whose tokens are taken in place of those that are sampled."""
         self.stats = EngineStats()
         self._timeline: list[DecodeStep] = []
-        self._rollout_started: float | None = None
-        self._next_sequence_id = 0
+        self._rollout_seconds = 0.0
+        self._num_rows = 0
+        """Rows of the last step without those of run-aheads."""
+        self._is_warm = False
         self._pages_released = False
         self._bookkeeping: Callable[[], None] | None = None
         """Of the last step: done while the device computes the next one."""
 
     @property
-    def drafter(self) -> DrafterBase:
-        """What guesses."""
-        return self.speculation.drafter
-
-    @property
     def has_work(self) -> bool:
         """Whether a sample is unfinished; run-aheads do not count."""
         return self.scheduler.has_work
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is ever drafted."""
+        return isinstance(self.drafter, NoDrafter) or self.control.fixed == 0
+
+    def wants_run_aheads(self) -> bool:
+        """Whether run-aheads are of use in the next rollout: somebody drafts from them, and some steps have rows."""
+        return not self.is_off and self.drafter.uses_run_aheads and self.control.has_room_for_run_aheads()
 
     def check_request(self, request: Request) -> None:
         """Raise ValueError, naming the request, where it can never be decoded."""
@@ -148,17 +163,19 @@ class Engine:
         *,
         run_ahead: Iterable[Request] = (),
         before_step: Callable[[], None] | None = None,
+        purpose: Purpose = "train",
     ) -> Iterator[Completion]:
         """Decode the requests; yields each completion as it finishes, in no particular order.
 
         It ends when no sample is left. More may be added (`add`) while it runs: by the consumer between two
         completions, the last one included, or by `before_step`. A consumer that stops early drops the rest: no sample
-        and no page is left behind.
+        and no page is left.
 
         Args:
             requests: The samples wanted.
             run_ahead: What idle slots may decode beside them, for the sake of later drafts; ends with the last sample.
             before_step: Called before each decode step, and once more when no sample is left; it may add requests.
+            purpose: Of a rollout that begins without requests; else it is theirs.
 
         Raises:
             ValueError: A request can never be decoded; raised before anything is decoded.
@@ -169,60 +186,62 @@ class Engine:
         for request in [*requests, *run_ahead]:
             self.check_request(request)
         try:
+            self.begin_rollout(requests[0].purpose if requests else purpose)
             for request in [*requests, *run_ahead]:
                 self._queue(request)
             while self._has_work_after(before_step):
-                completions = self.step()
-                if self.after_step is not None:
-                    self.after_step()
-                yield from completions
+                yield from self.step()
         finally:
             self.end_rollout()
 
+    def begin_rollout(self, purpose: Purpose) -> None:
+        """A rollout begins; no sample may be live. `generate` calls it; so does who calls `add` and `step` directly.
+
+        The first time, kernels are compiled and, where drafts are budgeted by it, the cost of a step is measured.
+        """
+        assert not self.has_work, "a rollout begins while samples are decoding"
+        self._warm_up()
+        self.control.begin_rollout(purpose)
+        self._rollout_seconds = 0.0
+
     def step(self) -> list[Completion]:
         """One decode step for all running samples; returns those that finished."""
-        started = time.perf_counter()
-        scheduled = self._schedule()
-        draft = self.speculation.draft(scheduled, self.scheduler)
-        drafted = time.perf_counter()
-        walks, computed, waited = self._decode(scheduled, draft)
-        sampled = time.perf_counter()
-        self.runner.commit(walks)
-        self.speculation.observe(draft, walks)
-        completions = self._take_finished(walks)
-        finished = time.perf_counter()
-        seconds = StepSeconds(
-            draft=drafted - started,
-            forward=computed - drafted,
-            sample=sampled - computed,
-            commit=finished - sampled,
-            waited=waited,
-        )
+        clock = StageClock()
+        step = self._schedule()
+        clock.lap("schedule")
+        draft = self._draft(step, clock)
+        self._launch(step, draft.trees, clock)
+        self._do_bookkeeping()
+        num_sampled = len(step.slots) + draft.trees.num_nodes
+        clock.lap("forward")
+        sampled = self.runner.wait(num_sampled)
+        clock.lap("wait" if self.runner.is_asynchronous else "forward")
+        verified = verify(self.batch, step.slots, draft.trees, sampled, self.tokenizer)
+        clock.lap("verify")
+        if draft.trees.num_nodes:
+            self._commit(verified)
+        clock.lap("commit")
+        self.drafter.observe(verified.slots, verified.token_ids, verified.offsets)
+        clock.lap("observe")
+        num_pages = self.pool.num_used  # before any is given back
+        completions = self._take_finished(verified)
+        clock.lap("finish")
+        self._num_rows = step.num_primaries + draft.trees.num_nodes
+        num_waiting = self.scheduler.num_waiting
         self._bookkeeping = partial(
-            self._count,
-            scheduled,
-            draft,
-            walks,
-            seconds,
-            finished,
-            self.scheduler.num_waiting,
-            self.runner.was_prepared,
+            self._record, step, draft, verified, clock, num_pages, num_waiting, self.runner.was_prepared
         )
-        if self._device is None or not self.has_work:
-            self._do_bookkeeping()
         return completions
 
     def end_rollout(self) -> None:
         """Drop what is still decoded or waits: run-aheads, and samples that nobody wants any more."""
         self._do_bookkeeping()
-        for sequence_id in self.scheduler.clear():
-            self.speculation.finish(sequence_id, None)
-        self.speculation.report_ends()
-        self._rollout_started = None
+        slots = self.scheduler.clear()
+        self.drafter.finish(slots, [None] * len(slots))
 
     def on_policy_update(self) -> None:
         """The policy's weights have changed: KV is stale, drafts are not."""
-        assert not self.scheduler.has_work, "the policy changed while samples were decoding"
+        assert not self.has_work, "the policy changed while samples were decoding"
         self.runner.refresh_weights()
         self.drafter.on_policy_update()
         self.policy_version += 1
@@ -232,7 +251,7 @@ class Engine:
 
         The next request takes it back.
         """
-        assert not self.scheduler.has_work, "samples are decoding"
+        assert not self.has_work, "samples are decoding"
         if self.options.kv_across_update == "release":
             self.runner.release_pages()
             self._pages_released = True
@@ -249,8 +268,8 @@ class Engine:
             "engine/pages": self.pool.num_pages,
             "engine/preemptions": self.scheduler.num_preemptions,
         }
-        if not self.speculation.is_off:
-            metrics |= self.speculation.budget.take_metrics() | self.drafter.take_metrics()
+        if not self.is_off:
+            metrics |= self.control.take_metrics() | self.drafter.take_metrics()
         self.stats = EngineStats()
         self.scheduler.num_preemptions = 0
         return metrics
@@ -263,24 +282,16 @@ class Engine:
 
     def _queue(self, request: Request) -> None:
         """Queue a request that was checked."""
+        self._warm_up()
         if self._pages_released:
-            self._take_pages_back()
-        if self.pool.num_used == 0:
-            self.speculation.prepare(self.runner, request, max_context_tokens=self.max_sequence_tokens)
-        sequence_id = self._next_sequence_id
-        self._next_sequence_id += 1
-        if request.is_run_ahead:  # the drafter hears of it once it has a slot
-            self.scheduler.add(sequence_id, request)
-            return
-        for ended in self.scheduler.idle_slots.end_rng_key(request.rng_key):
-            self.speculation.finish(ended, None)
-        self.scheduler.add(sequence_id, request, self.speculation.start(sequence_id, request))
-
-    def _take_pages_back(self) -> None:
-        """Allocate the pages that `release_kv` gave away."""
-        num_pages = allocate_pages(self.runner, self.options, self.max_sequence_tokens, num_pages=self.pool.num_pages)
-        self.pool.resize(num_pages)
-        self._pages_released = False
+            allocate_pages(self.runner, self.options, self.max_sequence_tokens, num_pages=self.pool.num_pages)
+            self.pool.resize(self.runner.num_pages)
+            self._pages_released = False
+        expected_tokens = None
+        if not request.is_run_ahead:
+            expected_tokens = self.drafter.expected_tokens(request)
+            self.control.add_request(has_history=expected_tokens is not None)
+        self.scheduler.add(request, expected_tokens)
 
     def _has_work_after(self, before_step: Callable[[], None] | None) -> bool:
         if before_step is not None:
@@ -288,105 +299,138 @@ class Engine:
         return self.has_work
 
     def _schedule(self) -> ScheduledStep:
-        """Who decodes; run-aheads come and go."""
-        wants_rows = self.scheduler.may_run_ahead
-        scheduled = self.scheduler.schedule(self.speculation.max_run_ahead_rows() if wants_rows else 0)
-        for sequence in scheduled.admitted_run_aheads:
-            self.speculation.start(sequence.sequence_id, sequence.request)
-        for sequence_id in self.scheduler.take_dropped():
-            self.speculation.finish(sequence_id, None)
-        return scheduled
+        """Who decodes; samples come and go."""
+        may_run_ahead = self.scheduler.may_run_ahead
+        step = self.scheduler.schedule(self.control.run_ahead_rows(self._num_rows) if may_run_ahead else 0)
+        if step.ended:
+            self.drafter.finish(step.ended, [None] * len(step.ended))
+        if step.started:
+            slots = np.array([sample.slot for sample in step.started])
+            self.drafter.start(slots, [sample.request for sample in step.started])
+            resumed = [self.batch.generated(slot) for slot in slots]
+            offsets = np.cumsum([0, *map(len, resumed)])
+            if offsets[-1]:  # preempted samples: the drafter forgot them
+                self.drafter.observe(slots, np.concatenate(resumed), offsets)
+            if self.trace is not None:
+                for sample in step.started:
+                    self.batch.set_trace(sample.slot, self.trace.get(sample.request.rng_key, np.empty(0, np.int32)))
+        return step
 
-    def _take_finished(self, walks: list[Walk]) -> list[Completion]:
+    def _draft(self, step: ScheduledStep, clock: StageClock) -> _Draft:
+        """Trees for the primaries, as large as pays and as free pages allow; run-aheads get none."""
+        num, batch = step.num_primaries, self.batch
+        most = 0 if self.is_off else self.control.max_nodes(num, self.options.max_draft_nodes)
+        if most == 0:
+            return _Draft(DraftTrees.empty(len(step.slots)), was_asked=False)
+        slots = step.slots[:num]
+        self.drafter.min_score = self.control.score_floor(num)
+        # A sample that ends with its next token needs no draft.
+        room = np.where(batch.max_tokens[slots] - batch.num_tokens[slots] > 1, most, 0)
+        proposed = self.drafter.propose(slots, room)
+        who = f"the drafter {type(self.drafter).__module__}.{type(self.drafter).__qualname__}"
+        check_trees(proposed, room, self.vocab_size, who)
+        clock.lap("propose")
+        num_other_rows = len(step.slots) - num + sum(len(chunk.token_ids) for chunk in step.chunks)
+        sizes = self.scheduler.grow_for_drafts(slots, self.control.choose(proposed, num, num_other_rows))
+        trees = cut_trees(proposed, sizes, len(step.slots))
+        clock.lap("choose")
+        return _Draft(trees, was_asked=True)
+
+    def _launch(self, step: ScheduledStep, trees: DraftTrees, clock: StageClock) -> None:
+        """Fill the step's inputs and queue it."""
+        batch, slots, page_size = self.batch, step.slots, self.pool.page_size
+        sizes = trees.sizes
+        ends = [chunk.start + len(chunk.token_ids) for chunk in step.chunks]
+        size = StepSize(
+            rows_per_sequence=np.concatenate([1 + sizes, np.array([len(c.token_ids) for c in step.chunks], np.int64)]),
+            num_sampled=len(slots) + trees.num_nodes,
+            max_keys=max(int((batch.num_tokens[slots] + sizes).max(initial=1)), max(ends, default=1)),
+            page_size=page_size,
+        )
+        inputs = self.runner.inputs_for(size)
+        _fill(inputs, batch, slots, trees, step, page_size)
+        filters = None
+        if batch.is_filtered[slots].any():
+            filters = RowFilters(
+                top_k=np.repeat(batch.top_k[slots], 1 + sizes), top_p=np.repeat(batch.top_p[slots], 1 + sizes)
+            )
+        clock.lap("rows")
+        if step.page_copies:
+            self.runner.copy_pages([copy[0] for copy in step.page_copies], [copy[1] for copy in step.page_copies])
+        self.runner.launch(inputs, filters)
+
+    def _commit(self, verified: Verified) -> None:
+        """Make the KV of accepted paths contiguous."""
+        sources, targets, starts = plan_moves(self.batch, verified, self.pool.page_size)
+        if len(sources):
+            self.runner.move_kv(sources, targets, starts)
+
+    def _take_finished(self, verified: Verified) -> list[Completion]:
         """Take out the finished samples."""
-        completions = []
-        for walk in walks:
-            sequence = walk.sequence
-            if walk.finish is None:
-                self.scheduler.trim(sequence)
-                continue
+        ended = np.flatnonzero(verified.finish != GOES_ON).tolist()
+        if not ended:
+            return []
+        slots: list[int] = []
+        completions: list[Completion | None] = []
+        for b in ended:
+            slot = int(verified.slots[b])
+            sample = self.batch.samples[slot]
+            assert sample is not None
             completion = None
-            if not sequence.is_run_ahead:
+            if not sample.request.is_run_ahead:
                 completion = Completion(
-                    request=sequence.request,
-                    token_ids=sequence.generated_token_ids,
-                    rollout_logprobs=sequence.rollout_logprobs,
-                    finish_reason=walk.finish,
+                    request=sample.request,
+                    token_ids=self.batch.generated(slot).tolist(),
+                    rollout_logprobs=self.batch.generated_logprobs(slot).tolist(),
+                    finish_reason="length" if verified.finish[b] == AT_LENGTH else "stop",
                     policy_version=self.policy_version,
                 )
-                completions.append(completion)
-            self.speculation.finish(sequence.sequence_id, completion)
-            self.scheduler.finish(sequence)
-        return completions
-
-    def _decode(self, scheduled: ScheduledStep, draft: Draft) -> tuple[list[Walk], float, float]:
-        """Forward pass, sampling and walks.
-
-        Returns:
-            A walk for each decoding sequence; when its logits (or, on a CUDA device, its tokens) were there, by the
-            clock; and the seconds until then in which the host did nothing but wait.
-        """
-        decodes, trees = scheduled.decodes, draft.verified
-        forced = None if self.trace is None else ForcedTokens(by_rng_key=self.trace)
-        logits = None
-        if self._device is None:
-            logits = self.runner.execute(scheduled, trees)
-            computed = time.perf_counter()
-        else:
-            self._device.launch(scheduled, trees, forced)
-            self._do_bookkeeping()
-        for chunk in scheduled.prefills:
-            chunk.holder.num_computed += chunk.count
-        self.stats.max_pages = max(self.stats.max_pages, self.pool.num_used)  # before any page is given back
-        if logits is not None:
-            return verify_trees(decodes, trees, logits, self.tokenizer, forced), computed, 0.0
-        assert self._device is not None
-        tokens, logprobs = self._device.wait()
-        computed = time.perf_counter()
-        walks = follow_rows(decodes, trees, tokens, logprobs, self.tokenizer) if decodes else []
-        return walks, computed, self._device.wait_seconds
+            slots.append(slot)
+            completions.append(completion)
+            self.scheduler.finish(sample)
+        self.drafter.finish(slots, completions)
+        return [completion for completion in completions if completion is not None]
 
     def _do_bookkeeping(self) -> None:
         if self._bookkeeping is not None:
             bookkeeping, self._bookkeeping = self._bookkeeping, None
             bookkeeping()
 
-    def _count(
+    def _record(
         self,
-        scheduled: ScheduledStep,
-        draft: Draft,
-        walks: list[Walk],
-        seconds: StepSeconds,
-        finished: float,
+        step: ScheduledStep,
+        draft: _Draft,
+        verified: Verified,
+        clock: StageClock,
+        num_pages: int,
         num_waiting: int,
-        is_usual: bool,
+        was_prepared: bool,
     ) -> None:
-        """Statistics, timeline and cost of a step that ended at `finished`; of an unusual one no cost is learned."""
-        num_primaries = scheduled.num_primaries
-        num_run_ahead = len(scheduled.decodes) - num_primaries
-        num_prefill = scheduled.num_prefill_tokens
-        num_rows = len(scheduled.decodes) + draft.verified.num_nodes
-        num_tokens = self.stats.add_walks(walks, draft.verified, num_primaries)
-        self.stats.num_prefill_tokens += num_prefill
-        self.stats.add_seconds(seconds)
-        cost = self.speculation.cost
+        """Statistics, timeline and cost of a step: nothing that decides the next one."""
+        stats, cost = self.stats, self.control.cost
+        num_primaries, num_run_ahead = step.num_primaries, len(step.slots) - step.num_primaries
+        num_prefill = sum(len(chunk.token_ids) for chunk in step.chunks)
+        num_rows = len(step.slots) + draft.trees.num_nodes
+        num_tokens = stats.add_verified(verified, draft.trees, num_primaries)
+        stats.num_prefill_tokens += num_prefill
+        stats.max_pages = max(stats.max_pages, num_pages)
+        stats.add_seconds(clock)
+        draft_seconds = clock.seconds.get("propose", 0.0) + clock.seconds.get("choose", 0.0)
+        seconds = clock.total
+        if cost.is_fixed:  # of another machine: what drafting takes on this one says nothing
+            seconds, draft_seconds = cost.seconds(num_rows + num_prefill), 0.0
+            stats.priced_seconds += seconds
         if cost.is_known:
-            context = draft.context_tokens / max(len(scheduled.decodes), 1)
-            if draft.was_asked and not scheduled.prefills:  # without drafts nothing is saved, and nothing spent
-                rows = num_rows - num_run_ahead
-                self.stats.saved_seconds += cost.saved_seconds(num_primaries, rows, num_tokens, context * rows)
-                self.stats.saved_seconds -= draft.seconds
+            if draft.was_asked and num_primaries and not num_prefill:
+                one_by_one = num_tokens * cost.seconds(num_primaries) / num_primaries
+                stats.saved_seconds += one_by_one - cost.seconds(num_rows - num_run_ahead) - draft_seconds
             if num_run_ahead:
-                without, with_them = cost.seconds_at([num_rows - num_run_ahead, num_rows], context)
-                self.stats.num_run_ahead_rows += num_run_ahead
-                self.stats.run_ahead_seconds += float(with_them - without)
-            if cost.is_fixed:
-                self.stats.priced_seconds += cost.seconds(num_rows + num_prefill)
-        if self._rollout_started is None:
-            self._rollout_started = finished - seconds.total
+                stats.num_run_ahead_rows += num_run_ahead
+                stats.run_ahead_seconds += cost.seconds(num_rows) - cost.seconds(num_rows - num_run_ahead)
+        self._rollout_seconds += clock.total
         self._timeline.append(
             DecodeStep(
-                seconds=finished - self._rollout_started,
+                seconds=self._rollout_seconds,
                 num_primaries=num_primaries,
                 num_run_ahead=num_run_ahead,
                 num_waiting=num_waiting,
@@ -395,5 +439,84 @@ class Engine:
                 num_tokens=num_tokens,
             )
         )
-        if is_usual:
-            self.speculation.record(scheduled, draft, seconds.total)
+        if was_prepared and not num_prefill and not self.is_off:  # a prompt's rows are not like others
+            self.control.record(
+                trees=draft.trees,
+                num_accepted=verified.num_new - 1,
+                num_sequences=num_primaries,
+                num_rows=num_rows,
+                drafted=draft.was_asked,
+                draft_seconds=draft_seconds,
+                seconds=seconds,
+            )
+
+    def _warm_up(self) -> None:
+        """Once: compile (or load) all kernels, and measure the cost of a step where drafts are budgeted by it."""
+        if self._is_warm:
+            return
+        self._is_warm = True
+        if not self.runner.is_asynchronous:
+            set_cpu_threads()
+            self.runner.time_step(1, 1)
+        _warm_up_kernels()
+        if self.is_off:
+            return
+        self.drafter.warm_up()
+        if self.control.fixed is None and not self.control.cost.is_known:
+            context = max(1, min(self.max_sequence_tokens // 2, 512))
+            self.control.cost.probe(
+                lambda num_rows: self.runner.time_step(num_rows, context), num_slots=self.options.slots
+            )
+
+
+def make_runner(policy: Transformer, options: EngineOptions, max_sequence_tokens: int) -> Runner:
+    """The runner for the policy's device, without pages yet.
+
+    Raises:
+        ValueError: Triton is not installed, or an option is not for this device.
+    """
+    if policy.device.type == "cpu":
+        return CpuRunner(
+            policy,
+            page_size=options.page_size,
+            max_draft_nodes=options.max_draft_nodes,
+            decode_dtype=options.decode_dtype,
+            deterministic=options.deterministic is not False,
+        )
+    from srtrl.engine.cuda_runner import make_cuda_runner
+
+    return make_cuda_runner(policy, options, max_sequence_tokens)
+
+
+def _fill(
+    inputs: StepInputs, batch: Batch, slots: np.ndarray, trees: DraftTrees, step: ScheduledStep, page_size: int
+) -> None:
+    fill_inputs(
+        inputs,
+        slots,
+        trees,
+        step.chunks,
+        token_ids=batch.token_ids,
+        num_tokens=batch.num_tokens,
+        num_prompt_tokens=batch.num_prompt_tokens,
+        page_table=batch.page_table,
+        rng_keys=batch.rng_keys,
+        temperatures=batch.temperatures,
+        page_size=page_size,
+    )
+
+
+def _warm_up_kernels() -> None:
+    """Call every kernel of a step once, on arrays of the types that it will get: they are compiled or loaded."""
+    batch, slots = Batch(1, 8, 4, 1), np.zeros(1, np.int64)
+    batch.num_tokens[:], batch.num_prompt_tokens[:], batch.max_tokens[:] = 2, 1, 6
+    tree = np.zeros(1, np.int32)
+    trees = DraftTrees(
+        token_ids=tree, parents=tree + ROOT, scores=np.ones(1, np.float32), offsets=np.array([0, 1], np.int64)
+    )
+    layout = StepLayout(num_rows=8, num_sampled=8, num_words=1, num_tiles=8, table_width=2, num_tables=1)
+    inputs = StepInputs.of(np.zeros(layout.num_elements, np.int32), layout)
+    _fill(inputs, batch, slots, trees, ScheduledStep(), 4)
+    choose_nodes(trees, Calibration(), np.ones(MAX_ROWS + 1), num_other_rows=0, draft_seconds=0.0)
+    sampled = SampledRows(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(2, np.float32))
+    plan_moves(batch, verify(batch, slots, trees, sampled), 4)

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from srtrl.engine.options import EngineOptions
-from srtrl.engine.runner import ModelRunner
+from srtrl.engine.runner import Runner
 
 GIB = 1 << 30
 CPU_GIB = 4.0
@@ -20,7 +20,7 @@ FEWER = 0.85
 
 
 def allocate_pages(
-    runner: ModelRunner, options: EngineOptions, max_sequence_tokens: int, *, num_pages: int | None = None
+    runner: Runner, options: EngineOptions, max_sequence_tokens: int, *, num_pages: int | None = None
 ) -> int:
     """Give the runner its pages; returns how many.
 

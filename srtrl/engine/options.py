@@ -5,9 +5,7 @@ from typing import Literal
 
 import torch
 
-from srtrl.engine.admission import Admission
-
-AttentionOption = Literal["auto", "triton", "varlen", "flash"]
+from srtrl.engine.scheduler import Admission
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -23,7 +21,6 @@ class EngineOptions:
     """Memory of the device that the update will take beside what it has already; for `kv_memory_gib` auto."""
     kv_across_update: Literal["keep", "release"] = "keep"
     cuda_graphs: bool = True
-    attention: AttentionOption = "triton"
     prefill_chunk_tokens: int = 512
     deterministic: bool | None = None
     """None: on a CPU, where it is nearly free."""
@@ -33,11 +30,9 @@ class EngineOptions:
     """Longest prompt and response together; by default what the model was made for."""
     draft_budget: Literal["auto"] | int = "auto"
     max_draft_nodes: int = 128
-    """Most draft nodes of one sequence in one step."""
+    """Largest number of draft nodes of one sequence in one step."""
     admission: Admission = "breadth_first"
     long_first: bool = True
     run_ahead_max_slowdown: Literal["auto"] | float = "auto"
     cost_points: tuple[tuple[int, float], ...] | None = None
     """(rows, seconds) of a decode step on another machine, to budget and price steps by; None: what is measured."""
-    as_on_cuda: bool | None = None
-    """Decode by `DeviceRunner`; None: on a CUDA device. True on a CPU needs Triton's interpreter, and is for tests."""

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepSize
+from srtrl.model.paged_attention import KVCache
 from srtrl.model.transformer import Transformer
 
 
@@ -87,3 +88,29 @@ class Runner(Protocol):
 
     def time_step(self, num_rows: int, context_tokens: int) -> float:
         """Seconds of a step of `num_rows` sampled rows that see `context_tokens` each; no page may be in use."""
+
+
+def kv_cache_for(model: Transformer, num_pages: int, page_size: int, *, token_major: bool = False) -> KVCache:
+    """A cache of `num_pages` for the decoder's model; for `token_major` see `KVCache`."""
+    config = model.config
+    return KVCache(
+        num_layers=config.num_hidden_layers,
+        num_pages=num_pages,
+        page_size=page_size,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        dtype=model.dtype,
+        device=model.device,
+        token_major=token_major,
+    )
+
+
+def page_bytes_of(model: Transformer, page_size: int) -> int:
+    """Memory of one page of the KV of `model`, all layers, keys and values."""
+    return KVCache.bytes_per_page(
+        num_layers=model.config.num_hidden_layers,
+        page_size=page_size,
+        num_kv_heads=model.config.num_key_value_heads,
+        head_dim=model.config.head_dim,
+        dtype=model.dtype,
+    )

@@ -1,19 +1,133 @@
 """Who computes what in the next decode step: admission, chunked prefill, pages, preemption. No tensors here.
 
-Who comes next is the waiting line's business (`admission.py`). Pages run out in this order of remedies: run-aheads are
-dropped; prompts that no running sample waits for are evicted; then the sample that was admitted last is preempted and
-later recomputed. The oldest sample always goes on, so the engine cannot get stuck. Run-aheads (`idle_slots.py`) get
-what is left after all this: a primary's schedule is the same, step for step, with and without them.
-Nothing here looks at a clock: the same requests give the same steps.
+Admission is breadth-first: the first sample of every prompt (the scout), then the second of every prompt, and so on, so
+that later samples find drafts in what their siblings said. Within such a wave the samples that are expected to be long
+go first: a training step ends when its last sample does. Only the order of decoding depends on this, never a token.
+
+Pages run out in this order of remedies: pages left over from rejected drafts; run-aheads are dropped; prompts that no
+running sample waits for are evicted; then the sample that was admitted last is preempted and later recomputed. The
+oldest sample always advances, so the engine cannot get stuck. Run-aheads get what is left after all this: a primary's
+schedule is the same, step for step, with and without them. Nothing here looks at a clock: the same requests give the
+same steps.
 """
 
-from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Literal
 
-from srtrl.engine.admission import Admission, WaitingLine
-from srtrl.engine.idle_slots import IdleCapacity, IdleSlots
-from srtrl.engine.page_pool import PagePool
-from srtrl.engine.sequence import PageHolder, PrefillChunk, PromptPages, ScheduledStep, Sequence
+import numpy as np
+
+from srtrl.engine.batch import NO_SLOT, Batch, PromptPages, Sample
+from srtrl.engine.page_pool import PagePool, Pages
+from srtrl.engine.rows import Int64Array, PrefillChunk
+from srtrl.engine.run_aheads import RunAheads
 from srtrl.types import Request
+
+Admission = Literal["breadth_first", "depth_first"]
+"""See `rollout.admission` of the recipe."""
+
+CHANGES_PER_SORT = 1 / 16
+"""The waiting samples are sorted again once this share of them has finished since: the order is a guess anyway."""
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """The work of one decode step."""
+
+    slots: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
+    """[B], those that sample at least one token; run-aheads come after all primaries."""
+    num_primaries: int = 0
+    """The first slots: primaries."""
+    chunks: list[PrefillChunk] = field(default_factory=list)
+    page_copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source, target) pages to copy before the forward pass, all sources read before any target is written."""
+    ended: list[int] = field(default_factory=list)
+    """Slots whose samples were preempted or dropped; some of them may be in `started` again."""
+    started: list[Sample] = field(default_factory=list)
+    """Samples that took a slot."""
+    holders: list[PromptPages | Sample] = field(default_factory=list)
+    """Whose KV each chunk computes."""
+
+    def add_chunk(self, holder: PromptPages | Sample, chunk: PrefillChunk) -> int:
+        """Compute a chunk in this step; returns its number of tokens."""
+        self.holders.append(holder)
+        self.chunks.append(chunk)
+        return len(chunk.token_ids)
+
+    def end(self, slot: int) -> None:
+        """A sample loses its slot; one that took it in this very step was never there."""
+        kept = [sample for sample in self.started if sample.slot != slot]
+        if len(kept) == len(self.started):
+            self.ended.append(slot)
+        self.started = kept
+
+
+class WaitingLine:
+    """Primaries without a slot: preempted ones in the order of their first admission, then the others in waves."""
+
+    def __init__(self, admission: Admission, *, long_first: bool) -> None:
+        self._is_breadth_first = admission == "breadth_first"
+        self._long_first = long_first and self._is_breadth_first
+        self._line: list[Sample] = []
+        """Sorted, the next sample last, unless `_is_sorted` says otherwise."""
+        self._is_sorted = True
+        self._num_changes = 0
+        self._lengths: dict[tuple[int, ...], tuple[float, int]] = {}
+        """Prompt -> (sum, count) of the lengths it is expected by."""
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def add(self, sample: Sample) -> None:
+        """A new or preempted sample waits."""
+        self._line.append(sample)
+        self._is_sorted = False
+
+    def expect(self, prompt_token_ids: tuple[int, ...], num_tokens: float) -> None:
+        """Take one more length, of a finished sample or from elsewhere, into the prompt's mean."""
+        total, count = self._lengths.get(prompt_token_ids, (0.0, 0))
+        self._lengths[prompt_token_ids] = (total + num_tokens, count + 1)
+        self._num_changes += self._long_first
+
+    def first(self, running: list[Sample], batch: Batch) -> Sample:
+        """The sample to be admitted next; one must wait. How far the `running` ones are counts as a length, too."""
+        if not self._is_sorted or self._num_changes > CHANGES_PER_SORT * len(self._line):
+            self._sort(running, batch)
+        return self._line[-1]
+
+    def pop(self) -> None:
+        """Take `first` out of the line."""
+        self._line.pop()
+
+    def clear(self) -> None:
+        """Forget all samples and lengths."""
+        self._line.clear()
+        self._lengths.clear()
+        self._is_sorted, self._num_changes = True, 0
+
+    def _sort(self, running: list[Sample], batch: Batch) -> None:
+        """A prompt of which nothing is known is taken for an average one."""
+        expected: dict[tuple[int, ...], float] = {}
+        average = 0.0
+        if self._long_first:
+            expected = {prompt: total / count for prompt, (total, count) in self._lengths.items()}
+            average = sum(expected.values()) / max(1, len(expected))
+            # Scouts that still run say more than none: without them the long prompts would pass for average ones.
+            for sample in running:
+                prompt = sample.request.prompt_token_ids
+                expected[prompt] = max(expected.get(prompt, average), float(len(batch.generated(sample.slot))))
+
+        def order(sample: Sample) -> tuple[float, float, int, int]:
+            request = sample.request
+            if sample.admission >= 0:
+                return -1, sample.admission, 0, 0
+            length = expected.get(request.prompt_token_ids, average)
+            if self._is_breadth_first:
+                return request.sample_index, -length, request.draw_index, 0
+            return request.draw_index, 0, request.sample_index, 0
+
+        self._line.sort(key=order)
+        self._line.reverse()
+        self._is_sorted, self._num_changes = True, 0
 
 
 class Scheduler:
@@ -21,26 +135,30 @@ class Scheduler:
 
     def __init__(
         self,
+        batch: Batch,
         pool: PagePool,
         *,
-        num_slots: int,
         prefill_chunk_tokens: int,
         admission: Admission = "breadth_first",
         long_first: bool = True,
         max_draft_nodes: int = 16,
     ) -> None:
-        """`max_draft_nodes`: most draft nodes of a sample in a step; run-aheads leave pages for those of primaries."""
+        """`max_draft_nodes`: of a sample in a step; run-aheads leave pages for those of primaries."""
+        self.batch = batch
         self.pool = pool
-        self.num_slots = num_slots
         self.prefill_chunk_tokens = prefill_chunk_tokens
         self.max_draft_nodes = max_draft_nodes
-        self.running: list[Sequence] = []
+        self.running: list[Sample] = []
         """Primaries, in the order of admission."""
-        self.idle_slots = IdleSlots(pool)
+        self.run_aheads = RunAheads(batch, pool)
         self.num_preemptions = 0
+        self._starting: list[Sample] = []
+        """Those of `running` that do not decode yet: KV before their root is missing."""
         self._waiting = WaitingLine(admission, long_first=long_first)
         self._prompts: dict[tuple[int, ...], PromptPages] = {}
         self._num_admissions = 0
+        self._ended: list[int] = []
+        """Slots of run-aheads that ended between two steps."""
 
     @property
     def has_work(self) -> bool:
@@ -55,264 +173,309 @@ class Scheduler:
     @property
     def may_run_ahead(self) -> bool:
         """Whether the next step may have rows for run-aheads: some run, or one waits and a slot stays free for it."""
-        if self.idle_slots.running:
+        if self.run_aheads.running:
             return True
-        return self.idle_slots.has_work and len(self.running) + self.num_waiting < self.num_slots
+        return self.run_aheads.has_work and len(self.running) + self.num_waiting < self.batch.num_slots
 
-    def add(self, sequence_id: int, request: Request, expected_tokens: float | None = None) -> None:
+    def add(self, request: Request, expected_tokens: float | None = None) -> None:
         """Queue one sample, a primary or a run-ahead; also between two steps of others.
 
+        A primary ends the run-ahead on its RNG key.
+
         Args:
-            sequence_id: Given out once.
             request: `is_run_ahead` puts it into a line of its own.
-            expected_tokens: Of a primary: how long the response may become, None if nothing is known.
+            expected_tokens: Of a primary: expected length of the response, None if nothing is known.
         """
         if request.is_run_ahead:
-            self.idle_slots.add(sequence_id, request)
+            self.run_aheads.add(request)
             return
+        self._ended += self.run_aheads.end_rng_key(request.rng_key)
         prompt = self._prompts.get(request.prompt_token_ids)
         if prompt is None:
-            prompt = self._prompts[request.prompt_token_ids] = PromptPages(list(request.prompt_token_ids))
+            prompt = PromptPages(np.array(request.prompt_token_ids, np.int32))
+            self._prompts[request.prompt_token_ids] = prompt
             if expected_tokens is not None:
-                self.expect(request.prompt_token_ids, expected_tokens)
+                self._waiting.expect(request.prompt_token_ids, expected_tokens)
         prompt.num_users += 1
-        self._waiting.add(
-            Sequence(token_ids=list(request.prompt_token_ids), sequence_id=sequence_id, request=request, prompt=prompt)
-        )
-
-    def expect(self, prompt_token_ids: tuple[int, ...], num_tokens: float) -> None:
-        """Take one more length into what is expected of the prompt's samples; finished samples count by themselves."""
-        self._waiting.expect(prompt_token_ids, num_tokens)
+        self._waiting.add(Sample(request, prompt))
 
     def schedule(self, max_run_ahead: int = 0) -> ScheduledStep:
         """Admit samples, find pages, and say what the next forward pass computes.
 
         Args:
-            max_run_ahead: Most rows of run-aheads in this step: roots and prompt tokens. Fewer than there are running
-                run-aheads: the newest pause, and keep their pages.
+            max_run_ahead: Largest number of rows of run-aheads in this step: roots and prompt tokens. Fewer than there
+                are running run-aheads: the newest pause, and keep their pages.
         """
-        self._admit()
-        step = ScheduledStep()
+        step = ScheduledStep(ended=self._ended)
+        self._ended = []
+        self._admit(step)
+        self._grow_decoding(step)
         budget = self.prefill_chunk_tokens
-        prefilled: set[int] = set()
-        position = 0
-        while position < len(self.running):  # preemption shortens the list, but never before `position`
-            sequence = self.running[position]
-            if not sequence.has_started and sequence.prompt.num_missing > 0:
-                if id(sequence.prompt) not in prefilled and budget > 0 and self._reserve_prompt(sequence):
-                    prefilled.add(id(sequence.prompt))
-                    budget -= self._add_chunk(step, sequence.prompt, budget)
-            elif self._start(sequence, step):
-                if sequence.num_missing == 0:
-                    if self._reserve(sequence, len(sequence.token_ids)):
-                        step.decodes.append(sequence)
-                elif budget > 0 and self._reserve(sequence, len(sequence.token_ids)):
-                    budget -= self._add_chunk(step, sequence, budget)
-            if position < len(self.running) and self.running[position] is sequence:
-                position += 1
-        assert step.prefills or step.decodes or not self.has_work, "no progress: the oldest sample must go on"
-        step.num_primaries = len(step.decodes)
-        promised = sum(self._pages_to_start(sequence) for sequence in self.running if not sequence.has_started)
-        left = IdleCapacity(
-            num_rows=max_run_ahead,
-            num_prefill_tokens=budget,
-            num_slots=self.num_slots - len(self.running),
-            num_reserved_pages=promised + len(self.running) * max(1, self.pool.pages_for(self.max_draft_nodes)),
-            may_admit=not self._waiting,
-        )
-        self.idle_slots.schedule(step, left, self.running, self._prompts)
+        for sample in list(self._starting):
+            if sample.slot != NO_SLOT:  # not preempted for the sake of one before it
+                budget = self._advance(sample, step, budget)
+        batch = self.batch
+        step.slots = np.flatnonzero(batch.is_decoding & ~batch.is_run_ahead)
+        step.num_primaries = len(step.slots)
+        assert step.chunks or step.num_primaries or not self.has_work, "no progress: the oldest sample must advance"
+        if self.run_aheads.has_work:
+            self._trim()
+            promised = sum(map(self._pages_to_start, self._starting))
+            own = len(self.running) * max(1, self.pool.pages_for(self.max_draft_nodes))
+            self.run_aheads.schedule(
+                step,
+                num_rows=max_run_ahead,
+                num_prefill_tokens=budget,
+                num_slots=batch.num_slots - len(self.running),
+                num_reserved_pages=promised + own,
+                may_admit=not self._waiting,
+                primaries=self.running,
+                prompts=self._prompts,
+            )
+        for holder, chunk in zip(step.holders, step.chunks, strict=True):
+            if isinstance(holder, PromptPages):
+                holder.num_computed += len(chunk.token_ids)
+            else:
+                batch.num_computed[holder.slot] += len(chunk.token_ids)
         return step
 
-    def grow_for_drafts(self, sequences: SequenceOf[Sequence], sizes: SequenceOf[int]) -> list[int]:
-        """Take free pages for draft nodes; returns how many nodes of each sequence have room.
+    def grow_for_drafts(self, slots: Int64Array, sizes: Int64Array) -> Int64Array:
+        """Take free pages for draft nodes; returns the number of nodes of each slot that have room.
 
-        Drafts never evict, drop or preempt. To be called with all sequences of `ScheduledStep.decodes` in their order:
-        primaries first.
+        Drafts never evict, drop or preempt.
         """
-        page_size = self.pool.page_size
-        granted = []
-        for sequence, size in zip(sequences, sizes, strict=True):
-            has_room = not size or len(sequence.page_ids) * page_size >= len(sequence.token_ids) + size
-            granted.append(size if has_room else self._grow(sequence, size))
-        return granted
+        batch, page_size = self.batch, self.pool.page_size
+        num_tokens, num_pages = batch.num_tokens[slots], batch.num_pages[slots]
+        missing = np.maximum(-(-(num_tokens + sizes) // page_size) - num_pages, 0) * (sizes > 0)
+        total = int(missing.sum())
+        if total > self.pool.num_free:
+            missing[missing.cumsum() > self.pool.num_free] = 0
+            total = int(missing.sum())
+        if total:
+            batch.append_pages(slots, missing, self.pool.allocate(total))
+        return np.minimum(sizes, batch.num_pages[slots] * page_size - num_tokens)
 
-    def _grow(self, sequence: Sequence, num_nodes: int) -> int:
-        """Take free pages for the nodes of one sequence; returns how many have room."""
-        page_size = self.pool.page_size
-        while len(sequence.page_ids) * page_size < len(sequence.token_ids) + num_nodes:
-            pages = self.pool.allocate(1)
-            if pages is None:
-                break
-            sequence.add_pages(pages)
-        return min(num_nodes, len(sequence.page_ids) * page_size - len(sequence.token_ids))
-
-    def trim(self, sequence: Sequence) -> None:
-        """Give back the pages behind the root: rejected drafts leave nothing."""
-        needed = self.pool.pages_for(len(sequence.token_ids))
-        if len(sequence.page_ids) > needed:
-            self.pool.release(sequence.cut_pages(needed))
-
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sample: Sample) -> None:
         """Free the slot and the pages of a finished sample; the next waiting one takes them in the next step."""
-        if sequence.is_run_ahead:
-            self.idle_slots.finish(sequence)
+        if sample.request.is_run_ahead:
+            self.run_aheads.finish(sample)
             return
-        self.running.remove(sequence)
-        self.pool.release(sequence.drop_pages())
-        self.expect(sequence.request.prompt_token_ids, sequence.num_generated)
-        self._leave_prompt(sequence)
-
-    def take_dropped(self) -> list[int]:
-        """Ids of run-aheads that had a slot and were pushed out since the last call; they do not come back."""
-        return self.idle_slots.take_dropped()
+        self.running.remove(sample)
+        num_generated = len(self.batch.generated(sample.slot))
+        self._release(sample)
+        self._waiting.expect(sample.request.prompt_token_ids, num_generated)
+        prompt = sample.prompt
+        prompt.num_users -= 1
+        if prompt.num_users == 0:
+            self._drop_prompt(prompt)
+            del self._prompts[sample.request.prompt_token_ids]
 
     def clear(self) -> list[int]:
-        """Drop every sample, finished or not, and every page; returns the ids of the dropped samples.
-
-        Run-aheads that still waited for a slot are not among them: nobody was told of them.
-        """
-        dropped = [sequence.sequence_id for sequence in [*self.running, *self._waiting]] + self.idle_slots.clear()
-        for sequence in self.running:
-            self.pool.release(sequence.drop_pages())
+        """Drop every sample, finished or not, and every page; returns the slots of those that had one."""
+        slots = self._ended + [sample.slot for sample in self.running] + self.run_aheads.clear()
+        for sample in self.running:
+            self._release(sample)
         for prompt in self._prompts.values():
-            self.pool.release(prompt.drop_pages())
-        self.running.clear()
-        self._waiting.clear()
-        self._prompts.clear()
-        return dropped
+            self._drop_prompt(prompt)
+        for samples in (self.running, self._starting, self._prompts, self._waiting):
+            samples.clear()
+        self._ended = []
+        return slots
 
     def check_integrity(self) -> None:
         """Assert that pages and their holders agree (for tests, after any operation)."""
-        running = [*self.running, *self.idle_slots.running]
-        assert len(running) <= self.num_slots
-        holders: list[PageHolder] = [*running, *self._prompts.values()]
-        self.pool.check_integrity([holder.page_ids for holder in holders])
-        assert all(holder.page_table.tolist() == holder.page_ids for holder in holders)
-        for sequence in running:
-            assert len(sequence.page_ids) * self.pool.page_size >= sequence.num_computed
-            writable = sequence.num_computed // self.pool.page_size
-            assert not any(self.pool.is_shared(page) for page in sequence.page_ids[writable:])
+        batch = self.batch
+        running = [*self.running, *self.run_aheads.running]
+        assert len(running) + batch.num_free == batch.num_slots
+        assert all(batch.samples[sample.slot] is sample for sample in running)
+        pages = [batch.pages(sample.slot) for sample in running]
+        self.pool.check_integrity([*pages, *(prompt.page_ids for prompt in self._prompts.values())])
+        for sample, held in zip(running, pages, strict=True):
+            num_computed = batch.num_computed[sample.slot]
+            assert len(held) * self.pool.page_size >= num_computed
+            writable = held[num_computed // self.pool.page_size :]
+            assert self.pool.num_unshared(writable) == len(writable), "a page that will be written is shared"
 
-    def _admit(self) -> None:
+    def _admit(self, step: ScheduledStep) -> None:
         """Fill free slots while the pages of all admitted samples can be expected to suffice."""
-        promised = sum(self._pages_to_start(sequence) for sequence in self.running if not sequence.has_started)
-        while self._waiting and len(self.running) < self.num_slots:
-            sequence = self._waiting.first(self.running)
+        if not self._waiting or len(self.running) == self.batch.num_slots:
+            return
+        promised = sum(map(self._pages_to_start, self._starting))
+        while self._waiting and len(self.running) < self.batch.num_slots:
+            sample = self._waiting.first(self.running, self.batch)
             spare = len(self.running) // 4  # running samples want a page every page_size tokens
-            promised += self._pages_to_start(sequence)
-            if self.running and not self._make_room(promised + spare, keep=sequence.prompt):
+            promised += self._pages_to_start(sample)
+            if self.running and not self._make_room(promised + spare, step, keep=sample.prompt):
                 return
-            self._waiting.pop_first(self.running)
-            sequence.admission = self._num_admissions
+            self._waiting.pop()
+            if self.batch.num_free == 0:
+                self.run_aheads.drop_newest(step)
+            sample.admission = self._num_admissions
             self._num_admissions += 1
-            self.running.append(sequence)
+            self.batch.put(sample)
+            self.running.append(sample)
+            self._starting.append(sample)
+            step.started.append(sample)
 
-    def _pages_to_start(self, sequence: Sequence) -> int:
+    def _pages_to_start(self, sample: Sample) -> int:
         """Pages until the sample can decode (an upper bound: each sibling counts a prompt that has no pages yet)."""
-        of_prompt = 0 if sequence.prompt.page_ids else self.pool.pages_for(sequence.prompt.num_missing)
-        own = self.pool.pages_for(len(sequence.token_ids)) - len(sequence.prompt.token_ids) // self.pool.page_size
-        return of_prompt + own
+        if sample.has_started:
+            return 0
+        prompt, num_prompt = sample.prompt, len(sample.prompt.token_ids)
+        generated = sample.token_ids if sample.slot == NO_SLOT else self.batch.generated(sample.slot)
+        of_prompt = 0 if len(prompt.page_ids) else self.pool.pages_for(prompt.num_missing)
+        return of_prompt + self.pool.pages_for(num_prompt + len(generated)) - num_prompt // self.pool.page_size
 
-    def _reserve_prompt(self, sequence: Sequence) -> bool:
+    def _grow_decoding(self, step: ScheduledStep) -> None:
+        """A page for the root of each decoding primary that has none."""
+        batch = self.batch
+        slots = np.flatnonzero(batch.is_decoding & ~batch.is_run_ahead)
+        missing = np.maximum(-(-batch.num_tokens[slots] // self.pool.page_size) - batch.num_pages[slots], 0)
+        total = int(missing.sum())
+        if total == 0:
+            return
+        if self._make_room(total, step, keep=None, may_evict=False):
+            batch.append_pages(slots, missing, self.pool.allocate(total))
+            return
+        for sample in list(self.running):
+            if sample.slot != NO_SLOT and batch.is_decoding[sample.slot]:
+                self._reserve(sample, step)
+
+    def _advance(self, sample: Sample, step: ScheduledStep, budget: int) -> int:
+        """Bring a sample nearer to decoding: its prompt, then what it had generated before a preemption.
+
+        Returns:
+            What is left of the budget of prefill tokens.
+        """
+        batch, prompt, slot = self.batch, sample.prompt, sample.slot
+        if not sample.has_started and prompt.num_missing > 0:
+            if budget and prompt not in step.holders and self._reserve_prompt(sample, step):
+                start, stop = prompt.num_computed, prompt.num_computed + min(budget, prompt.num_missing)
+                chunk = PrefillChunk(prompt.token_ids[start:stop], start, prompt.page_ids)
+                budget -= step.add_chunk(prompt, chunk)
+        elif sample.has_started or self._start(sample, step):
+            start = int(batch.num_computed[slot])
+            missing = int(batch.num_tokens[slot]) - 1 - start
+            if (budget or not missing) and self._reserve(sample, step):
+                if missing:
+                    token_ids = batch.token_ids[slot, start : start + min(budget, missing)]
+                    budget -= step.add_chunk(sample, PrefillChunk(token_ids, start, batch.pages(slot)))
+                else:
+                    batch.is_decoding[slot] = True
+                    self._starting.remove(sample)
+        return budget
+
+    def _reserve_prompt(self, sample: Sample, step: ScheduledStep) -> bool:
         """Find all pages of the sample's prompt; False where the sample itself had to be preempted."""
-        prompt = sequence.prompt
-        if prompt.page_ids:
-            return True
-        needed = self.pool.pages_for(prompt.num_missing)
-        if not self._obtain(needed, sequence):
-            return False
-        pages = self.pool.allocate(needed)
-        assert pages is not None
-        prompt.set_pages(pages)
+        prompt = sample.prompt
+        if not len(prompt.page_ids):
+            needed = self.pool.pages_for(prompt.num_missing)
+            if not self._obtain(needed, sample, step):
+                return False
+            prompt.page_ids = self.pool.allocate(needed)
         return True
 
-    def _start(self, sequence: Sequence, step: ScheduledStep) -> bool:
+    def _start(self, sample: Sample, step: ScheduledStep) -> bool:
         """Give the sample its share of the prompt's pages; False where it had to be preempted."""
-        if sequence.has_started:
-            return True
-        prompt = sequence.prompt
-        num_full, num_rest = divmod(prompt.num_computed, self.pool.page_size)
+        prompt, pool, slot = sample.prompt, self.pool, sample.slot
         num_computed = prompt.num_computed
+        num_full, num_rest = divmod(num_computed, pool.page_size)
         others_use_it = prompt.num_users > 1
         if num_rest == 0:
-            self.pool.share(prompt.page_ids)
-            sequence.set_pages(prompt.page_ids)
-        elif others_use_it and self.pool.num_free == 0 and not self._obtain(1, sequence):
-            if not self.running or self.running[0] is not sequence:
+            pool.share(prompt.page_ids)
+            self.batch.set_pages(slot, prompt.page_ids)
+        elif others_use_it and pool.num_free == 0 and not self._obtain(1, sample, step):
+            if not self.running or self.running[0] is not sample:
                 return False
-            sequence.set_pages(prompt.drop_pages())  # alone and still no page: take the prompt's own, others recompute
+            self._hand_over(prompt, slot)  # alone and still no page: take the prompt's own, others recompute
         elif others_use_it:
-            copy = self.pool.allocate(1)
-            assert copy is not None
-            step.page_copies.append((prompt.page_ids[num_full], copy[0]))
-            self.pool.share(prompt.page_ids[:num_full])
-            sequence.set_pages(prompt.page_ids[:num_full] + copy)
+            copy = pool.allocate(1)
+            step.page_copies.append((int(prompt.page_ids[num_full]), int(copy[0])))
+            pool.share(prompt.page_ids[:num_full])
+            self.batch.set_pages(slot, np.concatenate([prompt.page_ids[:num_full], copy]))
         else:
-            sequence.set_pages(prompt.drop_pages())  # the last user needs no copy
-        sequence.num_computed = num_computed
-        sequence.has_started = True
+            self._hand_over(prompt, slot)  # the last user needs no copy
+        self.batch.num_computed[slot] = num_computed
+        sample.has_started = True
         return True
 
-    def _reserve(self, sequence: Sequence, num_positions: int) -> bool:
-        """Let the sample have pages for so many positions; False where it had to be preempted."""
-        missing = self.pool.pages_for(num_positions) - len(sequence.page_ids)
-        if missing <= 0:
-            return True
-        if not self._obtain(missing, sequence):
-            return False
-        pages = self.pool.allocate(missing)
-        assert pages is not None
-        sequence.add_pages(pages)
+    def _hand_over(self, prompt: PromptPages, slot: int) -> None:
+        self.batch.set_pages(slot, prompt.page_ids)
+        prompt.page_ids, prompt.num_computed = np.empty(0, np.int32), 0
+
+    def _reserve(self, sample: Sample, step: ScheduledStep) -> bool:
+        """Let the sample have pages for all of its tokens; False where it had to be preempted."""
+        slot = sample.slot
+        missing = self.pool.pages_for(int(self.batch.num_tokens[slot])) - int(self.batch.num_pages[slot])
+        if missing > 0:
+            if not self._obtain(missing, sample, step):
+                return False
+            self.batch.append_pages(np.array([slot]), np.array([missing]), self.pool.allocate(missing))
         return True
 
-    def _obtain(self, count: int, sequence: Sequence) -> bool:
-        """Have `count` pages free for `sequence`: evict idle prompts, preempt later samples, at last itself."""
-        while not self._make_room(count, keep=sequence.prompt):
+    def _obtain(self, count: int, sample: Sample, step: ScheduledStep) -> bool:
+        """Have `count` pages free for `sample`: evict idle prompts, preempt later samples, at last itself."""
+        while not self._make_room(count, step, keep=sample.prompt):
             victim = self.running[-1]
-            if victim is sequence and len(self.running) == 1:
-                return self._make_room(count, keep=None)
-            self._preempt(victim)
-            if victim is sequence:
+            if victim is sample and len(self.running) == 1:
+                return self._make_room(count, step, keep=None)
+            self._preempt(victim, step)
+            if victim is sample:
                 return False
         return True
 
-    def _make_room(self, count: int, keep: PromptPages | None) -> bool:
+    def _make_room(self, count: int, step: ScheduledStep, *, keep: PromptPages | None, may_evict: bool = True) -> bool:
         """Have `count` pages free, by dropping run-aheads and evicting prompts that no running sample waits for.
 
         Returns False if that cannot be; then nothing is dropped or evicted. Pages of run-aheads count as free ones, so
         that the answer is the same without them. A prompt's pages that samples share do not become free.
         """
-        num_free = self.pool.num_free + self.idle_slots.num_pages
+        if self.pool.num_free >= count:
+            return True
+        self._trim()
+        num_free = self.pool.num_free + self.run_aheads.num_pages
         idle: list[PromptPages] = []
-        if num_free < count:
-            awaited = {id(sequence.prompt) for sequence in self.running if not sequence.has_started}
-            idle = [p for p in self._prompts.values() if p.page_ids and p is not keep and id(p) not in awaited]
-            num_evictable = sum(not self.pool.is_shared(page) for prompt in idle for page in prompt.page_ids)
-            if num_free + num_evictable < count:
-                return False
-        self.idle_slots.free_pages(count)
+        if num_free < count and may_evict:
+            awaited = {id(sample.prompt) for sample in self._starting if not sample.has_started}
+            idle = [p for p in self._prompts.values() if len(p.page_ids) and p is not keep and id(p) not in awaited]
+        if num_free + sum(self.pool.num_unshared(prompt.page_ids) for prompt in idle) < count:
+            return False
+        self.run_aheads.free_pages(count, step)
         while self.pool.num_free < count:
-            self.pool.release(idle.pop().drop_pages())
+            self._drop_prompt(idle.pop())
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _trim(self) -> None:
+        """Give back the pages after the root of each decoding sample: rejected drafts leave nothing."""
+        batch = self.batch
+        slots = np.flatnonzero(batch.is_decoding)
+        needed = -(-batch.num_tokens[slots] // self.pool.page_size)
+        extra = np.maximum(batch.num_pages[slots] - needed, 0)
+        if extra.any():
+            owners = np.repeat(slots, extra)
+            index = np.arange(len(owners)) - np.repeat(extra.cumsum() - extra, extra)
+            self.pool.release(batch.page_table[owners, np.repeat(needed, extra) + index])
+            batch.num_pages[slots] -= extra
+
+    def _preempt(self, sample: Sample, step: ScheduledStep) -> None:
         """Take the pages of a running sample; it waits first in line and will be recomputed, to the same tokens."""
-        self.running.remove(sequence)
-        self.pool.release(sequence.drop_pages())
-        sequence.has_started = False
-        self._waiting.put_back(sequence)
+        self.running.remove(sample)
+        step.end(sample.slot)
+        self._release(sample)
+        self._waiting.add(sample)
         self.num_preemptions += 1
 
-    def _leave_prompt(self, sequence: Sequence) -> None:
-        prompt = sequence.prompt
-        prompt.num_users -= 1
-        if prompt.num_users == 0:
-            self.pool.release(prompt.drop_pages())
-            del self._prompts[tuple(prompt.token_ids)]
+    def _release(self, sample: Sample) -> None:
+        """Free a sample's pages and slot."""
+        if sample in self._starting:
+            self._starting.remove(sample)
+        self.pool.release(self.batch.pages(sample.slot))
+        self.batch.take_out(sample)
 
-    @staticmethod
-    def _add_chunk(step: ScheduledStep, holder: PageHolder, budget: int) -> int:
-        assert isinstance(holder, PromptPages | Sequence)
-        count = min(budget, holder.num_missing)
-        step.prefills.append(PrefillChunk(holder, holder.num_computed, count))
-        return count
+    def _drop_prompt(self, prompt: PromptPages) -> None:
+        self.pool.release(prompt.page_ids)
+        prompt.page_ids, prompt.num_computed = _no_pages(), 0
+
+
+def _no_pages() -> Pages:
+    return np.empty(0, np.int32)

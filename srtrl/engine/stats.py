@@ -1,36 +1,69 @@
-"""What the engine did since the last look: counts and seconds, reported under `engine/`."""
+"""What the engine did since it was last asked: counts and seconds under `engine/`, and a timeline of its steps."""
 
-from collections.abc import Sequence as SequenceOf
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.drafters.draft_tree import ROOT, DraftTrees
-from srtrl.engine.verify import Walk
+from srtrl.drafters.draft_tree import DraftTrees
+from srtrl.engine.verify import Verified
 
 MAX_DEPTH = 8
-"""Acceptance is reported for the first so many depths of the draft trees."""
+"""Acceptance is reported for depths of the draft trees up to this."""
+
+STAGES = {
+    "schedule": "draft",
+    "propose": "draft",
+    "choose": "draft",
+    "rows": "forward",
+    "forward": "forward",
+    "wait": "forward",
+    "verify": "sample",
+    "commit": "commit",
+    "observe": "commit",
+    "finish": "commit",
+}
+"""The stages of a decode step in their order, and the metric `engine/<name>_seconds` in which each is counted."""
 
 
-@dataclass(slots=True, kw_only=True)
-class StepSeconds:
-    """Wall-clock seconds of the parts of one decode step."""
+@dataclass(kw_only=True, slots=True, frozen=True)
+class DecodeStep:
+    """What one decode step worked on, as a timeline shows it."""
 
-    draft: float
-    """Scheduling, drafting and choosing the nodes."""
-    forward: float
-    sample: float
-    """Sampling, verification and stop checks."""
-    commit: float
-    """Moving accepted KV, telling the drafter, taking finished samples out."""
-    waited: float = 0.0
-    """Of `forward`: the host did nothing but wait for a CUDA device."""
+    seconds: float
+    """Since the start of the rollout, at the end of the decode step."""
+    num_primaries: int
+    """Samples of the training step that sampled, one a slot; those whose prompt is still computed do not."""
+    num_run_ahead: int
+    """The same of samples that are decoded ahead."""
+    num_waiting: int
+    """Samples of the training step that have no slot."""
+    num_rows: int
+    """Tokens that were verified: drafts, and the root of each sequence."""
+    num_prefill: int
+    """Prompt tokens, and those of preempted samples, that were computed beside them."""
+    num_tokens: int
+    """Tokens that the samples of the training step got."""
+
+
+class StageClock:
+    """Wall-clock seconds of the stages of one decode step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.started = self._last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        """The stage that ends now began where the one before it ended."""
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
+        self._last = now
 
     @property
     def total(self) -> float:
-        """The whole step."""
-        return self.draft + self.forward + self.sample + self.commit
+        """From the start of the step to the end of the last stage."""
+        return self._last - self.started
 
 
 @dataclass(slots=True)
@@ -51,56 +84,49 @@ class EngineStats:
     num_draft_nodes: int = 0
     num_accepted: int = 0
     tries_by_depth: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(MAX_DEPTH, np.int64))
-    """Walks that stood before a drafted continuation of depth 1, 2, ..."""
+    """Accepted paths that stood before a drafted continuation of depth 1, 2, ..."""
     accepted_by_depth: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(MAX_DEPTH, np.int64))
-    """Those of them that went on."""
+    """Those of them that had it."""
     num_run_ahead_rows: int = 0
     run_ahead_seconds: float = 0.0
     """Estimated: cost of the steps less their cost without the run-ahead's rows."""
     saved_seconds: float = 0.0
-    """Estimated: what the tokens would have cost one a step, less what they cost."""
+    """Estimated: cost of the tokens one per step, less what they took."""
     priced_seconds: float = 0.0
-    """What the steps would have taken by a given cost curve (benchmarks)."""
+    """Cost of the steps by a given cost curve (benchmarks)."""
     max_pages: int = 0
-    seconds: StepSeconds = field(default_factory=lambda: StepSeconds(draft=0, forward=0, sample=0, commit=0))
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By stage."""
 
-    def add_walks(self, walks: SequenceOf[Walk], trees: DraftTrees, num_primaries: int) -> int:
+    def add_verified(self, verified: Verified, trees: DraftTrees, num_primaries: int) -> int:
         """Count what the primaries' drafts brought; returns the primaries' tokens.
 
-        `trees` are those that were verified, one a walk; the primaries come first.
+        `trees` are those that were verified, one for each sequence of `verified`; the primaries come first.
         """
+        num_tokens = int(verified.offsets[num_primaries])
         self.num_decodes += num_primaries
-        self.num_tokens += num_primaries
-        if not trees.num_nodes:
-            return num_primaries  # no draft, nothing accepted: most steps where drafts do not pay
-        last_nodes = np.array([walk.accepted[-1] if len(walk.accepted) else ROOT for walk in walks[:num_primaries]])
-        reached = np.array([len(walk.accepted) for walk in walks[:num_primaries]], np.int64)
-        sizes = trees.sizes[:num_primaries]
-        num_nodes = int(sizes.sum())
-        owners = np.repeat(np.arange(num_primaries), sizes)
-        # A walk that stopped before drafted children has tried one depth more than it reached.
-        is_child = trees.parents[:num_nodes] == last_nodes[owners] if num_nodes else np.empty(0, bool)
-        missed = np.bincount(owners[is_child], minlength=num_primaries) > 0
-        self.accepted_by_depth += _at_least(reached)
-        self.tries_by_depth += _at_least(reached + missed)
-        num_accepted = int(reached.sum())
-        self.num_tokens += num_accepted
-        self.num_accepted += num_accepted
-        self.num_draft_nodes += num_nodes
-        self.num_drafts += int((sizes > 0).sum())
-        self.num_hits += int((reached > 0).sum())
-        return num_primaries + num_accepted
+        self.num_tokens += num_tokens
+        num_nodes = int(trees.offsets[num_primaries])
+        if num_nodes:
+            sizes = trees.sizes[:num_primaries]
+            accepted = verified.num_new[:num_primaries] - 1
+            owners = np.repeat(np.arange(num_primaries), sizes)
+            # A path that ended before drafted children has tried one depth more than it reached.
+            missed = np.zeros(num_primaries, np.int64)
+            missed[owners[trees.parents[:num_nodes] == verified.last_nodes[owners]]] = 1
+            self.accepted_by_depth += _at_least(accepted)
+            self.tries_by_depth += _at_least(accepted + missed)
+            self.num_accepted += int(accepted.sum())
+            self.num_draft_nodes += num_nodes
+            self.num_drafts += int((sizes > 0).sum())
+            self.num_hits += int((accepted > 0).sum())
+        return num_tokens
 
-    def add_seconds(self, seconds: StepSeconds) -> None:
+    def add_seconds(self, clock: StageClock) -> None:
         """Add one step's time."""
         self.num_steps += 1
-        self.seconds = StepSeconds(
-            draft=self.seconds.draft + seconds.draft,
-            forward=self.seconds.forward + seconds.forward,
-            sample=self.seconds.sample + seconds.sample,
-            commit=self.seconds.commit + seconds.commit,
-            waited=self.seconds.waited + seconds.waited,
-        )
+        for stage, seconds in clock.seconds.items():
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
 
     def metrics(self) -> dict[str, float]:
         """Flat metrics; shares and means are over the steps since the last look."""
@@ -116,18 +142,18 @@ class EngineStats:
             "engine/prefill_tokens": self.num_prefill_tokens,
             "engine/slots_in_use_mean": self.num_decodes / steps,
             "engine/pages_in_use_max": self.max_pages,
-            "engine/draft_seconds": self.seconds.draft,
-            "engine/forward_seconds": self.seconds.forward,
-            "engine/sample_seconds": self.seconds.sample,
-            "engine/commit_seconds": self.seconds.commit,
             "engine/saved_seconds": self.saved_seconds,
             "engine/run_ahead_rows": self.num_run_ahead_rows,
             "engine/run_ahead_seconds": self.run_ahead_seconds,
         }
-        if self.seconds.waited:
-            host_seconds = self.seconds.total - self.seconds.waited
-            metrics["engine/host_seconds"] = host_seconds
-            metrics["engine/host_share"] = host_seconds / self.seconds.total
+        for part in dict.fromkeys(STAGES.values()):
+            metrics[f"engine/{part}_seconds"] = sum(
+                seconds for stage, seconds in self.seconds.items() if STAGES[stage] == part
+            )
+        if self.seconds.get("wait"):
+            total = sum(self.seconds.values())
+            metrics["engine/host_seconds"] = total - self.seconds["wait"]
+            metrics["engine/host_share"] = metrics["engine/host_seconds"] / total
         if self.priced_seconds:
             metrics["engine/priced_seconds"] = self.priced_seconds
         for depth, (tries, accepted) in enumerate(zip(self.tries_by_depth, self.accepted_by_depth, strict=True), 1):

@@ -1,10 +1,7 @@
-"""When a sample ends: end token, stop string, or length. Looked at token by token, also inside an accepted path."""
+"""Stop strings: whether the newest token completes one."""
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from typing import Any, Protocol
-
-from srtrl.engine.sequence import Sequence
-from srtrl.types import FinishReason
 
 
 class Tokenizer(Protocol):
@@ -14,22 +11,9 @@ class Tokenizer(Protocol):
         """Text of the tokens, special ones included."""
 
 
-def finish_reason(sequence: Sequence, tokenizer: Tokenizer | None) -> FinishReason | None:
-    """Whether the sample ends with its newest token, and why."""
-    sampling = sequence.request.sampling
-    if sequence.token_ids[-1] in sampling.end_token_ids:
-        return "stop"
-    if sampling.stop_strings:
-        assert tokenizer is not None, "check_request refuses stop strings without a tokenizer"
-        tail = sequence.last_generated(num_tail_tokens(sampling.stop_strings))
-        if ends_with_stop_string(sampling.stop_strings, tail, tokenizer):
-            return "stop"
-    return "length" if sequence.num_remaining == 0 else None
-
-
-def ends_with_stop_string(stop_strings: tuple[str, ...], generated: SequenceOf[int], tokenizer: Tokenizer) -> bool:
-    """Whether the text of `generated` contains a stop string; the caller has asked for every shorter prefix."""
-    text = tokenizer.decode(list(generated[-num_tail_tokens(stop_strings) :]))
+def completes_stop_string(stop_strings: tuple[str, ...], tail: list[int], tokenizer: Tokenizer) -> bool:
+    """Whether the text of a response's last tokens has a stop string; no shorter prefix of the response had one."""
+    text = tokenizer.decode(tail)
     return any(stop in text for stop in stop_strings)
 
 
@@ -42,7 +26,7 @@ def num_tail_tokens(stop_strings: tuple[str, ...]) -> int:
     return max(len(stop.encode()) for stop in stop_strings) + 4
 
 
-def cut_at_stop_string(text: str, stop_strings: SequenceOf[str]) -> str:
+def cut_at_stop_string(text: str, stop_strings: Sequence[str]) -> str:
     """`text` up to the first stop string in it, without the stop string."""
     ends = [text.index(stop) for stop in stop_strings if stop in text]
     return text[: min(ends)] if ends else text

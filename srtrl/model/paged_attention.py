@@ -1,8 +1,9 @@
 """The decoder's attention: rows of many sequences against the pages of the KV cache, under draft-tree masks.
 
-A *slot* of the cache is `page * page_size + offset`. A row sees the committed positions of its sequence (through the
-page table) and the draft nodes on its own branch, itself included (as a list of slots by depth); a prompt token or a
-root sees committed positions only. One token and one tree are the same code path. Letters: see `srtrl/types.py`.
+A *KV index*, a place in the cache, is `page * page_size + offset`. A row sees the committed positions of its sequence
+(through the page table) and the draft nodes on its own branch, itself included (as bits); a prompt token or a root sees
+committed positions only. One token and one tree are the same code path. Letters: see `srtrl/types.py`; W words of
+ancestor bits.
 """
 
 from dataclasses import dataclass
@@ -77,8 +78,8 @@ class KVCache:
         self.key_pages[:, target] = self.key_pages[:, source]
         self.value_pages[:, target] = self.value_pages[:, source]
 
-    def move_slots(self, sources: Int32Array, targets: Int32Array) -> None:
-        """Copy single positions in all layers, [M] each; every source is read before any target is written."""
+    def move_indices(self, sources: Int32Array, targets: Int32Array) -> None:
+        """Copy single KV indices in all layers, [M] each; every source is read before any target is written."""
         device = self.key_pages.device
         source = torch.from_numpy(sources.astype(np.int64)).to(device)
         target = torch.from_numpy(targets.astype(np.int64)).to(device)
@@ -91,52 +92,47 @@ class KVCache:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PagedRows:
-    """Where the rows of one decode step write and what they see; arrays on the host, N real rows."""
+    """Where the rows of one decode step write and what they see; arrays on the host, N rows, padding included."""
 
-    positions: npt.NDArray[np.int64]
+    positions: Int32Array
     """[N], rotary positions."""
-    write_slots: Int32Array
-    """[N], where the row's own key and value go."""
-    page_tables: Int32Array
-    """[B, P], pages of each sequence in order of position; what lies behind its last page is never read."""
+    kv_indices: Int32Array
+    """[N], where the row's own key and value go; -1 for padding."""
+    context_lengths: Int32Array
+    """[N], committed positions the row sees (its own included where it is no draft node); 0 for padding."""
+    ancestors: Int32Array
+    """[N, W], bits of the draft nodes the row sees, itself included: bit i % 32 of word i // 32 for node i of its tree,
+    whose key lies at position context_length + i of the sequence."""
     row_tables: Int32Array
     """[N], row of `page_tables`."""
-    context_lengths: Int32Array
-    """[N], committed positions the row sees (its own included where it is no draft node)."""
-    path_slots: Int32Array
-    """[N, depth], slots of the draft nodes the row sees, itself last; padding behind `path_lengths`."""
-    path_lengths: Int32Array
-    """[N], 0 for a row that is no draft node."""
+    page_tables: Int32Array
+    """[B, P], pages of each sequence in order of position; entries after its last page are never read."""
 
 
 class PagedPlan:
-    """Plan of one decode step (`srtrl.model.attention.AttentionPlan`). Rows beyond the real ones are padding.
+    """Plan of one decode step (`srtrl.model.attention.AttentionPlan`).
 
     On a CPU one Numba kernel attends; elsewhere, and for float64, the plain PyTorch reference does.
     """
 
-    def __init__(self, cache: KVCache, rows: PagedRows, *, num_padded_rows: int | None = None) -> None:
+    def __init__(self, cache: KVCache, rows: PagedRows, num_rows: int | None = None) -> None:
+        """`num_rows`: rows without padding, which come first; by default all."""
         self.cache = cache
         self.rows = rows
-        self.num_rows = len(rows.positions)
-        num_all = self.num_rows if num_padded_rows is None else num_padded_rows
-        assert num_all >= self.num_rows
+        self.num_rows = len(rows.positions) if num_rows is None else num_rows
         device = cache.key_pages.device
-        positions = np.zeros(num_all, dtype=np.int64)
-        positions[: self.num_rows] = rows.positions
-        self.num_positions = int(positions.max(initial=0)) + 1
-        self.positions = torch.from_numpy(positions).to(device)  # [N padded]
-        self._num_keys = int(rows.context_lengths.sum() + rows.path_lengths.sum())
+        self.num_positions = int(rows.positions.max(initial=0)) + 1
+        self.positions = torch.from_numpy(rows.positions.astype(np.int64)).to(device)  # [N]
         dtype = cache.key_pages.dtype
         use_kernel = device.type == "cpu" and not cache.token_major and dtype in (torch.float32, torch.bfloat16)
-        self._reference = None if use_kernel else ReferenceRows(cache, rows)
+        self._reference = None if use_kernel else ReferenceRows(cache, rows, self.num_rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the rows' keys and values, then attend; see `AttentionPlan.attend`. Padding rows come out as zeros."""
-        num_rows = self.num_rows
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         if self._reference is not None:
-            out[:num_rows] = self._reference.attend(layer, q[:num_rows], k[:num_rows], v[:num_rows])
+            num = self.num_rows
+            out[:num] = self._reference.attend(layer, q[:num], k[:num], v[:num])
             return out
         self._attend_on_cpu(layer, q, k, v, out)
         return out
@@ -145,26 +141,32 @@ class PagedPlan:
         from srtrl.model.cpu_threads import use_kernel_threads
         from srtrl.model.paged_kernel import attend_paged, write_kv
 
-        rows = self.rows
-        num_rows = self.num_rows
+        rows, num_rows = self.rows, self.num_rows
         keys, values = _as_array(self.cache.key_pages[layer]), _as_array(self.cache.value_pages[layer])
-        write_kv(_as_array(k[:num_rows]), _as_array(v[:num_rows]), rows.write_slots, keys, values)
-        use_kernel_threads(2 * self._num_keys * q.shape[1] * q.shape[2])
-        wide_out = out[:num_rows] if out.dtype == torch.float32 else out[:num_rows].float()
+        # Contiguous whatever the number of rows: a slice of one row would be another type, and compile once more.
+        write_kv(
+            _as_array(k[:num_rows].contiguous()),
+            _as_array(v[:num_rows].contiguous()),
+            rows.kv_indices[:num_rows],
+            keys,
+            values,
+        )
+        num_keys = int(rows.context_lengths[:num_rows].sum())
+        use_kernel_threads(2 * num_keys * q.shape[1] * q.shape[2])
+        wide_out = out if out.dtype == torch.float32 else out.float()
         attend_paged(
-            q[:num_rows].float().numpy(),
+            q[:num_rows].float().contiguous().numpy(),
             keys,
             values,
             rows.page_tables,
-            rows.row_tables,
-            rows.context_lengths,
-            rows.path_slots,
-            rows.path_lengths,
+            rows.row_tables[:num_rows],
+            rows.context_lengths[:num_rows],
+            rows.ancestors[:num_rows],
             np.float32(q.shape[-1] ** -0.5),
             wide_out.numpy(),
         )
-        if wide_out.dtype != out.dtype:
-            out[:num_rows] = wide_out
+        if wide_out is not out:
+            out.copy_(wide_out)
 
 
 class ReferenceRows:
@@ -173,41 +175,46 @@ class ReferenceRows:
     num_rows_at_once = 64
     """Bounds the gathered keys: rows x keys x heads."""
 
-    def __init__(self, cache: KVCache, rows: PagedRows) -> None:
+    def __init__(self, cache: KVCache, rows: PagedRows, num_rows: int | None = None) -> None:
         self.cache = cache
-        device = cache.key_pages.device
-        num_keys = int((rows.context_lengths + rows.path_lengths).max(initial=1))
-        index = np.arange(num_keys)
-        slots = np.zeros((len(rows.positions), num_keys), dtype=np.int64)  # [N, M]
-        size = cache.page_size
-        for n, (table, context, depth) in enumerate(
-            zip(rows.row_tables, rows.context_lengths, rows.path_lengths, strict=True)
-        ):
-            slots[n, :context] = rows.page_tables[table, index[:context] // size] * size + index[:context] % size
-            slots[n, context : context + depth] = rows.path_slots[n, :depth]
-        seen = index < (rows.context_lengths + rows.path_lengths)[:, None]  # [N, M]
-        self.slots = torch.from_numpy(slots).to(device)
-        self.seen = torch.from_numpy(seen).to(device)
-        self.write_slots = torch.from_numpy(rows.write_slots.astype(np.int64)).to(device)
+        num_rows = len(rows.positions) if num_rows is None else num_rows
+        device, size = cache.key_pages.device, cache.page_size
+        seen_positions = [_seen_positions(rows, row) for row in range(num_rows)]
+        num_keys = max(map(len, seen_positions), default=1)
+        indices = np.zeros((num_rows, num_keys), dtype=np.int64)  # [N, M]
+        for row, positions in enumerate(seen_positions):
+            pages = rows.page_tables[rows.row_tables[row], positions // size]
+            indices[row, : len(positions)] = pages * size + positions % size
+        counts = np.array([len(positions) for positions in seen_positions])
+        self.indices = torch.from_numpy(indices).to(device)
+        self.seen = torch.from_numpy(np.arange(num_keys) < counts[:, None]).to(device)  # [N, M]
+        self.kv_indices = torch.from_numpy(rows.kv_indices[:num_rows].astype(np.int64)).to(device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[N, H, E] for real rows only; softmax in at least float32."""
         size = self.cache.page_size
         key_pages, value_pages = self.cache.key_pages[layer], self.cache.value_pages[layer]
-        key_pages[self.write_slots // size, :, :, self.write_slots % size] = k
-        value_pages[self.write_slots // size, :, self.write_slots % size] = v
+        key_pages[self.kv_indices // size, :, :, self.kv_indices % size] = k
+        value_pages[self.kv_indices // size, :, self.kv_indices % size] = v
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         outputs = []
         for first in range(0, len(q), self.num_rows_at_once):
             rows = slice(first, first + self.num_rows_at_once)
-            slots = self.slots[rows]  # [N, M]
-            keys = key_pages[slots // size, :, :, slots % size].to(wide)  # [N, M, K, E]
-            values = value_pages[slots // size, :, slots % size].to(wide)  # [N, M, K, E]
-            grouped = q[rows].to(wide).reshape(len(slots), keys.shape[2], -1, q.shape[-1])  # [N, K, H / K, E]
+            indices = self.indices[rows]  # [N, M]
+            keys = key_pages[indices // size, :, :, indices % size].to(wide)  # [N, M, K, E]
+            values = value_pages[indices // size, :, indices % size].to(wide)  # [N, M, K, E]
+            grouped = q[rows].to(wide).reshape(len(indices), keys.shape[2], -1, q.shape[-1])  # [N, K, H / K, E]
             scores = torch.einsum("nkge,nmke->nkgm", grouped, keys) * q.shape[-1] ** -0.5
             scores = scores.masked_fill(~self.seen[rows][:, None, None], -torch.inf)
             outputs.append(torch.einsum("nkgm,nmke->nkge", scores.softmax(-1), values).flatten(1, 2).to(q.dtype))
         return torch.cat(outputs)
+
+
+def _seen_positions(rows: PagedRows, row: int) -> npt.NDArray[np.int64]:
+    """Positions of its sequence, in order, that a row sees: the committed ones, then its branch of the draft tree."""
+    context = int(rows.context_lengths[row])
+    bits = np.unpackbits(rows.ancestors[row].view(np.uint8), bitorder="little")
+    return np.concatenate([np.arange(context), context + np.flatnonzero(bits)])
 
 
 def _as_array(tensor: Tensor) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16]:

@@ -80,7 +80,7 @@ def _score_page(query: Array, keys: Array, scores: Array) -> None:
 def _score_keys(
     queries: Array, key_pages: Array, head: int, pages: Array, context: int, path: Array, scores: Array
 ) -> None:
-    """scores[g, position] = queries[g] . key, over the context's pages and then the branch `path` (slots by depth)."""
+    """scores[g, i] = queries[g] . key, over the context's pages and then the branch `path` (KV indices by depth)."""
     page_size = key_pages.shape[3]
     buffer = np.empty((queries.shape[1], page_size), np.float32)
     for p in range((context + page_size - 1) // page_size):
@@ -118,6 +118,23 @@ def _sum_values(
                 sums[g, e] += weight * values[path[i] % page_size, e]
 
 
+@numba.njit(inline="always")
+def _fill_path(words: Array, context: int, pages: Array, page_size: int, path: Array) -> int:
+    """KV indices of the draft nodes whose bits are set, by depth (ancestors come first); returns their number."""
+    depth = 0
+    for w in range(len(words)):
+        bits = np.int64(words[w]) & np.int64(0xFFFFFFFF)
+        node = 32 * w
+        while bits != 0:
+            if bits & 1:
+                position = context + node
+                path[depth] = pages[position // page_size] * page_size + position % page_size
+                depth += 1
+            bits >>= 1
+            node += 1
+    return depth
+
+
 @numba.njit(parallel=True, cache=True, nogil=True)
 def attend_paged(
     q: Array,
@@ -126,8 +143,7 @@ def attend_paged(
     page_tables: Array,
     row_tables: Array,
     context_lengths: Array,
-    path_slots: Array,
-    path_lengths: Array,
+    ancestors: Array,
     scale: np.float32,
     out: Array,
 ) -> None:
@@ -140,20 +156,20 @@ def attend_paged(
         page_tables: [B, P] int32, the pages of each sequence.
         row_tables: [N] int32, which page table a row reads.
         context_lengths: [N] int32, positions 0 to this of the page table are seen.
-        path_slots: [N, depth] int32, slots (page * page_size + offset) of the row's ancestors in the tree and itself.
-        path_lengths: [N] int32, how many of them.
+        ancestors: [N, W] int32, bits of the row's ancestors in the tree and itself; see `PagedRows.ancestors`.
         scale: Factor of the scores.
-        out: [N, H, E] float32, written.
+        out: [N or more, H, E] float32, written.
     """
     num_rows, num_heads, width = q.shape
     num_kv_heads, page_size = key_pages.shape[1], key_pages.shape[3]
     group = num_heads // num_kv_heads
-    longest = page_size + NUM_LANES
-    for n in range(num_rows):
-        longest = max(longest, context_lengths[n] + path_lengths[n] + page_size + NUM_LANES)
+    most_nodes = 32 * ancestors.shape[1]
+    longest = np.max(context_lengths) + most_nodes + page_size + NUM_LANES
     for task in numba.prange(num_rows * num_kv_heads):
         n, head = task // num_kv_heads, task % num_kv_heads
-        pages, path = page_tables[row_tables[n]], path_slots[n, : path_lengths[n]]
+        pages = page_tables[row_tables[n]]
+        path = np.empty(most_nodes, np.int32)
+        path = path[: _fill_path(ancestors[n], context_lengths[n], pages, page_size, path)]
         queries = np.empty((group, width), np.float32)
         for g in range(group):
             for e in range(width):
@@ -172,11 +188,11 @@ def attend_paged(
 
 
 @numba.njit(cache=True, nogil=True)
-def write_kv(k: Array, v: Array, slots: Array, key_pages: Array, value_pages: Array) -> None:
-    """Store the keys and values of the rows, `k` and `v` [N, K, E], at `slots` [N] int32."""
+def write_kv(k: Array, v: Array, kv_indices: Array, key_pages: Array, value_pages: Array) -> None:
+    """Store the keys and values of the rows, `k` and `v` [N, K, E], at `kv_indices` [N] int32."""
     page_size = key_pages.shape[3]
-    for n in range(len(slots)):
-        page, offset = slots[n] // page_size, slots[n] % page_size
+    for n in range(len(kv_indices)):
+        page, offset = kv_indices[n] // page_size, kv_indices[n] % page_size
         for head in range(k.shape[1]):
             for e in range(k.shape[2]):
                 key_pages[page, head, e, offset] = k[n, head, e]

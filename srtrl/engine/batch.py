@@ -1,0 +1,176 @@
+"""The samples that have a slot, as one struct of arrays: each stage of a decode step is one call over its rows.
+
+A Python object for a sample (`Sample`) exists while it waits, and beside its slot for what a step does not touch. All
+that changes from step to step is in the arrays.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from srtrl.engine.rows import Int32Array, Int64Array
+from srtrl.types import Request
+
+NO_SLOT = -1
+NO_TOKEN = -1
+"""Padding of end tokens and recorded tokens."""
+
+
+@dataclass(slots=True, eq=False)
+class PromptPages:
+    """KV of one prompt but for its last token, shared by the samples of a group.
+
+    The last prompt token is each sample's own first row: it gives the first sampled token, on the same code path as
+    every later one.
+    """
+
+    token_ids: Int32Array
+    page_ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    num_computed: int = 0
+    """Positions whose KV is in the pages: always a prefix."""
+    num_users: int = 0
+    """Unfinished samples of this prompt, waiting ones included."""
+
+    @property
+    def num_missing(self) -> int:
+        """Positions whose KV is still to be computed."""
+        return len(self.token_ids) - 1 - self.num_computed
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One request, from when it is queued until it is finished."""
+
+    request: Request
+    prompt: PromptPages
+    slot: int = NO_SLOT
+    """Row of the batch; `NO_SLOT` while it waits."""
+    admission: int = -1
+    """Counts admissions; of the running samples the one with the highest is preempted first."""
+    has_started: bool = False
+    """Whether it has its share of the prompt's pages: not while it waits, nor after a preemption."""
+    token_ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    """Of a preempted sample: what it had generated."""
+    logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    """Their log-probs."""
+
+
+class Batch:
+    """Arrays with a row for each slot."""
+
+    def __init__(self, num_slots: int, max_tokens: int, page_size: int, max_draft_nodes: int) -> None:
+        """Empty slots for sequences of up to `max_tokens`, and `max_draft_nodes` more while they are verified."""
+        max_pages = -(-(max_tokens + max_draft_nodes + 1) // page_size)
+
+        def array(dtype: Any, *shape: int) -> npt.NDArray[Any]:
+            return np.zeros((num_slots, *shape), dtype)
+
+        self.num_slots = num_slots
+        self.samples: list[Sample | None] = [None] * num_slots
+        self.token_ids: Int32Array = array(np.int32, max_tokens)
+        """[slots, max_tokens], prompt and response."""
+        self.logprobs: npt.NDArray[np.float32] = array(np.float32, max_tokens)
+        """[slots, max_tokens], of the response: token i of it at index i."""
+        self.num_tokens: Int64Array = array(np.int64)
+        """[slots], prompt and generated tokens. The last one is the root of the next draft tree: its KV is computed
+        together with the tree's."""
+        self.num_prompt_tokens: Int64Array = array(np.int64)
+        self.num_computed: Int64Array = array(np.int64)
+        """[slots], positions whose KV is in the pages: always a prefix."""
+        self.max_tokens: Int64Array = array(np.int64)
+        """[slots], at this number of tokens the sample ends."""
+        self.rng_keys: npt.NDArray[np.uint64] = array(np.uint64)
+        self.temperatures: npt.NDArray[np.float32] = array(np.float32)
+        self.top_k: Int64Array = array(np.int64)
+        self.top_p: npt.NDArray[np.float64] = array(np.float64)
+        self.is_filtered: npt.NDArray[np.bool_] = array(np.bool_)
+        """[slots], whether top-k or top-p takes tokens away."""
+        self.has_stop_strings: npt.NDArray[np.bool_] = array(np.bool_)
+        self.end_tokens: Int32Array = array(np.int32, 1)
+        """[slots, most end tokens of a request], padded with `NO_TOKEN`."""
+        self.trace_tokens: Int32Array = array(np.int32, 0)
+        """[slots, 0], or in a benchmark [slots, max_tokens]: recorded responses, padded with `NO_TOKEN`, whose tokens
+        are taken in place of the sampled ones."""
+        self.page_table: Int32Array = array(np.int32, max_pages)
+        """[slots, max_pages], pages by position."""
+        self.num_pages: Int64Array = array(np.int64)
+        """[slots], pages that are held."""
+        self.is_decoding: npt.NDArray[np.bool_] = array(np.bool_)
+        """[slots], whether only the root's KV is missing, so that the next step samples."""
+        self.is_run_ahead: npt.NDArray[np.bool_] = array(np.bool_)
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody has."""
+        return len(self._free)
+
+    def pages(self, slot: int) -> Int32Array:
+        """The pages that a slot's sample holds, by position (a view)."""
+        return self.page_table[slot, : self.num_pages[slot]]
+
+    def set_pages(self, slot: int, page_ids: Int32Array) -> None:
+        """Let a slot's sample hold these pages (references are the caller's business)."""
+        self.num_pages[slot] = len(page_ids)
+        self.page_table[slot, : len(page_ids)] = page_ids
+
+    def append_pages(self, slots: Int64Array, counts: Int64Array, page_ids: Int32Array) -> None:
+        """Append counts[i] pages to slots[i], in order; `page_ids` are all of them."""
+        owners = np.repeat(slots, counts)
+        index = np.arange(len(owners)) - np.repeat(counts.cumsum() - counts, counts)  # within its slot's new pages
+        self.page_table[owners, self.num_pages[owners] + index] = page_ids
+        self.num_pages[slots] += counts
+
+    def put(self, sample: Sample) -> None:
+        """Give a sample a free slot, with the tokens that it has so far; without pages."""
+        slot = sample.slot = self._free.pop()
+        request, sampling = sample.request, sample.request.sampling
+        num_prompt, num_generated = len(sample.prompt.token_ids), len(sample.token_ids)
+        self.samples[slot] = sample
+        self.token_ids[slot, :num_prompt] = sample.prompt.token_ids
+        self.token_ids[slot, num_prompt : num_prompt + num_generated] = sample.token_ids
+        self.logprobs[slot, :num_generated] = sample.logprobs
+        self.num_tokens[slot] = num_prompt + num_generated
+        self.num_prompt_tokens[slot] = num_prompt
+        self.num_computed[slot] = 0
+        self.max_tokens[slot] = num_prompt + sampling.max_new_tokens
+        self.rng_keys[slot] = request.rng_key
+        self.temperatures[slot] = sampling.temperature
+        self.top_k[slot], self.top_p[slot] = sampling.top_k, sampling.top_p
+        self.is_filtered[slot] = sampling.top_k > 0 or sampling.top_p < 1
+        self.has_stop_strings[slot] = bool(sampling.stop_strings)
+        missing = len(sampling.end_token_ids) - self.end_tokens.shape[1]
+        if missing > 0:
+            self.end_tokens = np.pad(self.end_tokens, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
+        self.end_tokens[slot] = NO_TOKEN
+        self.end_tokens[slot, : len(sampling.end_token_ids)] = sampling.end_token_ids
+        self.num_pages[slot] = 0
+        self.is_decoding[slot] = False
+        self.is_run_ahead[slot] = request.is_run_ahead
+
+    def take_out(self, sample: Sample) -> None:
+        """Free a sample's slot, whose pages were released; the sample keeps what it has generated."""
+        slot = sample.slot
+        sample.token_ids, sample.logprobs = self.generated(slot).copy(), self.generated_logprobs(slot).copy()
+        self.samples[slot] = None
+        self.is_decoding[slot] = False
+        self.num_pages[slot] = 0
+        sample.slot, sample.has_started = NO_SLOT, False
+        self._free.append(slot)
+
+    def generated(self, slot: int) -> Int32Array:
+        """Tokens of the response so far (a view)."""
+        return self.token_ids[slot, self.num_prompt_tokens[slot] : self.num_tokens[slot]]
+
+    def generated_logprobs(self, slot: int) -> npt.NDArray[np.float32]:
+        """Their log-probs (a view)."""
+        return self.logprobs[slot, : self.num_tokens[slot] - self.num_prompt_tokens[slot]]
+
+    def set_trace(self, slot: int, token_ids: Int32Array) -> None:
+        """Let a slot's sample repeat a recorded response; without tokens: sample as usual."""
+        if not self.trace_tokens.shape[1]:
+            self.trace_tokens = np.full((self.num_slots, self.token_ids.shape[1]), NO_TOKEN, np.int32)
+        self.trace_tokens[slot] = NO_TOKEN
+        self.trace_tokens[slot, : len(token_ids)] = token_ids

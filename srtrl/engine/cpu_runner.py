@@ -1,0 +1,169 @@
+"""Decode steps on a CPU: the model in PyTorch, attention and sampling in one Numba kernel each."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from srtrl.engine.rows import BITS_PER_WORD, Int32Array, Int64Array, StepInputs, StepLayout, StepSize
+from srtrl.engine.runner import RowFilters, SampledRows, kv_cache_for, page_bytes_of
+from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference, sample_rows_on_cpu
+from srtrl.model.paged_attention import PagedPlan, PagedRows
+from srtrl.model.transformer import Transformer
+
+ROW_MULTIPLE = 8
+"""Deterministic mode: at other row counts matrix products can give a row other bits (measured; see docs/LOG.md)."""
+
+
+class CpuRunner:
+    """See `srtrl.engine.runner.Runner`."""
+
+    is_asynchronous = False
+    was_prepared = True
+
+    def __init__(
+        self,
+        policy: Transformer,
+        *,
+        page_size: int,
+        max_draft_nodes: int,
+        decode_dtype: torch.dtype | None = None,
+        deterministic: bool = True,
+    ) -> None:
+        """Without pages: `allocate_pages` must follow."""
+        self.policy = policy
+        self.model = policy
+        if decode_dtype is not None and decode_dtype != policy.dtype:
+            self.model = Transformer(policy.config, decode_dtype, policy.device).requires_grad_(False)
+            self.refresh_weights()
+        self.page_size = page_size
+        self.row_multiple = ROW_MULTIPLE if deterministic else 1
+        self.num_words = max(1, -(-max_draft_nodes // BITS_PER_WORD))
+        self.wait_seconds = 0.0
+        self.cache = kv_cache_for(self.model, 0, page_size)
+        self._buffer: Int32Array = np.empty(0, np.int32)
+        self._inputs: StepInputs | None = None
+        self._sampled: SampledRows | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """See `Runner`."""
+        return self.cache.key_pages.shape[1]
+
+    @property
+    def page_bytes(self) -> int:
+        """See `Runner`."""
+        return page_bytes_of(self.model, self.page_size)
+
+    def row_edges(self, max_rows: int) -> list[int]:
+        """See `Runner`."""
+        return list(range(self.row_multiple, max_rows + self.row_multiple, self.row_multiple))
+
+    def allocate_pages(self, num_pages: int) -> None:
+        """See `Runner`."""
+        self.release_pages()
+        self.cache = kv_cache_for(self.model, num_pages, self.page_size)
+
+    def release_pages(self) -> None:
+        """See `Runner`."""
+        self.cache = kv_cache_for(self.model, 0, self.page_size)
+
+    def refresh_weights(self) -> None:
+        """Copy the policy's weights into the cast copy; nothing to do where the tensors are shared."""
+        if self.model is not self.policy:
+            with torch.no_grad():
+                for target, source in zip(self.model.parameters(), self.policy.parameters(), strict=True):
+                    target.copy_(source)
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `Runner`."""
+        with torch.inference_mode():
+            self.cache.copy_pages(list(sources), list(targets))
+
+    def inputs_for(self, size: StepSize) -> StepInputs:
+        """See `Runner`; valid until the next call."""
+        layout = StepLayout(
+            num_rows=self._padded(size.num_rows),
+            num_sampled=size.num_sampled,
+            num_words=self.num_words,
+            num_tiles=0,
+            table_width=size.max_pages,
+            num_tables=len(size.rows_per_sequence),
+        )
+        if layout.num_elements > len(self._buffer):
+            self._buffer = np.zeros(2 * layout.num_elements, np.int32)
+        return StepInputs.of(self._buffer, layout)
+
+    @torch.inference_mode()
+    def launch(self, inputs: StepInputs, filters: RowFilters | None) -> None:
+        """See `Runner`; computes the whole step."""
+        num_rows = int(np.count_nonzero(inputs.context_lengths))  # padding sees nothing, and comes last
+        rows = PagedRows(
+            positions=inputs.positions,
+            kv_indices=inputs.kv_indices,
+            context_lengths=inputs.context_lengths,
+            ancestors=inputs.ancestors,
+            row_tables=inputs.row_tables,
+            page_tables=inputs.page_tables,
+        )
+        hidden = self.model(torch.from_numpy(inputs.token_ids).long(), PagedPlan(self.cache, rows, num_rows))  # [N, D]
+        num_sampled = inputs.layout.num_sampled
+        logits = self.model.logits(hidden[: self._padded(num_sampled)])[:num_sampled]  # [L, V]
+        keys, positions = inputs.rng_keys.view(np.uint64), inputs.sample_positions.astype(np.int64)
+        token_ids, logprobs = sample_rows_on_cpu(logits, inputs.temperatures, keys, positions)
+        if filters is not None:
+            temperatures = torch.from_numpy(inputs.temperatures)
+            kept = filter_top_k_top_p(
+                logits, temperatures, torch.from_numpy(filters.top_k), torch.from_numpy(filters.top_p)
+            )
+            token_ids, _ = sample_rows_on_cpu(kept, inputs.temperatures, keys, positions)
+            logprobs = row_logprobs_reference(logits, temperatures, torch.from_numpy(token_ids).long()).numpy()
+        self._sampled = SampledRows(token_ids=token_ids, logprobs=logprobs)
+
+    def wait(self, num_sampled: int) -> SampledRows:
+        """See `Runner`."""
+        sampled, self._sampled = self._sampled, None
+        assert sampled is not None, "no step was launched"
+        assert len(sampled.token_ids) == num_sampled
+        return sampled
+
+    @torch.inference_mode()
+    def move_kv(self, sources: Int32Array, targets: Int32Array, starts: Int64Array) -> None:
+        """See `Runner`."""
+        self.cache.move_indices(sources, targets)
+
+    def time_step(self, num_rows: int, context_tokens: int) -> float:
+        """See `Runner`; each row is a sequence of its own, on the same pages where there are not enough."""
+        page_size = self.page_size
+        inputs = self.inputs_for(
+            StepSize(
+                rows_per_sequence=np.ones(num_rows, np.int64),
+                num_sampled=num_rows,
+                max_keys=context_tokens,
+                page_size=page_size,
+            )
+        )
+        pages = np.arange(inputs.page_tables.size, dtype=np.int32) % np.int32(self.num_pages)
+        inputs.page_tables[:] = pages.reshape(inputs.page_tables.shape)
+        for array in (
+            inputs.rng_keys,
+            inputs.sample_positions,
+            inputs.temperatures,
+            inputs.token_ids,
+            inputs.ancestors,
+        ):
+            array[:] = 0
+        inputs.context_lengths[:], inputs.positions[:] = 0, 0
+        inputs.context_lengths[:num_rows], inputs.positions[:num_rows] = context_tokens, context_tokens - 1
+        inputs.row_tables[:] = 0
+        inputs.row_tables[:num_rows] = np.arange(num_rows)
+        last = context_tokens - 1
+        inputs.kv_indices[:num_rows] = inputs.page_tables[:, last // page_size] * page_size + last % page_size
+        started = time.perf_counter()
+        self.launch(inputs, None)
+        self.wait(num_rows)
+        return time.perf_counter() - started
+
+    def _padded(self, num_rows: int) -> int:
+        return -(-num_rows // self.row_multiple) * self.row_multiple

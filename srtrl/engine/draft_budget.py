@@ -1,0 +1,395 @@
+"""Draft control: what a decode step costs, which draft nodes it verifies, and whether drafts pay at all.
+
+Three small parts. `StepCost` is the measured time of a step by its number of rows. `choose_nodes` takes, of all draft
+nodes of all sequences, the best ones up to the number at which expected tokens per second are highest; `Calibration`
+corrects the drafter's estimates by what was accepted. `DraftGate` compares wall-clock tokens per second with and
+without drafts. What is learned about acceptance and gain is kept apart by class: purpose (training never mixes with
+evaluation), whether the prompts have history, and the power of two of the number of sequences.
+
+None of this changes a token, only the time it takes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from srtrl.drafters.draft_tree import ROOT, DraftTrees
+from srtrl.engine.rows import Int64Array
+from srtrl.types import Purpose
+
+Array = npt.NDArray[Any]
+Float64Array = npt.NDArray[np.float64]
+
+MAX_ROWS = 2048
+"""Largest step whose cost is followed; a larger one is never drafted for."""
+MIN_GAIN = 1.05
+"""Drafts go on while they give this many times the tokens per second."""
+TRIAL_STEPS = 4
+FIRST_PAUSE, LAST_PAUSE = 16, 1024
+"""Steps between two trials: doubling while trials fail."""
+CHECK_EVERY = 64
+"""While drafting goes on, one step in this many is done without, so that the comparison stays current."""
+AUTO_SLOWDOWN = 0.03
+"""Largest slowdown of a step by run-aheads where the recipe names none."""
+MIN_RUN_AHEAD_ROWS = 8
+"""Fewer, as the padding of a step leaves, are not worth the requests."""
+
+RateClass = tuple[Purpose, int, int]
+"""Purpose, share of the samples with history in quarters, and power of two of the number of sequences."""
+
+
+class StepCost:
+    """Seconds of a decode step by its number of rows."""
+
+    def __init__(self, edges: Sequence[int] = (), *, points: Sequence[tuple[int, float]] = ()) -> None:
+        """Unknown until `probe`; or fixed, where `points` (rows, seconds) state the cost of another machine.
+
+        `edges`: ascending row counts at which a step's padding ends; steps of one bucket cost the same.
+        """
+        self.is_fixed = bool(points)
+        self._edges = np.array([rows for rows, _ in points] if points else edges, np.int64)
+        self._seconds = np.array([seconds for _, seconds in points] if points else [np.nan] * len(edges))
+        self._scale = 1.0
+        self._num_records = 0
+        self._table: Float64Array = np.empty(0)
+        if points:
+            self._make_table()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was measured or stated."""
+        return len(self._table) > 0
+
+    @property
+    def table(self) -> Float64Array:
+        """[MAX_ROWS + 1], seconds of a step by its rows; never falling."""
+        return self._table
+
+    def probe(self, time_step: Callable[[int], float], *, num_slots: int) -> None:
+        """Time steps of doubling row counts, each twice, from 1 row up to where rows cost their full price.
+
+        `time_step`: seconds of a step of this many rows.
+        """
+        rows, before = 1, np.inf
+        while rows <= MAX_ROWS:
+            seconds = min(time_step(rows), time_step(rows))
+            self._seconds[self._bucket(rows)] = seconds
+            if rows > 2 * num_slots and seconds > 1.8 * before:
+                break  # proportional from here on
+            rows, before = 2 * rows, seconds
+        self._make_table()
+
+    def record(self, num_rows: int, seconds: float) -> None:
+        """A step of this many rows took this long."""
+        if self.is_fixed or not self.is_known or num_rows > MAX_ROWS:
+            return
+        ratio = min(max(seconds / self._table[num_rows], 0.5), 2.0)
+        self._scale *= ratio**0.05  # all steps: the machine is busy, contexts are long
+        bucket, value = self._bucket(num_rows), seconds / self._scale
+        known = self._seconds[bucket]
+        self._seconds[bucket] = value if np.isnan(known) else known + 0.1 * (value - known)
+        self._num_records += 1
+        if self._num_records % 16 == 0:
+            self._make_table()
+
+    def seconds(self, num_rows: int) -> float:
+        """Seconds of a step; beyond `MAX_ROWS` in proportion."""
+        if num_rows > MAX_ROWS:
+            return float(self._table[-1]) * num_rows / MAX_ROWS
+        return float(self._table[num_rows])
+
+    def rows_within(self, num_rows: int, slowdown: float) -> int:
+        """Largest number of rows by which a step of `num_rows` becomes slower by at most this share."""
+        if num_rows >= MAX_ROWS:
+            return 0
+        limit = (1 + slowdown) * self._table[num_rows]
+        return int(np.searchsorted(self._table, limit, side="right")) - 1 - num_rows
+
+    def _bucket(self, num_rows: int) -> int:
+        return min(int(np.searchsorted(self._edges, num_rows)), len(self._edges) - 1)
+
+    def _make_table(self) -> None:
+        known = ~np.isnan(self._seconds)
+        rows, seconds = self._edges[known], np.maximum.accumulate(self._seconds[known])
+        if rows[-1] < MAX_ROWS:  # beyond the last known bucket as steeply as before it
+            slope = seconds[-1] / rows[-1]
+            if len(rows) > 1:
+                slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
+            rows = np.append(rows, MAX_ROWS)
+            seconds = np.append(seconds, seconds[-1] + slope * (MAX_ROWS - rows[-2]))
+        self._table = self._scale * np.interp(np.arange(MAX_ROWS + 1), rows, seconds)
+
+
+@dataclass(slots=True)
+class Calibration:
+    """What was accepted against what the drafter expected, at depth 1 and deeper; old steps fade."""
+
+    accepted: Float64Array = field(default_factory=lambda: np.full(2, 10.0))
+    expected: Float64Array = field(default_factory=lambda: np.full(2, 10.0))
+    score_floor: float = 0.0
+    """Nodes of a lower score were not worth a row in the last step, nor nearly so."""
+
+    @property
+    def ratios(self) -> Float64Array:
+        """[2], factors of the scores at depth 1 and deeper."""
+        return self.accepted / self.expected
+
+    def record(self, trees: DraftTrees, num_accepted: Int64Array) -> None:
+        """Compare the scores of the verified `trees` with the number of accepted nodes of each, [B]."""
+        is_first = trees.parents == ROOT
+        all_nodes, at_first = float(trees.scores.sum()), float(trees.scores[is_first].sum())
+        first = int((num_accepted > 0).sum())
+        self.accepted *= 0.98
+        self.expected *= 0.98
+        self.accepted += (first, int(num_accepted.sum()) - first)
+        self.expected += (at_first, all_nodes - at_first)
+
+
+def choose_nodes(
+    trees: DraftTrees, calibration: Calibration, table: Float64Array, *, num_other_rows: int, draft_seconds: float
+) -> Int64Array:
+    """How many nodes of each tree, the first ones, are verified.
+
+    Of all nodes, by falling calibrated chance, as many as maximise
+
+        (B + expected accepted tokens) / (T(B + other rows + n) + seconds spent on drafting).
+
+    Args:
+        trees: One for each of B sequences, nodes in order of falling score.
+        calibration: Corrects the scores; its `score_floor` is set.
+        table: T, see `StepCost.table`.
+        num_other_rows: Rows of the step that are neither roots of these trees nor their nodes.
+        draft_seconds: What drafting takes of such a step.
+    """
+    num_rows = len(trees) + num_other_rows
+    most = min(trees.num_nodes, MAX_ROWS - num_rows)
+    if most <= 0:
+        return np.zeros(len(trees), np.int64)
+    chances = np.empty(trees.num_nodes)
+    _calibrate(trees.scores, trees.parents, trees.offsets, calibration.ratios, chances)
+    order = np.argsort(-chances, kind="stable")[:most]
+    tokens = np.concatenate([[0.0], chances[order].cumsum()]) + len(trees)
+    best = int((tokens / (table[num_rows : num_rows + most + 1] + draft_seconds)).argmax())
+    chosen = order[:best]
+    if best == most:
+        calibration.score_floor /= 2
+    elif best:
+        calibration.score_floor = float(trees.scores[chosen].min()) / 2
+    owners = np.repeat(np.arange(len(trees)), trees.sizes)
+    return np.bincount(owners[chosen], minlength=len(trees))
+
+
+@numba.njit(cache=True, nogil=True)
+def _calibrate(scores: Array, parents: Array, offsets: Array, ratios: Array, chances: Array) -> None:
+    """Chance of each node to be accepted: falling within a tree, so that the best nodes are its first ones."""
+    for b in range(len(offsets) - 1):
+        least = 1.0
+        for node in range(offsets[b], offsets[b + 1]):
+            least = min(least, scores[node] * ratios[0 if parents[node] == ROOT else 1])
+            chances[node] = least
+
+
+@dataclass(slots=True)
+class _Rate:
+    """Tokens and seconds of steps of one kind; old steps fade."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        self.tokens = 0.9 * self.tokens + num_tokens
+        self.seconds = 0.9 * self.seconds + seconds
+
+
+class DraftGate:
+    """Whether to draft, for steps of one class: tokens per second with and without drafts, by the wall clock."""
+
+    def __init__(self) -> None:
+        self._with, self._without = _Rate(), _Rate()
+        self._is_on = False
+        self._num_trial = 0
+        """Steps that are left of a trial."""
+        self._num_waiting = 2
+        """Steps without drafts until the next one; at first there is nothing to compare with."""
+        self._pause = FIRST_PAUSE
+        self._num_on = 0
+
+    def wants_drafts(self) -> bool:
+        """Whether the coming step is drafted for."""
+        if self._num_trial:
+            return True
+        if self._is_on:
+            self._num_on += 1
+            return self._num_on % CHECK_EVERY != 0
+        if self._num_waiting > 0:
+            return False
+        self._num_trial = TRIAL_STEPS
+        return True
+
+    def record(self, *, drafted: bool, num_tokens: int, seconds: float) -> None:
+        """Such a step gave this many tokens in this time."""
+        (self._with if drafted else self._without).add(num_tokens, seconds)
+        pays = self._with.tokens_per_second > MIN_GAIN * self._without.tokens_per_second
+        if not drafted:
+            self._num_waiting -= 1
+        elif self._num_trial:
+            self._num_trial -= 1
+            if not self._num_trial:
+                self._is_on = pays
+                self._num_waiting = self._pause
+                self._pause = FIRST_PAUSE if pays else min(2 * self._pause, LAST_PAUSE)
+                if not pays:
+                    self._with = _Rate()
+        elif not pays:
+            self._is_on, self._num_waiting, self._with = False, self._pause, _Rate()
+
+
+class DraftControl:
+    """The three parts for one engine."""
+
+    def __init__(self, cost: StepCost, *, fixed: int | None, num_slots: int, max_slowdown: float) -> None:
+        """Nothing is learned yet.
+
+        Args:
+            cost: Of the engine's steps.
+            fixed: Draft nodes of a sequence in every step; None: as many as pay.
+            num_slots: Slots of the engine.
+            max_slowdown: Of a step, by run-aheads.
+        """
+        self.cost = cost
+        self.fixed = fixed
+        self._num_slots = num_slots
+        self._max_slowdown = max_slowdown
+        self._calibrations: dict[RateClass, Calibration] = {}
+        self._gates: dict[RateClass, DraftGate] = {}
+        self._purpose: Purpose = "generate"
+        self._history = 0
+        self._num_requests = self._num_known = 0
+        self._draft_seconds = 0.0
+        """Of a drafted step, for each sequence."""
+        self._num_steps = self._num_drafted = 0
+
+    def begin_rollout(self, purpose: Purpose) -> None:
+        """The next steps are of a new rollout; its requests follow."""
+        self._purpose = purpose
+        self._num_requests = self._num_known = 0
+
+    def add_request(self, *, has_history: bool) -> None:
+        """One more sample, whose prompt has rollouts to draft from or not."""
+        self._num_requests += 1
+        self._num_known += has_history
+        self._history = round(4 * self._num_known / self._num_requests)
+
+    def max_nodes(self, num_sequences: int, most: int) -> int:
+        """Largest number of draft nodes of a sequence in the coming step: 0 where it is not drafted for."""
+        if not num_sequences:
+            return 0
+        if self.fixed is not None:
+            return min(self.fixed, most)
+        return most if self.cost.is_known and self._gate(num_sequences).wants_drafts() else 0
+
+    def score_floor(self, num_sequences: int) -> float:
+        """Nodes of a lower score are not worth a row of the coming step."""
+        return 0.0 if self.fixed is not None else self._calibration(num_sequences).score_floor
+
+    def choose(self, trees: DraftTrees, num_sequences: int, num_other_rows: int) -> Int64Array:
+        """Number of nodes of each tree that are verified. `num_sequences`: the first trees; the others are empty."""
+        if self.fixed is not None or not trees.num_nodes:
+            return trees.sizes
+        return choose_nodes(
+            trees,
+            self._calibration(num_sequences),
+            self.cost.table,
+            num_other_rows=num_other_rows,
+            draft_seconds=self._draft_seconds * num_sequences,
+        )
+
+    def record(
+        self,
+        *,
+        trees: DraftTrees,
+        num_accepted: Int64Array,
+        num_sequences: int,
+        num_rows: int,
+        drafted: bool,
+        draft_seconds: float,
+        seconds: float,
+    ) -> None:
+        """Learn from a step without prefill.
+
+        Args:
+            trees: As verified.
+            num_accepted: [B], accepted nodes of each.
+            num_sequences: Primaries, the first trees.
+            num_rows: Of the whole step.
+            drafted: Whether the drafter was asked to propose.
+            draft_seconds: What proposing and choosing took.
+            seconds: Of the whole step, these included; where a cost is stated, by that cost.
+        """
+        self._num_steps += 1
+        self._num_drafted += drafted
+        self.cost.record(num_rows, seconds - draft_seconds)
+        if self.fixed is not None or not num_sequences:
+            return
+        if drafted:
+            self._draft_seconds += 0.1 * (draft_seconds / num_sequences - self._draft_seconds)
+            if trees.num_nodes:
+                self._calibration(num_sequences).record(trees, num_accepted[:num_sequences])
+        num_tokens = num_sequences + int(num_accepted[:num_sequences].sum())
+        self._gate(num_sequences).record(drafted=drafted, num_tokens=num_tokens, seconds=seconds)
+
+    def run_ahead_rows(self, num_rows: int) -> int:
+        """Rows that run-aheads may have beside `num_rows` others."""
+        if self._max_slowdown == float("inf"):
+            return MAX_ROWS
+        return self.cost.rows_within(num_rows, self._max_slowdown) if self.cost.is_known and num_rows else 0
+
+    def has_room_for_run_aheads(self) -> bool:
+        """Whether steps of some number of sequences have rows for run-aheads."""
+        if not self.cost.is_known:
+            return True
+        sizes = [1 << power for power in range((self._num_slots - 1).bit_length())]
+        return any(self.run_ahead_rows(size) >= MIN_RUN_AHEAD_ROWS for size in sizes)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Share of the steps since the last call in which the drafter was asked."""
+        metrics = {"engine/drafted_steps_share": self._num_drafted / max(1, self._num_steps)}
+        self._num_steps = self._num_drafted = 0
+        return metrics
+
+    def _class(self, num_sequences: int) -> RateClass:
+        return self._purpose, self._history, num_sequences.bit_length()
+
+    def _calibration(self, num_sequences: int) -> Calibration:
+        return self._calibrations.setdefault(self._class(num_sequences), Calibration())
+
+    def _gate(self, num_sequences: int) -> DraftGate:
+        return self._gates.setdefault(self._class(num_sequences), DraftGate())
+
+
+def slowdown_of(option: Literal["auto"] | float) -> float:
+    """The option `run_ahead_max_slowdown` as a number."""
+    return AUTO_SLOWDOWN if option == "auto" else option
+
+
+def cut_trees(trees: DraftTrees, sizes: Int64Array, num_trees: int) -> DraftTrees:
+    """The first sizes[b] nodes of each tree (trees again, for parents come first), and empty trees up to `num_trees`."""
+    offsets = np.zeros(num_trees + 1, np.int64)
+    sizes.cumsum(out=offsets[1 : len(sizes) + 1])
+    offsets[len(sizes) + 1 :] = offsets[len(sizes)]
+    if offsets[-1] == trees.num_nodes:
+        return DraftTrees(token_ids=trees.token_ids, parents=trees.parents, scores=trees.scores, offsets=offsets)
+    all_sizes = trees.sizes
+    index = np.arange(trees.num_nodes) - np.repeat(trees.offsets[:-1], all_sizes)  # of each node in its tree
+    keep = index < np.repeat(sizes, all_sizes)
+    return DraftTrees(
+        token_ids=trees.token_ids[keep], parents=trees.parents[keep], scores=trees.scores[keep], offsets=offsets
+    )

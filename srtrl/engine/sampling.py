@@ -1,0 +1,246 @@
+"""Exact sampling by Gumbel-max with counter-based noise (DESIGN: "Exact sampling").
+
+The token at position p of a sample is argmax over the vocabulary of logit / temperature + Gumbel noise, where the
+noise of entry v is a hash of (rng_key, p, v). That is a draw from the softmax (Gumbel 1954; Maddison et al. 2014,
+"A* sampling"), and a pure function of (logits, temperature, rng_key, position): it knows nothing of the batch, of the
+drafter or of how many tokens a step verified.
+
+`sample_rows_reference` is the definition, in plain PyTorch. The CPU kernel gives the same tokens faster: a token wins
+with the smallest -log(u) / p (the same race as the largest logit + Gumbel), and since 1 - u <= -log(u), a token whose
+1 - u is already too large cannot win: one hash and one comparison reject nearly all of the vocabulary. Each row is
+computed alone in a fixed order, so its bits do not depend on the batch. Letters: N rows, V vocabulary.
+"""
+
+import hashlib
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from srtrl.model.cpu_threads import use_kernel_threads
+from srtrl.model.vector_exp import exp_parts
+from srtrl.types import Purpose
+
+Array = npt.NDArray[Any]
+
+GOLDEN = 0x9E3779B97F4A7C15
+"""Increment of the SplitMix64 sequence (Steele, Lea and Flood 2014)."""
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+"""Multipliers of the SplitMix64 finaliser."""
+_GOLDEN = np.uint64(GOLDEN)
+_MIX_1 = np.uint64(MIX_1)
+_MIX_2 = np.uint64(MIX_2)
+NUM_LANES = 16
+"""The softmax denominator is summed in this many lanes, by token modulo this."""
+MAX_GUMBEL = 37.5
+"""No noise of 52 bits is larger: -log(-log(1 - 2**-53)) is 36.7."""
+TINY = 1e-30
+"""Weights below are too coarse for the quick rejection."""
+MARGIN = 1.0001
+"""Room for the float32 error of the probabilities that the quick rejection uses (about 1e-6 relative)."""
+
+
+def make_rng_key(seed: int, purpose: Purpose, draw_index: int, sample_index: int) -> int:
+    """Return the unsigned 64-bit RNG key of one sample: a hash of everything that names it.
+
+    In training `draw_index` is the draw's place in the data order of the whole run, and no draw is sampled in two
+    steps. So the names of all samples that a run ever learns from differ, and so do their rng_keys, but for collisions
+    of the hash (of n samples, n^2 / 2^65: 3e-6 for ten million). Two draws of one prompt are two draws. Names of other
+    purposes differ in their second part: evaluation shares no noise with training, nor does a `run_ahead` that is not
+    coupled. A coupled run-ahead has, on purpose, the name of the sample that it decodes early.
+    """
+    name = f"{seed}/{purpose}/{draw_index}/{sample_index}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same 64 bits: PyTorch multiplies and adds those modulo 2**64."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64 tensors (shifts are logical: the sign is masked away)."""
+    bits = (bits ^ ((bits >> 30) & ((1 << 34) - 1))) * _signed(MIX_1)
+    bits = (bits ^ ((bits >> 27) & ((1 << 37) - 1))) * _signed(MIX_2)
+    return bits ^ ((bits >> 31) & ((1 << 33) - 1))
+
+
+def uniform_noise(rng_keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Uniform numbers strictly between 0 and 1, [N, V] float64, of `rng_keys` and `positions` [N] int64.
+
+    Hash (rng_key, position) to a row key, then (row key, vocabulary index) to a number of 52 bits: with one more, the
+    largest would round to 1.
+    """
+    row_keys = _mix(_mix(positions + _signed(GOLDEN)) ^ rng_keys)  # [N]
+    index = torch.arange(1, vocab_size + 1, device=rng_keys.device, dtype=torch.int64)
+    bits = _mix(row_keys[:, None] + index * _signed(GOLDEN))  # [N, V]
+    return to_uniform(bits)
+
+
+def to_uniform(bits: Tensor) -> Tensor:
+    """Float64 strictly between 0 and 1 of the upper 52 bits of int64 `bits`."""
+    return (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
+
+
+def sample_rows_reference(logits: Tensor, temperatures: Tensor, rng_keys: Tensor, positions: Tensor) -> Tensor:
+    """Sample one token a row.
+
+    Args:
+        logits: [N, V], any float type; -inf excludes a token.
+        temperatures: [N] float32; 0 takes the most likely token (the first of equals).
+        rng_keys: [N] int64, the bits of the unsigned rng_keys.
+        positions: [N] int64, index of the token within the response.
+
+    Returns:
+        [N] int64.
+    """
+    scaled = logits.float() / torch.where(temperatures > 0, temperatures, 1.0)[:, None]  # as in the trainer
+    gumbel = -torch.log(-torch.log(uniform_noise(rng_keys, positions, logits.shape[1])))  # [N, V] float64
+    noisy = torch.where(temperatures[:, None] > 0, scaled.double() + gumbel, scaled.double())
+    return noisy.argmax(dim=-1)
+
+
+def row_logprobs_reference(logits: Tensor, temperatures: Tensor, token_ids: Tensor) -> Tensor:
+    """Log-probs [N] float32 of `token_ids` [N] under the tempered softmax (of temperature 1 where it is 0)."""
+    scaled = logits.float() / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+    return scaled.log_softmax(-1).gather(1, token_ids[:, None]).squeeze(1)
+
+
+def filter_top_k_top_p(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Set all but the most likely tokens to -inf: first the `top_k` [N] (0: all), of those the `top_p` [N] of mass.
+
+    Ties at the border are cut by token index, so that exactly k remain. Never leaves a row without a token.
+    """
+    scaled = logits.float() / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+    sorted_logits, order = scaled.sort(dim=-1, descending=True, stable=True)  # [N, V]
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    keep = (top_k[:, None] == 0) | (rank < top_k[:, None])
+    probs = sorted_logits.masked_fill(~keep, -torch.inf).softmax(-1)
+    mass_before = probs.cumsum(-1) - probs
+    # In float32 the sum can reach 1 before the last token: 1 must keep all of them.
+    keep &= (top_p[:, None] >= 1) | (mass_before < top_p[:, None]) | (rank == 0)
+    keep_by_token = torch.zeros_like(keep).scatter_(1, order, keep)
+    return logits.masked_fill(~keep_by_token, -torch.inf)
+
+
+def sample_rows_on_cpu(
+    logits: Tensor,
+    temperatures: npt.NDArray[np.float32],
+    rng_keys: npt.NDArray[np.uint64],
+    positions: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """Sample one token for each row, with its log-prob; see the two references above.
+
+    Args:
+        logits: [N, V], float32 or bfloat16 (other types are cast to float32); -inf excludes a token.
+        temperatures: [N]; 0 takes the most likely token (the first of equals).
+        rng_keys: [N].
+        positions: [N], index of the token within the response.
+
+    Returns:
+        Tokens [N], and log-probs [N] under the tempered softmax (of temperature 1 where it is 0).
+    """
+    token_ids, logprobs = np.empty(len(logits), np.int32), np.empty(len(logits), np.float32)
+    use_kernel_threads(8 * logits.numel())
+    _sample_rows(_logit_bits(logits), temperatures, rng_keys, positions, token_ids, logprobs)
+    return token_ids, logprobs
+
+
+def _logit_bits(logits: Tensor) -> npt.NDArray[np.uint32] | npt.NDArray[np.uint16]:
+    """The memory of logits as the kernel reads it: bfloat16 as uint16, all else (as float32) as uint32."""
+    if logits.dtype == torch.bfloat16:
+        half: npt.NDArray[np.uint16] = logits.view(torch.uint16).numpy()
+        return half
+    whole: npt.NDArray[np.uint32] = logits.float().numpy().view(np.uint32)
+    return whole
+
+
+@numba.njit(inline="always")
+def _mix_bits(bits: np.uint64) -> np.uint64:
+    bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
+    bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
+    return bits ^ (bits >> np.uint64(31))
+
+
+@numba.njit(inline="always")
+def _race(scaled: Array, weights: Array, best: int, row_key: np.uint64) -> int:
+    """Index of the largest scaled[v] + Gumbel(v); `weights` are e**(scaled - max), `best` where scaled is largest."""
+    winner = best
+    bits = _mix_bits(row_key + np.uint64(best + 1) * _GOLDEN)
+    exponential = -np.log((np.float64(bits >> np.uint64(12)) + 0.5) * 2.0**-52)
+    highest = np.float64(scaled[best]) - np.log(exponential)
+    bound = MARGIN * exponential  # a token with weight w must have -log(u) < bound * w
+    for v in range(len(scaled)):
+        bits = _mix_bits(row_key + np.uint64(v + 1) * _GOLDEN)
+        uniform = (np.float64(bits >> np.uint64(12)) + 0.5) * 2.0**-52
+        if weights[v] < TINY:
+            if scaled[v] + MAX_GUMBEL < highest:
+                continue
+        elif 1.0 - uniform >= bound * weights[v]:
+            continue
+        noisy = np.float64(scaled[v]) - np.log(-np.log(uniform))
+        if noisy > highest or (noisy == highest and v < winner):
+            winner = v
+            highest = noisy
+            if weights[v] >= TINY:
+                bound = min(bound, MARGIN * -np.log(uniform) / weights[v])
+    return winner
+
+
+@numba.njit(nogil=True)
+def _make_scratch(vocab_size: int) -> tuple[Array, Array, Array]:
+    """Room for one row at a time: scaled logits, weights and bits of powers, a multiple of `NUM_LANES` long."""
+    padded = (vocab_size + NUM_LANES - 1) // NUM_LANES * NUM_LANES
+    return np.empty(padded, np.float32), np.zeros(padded, np.float32), np.empty(padded, np.int32)
+
+
+@numba.njit(nogil=True)
+def _sample_row(
+    logits: Array,
+    temperature: np.float32,
+    rng_key: np.uint64,
+    position: int,
+    scratch: tuple[Array, Array, Array],
+) -> tuple[int, np.float32]:
+    """Sample a token of one row; see `sample_rows_on_cpu`. Returns the token and its log-prob."""
+    vocab_size = len(logits)
+    scaled, weights, powers = scratch
+    bits = scaled.view(np.uint32)
+    shift = np.uint32(32 - 8 * logits.itemsize)
+    divisor = temperature if temperature > 0 else np.float32(1)
+    for v in range(vocab_size):
+        bits[v] = np.uint32(logits[v]) << shift
+    for v in range(vocab_size):
+        scaled[v] = scaled[v] / divisor
+    best = 0
+    for v in range(vocab_size):
+        if scaled[v] > scaled[best]:
+            best = v
+    highest = scaled[best]
+    for v in range(vocab_size):
+        weights[v], powers[v] = exp_parts(scaled[v] - highest)
+    factors = powers.view(np.float32)
+    for v in range(vocab_size):
+        weights[v] *= factors[v]
+    lanes = np.zeros(NUM_LANES, np.float64)
+    for start in range(0, len(weights), NUM_LANES):
+        for j in range(NUM_LANES):
+            lanes[j] += weights[start + j]
+    token = best
+    if temperature > 0:
+        row_key = _mix_bits(_mix_bits(np.uint64(position) + _GOLDEN) ^ rng_key)
+        token = _race(scaled[:vocab_size], weights[:vocab_size], best, row_key)
+    return token, np.float32(np.float64(scaled[token]) - np.float64(highest) - np.log(lanes.sum()))
+
+
+@numba.njit(parallel=True, cache=True, nogil=True)
+def _sample_rows(
+    logits: Array, temperatures: Array, rng_keys: Array, positions: Array, token_ids: Array, logprobs: Array
+) -> None:
+    for n in numba.prange(len(logits)):
+        scratch = _make_scratch(logits.shape[1])
+        token_ids[n], logprobs[n] = _sample_row(logits[n], temperatures[n], rng_keys[n], positions[n], scratch)
