@@ -381,7 +381,7 @@ def slowdown_of(option: Literal["auto"] | float) -> float:
 
 
 def cut_trees(trees: DraftTrees, sizes: Int64Array, num_trees: int) -> DraftTrees:
-    """The first sizes[b] nodes of each tree (trees again, for parents come first), and empty trees up to `num_trees`."""
+    """The first sizes[b] nodes of each tree (trees again, for parents come first), then empty trees, `num_trees` in all."""
     offsets = np.zeros(num_trees + 1, np.int64)
     sizes.cumsum(out=offsets[1 : len(sizes) + 1])
     offsets[len(sizes) + 1 :] = offsets[len(sizes)]
