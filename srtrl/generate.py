@@ -245,7 +245,7 @@ def _requests(
     sampling: SamplingParams,
     options: GenerateOptions,
 ) -> list[Request]:
-    from srtrl.engine.sampler import make_rng_key
+    from srtrl.engine.sampling import make_rng_key
 
     return [
         Request(

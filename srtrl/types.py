@@ -72,7 +72,7 @@ class Request:
     sample_index: int
     """Which sample of the draw's group."""
     rng_key: int
-    """Unsigned 64-bit RNG key, from `srtrl.engine.sampler.make_rng_key`."""
+    """Unsigned 64-bit RNG key, from `srtrl.engine.sampling.make_rng_key`."""
     sampling: SamplingParams
     purpose: Purpose = "generate"
     """What the sample is for; drafters keep what they learned for each purpose apart."""

@@ -12,7 +12,7 @@ from srtrl.engine.device_runner import DeviceRunner
 from srtrl.engine.device_step import StepTensors, write_logits
 from srtrl.engine.engine import Engine
 from srtrl.engine.graphs import EagerSteps
-from srtrl.engine.sampler import make_rng_key, row_logprobs_reference, sample_rows_reference
+from srtrl.engine.sampling import make_rng_key, row_logprobs_reference, sample_rows_reference
 from srtrl.engine.stopping import Tokenizer
 from srtrl.model.device_plan import DevicePlan
 from srtrl.model.transformer import Transformer

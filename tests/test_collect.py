@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from srtrl.engine.engine import Engine
-from srtrl.engine.sampler import make_rng_key
+from srtrl.engine.sampling import make_rng_key
 from srtrl.rollout.collect import CollectProgress, collect_rollouts, response_text
 from srtrl.rollout.run_ahead import run_ahead_requests
 from srtrl.rollout.stage_timer import StageTimer

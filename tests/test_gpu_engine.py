@@ -11,7 +11,7 @@ from engine_cases import KnowingDrafter, decode, outputs
 from srtrl.engine.device_runner import DeviceRunner
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.graphs import CudaCapturer, GraphedSteps
-from srtrl.engine.sampler import make_rng_key
+from srtrl.engine.sampling import make_rng_key
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import config_from_hf, init_model
 from srtrl.types import Completion, Request, SamplingParams

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from srtrl.engine.timeline import DecodeStep
+from srtrl.engine.stats import DecodeStep
 from srtrl.metrics import MetricLog
 from srtrl.report import charts
 from srtrl.report.page import write_report

@@ -10,7 +10,7 @@ from tiny_run import make_policy, make_recipe
 
 from srtrl.drafters.srt import Drafter
 from srtrl.engine import speculation
-from srtrl.engine.sampler import make_rng_key
+from srtrl.engine.sampling import make_rng_key
 from srtrl.metrics import read_metrics
 from srtrl.rollout.collect import collect_rollouts, sample_requests
 from srtrl.rollout.run_ahead import RunAheadMode, run_ahead_requests

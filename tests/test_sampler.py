@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from srtrl.engine.engine import Engine, EngineOptions
-from srtrl.engine.sampler import (
+from srtrl.engine.sampling import (
     filter_top_k_top_p,
     make_rng_key,
     row_logprobs_reference,

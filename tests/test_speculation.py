@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import DraftTree, DraftTrees
 from srtrl.engine.engine import Engine
-from srtrl.engine.sampler import make_rng_key
+from srtrl.engine.sampling import make_rng_key
 from srtrl.model.transformer import Transformer
 from srtrl.resolve import resolve_class
 from srtrl.rollout.recorded import RecordedPrompt, feed_drafter

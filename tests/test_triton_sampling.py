@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernel_cases import KERNEL_DEVICE
 from torch import Tensor
 
-from srtrl.engine.sampler import (
+from srtrl.engine.sampling import (
     filter_top_k_top_p,
     sample_rows_reference,
     to_uniform,

@@ -13,7 +13,7 @@ from torch import Tensor
 from srtrl.drafters.draft_tree import EMPTY_TREE, ROOT, DraftTree, DraftTrees
 from srtrl.engine import sampler
 from srtrl.engine.row_sampling import ForcedTokens, RowSampling
-from srtrl.engine.sampler import sample_rows, sample_rows_by_torch
+from srtrl.engine.sampling import sample_rows, sample_rows_by_torch
 from srtrl.engine.sequence import PromptPages
 from srtrl.engine.sequence import Sequence as Sample
 from srtrl.engine.verify import Verification, Walk, verify_trees, walk_all_rows, walk_by_depth, walk_on_cpu

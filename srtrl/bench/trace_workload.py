@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from srtrl.bench.rollout_options import RolloutBench
 from srtrl.bench.workload import Workload
 from srtrl.drafters.base import DrafterBase
-from srtrl.engine.sampler import make_rng_key
+from srtrl.engine.sampling import make_rng_key
 from srtrl.model.transformer import ModelConfig
 from srtrl.rollout.recorded import RecordedPrompt, Tokens, feed_drafter
 from srtrl.types import Request, SamplingParams

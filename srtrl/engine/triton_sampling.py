@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from srtrl.engine.sampler import GOLDEN, MIX_1, MIX_2
+from srtrl.engine.sampling import GOLDEN, MIX_1, MIX_2
 from srtrl.engine.triton_filter import Cuts
 from srtrl.model.triton_jit import jit
 

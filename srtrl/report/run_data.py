@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from srtrl.engine.timeline import DecodeStep
+from srtrl.engine.stats import DecodeStep
 from srtrl.metrics import MetricRow, read_metrics
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import load_recipe

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from srtrl.engine.timeline import DecodeStep
+from srtrl.engine.stats import DecodeStep
 from srtrl.metrics import MetricRow
 from srtrl.report.charts import Curves, draw_curves
 from srtrl.report.drawing import (

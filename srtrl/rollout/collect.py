@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from srtrl.engine.sampler import make_rng_key
+from srtrl.engine.sampling import make_rng_key
 from srtrl.engine.stopping import cut_at_stop_string
 from srtrl.rollout.stage_timer import StageTimer
 from srtrl.types import Completion, Grade, Prompt, Purpose, Request, Rollout, RolloutGroup, SamplingParams

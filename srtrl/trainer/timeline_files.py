@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from srtrl.engine.timeline import DecodeStep
+from srtrl.engine.stats import DecodeStep
 from srtrl.metrics import write_atomic
 
 COLUMNS = pa.schema(

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from srtrl.engine.engine import Engine
-    from srtrl.engine.timeline import DecodeStep
+    from srtrl.engine.stats import DecodeStep
     from srtrl.model.transformer import Transformer
     from srtrl.tasks.base import Task
     from srtrl.tasks.grading import Grader

@@ -12,7 +12,7 @@ from srtrl.bench.cuda.report import SectionReport
 from srtrl.bench.shapes import SHAPES
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.engine.rows import build_rows
-from srtrl.engine.sampler import row_logprobs_reference, sample_rows_reference
+from srtrl.engine.sampling import row_logprobs_reference, sample_rows_reference
 from srtrl.engine.sequence import PromptPages, Sequence
 from srtrl.model.device_plan import (
     FIXED_SPLIT_KEYS,
