@@ -66,14 +66,14 @@ def make_recipe(**options: Any) -> Recipe:
 
 
 def make_policy(
-    seed: int = 0, dtype: torch.dtype = torch.float64, tied: bool = False, scale: float = 20
+    seed: int = 0, dtype: torch.dtype = torch.float64, tied: bool = False, scale: float = 20, hidden_size: int = 8
 ) -> Transformer:
     """A random policy; `scale` multiplies the usual initialisation: distributions far from uniform."""
     config = config_from_hf(
         {
             "model_type": "llama",
             "vocab_size": 19,
-            "hidden_size": 8,
+            "hidden_size": hidden_size,
             "intermediate_size": 12,
             "num_hidden_layers": 2,
             "num_attention_heads": 2,

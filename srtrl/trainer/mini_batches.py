@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from srtrl.model.device_copy import copy_to_device
+from srtrl.model.attention import copy_to_device
 from srtrl.rollout.packing import PackedBatch, pack
 from srtrl.trainer.optimizer import gradient_holders, set_learning_rate
 from srtrl.trainer.sequence_logprobs import NonFiniteError
