@@ -275,5 +275,5 @@ def test_a_value_loss_of_ones_own() -> None:
         update_with("test_critic:mean_error")
     with pytest.raises(ValueError, match="a metric named `explained_variance`"):
         update_with("test_critic:greedy_for_names")
-    with pytest.raises(ValueError, match=r"no_such_loss.*value_losses.py"):
+    with pytest.raises(ValueError, match=r"no_such_loss.*losses.py; known: clipped_value"):
         update_with("no_such_loss")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from srtrl.model.attention import PackedPlan
 from srtrl.recipe import Recipe
-from srtrl.resolve import resolve_function
+from srtrl.resolve import resolve_part
 from srtrl.rollout.packing import PackedBatch, pack
 from srtrl.trainer.mini_batches import descend, mini_batches
 from srtrl.trainer.optimizer import planned_learning_rate
@@ -160,7 +160,7 @@ def _micro_batch_loss(
     """The share of a micro-batch in the mean over its mini-batch's response tokens, and the value loss' metrics [R]."""
     section = recipe.critic
     assert section is not None, "the recipe has no critic"
-    value_loss = resolve_function("srtrl.algorithms.value_losses", section.value_loss)
+    value_loss = resolve_part("critic.value_loss", section.value_loss)
 
     def loss_of(packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         assert packed.values is not None

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from srtrl.algorithms.kl import k3
+from srtrl.algorithms.reductions import k3
 from srtrl.model.attention import PackedPlan
 from srtrl.model.logprobs import token_logprobs
 from srtrl.rollout.packing import PackedBatch, pack

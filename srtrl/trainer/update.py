@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from srtrl.algorithms.kl_control import adapted_coefficient
+from srtrl.algorithms.reductions import adapted_coefficient
 from srtrl.recipe import Recipe
 from srtrl.rollout.packing import PackedBatch
 from srtrl.trainer.mini_batches import MiniBatch, descend, mini_batches
