@@ -23,7 +23,7 @@ from update_cases import fresh_accelerator
 
 from srtrl.model.value_model import ValueModel
 from srtrl.trainer.critic import compute_values, update_critic, value_metrics
-from srtrl.trainer.sequence_logprobs import NonFiniteError
+from srtrl.trainer.update import NonFiniteError
 from srtrl.types import TrainSequence
 
 VALUE_CLIPS: dict[str, dict[str, float]] = {"clipped_value": {"value_clip": 0.1}, "squared_error": {"value_clip": 0.2}}

@@ -167,7 +167,7 @@ class RecordingSGD(torch.optim.SGD):
         self.rates: list[float] = []
 
     def step(self, closure: Any = None) -> Any:
-        """Record, then descend."""
+        """Record, then run_optimizer_steps."""
         self.gradients.append([parameter.grad.clone() for parameter in self.parameters if parameter.grad is not None])
         self.rates.append(self.param_groups[0]["lr"])
         return super().step(closure)

@@ -23,9 +23,9 @@ from srtrl.trainer.optimizer import build_optimizer
 from srtrl.trainer.out_of_memory import UpdateMemoryError, gradient_bytes
 from srtrl.trainer.progress import RunProgress
 from srtrl.trainer.run_folder import check_run_folder, open_run_folder, run_path
-from srtrl.trainer.sequence_logprobs import LogprobDifferenceError, NonFiniteError
 from srtrl.trainer.summary import RunSummary, write_summary
 from srtrl.trainer.trainer import Trainer, TrainerParts, first_state
+from srtrl.trainer.update import LogprobDifferenceError, NonFiniteError
 from srtrl.types import Prompt
 
 

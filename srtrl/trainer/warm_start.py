@@ -38,8 +38,13 @@ from srtrl.trainer.build import (
 )
 from srtrl.trainer.checkpoint import save_policy
 from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
-from srtrl.trainer.master_weights import MasterWeightAdamW
-from srtrl.trainer.optimizer import build_optimizer, gradient_holders, learning_rate_at, set_learning_rate
+from srtrl.trainer.optimizer import (
+    MasterWeightAdamW,
+    build_optimizer,
+    gradient_holders,
+    learning_rate_at,
+    set_learning_rate,
+)
 from srtrl.trainer.out_of_memory import PeakMemory, explain_out_of_memory, optimizer_bytes, tensor_bytes
 from srtrl.trainer.progress import RunProgress
 from srtrl.trainer.solutions import SolutionStream

@@ -26,8 +26,7 @@ from srtrl.model.transformer import CompiledLayers, ModelConfig, Transformer, mo
 from srtrl.model.weights import load_model
 from srtrl.recipe import Recipe
 from srtrl.trainer.optimizer import build_optimizer
-from srtrl.trainer.sequence_logprobs import compute_logprobs, logprob_difference
-from srtrl.trainer.update import update_policy
+from srtrl.trainer.update import compute_logprobs, logprob_difference, update_policy
 from srtrl.types import TrainSequence
 
 GOAL_MFU = 0.4
