@@ -10,28 +10,28 @@ from typing import Any
 from srtrl.recipe import Recipe
 from srtrl.recipe_errors import Key, Problem, RecipeError
 from srtrl.recipe_file import RecipeSource
-from srtrl.resolve import UnknownOptionError, check_options, resolve_function
+from srtrl.resolve import PARTS, UnknownOptionError, check_options, resolve_part
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
     """How the trainer calls a function that a recipe names."""
 
-    module: str
-    """Where the bare names are."""
+    option: str
+    """Which option of the recipe names it."""
     num_positional: int
     keywords: tuple[str, ...] = ()
 
 
-ADVANTAGE = Signature("srtrl.algorithms.advantages", 1)
-TOKEN_ADVANTAGE = Signature("srtrl.algorithms.advantages", 3, ("group_index", "gamma", "lam"))
+ADVANTAGE = Signature("algorithm.advantage", 1)
+TOKEN_ADVANTAGE = Signature("algorithm.advantage", 3, ("group_index", "gamma", "lam"))
 """Of an advantage function that is marked `@token_level`."""
-LOSS = Signature("srtrl.algorithms.losses", 4, ("clip_low", "clip_high"))
-REDUCTION = Signature("srtrl.algorithms.reductions", 2, ("sequence_lengths", "max_new_tokens"))
-KL_ESTIMATOR = Signature("srtrl.algorithms.kl", 2)
-FILTER = Signature("srtrl.algorithms.filters", 2)
-VALUE_LOSS = Signature("srtrl.algorithms.value_losses", 4, ("value_clip",))
-REWARDS = "srtrl.tasks.rewards"
+LOSS = Signature("algorithm.loss", 4, ("clip_low", "clip_high"))
+REDUCTION = Signature("algorithm.reduction", 2, ("sequence_lengths", "max_new_tokens"))
+KL_ESTIMATOR = Signature("algorithm.kl.estimator", 2)
+FILTER = Signature("algorithm.filters", 2)
+VALUE_LOSS = Signature("critic.value_loss", 4, ("value_clip",))
+REWARDS = "rewards"
 
 
 def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_start: bool = False) -> None:
@@ -73,7 +73,7 @@ def _function_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _check_function(signature: Signature, name: str) -> None:
     """Raise ValueError for an unknown function, or one that the trainer could not call."""
-    function = resolve_function(signature.module, name)
+    function = resolve_part(signature.option, name)
     arguments = dict.fromkeys(signature.keywords)
     try:
         inspect.signature(function).bind(*[None] * signature.num_positional, **arguments)
@@ -81,8 +81,9 @@ def _check_function(signature: Signature, name: str) -> None:
         call = ", ".join(
             [f"{signature.num_positional} arguments", *(f"{keyword}=..." for keyword in signature.keywords)]
         )
+        module_name, _ = PARTS[signature.option]
         raise ValueError(
-            f"`{name}` cannot be called with ({call}): {error}; see {signature.module.replace('.', '/')}.py"
+            f"`{name}` cannot be called with ({call}): {error}; see {module_name.replace('.', '/')}.py"
         ) from error
 
 
@@ -91,12 +92,12 @@ def _advantage_problems(recipe: Recipe) -> Iterator[Problem]:
 
     `recipe_conflicts.py` knows our own functions by name; this looks at the function, and so at a user's too.
     """
-    from srtrl.algorithms.markers import is_token_level, needs_critic
+    from srtrl.algorithms.advantages import is_token_level, needs_critic
 
     algorithm, key = recipe.algorithm, ("algorithm", "advantage")
     name = algorithm.advantage
     try:
-        function = resolve_function(ADVANTAGE.module, name)
+        function = resolve_part(ADVANTAGE.option, name)
         _check_function(TOKEN_ADVANTAGE if is_token_level(function) else ADVANTAGE, name)
     except ValueError as error:
         yield Problem(key, str(error))
@@ -125,7 +126,7 @@ def _loss_problems(recipe: Recipe) -> Iterator[Problem]:
     key: Key = ("algorithm", "loss")
     options_key: Key = ("algorithm", "loss_options")
     try:
-        function = resolve_function(LOSS.module, name)
+        function = resolve_part(LOSS.option, name)
         check_options(name, function, options, num_positional=LOSS.num_positional, reserved=LOSS.keywords)
         _check_function(replace(LOSS, keywords=(*LOSS.keywords, *options)), name)
     except UnknownOptionError as error:
@@ -163,7 +164,7 @@ def _reward_problems(recipe: Recipe) -> Iterator[Problem]:
     for index, section in enumerate(recipe.rewards):
         part = "name"
         try:
-            function = resolve_function(REWARDS, section.name)
+            function = resolve_part(REWARDS, section.name)
             part = "options"
             check_reward_options(section.name, function, section.options, recipe.rollout.max_new_tokens)
             part = "name"

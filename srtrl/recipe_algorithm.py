@@ -13,7 +13,7 @@ class KLSection(Section):
     coefficient: float = Field(default=0.0, ge=0)
     """Weight of the KL to the frozen reference policy; 0 keeps no reference. With a `target` only the first value."""
     estimator: str = "k3"
-    """A function in `srtrl/algorithms/kl.py`, or `package.module:function` of your own."""
+    """A function in `srtrl/algorithms/reductions.py`, or `package.module:function` of your own."""
     placement: Literal["loss", "reward"] = "loss"
     """`loss`: added to the loss (GRPO); `reward`: subtracted from the reward before advantages (PPO, REINFORCE++)."""
     target: float | None = Field(default=None, gt=0)
@@ -52,7 +52,7 @@ class AlgorithmSection(Section):
     importance_level: Literal["token", "sequence"] = "token"
     """Whether those two probabilities are a token's or the whole response's."""
     filters: list[str] = Field(default_factory=list)
-    """Functions in `srtrl/algorithms/filters.py` (or your own) that drop groups before the update, in this order."""
+    """Functions in `srtrl/algorithms/reductions.py` (or your own) that drop groups before the update, in this order."""
     overlong_filtering: bool = False
     """Learn nothing from samples cut at the length limit; their rewards stay in the baseline of their group."""
 
@@ -77,6 +77,6 @@ class CriticSection(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """The gradient's norm is clipped to this."""
     value_loss: str = "clipped_value"
-    """A function in `srtrl/algorithms/value_losses.py`, or `package.module:function` of your own."""
+    """A function in `srtrl/algorithms/losses.py`, or `package.module:function` of your own."""
     value_clip: float = Field(default=0.2, gt=0)
     """`clipped_value`: how far a value may move from the one before the update."""

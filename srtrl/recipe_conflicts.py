@@ -20,7 +20,7 @@ TOKEN_ADVANTAGES = frozenset({"gae", "reinforce_plus_plus"})
 UNIFORM_FILTERS = frozenset({"drop_uniform", "drop_all_right_or_wrong"})
 """Filters that would drop every group of one sample."""
 MAX_KL_ERROR = 0.2
-"""`MAX_ERROR` of `algorithms/kl_control.py`, which a recipe may not import: a step changes an adaptive KL coefficient
+"""`MAX_ERROR` of `algorithms/reductions.py`, which a recipe may not import: a step changes an adaptive KL coefficient
 by this x samples / horizon at most. A test holds the two equal."""
 
 

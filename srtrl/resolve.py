@@ -18,13 +18,39 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+PARTS = {
+    "algorithm.advantage": ("srtrl.algorithms.advantages", ("rewards", "token_rewards")),
+    "algorithm.loss": ("srtrl.algorithms.losses", ("logprobs",)),
+    "critic.value_loss": ("srtrl.algorithms.losses", ("values",)),
+    "algorithm.reduction": ("srtrl.algorithms.reductions", ("token_loss",)),
+    "algorithm.kl.estimator": ("srtrl.algorithms.reductions", ("logprobs",)),
+    "algorithm.filters": ("srtrl.algorithms.reductions", ("rewards",)),
+    "rewards": ("srtrl.tasks.rewards", ()),
+}
+"""Option -> where its functions are, and the first argument by which they are known there, where that is needed."""
 
-def resolve_function(module_name: str, name: str) -> Callable[..., Any]:
-    """Return the public function `name` of one of our modules, or the user's `package.module:function`."""
+
+def resolve_part(option: str, name: str) -> Callable[..., Any]:
+    """Return the function that the recipe's `option` (a key of `PARTS`) calls `name`."""
+    module_name, first_arguments = PARTS[option]
+    return resolve_function(module_name, name, first_arguments)
+
+
+def list_parts(option: str) -> list[str]:
+    """Our own names for `option`, a key of `PARTS`."""
+    module_name, first_arguments = PARTS[option]
+    return list_functions(importlib.import_module(module_name), first_arguments)
+
+
+def resolve_function(module_name: str, name: str, first_arguments: Collection[str] = ()) -> Callable[..., Any]:
+    """Return the public function `name` of one of our modules, or the user's `package.module:function`.
+
+    Of our modules only functions with one of `first_arguments` count, where any are given.
+    """
     if ":" in name:
         return _resolve_own(name)
     module = importlib.import_module(module_name)
-    functions = list_functions(module)
+    functions = list_functions(module, first_arguments)
     if name not in functions:
         raise ValueError(_unknown(name, functions, _path_of(module_name, ".py"), "package.module:function"))
     function: Callable[..., Any] = getattr(module, name)
@@ -41,12 +67,15 @@ def resolve_class(package_name: str, name: str, attribute: str) -> Any:
     return getattr(importlib.import_module(f"{package_name}.{name}"), attribute)
 
 
-def list_functions(module: ModuleType) -> list[str]:
-    """Names of the public functions that `module` itself defines, in its order."""
+def list_functions(module: ModuleType, first_arguments: Collection[str] = ()) -> list[str]:
+    """Names of the public functions that `module` itself defines (with such a first argument), in its order."""
     return [
         name
         for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+        if inspect.isfunction(value)
+        and value.__module__ == module.__name__
+        and not name.startswith("_")
+        and (not first_arguments or next(iter(inspect.signature(value).parameters), None) in first_arguments)
     ]
 
 

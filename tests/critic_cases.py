@@ -87,7 +87,7 @@ class RecordedSGD(torch.optim.SGD):
         self.rates: list[float] = []
 
     def step(self, closure: Any = None) -> Any:
-        """Record, then descend."""
+        """Record, then run_optimizer_steps."""
         parameters = self.param_groups[0]["params"]
         assert all(parameter.grad is not None for parameter in parameters), "every weight of a critic learns"
         self.gradients.append([parameter.grad.clone() for parameter in parameters])

@@ -9,8 +9,9 @@ from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array
 from srtrl.drafters.draft_tree import EMPTY_TREE, ROOT, DraftTree, DraftTrees
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.sampling import make_rng_key
+from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
-from srtrl.model.weights import config_from_hf, init_model
+from srtrl.model.weights import init_model
 from srtrl.types import Completion, Request, SamplingParams
 
 PROMPTS = ((5,), (1, 2, 3, 4, 5, 6, 7, 8, 9), tuple(range(10, 27)), (3, 3, 3, 3), tuple(range(20, 36)))

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from srtrl.algorithms import advantages
-from srtrl.algorithms.markers import is_token_level, needs_critic, token_level
-from srtrl.algorithms.whitening import whiten
-from srtrl.resolve import list_functions
+from srtrl.algorithms.advantages import is_token_level, needs_critic, token_level, whiten
+from srtrl.resolve import list_parts
 
 F64 = torch.float64
 GROUP_FUNCTIONS = ["group_relative", "group_centered", "leave_one_out"]
@@ -213,7 +212,7 @@ def test_nothing_to_whiten_is_a_bug_of_the_caller() -> None:
 
 
 def test_marks_say_how_an_advantage_is_called() -> None:
-    marks = {name: is_token_level(getattr(advantages, name)) for name in list_functions(advantages)}
+    marks = {name: is_token_level(getattr(advantages, name)) for name in list_parts("algorithm.advantage")}
     assert marks == dict.fromkeys(GROUP_FUNCTIONS, False) | {"gae": True, "reinforce_plus_plus": True}
     assert [name for name in marks if needs_critic(getattr(advantages, name))] == ["gae"]
 
@@ -233,6 +232,6 @@ def test_a_mark_with_and_without_arguments() -> None:
 @pytest.mark.parametrize("token_level_ones", [False, True])
 def test_advantages_of_a_kind_have_one_signature(token_level_ones: bool) -> None:
     """Each is a legal name in a recipe, so each must be callable as the trainer calls it."""
-    functions = [getattr(advantages, name) for name in list_functions(advantages)]
+    functions = [getattr(advantages, name) for name in list_parts("algorithm.advantage")]
     signatures = {str(inspect.signature(f)) for f in functions if is_token_level(f) == token_level_ones}
     assert len(signatures) == 1

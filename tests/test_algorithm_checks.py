@@ -28,7 +28,7 @@ train:
 """
 
 OWN = """\
-from srtrl.algorithms.markers import token_level
+from srtrl.algorithms.advantages import token_level
 
 def plain(rewards):
     return rewards
@@ -162,12 +162,12 @@ def test_what_fits_together_is_accepted(recipe_file: Path, overrides: list[str])
         (
             ["algorithm.filters=['own:old_filter']"],
             "algorithm.filters.0: `own:old_filter` cannot be called with (2 arguments): too many positional "
-            "arguments; see srtrl/algorithms/filters.py",
+            "arguments; see srtrl/algorithms/reductions.py",
         ),
         (
             ["algorithm.advantage=gae", "critic={value_loss: 'own:value_loss'}"],
             "critic.value_loss: `own:value_loss` cannot be called with (4 arguments, value_clip=...): too many "
-            "positional arguments; see srtrl/algorithms/value_losses.py",
+            "positional arguments; see srtrl/algorithms/losses.py",
         ),
         (
             ["algorithm.advantage='own:tokens'", "algorithm.loss=gspo"],

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from srtrl.algorithms import advantages, filters, kl, losses, reductions
-from srtrl.algorithms.kl_control import adapted_coefficient
-from srtrl.resolve import list_functions
+from srtrl.algorithms import advantages, losses, reductions
+from srtrl.algorithms.reductions import adapted_coefficient
+from srtrl.resolve import list_parts, resolve_part
 
 F64 = torch.float64
 CLIP_LOW, CLIP_HIGH, MAX_NEW_TOKENS = 0.2, 0.3, 10
@@ -82,7 +82,7 @@ def our_loss(
         clip_high=CLIP_HIGH,
     )
     if estimator is not None:
-        token_loss = token_loss + coefficient * getattr(kl, estimator)(new, torch.tensor(REF, dtype=F64)[rows])
+        token_loss = token_loss + coefficient * getattr(reductions, estimator)(new, torch.tensor(REF, dtype=F64)[rows])
     reduce: Callable[..., Tensor] = getattr(reductions, reduction)
     lengths = torch.tensor(LENGTHS)
     return reduce(token_loss, sequence_index, sequence_lengths=lengths, max_new_tokens=MAX_NEW_TOKENS), metrics
@@ -90,7 +90,7 @@ def our_loss(
 
 @pytest.mark.parametrize("micro_batches", [[slice(0, 10)], [slice(0, 3), slice(3, 8), slice(8, 10)]])
 @pytest.mark.parametrize("estimator", [None, "k1", "k2", "k3"])
-@pytest.mark.parametrize("reduction", list_functions(reductions))
+@pytest.mark.parametrize("reduction", list_parts("algorithm.reduction"))
 def test_loss_and_gradient_equal_the_hand_computation(
     reduction: str, estimator: str | None, micro_batches: Sequence[slice]
 ) -> None:
@@ -142,15 +142,15 @@ def test_group_relative_by_hand(rewards: list[float], expected: list[float]) -> 
 
 def test_kl_by_hand() -> None:
     logprobs, ref_logprobs = torch.tensor([-1.0, -2.0], dtype=F64), torch.tensor([-1.5, -1.0], dtype=F64)
-    assert kl.k1(logprobs, ref_logprobs).tolist() == [0.5, -1.0]
-    assert kl.k2(logprobs, ref_logprobs).tolist() == [0.125, 0.5]
+    assert reductions.k1(logprobs, ref_logprobs).tolist() == [0.5, -1.0]
+    assert reductions.k2(logprobs, ref_logprobs).tolist() == [0.125, 0.5]
     expected = [math.exp(-0.5) - 0.5, math.exp(1.0) - 2.0]  # exp(x) - 1 - x of x = -0.5 and 1
-    assert kl.k3(logprobs, ref_logprobs).tolist() == pytest.approx(expected, rel=1e-14)
+    assert reductions.k3(logprobs, ref_logprobs).tolist() == pytest.approx(expected, rel=1e-14)
 
 
 def test_k3_keeps_small_differences() -> None:
     """In float32 exp(x) - 1 - x of x = 1e-3 would be off by a tenth."""
-    found = kl.k3(torch.tensor([-1.0]), torch.tensor([-1.0 + 2**-10])).item()
+    found = reductions.k3(torch.tensor([-1.0]), torch.tensor([-1.0 + 2**-10])).item()
     assert found == pytest.approx(2**-21, rel=1e-3)
 
 
@@ -160,7 +160,7 @@ def exact_kl(logits: Tensor, other: Tensor) -> Tensor:
 
 
 def test_what_the_estimators_and_their_gradients_estimate() -> None:
-    """Expectations over all tokens of a small vocabulary, exactly: what `kl.py` says of bias and gradients."""
+    """Expectations over all tokens of a small vocabulary, exactly: what `reductions.py` says of bias and gradients."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(7, generator=generator, dtype=F64).requires_grad_()
     reference = torch.randn(7, generator=generator, dtype=F64)
@@ -168,26 +168,30 @@ def test_what_the_estimators_and_their_gradients_estimate() -> None:
     forward = torch.autograd.grad(exact_kl(logits, reference), logits)[0]
     backward = torch.autograd.grad(exact_kl(reference, logits), logits)[0]
     true_kl = exact_kl(logits, reference).item()
-    for estimator, gradient in ((kl.k1, torch.zeros(7, dtype=F64)), (kl.k2, forward), (kl.k3, backward)):
+    for estimator, gradient in (
+        (reductions.k1, torch.zeros(7, dtype=F64)),
+        (reductions.k2, forward),
+        (reductions.k3, backward),
+    ):
         mean = (probs * estimator(logits.log_softmax(-1), reference.log_softmax(-1))).sum()
         torch.testing.assert_close(torch.autograd.grad(mean, logits)[0], gradient, rtol=1e-12, atol=1e-14)
-        assert (mean.item() == pytest.approx(true_kl, rel=1e-12)) == (estimator is not kl.k2)
+        assert (mean.item() == pytest.approx(true_kl, rel=1e-12)) == (estimator is not reductions.k2)
 
 
 def test_filters_keep_groups_to_learn_from() -> None:
     """Rewards and verdicts may differ: a further reward makes a group mixed that is all wrong."""
     rewards = torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.5, 0.4, 0.5], [0.3, 0.3, 0.3]])
     correct = torch.tensor([[1, 1, 1], [0, 0, 0], [0, 0, 1], [0, 0, 0], [1, 0, 1]], dtype=torch.bool)
-    assert filters.drop_uniform(rewards, correct).tolist() == [False, False, True, True, False]
-    assert filters.drop_all_right_or_wrong(rewards, correct).tolist() == [False, False, True, False, True]
+    assert reductions.drop_uniform(rewards, correct).tolist() == [False, False, True, True, False]
+    assert reductions.drop_all_right_or_wrong(rewards, correct).tolist() == [False, False, True, False, True]
 
 
-@pytest.mark.parametrize("name", list_functions(filters))
+@pytest.mark.parametrize("name", list_parts("algorithm.filters"))
 def test_a_filter_sees_each_group_alone(name: str) -> None:
     """Dynamic sampling calls it on one group at a time, in the order in which grades come in."""
     generator = torch.Generator().manual_seed(0)
     correct = torch.rand(30, 3, generator=generator) < 0.5
-    keep = getattr(filters, name)
+    keep = resolve_part("algorithm.filters", name)
     together = keep(correct.double(), correct)
     alone = [keep(correct[row : row + 1].double(), correct[row : row + 1]) for row in range(30)]
     assert together.dtype == torch.bool
@@ -224,9 +228,9 @@ def test_a_horizon_that_could_turn_the_kl_coefficient_round_is_refused() -> None
         adapted_coefficient(0.05, 0.0, target=0.1, horizon=1000, num_samples=5000)
 
 
-@pytest.mark.parametrize("module", [filters, kl, reductions])
-def test_public_functions_of_a_kind_have_one_signature(module: object) -> None:
+@pytest.mark.parametrize("option", ["algorithm.filters", "algorithm.kl.estimator", "algorithm.reduction"])
+def test_public_functions_of_a_kind_have_one_signature(option: str) -> None:
     """Each is a legal name in a recipe, so each must be callable as the trainer calls it."""
-    names = list_functions(module)  # type: ignore[arg-type]
+    names = list_parts(option)
     assert names
-    assert len({str(inspect.signature(getattr(module, name))) for name in names}) == 1
+    assert len({str(inspect.signature(resolve_part(option, name))) for name in names}) == 1

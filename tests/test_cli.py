@@ -101,7 +101,7 @@ def test_help_fields_documents_every_field_and_the_tasks_options() -> None:
             "algorithm.loss: `ppo_clp` is not in srtrl/algorithms/losses.py, did you mean `ppo_clip`?",
         ),
         (
-            "algorithm.advantage=srtrl.algorithms.kl:k3",
+            "algorithm.advantage=srtrl.algorithms.reductions:k3",
             "cannot be called with (1 arguments): missing a required argument",
         ),
         ("algorithm.filters=[drop_unifrm]", "algorithm.filters.0: `drop_unifrm` is not in"),
@@ -112,7 +112,10 @@ def test_help_fields_documents_every_field_and_the_tasks_options() -> None:
             "rewards=[{name: overlong_penalty, options: {cache_tokens: 64}}]",
             "rewards.0.options: cache_tokens: expected a number of tokens from 1 to rollout.max_new_tokens - 1 (63), ",
         ),
-        ("rewards=[{name: srtrl.algorithms.kl:k3}]", "rewards.0.options: `srtrl.algorithms.kl:k3` needs the option"),
+        (
+            "rewards=[{name: srtrl.algorithms.reductions:k3}]",
+            "rewards.0.options: `srtrl.algorithms.reductions:k3` needs the option",
+        ),
         ("task.name=arithmetics", "task.name: `arithmetics` is not in srtrl/tasks/, did you mean `arithmetic`?"),
         ("task.options.max_operan=3", "task.options.max_operan: unknown key, did you mean `max_operand`?"),
         ("rollout.drafter=nne", "rollout.drafter: `nne` is not in srtrl/drafters/, did you mean `none`?"),

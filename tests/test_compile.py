@@ -18,8 +18,8 @@ from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import CompiledLayers, Transformer
 from srtrl.trainer import build
 from srtrl.trainer.progress import RunProgress
-from srtrl.trainer.sequence_logprobs import compute_logprobs
 from srtrl.trainer.training import run_training
+from srtrl.trainer.update import compute_logprobs
 
 
 @pytest.fixture(autouse=True)

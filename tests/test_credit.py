@@ -13,7 +13,7 @@ from padded_update import gradient_of, pad_all, reduce, token_losses
 from torch import Tensor
 from update_cases import RecordingSGD, fresh_accelerator, make_policy, make_recipe, make_sequences, update
 
-from srtrl.algorithms.markers import token_level
+from srtrl.algorithms.advantages import token_level
 from srtrl.trainer.credit import Credit, assign_credit, filter_groups, train_sequences, with_reference
 from srtrl.types import FinishReason, Grade, GradeOutcome, Prompt, Rollout, RolloutGroup, TrainSequence
 

@@ -23,7 +23,7 @@ from update_cases import fresh_accelerator
 
 from srtrl.model.value_model import ValueModel
 from srtrl.trainer.critic import compute_values, update_critic, value_metrics
-from srtrl.trainer.sequence_logprobs import NonFiniteError
+from srtrl.trainer.update import NonFiniteError
 from srtrl.types import TrainSequence
 
 VALUE_CLIPS: dict[str, dict[str, float]] = {"clipped_value": {"value_clip": 0.1}, "squared_error": {"value_clip": 0.2}}
@@ -275,5 +275,5 @@ def test_a_value_loss_of_ones_own() -> None:
         update_with("test_critic:mean_error")
     with pytest.raises(ValueError, match="a metric named `explained_variance`"):
         update_with("test_critic:greedy_for_names")
-    with pytest.raises(ValueError, match=r"no_such_loss.*value_losses.py"):
+    with pytest.raises(ValueError, match=r"no_such_loss.*losses.py; known: clipped_value"):
         update_with("no_such_loss")

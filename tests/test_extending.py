@@ -11,13 +11,13 @@ import pytest
 import torch
 from tiny_run import make_policy, make_recipe
 
-from srtrl.algorithms.markers import is_token_level, needs_critic
+from srtrl.algorithms.advantages import is_token_level, needs_critic
 from srtrl.checks import check_recipe
 from srtrl.metrics import read_metrics
 from srtrl.model.weights import load_model, named_tensors
 from srtrl.recipe import Recipe, RewardSection
 from srtrl.recipe_file import build_recipe, dump_recipe, read_source
-from srtrl.resolve import resolve_function
+from srtrl.resolve import resolve_part
 from srtrl.tasks.base import load_task
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.reward_terms import resolve_rewards
@@ -85,7 +85,7 @@ def test_a_loss_outside_the_package_trains(recipe_file: Path) -> None:
 
 
 def test_sapo_is_its_formula_and_has_the_policy_gradient_at_ratio_one(folder: Path) -> None:
-    sapo = resolve_function("srtrl.algorithms.losses", "my_fork.losses:sapo")
+    sapo = resolve_part("algorithm.loss", "my_fork.losses:sapo")
     generator = torch.Generator().manual_seed(0)
     old, advantages = torch.randn(2, 9, generator=generator, dtype=torch.float64)
     new = (old + 0.3 * torch.randn(9, generator=generator, dtype=torch.float64)).requires_grad_()
@@ -103,7 +103,7 @@ def test_sapo_is_its_formula_and_has_the_policy_gradient_at_ratio_one(folder: Pa
 
 
 def test_above_median_subtracts_the_median_of_the_group(folder: Path) -> None:
-    above_median = resolve_function("srtrl.algorithms.advantages", "my_fork.advantages:above_median")
+    above_median = resolve_part("algorithm.advantage", "my_fork.advantages:above_median")
     rewards = [[1.0, 0.0, 0.5, 7.0], [0.0, 0.0, 0.0, 1.0]]
     expected = [[reward - median(group) for reward in group] for group in rewards]
     assert above_median(torch.tensor(rewards)).tolist() == expected
@@ -111,7 +111,7 @@ def test_above_median_subtracts_the_median_of_the_group(folder: Path) -> None:
 
 def test_length_adaptive_gae_is_a_discounted_sum_of_td_errors(folder: Path) -> None:
     """Against the sum written out; a padded row has the advantages it has alone."""
-    function = resolve_function("srtrl.algorithms.advantages", "my_fork.advantages:length_adaptive_gae")
+    function = resolve_part("algorithm.advantage", "my_fork.advantages:length_adaptive_gae")
     assert (is_token_level(function), needs_critic(function)) == (True, True)
     lengths, gamma = (30, 7, 44), 0.97
     generator = torch.Generator().manual_seed(1)
@@ -140,7 +140,7 @@ def test_a_token_level_advantage_that_needs_a_critic_is_refused_without_one(reci
 
 
 def test_drop_nearly_uniform_wants_two_of_each(folder: Path) -> None:
-    keep = resolve_function("srtrl.algorithms.filters", "my_fork.filters:drop_nearly_uniform")
+    keep = resolve_part("algorithm.filters", "my_fork.filters:drop_nearly_uniform")
     correct = torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool)
     assert keep(torch.zeros(5, 4), correct).tolist() == [False, False, True, False, False]
 

@@ -7,8 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from update_cases import make_policy, make_recipe, make_sequences
 
 from srtrl.model.attention import PackedPlan
-from srtrl.model.flops import model_flops
 from srtrl.model.logprobs import token_logprobs_reference
+from srtrl.model.transformer import model_flops
 from srtrl.trainer.out_of_memory import PeakMemory
 from srtrl.trainer.step_metrics import memory_metrics, time_metrics, update_flops
 

@@ -12,8 +12,9 @@ from srtrl.engine.device_runner import DeviceRunner
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.graphs import CudaCapturer, GraphedSteps
 from srtrl.engine.sampling import make_rng_key
+from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
-from srtrl.model.weights import config_from_hf, init_model
+from srtrl.model.weights import init_model
 from srtrl.types import Completion, Request, SamplingParams
 
 pytestmark = pytest.mark.gpu

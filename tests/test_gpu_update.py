@@ -16,7 +16,6 @@ from srtrl.model.attention import PackedPlan, packed_attention_reference
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.logprobs import MAX_CHUNK_BYTES, token_logprobs, token_logprobs_reference
 from srtrl.model.transformer import CompiledLayers, Transformer
-from srtrl.model.varlen_attention import VarlenKernel, choose_kernel
 from srtrl.model.weights import init_model
 from srtrl.trainer.optimizer import build_optimizer, gradient_holders
 from srtrl.trainer.out_of_memory import PeakMemory, UpdateMemoryError, explain_out_of_memory
@@ -37,11 +36,6 @@ def accelerator() -> Iterator[Accelerator]:
 def distance(found: Tensor, expected: Tensor) -> float:
     """Norm of the difference over the norm of what is expected."""
     return float((found.double().cpu() - expected.double().cpu()).norm() / expected.double().cpu().norm())
-
-
-def test_the_kernel_is_used_on_this_device() -> None:
-    """Else the reason is in the failure."""
-    assert isinstance(choose_kernel(CUDA, torch.bfloat16, num_heads=12, num_kv_heads=2, head_dim=128), VarlenKernel)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -132,11 +126,10 @@ def test_compiled_layers_have_the_gradients_of_plain_ones(checkpointing: bool) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_training_step_changes_the_weights_as_on_the_cpu(dtype: torch.dtype, accelerator: Accelerator) -> None:
-    """Heads of 4 keep the padded attention; what is tested is everything behind it."""
     recipe = make_recipe(train__micro_batch_tokens=24, train__mini_batch_prompts=1)
     masters: list[Sequence[Tensor]] = []
     for device in ("cpu", CUDA):
-        policy = _copy(make_tiny_policy(dtype=torch.float32, scale=4), dtype, device)
+        policy = _copy(make_tiny_policy(dtype=torch.float32, scale=4, hidden_size=16), dtype, device)  # heads of 8
         optimizer = build_optimizer(policy, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-3)
         before = [one.detach().cpu().clone() for one in gradient_holders(policy, optimizer)]
         update(policy, optimizer, accelerator, make_sequences(make_tiny_policy()), recipe)

@@ -18,8 +18,8 @@ from algorithm_reference import (
 )
 from torch import Tensor
 
-from srtrl.algorithms import losses, reductions
-from srtrl.resolve import list_functions, resolve_function
+from srtrl.algorithms import losses
+from srtrl.resolve import list_parts, resolve_part
 
 F64 = torch.float64
 CLIP_LOW, CLIP_HIGH, MAX_NEW_TOKENS = 0.2, 0.3, 12
@@ -28,7 +28,7 @@ CLIP_LOW, CLIP_HIGH, MAX_NEW_TOKENS = 0.2, 0.3, 12
 def our_losses(
     name: str, batch: RaggedBatch, new: Tensor, *, low: float = CLIP_LOW, high: float = CLIP_HIGH, **options: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = resolve_function("srtrl.algorithms.losses", name)
+    loss = resolve_part("algorithm.loss", name)
     old, advantages = packed(batch.old), packed(batch.advantages)
     token_loss, metrics = loss(new, old, advantages, batch.sequence_index, clip_low=low, clip_high=high, **options)
     assert isinstance(token_loss, Tensor)
@@ -36,7 +36,7 @@ def our_losses(
 
 
 def test_every_loss_has_a_formula_here() -> None:
-    assert set(list_functions(losses)) == set(LOSSES)
+    assert set(list_parts("algorithm.loss")) == set(LOSSES)
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -60,7 +60,7 @@ def test_loss_and_gradient_equal_the_formula(name: str, spread: float, per_token
         torch.testing.assert_close(gradient, packed(expected), rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("reduction", list_functions(reductions))
+@pytest.mark.parametrize("reduction", list_parts("algorithm.reduction"))
 @pytest.mark.parametrize("name", LOSSES)
 def test_reduced_loss_and_gradient_equal_the_formula(name: str, reduction: str) -> None:
     batch = random_batch(7, spread=0.5)
@@ -71,7 +71,7 @@ def test_reduced_loss_and_gradient_equal_the_formula(name: str, reduction: str) 
 
     new = packed(batch.new).requires_grad_()
     token_loss, _ = our_losses(name, batch, new)
-    reduced = resolve_function("srtrl.algorithms.reductions", reduction)(
+    reduced = resolve_part("algorithm.reduction", reduction)(
         token_loss, batch.sequence_index, sequence_lengths=torch.tensor(batch.lengths), max_new_tokens=MAX_NEW_TOKENS
     )
     assert reduced.item() == pytest.approx(formula(batch.new), rel=1e-12)
@@ -96,7 +96,7 @@ def test_order_and_packing_of_sequences_do_not_matter(name: str) -> None:
 
     order = torch.randperm(len(new), generator=torch.Generator().manual_seed(0))
     shuffled = packed(batch.new)[order].requires_grad_()
-    function = resolve_function("srtrl.algorithms.losses", name)
+    function = resolve_part("algorithm.loss", name)
     again, _ = function(
         shuffled,
         packed(batch.old)[order],
@@ -139,7 +139,7 @@ def test_zero_advantages_give_a_zero_gradient(name: str) -> None:
 def test_one_token_and_dtypes(name: str, dtype: torch.dtype) -> None:
     """A batch of one token; losses keep the dtype of the log-probs, metrics have no gradient and the same shape."""
     new = torch.tensor([-0.9], dtype=dtype, requires_grad=True)
-    function = resolve_function("srtrl.algorithms.losses", name)
+    function = resolve_part("algorithm.loss", name)
     old, advantages, index = torch.tensor([-1.0], dtype=dtype), torch.tensor([2.0], dtype=dtype), torch.tensor([4])
     token_loss, metrics = function(new, old, advantages, index, clip_low=0.2, clip_high=0.3)
     weight = {"policy_gradient": -0.9, "cispo": -0.9 * math.exp(0.1)}.get(name, math.exp(0.1))
@@ -245,7 +245,7 @@ def test_cispo_clips_weights_and_keeps_every_gradient() -> None:
 def test_losses_of_the_recipe_have_one_signature() -> None:
     """The first four arguments and the clip range are those of `ppo_clip`; what comes after is optional."""
     expected = list(inspect.signature(losses.ppo_clip).parameters.values())
-    for name in list_functions(losses):
+    for name in list_parts("algorithm.loss"):
         parameters = list(inspect.signature(getattr(losses, name)).parameters.values())
         assert parameters[: len(expected)] == expected
         assert all(parameter.default is not parameter.empty for parameter in parameters[len(expected) :])

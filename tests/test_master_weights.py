@@ -24,12 +24,11 @@ from srtrl.model.weights import load_model, load_tokenizer
 from srtrl.rollout.packing import PackedBatch, pack
 from srtrl.trainer.checkpoint import TrainerState, load_training_state, save_checkpoint
 from srtrl.trainer.critic import Critic, update_critic
-from srtrl.trainer.master_weights import MasterWeightAdamW
-from srtrl.trainer.mini_batches import MiniBatch, descend
-from srtrl.trainer.optimizer import build_optimizer, gradient_holders
+from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer, gradient_holders
 from srtrl.trainer.out_of_memory import gradient_bytes
 from srtrl.trainer.progress import RunProgress
 from srtrl.trainer.training import run_training
+from srtrl.trainer.update import MiniBatch, run_optimizer_steps
 from srtrl.types import TrainSequence
 
 ADAMW: dict[str, Any] = {"weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
@@ -72,7 +71,7 @@ def descend_by_ours(
     def loss_of(packed: PackedBatch, _: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return micro_batch_loss(policy, packed), {"one": torch.ones(len(packed.target_ids))}
 
-    return descend(
+    return run_optimizer_steps(
         policy,
         optimizer,
         accelerator,

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from update_cases import fresh_accelerator
 
 from srtrl.rollout.packing import PackedBatch
-from srtrl.trainer.mini_batches import MiniBatch, TokenMeans, descend, mini_batches
-from srtrl.trainer.sequence_logprobs import NonFiniteError
+from srtrl.trainer.update import MiniBatch, NonFiniteError, TokenMeans, mini_batches, run_optimizer_steps
 from srtrl.types import TrainSequence
 
 
@@ -109,7 +108,7 @@ def test_a_metric_of_some_micro_batches_only_is_refused(later: dict[str, Tensor]
         means.add(later)
 
 
-# ---- descend: by hand on a model of one number ----
+# ---- run_optimizer_steps: by hand on a model of one number ----
 
 
 class OneNumber(nn.Module):
@@ -137,7 +136,7 @@ def test_descent_by_hand(micro_batch_tokens: int, max_grad_norm: float, accelera
     batches = list(mini_batches(sequences, size=2, num_epochs=2, seed=0, step=1))
     model = OneNumber(1.0)
     checked: list[tuple[str, float]] = []
-    metrics = descend(
+    metrics = run_optimizer_steps(
         model,
         torch.optim.SGD(model.parameters(), lr=123.0),
         accelerator,
@@ -180,7 +179,7 @@ def test_what_a_check_raises_comes_before_the_step(accelerator: Accelerator) -> 
     def run(start: float, check: bool) -> None:
         with torch.no_grad():
             model.w.fill_(start)
-        descend(
+        run_optimizer_steps(
             model,
             torch.optim.SGD(model.parameters(), lr=1.0),
             accelerator,
@@ -205,7 +204,7 @@ def test_what_a_check_raises_comes_before_the_step(accelerator: Accelerator) -> 
 def test_an_update_of_nothing_is_the_callers_mistake(accelerator: Accelerator) -> None:
     model = OneNumber(1.0)
     with pytest.raises(AssertionError, match="no mini-batch"):
-        descend(
+        run_optimizer_steps(
             model,
             torch.optim.SGD(model.parameters(), lr=1.0),
             accelerator,

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 from update_cases import make_recipe
 
-from srtrl.algorithms.kl_control import MAX_ERROR
+from srtrl.algorithms.reductions import MAX_ERROR
 from srtrl.recipe import Recipe
 from srtrl.recipe_base import RecipeConflictsError
 from srtrl.recipe_conflicts import MAX_KL_ERROR

@@ -76,7 +76,7 @@ def test_unknown_names_list_what_exists_and_the_nearest() -> None:
         ValueError, match=r"`resolve_clas` is not in srtrl/resolve.py, did you mean `resolve_class`\?"
     ) as error:
         resolve_function("srtrl.resolve", "resolve_clas")
-    assert "known: resolve_function, resolve_class, list_functions" in str(error.value)
+    assert "known: resolve_part, list_parts, resolve_function" in str(error.value)
     with pytest.raises(ValueError, match="`xyz` is not in srtrl/tasks/; known: "):
         resolve_class("srtrl.tasks", "xyz", "Task")
 

@@ -16,9 +16,9 @@ import torch
 from algorithm_reference import Ragged, padded
 from torch import Tensor
 
-from srtrl.algorithms import kl
-from srtrl.algorithms.importance import truncated_weights
-from srtrl.resolve import resolve_function
+from srtrl.algorithms.losses import truncated_weights
+from srtrl.algorithms.reductions import k3
+from srtrl.resolve import resolve_part
 
 MAX_NEW_TOKENS = 11
 NUM_SEQUENCES = 8
@@ -154,15 +154,15 @@ def our_loss(case: Case, numbers: Numbers, rows: slice) -> tuple[Tensor, Tensor,
         for values in (numbers.new, numbers.old, numbers.ref, numbers.decoder)
     )
     new.requires_grad_()
-    loss = resolve_function("srtrl.algorithms.losses", case.loss)
+    loss = resolve_part("algorithm.loss", case.loss)
     token_loss, metrics = loss(
         new, old, numbers.advantages[sequence_index], sequence_index, **case.clip, **case.options
     )
     if case.importance:
         token_loss = token_loss * truncated_weights(old, decoder, sequence_index, cap=1.1, level="token")
     if case.beta:
-        token_loss = token_loss + case.beta * kl.k3(new, ref)
-    reduced = resolve_function("srtrl.algorithms.reductions", case.reduction)(
+        token_loss = token_loss + case.beta * k3(new, ref)
+    reduced = resolve_part("algorithm.reduction", case.reduction)(
         token_loss, sequence_index, sequence_lengths=lengths, max_new_tokens=MAX_NEW_TOKENS
     )
     return reduced.detach(), torch.autograd.grad(reduced, new)[0], metrics

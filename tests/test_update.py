@@ -26,8 +26,7 @@ from update_cases import (
 
 from srtrl.model.transformer import Transformer
 from srtrl.recipe import Recipe
-from srtrl.trainer.mini_batches import mini_batches
-from srtrl.trainer.sequence_logprobs import compute_logprobs
+from srtrl.trainer.update import compute_logprobs, mini_batches
 from srtrl.types import TrainSequence
 
 COEFFICIENT = 0.1

@@ -22,7 +22,7 @@ from update_cases import (
 )
 
 from srtrl.model.transformer import Transformer
-from srtrl.trainer.sequence_logprobs import LogprobDifferenceError, NonFiniteError, logprob_difference
+from srtrl.trainer.update import LogprobDifferenceError, NonFiniteError, logprob_difference
 from srtrl.types import TrainSequence
 
 

@@ -8,9 +8,9 @@ import torch
 from algorithm_reference import packed, random_batch
 from torch import Tensor
 
-from srtrl.algorithms import importance, value_losses
-from srtrl.algorithms.segments import sequence_means, sequence_sums
-from srtrl.resolve import list_functions
+from srtrl.algorithms import losses
+from srtrl.algorithms.losses import sequence_means, sequence_sums
+from srtrl.resolve import list_parts
 
 F64 = torch.float64
 
@@ -25,13 +25,13 @@ def hand_value_loss(name: str, value: float, old: float, target: float, clip: fl
 
 
 @pytest.mark.parametrize("clip", [0.05, 0.2, 10.0])
-@pytest.mark.parametrize("name", list_functions(value_losses))
+@pytest.mark.parametrize("name", list_parts("critic.value_loss"))
 def test_value_loss_and_gradient_equal_the_formula(name: str, clip: float) -> None:
     generator = np.random.default_rng(0)
     old, target = generator.standard_normal((2, 200))
     value = old + 0.2 * generator.standard_normal(200)
     values = torch.from_numpy(value).requires_grad_()
-    loss, metrics = getattr(value_losses, name)(
+    loss, metrics = getattr(losses, name)(
         values, torch.from_numpy(old), torch.from_numpy(target), torch.arange(200), value_clip=clip
     )
     expected = [
@@ -45,12 +45,12 @@ def test_value_loss_and_gradient_equal_the_formula(name: str, clip: float) -> No
         assert (0 < metrics["clip_share/value"].sum().item() < 200) == (clip < 1)
 
 
-@pytest.mark.parametrize("name", list_functions(value_losses))
+@pytest.mark.parametrize("name", list_parts("critic.value_loss"))
 def test_autograd_agrees_with_its_own_differences(name: str) -> None:
     values, old, target = torch.randn(3, 30, generator=torch.Generator().manual_seed(0), dtype=F64)
 
     def loss(values: Tensor) -> Tensor:
-        token_loss: Tensor = getattr(value_losses, name)(values, old, target, torch.arange(30), value_clip=0.3)[0]
+        token_loss: Tensor = getattr(losses, name)(values, old, target, torch.arange(30), value_clip=0.3)[0]
         return token_loss
 
     assert torch.autograd.gradcheck(loss, values.requires_grad_())
@@ -60,7 +60,7 @@ def test_the_value_clip_at_its_edges() -> None:
     """Old value 0, clip 0.5, return 2: moving towards the return loses the gradient beyond 0.5, away never."""
     values = torch.tensor([0.5, 0.5 + 1e-9, -3.0, 0.0], dtype=F64, requires_grad=True)
     zeros = torch.zeros(4, dtype=F64)
-    loss, metrics = value_losses.clipped_value(values, zeros, zeros + 2, torch.arange(4), value_clip=0.5)
+    loss, metrics = losses.clipped_value(values, zeros, zeros + 2, torch.arange(4), value_clip=0.5)
     assert torch.autograd.grad(loss.sum(), values)[0].tolist() == [-1.5, 0.0, -5.0, -2.0]
     assert metrics["clip_share/value"].tolist() == [0, 1, 0, 0]
     assert loss.tolist() == pytest.approx([1.125, 1.125, 12.5, 2.0], rel=1e-12)
@@ -73,7 +73,7 @@ def test_importance_weights_equal_the_formula(level: str, cap: float) -> None:
     for seed in range(5):
         batch = random_batch(seed, spread=0.6)
         old = packed(batch.old).requires_grad_()
-        found = importance.truncated_weights(
+        found = losses.truncated_weights(
             old,
             packed(batch.new),
             batch.sequence_index,
@@ -93,9 +93,9 @@ def test_importance_weights_equal_the_formula(level: str, cap: float) -> None:
 def test_importance_weights_of_equal_logprobs_are_one_and_overflow_is_capped() -> None:
     logprobs, index = torch.tensor([-1.0, -2.0, -300.0]), torch.tensor([0, 0, 1])
     for level in ("token", "sequence"):
-        weights = importance.truncated_weights(logprobs, logprobs, index, cap=2.0, level=level)
+        weights = losses.truncated_weights(logprobs, logprobs, index, cap=2.0, level=level)
         assert torch.equal(weights, torch.ones(3))
-        far = importance.truncated_weights(logprobs + 1000, logprobs, index, cap=2.0, level=level)
+        far = losses.truncated_weights(logprobs + 1000, logprobs, index, cap=2.0, level=level)
         assert torch.equal(far, torch.full((3,), 2.0))
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from srtrl.model import weights
+from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import (
-    config_from_hf,
     end_token_ids,
     init_model,
     load_model,

@@ -66,14 +66,14 @@ def make_recipe(**options: Any) -> Recipe:
 
 
 def make_policy(
-    seed: int = 0, dtype: torch.dtype = torch.float64, tied: bool = False, scale: float = 20
+    seed: int = 0, dtype: torch.dtype = torch.float64, tied: bool = False, scale: float = 20, hidden_size: int = 8
 ) -> Transformer:
     """A random policy; `scale` multiplies the usual initialisation: distributions far from uniform."""
     config = config_from_hf(
         {
             "model_type": "llama",
             "vocab_size": 19,
-            "hidden_size": 8,
+            "hidden_size": hidden_size,
             "intermediate_size": 12,
             "num_hidden_layers": 2,
             "num_attention_heads": 2,
@@ -167,7 +167,7 @@ class RecordingSGD(torch.optim.SGD):
         self.rates: list[float] = []
 
     def step(self, closure: Any = None) -> Any:
-        """Record, then descend."""
+        """Record, then run_optimizer_steps."""
         self.gradients.append([parameter.grad.clone() for parameter in self.parameters if parameter.grad is not None])
         self.rates.append(self.param_groups[0]["lr"])
         return super().step(closure)

@@ -5,7 +5,8 @@ Every public function here is a value of `algorithm.advantage`, of one of two ki
 *Sequence-level*, `(rewards: Tensor) -> Tensor`, both [G, S]: G groups (draws of a prompt) of S samples each, one reward
 and one advantage a sample.
 
-*Token-level*, marked `@token_level` (see markers.py):
+*Token-level*, marked `@token_level` (`@token_level(needs_critic=True)` where the values are used, so that the recipe
+must have a critic):
 
     (token_rewards, values, mask, *, group_index, gamma, lam) -> advantages
 
@@ -15,14 +16,48 @@ padded on the right, where the mask is false and the result is zero. `values` ar
 targets are advantages + values, so a token-level function that needs a critic must not rescale what it returns.
 """
 
+from collections.abc import Callable
+from typing import Any, overload
+
 import torch
 from torch import Tensor
 
-from srtrl.algorithms.markers import token_level
-from srtrl.algorithms.whitening import whiten
-
+AdvantageFunction = Callable[..., Any]
 EPSILON = 1e-6
 """Added to the standard deviation, as in verl; TRL adds 1e-4."""
+WHITEN_EPSILON = 1e-8
+"""Added to the variance, as in verl (`masked_whiten`); OpenRLHF takes it as the least variance."""
+
+
+@overload
+def token_level(function: AdvantageFunction) -> AdvantageFunction: ...
+@overload
+def token_level(*, needs_critic: bool = False) -> Callable[[AdvantageFunction], AdvantageFunction]: ...
+def token_level(
+    function: AdvantageFunction | None = None, *, needs_critic: bool = False
+) -> AdvantageFunction | Callable[[AdvantageFunction], AdvantageFunction]:
+    """Mark an advantage function as token-level: `@token_level` or `@token_level(needs_critic=True)`.
+
+    Returns:
+        The same function, with the attributes `token_level` (True) and `needs_critic`.
+    """
+
+    def mark(marked: AdvantageFunction) -> AdvantageFunction:
+        marked.token_level = True  # type: ignore[attr-defined]
+        marked.needs_critic = needs_critic  # type: ignore[attr-defined]
+        return marked
+
+    return mark if function is None else mark(function)
+
+
+def is_token_level(function: AdvantageFunction) -> bool:
+    """Whether an advantage function bears the mark `@token_level`."""
+    return bool(getattr(function, "token_level", False))
+
+
+def needs_critic(function: AdvantageFunction) -> bool:
+    """Whether an advantage function bears the mark `@token_level(needs_critic=True)`."""
+    return bool(getattr(function, "needs_critic", False))
 
 
 def group_relative(rewards: Tensor) -> Tensor:
@@ -129,6 +164,29 @@ def reinforce_plus_plus(
         Advantages [B, L] float64, zero where the mask is false; all zero where all sums are equal.
     """
     return whiten(_discounted_sums(_padded_with_zeros(token_rewards, mask), gamma), mask)
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """(value - mean) / sqrt(variance + 1e-8), mean and variance over the tokens of the mask.
+
+    Each token counts once, so long responses weigh more in both. The variance is the unbiased one (divisor n - 1), as
+    in verl; OpenRLHF divides by n. Values that are all equal (a single token among them) become exactly 0: the
+    rounding of their mean, divided by 1e-4, must not become a learning signal.
+
+    Args:
+        values: [B, L].
+        mask: [B, L] bool, true for the tokens that there are; at least one.
+
+    Returns:
+        [B, L] in the dtype of `values` (computed in float64), 0 where the mask is false.
+    """
+    chosen = values[mask].double()  # [N]
+    assert len(chosen) >= 1, "no token to whiten: the mask is false everywhere"
+    whitened = torch.zeros_like(values)
+    if not bool((chosen == chosen[0]).all()):
+        scaled = (chosen - chosen.mean()) / (chosen.var(correction=1) + WHITEN_EPSILON).sqrt()  # [N]
+        whitened[mask] = scaled.to(values.dtype)
+    return whitened
 
 
 def _group_rewards(rewards: Tensor) -> Tensor:

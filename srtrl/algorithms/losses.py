@@ -1,6 +1,6 @@
-"""Policy losses: one number a token, before any reduction.
+"""Policy losses, value losses and importance weights: one number a token, before any reduction.
 
-Every public function here is a value of `algorithm.loss` and has the signature
+*Policy losses* are the functions whose first argument is `logprobs`: the values of `algorithm.loss`, of signature
 
     (logprobs, old_logprobs, advantages, sequence_index, *, clip_low, clip_high) -> (token_loss, metrics)
 
@@ -10,12 +10,21 @@ sequences are in one micro-batch; losses of single tokens do not need it). Furth
 its options, given as `algorithm.loss_options`. `token_loss` [R] is to be minimised; how it becomes one number is the
 reduction's part. Each metric is a number a token, [R], without gradient: the trainer logs its mean over all tokens of
 the step under its name. The names are the same for every micro-batch, and none of the trainer's (`docs/metrics.md`).
+
+*Value losses* are those whose first argument is `values`: the values of `critic.value_loss`, of signature
+
+    (values, old_values, returns, sequence_index, *, value_clip) -> (token_loss, metrics)
+
+with tensors [R], the response tokens of a micro-batch: `values` by the critic being trained (with gradient),
+`old_values` by the critic before the update, `returns` the targets (advantages + old values). Each metric is a number a
+token, [R], without gradient, under the same names for every micro-batch: the trainer logs its mean over all tokens of
+the step.
 """
+
+from typing import Literal
 
 import torch
 from torch import Tensor
-
-from srtrl.algorithms.segments import sequence_means
 
 
 def ppo_clip(
@@ -151,6 +160,90 @@ def policy_gradient(
     corrects for the change. `old_logprobs`, `sequence_index` and the clip range are not used; no metrics.
     """
     return -advantages * logprobs, {}
+
+
+def clipped_value(
+    values: Tensor, old_values: Tensor, returns: Tensor, sequence_index: Tensor, *, value_clip: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Half the greater of (value - return)^2 and (clipped value - return)^2.
+
+    The clipped value is within `value_clip` of the old one. Not in the PPO paper; from OpenAI's baselines (`ppo2`), the
+    ninth of the "37 implementation details of PPO" (Huang et al., 2022); arXiv 2006.05990 found that it does harm in
+    continuous control. verl and OpenRLHF have it too, with the same factor of a half.
+
+    Metrics: `clip_share/value` marks tokens whose gradient the clip took away: the value has already moved further than
+    `value_clip` towards the return. `sequence_index` is not used.
+    """
+    clipped = torch.clamp(values, old_values - value_clip, old_values + value_clip)
+    error, clipped_error = (values - returns).square(), (clipped - returns).square()
+    is_clipped = clipped_error > error  # [R]
+    metrics = {"clip_share/value": is_clipped.to(values.dtype)}
+    return torch.where(is_clipped, clipped_error, error) / 2, metrics
+
+
+def squared_error(
+    values: Tensor, old_values: Tensor, returns: Tensor, sequence_index: Tensor, *, value_clip: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Half the squared error: (value - return)^2 / 2. `value_clip` and `old_values` are not used; no metrics."""
+    return (values - returns).square() / 2, {}
+
+
+def truncated_weights(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    sequence_index: Tensor,
+    *,
+    cap: float,
+    level: Literal["token", "sequence"],
+) -> Tensor:
+    """min(probability by the trainer / probability by the decoder, cap), for each token.
+
+    Decoder and trainer may compute the same weights with different kernels or types; the samples are then from a policy
+    that is not quite the one whose ratio the loss takes. Truncated importance sampling (Ionides, 2008) corrects that
+    with a bias that the cap bounds. `token` takes the ratio of each token, as OpenRLHF and verl's `token` level do;
+    `sequence` takes the ratio of the whole response, the product over its tokens, as verl's `sequence` level does: with
+    cap infinity unbiased, and of a variance that grows with the length.
+
+    Args:
+        old_logprobs: by the trainer, with the weights that sampled, [R].
+        rollout_logprobs: by the decoder, [R].
+        sequence_index: [R] int64.
+        cap: greatest weight, above 0.
+        level: `token` or `sequence`.
+
+    Returns:
+        Weights [R] in the dtype of `old_logprobs`, without gradient, to be multiplied into the policy's token losses.
+    """
+    log_ratio = old_logprobs.detach().double() - rollout_logprobs.detach().double()  # [R]
+    if level == "sequence":
+        log_ratio = sequence_sums(log_ratio, sequence_index)
+    return torch.exp(log_ratio).clamp(max=cap).to(old_logprobs.dtype)
+
+
+def sequence_sums(numbers: Tensor, sequence_index: Tensor) -> Tensor:
+    """For each token the sum of `numbers` over all tokens of its sequence, [R] -> [R], with gradient.
+
+    Summed in float64: the log-ratios of a long response must add up to the same number whatever they are packed with,
+    and GSPO's clip range (3e-4) is too narrow for the rounding of a float32 sum.
+
+    Args:
+        numbers: [R].
+        sequence_index: [R] int64, not negative; the sequences need not be contiguous, nor their numbers dense.
+
+    Returns:
+        [R] float64.
+    """
+    if len(sequence_index) == 0:
+        return numbers.double()
+    sums = numbers.new_zeros(int(sequence_index.max()) + 1).double()
+    return sums.index_add(0, sequence_index, numbers.double())[sequence_index]
+
+
+def sequence_means(numbers: Tensor, sequence_index: Tensor) -> Tensor:
+    """For each token the mean of `numbers` over all tokens of its sequence: `sequence_sums` over the lengths."""
+    return sequence_sums(numbers, sequence_index) / sequence_sums(
+        numbers.detach().new_ones(len(numbers)), sequence_index
+    )
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, dict[str, Tensor]]:

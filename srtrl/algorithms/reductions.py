@@ -1,15 +1,42 @@
-"""Reductions: from one loss a token to the loss of a mini-batch.
+"""Reductions, estimators of the KL to the reference and its control, and filters.
 
-Every public function here is a value of `algorithm.reduction` and has the signature
+*Reductions*, from one loss a token to the loss of a mini-batch, are the public functions whose first argument is
+`token_loss`: the values of `algorithm.reduction`, of signature
 
     (token_loss, sequence_index, *, sequence_lengths, max_new_tokens) -> scalar
 
 `token_loss` [R] and `sequence_index` [R] int64 (a row of `sequence_lengths`) are those of one micro-batch;
 `sequence_lengths` [B] int64 are the response lengths of the *whole* mini-batch. Each returns the micro-batch's share of
 the mini-batch's loss. The shares of all micro-batches sum to it: micro-batches change memory and not the gradient.
+
+*Estimators of KL(policy || reference)* from sampled tokens, one number a token, are those whose first argument is
+`logprobs`: the values of `algorithm.kl.estimator`, of signature
+
+    (logprobs, ref_logprobs) -> [R]
+
+with the log-probs [R] of tokens that the policy sampled, by the policy and by the reference. Names and properties:
+J. Schulman, "Approximating KL Divergence", 2020 (joschu.net/blog/kl-approx.html). All are differentiable, but only the
+gradient of k2 is, in expectation over samples of the current policy, the gradient of the KL; those of k1 and k3 are
+zero and the gradient of KL(reference || policy).
+
+*Filters*, which groups of rollouts the update learns from, are those whose first argument is `rewards`: the values in
+`algorithm.filters`, of signature
+
+    (rewards, correct) -> mask
+
+with rewards [G, S] and the verifier's verdicts [G, S] bool of G groups of S samples; the mask [G] bool is true for the
+groups to keep. What is kept of a group depends on that group alone: with `rollout.dynamic_sampling` a filter sees the
+groups one at a time, as their grades come in.
 """
 
+import torch
 from torch import Tensor
+
+MAX_ERROR = 0.2
+"""The relative error that the controller sees is clipped to plus and minus this (Ziegler et al.).
+
+`MAX_KL_ERROR` of `recipe_conflicts.py` is the same number: there a horizon that is too short is refused with its line.
+"""
 
 
 def token_mean(token_loss: Tensor, sequence_index: Tensor, *, sequence_lengths: Tensor, max_new_tokens: int) -> Tensor:
@@ -40,3 +67,70 @@ def sequence_mean_token_sum_norm(
     favouring any length.
     """
     return token_loss.sum() / (len(sequence_lengths) * max_new_tokens)
+
+
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Log of policy / reference: unbiased, of high variance, negative for single tokens.
+
+    As a reward (`placement: reward`) it is the usual choice; in the loss its gradient has expectation zero.
+    """
+    return logprobs - ref_logprobs
+
+
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Half the squared log-ratio: biased, of low variance, never negative."""
+    return (logprobs - ref_logprobs).square() / 2
+
+
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Ratio - 1 - log(ratio), with ratio = reference / policy: unbiased, of low variance, never negative.
+
+    The estimator of GRPO (equation 4 of DeepSeekMath, arXiv 2402.03300). `expm1` keeps small differences exact where
+    exp(x) - 1 - x would cancel.
+    """
+    log_ratio = ref_logprobs - logprobs
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def adapted_coefficient(coefficient: float, kl: float, *, target: float, horizon: int, num_samples: int) -> float:
+    """The KL coefficient of the next step: coefficient x (1 + error x num_samples / horizon).
+
+    error = clip(kl / target - 1, -0.2, 0.2). Section 2.2 of Ziegler et al. 2019 (arXiv 1909.08593), a proportional
+    controller in log-space; `num_samples / horizon` is their K (0.1), written as in their code, so that the speed does
+    not depend on the batch. They measure the KL of a whole response; here both numbers are nats a token.
+
+    Args:
+        coefficient: that of this step.
+        kl: mean KL of this step's samples, nats a token (an estimate: it may be negative).
+        target: the KL to hold, nats a token, above 0.
+        horizon: samples over which the coefficient follows.
+        num_samples: samples of this step.
+
+    Raises:
+        ValueError: a horizon so short that the coefficient could become 0 or negative.
+    """
+    gain = num_samples / horizon
+    if MAX_ERROR * gain >= 1:
+        raise ValueError(
+            f"algorithm.kl.horizon: expected more than {MAX_ERROR} x the {num_samples} samples of a step, or one step "
+            f"could make the coefficient 0 or negative, found {horizon}"
+        )
+    error = min(max(kl / target - 1, -MAX_ERROR), MAX_ERROR)
+    return coefficient * (1 + error * gain)
+
+
+def drop_uniform(rewards: Tensor, correct: Tensor) -> Tensor:
+    """Drop groups whose rewards are all equal: their group-relative advantages are zero.
+
+    Without it such groups still count in the denominator of the loss. With rewards of right and wrong alone it is
+    `drop_all_right_or_wrong`; a further reward (of length, say) makes groups pass that are all wrong.
+    """
+    return (rewards != rewards[:, :1]).any(dim=1)
+
+
+def drop_all_right_or_wrong(rewards: Tensor, correct: Tensor) -> Tensor:
+    """Drop groups whose samples are all right or all wrong, whatever their rewards.
+
+    The constraint of DAPO's dynamic sampling, 0 < number of right samples < S (equation 11 of arXiv 2503.14476).
+    """
+    return correct.any(dim=1) & ~correct.all(dim=1)

@@ -5,15 +5,16 @@ update); `paged_attention.py` has the decoder's plan. Dimension letters: see `sr
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Protocol, Self
+import importlib.util
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from srtrl.model.device_copy import copy_to_device
-from srtrl.model.varlen_attention import VarlenKernel, choose_kernel
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class AttentionPlan(Protocol):
@@ -44,8 +45,8 @@ class AttentionPlan(Protocol):
 class PackedPlan:
     """Whole sequences end to end, each causal within itself; differentiable (the update).
 
-    On CUDA bfloat16 and float16 go through a kernel for packed sequences, without any padding (see
-    `varlen_attention.py`). Elsewhere sequences of similar length go through one causal `scaled_dot_product_attention`
+    On CUDA bfloat16 and float16 go through FlashAttention for packed sequences, without any padding
+    (`varlen_attention`). Elsewhere sequences of similar length go through one causal `scaled_dot_product_attention`
     together, the shorter ones padded on the right, where causality alone keeps the padding out of what real tokens see.
     What either way needs is made once, for all layers.
     """
@@ -74,9 +75,8 @@ class PackedPlan:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention within each sequence; see `AttentionPlan.attend`."""
-        kernel = choose_kernel(v.device, v.dtype, num_heads=q.shape[1], num_kv_heads=v.shape[1], head_dim=v.shape[2])
-        if isinstance(kernel, VarlenKernel):
-            return kernel.attend(q, k, v, self.starts, self.num_positions)
+        if v.device.type == "cuda" and v.dtype in HALF_DTYPES:
+            return varlen_attention(q, k, v, self.starts, self.num_positions)
         return self._padded.attend(q, k, v)
 
     @functools.cached_property
@@ -90,6 +90,81 @@ class PackedPlan:
     def _padded(self) -> "PaddedBuckets":
         with torch.inference_mode(False):
             return PaddedBuckets(self.lengths, self.device)
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
+    """Causal FlashAttention within each packed sequence, with scale E**-0.5; differentiable.
+
+    Args:
+        q: [T, H, E]; any float type, cast to that of `v` (under autocast the rotary embedding gives float32).
+        k: [T, K, E]; likewise.
+        v: [T, K, E], bfloat16 or float16.
+        starts: packed position of each sequence's first token, then T: [B + 1] int32, on the device.
+        longest: tokens of the longest sequence.
+
+    Returns:
+        [T, H, E], in the dtype of `v`.
+
+    Raises:
+        ValueError: see `check_packed_attention`.
+    """
+    check_packed_attention(v.device, v.dtype, v.shape[-1])
+    return varlen_function()(q.to(v.dtype), k.to(v.dtype), v, starts, longest)
+
+
+@functools.cache
+def varlen_function() -> Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]:
+    """flash-attn's function where it is installed, else torch's: (q, k, v, starts, longest) -> [T, H, E]."""
+    if importlib.util.find_spec("flash_attn") is not None:
+        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+
+        return lambda q, k, v, starts, longest: flash_attn_varlen_func(
+            q, k, v, starts, starts, longest, longest, causal=True
+        )
+    from torch.nn.attention.varlen import varlen_attn
+
+    has_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 and later
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
+        options: dict[str, Any] = {"enable_gqa": True} if has_gqa else {}
+        if not has_gqa:
+            k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))  # [T, H, E]
+        out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **options)
+        assert isinstance(out, Tensor)
+        return out
+
+    return attend
+
+
+def check_packed_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    """Refuse a model whose update FlashAttention cannot compute on a CUDA device in a half type.
+
+    Raises:
+        ValueError: heads of another width than it takes, or a device that is too old for it.
+    """
+    if device.type != "cuda" or dtype not in HALF_DTYPES:
+        return
+    reason = None
+    if head_dim > 256 or head_dim % 8 != 0:
+        reason = f"takes heads of a multiple of 8 up to 256, and those of this model are {head_dim} wide"
+    elif torch.cuda.get_device_capability(device) < (8, 0):
+        reason = f"needs a device of compute capability 8.0, and {torch.cuda.get_device_name(device)} has less"
+    if reason is not None:
+        raise ValueError(
+            f"the update's attention in {str(dtype).removeprefix('torch.')} {reason}: train in float32 "
+            "(model.dtype: float32 and model.mixed_precision: no)"
+        )
+
+
+def copy_to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """`tensor`, of the host, on `device`; on CUDA the host does not wait for the work queued there.
+
+    A plain copy waits for all of it, so that the device idles while the host prepares the next micro-batch. The pinned
+    memory in between is reused once the copy is done.
+    """
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class PaddedBuckets:

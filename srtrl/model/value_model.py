@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from srtrl.model.attention import AttentionPlan
 from srtrl.model.transformer import ModelConfig, Transformer
-from srtrl.model.weights import load_model, locate, save_model
+from srtrl.model.weights import load_model, locate, read_tensors, save_model
 
 HEAD_FILE = "value_head.safetensors"
 _HEAD_NAME = "value_head.weight"
@@ -73,7 +72,10 @@ def load_value_model(path: str | Path, *, dtype: torch.dtype, device: torch.devi
     file = folder / HEAD_FILE
     if not file.is_file():
         return model
-    weight = _read_head(file)
+    tensors = dict(read_tensors(file))
+    if _HEAD_NAME not in tensors:
+        raise ValueError(f"{file}: expected a tensor {_HEAD_NAME}, found {', '.join(tensors) or 'none'}")
+    weight = tensors[_HEAD_NAME]
     if weight.shape != model.value_head.shape:
         raise ValueError(
             f"{file}: tensor {_HEAD_NAME} has shape {list(weight.shape)}; "
@@ -101,14 +103,3 @@ def _without_output_head(config: ModelConfig) -> ModelConfig:
     """The config of the same body with heads called tied, so that no file of it needs an output head."""
     hf_config = {**config.hf_config, "tie_word_embeddings": True}
     return replace(config, tie_word_embeddings=True, hf_config=hf_config)
-
-
-def _read_head(file: Path) -> Tensor:
-    try:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            if _HEAD_NAME not in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
-                raise ValueError(f"{file}: expected a tensor {_HEAD_NAME}, found {', '.join(tensors.keys()) or 'none'}")
-            head: Tensor = tensors.get_tensor(_HEAD_NAME)
-    except SafetensorError as error:
-        raise ValueError(f"{file}: no readable safetensors file ({error}); is it complete?") from error
-    return head

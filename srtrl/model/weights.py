@@ -16,18 +16,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Layer, ModelConfig, Transformer
 
-__all__ = [
-    "config_from_hf",
-    "end_token_ids",
-    "has_tokenizer",
-    "init_model",
-    "load_model",
-    "load_tokenizer",
-    "locate",
-    "read_config",
-    "save_model",
-]
-
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SINGLE_FILE = "model.safetensors"
@@ -159,7 +147,7 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | s
     missing = dict.fromkeys(places)
     redundant_heads = []
     for file in _weight_files(folder):
-        for name, tensor in _read_tensors(file):
+        for name, tensor in read_tensors(file):
             if name.endswith("rotary_emb.inv_freq"):  # old Llama files; recomputed from the config
                 continue
             if name == "lm_head.weight" and model.head is None:
@@ -303,8 +291,12 @@ def _weight_files(folder: Path) -> Sequence[Path]:
     return files
 
 
-def _read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) one at a time."""
+def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of a safetensors file by name, one at a time.
+
+    Raises:
+        ValueError: the file is not readable, or a tensor is not of a floating-point type.
+    """
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from srtrl.model.device_copy import copy_to_device
+from srtrl.model.attention import copy_to_device
 from srtrl.types import TrainSequence
 
 

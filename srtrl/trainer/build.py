@@ -11,9 +11,9 @@ import torch
 
 from srtrl.drafters.base import DrafterBase
 from srtrl.engine.engine import Engine, EngineOptions
-from srtrl.model.transformer import CompiledLayers, ModelConfig
+from srtrl.model.attention import check_packed_attention
+from srtrl.model.transformer import CompiledLayers
 from srtrl.model.value_model import load_value_model
-from srtrl.model.varlen_attention import choose_kernel
 from srtrl.model.weights import end_token_ids, has_tokenizer, load_model, load_tokenizer, read_config
 from srtrl.recipe import Recipe
 from srtrl.recipe_errors import validate_section
@@ -144,23 +144,15 @@ def build_policy(recipe: Recipe, path: str, device: torch.device) -> Transformer
 
 
 def set_update_options(model: Transformer, recipe: Recipe) -> None:
-    """How the update runs `model`: what it keeps for the backward pass, and whether it compiles the layers."""
+    """How the update runs `model`: what it keeps for the backward pass, and whether it compiles the layers.
+
+    Raises:
+        ValueError: the update's attention cannot run on the model's device in its type.
+    """
+    dtype = torch.bfloat16 if recipe.model.mixed_precision == "bf16" else model.dtype
+    check_packed_attention(model.device, dtype, model.config.head_dim)
     model.gradient_checkpointing = recipe.model.gradient_checkpointing
     model.compiled_layers = CompiledLayers() if recipe.model.compile else None
-
-
-def attention_note(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the update's attention, in `dtype`, is slower on this CUDA device than it might be; None where it is not."""
-    if device.type != "cuda":
-        return None
-    reason = choose_kernel(
-        device,
-        dtype,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-    )
-    return f"the update's attention pads its sequences: {reason}" if isinstance(reason, str) else None
 
 
 def build_reference(recipe: Recipe, device: torch.device) -> Transformer | None:

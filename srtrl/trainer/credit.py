@@ -14,11 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from srtrl.algorithms.markers import is_token_level, needs_critic
-from srtrl.algorithms.whitening import whiten
+from srtrl.algorithms.advantages import is_token_level, needs_critic, whiten
 from srtrl.recipe import Recipe
 from srtrl.recipe_algorithm import AlgorithmSection
-from srtrl.resolve import resolve_function
+from srtrl.resolve import resolve_part
 from srtrl.types import Rollout, RolloutGroup, TrainSequence
 
 
@@ -45,7 +44,7 @@ def filter_groups(groups: Sequence[RolloutGroup], filters: Sequence[str]) -> lis
     kept = list(groups)
     for name in filters:
         if kept:
-            keeps = resolve_function("srtrl.algorithms.filters", name)
+            keeps = resolve_part("algorithm.filters", name)
             mask: Tensor = keeps(group_rewards(kept), group_correct(kept))  # [G]
             if mask.shape != (len(kept),) or mask.dtype != torch.bool:
                 raise ValueError(
@@ -180,7 +179,7 @@ def _kl_estimates(sequences: Sequence[TrainSequence], mask: Tensor, name: str) -
     Its multiple is what the reward of each token loses, as in equation 2 of InstructGPT (arXiv 2203.02155; its reward
     of a sample has the sum). The policy's log-probs are the decoder's: the samples are from that policy.
     """
-    estimator: Callable[[Tensor, Tensor], Tensor] = resolve_function("srtrl.algorithms.kl", name)
+    estimator: Callable[[Tensor, Tensor], Tensor] = resolve_part("algorithm.kl.estimator", name)
     references = [sequence.ref_logprobs for sequence in sequences if sequence.ref_logprobs is not None]
     assert len(references) == len(sequences), "KL in the reward needs ref_logprobs"
     logprobs = torch.from_numpy(np.concatenate([sequence.rollout_logprobs for sequence in sequences])).double()  # [R]
@@ -215,7 +214,7 @@ def _advantages(
 ) -> Tensor:
     """What `algorithm.advantage` makes of the token rewards [B, L], on every token: [B, L], before any whitening."""
     name = algorithm.advantage
-    function = resolve_function("srtrl.algorithms.advantages", name)
+    function = resolve_part("algorithm.advantage", name)
     sizes = [len(group.rollouts) for group in groups]
     if is_token_level(function):
         assert values is not None or not needs_critic(function), f"{name} needs the critic's values"

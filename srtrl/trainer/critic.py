@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,11 +13,10 @@ from torch import Tensor
 
 from srtrl.model.attention import PackedPlan
 from srtrl.recipe import Recipe
-from srtrl.resolve import resolve_function
-from srtrl.rollout.packing import PackedBatch, pack
-from srtrl.trainer.mini_batches import descend, mini_batches
+from srtrl.resolve import resolve_part
+from srtrl.rollout.packing import PackedBatch
 from srtrl.trainer.optimizer import planned_learning_rate
-from srtrl.trainer.sequence_logprobs import NonFiniteError, split_by_sequence
+from srtrl.trainer.update import MicroBatchLoss, NonFiniteError, by_sequence, mini_batches, run_optimizer_steps
 from srtrl.types import TrainSequence
 
 if TYPE_CHECKING:
@@ -69,11 +68,9 @@ def compute_values(
         NonFiniteError: a value is not finite; names the sequence, after `where` ("step 3").
         ValueError: a sequence is longer than `micro_batch_tokens`.
     """
-    with torch.no_grad():
-        parts = [
-            response_values(model, packed, accelerator) for packed in pack(sequences, micro_batch_tokens, model.device)
-        ]
-    values = split_by_sequence(torch.cat(parts), sequences)
+    values = by_sequence(
+        lambda packed: response_values(model, packed, accelerator), sequences, micro_batch_tokens, model.device
+    )
     for index, one in enumerate(values):
         if not np.isfinite(one).all():
             row = int(np.argmin(np.isfinite(one)))
@@ -116,7 +113,7 @@ def update_critic(
     """
     section, updates = recipe.critic, recipe.critic_updates
     assert section is not None, "the recipe has no critic"
-    metrics = descend(
+    metrics = run_optimizer_steps(
         critic.model,
         critic.optimizer,
         accelerator,
@@ -154,13 +151,11 @@ def value_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
     return metrics
 
 
-def _micro_batch_loss(
-    model: ValueModel, accelerator: Accelerator, recipe: Recipe
-) -> Callable[[PackedBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]:
+def _micro_batch_loss(model: ValueModel, accelerator: Accelerator, recipe: Recipe) -> MicroBatchLoss:
     """The share of a micro-batch in the mean over its mini-batch's response tokens, and the value loss' metrics [R]."""
     section = recipe.critic
     assert section is not None, "the recipe has no critic"
-    value_loss = resolve_function("srtrl.algorithms.value_losses", section.value_loss)
+    value_loss = resolve_part("critic.value_loss", section.value_loss)
 
     def loss_of(packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         assert packed.values is not None

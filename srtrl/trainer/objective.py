@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from srtrl.algorithms.importance import truncated_weights
+from srtrl.algorithms.losses import truncated_weights
 from srtrl.recipe import Recipe
-from srtrl.resolve import resolve_function
+from srtrl.resolve import resolve_part
 from srtrl.rollout.packing import PackedBatch
 
 RESERVED_METRICS = frozenset({"step", "loss", "entropy", "grad_norm", "learning_rate", "accuracy"})
@@ -56,9 +56,9 @@ class Objective:
         algorithm = recipe.algorithm
         kl = algorithm.kl
         return cls(
-            loss=resolve_function("srtrl.algorithms.losses", algorithm.loss),
-            reduction=resolve_function("srtrl.algorithms.reductions", algorithm.reduction),
-            kl=resolve_function("srtrl.algorithms.kl", kl.estimator) if kl.coefficient > 0 else None,
+            loss=resolve_part("algorithm.loss", algorithm.loss),
+            reduction=resolve_part("algorithm.reduction", algorithm.reduction),
+            kl=resolve_part("algorithm.kl.estimator", kl.estimator) if kl.coefficient > 0 else None,
             kl_loss_coefficient=kl_coefficient if kl.placement == "loss" else 0.0,
             importance_cap=algorithm.importance_cap,
             importance_level=algorithm.importance_level,

@@ -1,13 +1,25 @@
-"""AdamW and its learning rate, which is a pure function of the optimizer step (nothing of it is saved or resumed)."""
+"""AdamW, its float32 master weights for a half-type model, and its learning rate.
+
+The learning rate is a pure function of the optimizer step: nothing of it is saved or resumed.
+"""
 
 import math
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from srtrl.model.attention import HALF_DTYPES
 from srtrl.recipe_base import Schedule, UpdatePlan
-from srtrl.trainer.master_weights import HALF_DTYPES, MasterWeightAdamW
+
+MASTERS = "masters"
+"""Key of the master weights in `state_dict`, in the order of the groups' parameters."""
+
+_OWNERS = WeakTensorKeyDictionary()
+"""Parameter -> weak reference to the optimizer that takes its gradients."""
 
 
 def build_optimizer(
@@ -90,3 +102,135 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
     """Use `learning_rate` in every parameter group from the next step on."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
+
+
+class MasterWeightAdamW(torch.optim.AdamW):
+    """Fused AdamW over float32 masters; after each step the model's tensors hold the masters, rounded.
+
+    A bfloat16 number has 8 significant bits, so a weight moves only by steps of 1/256 of itself or more: an update of
+    1e-6 would vanish. Here it adds up in the master weight, and the model's weight is the master, rounded. The same
+    holds for gradients of several micro-batches. Micikevicius et al., "Mixed Precision Training" (2018), section 3.1.
+    Bytes a parameter: 2 (weight) + 4 (master) + 8 (moments) + 4 (gradient sum), against 16 of a float32 model.
+
+    The groups (`param_groups`) hold the masters: norms are taken and clipped there. A parameter that is wider than a
+    half type (a critic's head) is its own master.
+
+    A micro-batch's gradient is added to the master's as soon as `backward` has it, in float32, and freed, so that only
+    one layer's bfloat16 gradient exists at a time. One optimizer a model: it takes the gradients away, so a second one
+    would never learn. When it is freed, its hooks go with it.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
+        """`groups` as of `torch.optim.AdamW`, over the model's own parameters.
+
+        Raises:
+            ValueError: another such optimizer has one of the parameters.
+        """
+        self._master_of: dict[Tensor, Tensor] = {}
+        master_groups = [
+            {**group, "params": [self._make_master(parameter) for parameter in group["params"]]} for group in groups
+        ]
+        super().__init__(master_groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """The float32 tensors that stand behind half-type ones."""
+        return list(self._master_of.values())
+
+    def hand_over_masters(self) -> None:
+        """Make the masters the model's own tensors, as when training is over and what is not rounded is to be saved."""
+        for parameter, master in self._master_of.items():
+            parameter.data = master.detach()
+
+    def masters_of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """The tensors whose `.grad` is the gradient of `parameters`, in their order."""
+        return [self._master_of.get(parameter, parameter) for parameter in parameters]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Move the masters by their gradients, which are used up, and round them into the model's tensors, in place."""
+        assert closure is None, "the gradients are there already"
+        for parameter in self._master_of:
+            self._take_gradient(parameter)
+        super().step()
+        self.zero_grad()
+        self._round_masters()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of masters and model."""
+        super().zero_grad(set_to_none)
+        for parameter in self._master_of:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """AdamW's, and the masters under a key of their own."""
+        return {**super().state_dict(), MASTERS: [master.detach() for master in self._all_masters()]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put moments and masters back; the model's tensors become the masters, rounded.
+
+        Raises:
+            ValueError: There are no masters in it, or they are of other shapes.
+        """
+        masters, saved = self._all_masters(), state_dict.get(MASTERS)
+        if saved is None:
+            raise ValueError(
+                "this optimizer state holds no float32 master weights: it was written before srtrl kept them, or with "
+                "another model.dtype"
+            )
+        found, expected = [tuple(one.shape) for one in saved], [tuple(one.shape) for one in masters]
+        if found != expected:
+            raise ValueError(f"the master weights have shapes {found}; those of this model have {expected}")
+        super().load_state_dict(state_dict)
+        for master, value in zip(masters, saved, strict=True):
+            master.copy_(value)
+        self._round_masters()
+
+    def _make_master(self, parameter: nn.Parameter) -> Tensor:
+        """The tensor that the optimizer moves in the parameter's stead."""
+        if parameter.dtype not in HALF_DTYPES:
+            return parameter
+        self._own(parameter)
+        master = parameter.detach().float().requires_grad_()
+        self._master_of[parameter] = master
+        return master
+
+    def _own(self, parameter: nn.Parameter) -> None:
+        """Have each gradient of the parameter handed over for as long as this optimizer lives.
+
+        The hook holds it weakly: the garbage collector does not see through a parameter's hooks, so that model,
+        optimizer and masters would keep one another in memory for good.
+        """
+        if parameter in _OWNERS and _OWNERS[parameter]() is not None:
+            raise ValueError(
+                "another optimizer with master weights takes the gradients of this model's parameters, so that a "
+                "second one would never learn: delete the first, or use it"
+            )
+        reference = _OWNERS[parameter] = weakref.ref(self)
+
+        def hand_over(parameter: Tensor) -> None:
+            optimizer = reference()
+            if optimizer is not None:
+                optimizer._take_gradient(parameter)
+
+        handle = parameter.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
+        weakref.finalize(self, handle.remove).atexit = False
+
+    @torch.no_grad()
+    def _take_gradient(self, parameter: Tensor) -> None:
+        """Move a gradient from the model's tensor to its master, adding in float32."""
+        if parameter.grad is None:
+            return
+        master = self._master_of[parameter]
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    def _round_masters(self) -> None:
+        torch._foreach_copy_(list(self._master_of), self.masters)
+
+    def _all_masters(self) -> list[Tensor]:
+        return [master for group in self.param_groups for master in group["params"]]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from srtrl.recipe import Recipe
-from srtrl.trainer.master_weights import MasterWeightAdamW
+from srtrl.trainer.optimizer import MasterWeightAdamW
 
 GIB = 2**30
 KV_CACHE = "the KV cache"

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import get_args
 
-from srtrl.model.flops import model_flops
-from srtrl.model.transformer import ModelConfig
+from srtrl.model.transformer import ModelConfig, model_flops
 from srtrl.recipe import Recipe
 from srtrl.trainer.out_of_memory import GIB, PeakMemory
 from srtrl.types import GradeOutcome, RolloutGroup, TrainSequence

@@ -22,7 +22,6 @@ from srtrl.trainer.progress import RunProgress
 from srtrl.trainer.rollout_files import rollout_file_name, write_rollouts
 from srtrl.trainer.run_folder import RunFolder
 from srtrl.trainer.sampling import StepSampler
-from srtrl.trainer.sequence_logprobs import compute_logprobs
 from srtrl.trainer.step_metrics import (
     describe_step,
     memory_metrics,
@@ -31,7 +30,7 @@ from srtrl.trainer.step_metrics import (
     with_update_metrics,
 )
 from srtrl.trainer.timeline_files import timeline_file_name, write_timeline
-from srtrl.trainer.update import next_kl_coefficient, update_policy
+from srtrl.trainer.update import compute_logprobs, next_kl_coefficient, update_policy
 from srtrl.types import Prompt, RolloutGroup
 
 if TYPE_CHECKING:

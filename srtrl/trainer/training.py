@@ -23,9 +23,9 @@ from srtrl.trainer.optimizer import build_optimizer
 from srtrl.trainer.out_of_memory import UpdateMemoryError, gradient_bytes
 from srtrl.trainer.progress import RunProgress
 from srtrl.trainer.run_folder import check_run_folder, open_run_folder, run_path
-from srtrl.trainer.sequence_logprobs import LogprobDifferenceError, NonFiniteError
 from srtrl.trainer.summary import RunSummary, write_summary
 from srtrl.trainer.trainer import Trainer, TrainerParts, first_state
+from srtrl.trainer.update import LogprobDifferenceError, NonFiniteError
 from srtrl.types import Prompt
 
 
@@ -166,11 +166,6 @@ def _announce(trainer: Trainer, progress: RunProgress, *, resume: bool) -> None:
     folder = trainer.run.path
     counts = ", ".join(f"{name} {count:,}" for name, count in trainer.parts.task.load_report.items())
     progress.say(f"task {trainer.recipe.task.name}: {counts}")
-    policy, mixed = trainer.parts.policy, trainer.recipe.model.mixed_precision == "bf16"
-    of_update = build.attention_note(policy.config, policy.device, torch.bfloat16 if mixed else policy.dtype)
-    for note in (of_update, trainer.parts.engine.runner.attention_note):
-        if note is not None:
-            progress.say(note)
     if not resume:
         return
     if trainer.run.checkpoint is None:

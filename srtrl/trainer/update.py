@@ -1,26 +1,28 @@
-"""The policy update of one training step: rollouts in, changed weights and metrics out."""
+"""The policy update of one training step: rollouts in, changed weights and metrics out.
+
+Policy and critic learn in the same way, each with a loss of its own: `mini_batches` cuts the step's draws,
+`run_optimizer_steps` takes one optimizer step for each mini-batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from srtrl.algorithms.kl_control import adapted_coefficient
+from srtrl.algorithms.reductions import adapted_coefficient, k3
+from srtrl.model.attention import PackedPlan, copy_to_device
+from srtrl.model.logprobs import token_logprobs
 from srtrl.recipe import Recipe
-from srtrl.rollout.packing import PackedBatch
-from srtrl.trainer.mini_batches import MiniBatch, descend, mini_batches
+from srtrl.rollout.packing import PackedBatch, pack
 from srtrl.trainer.objective import Objective
-from srtrl.trainer.optimizer import planned_learning_rate
-from srtrl.trainer.sequence_logprobs import (
-    compute_logprobs,
-    logprob_difference,
-    response_logprobs,
-    split_by_sequence,
-)
+from srtrl.trainer.optimizer import gradient_holders, planned_learning_rate, set_learning_rate
 from srtrl.types import TrainSequence
 
 if TYPE_CHECKING:
@@ -28,8 +30,17 @@ if TYPE_CHECKING:
 
     from srtrl.model.transformer import Transformer
 
-UpdateMetrics = dict[str, float]
-"""Metrics of one training step's update, by the name they are logged under; see `update_policy`."""
+MicroBatchLoss = Callable[[PackedBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""(micro-batch, response lengths [B] of its mini-batch) -> its share of the mini-batch's loss, with gradient, and
+metrics of one number a response token, [R]."""
+
+
+class NonFiniteError(RuntimeError):
+    """A log-prob, a loss or a gradient is not a finite number; the weights were not changed by it."""
+
+
+class LogprobDifferenceError(RuntimeError):
+    """Decoder and trainer give one token too different log-probs; the policy was not changed."""
 
 
 def update_policy(
@@ -41,11 +52,11 @@ def update_policy(
     recipe: Recipe,
     step: int,
     kl_coefficient: float,
-) -> UpdateMetrics:
+) -> dict[str, float]:
     """Learn from the rollouts of training step `step` (the first is 1); changes the weights of `policy`.
 
-    Each mini-batch is one optimizer step (see `descend`). Learning rate and order depend on the step alone, so that
-    nothing of the update is saved for resume but the optimizer's state.
+    Each mini-batch is one optimizer step (see `run_optimizer_steps`). Learning rate and order depend on the step alone,
+    so that nothing of the update is saved for resume but the optimizer's state.
 
     The decoder's log-probs are compared with the trainer's while both have the same weights: in the forward passes of
     the first mini-batch (`algorithm.old_logprobs: rollout`), or for all sequences in `recompute`'s extra forward pass.
@@ -91,7 +102,7 @@ def update_policy(
                 mini_batch.sequences, by_sequence, max_difference=train.max_logprob_difference, where=where
             )
 
-    metrics = descend(
+    metrics = run_optimizer_steps(
         policy,
         optimizer,
         accelerator,
@@ -114,8 +125,28 @@ def update_policy(
     return {**metrics, **difference}
 
 
+def _with_old_logprobs(
+    policy: Transformer, accelerator: Accelerator, sequences: Sequence[TrainSequence], recipe: Recipe, step: int
+) -> tuple[list[TrainSequence], dict[str, float] | None]:
+    """Fill `old_logprobs`; where that costs a forward pass, it measures the log-prob difference too."""
+    if recipe.algorithm.old_logprobs == "rollout":
+        return [replace(sequence, old_logprobs=sequence.rollout_logprobs) for sequence in sequences], None
+    logprobs = compute_logprobs(
+        policy,
+        sequences,
+        accelerator,
+        micro_batch_tokens=recipe.train.micro_batch_tokens,
+        temperature=recipe.rollout.temperature,
+    )
+    difference = logprob_difference(
+        sequences, logprobs, max_difference=recipe.train.max_logprob_difference, where=f"step {step}"
+    )
+    filled = [replace(sequence, old_logprobs=old) for sequence, old in zip(sequences, logprobs, strict=True)]
+    return filled, difference
+
+
 def next_kl_coefficient(
-    kl_coefficient: float, metrics: UpdateMetrics, recipe: Recipe, *, sampled_kl: float | None, num_samples: int
+    kl_coefficient: float, metrics: Mapping[str, float], recipe: Recipe, *, sampled_kl: float | None, num_samples: int
 ) -> float:
     """The KL coefficient of the next training step: adapted where `algorithm.kl.target` asks for it, else the same.
 
@@ -140,21 +171,261 @@ def next_kl_coefficient(
     return adapted_coefficient(kl_coefficient, found, target=kl.target, horizon=kl.horizon, num_samples=num_samples)
 
 
-def _with_old_logprobs(
-    policy: Transformer, accelerator: Accelerator, sequences: Sequence[TrainSequence], recipe: Recipe, step: int
-) -> tuple[list[TrainSequence], dict[str, float] | None]:
-    """Fill `old_logprobs`; where that costs a forward pass, it measures the log-prob difference too."""
-    if recipe.algorithm.old_logprobs == "rollout":
-        return [replace(sequence, old_logprobs=sequence.rollout_logprobs) for sequence in sequences], None
-    logprobs = compute_logprobs(
-        policy,
+def response_logprobs(
+    model: Transformer, packed: PackedBatch, accelerator: Accelerator, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Forward pass of one micro-batch: log-probs [R] of its response tokens and entropies [R], differentiable."""
+    plan = PackedPlan.from_lengths(packed.lengths, packed.token_ids.device)
+    with accelerator.autocast():
+        hidden = model(packed.token_ids, plan)[packed.hidden_index]  # [R, D]
+        return token_logprobs(hidden, model.head_weight, packed.target_ids, temperature=temperature)
+
+
+def compute_logprobs(
+    model: Transformer,
+    sequences: Sequence[TrainSequence],
+    accelerator: Accelerator,
+    *,
+    micro_batch_tokens: int,
+    temperature: float,
+) -> list[npt.NDArray[np.float32]]:
+    """Log-probs of the response tokens of each sequence, without gradient: for `ref_logprobs` and `old_logprobs`.
+
+    Returns:
+        One array [L - num_prompt_tokens] a sequence, in their order.
+
+    Raises:
+        ValueError: a sequence is longer than `micro_batch_tokens`.
+    """
+    return by_sequence(
+        lambda packed: response_logprobs(model, packed, accelerator, temperature)[0],
         sequences,
-        accelerator,
-        micro_batch_tokens=recipe.train.micro_batch_tokens,
-        temperature=recipe.rollout.temperature,
+        micro_batch_tokens,
+        model.head_weight.device,
     )
-    difference = logprob_difference(
-        sequences, logprobs, max_difference=recipe.train.max_logprob_difference, where=f"step {step}"
-    )
-    filled = [replace(sequence, old_logprobs=old) for sequence, old in zip(sequences, logprobs, strict=True)]
-    return filled, difference
+
+
+def by_sequence(
+    forward: Callable[[PackedBatch], Tensor],
+    sequences: Sequence[TrainSequence],
+    micro_batch_tokens: int,
+    device: torch.device,
+) -> list[npt.NDArray[np.float32]]:
+    """What `forward` gives for the response tokens [R] of each micro-batch, without gradient: one array a sequence."""
+    with torch.no_grad():
+        parts = [forward(packed) for packed in pack(sequences, micro_batch_tokens, device)]
+    return split_by_sequence(torch.cat(parts), sequences)
+
+
+def split_by_sequence(values: Tensor, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
+    """Cut one number a response token, in packed order, into one array a sequence."""
+    ends = np.cumsum([len(sequence.rollout_logprobs) for sequence in sequences])
+    assert len(values) == ends[-1]
+    return np.split(values.float().cpu().numpy(), ends[:-1])
+
+
+def logprob_difference(
+    sequences: Sequence[TrainSequence],
+    trainer_logprobs: Sequence[npt.NDArray[np.float32]],
+    *,
+    max_difference: float,
+    where: str,
+) -> dict[str, float]:
+    """Compare the decoder's log-probs with those that the trainer computes with the same weights.
+
+    Args:
+        sequences: with the decoder's `rollout_logprobs`.
+        trainer_logprobs: one array a sequence, as `compute_logprobs` returns them.
+        max_difference: largest difference of one token, in nats.
+        where: begins the error messages, such as "step 3".
+
+    Returns:
+        `logprob_difference/mean` and `/max` of the absolute difference, and `/kl`, the k3 estimate of
+        KL(decoder || trainer), all over tokens.
+
+    Raises:
+        NonFiniteError: a log-prob of either is not finite; names sequence and token.
+        LogprobDifferenceError: `max_difference` is exceeded; names the sequence and token of the largest difference.
+    """
+    rollout = torch.from_numpy(np.concatenate([sequence.rollout_logprobs for sequence in sequences])).double()
+    trainer = torch.from_numpy(np.concatenate(list(trainer_logprobs))).double()
+    difference = (rollout - trainer).abs()  # [R]
+    worst = int(difference.argmax())  # a NaN counts as largest
+    largest = float(difference[worst])
+    if not largest <= max_difference:
+        found = f"{where}: {_describe_token(sequences, worst)}: log-prob {rollout[worst]:.6g} by the decoder, "
+        found += f"{trainer[worst]:.6g} by the trainer; the policy's weights were not changed by this step"
+        if not np.isfinite(largest):
+            raise NonFiniteError(f"{found}; a log-prob must be a finite number")
+        raise LogprobDifferenceError(
+            f"{found}; they differ by {largest:.6g}, more than train.max_logprob_difference ({max_difference:g}). "
+            "Where both compute in float32 this means a fault of the decoder or the update; where one uses bfloat16 "
+            "(model.dtype, decode_dtype, mixed_precision) it may be rounding: compare the logged mean, raise the limit"
+        )
+    return {
+        "logprob_difference/mean": float(difference.mean()),
+        "logprob_difference/max": largest,
+        "logprob_difference/kl": float(k3(rollout, trainer).mean()),
+    }
+
+
+def _describe_token(sequences: Sequence[TrainSequence], row: int) -> str:
+    """Name the response token in row `row` of all response tokens laid end to end."""
+    for index, sequence in enumerate(sequences):
+        if row < len(sequence.rollout_logprobs):
+            token_id = sequence.token_ids[sequence.num_prompt_tokens + row]
+            return f"sequence {index} (in order of draw and sample), response token {row} (id {token_id})"
+        row -= len(sequence.rollout_logprobs)
+    raise AssertionError(f"row {row} is behind the last response token")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class MiniBatch:
+    """The sequences of one optimizer step."""
+
+    epoch: int
+    number: int
+    """Within its epoch, from 0."""
+    sequences: list[TrainSequence]
+    """In data order; never empty."""
+
+
+def mini_batches(
+    sequences: Sequence[TrainSequence], *, size: int, num_epochs: int, seed: int, step: int
+) -> Iterator[MiniBatch]:
+    """Cut a step's draws into mini-batches of `size` whole draws, epoch by epoch.
+
+    Sequences with the same `draw_index` are one draw, however many they are; draws that nothing is left of (filters,
+    overlong filtering) take no place, so that the last mini-batch is smaller or mini-batches are fewer, and none is
+    empty. The first epoch takes the draws in data order, later ones in an order drawn from (seed, step, epoch). Inside
+    a mini-batch the order is always that of the data, so that packing does not depend on the draw.
+
+    Args:
+        sequences: sorted by (draw, sample).
+        size: draws of one optimizer step, such as `train.mini_batch_prompts`.
+        num_epochs: passes over all sequences.
+        seed: the recipe's.
+        step: the training step.
+    """
+    draws: dict[int, list[TrainSequence]] = {}
+    for sequence in sequences:
+        draws.setdefault(sequence.draw_index, []).append(sequence)
+    groups = list(draws.values())
+    for epoch in range(num_epochs):
+        order = np.arange(len(groups))
+        if epoch > 0:
+            order = np.random.default_rng((seed, step, epoch)).permutation(len(groups))
+        for number, start in enumerate(range(0, len(groups), size)):
+            chosen = np.sort(order[start : start + size])
+            batch = [sequence for index in chosen for sequence in groups[index]]
+            yield MiniBatch(epoch=epoch, number=number, sequences=batch)
+
+
+class TokenMeans:
+    """Means over all tokens of a step, whatever the micro-batches; sums are float64 and stay on the device."""
+
+    def __init__(self, source: str) -> None:
+        """`source` is the recipe's option whose function gives the values, for errors."""
+        self._source = source
+        self._sums: dict[str, Tensor] | None = None  # None before the first micro-batch
+        self._num_tokens = 0
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Add the tokens of one micro-batch; each value is [R].
+
+        Raises:
+            ValueError: other names than in the micro-batch before; a mean over some tokens would pass for one of all.
+        """
+        if self._sums is not None and (unequal := sorted(self._sums.keys() ^ values.keys())):
+            raise ValueError(
+                f"{self._source} must return the same metrics for every micro-batch, and returned `{unequal[0]}` for "
+                "some only; where it has no meaning, return zeros"
+            )
+        sums = {name: value.detach().sum(dtype=torch.float64) for name, value in values.items()}
+        self._sums = sums if self._sums is None else {name: self._sums[name] + sums[name] for name in sums}
+        if values:
+            self._num_tokens += len(next(iter(values.values())))
+
+    def result(self) -> dict[str, float]:
+        """The mean of each value."""
+        return {name: total.item() / self._num_tokens for name, total in (self._sums or {}).items()}
+
+
+def run_optimizer_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    accelerator: Accelerator,
+    batches: Iterable[MiniBatch],
+    micro_batch_loss: MicroBatchLoss,
+    *,
+    micro_batch_tokens: int,
+    max_grad_norm: float,
+    learning_rate: Callable[[int], float],
+    loss_option: str,
+    where: str,
+    check: Callable[[MiniBatch, str], None] | None = None,
+) -> dict[str, float]:
+    """One optimizer step for each mini-batch: the gradient of its whole loss, its norm clipped.
+
+    Args:
+        model: its parameters are those of `optimizer`; all on one device. Gradients are freed at the end.
+        optimizer: its learning rate is set before each step.
+        accelerator: gives backward and clipping.
+        batches: at least one.
+        micro_batch_loss: called once for each micro-batch, with the model's weights of that moment.
+        micro_batch_tokens: token budget of one forward and backward pass; the gradient does not depend on it.
+        max_grad_norm: the gradient's norm is clipped to this.
+        learning_rate: of the n-th optimizer step of this call, from 0.
+        loss_option: the recipe's option whose function `micro_batch_loss` calls, for errors.
+        where: begins error messages, such as "step 3".
+        check: called with each mini-batch and its place ("step 3, epoch 1, mini-batch 2") between gradient and
+            optimizer step; raises to stop there.
+
+    Returns:
+        `loss` and `grad_norm` (before clipping): means over optimizer steps. The micro-batches' metrics: means over all
+        response tokens of all mini-batches. `learning_rate`: that of the last optimizer step.
+
+    Raises:
+        NonFiniteError: a loss or a gradient norm is not finite; raised before that optimizer step.
+        ValueError: a sequence exceeds `micro_batch_tokens`, or not all micro-batches have the same metrics.
+    """
+    assert accelerator.gradient_accumulation_steps == 1, "accelerate would divide the loss by these steps"
+    device = next(model.parameters()).device
+    means = TokenMeans(loss_option)
+    losses: list[float] = []
+    grad_norms: list[float] = []
+    rate = math.nan
+    for number, batch in enumerate(batches):
+        place = f"{where}, epoch {batch.epoch + 1}, mini-batch {batch.number + 1}"
+        optimizer.zero_grad(set_to_none=True)
+        lengths = [len(sequence.rollout_logprobs) for sequence in batch.sequences]
+        sequence_lengths = copy_to_device(torch.tensor(lengths), device)  # [B]
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for packed in pack(batch.sequences, micro_batch_tokens, device):
+            loss, metrics = micro_batch_loss(packed, sequence_lengths)
+            accelerator.backward(loss)
+            means.add(metrics)
+            total += loss.detach()
+        if check is not None:
+            check(batch, place)
+        losses.append(_finite(total, f"{place}: the loss"))
+        norm = accelerator.clip_grad_norm_(gradient_holders(model, optimizer), max_grad_norm)
+        grad_norms.append(_finite(norm, f"{place}: the gradient norm"))
+        rate = learning_rate(number)
+        set_learning_rate(optimizer, rate)
+        optimizer.step()
+    assert losses, "no mini-batch: the caller skips the update where there is nothing to learn from"
+    optimizer.zero_grad(set_to_none=True)  # frees the gradients' memory for the decoder
+    return {
+        "loss": float(np.mean(losses)),
+        **means.result(),
+        "grad_norm": float(np.mean(grad_norms)),
+        "learning_rate": rate,
+    }
+
+
+def _finite(value: Tensor, what: str) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise NonFiniteError(f"{what} is {number}; the weights were not changed by this mini-batch")
+    return number

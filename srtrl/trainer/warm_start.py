@@ -18,15 +18,15 @@ import torch
 from srtrl.metrics import write_atomic
 from srtrl.model.attention import PackedPlan
 from srtrl.model.cpu_threads import set_cpu_threads
+from srtrl.model.hf_config import config_from_hf
 from srtrl.model.logprobs import token_logprobs
-from srtrl.model.weights import config_from_hf, init_model, load_tokenizer
+from srtrl.model.weights import init_model, load_tokenizer
 from srtrl.recipe import ArchitectureSection, Recipe, WarmStartSection
 from srtrl.rollout.packing import pack
 from srtrl.tasks.base import Task, load_task, task_texts
 from srtrl.tasks.grading import Grader
 from srtrl.trainer.build import (
     DTYPES,
-    attention_note,
     build_engine,
     build_policy,
     build_tokenizer,
@@ -38,8 +38,13 @@ from srtrl.trainer.build import (
 )
 from srtrl.trainer.checkpoint import save_policy
 from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
-from srtrl.trainer.master_weights import MasterWeightAdamW
-from srtrl.trainer.optimizer import build_optimizer, gradient_holders, learning_rate_at, set_learning_rate
+from srtrl.trainer.optimizer import (
+    MasterWeightAdamW,
+    build_optimizer,
+    gradient_holders,
+    learning_rate_at,
+    set_learning_rate,
+)
 from srtrl.trainer.out_of_memory import PeakMemory, explain_out_of_memory, optimizer_bytes, tensor_bytes
 from srtrl.trainer.progress import RunProgress
 from srtrl.trainer.solutions import SolutionStream
@@ -100,9 +105,6 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
         noise=section.noise,
     )
     progress = progress if progress is not None else RunProgress("warm start", section.num_steps, plain_every=20)
-    note = attention_note(model.config, device, model.dtype)
-    if note is not None:
-        progress.say(note)
     with progress:
         losses = _fine_tune(recipe, section, model, solutions, progress)
     output = Path(section.output)

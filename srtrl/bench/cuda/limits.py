@@ -134,7 +134,7 @@ def kv_bytes(config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
 
 def step_flops(config: ModelConfig, num_rows: int, num_keys: int) -> float:
     """Operations of a decode step of so many rows that see `num_keys` keys together, logits of all rows included."""
-    from srtrl.model.flops import model_flops
+    from srtrl.model.transformer import model_flops
 
     products = model_flops(config, [1]) / 3 * num_rows  # a row that sees one key
     return products + 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * (

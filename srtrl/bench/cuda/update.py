@@ -22,14 +22,11 @@ from srtrl.bench.drafter_tables import aligned
 from srtrl.bench.tables import Grid
 from srtrl.bench.workload import make_workload, random_prompts
 from srtrl.engine.engine import Engine
-from srtrl.model.flops import model_flops
-from srtrl.model.transformer import CompiledLayers, ModelConfig, Transformer
-from srtrl.model.varlen_attention import choose_kernel
+from srtrl.model.transformer import CompiledLayers, ModelConfig, Transformer, model_flops
 from srtrl.model.weights import load_model
 from srtrl.recipe import Recipe
 from srtrl.trainer.optimizer import build_optimizer
-from srtrl.trainer.sequence_logprobs import compute_logprobs, logprob_difference
-from srtrl.trainer.update import update_policy
+from srtrl.trainer.update import compute_logprobs, logprob_difference, update_policy
 from srtrl.types import TrainSequence
 
 GOAL_MFU = 0.4
@@ -124,15 +121,7 @@ def random_sequences(config: ModelConfig, num_sequences: int, length: int) -> li
 def measure_update(bench: GpuBench, report: SectionReport) -> None:
     """The section: each case in its turn, and the best of them against the goal."""
     assert bench.limits is not None, "the section `limits` comes first"
-    sizes, config, device = bench.sizes, bench.policy.config, bench.device
-    kernel = choose_kernel(
-        device,
-        sizes.dtype,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-    )
-    report.add("attention of packed sequences", f"padded SDPA: {kernel}" if isinstance(kernel, str) else "varlen_attn")
+    sizes = bench.sizes
     rates: dict[str, float] = {}
     cells: list[tuple[str, ...]] = []
     for case in CASES:
@@ -177,8 +166,8 @@ def measure_update(bench: GpuBench, report: SectionReport) -> None:
     report.notes.append(
         f"`update_policy` on {sizes.num_micro_batches} micro-batches of {sizes.update_tokens} tokens in sequences of "
         f"{sizes.update_lengths}, three quarters of them response; log-probs, clipping and AdamW included. A warm-up, "
-        f"then the median of {NUM_TIMED}. The share is model FLOPs (`srtrl.model.flops`: nothing that is computed "
-        "twice counts) of the measured rate. Peak memory is what the update took beside what was there before."
+        f"then the median of {NUM_TIMED}. The share is model FLOPs (`model_flops`: nothing that is computed twice "
+        "counts) of the measured rate. Peak memory is what the update took beside what was there before."
     )
 
 
