@@ -23,7 +23,7 @@ from srtrl.engine.draft_budget import (
 from srtrl.engine.kv_memory import allocate_pages
 from srtrl.engine.options import EngineOptions
 from srtrl.engine.page_pool import PagePool
-from srtrl.engine.rows import Int32Array, StepInputs, StepLayout, StepSize, fill_inputs
+from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepLayout, StepSize, fill_inputs
 from srtrl.engine.runner import RowFilters, Runner, SampledRows
 from srtrl.engine.scheduler import ScheduledStep, Scheduler
 from srtrl.engine.stats import DecodeStep, EngineStats, StageClock
@@ -489,7 +489,7 @@ def make_runner(policy: Transformer, options: EngineOptions, max_sequence_tokens
 
 
 def _fill(
-    inputs: StepInputs, batch: Batch, slots: np.ndarray, trees: DraftTrees, step: ScheduledStep, page_size: int
+    inputs: StepInputs, batch: Batch, slots: Int64Array, trees: DraftTrees, step: ScheduledStep, page_size: int
 ) -> None:
     fill_inputs(
         inputs,

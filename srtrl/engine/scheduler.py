@@ -253,7 +253,8 @@ class Scheduler:
             total = int(missing.sum())
         if total:
             batch.append_pages(slots, missing, self.pool.allocate(total))
-        return np.minimum(sizes, batch.num_pages[slots] * page_size - num_tokens)
+        granted: Int64Array = np.minimum(sizes, batch.num_pages[slots] * page_size - num_tokens)
+        return granted
 
     def finish(self, sample: Sample) -> None:
         """Free the slot and the pages of a finished sample; the next waiting one takes them in the next step."""

@@ -169,7 +169,7 @@ class StepSampler:
     def _run_ahead(self, opened: range, coming: range) -> list[Request]:
         """What idle slots may decode; nothing where nobody would draft from it, or no step has the rows."""
         rollout = self.recipe.rollout
-        if not self.parts.engine.speculation.wants_run_aheads():
+        if not self.parts.engine.wants_run_aheads():
             return []
         return run_ahead_requests(
             rollout.run_ahead,
