@@ -7,8 +7,6 @@ import torch
 
 from srtrl.engine.admission import Admission
 
-AttentionOption = Literal["auto", "triton", "varlen", "flash"]
-
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EngineOptions:
@@ -23,7 +21,6 @@ class EngineOptions:
     """Memory of the device that the update will take beside what it has already; for `kv_memory_gib` auto."""
     kv_across_update: Literal["keep", "release"] = "keep"
     cuda_graphs: bool = True
-    attention: AttentionOption = "triton"
     prefill_chunk_tokens: int = 512
     deterministic: bool | None = None
     """None: on a CPU, where it is nearly free."""
@@ -40,4 +37,4 @@ class EngineOptions:
     cost_points: tuple[tuple[int, float], ...] | None = None
     """(rows, seconds) of a decode step on another machine, to budget and price steps by; None: what is measured."""
     as_on_cuda: bool | None = None
-    """Decode by `DeviceRunner`; None: on a CUDA device. True on a CPU needs Triton's interpreter, and is for tests."""
+    """Decode by `CudaRunner`; None: on a CUDA device. True on a CPU needs Triton's interpreter, and is for tests."""

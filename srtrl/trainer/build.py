@@ -264,7 +264,6 @@ def build_engine(
         kv_reserved_bytes=reserved_bytes,
         kv_across_update=rollout.kv_across_update,
         cuda_graphs=rollout.cuda_graphs,
-        attention=rollout.attention,
         prefill_chunk_tokens=rollout.prefill_chunk_tokens,
         deterministic=is_deterministic(recipe, model.device),
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,

@@ -167,10 +167,9 @@ def _announce(trainer: Trainer, progress: RunProgress, *, resume: bool) -> None:
     counts = ", ".join(f"{name} {count:,}" for name, count in trainer.parts.task.load_report.items())
     progress.say(f"task {trainer.recipe.task.name}: {counts}")
     policy, mixed = trainer.parts.policy, trainer.recipe.model.mixed_precision == "bf16"
-    of_update = build.attention_note(policy.config, policy.device, torch.bfloat16 if mixed else policy.dtype)
-    for note in (of_update, trainer.parts.engine.runner.attention_note):
-        if note is not None:
-            progress.say(note)
+    note = build.attention_note(policy.config, policy.device, torch.bfloat16 if mixed else policy.dtype)
+    if note is not None:
+        progress.say(note)
     if not resume:
         return
     if trainer.run.checkpoint is None:
