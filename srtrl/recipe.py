@@ -147,20 +147,13 @@ class RolloutSection(Section):
     """
     cuda_graphs: bool = True
     """On CUDA, launch a decode step as one captured graph. False saves their memory, but small steps take longer."""
-    attention: Literal["auto", "triton", "varlen", "flash"] = "triton"
-    """On CUDA, what attends in decode steps without drafts: our kernel, `varlen_attn` of torch or flash-attn's.
-
-    `auto` tries the others when the run starts, for each size of batch, and takes one only where it runs, agrees with
-    our kernel (`triton`) and is measurably faster. They need bfloat16, and FlashAttention 2 a `page_size` that is a
-    multiple of 256. Trees of drafts and deterministic mode always have our kernel.
-    """
     prefill_chunk_tokens: int = Field(default=512, ge=1)
     """Most prompt tokens computed in one decode step, beside the decoding sequences."""
     deterministic: bool | None = None
     """Same tokens and bit-equal log-probs whatever the slots, pages, drafter and batch (one machine, one thread count).
 
-    By default on for a CPU, where it is nearly free, and off for CUDA, where it costs time: rows are padded to 64, and
-    matrices are read again for each 64.
+    For decoding on a CPU, where it is nearly free and on by default. On a CUDA device `true` is refused: kernels there
+    sum in an order that depends on the batch. Drafts do not change the distribution of the tokens in any case.
     """
 
 

@@ -64,12 +64,6 @@ def _rollout_conflicts(recipe: Recipe) -> Iterator[Conflict]:
                 ("rollout", "kv_memory_share"),
                 f"has no effect beside rollout.{name} ({value}), which says how large the KV cache is: leave one out",
             )
-    if rollout.deterministic and rollout.attention not in ("auto", "triton"):
-        yield Conflict(
-            ("rollout", "attention"),
-            "has other bits than the kernel that verifies drafts, and with rollout.deterministic: true there may be no "
-            f"such difference: expected auto or triton, found {rollout.attention}",
-        )
     if recipe.train.micro_batch_tokens < longest:
         yield Conflict(
             ("train", "micro_batch_tokens"),

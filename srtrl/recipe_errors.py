@@ -96,6 +96,10 @@ _EXPECTED = {
 """Type of a pydantic error -> what was expected; the fields in braces are from the error's context."""
 
 
+REMOVED = {"rollout.attention": "decoding on CUDA has one attention kernel now: leave the key out"}
+"""Keys of earlier versions -> what to do about them."""
+
+
 def _problems_of(section: type[Section], detail: Any, prefix: Key) -> list[Problem]:
     """Word one of pydantic's errors."""
     location: Key = detail["loc"]
@@ -103,7 +107,7 @@ def _problems_of(section: type[Section], detail: Any, prefix: Key) -> list[Probl
     context = detail.get("ctx", {})
     kind = detail["type"]
     if kind == "extra_forbidden":
-        return [Problem(key, _unknown_key(section, location))]
+        return [Problem(key, REMOVED.get(dotted(key)) or _unknown_key(section, location))]
     if kind == "missing":
         return [Problem(key, f"is missing{_documentation(section, location)}")]
     if isinstance(context.get("error"), RecipeConflictsError):

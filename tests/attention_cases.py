@@ -1,191 +1,140 @@
-"""Decode steps over random pages, for the tests of the attention on a device: rows, caches, plans."""
+"""Rows of random trees over random pages, for tests of the attention kernel and of the fused forward pass."""
 
-from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from kernel_cases import KERNEL_DEVICE
+from runner_cases import random_trees
 from torch import Tensor
 
-from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
-from srtrl.engine.rows import build_rows, slots_of
-from srtrl.engine.sequence import PrefillChunk, PromptPages, Sequence
-from srtrl.model.device_plan import AttentionLaunch, AttentionScratch, DevicePlan
-from srtrl.model.device_rows import RowSizes, fill_rows, view_rows
-from srtrl.model.paged_attention import Int32Array, KVCache, PagedRows
-from srtrl.types import Request, SamplingParams
+from srtrl.engine.rows import PrefillChunk, StepInputs, StepLayout, fill_inputs
+from srtrl.model.paged_attention import KVCache
+from srtrl.model.tree_attention import AttentionLaunch, AttentionScratch, TreeRows, attend_tree_reference
 
 
-@dataclass(frozen=True)
-class Step:
-    """Rows of one step, and the cache they need."""
+@dataclass(kw_only=True, slots=True)
+class TreeStep:
+    """One step: its rows on the device, and how much it needs."""
 
-    rows: PagedRows
+    rows: TreeRows
+    num_real: int
+    """Rows without padding."""
     num_pages: int
-    parents: list[list[int]]
-    """Of each decoding sequence's tree."""
-
-
-def make_sequence(length: int, pages: list[int]) -> Sequence:
-    request = Request(
-        prompt_id="",
-        prompt_token_ids=(0,),
-        draw_index=0,
-        sample_index=0,
-        rng_key=0,
-        sampling=SamplingParams(max_new_tokens=1),
-    )
-    sequence = Sequence(token_ids=[0] * length, sequence_id=0, request=request, prompt=PromptPages([]))
-    sequence.set_pages(pages)
-    return sequence
-
-
-def random_parents(random: np.random.Generator, num_nodes: int) -> list[int]:
-    return [int(random.integers(ROOT, node)) if node else ROOT for node in range(num_nodes)]
-
-
-def make_tree(parents: SequenceOf[int]) -> DraftTree:
-    return DraftTree(
-        token_ids=np.zeros(len(parents), np.int32),
-        parents=np.array(parents, np.int32),
-        scores=np.ones(len(parents), np.float32),
-    )
+    lengths: list[int]
+    """Positions of each sequence and chunk, nodes included."""
 
 
 def make_step(
-    random: np.random.Generator,
-    page_size: int,
-    contexts: SequenceOf[int],
-    parents: SequenceOf[list[int]],
-    chunks: SequenceOf[tuple[int, int]] = (),
-) -> Step:
-    """Sequences of `contexts` tokens with trees of `parents`, and prefill chunks (start, count); pages in any order."""
-    lengths = [context + len(tree) for context, tree in zip(contexts, parents, strict=True)]
+    seed: int,
+    *,
+    contexts: Sequence[int],
+    sizes: Sequence[int],
+    chunks: Sequence[tuple[int, int]] = (),
+    page_size: int = 4,
+    rows_per_tile: int = 4,
+    split_keys: int = 1 << 20,
+    padding: int = 0,
+) -> TreeStep:
+    """Sequences of `contexts` tokens with trees of `sizes` nodes, and prefill `chunks` (start, length)."""
+    random = np.random.default_rng(seed)
+    trees = random_trees(random, sizes)
+    lengths = [context + size for context, size in zip(contexts, sizes, strict=True)]
     lengths += [start + count for start, count in chunks]
-    counts = [-(-length // page_size) for length in lengths]
-    num_pages = sum(counts) + 3
-    pages = random.permutation(num_pages).tolist()
-    ends = np.cumsum(counts).tolist()
-    tables = [pages[end - count : end] for end, count in zip(ends, counts, strict=True)]
-    decodes = [make_sequence(context, table) for context, table in zip(contexts, tables, strict=False)]
-    prefills = [
-        PrefillChunk(make_sequence(start + count, table), start, count)
-        for (start, count), table in zip(chunks, tables[len(decodes) :], strict=True)
-    ]
-    trees = DraftTrees.of([make_tree(tree) for tree in parents]) if parents else DraftTrees.empty(0)
-    rows = build_rows(decodes, trees, prefills, page_size)[1]
-    return Step(rows, num_pages, [list(tree) for tree in parents])
-
-
-def committed_rows(table: Int32Array, positions: npt.NDArray[np.int64], page_size: int) -> PagedRows:
-    """Rows of prompt tokens or roots of one sequence, `table` [1, P]: each sees all up to its own position."""
-    count = len(positions)
-    return PagedRows(
-        positions=positions,
-        write_slots=slots_of(table, np.zeros(count, np.int32), positions, page_size),
-        page_tables=table,
-        row_tables=np.zeros(count, np.int32),
-        context_lengths=(positions + 1).astype(np.int32),
-        path_slots=np.zeros((count, 0), np.int32),
-        path_lengths=np.zeros(count, np.int32),
+    width, num_tables = -(-max(lengths) // page_size), len(lengths)
+    page_table = random.permutation(num_tables * width).astype(np.int32).reshape(num_tables, width)
+    num_real = len(contexts) + trees.num_nodes + sum(count for _, count in chunks)
+    num_rows = num_real + padding
+    layout = StepLayout(
+        num_rows=num_rows,
+        num_sampled=num_rows,
+        num_words=-(-max([1, *sizes]) // 32),
+        num_tiles=num_rows,
+        table_width=width + 1,
+        num_tables=num_tables + padding,
     )
+    buffer = np.full(layout.num_elements, 123456789, np.int32)
+    inputs = StepInputs.of(buffer, layout, rows_per_tile)
+    inputs.split_keys[0] = split_keys
+    fill_inputs(
+        inputs,
+        np.arange(len(contexts)),
+        trees,
+        [
+            PrefillChunk(
+                token_ids=random.integers(61, size=count).astype(np.int32), start=start, page_ids=page_table[table]
+            )
+            for table, (start, count) in enumerate(chunks, len(contexts))
+        ],
+        token_ids=random.integers(61, size=(num_tables, max(lengths))).astype(np.int32),
+        num_tokens=np.array(contexts, np.int64),
+        num_prompt_tokens=np.ones(num_tables, np.int64),
+        page_table=page_table,
+        rng_keys=np.zeros(num_tables, np.uint64),
+        temperatures=np.zeros(num_tables, np.float32),
+        page_size=page_size,
+    )
+    tensors = {
+        field.name: torch.from_numpy(getattr(inputs, field.name)).to(KERNEL_DEVICE) for field in fields(TreeRows)
+    }
+    return TreeStep(rows=TreeRows(**tensors), num_real=num_real, num_pages=num_tables * width, lengths=lengths)
 
 
 def make_cache(
-    num_pages: int,
-    page_size: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    seed: int = 0,
-    *,
-    device: torch.device | str = KERNEL_DEVICE,
+    num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, num_layers: int = 1
 ) -> KVCache:
-    """A token-major cache of two layers, full of random numbers."""
+    """Token-major pages of random numbers."""
     cache = KVCache(
-        num_layers=2,
+        num_layers=num_layers,
         num_pages=num_pages,
         page_size=page_size,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=dtype,
-        device=device,
+        device=KERNEL_DEVICE,
         token_major=True,
     )
-    generator = torch.Generator().manual_seed(seed)
-    cache.key_pages.copy_(torch.randn(cache.key_pages.shape, generator=generator))
-    cache.value_pages.copy_(torch.randn(cache.value_pages.shape, generator=generator))
+    generator = torch.Generator().manual_seed(num_pages)
+    for pages in (cache.key_pages, cache.value_pages):
+        pages.copy_(torch.randn(pages.shape, generator=generator))
     return cache
 
 
-def copy_cache(cache: KVCache) -> KVCache:
-    num_layers, num_pages, num_kv_heads, head_dim, page_size = cache.key_pages.shape
-    assert num_layers == 2
-    copy = make_cache(num_pages, page_size, num_kv_heads, head_dim, cache.key_pages.dtype)
-    copy.key_pages.copy_(cache.key_pages)
-    copy.value_pages.copy_(cache.value_pages)
-    return copy
-
-
-def random_heads(num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[Tensor]:
-    """Queries, keys and values, views of one tensor as a fused projection makes them; scores are of some size."""
-    generator = torch.Generator().manual_seed(1)
-    qkv = torch.randn(num_rows, num_heads + 2 * num_kv_heads, head_dim, generator=generator)
-    qkv[:, :num_heads] *= 3
-    heads = qkv.to(KERNEL_DEVICE, dtype)
-    return list(heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1))
-
-
-def make_launch(*, group: int, num_splits: int, deterministic: bool, block_m: int = 16) -> AttentionLaunch:
-    """A launch with small blocks, so that short contexts have many."""
-    assert block_m >= group
-    return AttentionLaunch(block_m=block_m, num_splits=num_splits, deterministic=deterministic, key_block=16)
-
-
-def make_plan(
+def attend_by_kernel(
+    step: TreeStep,
     cache: KVCache,
-    rows: PagedRows,
-    launch: AttentionLaunch,
-    num_heads: int,
+    q: Tensor,
     *,
-    split_keys: int,
-    padding: int = 0,
-    num_lanes: int | None = None,
-    use_kernels: bool = True,
-) -> DevicePlan:
-    """Plan of `rows` with padding of every kind; `num_lanes` of scratch, by default as many as one launch takes."""
-    _, _, num_kv_heads, head_dim, _ = cache.key_pages.shape
-    num_rows = len(rows.positions)
-    group = num_heads // num_kv_heads
-    sizes = RowSizes(
-        num_rows=num_rows + padding,
-        num_tables=len(rows.page_tables) + padding,
-        table_width=rows.page_tables.shape[1] + padding,
-        depth=max(1, rows.path_slots.shape[1]) if launch.deterministic else 0,
-        num_words=0 if launch.deterministic else 2,
-        num_tiles=num_rows + padding,
-    )
-    host = torch.full((sizes.num_elements,), 123456789, dtype=torch.int32)
-    fill_rows(view_rows(host, sizes), rows, rows_per_tile=launch.rows_per_tile(group), split_keys=split_keys)
-    if num_lanes is None:
-        num_lanes = AttentionScratch.lanes_for(num_tiles=sizes.num_tiles, num_kv_heads=num_kv_heads, launch=launch)
-    scratch = AttentionScratch(
-        num_rows=sizes.num_rows,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        num_lanes=num_lanes,
-        dtype=cache.key_pages.dtype,
-        device=KERNEL_DEVICE,
-    )
+    num_splits: int = 1,
+    block_m: int | None = None,
+    rows_per_tile: int = 4,
+) -> Tensor:
+    """[N, H, E] of the first layer; zeros for padding."""
+    from srtrl.model.triton_attention import attend_tree
+
+    keys, values = cache.kernel_keys(0), cache.kernel_values(0)
+    num_kv_heads = keys.shape[2]
+    group = q.shape[1] // num_kv_heads
+    block_m = block_m or max(16, 1 << (group * rows_per_tile - 1).bit_length())
+    num_lanes = len(step.rows.tiles) * num_kv_heads * num_splits * block_m
+    scratch = AttentionScratch(num_lanes=num_lanes, head_dim=q.shape[2], device=KERNEL_DEVICE)
     scratch.means.fill_(torch.nan)  # what no program wrote is not read
     scratch.log_weights.fill_(torch.nan)
-    return DevicePlan(
-        cache,
-        view_rows(host.to(KERNEL_DEVICE), sizes),
-        num_positions=4096,
-        launch=launch,
-        scratch=scratch,
-        use_kernels=use_kernels,
-    )
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    launch = AttentionLaunch(block_m=block_m, num_splits=num_splits)
+    attend_tree(q, keys, values, step.rows, out, scratch=scratch, launch=launch)
+    return out
+
+
+def attend_by_reference(step: TreeStep, cache: KVCache, q: Tensor) -> Tensor:
+    """What `attend_by_kernel` should give."""
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    attend_tree_reference(q, cache.kernel_keys(0), cache.kernel_values(0), step.rows, out)
+    return out
+
+
+def random_queries(num_rows: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """[N, H, E], a view of wider rows, as after the fused projection."""
+    wide = torch.randn(num_rows, num_heads + 3, head_dim, generator=torch.Generator().manual_seed(7))
+    return wide.to(KERNEL_DEVICE, dtype)[:, :num_heads]

@@ -3,6 +3,8 @@
 Inputs of the norms are small whole numbers, whose squares any order sums exactly: then every bit must be equal.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -92,7 +94,7 @@ class Rope:
         make = whole_numbers if qk_norm else normal
         self.qkv = make(4, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
         self.positions = torch.tensor([0, 19, 7, 0], dtype=torch.int32, device=KERNEL_DEVICE)
-        self.slots = torch.tensor([5, 0, 11, -1], dtype=torch.int32, device=KERNEL_DEVICE)
+        self.indices = torch.tensor([5, 0, 11, -1], dtype=torch.int32, device=KERNEL_DEVICE)
         weights = (normal(head_dim, dtype=dtype, seed=3), normal(head_dim, dtype=dtype, seed=4))
         self.qk_norm = weights if qk_norm else None
         self.rotary = RotaryTable(RopeConfig(rope_theta=100.0), head_dim)
@@ -108,14 +110,14 @@ class Rope:
             q, k = (rms_norm(part, weight, EPS) for part, weight in zip((q, k), self.qk_norm, strict=True))
         cosines, sines = self.table[self.positions].unsqueeze(1).chunk(2, dim=-1)
         keys, values = self.keys.clone(), self.values.clone()
-        real = self.slots >= 0
-        keys.flatten(0, 1)[self.slots[real].long()] = rotate(k, cosines, sines)[real]
-        values.flatten(0, 1)[self.slots[real].long()] = v[real]
+        real = self.indices >= 0
+        keys.flatten(0, 1)[self.indices[real].long()] = rotate(k, cosines, sines)[real]
+        values.flatten(0, 1)[self.indices[real].long()] = v[real]
         return rotate(q, cosines, sines), keys, values
 
     def run(self) -> Tensor:
         return rope_and_store(
-            self.qkv, self.table, self.positions, self.slots, self.keys, self.values, self.qk_norm, EPS
+            self.qkv, self.table, self.positions, self.indices, self.keys, self.values, self.qk_norm, EPS
         )
 
 
@@ -151,33 +153,36 @@ def test_gated_activation_rounds_as_the_eager_model(width: int, dtype: torch.dty
 
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(0, 1000))
-def test_moves_of_overlapping_walks_are_those_of_the_reference(lengths: list[int], seed: int) -> None:
+def test_moves_within_a_group_are_as_if_all_were_read_first(lengths: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    caches = []
-    for _ in range(2):
-        cache = KVCache(
-            num_layers=2,
-            num_pages=2 * len(lengths),
-            page_size=4,
-            num_kv_heads=2,
-            head_dim=3,
-            dtype=torch.float32,
-            device=KERNEL_DEVICE,
-            token_major=True,
-        )
-        for pages in (cache.key_pages, cache.value_pages):
-            pages.copy_(torch.arange(pages.numel()).view(pages.shape) + 10_000 * (pages is cache.key_pages))
-        caches.append(cache)
+    cache = KVCache(
+        num_layers=2,
+        num_pages=2 * len(lengths),
+        page_size=4,
+        num_kv_heads=2,
+        head_dim=3,
+        dtype=torch.float32,
+        device=KERNEL_DEVICE,
+        token_major=True,
+    )
+    for pages in (cache.key_pages, cache.value_pages):
+        pages.copy_(torch.arange(pages.numel()).view(pages.shape) + 10_000 * (pages is cache.key_pages))
     starts, sources, targets = [0], [], []
-    for walk, length in enumerate(lengths):
+    for group, length in enumerate(lengths):
         nodes = torch.randperm(8, generator=generator)[:length].sort().values.tolist()
-        sources += [8 * walk + node for node in nodes]
-        targets += [8 * walk + level for level in range(length)]
+        sources += [8 * group + node for node in nodes]
+        targets += [8 * group + level for level in range(length)]
         starts.append(len(sources))
-    starts += 2 * starts[-1:]  # walks that a buffer of fixed size has too many
-    buffers = [torch.tensor([*values, 0], dtype=torch.int32) for values in (sources, targets)]
-    caches[0].move_slots(*(buffer[:-1].numpy() for buffer in buffers))
-    on_device = [buffer.to(KERNEL_DEVICE) for buffer in buffers]
-    move_kv(caches[1], torch.tensor(starts, dtype=torch.int32, device=KERNEL_DEVICE), *on_device)
-    assert torch.equal(caches[0].key_pages, caches[1].key_pages)
-    assert torch.equal(caches[0].value_pages, caches[1].value_pages)
+    expected = [[heads(layer).flatten(0, 1).clone() for heads in _heads_of(cache)] for layer in range(2)]
+    for layer in expected:
+        for heads in layer:
+            heads[targets] = heads[sources]
+    buffers = [torch.tensor(values, dtype=torch.int32, device=KERNEL_DEVICE) for values in (starts, sources, targets)]
+    move_kv(cache, *buffers)
+    for index, layer in enumerate(expected):
+        for heads, found in zip(layer, _heads_of(cache), strict=True):
+            assert torch.equal(found(index).flatten(0, 1), heads)
+
+
+def _heads_of(cache: KVCache) -> tuple[Callable[[int], Tensor], ...]:
+    return cache.kernel_keys, cache.kernel_values

@@ -1,8 +1,8 @@
 """Gumbel-max sampling and log-probs on a CUDA device: the fast twin of `sampler.py`, in two kernels.
 
-The first takes one block of one row's vocabulary a program, so that a few rows fill the chip. It sums the softmax and
-ranks the noisy logits in float32, good to about 1e-5. The second takes one row a program: only the blocks whose best is
-within `MARGIN` of the row's best can hold the winner, nearly always one, and only they are computed again as
+In the first a program takes one block of one row's vocabulary, so that a few rows fill the device. It sums the softmax
+and ranks the noisy logits in float32, good to about 1e-5. In the second a program takes one row: only the blocks whose
+best is within `MARGIN` of the row's best can hold the winner, nearly always one, and only they are computed again as
 `sample_rows_reference` does it, in float64. Blocks begin at fixed tokens and are combined in their order: the bits of a
 row do not depend on other rows. Nothing asks the device anything, so a CUDA graph can hold it.
 
@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from srtrl.engine.sampling import GOLDEN, MIX_1, MIX_2
-from srtrl.engine.triton_filter import Cuts
 from srtrl.model.triton_jit import jit
 
 _GOLDEN = tl.constexpr(GOLDEN)
@@ -63,26 +62,22 @@ def sample_rows_triton(
     temperatures: Tensor,
     rng_keys: Tensor,
     positions: Tensor,
-    forced: Tensor,
     out_tokens: Tensor,
     out_logprobs: Tensor,
     scratch: SamplingScratch,
-    cuts: Cuts | None = None,
 ) -> None:
-    """Sample one token a row and its log-prob; everything lies on the device.
+    """Sample one token per row and its log-prob; everything lies on the device.
 
     A row that is not finite gets a log-prob that is not finite, and some token of the vocabulary.
 
     Args:
         logits: [N, V], any float type up to float32, a row adjacent in memory; -inf excludes a token.
         temperatures: [N] float32; 0 takes the most likely token (the first of equals).
-        rng_keys: [N] int64, the bits of the unsigned rng_keys.
-        positions: [N] int64 or int32, index of the token within the response.
-        forced: [N] int32, the token to take whatever is sampled; -1 takes the sampled one.
+        rng_keys: [N] int64, the bits of the unsigned keys.
+        positions: [N] int32, index of the token within the response.
         out_tokens: [N] int32, written: those of `sample_rows_reference`.
         out_logprobs: [N] float32, written: under the whole tempered softmax, as `row_logprobs_reference`.
         scratch: For at least N rows of V tokens.
-        cuts: What top-k and top-p leave of each row (`find_cuts`); by default everything.
     """
     num_rows, vocab_size = logits.shape
     num_blocks = scratch.best.shape[1]
@@ -92,13 +87,12 @@ def sample_rows_triton(
     if num_rows == 0:
         return
     shared = (scratch.best, scratch.maxima, scratch.sums, vocab_size, num_blocks, logits.stride(0))
-    cut_values, cut_tokens = (temperatures, forced) if cuts is None else (cuts.values, cuts.tokens)
-    rows = (logits, temperatures, rng_keys, positions, cut_values, cut_tokens)
+    rows = (logits, temperatures, rng_keys, positions)
     # Without fusion of multiply and add the float64 noise has the bits of the reference but for its logarithms.
-    options = {"BLOCK": scratch.block, "HAS_CUTS": cuts is not None, "num_warps": 4, "enable_fp_fusion": False}
+    options = {"BLOCK": scratch.block, "num_warps": 4, "enable_fp_fusion": False}
     rank_blocks[(num_rows, num_blocks)](*rows, *shared, IN_INTERPRETER=_INTERPRETED, **options)
     finish_rows[(num_rows,)](
-        *rows, forced, out_tokens, out_logprobs, *shared, NUM_BLOCKS=triton.next_power_of_2(num_blocks), **options
+        *rows, out_tokens, out_logprobs, *shared, NUM_BLOCKS=triton.next_power_of_2(num_blocks), **options
     )
 
 
@@ -166,7 +160,7 @@ def _load_scaled(
     tokens: tl.tensor,
     vocab_size: tl.tensor,
 ) -> tl.tensor:
-    """Logits over temperature, float32; -inf behind the vocabulary."""
+    """Logits over temperature, float32; -inf after the vocabulary."""
     whole_row = logits + row.to(tl.int64) * row_stride
     loaded = tl.load(whole_row + tokens, mask=tokens < vocab_size, other=_MINUS_INFINITY).to(tl.float32)
     if (temperature > 0) & (temperature != 1.0):
@@ -175,34 +169,21 @@ def _load_scaled(
 
 
 @jit
-def _apply_cut(
-    scaled: tl.tensor, tokens: tl.tensor, cut_values: tl.tensor, cut_tokens: tl.tensor, row: tl.tensor
-) -> tl.tensor:
-    """-inf where the row's cut takes a token away; see `triton_filter.Cuts`."""
-    value = tl.load(cut_values + row)
-    is_kept = (scaled > value) | ((scaled == value) & (tokens <= tl.load(cut_tokens + row)))
-    return tl.where(is_kept, scaled, _MINUS_INFINITY)
-
-
-@jit
 def rank_blocks(
     logits: tl.tensor,
     temperatures: tl.tensor,
     rng_keys: tl.tensor,
     positions: tl.tensor,
-    cut_values: tl.tensor,
-    cut_tokens: tl.tensor,
     best: tl.tensor,
     maxima: tl.tensor,
     sums: tl.tensor,
     vocab_size: tl.tensor,
     num_blocks: tl.tensor,
     row_stride: tl.tensor,
-    HAS_CUTS: tl.constexpr,
     BLOCK: tl.constexpr,
     IN_INTERPRETER: tl.constexpr,
 ) -> None:
-    """Fill `SamplingScratch`; one program a row and block."""
+    """Fill `SamplingScratch`; one program per row and block."""
     row, block = tl.program_id(0), tl.program_id(1)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     temperature = tl.load(temperatures + row)
@@ -210,14 +191,12 @@ def rank_blocks(
     highest = tl.max(scaled, axis=0)
     # In a block of excluded tokens only, -inf - -inf would be NaN.
     weights = tl.exp(scaled - tl.where(highest == _MINUS_INFINITY, 0.0, highest))
-    place = row.to(tl.int64) * num_blocks + block
-    tl.store(maxima + place, highest)
-    tl.store(sums + place, tl.sum(weights, axis=0))
-    if HAS_CUTS:
-        scaled = _apply_cut(scaled, tokens, cut_values, cut_tokens, row)
+    entry = row.to(tl.int64) * num_blocks + block
+    tl.store(maxima + entry, highest)
+    tl.store(sums + entry, tl.sum(weights, axis=0))
     if temperature > 0:  # padding is greedy: it pays for no noise
         scaled += rough_gumbel(_noise_bits(rng_keys, positions, row, tokens), IN_INTERPRETER)
-    tl.store(best + place, tl.max(scaled, axis=0))
+    tl.store(best + entry, tl.max(scaled, axis=0))
 
 
 @jit
@@ -226,9 +205,6 @@ def finish_rows(
     temperatures: tl.tensor,
     rng_keys: tl.tensor,
     positions: tl.tensor,
-    cut_values: tl.tensor,
-    cut_tokens: tl.tensor,
-    forced: tl.tensor,
     out_tokens: tl.tensor,
     out_logprobs: tl.tensor,
     best: tl.tensor,
@@ -237,22 +213,21 @@ def finish_rows(
     vocab_size: tl.tensor,
     num_blocks: tl.tensor,
     row_stride: tl.tensor,
-    HAS_CUTS: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Token and log-prob of a row from what its blocks found; one program a row."""
+    """Token and log-prob of a row from what its blocks found; one program per row."""
     row = tl.program_id(0)
     temperature = tl.load(temperatures + row)
     blocks = tl.arange(0, NUM_BLOCKS)
-    places = row.to(tl.int64) * num_blocks + blocks
+    entries = row.to(tl.int64) * num_blocks + blocks
     inside = blocks < num_blocks
-    block_maxima = tl.load(maxima + places, mask=inside, other=_MINUS_INFINITY)
+    block_maxima = tl.load(maxima + entries, mask=inside, other=_MINUS_INFINITY)
     highest = tl.max(block_maxima, axis=0)
     # A row without any finite logit comes out as NaN here, and so do +inf and NaN.
-    total = tl.sum(tl.load(sums + places, mask=inside, other=0.0) * tl.exp(block_maxima - highest), axis=0)
+    total = tl.sum(tl.load(sums + entries, mask=inside, other=0.0) * tl.exp(block_maxima - highest), axis=0)
 
-    rough = tl.load(best + places, mask=inside, other=_MINUS_INFINITY)
+    rough = tl.load(best + entries, mask=inside, other=_MINUS_INFINITY)
     best_rough = tl.max(rough, axis=0)
     can_win = inside & (rough >= best_rough - (MARGIN + RELATIVE_MARGIN * tl.abs(best_rough)))
     winner = tl.zeros((), tl.int32)
@@ -261,8 +236,6 @@ def finish_rows(
     while block < NUM_BLOCKS:
         tokens = block * BLOCK + tl.arange(0, BLOCK)
         scaled = _load_scaled(logits, temperature, row, row_stride, tokens, vocab_size)
-        if HAS_CUTS:
-            scaled = _apply_cut(scaled, tokens, cut_values, cut_tokens, row)
         gumbel = _exact_gumbel(_noise_bits(rng_keys, positions, row, tokens))
         noisy = scaled.to(tl.float64) + tl.where(temperature > 0, gumbel, 0.0)
         highest_noisy = tl.max(noisy, axis=0)
@@ -272,11 +245,9 @@ def finish_rows(
         winning = tl.where(is_better, highest_noisy, winning)
         block = tl.min(tl.where(can_win & (blocks > block), blocks, NUM_BLOCKS), axis=0)
 
-    told = tl.load(forced + row)
-    token = tl.where(told >= 0, told, winner)
-    chosen = _load_scaled(logits, temperature, row, row_stride, token, vocab_size)
+    chosen = _load_scaled(logits, temperature, row, row_stride, winner, vocab_size)
     logprob = chosen.to(tl.float64) - highest.to(tl.float64) - tl.log(total.to(tl.float64))
-    tl.store(out_tokens + row, token)
+    tl.store(out_tokens + row, winner)
     tl.store(out_logprobs + row, logprob.to(tl.float32))
 
 

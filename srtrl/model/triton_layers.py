@@ -51,7 +51,7 @@ def rope_and_store(
     qkv: Tensor,
     rotary: Tensor,
     positions: Tensor,
-    write_slots: Tensor,
+    kv_indices: Tensor,
     keys: Tensor,
     values: Tensor,
     qk_norm: tuple[Tensor, Tensor] | None,
@@ -63,7 +63,7 @@ def rope_and_store(
         qkv: [N, (H + 2 K) E]; the queries are rotated in place, keys and values stay.
         rotary: [length, 2 E], `RotaryTable.table`, longer than every position, in the type of `qkv`.
         positions: [N] int32.
-        write_slots: [N] int32, slots of the cache; a row of -1 stores nothing.
+        kv_indices: [N] int32, places in the cache; a row of -1 stores nothing.
         keys: One layer of a token-major cache, [num_pages, page_size, K, E], written.
         values: Likewise.
         qk_norm: Weights [E] of the norms of query and key heads before the rotation (Qwen3).
@@ -87,7 +87,7 @@ def rope_and_store(
         qkv,
         rotary,
         positions,
-        write_slots,
+        kv_indices,
         keys,
         values,
         q_weight,
@@ -121,27 +121,23 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 def move_kv(cache: KVCache, starts: Tensor, sources: Tensor, targets: Tensor) -> None:
     """Copy single positions in all layers, in place: the accepted draft nodes to where their depth belongs.
 
-    Within a walk positions may overlap, and its moves are done one after the other. That is safe for accepted nodes in
-    order of depth: the i-th goes from node n_i >= i to place i, and n_j > n_i for later j; so no target is a later
-    source. Walks write to pages of their own and run side by side.
+    The moves of one group are done one after the other, and groups side by side. For accepted nodes in order of depth
+    that is as if all sources were read first: the i-th moves from node n_i >= i to place i, and n_j > n_i for later j,
+    so no target is a later source. Groups touch different pages.
 
     Args:
         cache: A token-major cache.
-        starts: [W + 1] int32: the moves of walk w are `sources` and `targets` from `starts[w]` up to `starts[w + 1]`.
-            Buffers of fixed size are padded with walks without moves: `starts[w] == starts[w + 1]`.
-        sources: [M] int32, slots.
-        targets: [M] int32, slots.
+        starts: [G + 1] int32: the moves of group g are `sources` and `targets` from `starts[g]` up to `starts[g + 1]`.
+        sources: [n] int32, KV indices.
+        targets: [n] int32, KV indices.
     """
     keys, values = cache.kernel_keys(0), cache.kernel_values(0)
-    num_layers = len(cache.key_pages)
     width = keys.shape[2] * keys.shape[3]
     assert keys.is_contiguous()
     assert values.is_contiguous()
     assert cache.key_pages.stride(0) == cache.value_pages.stride(0) == keys.numel()
-    if len(starts) == 1:
-        return
     block = triton.next_power_of_2(width)
-    move_walks[(len(starts) - 1, num_layers)](
+    move_groups[(len(starts) - 1, len(cache.key_pages))](
         keys,
         values,
         starts,
@@ -152,7 +148,6 @@ def move_kv(cache: KVCache, starts: Tensor, sources: Tensor, targets: Tensor) ->
         BLOCK=block,
         num_warps=min(4, max(1, block // 256)),
         num_stages=1,  # no load ahead of the stores before it
-        enable_fp_fusion=True,
     )
 
 
@@ -184,7 +179,7 @@ def add_rms_norm_rows(
     HAS_UPDATE: tl.constexpr,
     BY_BITS: tl.constexpr,
 ) -> None:
-    """One program a row."""
+    """One program per row."""
     dtype: tl.constexpr = hidden.dtype.element_ty
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -215,7 +210,7 @@ def rope_and_store_heads(
     qkv: tl.tensor,
     rotary: tl.tensor,
     positions: tl.tensor,
-    write_slots: tl.tensor,
+    kv_indices: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
     q_weight: tl.tensor,
@@ -229,7 +224,7 @@ def rope_and_store_heads(
     QK_NORM: tl.constexpr,
     BY_BITS: tl.constexpr,
 ) -> None:
-    """One program a row and group of heads, of queries, keys and values in this order; x and y are a head's halves."""
+    """One program per row and group of heads, of queries, keys, values in this order; x and y are a head's halves."""
     dtype: tl.constexpr = qkv.dtype.element_ty
     HALF: tl.constexpr = HEAD_DIM // 2
     row = tl.program_id(0)
@@ -259,9 +254,9 @@ def rope_and_store_heads(
     tl.store(source, x_turned, mask=inside & is_query)
     tl.store(source + HALF, y_turned, mask=inside & is_query)
 
-    slot = tl.load(write_slots + row).to(tl.int64)
-    stored = inside & (lanes < tl.where(slot >= 0, HALF, 0))
-    start = slot * (NUM_KV_HEADS * HEAD_DIM) + lanes
+    index = tl.load(kv_indices + row).to(tl.int64)
+    stored = inside & (lanes < tl.where(index >= 0, HALF, 0))
+    start = index * (NUM_KV_HEADS * HEAD_DIM) + lanes
     key = keys + start + (heads - NUM_HEADS) * HEAD_DIM
     is_key = stored & ((heads >= NUM_HEADS) & (heads < NUM_HEADS + NUM_KV_HEADS))
     tl.store(key, x_turned, mask=is_key)
@@ -275,7 +270,7 @@ def rope_and_store_heads(
 def silu_and_mul_rows(
     gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BY_BITS: tl.constexpr
 ) -> None:
-    """One program a row and piece of it."""
+    """One program per row and piece of it."""
     dtype: tl.constexpr = gate_up.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -287,7 +282,7 @@ def silu_and_mul_rows(
 
 
 @jit
-def move_walks(
+def move_groups(
     keys: tl.tensor,
     values: tl.tensor,
     starts: tl.tensor,
@@ -297,12 +292,12 @@ def move_walks(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program a walk and layer, its moves in order."""
-    walk = tl.program_id(0)
+    """One program per group and layer, its moves in order."""
+    group = tl.program_id(0)
     layer = tl.program_id(1).to(tl.int64) * layer_stride
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    for move in range(tl.load(starts + walk), tl.load(starts + walk + 1)):
+    for move in range(tl.load(starts + group), tl.load(starts + group + 1)):
         source = layer + tl.load(sources + move).to(tl.int64) * WIDTH + columns
         target = layer + tl.load(targets + move).to(tl.int64) * WIDTH + columns
         moved_keys = tl.load(keys + source, mask=inside)

@@ -37,7 +37,6 @@ FREE_KEYS_IF_DETERMINISTIC = (
     "rollout.kv_memory_share",
     "rollout.kv_across_update",
     "rollout.cuda_graphs",
-    "rollout.attention",
     "rollout.prefill_chunk_tokens",
     "rollout.drafter",
     "rollout.drafter_options",

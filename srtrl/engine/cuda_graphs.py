@@ -1,0 +1,163 @@
+"""A decode step launched kernel by kernel, or replayed as a captured CUDA graph.
+
+A decode step of a small batch is some hundred kernels of a few microseconds each, less than the host needs to launch
+them. A graph launches them all at once. It repeats the very calls that were captured, so everything they read or write
+must stay where it was: `StepGraphs.drop` is called whenever something has moved.
+"""
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+MAX_GRAPHS = 512
+"""Each takes about a MiB beside the memory that all of them share."""
+
+Compute = Callable[[], None]
+"""Launches the kernels of a step; does not wait."""
+
+
+class Replayable(Protocol):
+    """A captured step."""
+
+    def replay(self) -> None:
+        """Do once more what was captured; does not wait."""
+
+
+class Capturer(Protocol):
+    """Makes graphs that share their memory."""
+
+    def capture(self, compute: Compute) -> Replayable:
+        """Capture what `compute` launches, whose kernels are compiled already; it may be called twice."""
+
+    def start_over(self) -> None:
+        """No graph is left: the next ones need share no memory with earlier ones."""
+
+
+class StepGraphs:
+    """Captures a graph of each kind of step when it comes for the second time, and replays it from then on.
+
+    The first time its kernels are launched one by one, and compiled if need be; many a kind never comes again. When
+    there are too many graphs, the one that was used least recently is dropped.
+    """
+
+    def __init__(self, capturer: Capturer | None, *, max_graphs: int = MAX_GRAPHS) -> None:
+        """Without `capturer` (on a CPU, or `rollout.cuda_graphs: false`) steps are always launched kernel by kernel."""
+        assert max_graphs > 0
+        self._capturer = capturer
+        self._max_graphs = max_graphs
+        self._graphs: OrderedDict[Hashable, Replayable] = OrderedDict()
+        self._known: set[Hashable] = set()
+
+    def __len__(self) -> int:
+        """Graphs that are kept."""
+        return len(self._graphs)
+
+    def run(self, key: Hashable, compute: Compute, *, can_capture: bool = True) -> bool:
+        """Compute a step; does not wait.
+
+        Args:
+            key: Steps of one key launch the same kernels over the same addresses.
+            compute: Launches them.
+            can_capture: False for steps that are not worth a graph.
+
+        Returns:
+            Whether that was all: no kernel was compiled for it, and no graph captured.
+        """
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+            graph.replay()
+            return True
+        is_known = key in self._known
+        if is_known and can_capture and self._capturer is not None:
+            graph = self._capture(key, compute, self._capturer)
+            if graph is not None:
+                graph.replay()
+                return False
+            is_known = False
+        compute()
+        self._known.add(key)
+        return is_known
+
+    def drop(self) -> None:
+        """Forget all graphs: weights, cache or buffers have moved."""
+        self._graphs.clear()
+
+    def _capture(self, key: Hashable, compute: Compute, capturer: Capturer) -> Replayable | None:
+        """Capture the step, whose kernels do not run meanwhile; None where memory does not suffice, for good."""
+        while len(self._graphs) >= self._max_graphs:
+            self._graphs.popitem(last=False)
+        if not self._graphs:
+            capturer.start_over()
+        try:
+            graph = self._graphs[key] = capturer.capture(compute)
+        except RuntimeError as error:
+            if not was_out_of_memory(error):
+                raise
+            self._capturer = None
+            self.drop()
+            warnings.warn(
+                "the device's memory ran out while a CUDA graph was captured: from now on the decoder launches its "
+                "kernels one by one, which is slower for small batches. Lower rollout.kv_memory_share (or "
+                "rollout.kv_memory_gib), or set rollout.cuda_graphs: false",
+                stacklevel=2,
+            )
+            return None
+        return graph
+
+
+class CudaCapturer:
+    """Captures with `torch.cuda.CUDAGraph`.
+
+    All graphs take their intermediate tensors from one pool. They may overwrite each other's, for steps run one after
+    the other, and what outlives a step lies elsewhere.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._has_handles = False
+
+    def capture(self, compute: Compute) -> Replayable:
+        """See `Capturer`. The first time `compute` is called once more: libraries make handles for the stream."""
+        if not self._has_handles:
+            with self._on_side_stream():
+                compute()
+            self._has_handles = True
+        graph = torch.cuda.CUDAGraph()
+        # The outer `with`: where ending the capture fails, torch's own does not go back to the current stream.
+        # thread_local: what other threads do with CUDA meanwhile is not part of the capture and does not break it.
+        with (
+            torch.cuda.stream(self._stream),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
+            compute()
+        return graph
+
+    def start_over(self) -> None:
+        """See `Capturer`. A pool whose last graph is gone must not be used again."""
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def _on_side_stream(self) -> Iterator[None]:
+        """The side stream runs after what is queued on the current one, and the current one goes on after it."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:  # also what was queued before an error may still write where the current stream writes next
+            current.wait_stream(self._stream)
+
+
+def was_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, or did so before: then ending the capture it broke fails with an error of its own."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, torch.OutOfMemoryError):
+        found = found.__context__
+    return found is not None

@@ -1,0 +1,159 @@
+"""The fixed sizes that decode steps take on a CUDA device: rows, tiles and page tables rounded up to a bucket.
+
+A captured graph runs one shape only, and a step costs what its shape costs, real rows or padding. So there are few
+shapes, and each is little larger than what it is for. Pure arithmetic on the host; nothing here looks at a device.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from srtrl.engine.rows import BITS_PER_WORD, StepLayout, StepSize
+from srtrl.model.tree_attention import choose_block_m, choose_num_splits
+
+MAX_GRAPH_ROWS = 2048
+"""Larger steps are not captured: they keep the device busy for longer than it takes to launch them."""
+
+MAX_SAMPLED_PROMPT_ROWS = 128
+"""With no more prompt rows than this all rows of a step are sampled, though those of prompts need no token: fewer
+shapes are worth more than the time of their logits."""
+
+LEAST_TABLE_TOKENS = 8192
+"""Page tables are not made for fewer positions than this, if there are sequences as long: so narrow a table (2 KiB a
+sequence with pages of 16) is copied in no time, and one width serves a whole rollout."""
+
+
+class StepShape(NamedTuple):
+    """Everything that the kernels of a step are launched by, and the number of page tables, which none depends on."""
+
+    num_rows: int
+    """N, padding included, as in all that follow."""
+    num_sampled: int
+    """L; 0 where only prompts are computed."""
+    num_tiles: int
+    """M."""
+    table_width: int
+    """P."""
+    num_tables: int
+    """B."""
+    block_m: int
+    num_splits: int
+
+    @property
+    def graph_key(self) -> "StepShape":
+        """Steps with the same key launch the same kernels over the same addresses."""
+        return self._replace(num_tables=0)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class LayoutPlanner:
+    """Finds the shape of a step."""
+
+    num_heads: int
+    """H."""
+    num_kv_heads: int
+    """K."""
+    head_dim: int
+    """E."""
+    page_size: int
+    max_positions: int
+    """Largest number of positions of a sequence, draft nodes included."""
+    max_draft_nodes: int
+    """Of one sequence in one step."""
+    num_multiprocessors: int
+    """Of the device."""
+
+    @property
+    def group(self) -> int:
+        """G, query heads of one key-value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_words(self) -> int:
+        """W, the same in all steps."""
+        return max(1, -(-self.max_draft_nodes // BITS_PER_WORD))
+
+    @property
+    def max_table_width(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.max_positions // self.page_size)
+
+    def layout(self, shape: StepShape) -> StepLayout:
+        """Where the inputs of a step of this shape lie."""
+        return StepLayout(
+            num_rows=shape.num_rows,
+            num_sampled=shape.num_sampled,
+            num_words=self.num_words,
+            num_tiles=shape.num_tiles,
+            table_width=shape.table_width,
+            num_tables=shape.num_tables,
+        )
+
+    def largest_captured(self) -> StepLayout:
+        """A layout that no captured step exceeds in any of its sizes."""
+        rows = MAX_GRAPH_ROWS
+        return self.layout(StepShape(rows, rows, rows, self.max_table_width, rows, block_m=16, num_splits=1))
+
+    def shape(self, size: StepSize) -> StepShape:
+        """The bucket of a step."""
+        rows_per_sequence = size.rows_per_sequence
+        num_sequences, num_real = len(rows_per_sequence), size.num_rows
+        num_rows = padded_rows(num_real)
+        num_sampled = size.num_sampled
+        if num_sampled:
+            samples_all = num_real - num_sampled <= MAX_SAMPLED_PROMPT_ROWS
+            num_sampled = num_rows if samples_all else padded_rows(num_sampled)
+        block_m = choose_block_m(rows_per_sequence=num_real / num_sequences, group=self.group, head_dim=self.head_dim)
+        num_tiles = num_sequences
+        if num_real > num_sequences:
+            num_tiles = int((-(-rows_per_sequence // (block_m // self.group))).sum())
+        num_tiles = padded_tiles(num_tiles, num_rows)
+        table_width = padded_width(size.max_pages, self.max_table_width, -(-LEAST_TABLE_TOKENS // self.page_size))
+        num_splits = choose_num_splits(
+            num_tiles=num_tiles,
+            num_kv_heads=self.num_kv_heads,
+            block_m=block_m,
+            max_keys=table_width * self.page_size,
+            num_multiprocessors=self.num_multiprocessors,
+        )
+        num_tables = padded_rows(num_sequences)
+        return StepShape(num_rows, num_sampled, num_tiles, table_width, num_tables, block_m, num_splits)
+
+
+def padded_rows(num_rows: int) -> int:
+    """The bucket of a row count: 1, 2, 4, 8, 16, 24, ..., 128, 144, ..., 256, 288, ...: an eighth apart at most."""
+    assert num_rows > 0
+    if num_rows <= 8:
+        return 1 << (num_rows - 1).bit_length()
+    step = max(8, 1 << max((num_rows - 1).bit_length() - 4, 0))
+    return -(-num_rows // step) * step
+
+
+def row_edges(max_rows: int) -> list[int]:
+    """Ascending row counts at which a bucket ends, up to at least `max_rows`: where the cost of a step rises."""
+    edges = [1]
+    while edges[-1] < max_rows:
+        edges.append(padded_rows(edges[-1] + 1))
+    return edges
+
+
+def padded_tiles(num_tiles: int, num_rows: int) -> int:
+    """The bucket of a tile count: `num_rows` (as many as there can be), 3/4 of it, half, 3/8, a quarter, ...
+
+    Keys are split by it, so padding leaves a third of the device idle at most.
+    """
+    assert num_tiles <= num_rows
+    while num_rows > 1 and -(-num_rows // 2) >= num_tiles:
+        num_rows = -(-num_rows // 2)
+    three_quarters = -(-3 * num_rows // 4)
+    return three_quarters if three_quarters >= num_tiles else num_rows
+
+
+def padded_width(table_width: int, largest: int, least: int) -> int:
+    """The bucket of the width of a page table: `largest`, a quarter of it, a sixteenth, ..., no less than needed.
+
+    Nor less than `least`, unless `largest` is.
+    """
+    width = max(largest, table_width)
+    while -(-width // 4) >= max(table_width, least):
+        width = -(-width // 4)
+    return width

@@ -1,0 +1,272 @@
+"""What is special about the runner of a CUDA device: padded layouts, fixed addresses, graphs, and what it refuses."""
+
+import dataclasses
+import gc
+from collections.abc import Callable
+from importlib import util
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import KERNEL_DEVICE
+from runner_cases import PAGE_SIZE, Samples, compute_by_reference, cuda_runner, random_trees, runner_policy
+
+from srtrl.engine import cuda_runner as cuda_runner_module
+from srtrl.engine.cuda_graphs import StepGraphs
+from srtrl.engine.cuda_layouts import (
+    MAX_GRAPH_ROWS,
+    MAX_SAMPLED_PROMPT_ROWS,
+    LayoutPlanner,
+    padded_rows,
+    padded_tiles,
+    padded_width,
+    row_edges,
+)
+from srtrl.engine.cuda_runner import CudaRunner
+from srtrl.engine.rows import StepInputs, StepSize
+from srtrl.engine.runner import RowFilters
+
+PLANNER = LayoutPlanner(
+    num_heads=12,
+    num_kv_heads=2,
+    head_dim=128,
+    page_size=16,
+    max_positions=4224,
+    max_draft_nodes=128,
+    num_multiprocessors=132,
+)
+PROMPTS = ([5], [1, 2, 3, 4, 5, 6, 7, 8, 9], [3, 3, 3, 3, 10, 11])
+
+
+def size_of(*rows_per_sequence: int, num_sampled: int | None = None, max_keys: int = 100) -> StepSize:
+    rows = np.array(rows_per_sequence, np.int64)
+    sampled = int(rows.sum()) if num_sampled is None else num_sampled
+    return StepSize(rows_per_sequence=rows, num_sampled=sampled, max_keys=max_keys, page_size=16)
+
+
+def test_row_edges_begin_fine_and_grow_coarser() -> None:
+    edges = row_edges(2048)
+    assert edges[:8] == [1, 2, 4, 8, 16, 24, 32, 40]
+    assert edges[-2:] == [1920, 2048]
+    assert len(edges) < 60
+    assert edges == sorted({padded_rows(count) for count in range(1, 2049)})
+
+
+@given(st.integers(1, 100_000))
+def test_padding_of_rows_is_bounded_and_monotone(num_rows: int) -> None:
+    padded = padded_rows(num_rows)
+    assert 0 <= padded - num_rows < max(8, num_rows / 8)
+    assert padded_rows(padded) == padded <= padded_rows(num_rows + 1)
+
+
+@given(num_rows=st.integers(1, 5000), data=st.data())
+def test_tiles_and_tables_fit_with_bounded_padding(num_rows: int, data: st.DataObject) -> None:
+    num_tiles = data.draw(st.integers(1, num_rows))
+    assert num_tiles <= padded_tiles(num_tiles, num_rows) <= min(num_rows, 1.5 * num_tiles + 2)
+    width, largest = data.draw(st.integers(1, 600)), data.draw(st.integers(1, 600))
+    padded = padded_width(width, largest, 64)
+    assert width <= padded <= max(largest, width)
+    assert padded <= max(4 * width, 4 * 64)
+
+
+@settings(deadline=None)
+@given(
+    rows=st.lists(st.integers(1, 129), min_size=1, max_size=300),
+    num_chunks=st.integers(0, 3),
+    max_keys=st.integers(1, 4224),
+)
+def test_every_step_fits_its_layout(rows: list[int], num_chunks: int, max_keys: int) -> None:
+    num_sampled = sum(rows[: max(0, len(rows) - num_chunks)])
+    size = size_of(*rows, num_sampled=num_sampled, max_keys=max_keys)
+    shape = PLANNER.shape(size)
+    assert shape.num_rows >= size.num_rows
+    assert shape.num_tables >= len(rows)
+    assert shape.table_width >= size.max_pages
+    assert num_sampled <= shape.num_sampled <= shape.num_rows
+    assert (shape.num_sampled == 0) == (num_sampled == 0)
+    assert shape.num_tiles >= sum(-(-count // (shape.block_m // PLANNER.group)) for count in rows)
+    if num_sampled > 0 and size.num_rows - num_sampled <= MAX_SAMPLED_PROMPT_ROWS:
+        assert shape.num_sampled == shape.num_rows
+    layout, largest = PLANNER.layout(shape), PLANNER.largest_captured()
+    if shape.num_rows <= MAX_GRAPH_ROWS:
+        assert layout.num_elements <= largest.num_elements
+    few = PLANNER.layout(shape._replace(num_tables=1))
+    assert {name: part.start for name, part in few.slices().items()} == {
+        name: part.start for name, part in layout.slices().items()
+    }, "no address depends on the number of sequences"
+
+
+def test_shapes_are_few() -> None:
+    random = np.random.default_rng(0)
+    steps = [random.integers(1, 9, 64) for _ in range(200)]
+    assert len({PLANNER.shape(size_of(*rows)).graph_key for rows in steps}) < 12
+    assert len({PLANNER.shape(size_of(*[1] * 64, max_keys=keys)) for keys in range(1, 4224, 50)}) == 1
+
+
+class FakeCapturer:
+    """Captures a step by keeping it."""
+
+    def start_over(self) -> None:
+        """Nothing is shared."""
+
+    def capture(self, compute: Callable[[], None]) -> Any:
+        return SimpleNamespace(replay=compute)
+
+
+def graphed_runner(**changes: Any) -> CudaRunner:
+    """A runner that captures graphs; on a CPU by a stand-in, of steps in plain PyTorch, which are faster there."""
+    runner = cuda_runner(runner_policy(), **changes)
+    if KERNEL_DEVICE == "cpu":
+        runner._graphs = StepGraphs(FakeCapturer())
+        runner.compute = compute_by_reference(runner)
+    return runner
+
+
+def test_graphs_compute_what_single_launches_do() -> None:
+    """In the third round all shapes are replayed over new tokens, trees and numbers of sequences."""
+    runner = graphed_runner()
+    samples = Samples(runner, runner.policy, PROMPTS)
+    samples.prefill()
+    was_prepared = []
+    for seed, slots in ((0, [0, 1, 2]), (1, [2, 0, 1]), (2, [0, 1, 2]), (3, [1, 2])):
+        trees = random_trees(np.random.default_rng(seed), [5, 2, 4] if len(slots) == 3 else [8, 3])
+        samples.check(samples.step(slots, trees), slots, trees)
+        was_prepared.append(runner.was_prepared)
+        samples.accept(slots, trees, [[]] * len(slots))
+    assert was_prepared == [False, False, True, True]
+    assert len(runner._graphs) == 1
+
+
+def test_inputs_are_made_once_and_lie_at_the_same_addresses() -> None:
+    runner = graphed_runner()
+    samples = Samples(runner, runner.policy, PROMPTS)
+    trees = random_trees(np.random.default_rng(0), [5, 2, 4])
+    first = samples.inputs(np.arange(3), trees)
+    fewer = samples.inputs(np.arange(2), random_trees(np.random.default_rng(0), [8, 4]))
+    assert samples.inputs(np.arange(3), trees) is first
+    assert fewer.layout.num_tables < first.layout.num_tables
+    for field in dataclasses.fields(StepInputs):
+        if isinstance(getattr(first, field.name), np.ndarray):
+            assert getattr(first, field.name).ctypes.data == getattr(fewer, field.name).ctypes.data, field.name
+
+
+def test_graphs_are_dropped_when_weights_pages_or_buffers_move_and_only_then() -> None:
+    runner = graphed_runner()
+    samples = Samples(runner, runner.policy, PROMPTS)
+    samples.prefill()
+
+    def has_graph() -> bool:
+        """Whether the next step is replayed; afterwards it is."""
+        samples.check(samples.step([0, 1, 2]), [0, 1, 2])
+        is_replayed = runner.was_prepared and len(runner._graphs) > 0
+        samples.step([0, 1, 2])
+        samples.step([0, 1, 2])
+        return is_replayed
+
+    assert not has_graph()
+    assert has_graph()
+    with torch.no_grad():
+        runner.policy.final_norm.mul_(1.5)
+        samples.oracle.final_norm.mul_(1.5)
+    runner.refresh_weights()
+    assert has_graph(), "weights were updated in place"
+    runner.policy.final_norm.data = runner.policy.final_norm.data.clone()
+    runner.refresh_weights()
+    assert not has_graph()
+    num_pages = runner.num_pages
+    runner.allocate_pages(num_pages + 1)
+    samples.prefill()
+    assert not has_graph()
+    too_large = [1] * (MAX_GRAPH_ROWS + 1)
+    runner.inputs_for(StepSize(rows_per_sequence=np.array(too_large), num_sampled=3, max_keys=9, page_size=PAGE_SIZE))
+    assert not has_graph()
+
+
+def test_larger_steps_than_graphs_are_for_get_more_memory() -> None:
+    runner = graphed_runner(max_draft_nodes=1)
+    runner.allocate_pages(50)
+    for _ in range(3):
+        assert runner.time_step(MAX_GRAPH_ROWS + 100, 9) > 0
+    assert len(runner._graphs) == 0
+    samples = Samples(runner, runner.policy, PROMPTS)
+    samples.prefill()
+    samples.check(samples.step([0, 1, 2]), [0, 1, 2])
+
+
+@pytest.mark.parametrize("is_filtered", [False, True])
+def test_logits_go_through_small_buffers(monkeypatch: pytest.MonkeyPatch, is_filtered: bool) -> None:
+    monkeypatch.setattr(cuda_runner_module, "LOGITS_AT_ONCE", 4)
+    monkeypatch.setattr(cuda_runner_module, "FILTERED_AT_ONCE", 3)
+    runner = cuda_runner(runner_policy())
+    samples = Samples(runner, runner.policy, PROMPTS)
+    samples.prefill()
+    trees = random_trees(np.random.default_rng(0), [4, 0, 2])
+    keep_all = RowFilters(top_k=np.zeros(9, np.int64), top_p=np.ones(9))
+    found = samples.step([0, 1, 2], trees, filters=keep_all if is_filtered else None)
+    samples.check(found, [0, 1, 2], trees)
+
+
+def test_the_rest_of_a_step_that_nobody_waited_for_is_not_the_next_ones_time() -> None:
+    runner = graphed_runner()
+    samples = Samples(runner, runner.policy, PROMPTS)
+    prepared = []
+    for _ in range(4):
+        samples.step([0, 1, 2])
+        prepared.append(runner.was_prepared)
+        samples.prefill()
+    assert prepared == [False] * 4
+    samples.step([0, 1, 2])
+    samples.step([0, 1, 2])
+    assert runner.was_prepared
+
+
+def test_deterministic_mode_and_a_missing_triton_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"rollout.deterministic: true .* CPU"):
+        cuda_runner(runner_policy(), deterministic=True)
+    assert cuda_runner(runner_policy(), deterministic=False).is_asynchronous
+    monkeypatch.setattr(
+        cuda_runner_module, "find_spec", lambda name: None if name == "triton" else util.find_spec(name)
+    )
+    with pytest.raises(ValueError, match="pip install triton"):
+        cuda_runner(runner_policy())
+
+
+def test_a_step_without_memory_names_the_options_that_help() -> None:
+    runner = graphed_runner()
+    samples = Samples(runner, runner.policy, PROMPTS)
+
+    def fail(step: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    runner.compute = fail
+    with pytest.raises(ValueError, match=r"16 rows \(16 of them sampled\).*rollout.kv_memory_share"):
+        samples.step([0, 1, 2], random_trees(np.random.default_rng(0), [8, 2, 0]))
+
+
+def test_timed_steps_are_chains_of_as_many_sequences() -> None:
+    runner = graphed_runner()
+    runner.allocate_pages(30)
+    assert runner.time_step(12, 20, num_sequences=3) > 0
+    assert runner._step is not None
+    rows = runner._step.inputs
+    assert rows.tiles[:, 1].sum() == 12
+    assert rows.context_lengths[:12].tolist() == [20] * 12
+    assert rows.positions[:12].tolist() == [19, 20, 21, 22] * 3
+    assert int(rows.ancestors[3, 0]) == 0b111
+    with pytest.raises(AssertionError):
+        runner.time_step(2, 1000)
+
+
+@pytest.mark.gpu
+def test_released_pages_are_free_memory() -> None:
+    gc.collect()
+    runner = cuda_runner(runner_policy(), page_size=16)
+    before = torch.cuda.memory_reserved()
+    runner.allocate_pages(20_000)
+    assert torch.cuda.memory_reserved() - before >= 20_000 * runner.page_bytes
+    runner.release_pages()
+    assert torch.cuda.memory_reserved() <= before + (1 << 21)
