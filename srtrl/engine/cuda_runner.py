@@ -23,7 +23,7 @@ from srtrl.engine.cuda_graphs import CudaCapturer, StepGraphs
 from srtrl.engine.cuda_layouts import MAX_GRAPH_ROWS, LayoutPlanner, StepShape, row_edges
 from srtrl.engine.rows import ALIGNMENT, Int32Array, Int64Array, StepInputs, StepLayout, StepSize, fill_inputs
 from srtrl.engine.runner import RowFilters, SampledRows
-from srtrl.engine.sampler import filter_top_k_top_p, row_logprobs_reference
+from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference
 from srtrl.model.device_copy import copy_to_device
 from srtrl.model.paged_attention import KVCache
 from srtrl.model.transformer import Transformer
