@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.engine.rows import Int32Array, Int64Array
+from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array
 from srtrl.types import Request
 
 NO_SLOT = -1
@@ -101,6 +101,22 @@ class Batch:
         """[slots], whether only the root's KV is missing, so that the next step samples."""
         self.is_run_ahead: npt.NDArray[np.bool_] = array(np.bool_)
         self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def arrays(self) -> BatchArrays:
+        """What kernels read and write."""
+        return BatchArrays(
+            self.token_ids,
+            self.logprobs,
+            self.num_tokens,
+            self.num_prompt_tokens,
+            self.max_tokens,
+            self.rng_keys,
+            self.temperatures,
+            self.end_tokens,
+            self.trace_tokens,
+            self.page_table,
+        )
 
     @property
     def num_free(self) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from srtrl.engine.rows import BITS_PER_WORD, Int32Array, Int64Array, StepInputs, StepLayout, StepSize
-from srtrl.engine.runner import RowFilters, SampledRows, kv_cache_for, page_bytes_of
+from srtrl.engine.runner import RowFilters, SampledRows, kv_cache_for, page_bytes_of, timed_step
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference, sample_rows_on_cpu
 from srtrl.model.paged_attention import PagedPlan, PagedRows
 from srtrl.model.transformer import Transformer
@@ -133,33 +133,9 @@ class CpuRunner:
         """See `Runner`."""
         self.cache.move_indices(sources, targets)
 
-    def time_step(self, num_rows: int, context_tokens: int) -> float:
-        """See `Runner`; each row is a sequence of its own, on the same pages where there are not enough."""
-        page_size = self.page_size
-        inputs = self.inputs_for(
-            StepSize(
-                rows_per_sequence=np.ones(num_rows, np.int64),
-                num_sampled=num_rows,
-                max_keys=context_tokens,
-                page_size=page_size,
-            )
-        )
-        pages = np.arange(inputs.page_tables.size, dtype=np.int32) % np.int32(self.num_pages)
-        inputs.page_tables[:] = pages.reshape(inputs.page_tables.shape)
-        for array in (
-            inputs.rng_keys,
-            inputs.sample_positions,
-            inputs.temperatures,
-            inputs.token_ids,
-            inputs.ancestors,
-        ):
-            array[:] = 0
-        inputs.context_lengths[:], inputs.positions[:] = 0, 0
-        inputs.context_lengths[:num_rows], inputs.positions[:num_rows] = context_tokens, context_tokens - 1
-        inputs.row_tables[:] = 0
-        inputs.row_tables[:num_rows] = np.arange(num_rows)
-        last = context_tokens - 1
-        inputs.kv_indices[:num_rows] = inputs.page_tables[:, last // page_size] * page_size + last % page_size
+    def time_step(self, num_rows: int, context_tokens: int, num_sequences: int) -> float:
+        """See `Runner`."""
+        inputs = timed_step(self, num_rows, context_tokens, num_sequences, self.page_size)
         started = time.perf_counter()
         self.launch(inputs, None)
         self.wait(num_rows)

@@ -18,14 +18,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.engine.cuda_graphs import CudaCapturer, StepGraphs
 from srtrl.engine.cuda_layouts import MAX_GRAPH_ROWS, LayoutPlanner, StepShape, row_edges
-from srtrl.engine.rows import ALIGNMENT, Int32Array, Int64Array, StepInputs, StepLayout, StepSize, fill_inputs
-from srtrl.engine.runner import RowFilters, SampledRows
+from srtrl.engine.rows import ALIGNMENT, Int32Array, Int64Array, StepInputs, StepLayout, StepSize
+from srtrl.engine.runner import RowFilters, SampledRows, kv_cache_for, page_bytes_of, timed_step
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference
 from srtrl.model.device_copy import copy_to_device
-from srtrl.model.paged_attention import KVCache
 from srtrl.model.transformer import Transformer
 from srtrl.model.tree_attention import AttentionLaunch, AttentionScratch, TreeRows, choose_split_keys
 
@@ -195,7 +193,7 @@ class CudaRunner:
             max_draft_nodes=max_draft_nodes,
             num_multiprocessors=num_multiprocessors,
         )
-        self.cache = self._new_cache(0)
+        self.cache = kv_cache_for(self.model, 0, page_size, token_major=True)
         self.compute: Callable[[CudaStep], None] = self._compute_by_kernels
         """What a step does on the device; tests replace it by plain PyTorch."""
         self._graphs = StepGraphs(CudaCapturer(device) if is_cuda and cuda_graphs else None)
@@ -225,14 +223,7 @@ class CudaRunner:
     @property
     def page_bytes(self) -> int:
         """See `Runner`."""
-        config = self.policy.config
-        return KVCache.bytes_per_page(
-            num_layers=config.num_hidden_layers,
-            page_size=self.planner.page_size,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            dtype=self.model.dtype,
-        )
+        return page_bytes_of(self.model, self.planner.page_size)
 
     def row_edges(self, max_rows: int) -> list[int]:
         """See `Runner`."""
@@ -241,12 +232,12 @@ class CudaRunner:
     def allocate_pages(self, num_pages: int) -> None:
         """See `Runner`."""
         self.release_pages()
-        self.cache = self._new_cache(num_pages)
+        self.cache = kv_cache_for(self.model, num_pages, self.planner.page_size, token_major=True)
         self._drop_graphs_if_moved()  # the allocator may well give the same addresses again
 
     def release_pages(self) -> None:
         """See `Runner`; graphs stay, for the pages may come back to the same place."""
-        self.cache = self._new_cache(0)
+        self.cache = kv_cache_for(self.model, 0, self.planner.page_size, token_major=True)
         self._step = None
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()  # whole, not in the pieces that other tensors would leave of it
@@ -323,24 +314,11 @@ class CudaRunner:
         self._moves.copied()
         move_kv(self.cache, *parts)
 
-    def time_step(self, num_rows: int, context_tokens: int, *, num_sequences: int | None = None) -> float:
-        """See `Runner`; what compiling and capturing take is not part of it.
-
-        The rows are those of chains of draft nodes, one for each of `num_sequences` (by default one row for each).
-        """
-        num_sequences = num_sequences or num_rows
-        sizes = np.arange(1, num_sequences + 1) * num_rows // num_sequences
-        rows_each = np.diff(sizes, prepend=0)
-        max_keys = context_tokens + int(rows_each.max()) - 1
-        assert max_keys <= self.planner.max_positions, (max_keys, self.planner.max_positions)
-        size = StepSize(
-            rows_per_sequence=rows_each, num_sampled=num_rows, max_keys=max_keys, page_size=self.planner.page_size
-        )
-        trees, batch = _random_batch(rows_each, context_tokens, size.max_pages, self.num_pages)
+    def time_step(self, num_rows: int, context_tokens: int, num_sequences: int) -> float:
+        """See `Runner`; what compiling and capturing take is not part of it."""
         self._was_awaited = True
         while True:
-            inputs = self.inputs_for(size)
-            fill_inputs(inputs, np.arange(num_sequences), trees, [], page_size=self.planner.page_size, **batch)
+            inputs = timed_step(self, num_rows, context_tokens, num_sequences, self.planner.page_size)
             if self.model.device.type == "cuda":
                 torch.cuda.synchronize(self.model.device)
             started = time.perf_counter()
@@ -408,19 +386,6 @@ class CudaRunner:
             self._graphs.drop()
         return memory.make_step(shape, layout, shape.block_m // self.planner.group)
 
-    def _new_cache(self, num_pages: int) -> KVCache:
-        config = self.policy.config
-        return KVCache(
-            num_layers=config.num_hidden_layers,
-            num_pages=num_pages,
-            page_size=self.planner.page_size,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            dtype=self.model.dtype,
-            device=self.model.device,
-            token_major=True,
-        )
-
     @torch.no_grad()
     def _copy_weights(self) -> None:
         """Copy the policy's weights into the cast copy, in place; nothing to do where the tensors are shared."""
@@ -440,32 +405,6 @@ class CudaRunner:
         if found != self._addresses:
             self._addresses = found
             self._graphs.drop()
-
-
-def _random_batch(
-    rows_each: Int64Array, context_tokens: int, max_pages: int, num_pages: int
-) -> tuple[DraftTrees, dict[str, npt.NDArray[Any]]]:
-    """Chains of draft nodes after sequences of `context_tokens` zeros, pages of their own as far as there are any."""
-    num_sequences, nodes_each = len(rows_each), rows_each - 1
-    offsets = np.concatenate(([0], np.cumsum(nodes_each)))
-    num_nodes = int(offsets[-1])
-    parents = np.arange(num_nodes) - np.repeat(offsets[:-1], nodes_each) - 1
-    trees = DraftTrees(
-        token_ids=np.zeros(num_nodes, np.int32),
-        parents=parents.astype(np.int32),
-        scores=np.ones(num_nodes, np.float32),
-        offsets=offsets,
-    )
-    pages = np.arange(num_sequences * max_pages, dtype=np.int32) % num_pages
-    batch: dict[str, npt.NDArray[Any]] = {
-        "token_ids": np.zeros((num_sequences, context_tokens), np.int32),
-        "num_tokens": np.full(num_sequences, context_tokens),
-        "num_prompt_tokens": np.ones(num_sequences, np.int64),
-        "page_table": pages.reshape(num_sequences, max_pages),
-        "rng_keys": np.arange(num_sequences, dtype=np.uint64),
-        "temperatures": np.ones(num_sequences, np.float32),
-    }
-    return trees, batch
 
 
 def _out_of_memory(shape: StepShape) -> ValueError:

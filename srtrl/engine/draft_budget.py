@@ -69,13 +69,13 @@ class StepCost:
         """[MAX_ROWS + 1], seconds of a step by its rows; never falling."""
         return self._table
 
-    def probe(self, time_step: Callable[[int], float], *, num_slots: int) -> None:
+    def probe(self, time_step: Callable[[int], float], *, num_slots: int, most_rows: int = MAX_ROWS) -> None:
         """Time steps of doubling row counts, each twice, from 1 row up to where rows cost their full price.
 
-        `time_step`: seconds of a step of this many rows.
+        `time_step`: seconds of a step of this many rows, at most `most_rows`.
         """
         rows, before = 1, np.inf
-        while rows <= MAX_ROWS:
+        while rows <= min(MAX_ROWS, most_rows):
             seconds = min(time_step(rows), time_step(rows))
             self._seconds[self._bucket(rows)] = seconds
             if rows > 2 * num_slots and seconds > 1.8 * before:
@@ -381,7 +381,7 @@ def slowdown_of(option: Literal["auto"] | float) -> float:
 
 
 def cut_trees(trees: DraftTrees, sizes: Int64Array, num_trees: int) -> DraftTrees:
-    """The first sizes[b] nodes of each tree (trees again, for parents come first), then empty trees, `num_trees` in all."""
+    """The first sizes[b] nodes of each tree (trees again: parents come first), then empty ones, `num_trees` in all."""
     offsets = np.zeros(num_trees + 1, np.int64)
     sizes.cumsum(out=offsets[1 : len(sizes) + 1])
     offsets[len(sizes) + 1 :] = offsets[len(sizes)]

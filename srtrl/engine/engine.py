@@ -23,7 +23,7 @@ from srtrl.engine.draft_budget import (
 from srtrl.engine.kv_memory import allocate_pages
 from srtrl.engine.options import EngineOptions
 from srtrl.engine.page_pool import PagePool
-from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepLayout, StepSize, fill_inputs
+from srtrl.engine.rows import Int32Array, StepInputs, StepLayout, StepSize, fill_inputs
 from srtrl.engine.runner import RowFilters, Runner, SampledRows
 from srtrl.engine.scheduler import ScheduledStep, Scheduler
 from srtrl.engine.stats import DecodeStep, EngineStats, StageClock
@@ -348,7 +348,7 @@ class Engine:
             page_size=page_size,
         )
         inputs = self.runner.inputs_for(size)
-        _fill(inputs, batch, slots, trees, step, page_size)
+        fill_inputs(inputs, batch.arrays, slots, trees, step.chunks, page_size)
         filters = None
         if batch.is_filtered[slots].any():
             filters = RowFilters(
@@ -457,15 +457,17 @@ class Engine:
         self._is_warm = True
         if not self.runner.is_asynchronous:
             set_cpu_threads()
-            self.runner.time_step(1, 1)
+            self.runner.time_step(1, 1, 1)
         _warm_up_kernels()
         if self.is_off:
             return
         self.drafter.warm_up()
         if self.control.fixed is None and not self.control.cost.is_known:
-            context = max(1, min(self.max_sequence_tokens // 2, 512))
+            slots, context = self.options.slots, max(1, min(self.max_sequence_tokens // 2, 512))
             self.control.cost.probe(
-                lambda num_rows: self.runner.time_step(num_rows, context), num_slots=self.options.slots
+                lambda num_rows: self.runner.time_step(num_rows, context, min(num_rows, slots)),
+                num_slots=slots,
+                most_rows=slots * (1 + self.options.max_draft_nodes),
             )
 
 
@@ -483,26 +485,16 @@ def make_runner(policy: Transformer, options: EngineOptions, max_sequence_tokens
             decode_dtype=options.decode_dtype,
             deterministic=options.deterministic is not False,
         )
-    from srtrl.engine.cuda_runner import make_cuda_runner
+    from srtrl.engine.cuda_runner import CudaRunner
 
-    return make_cuda_runner(policy, options, max_sequence_tokens)
-
-
-def _fill(
-    inputs: StepInputs, batch: Batch, slots: Int64Array, trees: DraftTrees, step: ScheduledStep, page_size: int
-) -> None:
-    fill_inputs(
-        inputs,
-        slots,
-        trees,
-        step.chunks,
-        token_ids=batch.token_ids,
-        num_tokens=batch.num_tokens,
-        num_prompt_tokens=batch.num_prompt_tokens,
-        page_table=batch.page_table,
-        rng_keys=batch.rng_keys,
-        temperatures=batch.temperatures,
-        page_size=page_size,
+    return CudaRunner(
+        policy,
+        page_size=options.page_size,
+        decode_dtype=options.decode_dtype,
+        deterministic=options.deterministic,
+        max_sequence_tokens=max_sequence_tokens,
+        max_draft_nodes=options.max_draft_nodes,
+        cuda_graphs=options.cuda_graphs,
     )
 
 
@@ -516,7 +508,7 @@ def _warm_up_kernels() -> None:
     )
     layout = StepLayout(num_rows=8, num_sampled=8, num_words=1, num_tiles=8, table_width=2, num_tables=1)
     inputs = StepInputs.of(np.zeros(layout.num_elements, np.int32), layout)
-    _fill(inputs, batch, slots, trees, ScheduledStep(), 4)
+    fill_inputs(inputs, batch.arrays, slots, trees, [], 4)
     choose_nodes(trees, Calibration(), np.ones(MAX_ROWS + 1), num_other_rows=0, draft_seconds=0.0)
     sampled = SampledRows(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(2, np.float32))
     plan_moves(batch, verify(batch, slots, trees, sampled), 4)

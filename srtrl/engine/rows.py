@@ -13,7 +13,7 @@ table; all padded to the step's layout.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -30,6 +30,27 @@ ALIGNMENT = 32
 """Elements: each array begins at a multiple of 128 bytes, so that a kernel is compiled for one alignment only."""
 NO_KV_INDEX = -1
 """KV index of a padding row: nothing is written."""
+
+
+class BatchArrays(NamedTuple):
+    """The arrays of a batch that kernels read and write; see `Batch` for each. S slots."""
+
+    token_ids: Int32Array
+    """[S, max_tokens]."""
+    logprobs: npt.NDArray[np.float32]
+    """[S, max_tokens]."""
+    num_tokens: Int64Array
+    """[S], as all that follow unless they say so."""
+    num_prompt_tokens: Int64Array
+    max_tokens: Int64Array
+    rng_keys: npt.NDArray[np.uint64]
+    temperatures: npt.NDArray[np.float32]
+    end_tokens: Int32Array
+    """[S, most end tokens]."""
+    trace_tokens: Int32Array
+    """[S, 0 or max_tokens]."""
+    page_table: Int32Array
+    """[S, max_pages]."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -162,47 +183,25 @@ class PrefillChunk:
 
 def fill_inputs(
     inputs: StepInputs,
+    batch: BatchArrays,
     slots: Int64Array,
     trees: DraftTrees,
     chunks: list[PrefillChunk],
-    *,
-    token_ids: Int32Array,
-    num_tokens: Int64Array,
-    num_prompt_tokens: Int64Array,
-    page_table: Int32Array,
-    rng_keys: npt.NDArray[np.uint64],
-    temperatures: npt.NDArray[np.float32],
     page_size: int,
 ) -> None:
     """Write a step's rows into `inputs`, padding included.
 
     Args:
         inputs: Of a layout that has room for them.
-        slots: [B decoding], rows of the batch arrays below (see `Batch`).
+        batch: See `Batch.arrays`.
+        slots: [B decoding], rows of the batch.
         trees: One for each of `slots`.
         chunks: Prefill chunks.
-        token_ids: [slots, max_tokens], as all that follow a field of `Batch`.
-        num_tokens: [slots].
-        num_prompt_tokens: [slots].
-        page_table: [slots, max_pages].
-        rng_keys: [slots].
-        temperatures: [slots].
         page_size: Positions of a page.
     """
     assert len(slots) == len(trees)
-    row = _fill_decode_rows(
-        slots,
-        trees.token_ids,
-        trees.parents,
-        trees.offsets,
-        token_ids,
-        num_tokens,
-        num_prompt_tokens,
-        page_table,
-        rng_keys.view(np.int64),
-        temperatures,
-        page_size,
-        inputs.rng_keys,
+    out = _DecodeRows(
+        inputs.rng_keys.view(np.uint64),
         inputs.sample_positions,
         inputs.temperatures,
         inputs.token_ids,
@@ -213,6 +212,7 @@ def fill_inputs(
         inputs.ancestors,
         inputs.page_tables,
     )
+    row = _fill_decode_rows(out, batch, slots, trees.token_ids, trees.parents, trees.offsets, page_size)
     for table, chunk in enumerate(chunks, len(slots)):
         _fill_chunk(inputs, row, table, chunk, page_size)
         row += len(chunk.token_ids)
@@ -221,58 +221,59 @@ def fill_inputs(
         _fill_tiles(inputs.row_tables, inputs.context_lengths, row, inputs.rows_per_tile, inputs.tiles)
 
 
+class _DecodeRows(NamedTuple):
+    """The fields of `StepInputs` that are filled for decoding sequences."""
+
+    rng_keys: Array
+    sample_positions: Array
+    temperatures: Array
+    token_ids: Array
+    positions: Array
+    kv_indices: Array
+    context_lengths: Array
+    row_tables: Array
+    ancestors: Array
+    page_tables: Array
+
+
 @numba.njit(cache=True, nogil=True)
 def _fill_decode_rows(
+    out: _DecodeRows,
+    batch: BatchArrays,
     slots: Array,
     node_tokens: Array,
     parents: Array,
     offsets: Array,
-    token_ids: Array,
-    num_tokens: Array,
-    num_prompt_tokens: Array,
-    page_table: Array,
-    rng_keys: Array,
-    temperatures: Array,
     page_size: int,
-    out_keys: Array,
-    out_sample_positions: Array,
-    out_temperatures: Array,
-    out_tokens: Array,
-    out_positions: Array,
-    out_kv_indices: Array,
-    out_contexts: Array,
-    out_tables: Array,
-    out_ancestors: Array,
-    out_page_tables: Array,
 ) -> int:
     """Rows of the decoding sequences; returns their number."""
     row = 0
     for b in range(len(slots)):
         slot, num_nodes = slots[b], offsets[b + 1] - offsets[b]
-        root, root_position = row, num_tokens[slot] - 1
+        root, root_position = row, batch.num_tokens[slot] - 1
         for page in range((root_position + num_nodes) // page_size + 1):
-            out_page_tables[b, page] = page_table[slot, page]
+            out.page_tables[b, page] = batch.page_table[slot, page]
         for node in range(-1, num_nodes):
             position = root_position + 1 + node  # where the row writes
-            out_keys[row] = rng_keys[slot]
-            out_temperatures[row] = temperatures[slot]
-            out_kv_indices[row] = page_table[slot, position // page_size] * page_size + position % page_size
-            out_contexts[row] = root_position + 1
-            out_tables[row] = b
-            out_ancestors[row] = 0
+            out.rng_keys[row] = batch.rng_keys[slot]
+            out.temperatures[row] = batch.temperatures[slot]
+            out.kv_indices[row] = batch.page_table[slot, position // page_size] * page_size + position % page_size
+            out.context_lengths[row] = root_position + 1
+            out.row_tables[row] = b
+            out.ancestors[row] = 0
             if node < 0:
-                out_tokens[row] = token_ids[slot, root_position]
-                out_positions[row] = root_position
+                out.token_ids[row] = batch.token_ids[slot, root_position]
+                out.positions[row] = root_position
             else:
                 parent = parents[offsets[b] + node]
                 above = root + 1 + parent
-                out_tokens[row] = node_tokens[offsets[b] + node]
-                out_positions[row] = out_positions[above] + 1
+                out.token_ids[row] = node_tokens[offsets[b] + node]
+                out.positions[row] = out.positions[above] + 1
                 if parent != ROOT:
-                    out_ancestors[row] = out_ancestors[above]
+                    out.ancestors[row] = out.ancestors[above]
                 # The sign bit is the 32nd: a shift in int64 wraps into int32 as the bits demand.
-                out_ancestors[row, node // BITS_PER_WORD] |= np.int32(np.int64(1) << np.int64(node % BITS_PER_WORD))
-            out_sample_positions[row] = out_positions[row] + 1 - num_prompt_tokens[slot]
+                out.ancestors[row, node // BITS_PER_WORD] |= np.int32(np.int64(1) << np.int64(node % BITS_PER_WORD))
+            out.sample_positions[row] = out.positions[row] + 1 - batch.num_prompt_tokens[slot]
             row += 1
     return row
 

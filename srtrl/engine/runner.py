@@ -11,7 +11,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepSize
+from srtrl.drafters.draft_tree import DraftTrees
+from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array, StepInputs, StepSize, fill_inputs
 from srtrl.model.paged_attention import KVCache
 from srtrl.model.transformer import Transformer
 
@@ -83,11 +84,14 @@ class Runner(Protocol):
     def move_kv(self, sources: Int32Array, targets: Int32Array, starts: Int64Array) -> None:
         """Copy single positions in all layers (KV indices [n]); those of move group g are starts[g] to starts[g + 1].
 
-        Within a group every source is read before any target is written; groups touch different pages.
+        Within a group the moves may be done in order, for no target is a later source; groups touch different pages.
         """
 
-    def time_step(self, num_rows: int, context_tokens: int) -> float:
-        """Seconds of a step of `num_rows` sampled rows that see `context_tokens` each; no page may be in use."""
+    def time_step(self, num_rows: int, context_tokens: int, num_sequences: int) -> float:
+        """Seconds of a step of `num_rows` sampled rows, roots of sequences of `context_tokens` and chains after them.
+
+        A sequence has at most as many rows as one step may verify of it. No page may be in use: they are overwritten.
+        """
 
 
 def kv_cache_for(model: Transformer, num_pages: int, page_size: int, *, token_major: bool = False) -> KVCache:
@@ -114,3 +118,38 @@ def page_bytes_of(model: Transformer, page_size: int) -> int:
         head_dim=model.config.head_dim,
         dtype=model.dtype,
     )
+
+
+def timed_step(runner: Runner, num_rows: int, context_tokens: int, num_sequences: int, page_size: int) -> StepInputs:
+    """Inputs of a step that is only timed: chains of draft nodes after `context_tokens` zeros each, on any pages."""
+    rows_each = np.diff(np.arange(num_sequences + 1) * num_rows // num_sequences)
+    offsets = np.concatenate([[0], (rows_each - 1).cumsum()])
+    parents = np.arange(offsets[-1]) - np.repeat(offsets[:-1], rows_each - 1) - 1
+    trees = DraftTrees(
+        token_ids=np.zeros(len(parents), np.int32),
+        parents=parents.astype(np.int32),
+        scores=np.ones(len(parents), np.float32),
+        offsets=offsets,
+    )
+    size = StepSize(
+        rows_per_sequence=rows_each,
+        num_sampled=num_rows,
+        max_keys=context_tokens + int(rows_each.max()) - 1,
+        page_size=page_size,
+    )
+    pages = np.arange(num_sequences * size.max_pages, dtype=np.int32) % np.int32(runner.num_pages)
+    batch = BatchArrays(
+        token_ids=np.zeros((num_sequences, context_tokens), np.int32),
+        logprobs=np.zeros((num_sequences, context_tokens), np.float32),
+        num_tokens=np.full(num_sequences, context_tokens),
+        num_prompt_tokens=np.ones(num_sequences, np.int64),
+        max_tokens=np.full(num_sequences, context_tokens),
+        rng_keys=np.arange(num_sequences, dtype=np.uint64),
+        temperatures=np.ones(num_sequences, np.float32),
+        end_tokens=np.zeros((num_sequences, 1), np.int32),
+        trace_tokens=np.zeros((num_sequences, 0), np.int32),
+        page_table=pages.reshape(num_sequences, size.max_pages),
+    )
+    inputs = runner.inputs_for(size)
+    fill_inputs(inputs, batch, np.arange(num_sequences), trees, [], page_size)
+    return inputs

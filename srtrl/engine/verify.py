@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.batch import Batch
-from srtrl.engine.rows import Int32Array, Int64Array
+from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array
 from srtrl.engine.runner import SampledRows
 from srtrl.engine.stopping import Tokenizer, completes_stop_string, num_tail_tokens
 
@@ -67,26 +67,9 @@ def verify(
     token_ids = np.empty(len(sampled.token_ids), np.int32)
     nodes, last_nodes = np.empty_like(token_ids), np.empty(len(slots), np.int32)
     offsets, finish = np.zeros(len(slots) + 1, np.int64), np.empty(len(slots), np.int8)
-    _follow_trees(
-        slots,
-        trees.token_ids,
-        trees.parents,
-        trees.offsets,
-        sampled.token_ids,
-        sampled.logprobs,
-        batch.token_ids,
-        batch.logprobs,
-        batch.num_tokens,
-        batch.num_prompt_tokens,
-        batch.max_tokens,
-        batch.end_tokens,
-        batch.trace_tokens,
-        token_ids,
-        nodes,
-        last_nodes,
-        offsets,
-        finish,
-    )
+    drawn = (sampled.token_ids, sampled.logprobs)
+    nodes_of_trees = (trees.token_ids, trees.parents, trees.offsets)
+    _follow_trees(batch.arrays, slots, nodes_of_trees, drawn, token_ids, nodes, last_nodes, offsets, finish)
     if (finish == NOT_FINITE).any():
         sample = batch.samples[int(slots[finish == NOT_FINITE][0])]
         assert sample is not None
@@ -111,47 +94,40 @@ def verify(
 
 @numba.njit(cache=True, nogil=True)
 def _follow_trees(
+    batch: BatchArrays,
     slots: Array,
-    node_tokens: Array,
-    parents: Array,
-    offsets: Array,
-    row_tokens: Array,
-    row_logprobs: Array,
-    token_ids: Array,
-    logprobs: Array,
-    num_tokens: Array,
-    num_prompt_tokens: Array,
-    max_tokens: Array,
-    end_tokens: Array,
-    trace_tokens: Array,
+    trees: tuple[Array, Array, Array],
+    sampled: tuple[Array, Array],
     new_tokens: Array,
     new_nodes: Array,
     last_nodes: Array,
     new_offsets: Array,
     finish: Array,
 ) -> None:
-    """See `verify` and `Verified`; from `token_ids` to `trace_tokens` the fields of `Batch`."""
+    """See `verify`; the last five arguments are the fields of `Verified`, written."""
+    node_tokens, parents, offsets = trees
+    row_tokens, row_logprobs = sampled
+    trace = batch.trace_tokens
     num_new = 0
     for b in range(len(slots)):
         slot, first = slots[b], offsets[b] + b
-        node, position, reason = ROOT, num_tokens[slot], GOES_ON
+        node, position, reason = ROOT, batch.num_tokens[slot], GOES_ON
         while True:
-            row, index = first + 1 + node, position - num_prompt_tokens[slot]
-            token = row_tokens[row]
-            if index < trace_tokens.shape[1] and trace_tokens[slot, index] >= 0:
-                token = trace_tokens[slot, index]
-            token_ids[slot, position], logprobs[slot, index] = token, row_logprobs[row]
-            new_tokens[num_new] = token
+            row, index = first + 1 + node, position - batch.num_prompt_tokens[slot]
+            token, logprob = row_tokens[row], row_logprobs[row]
+            if index < trace.shape[1] and trace[slot, index] >= 0:
+                token = trace[slot, index]
+            batch.token_ids[slot, position], batch.logprobs[slot, index] = token, logprob
             position += 1
-            last_nodes[b] = node
-            reason = _finish_reason(token, row_logprobs[row], position, max_tokens[slot], end_tokens[slot])
+            reason = _finish_reason(token, logprob, position, batch.max_tokens[slot], batch.end_tokens[slot])
             child = _child(node, token, node_tokens, parents, offsets[b], offsets[b + 1]) if reason == GOES_ON else ROOT
-            new_nodes[num_new] = child
+            new_tokens[num_new], new_nodes[num_new] = token, child
+            last_nodes[b] = node
             num_new += 1
             if child == ROOT:
                 break
             node = child
-        num_tokens[slot] = position
+        batch.num_tokens[slot] = position
         new_offsets[b + 1] = num_new
         finish[b] = reason
 
@@ -217,26 +193,17 @@ def plan_moves(batch: Batch, verified: Verified, page_size: int) -> tuple[Int32A
     sources, targets = np.empty(num_new, np.int32), np.empty(num_new, np.int32)
     starts = np.zeros(len(verified.slots) + 1, np.int64)
     num_moves, num_groups = _plan_moves(
-        verified.slots,
-        verified.offsets,
-        verified.nodes,
-        batch.num_tokens,
-        batch.page_table,
-        page_size,
-        sources,
-        targets,
-        starts,
+        batch.arrays, verified.slots, verified.offsets, verified.nodes, page_size, sources, targets, starts
     )
     return sources[:num_moves], targets[:num_moves], starts[: num_groups + 1]
 
 
 @numba.njit(cache=True, nogil=True)
 def _plan_moves(
+    batch: BatchArrays,
     slots: Array,
     offsets: Array,
     nodes: Array,
-    num_tokens: Array,
-    page_table: Array,
     page_size: int,
     sources: Array,
     targets: Array,
@@ -246,14 +213,15 @@ def _plan_moves(
     num_moves, num_groups = 0, 0
     for b in range(len(slots)):
         slot, begin = slots[b], offsets[b]
+        pages = batch.page_table[slot]
         num_accepted = offsets[b + 1] - begin - 1
-        after_root = num_tokens[slot] - 1 - num_accepted  # the position after the root's
+        after_root = batch.num_tokens[slot] - 1 - num_accepted  # the position after the root's
         for level in range(num_accepted):
             node = nodes[begin + level]
             if node != level:
                 source, target = after_root + node, after_root + level
-                sources[num_moves] = page_table[slot, source // page_size] * page_size + source % page_size
-                targets[num_moves] = page_table[slot, target // page_size] * page_size + target % page_size
+                sources[num_moves] = pages[source // page_size] * page_size + source % page_size
+                targets[num_moves] = pages[target // page_size] * page_size + target % page_size
                 num_moves += 1
         if num_moves > starts[num_groups]:
             num_groups += 1
