@@ -11,11 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from backend_cases import FakeBackend
 from conftest import REPOSITORY
 from typer.testing import CliRunner, Result
 
-from srtrl.bench.cuda import attention
 from srtrl.bench.cuda import run as gpu_run
 from srtrl.bench.cuda.decode import StepTime, by_part, step_limits
 from srtrl.bench.cuda.limits import kv_bytes, step_flops, weight_bytes
@@ -74,10 +72,10 @@ def report() -> SectionReport:
 @interpreted
 def test_some_sections_of_the_smoke_test(tmp_path: Path, trace: Path) -> None:
     files = ("--json", tmp_path / "bench.json", "--write-docs", tmp_path / "docs.md")
-    result = bench("--smoke", "--only", "attention,trace,logprobs,limits", "--trace", trace, *files)
+    result = bench("--smoke", "--only", "trace,logprobs,limits", "--trace", trace, *files)
     assert result.exit_code == 0, result.output
     lines = [line for line in result.stdout.splitlines() if line.startswith("| ")]
-    assert {line.split(" | ")[0] for line in lines[2:]} == {"| limits", "| trace", "| logprobs", "| attention"}
+    assert {line.split(" | ")[0] for line in lines[2:]} == {"| limits", "| trace", "| logprobs"}
     assert "| trace | 4 sequences, half as history: srt to none | " in result.stdout
     assert "reached" not in "".join(lines[1:])
     values = json.loads((tmp_path / "bench.json").read_text())
@@ -92,8 +90,6 @@ def test_some_sections_of_the_smoke_test(tmp_path: Path, trace: Path) -> None:
     ]
     assert comparisons[0]["metrics"]["srt"][0]["engine/tokens_per_decode_step"] > 1
     assert 0 < by_name["logprobs"]["difference"]["mean"] < 0.1
-    assert {one["page_size"] for one in by_name["attention"]["timings"]} == {16, 256}
-    assert all("cpu" in one["reason"] for one in by_name["attention"]["reasons"])
     docs = (tmp_path / "docs.md").read_text()
     assert "## The CUDA path: smoke test on a CPU" in docs
     assert "Drafters on the trace:\n\n| history | sequences | drafter | seconds |" in docs
@@ -142,27 +138,6 @@ def test_make_has_a_target_that_runs_it() -> None:
     text = (REPOSITORY / "Makefile").read_text()
     assert "bench-gpu: $(STAMP) ## " in text
     assert "srtrl bench gpu " in text
-
-
-def test_attention_alone_by_backend_and_why_one_cannot_run(tiny: GpuBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny.limits = Limits(
-        copy_bandwidth=1e9,
-        read_bandwidth=1e9,
-        matmul_rate=1e9,
-        launch_seconds=1e-6,
-        graph_node_seconds=1e-6,
-        graph_launch_seconds=1e-6,
-    )
-    found = {"varlen": FakeBackend(), "flash": "no package has it"}
-    monkeypatch.setattr(attention, "find_backends", lambda *_, **__: found)
-    section = report()
-    attention.measure_attention(tiny, section)
-    figures = {row.what: row.figure for row in section.rows}
-    assert figures["flash, pages of 256"] == "cannot: no package has it"
-    assert "; limit " in figures["3 x 40, pages of 16"]
-    assert "; varlen " in figures["3 x 40, pages of 16"]
-    assert len(section.values["timings"]) == 2 * 4
-    assert {one["name"] for one in section.values["reasons"]} == {"flash"}
 
 
 # --- Sections, one after the other ------------------------------------------------------------------------------------
@@ -254,20 +229,6 @@ def test_a_device_that_is_broken_costs_no_figures(monkeypatch: pytest.MonkeyPatc
     values = json.loads((tmp_path / "bench.json").read_text())
     assert [one["name"] for one in values["sections"]] == ["a", "b"]
     assert all(report.rows and "illegal" in report.problem for report in run.reports)
-
-
-def test_a_section_leaves_no_setting_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_bf16_reduced_precision_reduction
-    seen: list[bool] = []
-
-    def change(bench: GpuBench, report: SectionReport) -> None:
-        matmul.allow_bf16_reduced_precision_reduction = not before
-        seen.append(matmul.allow_bf16_reduced_precision_reduction)
-
-    run_of(monkeypatch, tmp_path, {"a": section(change)}, 60).measure()
-    assert seen == [not before]
-    assert matmul.allow_bf16_reduced_precision_reduction is before
 
 
 def test_a_section_that_heeds_no_clock_is_broken_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

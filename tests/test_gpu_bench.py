@@ -1,4 +1,4 @@
-"""`srtrl bench gpu` on a CUDA device: its checks hold, and each section measures something."""
+"""`srtrl bench gpu` on a CUDA device: each section measures something."""
 
 import json
 from pathlib import Path
@@ -11,15 +11,13 @@ from srtrl.cli import app
 pytestmark = pytest.mark.gpu
 
 
-def test_the_checks_hold(tmp_path: Path) -> None:
-    options = ["--only", "limits,checks", "--max-minutes", "5", "--json", str(tmp_path / "bench.json")]
+def test_the_limits_of_the_device_are_measured(tmp_path: Path) -> None:
+    options = ["--only", "limits", "--max-minutes", "5", "--json", str(tmp_path / "bench.json")]
     result = CliRunner().invoke(app, ["bench", "gpu", *options])
     assert result.exit_code == 0, result.output
-    limits, checks = json.loads((tmp_path / "bench.json").read_text())["sections"]
+    (limits,) = json.loads((tmp_path / "bench.json").read_text())["sections"]
     assert limits["values"]["limits"]["matmul_rate"] > 1e12
     assert limits["values"]["limits"]["copy_bandwidth"] > 1e11
-    assert len(checks["values"]["checks"]) >= 20
-    assert all(check["ok"] for check in checks["values"]["checks"])
 
 
 def test_decode_steps_are_measured_beside_their_limits(tmp_path: Path) -> None:

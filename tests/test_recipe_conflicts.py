@@ -32,18 +32,6 @@ REFUSED: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         {"rollout__kv_memory_share": 0.5},
     ),
     (
-        "rollout.attention",
-        {"rollout__attention": "flash", "rollout__deterministic": True},
-        "expected auto or triton, found flash",
-        {"rollout__attention": "triton"},
-    ),
-    (
-        "rollout.attention",
-        {"rollout__attention": "varlen", "rollout__deterministic": True},
-        "with rollout.deterministic: true there may be no such difference",
-        {"rollout__deterministic": None},
-    ),
-    (
         "rollout.dynamic_sampling",
         {"rollout__dynamic_sampling": True},
         "no filters",

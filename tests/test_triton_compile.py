@@ -1,10 +1,10 @@
-"""Every Triton kernel compiles for Ampere and Hopper, without a GPU, within the shared memory these have.
+"""Every kernel compiles for Ampere and Hopper, without a GPU, just as the runner launches it for real models.
 
 The tests' own process interprets kernels where there is no CUDA device; so the compiler runs in another one, which is
-this file as a program.
+this file as a program: the runner takes its steps on CPU tensors through Triton's own binder, a driver that stands for
+a device says which one it is, and what would be launched is compiled only. Matrix products are left out.
 """
 
-import importlib
 import json
 import os
 import subprocess
@@ -13,53 +13,150 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernel_cases import COMPILE_CASES, CompileCase
 
 SHARED_MEMORY_LIMITS = {80: 99 * 1024, 90: 227 * 1024}
 """Bytes a program may have by compute capability; the smaller Ampere chips have 99 KiB."""
 
+KERNELS = {
+    *("attend_tiles", "combine_splits", "add_rms_norm_rows", "rope_and_store_heads", "silu_and_mul_rows"),
+    *("rank_blocks", "finish_rows", "move_groups"),
+}
 
-def compile_case(case: CompileCase, capability: int) -> dict[str, Any]:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel = getattr(importlib.import_module(case.module), case.kernel)
-    types = {name: case.signature.get(name, "constexpr") for name in kernel.arg_names}
-    assert set(case.signature) | set(case.constants) == set(types), (case.name, types)
-    # As at a launch, where every tensor begins at a multiple of 16 bytes.
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind.startswith("*")}
-    source = ASTSource(fn=kernel, signature=types, constexprs=dict(case.constants), attrs=aligned)
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages} | dict(case.options)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return {"shared": compiled.metadata.shared, "fetches_ahead": "async_copy" in compiled.asm["ttgir"]}
+QWEN_1_5B = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 151_936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+QWEN_0_5B = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "head_dim": 64}
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+MODELS: dict[str, tuple[dict[str, Any], str, tuple[tuple[int, int], ...]]] = {
+    "qwen2.5-1.5b": ({}, "bfloat16", ((1, 1), (256, 256), (512, 64), (2048, 256))),
+    "qwen2.5-0.5b, float32": (QWEN_0_5B, "float32", ((8, 1), (256, 256))),
+    "qwen3-8b": (QWEN3_8B, "bfloat16", ((64, 8),)),
+    "heads of 256": ({"num_attention_heads": 8, "head_dim": 256}, "bfloat16", ((64, 8), (2048, 512))),
+    "heads of 80": ({"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 80}, "bfloat16", ((64, 8),)),
+}
+"""Name -> changes of the config, dtype, and the steps: (rows, sequences)."""
 
 
 def main() -> None:
-    """Compile all cases; print what was found, by the case's name and the capability."""
-    found = {
-        case.name: {capability: compile_case(case, capability) for capability in SHARED_MEMORY_LIMITS}
-        for case in COMPILE_CASES
-    }
-    json.dump(found, sys.stdout)
+    """Print what was compiled: a list of {model, kernel, capability, shared, fetches_ahead}."""
+    import numpy as np
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from srtrl.engine.cuda_runner import CudaRunner
+    from srtrl.model.hf_config import config_from_hf
+    from srtrl.model.transformer import Linear, Transformer
+
+    found: dict[tuple[str, str, int, int], dict[str, Any]] = {}
+
+    class Device:
+        """As much of a driver as a launch asks for; the index of the device is its compute capability."""
+
+        capability = 80
+
+        def get_current_device(self) -> int:
+            return self.capability
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", self.capability, 32)
+
+    device = Device()
+    launch = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled = launch(kernel, *args, grid=grid, warmup=True, **options)
+        found[model, kernel.__name__, device.capability, id(compiled)] = {
+            "model": model,
+            "kernel": kernel.__name__,
+            "capability": device.capability,
+            "shared": compiled.metadata.shared,
+            "fetches_ahead": "async_copy" in compiled.asm["ttgir"],
+        }
+        return compiled
+
+    driver.set_active(device)
+    JITFunction.run = compile_only
+    torch.mm = lambda left, right, out: out
+    Linear.forward = lambda self, hidden: hidden.new_empty(len(hidden), len(self.weight))  # type: ignore[method-assign]
+    for model, (changes, dtype, steps) in MODELS.items():  # noqa: B007
+        policy = Transformer(config_from_hf(QWEN_1_5B | changes), getattr(torch, dtype), "cpu")
+        runner = CudaRunner(
+            policy,
+            page_size=16,
+            decode_dtype=None,
+            deterministic=None,
+            max_sequence_tokens=16_000,
+            max_draft_nodes=128,
+            cuda_graphs=False,
+        )
+        runner.allocate_pages(4)
+        for device.capability in SHARED_MEMORY_LIMITS:
+            for num_rows, num_sequences in steps:
+                runner.time_step(num_rows, 30, num_sequences=num_sequences)
+            for num_moves in (1, 16, 17):
+                moves = np.arange(num_moves, dtype=np.int32)
+                runner.move_kv(moves, moves, np.arange(num_moves + 1))
+    json.dump(list(found.values()), sys.stdout)
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Any:
+def compiled() -> list[dict[str, Any]]:
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).resolve().parent.parent
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
     program = [sys.executable, str(Path(__file__))]
     result = subprocess.run(program, capture_output=True, text=True, env=environment, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
-    return json.loads(result.stdout)
+    kernels: list[dict[str, Any]] = json.loads(result.stdout)
+    return kernels
 
 
-@pytest.mark.parametrize("case", COMPILE_CASES, ids=lambda case: case.name)
-def test_kernels_compile_for_each_chip(case: CompileCase, compiled: Any) -> None:
-    for capability, limit in SHARED_MEMORY_LIMITS.items():
-        found = compiled[case.name][str(capability)]
-        assert found["shared"] <= limit, f"compute capability {capability}"
-        assert found["fetches_ahead"] or not case.fetches_ahead
+@pytest.mark.parametrize("capability", list(SHARED_MEMORY_LIMITS))
+@pytest.mark.parametrize("model", list(MODELS))
+def test_kernels_compile_as_they_are_launched(model: str, capability: int, compiled: list[dict[str, Any]]) -> None:
+    found = [one for one in compiled if (one["model"], one["capability"]) == (model, capability)]
+    assert {one["kernel"] for one in found} == KERNELS
+    for one in found:
+        assert one["shared"] <= SHARED_MEMORY_LIMITS[capability], one
+        assert one["fetches_ahead"] or one["kernel"] != "attend_tiles", one
+
+
+def test_one_engine_compiles_few_variants(compiled: list[dict[str, Any]]) -> None:
+    """Numbers that differ from step to step make no other kernels, but for block heights, with splits and without."""
+    counts: dict[str, int] = {}
+    for one in compiled:
+        if (one["model"], one["capability"]) == ("qwen2.5-1.5b", 90):
+            counts[one["kernel"]] = counts.get(one["kernel"], 0) + 1
+    assert counts.pop("attend_tiles") <= 6
+    assert counts.pop("combine_splits") <= 3
+    assert counts.pop("add_rms_norm_rows") == 2
+    assert set(counts.values()) == {1}
 
 
 if __name__ == "__main__":

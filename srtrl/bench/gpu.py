@@ -1,4 +1,4 @@
-"""`srtrl bench gpu`: is the CUDA path right, and how fast is it? One command, a few minutes, one table."""
+"""`srtrl bench gpu`: how fast is the CUDA path? One command, a few minutes, one table; `pytest -m gpu`: is it right?"""
 
 import os
 import time
@@ -9,7 +9,7 @@ import typer
 
 from srtrl.bench.rollout_options import check_output, parse_names
 
-SECTIONS = ("limits", "checks", "decode", "trace", "peers", "update", "logprobs", "deterministic", "attention")
+SECTIONS = ("limits", "decode", "trace", "peers", "update", "logprobs")
 """In the order in which they run; what is left out for lack of time is at the end."""
 
 
@@ -27,13 +27,13 @@ def command(
         Path | None, typer.Option(help="Put the result into this Markdown file, in place of an older one.")
     ] = None,
 ) -> None:
-    """Check the CUDA path against the CPU's, then measure it: decoding, speculation, the update.
+    """Measure the CUDA path: decoding, speculation, the update. Whether it is right is for `pytest -m gpu`.
 
-    Goals stand beside the figures. Files are written after every section. Exit code 1: a check or a section failed.
+    Goals stand beside the figures. Files are written after every section. Exit code 1: a section failed.
     """
     started = time.perf_counter()
     names = SECTIONS if only is None else parse_names("--only", only, SECTIONS)
-    if "limits" not in names and {"decode", "update", "attention"} & set(names):  # they compare with what it measures
+    if "limits" not in names and {"decode", "update"} & set(names):  # they compare with what it measures
         names = ("limits", *names)
     names = tuple(name for name in SECTIONS if name in names)
     if max_minutes <= 0:

@@ -25,7 +25,7 @@ ROWS_EACH = (1, 2, 4, 8, 16)
 TREE_REPEATS = 5
 
 PARTS: dict[str, tuple[str, ...]] = {
-    "attention": ("attend", "combine_splits", "flash", "fmha"),
+    "attention": ("attend", "combine_splits"),
     "matmuls": ("gemm", "gemv", "nvjet", "cutlass", "xmma", "splitk", "cublas", "aten::mm", "aten::addmm"),
     "sampling": ("rank_blocks", "finish_rows", "sample"),
 }
@@ -194,14 +194,11 @@ def _measure_trees(bench: GpuBench, report: SectionReport, options: EngineOption
     milliseconds = []
     for rows_each in ROWS_EACH:
         rows = count * rows_each
-        timed = [runner.time_forward(rows, context, rows, num_sequences=count) for _ in range(1 + TREE_REPEATS)]
+        timed = [runner.time_step(rows, context, num_sequences=count) for _ in range(1 + TREE_REPEATS)]
         milliseconds.append(1e3 * median(timed[1:]))
     names = "/".join(map(str, ROWS_EACH))
     figures = "/".join(f"{value:.2f}" for value in milliseconds)
     report.add(f"{count} x {context}, forward and sampling of {names} rows each", f"{figures} ms")
-    if runner.attention_note is not None:
-        report.notes.append(f"{runner.attention_note}.")
-        report.values["attention"] = runner.attention_note
     report.values["trees"] = {"sequences": count, "rows_each": ROWS_EACH, "milliseconds": milliseconds}
 
 
@@ -292,28 +289,3 @@ def _grid(cells: Sequence[tuple[str, ...]]) -> Grid:
         rows=tuple(cells),
         group_by=0,
     )
-
-
-def measure_deterministic(bench: GpuBench, report: SectionReport) -> None:
-    """The section: how much longer a step takes in deterministic mode, alternating."""
-    sizes = bench.sizes
-    free = bench.engine_options(slots=max(sizes.batches), max_sequence_tokens=_tokens_needed(sizes.context, bench))
-    engines = [StepBench(bench, replace(free, deterministic=is_on), sizes.context) for is_on in (False, True)]
-    for num_sequences in sizes.batches:
-        what = f"{num_sequences} x {sizes.context}"
-        if bench.time_left() < 0:
-            report.add(what, "not run: time")
-            continue
-        bench.tell(f"deterministic mode: {what}")
-        seconds: list[list[float]] = [[], []]
-        for one in engines:
-            one.grow(num_sequences, num_steps=max(2, sizes.num_steps // 4))
-        for turn in range(2):
-            for index in (0, 1) if turn == 0 else (1, 0):
-                step = engines[index].measure(max(1, sizes.num_steps // 2), with_profile=False)
-                seconds[index].append(step.seconds)
-        without, with_it = (sum(values) / len(values) for values in seconds)
-        report.add(what, f"{with_it / without:.2f}x: {1e3 * with_it:.2f} ms deterministic, {1e3 * without:.2f} ms free")
-        report.values.setdefault("steps", []).append(
-            {"num_sequences": num_sequences, "seconds": {"free": without, "deterministic": with_it}}
-        )

@@ -71,11 +71,6 @@ class Sizes:
     num_steps: int
     """Decode steps that are timed together."""
 
-    attention_sizes: tuple[int, ...]
-    """Sequences of a step whose attention alone is timed."""
-    attention_lengths: tuple[int, ...]
-    """Most keys of one of them."""
-
     peer_sequences: int
     peer_prompt_tokens: tuple[int, int]
     peer_tokens: int
@@ -99,8 +94,6 @@ class Sizes:
 
     logprob_sequences: int
     logprob_tokens: int
-    check_tokens: int
-    """New tokens of each sequence, where tokens must be identical."""
 
 
 FULL = Sizes(
@@ -115,8 +108,6 @@ FULL = Sizes(
     context=512,
     long_batch=(16, 8192),
     num_steps=24,
-    attention_sizes=(1, 15, 60, 250),
-    attention_lengths=(512, 4096),
     peer_sequences=64,
     peer_prompt_tokens=(16, 128),
     peer_tokens=256,
@@ -130,7 +121,6 @@ FULL = Sizes(
     num_micro_batches=4,
     logprob_sequences=16,
     logprob_tokens=256,
-    check_tokens=40,
 )
 SMOKE = Sizes(
     shape="tiny",
@@ -144,8 +134,6 @@ SMOKE = Sizes(
     context=20,
     long_batch=(2, 40),
     num_steps=2,
-    attention_sizes=(1, 3),
-    attention_lengths=(9, 40),
     peer_sequences=3,
     peer_prompt_tokens=(3, 8),
     peer_tokens=4,
@@ -159,7 +147,6 @@ SMOKE = Sizes(
     num_micro_batches=2,
     logprob_sequences=3,
     logprob_tokens=6,
-    check_tokens=6,
 )
 
 

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import torch
 
-from srtrl.bench.cuda.attention import measure_attention
-from srtrl.bench.cuda.checks import run_checks
-from srtrl.bench.cuda.decode import measure_decode, measure_deterministic
+from srtrl.bench.cuda.decode import measure_decode
 from srtrl.bench.cuda.limits import measure_limits
 from srtrl.bench.cuda.peers import measure_peers
 from srtrl.bench.cuda.plan import (
@@ -48,15 +46,11 @@ class Section:
 
 PLAN: dict[str, Section] = {
     "limits": Section(title="What the device can do", share=12, measure=measure_limits),
-    "checks": Section(title="CUDA against the CPU's reference", share=130, measure=run_checks),
     "decode": Section(title="Decode steps and their limits", share=70, measure=measure_decode),
     "trace": Section(title="Speculation on a trace", share=140, measure=measure_trace_decoding),
     "peers": Section(title="Against transformers", share=80, measure=measure_peers),
     "update": Section(title="The update", share=75, measure=measure_update),
     "logprobs": Section(title="Decoder against trainer", share=13, measure=measure_logprobs),
-    "deterministic": Section(title="Cost of deterministic mode", share=30, measure=measure_deterministic),
-    # Last: an error in a library's kernel can take the device's context with it.
-    "attention": Section(title="Attention alone, and that of libraries", share=20, measure=measure_attention),
 }
 assert tuple(PLAN) == SECTIONS
 
@@ -114,8 +108,6 @@ class GpuRun:
         started = time.perf_counter()
         bench.section_ends = started + seconds
         hard_limit = min(HARD_FACTOR * seconds + HARD_SECONDS, self.ends - RESERVE_SECONDS - started)
-        matmul = torch.backends.cuda.matmul
-        rounding = matmul.allow_bf16_reduced_precision_reduction  # deterministic mode turns it off, for good
         try:
             with time_limit(hard_limit):
                 section.measure(bench, report)
@@ -125,7 +117,6 @@ class GpuRun:
             traceback.print_exc()
             report.problem, report.is_error = f"{type(error).__name__}: {error}", True
         report.seconds = time.perf_counter() - started
-        matmul.allow_bf16_reduced_precision_reduction = rounding
         try:
             bench.free_memory()
         except RuntimeError as error:  # a fault on the device is raised by every call that follows
