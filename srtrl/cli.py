@@ -116,8 +116,8 @@ def train(
     All it writes is in the folder <output_dir>/<name>, which is runs/<name> unless the recipe says otherwise.
     """
     loaded = _load_checked(read_source(recipe, overrides or ()))
-    from srtrl.trainer.summary import summary_table
-    from srtrl.trainer.training import run_training
+    from srtrl.trainer.run_folder import summary_table
+    from srtrl.trainer.trainer import run_training
 
     result = run_training(loaded, resume=resume, overwrite=overwrite)
     _print_table(summary_table(result.summary))

@@ -12,7 +12,7 @@ from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.engine.cuda_runner import CudaRunner, CudaStep
 from srtrl.engine.rows import Int64Array, PrefillChunk, StepInputs, StepSize, fill_inputs
 from srtrl.engine.runner import RowFilters, Runner, SampledRows
-from srtrl.engine.sampler import row_logprobs_reference, sample_rows_reference
+from srtrl.engine.sampling import row_logprobs_reference, sample_rows_reference
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import Transformer
 from srtrl.model.tree_attention import ReferencePlan

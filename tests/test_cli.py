@@ -20,7 +20,7 @@ from srtrl.checks import check_recipe
 from srtrl.cli import app
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import load_recipe
-from srtrl.trainer.run_eval import EvalJob
+from srtrl.trainer.evaluate import EvalJob
 
 RECIPE = """\
 name: test
@@ -136,7 +136,7 @@ def test_help_fields_documents_every_field_and_the_tasks_options() -> None:
 def test_names_paths_and_options_are_checked_before_weights(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch, command: str, override: str, error: str
 ) -> None:
-    monkeypatch.setattr("srtrl.trainer.training.run_training", _must_not_run)
+    monkeypatch.setattr("srtrl.trainer.trainer.run_training", _must_not_run)
     monkeypatch.setattr("srtrl.trainer.build.load_model", _must_not_run)  # imported first: it must not keep the next
     monkeypatch.setattr("srtrl.model.weights.load_model", _must_not_run)
     result = run(command, recipe_file, override, *(["--check"] if command == "show-config" else []))
@@ -173,8 +173,8 @@ def fake_training(*, interrupted: bool) -> tuple[list[Any], Callable[..., Simple
 
 def test_train_hands_over_the_recipe_and_the_flags(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, training = fake_training(interrupted=False)
-    monkeypatch.setattr("srtrl.trainer.training.run_training", training)
-    monkeypatch.setattr("srtrl.trainer.summary.summary_table", lambda _: "before, after")
+    monkeypatch.setattr("srtrl.trainer.trainer.run_training", training)
+    monkeypatch.setattr("srtrl.trainer.run_folder.summary_table", lambda _: "before, after")
     result = run("train", recipe_file, "train.num_steps=5", "--overwrite")
     assert (result.exit_code, result.stderr) == (0, "")
     assert calls == [(load_recipe(recipe_file, ["train.num_steps=5"]), False, True)]
@@ -184,8 +184,8 @@ def test_train_hands_over_the_recipe_and_the_flags(recipe_file: Path, monkeypatc
 
 def test_an_interrupted_training_says_how_to_go_on(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, training = fake_training(interrupted=True)
-    monkeypatch.setattr("srtrl.trainer.training.run_training", training)
-    monkeypatch.setattr("srtrl.trainer.summary.summary_table", lambda _: "so far")
+    monkeypatch.setattr("srtrl.trainer.trainer.run_training", training)
+    monkeypatch.setattr("srtrl.trainer.run_folder.summary_table", lambda _: "so far")
     result = run("train", recipe_file, "train.num_steps=5", "task.options={num_train: 10}")
     assert result.exit_code == 130
     again = f"srtrl train {recipe_file} train.num_steps=5 'task.options={{num_train: 10}}' --resume"
@@ -199,7 +199,7 @@ def test_interrupts_and_bugs_are_told_apart(
     def run_training(*_: object, **__: object) -> None:
         raise raised
 
-    monkeypatch.setattr("srtrl.trainer.training.run_training", run_training)
+    monkeypatch.setattr("srtrl.trainer.trainer.run_training", run_training)
     result = run("train", recipe_file)
     if isinstance(raised, KeyboardInterrupt):
         assert (result.exit_code, result.stderr) == (130, "interrupted\n")

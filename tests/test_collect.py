@@ -10,11 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from srtrl.engine.engine import Engine
 from srtrl.engine.sampling import make_rng_key
-from srtrl.rollout.collect import CollectProgress, collect_rollouts, response_text
+from srtrl.rollout.collect import CollectProgress, StageTimer, collect_rollouts, response_text
 from srtrl.rollout.run_ahead import run_ahead_requests
-from srtrl.rollout.stage_timer import StageTimer
 from srtrl.tasks.grading import Grader
-from srtrl.trainer.tokenizer_training import train_tokenizer
+from srtrl.trainer.warm_start import train_tokenizer
 from srtrl.types import Completion, FinishReason, Grade, Prompt, Request, RolloutGroup, SamplingParams
 
 

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from srtrl.trainer.collector import long_lived_objects_left_alone
+from srtrl.trainer.trainer import long_lived_objects_left_alone
 
 
 class Node:

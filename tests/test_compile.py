@@ -17,8 +17,8 @@ from update_cases import RecordingSGD, fresh_accelerator, make_policy, make_reci
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import CompiledLayers, Transformer
 from srtrl.trainer import build
-from srtrl.trainer.progress import RunProgress
-from srtrl.trainer.training import run_training
+from srtrl.trainer.run_folder import RunProgress
+from srtrl.trainer.trainer import run_training
 from srtrl.trainer.update import compute_logprobs
 
 

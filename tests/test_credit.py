@@ -14,7 +14,7 @@ from torch import Tensor
 from update_cases import RecordingSGD, fresh_accelerator, make_policy, make_recipe, make_sequences, update
 
 from srtrl.algorithms.advantages import token_level
-from srtrl.trainer.credit import Credit, assign_credit, filter_groups, train_sequences, with_reference
+from srtrl.trainer.credit import Credit, assign_credit, filter_groups, train_sequences, with_numbers
 from srtrl.types import FinishReason, Grade, GradeOutcome, Prompt, Rollout, RolloutGroup, TrainSequence
 
 KL = 0.1
@@ -65,7 +65,9 @@ def random_sequences(groups: Sequence[RolloutGroup], seed: int, *, with_values: 
     rng = np.random.default_rng(seed)
     plain = train_sequences(groups)
     noises = [rng.normal(scale=0.5, size=len(s.rollout_logprobs)).astype(np.float32) for s in plain]
-    sequences = with_reference(plain, [s.rollout_logprobs + noise for s, noise in zip(plain, noises, strict=True)])
+    sequences = with_numbers(
+        plain, "ref_logprobs", [s.rollout_logprobs + noise for s, noise in zip(plain, noises, strict=True)]
+    )
     if not with_values:
         return sequences
     return [

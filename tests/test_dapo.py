@@ -23,8 +23,8 @@ from srtrl.rollout.dynamic_sampling import sample_until_full
 from srtrl.rollout.run_ahead import run_ahead_requests
 from srtrl.trainer import sampling
 from srtrl.trainer.checkpoint import latest_checkpoint, read_state
-from srtrl.trainer.progress import RunProgress
-from srtrl.trainer.training import run_training
+from srtrl.trainer.run_folder import RunProgress
+from srtrl.trainer.trainer import run_training
 from srtrl.types import Request, RolloutGroup
 
 NUM_PROMPTS = 4

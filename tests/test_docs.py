@@ -9,8 +9,8 @@ from tiny_run import make_policy, make_recipe
 
 from srtrl.metrics import read_metrics
 from srtrl.trainer.objective import is_reserved_metric
-from srtrl.trainer.progress import RunProgress
-from srtrl.trainer.training import run_training
+from srtrl.trainer.run_folder import RunProgress
+from srtrl.trainer.trainer import run_training
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCS = REPOSITORY / "docs"

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from srtrl.engine.engine import Engine
-from srtrl.rollout.collect import Collector
+from srtrl.rollout.collect import Collector, StageTimer
 from srtrl.rollout.dynamic_sampling import BatchLimits, SampledBatch, sample_until_full
 from srtrl.rollout.run_ahead import run_ahead_requests
-from srtrl.rollout.stage_timer import StageTimer
 from srtrl.tasks.grading import Grader
 from srtrl.types import Completion, FinishReason, Grade, Prompt, Request, RolloutGroup, SamplingParams
 

@@ -13,17 +13,18 @@ from scipy import stats
 from srtrl.recipe import GradingSection
 from srtrl.tasks import arithmetic, math_verifier
 from srtrl.tasks.final_answer import extract_answer
-from srtrl.trainer.eval_statistics import (
+from srtrl.trainer.evaluate import (
     Estimate,
     confidence_interval,
     estimate,
     macro_average,
+    majority_scores,
     pass_at_k,
     pass_at_ks,
+    summarise,
+    vote,
     wilson_interval,
 )
-from srtrl.trainer.evaluate import summarise
-from srtrl.trainer.majority import majority_scores, vote
 from srtrl.types import FinishReason, Grade, GradeOutcome, Prompt, Rollout, RolloutGroup
 
 

@@ -22,7 +22,7 @@ from srtrl.tasks.base import load_task
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.reward_terms import resolve_rewards
 from srtrl.trainer.checkpoint import checkpoint_name
-from srtrl.trainer.training import run_training
+from srtrl.trainer.trainer import run_training
 from srtrl.types import Prompt
 
 TEXT = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")

@@ -26,8 +26,8 @@ from srtrl.trainer.checkpoint import TrainerState, load_training_state, save_che
 from srtrl.trainer.critic import Critic, update_critic
 from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer, gradient_holders
 from srtrl.trainer.out_of_memory import gradient_bytes
-from srtrl.trainer.progress import RunProgress
-from srtrl.trainer.training import run_training
+from srtrl.trainer.run_folder import RunProgress
+from srtrl.trainer.trainer import run_training
 from srtrl.trainer.update import MiniBatch, run_optimizer_steps
 from srtrl.types import TrainSequence
 

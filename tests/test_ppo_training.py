@@ -19,8 +19,8 @@ from srtrl.model.weights import init_model, load_model, read_config
 from srtrl.recipe import Recipe
 from srtrl.trainer import checkpoint
 from srtrl.trainer.checkpoint import latest_checkpoint, read_state
-from srtrl.trainer.tokenizer_training import train_tokenizer
-from srtrl.trainer.training import run_training
+from srtrl.trainer.trainer import run_training
+from srtrl.trainer.warm_start import train_tokenizer
 
 PPO: dict[str, Any] = {
     "algorithm": {

@@ -29,8 +29,8 @@ from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.recipe_base import Section
 from srtrl.rollout.recorded import RecordedPrompt, Recording, load_recorded_tokenizer, read_recorded
-from srtrl.trainer.rollout_files import rollout_file_name, write_rollouts
-from srtrl.trainer.tokenizer_training import train_tokenizer
+from srtrl.trainer.run_folder import step_file_name, write_rollouts
+from srtrl.trainer.warm_start import train_tokenizer
 from srtrl.types import Completion, Grade, Prompt, Request, Rollout, RolloutGroup
 
 
@@ -339,7 +339,7 @@ def write_step(folder: Path, step: int, samples: dict[int, list[list[int]]]) -> 
         ]
         groups.append(RolloutGroup(prompt=prompt, draw_index=draw, rollouts=rollouts))
     folder.mkdir(parents=True, exist_ok=True)
-    write_rollouts(folder / rollout_file_name(step), groups, {})
+    write_rollouts(folder / step_file_name(step), groups, {})
 
 
 def test_texts_are_tokenised_ended_and_cut(tokenizer_folder: Path, tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ def test_jsonl_and_parquet_give_the_same_numbers(tmp_path: Path) -> None:
         {"prompt_token_ids": [token], "samples": [{"token_ids": ids} for ids in group]}
         for token, group in samples.items()
     ]
-    from_parquet = read_recorded(tmp_path / rollout_file_name(3), tokenizer=None, max_tokens=100)
+    from_parquet = read_recorded(tmp_path / step_file_name(3), tokenizer=None, max_tokens=100)
     from_jsonl = read_recorded(write_rows(tmp_path / "rows.jsonl", *rows), tokenizer=None, max_tokens=100)
     for recording in (from_parquet, from_jsonl):
         assert not recording.is_retokenised

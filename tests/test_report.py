@@ -19,7 +19,7 @@ from srtrl.report import charts
 from srtrl.report.page import write_report
 from srtrl.report.run_data import Sample, StepRollouts, choose_samples
 from srtrl.report.speculation_charts import early_and_late, epoch_starts, timeline_columns
-from srtrl.trainer.timeline_files import read_timeline, timeline_file_name, write_timeline
+from srtrl.trainer.run_folder import read_timeline, step_file_name, write_timeline
 
 RECIPE = """\
 name: fake
@@ -200,7 +200,7 @@ def test_a_run_that_speculates_shows_what_it_brought(tmp_path: Path, num_steps: 
     run = make_run(tmp_path / "fake", num_steps, drafts=3.0)
     (run / "timeline").mkdir()
     for step in range(1, num_steps + 1):
-        write_timeline(run / "timeline" / timeline_file_name(step), decode_steps(4 if step == 1 else 1500))
+        write_timeline(run / "timeline" / step_file_name(step), decode_steps(4 if step == 1 else 1500))
     page = write_report(run).read_text(encoding="utf-8")
     titles = chart_titles(page)
     several = num_steps > 1
@@ -240,7 +240,7 @@ def test_a_long_timeline_keeps_its_end_and_its_sums() -> None:
 
 
 def test_a_timeline_file_gives_back_what_was_written(tmp_path: Path) -> None:
-    path = tmp_path / timeline_file_name(7)
+    path = tmp_path / step_file_name(7)
     assert path.name == "step_000007.parquet"
     write_timeline(path, decode_steps(5))
     assert read_timeline(path) == decode_steps(5)

@@ -20,11 +20,11 @@ from srtrl.metrics import read_metrics
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.tasks.grading import Grader
-from srtrl.trainer import checkpoint, sampling, trainer, training
-from srtrl.trainer.progress import RunProgress
+from srtrl.trainer import checkpoint, sampling, trainer
+from srtrl.trainer.run_folder import RunProgress
 
 CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tiny_run", "test_resume", "srtrl.trainer.training", "accelerate", "torch.optim"])
+CONTEXT.set_forkserver_preload(["tiny_run", "test_resume", "srtrl.trainer.trainer", "accelerate", "torch.optim"])
 
 
 def die() -> None:
@@ -109,7 +109,7 @@ def run_child(recipe: Recipe, resume: bool, prepare: Callable[[], None] | None) 
     torch.set_num_threads(1)
     if prepare is not None:
         prepare()
-    training.run_training(recipe, resume=resume, progress=RunProgress("run", recipe.train.num_steps))
+    trainer.run_training(recipe, resume=resume, progress=RunProgress("run", recipe.train.num_steps))
 
 
 def start(recipe: Recipe, *, resume: bool = False, prepare: Callable[[], None] | None = None) -> ForkServerProcess:

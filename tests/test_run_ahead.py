@@ -16,7 +16,7 @@ from srtrl.rollout.collect import collect_rollouts, sample_requests
 from srtrl.rollout.run_ahead import RunAheadMode, run_ahead_requests
 from srtrl.trainer import sampling
 from srtrl.trainer.run_folder import check_run_folder
-from srtrl.trainer.training import run_training
+from srtrl.trainer.trainer import run_training
 from srtrl.types import Prompt, Request, SamplingParams
 
 SAMPLING = SamplingParams(max_new_tokens=9, temperature=0.7, end_token_ids=(0,))

@@ -17,7 +17,7 @@ from runner_cases import (
 
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.engine.runner import RowFilters, Runner
-from srtrl.engine.sampler import filter_top_k_top_p
+from srtrl.engine.sampling import filter_top_k_top_p
 from srtrl.model.transformer import Transformer
 
 PROMPTS = ([5], [1, 2, 3, 4, 5, 6, 7, 8, 9], [3, 3, 3, 3, 10, 11])

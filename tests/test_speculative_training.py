@@ -12,8 +12,8 @@ from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.metrics import read_metrics
 from srtrl.model.weights import load_model
 from srtrl.trainer.checkpoint import latest_checkpoint
-from srtrl.trainer.timeline_files import read_timeline
-from srtrl.trainer.training import run_training
+from srtrl.trainer.run_folder import read_timeline
+from srtrl.trainer.trainer import run_training
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "srt": {},

@@ -17,7 +17,7 @@ from srtrl.evaluation.suite import load_suite, locate
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import RecipeSource, dump_recipe, read_source
 from srtrl.tasks.rows import MissingDataError
-from srtrl.trainer.run_eval import EvalJob, run_evals
+from srtrl.trainer.evaluate import EvalJob, run_evals
 
 GSM8K = [{"question": f"{n} plus 1?", "answer": f"so it is\n#### {n + 1}"} for n in range(6)]
 MATH = [{"problem": f"{n} plus 2?", "answer": f"{n + 2}", "solution": f"\\boxed{{{n + 2}}}"} for n in range(5)]

@@ -19,12 +19,9 @@ from srtrl.metrics import read_metrics
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.trainer import build, sampling, trainer
-from srtrl.trainer.progress import RunProgress
-from srtrl.trainer.run_eval import resolve_eval_source, run_eval
-from srtrl.trainer.run_folder import open_run_folder
-from srtrl.trainer.step_metrics import describe_step
-from srtrl.trainer.summary import summary_table
-from srtrl.trainer.training import TrainingResult, TrainingStoppedError, run_training
+from srtrl.trainer.evaluate import resolve_eval_source, run_eval
+from srtrl.trainer.run_folder import RunProgress, open_run_folder, summary_table
+from srtrl.trainer.trainer import TrainingResult, TrainingStoppedError, describe_step, run_training
 from srtrl.trainer.update import update_policy
 
 

@@ -10,36 +10,41 @@ from hypothesis import strategies as st
 from tiny_run import make_policy, make_recipe
 
 from srtrl.trainer.build import build_critic, build_policy, build_tokenizer, is_deterministic
-from srtrl.trainer.data_order import DataOrder
 from srtrl.trainer.optimizer import learning_rate_at
-from srtrl.trainer.step_metrics import with_update_metrics
+from srtrl.trainer.sampling import DataOrder
+from srtrl.trainer.trainer import merge_metrics
 
 
 @given(st.integers(1, 40), st.integers(0, 5), st.integers(1, 50), st.integers(1, 30))
 def test_data_order_is_a_permutation_an_epoch(num_prompts: int, seed: int, batch: int, steps: int) -> None:
     order = DataOrder(num_prompts, seed)
-    drawn = [index for step in range(steps) for index in order.draws(step * batch, batch)]
+    drawn = [order.prompt_of(draw) for draw in range(steps * batch)]
     for epoch in range(len(drawn) // num_prompts):
         assert sorted(drawn[epoch * num_prompts : (epoch + 1) * num_prompts]) == list(range(num_prompts))
     # any step may be asked for, in any order: what resume and look-ahead need
     fresh = DataOrder(num_prompts, seed)
     for step in (steps - 1, 0, steps // 2):
-        assert fresh.draws(step * batch, batch) == drawn[step * batch : (step + 1) * batch]
+        assert [fresh.prompt_of(draw) for draw in range(step * batch, (step + 1) * batch)] == drawn[
+            step * batch : (step + 1) * batch
+        ]
 
 
 def test_data_order_depends_on_seed_and_epoch() -> None:
-    first, second = DataOrder(50, 0).draws(0, 50), DataOrder(50, 0).draws(50, 50)
-    assert first != second
-    assert first != DataOrder(50, 1).draws(0, 50)
+    def epoch(number: int, seed: int) -> list[int]:
+        order = DataOrder(50, seed)
+        return [order.prompt_of(draw) for draw in range(50 * number, 50 * (number + 1))]
+
+    assert epoch(0, 0) != epoch(1, 0)
+    assert epoch(0, 0) != epoch(0, 1)
     with pytest.raises(ValueError, match="no training prompts"):
         DataOrder(0, 0)
 
 
 def test_a_metric_has_one_source() -> None:
     """A drafter of the user's may log what a loss of the user's logs."""
-    assert with_update_metrics({"a": 1.0}, {"b": 2.0}) == {"a": 1.0, "b": 2.0}
+    assert merge_metrics({"a": 1.0}, {"b": 2.0}) == {"a": 1.0, "b": 2.0}
     with pytest.raises(ValueError, match=r"log the metric `mine`, the update \(algorithm\.loss\) and another"):
-        with_update_metrics({"a": 1.0, "mine": 1.0}, {"b": 2.0, "mine": 2.0})
+        merge_metrics({"a": 1.0, "mine": 1.0}, {"b": 2.0, "mine": 2.0})
 
 
 def test_learning_rate() -> None:

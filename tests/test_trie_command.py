@@ -19,7 +19,7 @@ from srtrl.recipe_file import load_recipe
 from srtrl.report.prompt_history import PastRollout, PromptHistory
 from srtrl.report.trie_picture import draw_trie
 from srtrl.report.trie_view import Branch, one_line, rule_of, text_decoder, view_trie
-from srtrl.trainer.tokenizer_training import train_tokenizer
+from srtrl.trainer.warm_start import train_tokenizer
 
 RECIPE = """\
 name: fake

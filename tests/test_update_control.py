@@ -24,8 +24,8 @@ from update_cases import (
 
 from srtrl.metrics import read_metrics
 from srtrl.model.transformer import Transformer
-from srtrl.trainer.progress import RunProgress
-from srtrl.trainer.training import run_training
+from srtrl.trainer.run_folder import RunProgress
+from srtrl.trainer.trainer import run_training
 from srtrl.trainer.update import next_kl_coefficient, update_policy
 from srtrl.types import TrainSequence
 

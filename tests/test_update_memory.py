@@ -14,7 +14,7 @@ from update_cases import NUM_GROUPS, fresh_accelerator, make_policy, make_recipe
 from srtrl.metrics import read_metrics
 from srtrl.model import transformer
 from srtrl.recipe import Recipe
-from srtrl.trainer import run_folder, training
+from srtrl.trainer import run_folder
 from srtrl.trainer.optimizer import build_optimizer, gradient_holders
 from srtrl.trainer.out_of_memory import (
     KV_CACHE,
@@ -24,8 +24,8 @@ from srtrl.trainer.out_of_memory import (
     optimizer_bytes,
     tensor_bytes,
 )
-from srtrl.trainer.progress import RunProgress
-from srtrl.trainer.training import TrainingStoppedError, run_training
+from srtrl.trainer.run_folder import RunProgress
+from srtrl.trainer.trainer import TrainingStoppedError, how_to_resume, run_training
 
 TORCHS_WORDS = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.50 GiB is "
@@ -215,11 +215,11 @@ def test_each_option_advised_is_free_in_a_resumed_run_or_named_as_one_that_is_no
         for option in re.findall(r"^  (\w+\.\w+)|or (\w+\.\w+) lower", line):
             name = "".join(option)
             is_free = name in run_folder.FREE_KEYS_ON_CUDA
-            assert is_free != (name in training._how_to_fit(tmp_path)), name
+            assert is_free != (name in how_to_resume(tmp_path, UpdateMemoryError())), name
 
 
 def test_a_run_without_a_checkpoint_begins_again(tmp_path: Path) -> None:
-    assert "start again with --overwrite" in training._how_to_fit(tmp_path)
+    assert "start again with --overwrite" in how_to_resume(tmp_path, UpdateMemoryError())
 
 
 def test_a_run_on_cuda_may_go_on_with_a_smaller_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

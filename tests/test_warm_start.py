@@ -18,10 +18,15 @@ from srtrl.rollout.packing import pack
 from srtrl.tasks.base import load_task
 from srtrl.trainer import warm_start
 from srtrl.trainer.out_of_memory import UpdateMemoryError
-from srtrl.trainer.progress import RunProgress
-from srtrl.trainer.solutions import solution_sequence
-from srtrl.trainer.tokenizer_training import END_OF_TEXT, train_tokenizer
-from srtrl.trainer.warm_start import WarmStartSummary, run_warm_start, supervised_backward
+from srtrl.trainer.run_folder import RunProgress
+from srtrl.trainer.warm_start import (
+    END_OF_TEXT,
+    WarmStartSummary,
+    run_warm_start,
+    solution_sequence,
+    supervised_backward,
+    train_tokenizer,
+)
 
 TEXTS = [f"Compute {a}+{b}.\n{a}+{b}={a + b}\nAnswer: {a + b}" for a in range(20) for b in range(20)]
 TOKENIZER = train_tokenizer(TEXTS, 290)

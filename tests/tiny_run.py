@@ -11,7 +11,7 @@ from srtrl.model.weights import init_model
 from srtrl.recipe import Recipe
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.trainer.checkpoint import save_policy
-from srtrl.trainer.tokenizer_training import train_tokenizer
+from srtrl.trainer.warm_start import train_tokenizer
 
 VOCAB_SIZE = 257
 

@@ -13,7 +13,7 @@ from srtrl.bench.engine_run import RunTime, take_turns
 from srtrl.bench.run_plan import RunPlan
 from srtrl.bench.statistics import Ratio, paired_ratio
 from srtrl.bench.workload import Lengths, Workload
-from srtrl.trainer.progress import RunProgress
+from srtrl.trainer.run_folder import RunProgress
 
 ContenderT = TypeVar("ContenderT", bound=Contender)
 RunAll = Callable[[Sequence[ContenderT], Workload], Mapping[str, RunTime]]

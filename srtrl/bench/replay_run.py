@@ -16,7 +16,7 @@ from srtrl.recipe_errors import RecipeError, validate_section
 from srtrl.recipe_file import RecipeSource
 from srtrl.resolve import resolve_class
 from srtrl.rollout.recorded import Recording, load_recorded_tokenizer, read_recorded
-from srtrl.trainer.progress import RunProgress
+from srtrl.trainer.run_folder import RunProgress
 
 PLAIN_WIDTH = 120
 """Columns of the table where there is no terminal to fit it to."""

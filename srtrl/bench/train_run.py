@@ -24,10 +24,8 @@ from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import load_recipe
 from srtrl.trainer.build import choose_device, is_deterministic
-from srtrl.trainer.collector import long_lived_objects_left_alone
-from srtrl.trainer.progress import RunProgress
-from srtrl.trainer.trainer import Trainer
-from srtrl.trainer.training import open_trainer
+from srtrl.trainer.run_folder import RunProgress
+from srtrl.trainer.trainer import Trainer, long_lived_objects_left_alone, open_trainer
 
 ROLLOUT, STEP = "time/rollout", "time/step"
 TOKENS, PER_DECODE_STEP = "engine/tokens", ("engine/tokens_per_decode_step", "engine/verified_per_decode_step")

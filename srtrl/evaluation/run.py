@@ -16,7 +16,7 @@ from srtrl.evaluation.sample_rows import SampleWriter, check_output
 from srtrl.evaluation.suite import LocatedBenchmark, Suite, check_names, choose, load_suite, locate
 from srtrl.recipe_file import read_source
 from srtrl.tasks.rows import MissingDataError
-from srtrl.trainer.run_eval import EvalJob, EvalOutcome, resolve_eval_source, run_evals
+from srtrl.trainer.evaluate import EvalJob, EvalOutcome, resolve_eval_source, run_evals
 
 if TYPE_CHECKING:
     from srtrl.recipe import Recipe
@@ -168,7 +168,7 @@ def _run(model: str, jobs: Sequence[EvalJob], output: Path | None) -> Iterator[E
     """Evaluate, showing progress on standard error and writing each job's rows when it is done."""
     from rich.console import Console
 
-    from srtrl.trainer.progress import RunProgress
+    from srtrl.trainer.run_folder import RunProgress
 
     with ExitStack() as stack:
         progress = stack.enter_context(RunProgress("eval", len(jobs), console=Console(stderr=True)))

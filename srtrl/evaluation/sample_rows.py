@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 from srtrl.tasks.final_answer import extractor
 
 if TYPE_CHECKING:
-    from srtrl.trainer.run_eval import EvalOutcome
+    from srtrl.trainer.evaluate import EvalOutcome
 
 SUFFIXES = (".jsonl", ".parquet")
 

@@ -16,7 +16,7 @@ from srtrl.checks import check_recipe
 from srtrl.evaluation.suite import LocatedBenchmark, Suite
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import RecipeSource, build_recipe
-from srtrl.trainer.run_eval import EvalJob
+from srtrl.trainer.evaluate import EvalJob
 
 PROMPT_OPTIONS = ("prompt_template", "chat_template", "chat_template_options", "system_prompt")
 """Options of the task `math` that say how a policy is asked."""

@@ -9,8 +9,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from srtrl.trainer.eval_statistics import Estimate, macro_average
-from srtrl.trainer.evaluate import EvalResult
+from srtrl.trainer.evaluate import Estimate, EvalResult, macro_average
 from srtrl.types import GradeOutcome
 
 FAILURES: tuple[GradeOutcome, ...] = ("timeout", "crash", "error")

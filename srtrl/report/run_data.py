@@ -9,7 +9,7 @@ from srtrl.engine.stats import DecodeStep
 from srtrl.metrics import MetricRow, read_metrics
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import load_recipe
-from srtrl.trainer.timeline_files import read_timeline
+from srtrl.trainer.run_folder import read_timeline
 
 SAMPLE_COLUMNS = ("prompt_id", "prompt", "text", "reward", "outcome", "finish_reason", "sample_index", "token_ids")
 

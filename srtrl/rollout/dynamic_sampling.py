@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from srtrl.rollout.stage_timer import StageTimer
+from srtrl.rollout.collect import StageTimer
 from srtrl.types import Prompt, Request, RolloutGroup
 
 if TYPE_CHECKING:

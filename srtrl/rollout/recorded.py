@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Tokens = npt.NDArray[np.int32]
 
 PARQUET_COLUMNS = ("prompt_id", "draw_index", "sample_index", "prompt_token_ids", "token_ids")
-"""The columns that are read of a run's files; see `srtrl.trainer.rollout_files`."""
+"""The columns that are read of a run's files; see `srtrl.trainer.run_folder`."""
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from srtrl.drafters.base import DrafterBase
 from srtrl.engine.engine import Engine, EngineOptions
@@ -15,7 +16,8 @@ from srtrl.model.attention import check_packed_attention
 from srtrl.model.transformer import CompiledLayers
 from srtrl.model.value_model import load_value_model
 from srtrl.model.weights import end_token_ids, has_tokenizer, load_model, load_tokenizer, read_config
-from srtrl.recipe import Recipe
+from srtrl.recipe import Recipe, TrainSection, WarmStartSection
+from srtrl.recipe_algorithm import CriticSection
 from srtrl.recipe_errors import validate_section
 from srtrl.resolve import resolve_class
 from srtrl.trainer.checkpoint import CRITIC_FOLDER
@@ -155,6 +157,19 @@ def set_update_options(model: Transformer, recipe: Recipe) -> None:
     model.compiled_layers = CompiledLayers() if recipe.model.compile else None
 
 
+def make_optimizer(
+    model: nn.Module, section: TrainSection | CriticSection | WarmStartSection, recipe: Recipe
+) -> torch.optim.AdamW:
+    """AdamW with learning rate and weight decay of the model's section; the rest is `train`'s for all."""
+    return build_optimizer(
+        model,
+        learning_rate=section.learning_rate,
+        weight_decay=section.weight_decay,
+        betas=recipe.train.betas,
+        eps=recipe.train.eps,
+    )
+
+
 def build_reference(recipe: Recipe, device: torch.device) -> Transformer | None:
     """The frozen reference policy (a second set of weights in memory), or None where the KL coefficient is 0."""
     if recipe.algorithm.kl.coefficient == 0:
@@ -176,7 +191,7 @@ def build_critic(
     Raises:
         ValueError: the checkpoint has no critic, or `critic.path` does not fit the policy.
     """
-    section, train = recipe.critic, recipe.train
+    section = recipe.critic
     if section is None:
         return None
     path = section.path or recipe.model.path
@@ -188,14 +203,7 @@ def build_critic(
         check_critic(recipe, policy.config.vocab_size, tokenizer)
     model = load_value_model(path, dtype=DTYPES[recipe.model.dtype], device=policy.device)
     set_update_options(model.body, recipe)
-    optimizer = build_optimizer(
-        model,
-        learning_rate=section.learning_rate,
-        weight_decay=section.weight_decay,
-        betas=train.betas,
-        eps=train.eps,
-    )
-    return Critic(model=model, optimizer=optimizer)
+    return Critic(model=model, optimizer=make_optimizer(model, section, recipe))
 
 
 def check_critic(recipe: Recipe, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from srtrl.algorithms.advantages import is_token_level, needs_critic, whiten
 from srtrl.recipe import Recipe
 from srtrl.recipe_algorithm import AlgorithmSection
 from srtrl.resolve import resolve_part
-from srtrl.types import Rollout, RolloutGroup, TrainSequence
+from srtrl.types import RolloutGroup, TrainSequence
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -68,14 +69,25 @@ def group_correct(groups: Sequence[RolloutGroup]) -> Tensor:
 
 def train_sequences(groups: Sequence[RolloutGroup]) -> list[TrainSequence]:
     """One sequence a rollout, in order, with advantages still zero."""
-    return [_sequence(rollout) for group in groups for rollout in group.rollouts]
+    return [
+        TrainSequence(
+            token_ids=np.array([*rollout.prompt.token_ids, *rollout.token_ids], np.int64),
+            num_prompt_tokens=len(rollout.prompt.token_ids),
+            draw_index=rollout.draw_index,
+            rollout_logprobs=np.array(rollout.rollout_logprobs, np.float32),
+            advantages=np.zeros(len(rollout.token_ids), np.float32),
+        )
+        for group in groups
+        for rollout in group.rollouts
+    ]
 
 
-def with_reference(
-    sequences: Sequence[TrainSequence], ref_logprobs: Sequence[npt.NDArray[np.float32]]
+def with_numbers(
+    sequences: Sequence[TrainSequence], field: str, numbers: Sequence[npt.NDArray[np.float32]]
 ) -> list[TrainSequence]:
-    """The sequences with the frozen reference's log-probs filled in."""
-    return [replace(sequence, ref_logprobs=ref) for sequence, ref in zip(sequences, ref_logprobs, strict=True)]
+    """The sequences with one array each filled in as `field`, such as `ref_logprobs`."""
+    filled: list[dict[str, Any]] = [{field: array} for array in numbers]
+    return [replace(one, **changes) for one, changes in zip(sequences, filled, strict=True)]
 
 
 def assign_credit(
@@ -106,8 +118,12 @@ def assign_credit(
     algorithm = recipe.algorithm
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert len(rollouts) == len(sequences), "one sequence a rollout"
-    mask = _response_mask(sequences)  # [B, L]
-    rewards = _last_token_rewards(rollouts, mask)  # [B, L]
+    lengths = torch.tensor([len(sequence.rollout_logprobs) for sequence in sequences])  # [B]
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]  # [B, L], true at each response token
+    rewards = torch.zeros(mask.shape, dtype=torch.float64)  # [B, L], the graders' on each response's last token
+    rewards[torch.arange(len(rollouts)), lengths - 1] = torch.tensor(
+        [rollout.grade.reward for rollout in rollouts], dtype=torch.float64
+    )
     metrics: dict[str, float] = {}
     sampled_kl: float | None = None
     if algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward":
@@ -116,61 +132,39 @@ def assign_credit(
         penalty = kl_coefficient * estimates
         metrics["reward/kl_penalty"] = float(penalty.sum(dim=1).mean())
         rewards = rewards - penalty
-    values = _values(sequences, mask)  # [B, L]
+    values = _padded([sequence.values for sequence in sequences], mask)  # [B, L]
     advantages = _advantages(rewards, values, mask, groups, algorithm)  # [B, L]
     if values is not None:
-        sequences = _with_returns(sequences, advantages + values, mask)
+        returns = (advantages + values).float()  # [B, L]
+        sequences = with_numbers(sequences, "returns", _unpadded(returns, mask))
     if algorithm.whiten_advantages:
         advantages = whiten(advantages, mask)
-    by_sequence = [row[used].numpy() for row, used in zip(advantages, mask, strict=True)]
-    kept = [
-        index
-        for index, rollout in enumerate(rollouts)
-        if not (algorithm.overlong_filtering and rollout.finish_reason == "length")
-    ]
+    learned = list(zip(rollouts, sequences, _unpadded(advantages, mask), strict=True))
     if algorithm.overlong_filtering:
-        metrics["samples/overlong_dropped"] = len(rollouts) - len(kept)
+        learned = [one for one in learned if one[0].finish_reason != "length"]
+        metrics["samples/overlong_dropped"] = len(rollouts) - len(learned)
     return Credit(
-        sequences=[replace(sequences[index], advantages=by_sequence[index].astype(np.float32)) for index in kept],
-        advantages={
-            (rollouts[index].draw_index, rollouts[index].sample_index): _mean(by_sequence[index]) for index in kept
-        },
+        sequences=[replace(sequence, advantages=row.astype(np.float32)) for _, sequence, row in learned],
+        advantages={(rollout.draw_index, rollout.sample_index): _mean(row) for rollout, _, row in learned},
         sampled_kl=sampled_kl,
         metrics=metrics,
     )
 
 
-def _sequence(rollout: Rollout) -> TrainSequence:
-    prompt_ids = rollout.prompt.token_ids
-    return TrainSequence(
-        token_ids=np.array([*prompt_ids, *rollout.token_ids], np.int64),
-        num_prompt_tokens=len(prompt_ids),
-        draw_index=rollout.draw_index,
-        rollout_logprobs=np.array(rollout.rollout_logprobs, np.float32),
-        advantages=np.zeros(len(rollout.token_ids), np.float32),
-    )
-
-
-def _response_mask(sequences: Sequence[TrainSequence]) -> Tensor:
-    """True at each response token, [B, L]."""
-    lengths = torch.tensor([len(sequence.rollout_logprobs) for sequence in sequences])  # [B]
-    return torch.arange(int(lengths.max())) < lengths[:, None]
-
-
-def _padded(arrays: Sequence[npt.NDArray[np.float32]], mask: Tensor) -> Tensor:
-    """One array a sequence -> [B, L] float64, zero where the mask is false."""
+def _padded(arrays: Sequence[npt.NDArray[np.float32] | None], mask: Tensor) -> Tensor | None:
+    """One array a sequence -> [B, L] float64, zero where the mask is false; None where no sequence has one."""
+    present = [array for array in arrays if array is not None]
+    assert len(present) in (0, len(arrays)), "either all sequences have these numbers or none"
+    if not present:
+        return None
     padded = torch.zeros(mask.shape, dtype=torch.float64)
-    padded[mask] = torch.from_numpy(np.concatenate(arrays)).double()
+    padded[mask] = torch.from_numpy(np.concatenate(present)).double()
     return padded
 
 
-def _last_token_rewards(rollouts: Sequence[Rollout], mask: Tensor) -> Tensor:
-    """The graders' reward on each response's last token, zero on the others: [B, L]."""
-    rewards = torch.zeros(mask.shape, dtype=torch.float64)
-    rewards[torch.arange(len(rollouts)), mask.sum(dim=1) - 1] = torch.tensor(
-        [rollout.grade.reward for rollout in rollouts], dtype=torch.float64
-    )
-    return rewards
+def _unpadded(padded: Tensor, mask: Tensor) -> list[npt.NDArray[Any]]:
+    """[B, L] -> the numbers of each sequence's response tokens."""
+    return [row[used].numpy() for row, used in zip(padded, mask, strict=True)]
 
 
 def _kl_estimates(sequences: Sequence[TrainSequence], mask: Tensor, name: str) -> Tensor:
@@ -180,33 +174,19 @@ def _kl_estimates(sequences: Sequence[TrainSequence], mask: Tensor, name: str) -
     of a sample has the sum). The policy's log-probs are the decoder's: the samples are from that policy.
     """
     estimator: Callable[[Tensor, Tensor], Tensor] = resolve_part("algorithm.kl.estimator", name)
-    references = [sequence.ref_logprobs for sequence in sequences if sequence.ref_logprobs is not None]
-    assert len(references) == len(sequences), "KL in the reward needs ref_logprobs"
-    logprobs = torch.from_numpy(np.concatenate([sequence.rollout_logprobs for sequence in sequences])).double()  # [R]
-    found = estimator(logprobs, torch.from_numpy(np.concatenate(references)).double())  # [R]
-    if found.shape != logprobs.shape:
+    logprobs = _padded([sequence.rollout_logprobs for sequence in sequences], mask)  # [B, L]
+    references = _padded([sequence.ref_logprobs for sequence in sequences], mask)  # [B, L]
+    assert logprobs is not None
+    assert references is not None, "KL in the reward needs ref_logprobs"
+    found = estimator(logprobs[mask], references[mask])  # [R]
+    if found.shape != (int(mask.sum()),):
         raise ValueError(
-            f"algorithm.kl.estimator: {name} must return one number a token, {tuple(logprobs.shape)}; "
+            f"algorithm.kl.estimator: {name} must return one number a token, {(int(mask.sum()),)}; "
             f"it returned shape {tuple(found.shape)}"
         )
     estimates = torch.zeros(mask.shape, dtype=torch.float64)
     estimates[mask] = found.double()
     return estimates
-
-
-def _values(sequences: Sequence[TrainSequence], mask: Tensor) -> Tensor | None:
-    """The critic's values [B, L], zero where the mask is false; None without a critic."""
-    values = [sequence.values for sequence in sequences if sequence.values is not None]
-    assert len(values) in (0, len(sequences)), "either all sequences have values or none"
-    return _padded(values, mask) if values else None
-
-
-def _with_returns(sequences: Sequence[TrainSequence], returns: Tensor, mask: Tensor) -> list[TrainSequence]:
-    """The sequences with the critic's targets [B, L] filled in."""
-    return [
-        replace(sequence, returns=row[used].numpy().astype(np.float32))
-        for sequence, row, used in zip(sequences, returns, mask, strict=True)
-    ]
 
 
 def _advantages(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +15,7 @@ from srtrl.model.attention import PackedPlan
 from srtrl.recipe import Recipe
 from srtrl.resolve import resolve_part
 from srtrl.rollout.packing import PackedBatch
+from srtrl.trainer.objective import check_per_token
 from srtrl.trainer.optimizer import planned_learning_rate
 from srtrl.trainer.update import MicroBatchLoss, NonFiniteError, by_sequence, mini_batches, run_optimizer_steps
 from srtrl.types import TrainSequence
@@ -81,11 +82,6 @@ def compute_values(
     return values
 
 
-def with_values(sequences: Sequence[TrainSequence], values: Sequence[npt.NDArray[np.float32]]) -> list[TrainSequence]:
-    """The sequences with the critic's values filled in."""
-    return [replace(sequence, values=one) for sequence, one in zip(sequences, values, strict=True)]
-
-
 def update_critic(
     critic: Critic, accelerator: Accelerator, sequences: Sequence[TrainSequence], *, recipe: Recipe, step: int
 ) -> dict[str, float]:
@@ -142,8 +138,9 @@ def value_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
     than a constant, below 0 for a worse one. It is left out where all returns are equal, up to rounding: returns are
     advantages + values, and where the values cancel (all rewards 0), what varies is the rounding error of the values.
     """
-    values = np.concatenate([_present(sequence.values) for sequence in sequences]).astype(np.float64)  # [R]
-    returns = np.concatenate([_present(sequence.returns) for sequence in sequences]).astype(np.float64)  # [R]
+    pairs = [(one.values, one.returns) for one in sequences if one.values is not None and one.returns is not None]
+    assert len(pairs) == len(sequences), "the critic learns from sequences with values and returns"
+    values, returns = (np.concatenate(arrays).astype(np.float64) for arrays in zip(*pairs, strict=True))  # [R] each
     metrics = {"value_mean": float(values.mean()), "return_mean": float(returns.mean())}
     variance = returns.var()
     if variance > MIN_RELATIVE_VARIANCE * max(np.square(returns).mean(), np.square(values).mean()):
@@ -168,17 +165,7 @@ def _micro_batch_loss(model: ValueModel, accelerator: Accelerator, recipe: Recip
         taken = sorted(RESERVED_METRICS & metrics.keys())
         if taken:
             raise ValueError(f"critic.value_loss returns a metric named `{taken[0]}`, which is srtrl's own: rename it")
-        for name, value in {"token loss": token_loss, **metrics}.items():
-            if value.shape != values.shape:
-                raise ValueError(
-                    f"critic.value_loss: {section.value_loss} must return one number a token, {tuple(values.shape)}; "
-                    f"{name} has shape {tuple(value.shape)}"
-                )
+        check_per_token(f"critic.value_loss: {section.value_loss}", {"token loss": token_loss, **metrics}, values)
         return token_loss.sum() / sequence_lengths.sum(), metrics
 
     return loss_of
-
-
-def _present(array: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32]:
-    assert array is not None, "the critic learns from sequences with values and returns"
-    return array

@@ -1,26 +1,60 @@
-"""Held-out accuracy with a confidence interval, through the same decoder and graders as training."""
+"""Held-out accuracy with confidence intervals, through the same decoder and graders as training.
+
+In training it is `evaluate`; outside of it (`srtrl eval`) `run_evals`: a policy on the held-out problems of one task,
+or of several, one after the other. At the end of the file are its statistics: pass@k, means with a 95% confidence
+interval, and maj@N, whether the answer that most of a problem's samples give is right (Wang et al. 2022, arXiv
+2203.11171).
+"""
 
 from __future__ import annotations
 
+import functools
+import math
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from itertools import chain
-from statistics import fmean, median
+from pathlib import Path
+from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, get_args
 
-from srtrl.rollout.collect import CollectProgress, collect_rollouts
-from srtrl.rollout.stage_timer import StageTimer
-from srtrl.trainer.eval_statistics import Estimate, confidence_interval, estimate, pass_at_k, pass_at_ks
+from srtrl.model.cpu_threads import set_cpu_threads
+from srtrl.recipe import Recipe
+from srtrl.rollout.collect import CollectProgress, StageTimer, collect_rollouts
+from srtrl.tasks.base import Task, check_task, load_task
+from srtrl.tasks.final_answer import extractor
+from srtrl.tasks.grading import Grader
+from srtrl.tasks.reward_input import RewardInput
+from srtrl.tasks.worker import Caught, Failure, Graded, IsolatedFunctions
+from srtrl.tasks.worker_pool import WorkerPool
+from srtrl.trainer import build
+from srtrl.trainer.checkpoint import checkpoint_name, latest_checkpoint, list_checkpoints
 from srtrl.types import GradeOutcome, Prompt, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from srtrl.engine.engine import Engine
-    from srtrl.recipe import Recipe
-    from srtrl.tasks.base import Task
-    from srtrl.tasks.grading import Grader
+    from srtrl.recipe import GradingSection
+    from srtrl.tasks.base import Verifier
+
+Z_95 = 1.959963984540054
+"""The 97.5% quantile of the normal distribution."""
+INTEGER = re.compile(r"-?[0-9]{1,18}")
+Same = Callable[[str, Sequence[str]], list[bool]]
+"""(text of a completion, answers) -> for each answer, whether the completion gives it."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Estimate:
+    """A share, with its 95% confidence interval."""
+
+    value: float
+    low: float
+    high: float
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -104,55 +138,10 @@ def evaluate(
     sampling: SamplingParams,
     seed: int,
     on_progress: Callable[[CollectProgress], None] | None = None,
-) -> EvalResult:
-    """Sample every problem `num_samples` times and grade: the figures of `sample_and_grade`.
+) -> tuple[list[RolloutGroup], EvalResult]:
+    """Sample every problem `num_samples` times and grade; the groups, one a problem in order, and their figures.
 
-    Raises:
-        ValueError: a problem that the engine can never serve.
-    """
-    graded = sample_and_grade(
-        engine,
-        grader,
-        tokenizer,
-        prompts,
-        num_samples=num_samples,
-        sampling=sampling,
-        seed=seed,
-        on_progress=on_progress,
-    )
-    return graded.summarise()
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class GradedSamples:
-    """What an evaluation decoded, before any figure is made of it."""
-
-    groups: list[RolloutGroup]
-    """One a problem, in order; all of the same number of samples."""
-    seconds: float
-    tokens_per_decode_step: float
-
-    def summarise(self, majority: Estimate | None = None) -> EvalResult:
-        """The figures, with those of a vote where one was held."""
-        return summarise(
-            self.groups, self.seconds, tokens_per_decode_step=self.tokens_per_decode_step, majority=majority
-        )
-
-
-def sample_and_grade(
-    engine: Engine,
-    grader: Grader,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    *,
-    num_samples: int,
-    sampling: SamplingParams,
-    seed: int,
-    on_progress: Callable[[CollectProgress], None] | None = None,
-) -> GradedSamples:
-    """Sample every problem `num_samples` times and grade.
-
-    The streams are those of purpose `eval`, whatever the training step: training noise is untouched, and two policies
+    The RNG keys are those of purpose `eval`, whatever the training step: training noise is untouched, and two policies
     are compared on the same noise (common random numbers: their difference varies less than each accuracy). The
     drafter works as in training, on a cache of its own for that purpose: the samples of a problem draft from each
     other, and from those of earlier evaluations. The engine's metrics since they were last taken are taken here.
@@ -174,11 +163,9 @@ def sample_and_grade(
         on_progress=on_progress,
         timer=timer,
     )
-    return GradedSamples(
-        groups=groups,
-        seconds=sum(timer.take().values()),
-        tokens_per_decode_step=engine.take_metrics()["engine/tokens_per_decode_step"],
-    )
+    seconds = sum(timer.take().values())
+    tokens_per_step = engine.take_metrics()["engine/tokens_per_decode_step"]
+    return groups, summarise(groups, seconds, tokens_per_decode_step=tokens_per_step)
 
 
 def summarise(
@@ -186,7 +173,6 @@ def summarise(
     seconds: float,
     *,
     tokens_per_decode_step: float | None = None,
-    majority: Estimate | None = None,
 ) -> EvalResult:
     """The figures of an evaluation's graded groups, all of the same number of samples."""
     rollouts = list(chain.from_iterable(group.rollouts for group in groups))
@@ -213,5 +199,265 @@ def summarise(
         num_tokens=sum(lengths),
         seconds=seconds,
         tokens_per_decode_step=tokens_per_decode_step,
-        majority=majority,
     )
+
+
+# --- srtrl eval -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EvalSource:
+    """What `srtrl eval MODEL_OR_RUN` names."""
+
+    model: str
+    """A checkpoint of the run, or the model as given."""
+    recipe_path: Path | None
+    """The run's recipe; None for a model."""
+
+
+def resolve_eval_source(model_or_run: str, *, step: int | None = None) -> EvalSource:
+    """A run folder (one with `recipe.yaml`) becomes its newest checkpoint, or that of `step`; else it is a model.
+
+    Raises:
+        ValueError: the run has no checkpoint (of that step), or `step` is given for a model.
+    """
+    folder = Path(model_or_run)
+    recipe_path = folder / "recipe.yaml"
+    if not recipe_path.is_file():
+        if step is not None:
+            raise ValueError(f"--step: {model_or_run} is not a run folder (it has no recipe.yaml)")
+        return EvalSource(model=model_or_run, recipe_path=None)
+    checkpoints = folder / "checkpoints"
+    if step is not None:
+        chosen: Path | None = checkpoints / checkpoint_name(step)
+    else:
+        chosen = latest_checkpoint(checkpoints)
+    if chosen is None or not chosen.is_dir():
+        known = ", ".join(path.name for path in list_checkpoints(checkpoints)) or "none"
+        raise ValueError(f"{folder} has no checkpoint{'' if step is None else f' of step {step}'}; there: {known}")
+    return EvalSource(model=str(chosen), recipe_path=recipe_path)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EvalJob:
+    """One set of held-out problems, and how the policy is asked about them."""
+
+    name: str
+    recipe: Recipe
+    """Task, rewards, lengths, grading, decoder and evaluation options; all jobs of a run share device and decoder."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EvalOutcome:
+    """What came of one job."""
+
+    job: EvalJob
+    task: Task
+    groups: list[RolloutGroup]
+    result: EvalResult
+
+    @property
+    def num_left_out(self) -> int:
+        """Problems whose prompt is longer than `rollout.max_prompt_tokens`."""
+        return self.task.load_report.get("eval/overlong", 0)
+
+
+def run_eval(model: str, recipe: Recipe, *, on_progress: Callable[[CollectProgress], None] | None = None) -> EvalResult:
+    """Evaluate the policy `model` on the recipe's task, as its `eval`, `rollout` and `rewards` sections say.
+
+    Args and errors are those of `run_evals`.
+    """
+    show = None if on_progress is None else lambda _, progress: on_progress(progress)
+    [outcome] = run_evals(model, [EvalJob(name=recipe.task.name, recipe=recipe)], on_progress=show)
+    return outcome.result
+
+
+def run_evals(
+    model: str, jobs: Sequence[EvalJob], *, on_progress: Callable[[EvalJob, CollectProgress], None] | None = None
+) -> Iterator[EvalOutcome]:
+    """Evaluate the policy `model` on each job, with one decoder; an outcome as soon as its job is done.
+
+    All problems are loaded before the weights, so that what is wrong with the last job's is not said after hours.
+
+    Args:
+        model: Hugging Face folder, hub name, `bundled:tiny`, or a checkpoint. `recipe.model.path` is not read;
+            `recipe.model.tokenizer` is, where it is set.
+        jobs: At least one.
+        on_progress: Called after each completion.
+
+    Raises:
+        ValueError: the model or a task cannot be loaded, or a task has no held-out problems.
+    """
+    recipes = [
+        job.recipe.model_copy(update={"model": job.recipe.model.model_copy(update={"path": model})}) for job in jobs
+    ]
+    for recipe in recipes:
+        check_task(recipe)
+    base = max(recipes, key=lambda one: one.rollout.max_prompt_tokens + one.rollout.max_new_tokens)
+    set_cpu_threads(base.num_threads)
+    tokenizer = build.build_tokenizer(base)
+    tasks = [load_task(recipe, tokenizer) for recipe in recipes]
+    prompts = [held_out_prompts(task, recipe) for task, recipe in zip(tasks, recipes, strict=True)]
+    policy = build.build_policy(base, model, build.choose_device(base))
+    engine = build.build_engine(base, policy, tokenizer)
+    for job, recipe, task, problems in zip(jobs, recipes, tasks, prompts, strict=True):
+        with Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens) as grader:
+            groups, result = evaluate(
+                engine,
+                grader,
+                tokenizer,
+                problems,
+                num_samples=recipe.eval.num_samples,
+                sampling=build.eval_sampling(recipe, build.response_end_ids(model, tokenizer)),
+                seed=recipe.seed,
+                on_progress=None if on_progress is None else functools.partial(on_progress, job),
+            )
+        scores = vote(groups, task.verifier, recipe.grading)
+        majority = None if scores is None else estimate(scores)
+        yield EvalOutcome(job=job, task=task, groups=groups, result=replace(result, majority=majority))
+
+
+# --- Statistics -------------------------------------------------------------------------------------------------------
+
+
+def estimate(scores: Sequence[float]) -> Estimate:
+    """The mean of one score in [0, 1] for each problem; problems are the independent units (`confidence_interval`)."""
+    low, high = confidence_interval(scores)
+    return Estimate(value=fmean(scores), low=low, high=high)
+
+
+def confidence_interval(scores: Sequence[float]) -> tuple[float, float]:
+    """95% confidence interval of the mean of the problems' scores.
+
+    Where every score is 0 or 1 (one sample a problem, pass@N of N samples): the Wilson score interval (Wilson 1927;
+    Brown, Cai and DasGupta 2001, section 3.1.1). Else mean +- z s / sqrt(n) over the n problems' scores, the standard
+    error clustered by problem of Miller 2024, "Adding Error Bars to Evals" (arXiv 2411.00640), section 2.2, cut to
+    [0, 1]. Where the scores do not vary (or there is one problem) s says nothing, and Wilson's interval for n problems
+    is used, which is the wider one.
+    """
+    mean, n = fmean(scores), len(scores)
+    spread = stdev(scores) if n > 1 else 0.0
+    if spread == 0.0 or all(score in (0.0, 1.0) for score in scores):
+        return wilson_interval(mean, n)
+    half = Z_95 * spread / math.sqrt(n)
+    return max(0.0, mean - half), min(1.0, mean + half)
+
+
+def wilson_interval(share: float, n: int) -> tuple[float, float]:
+    """Wilson's 95% score interval of a proportion `share` seen in `n` independent trials."""
+    z2 = Z_95 * Z_95
+    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = Z_95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Chance that at least one of k of a problem's samples is right, estimated without bias from `num_samples` of them.
+
+    1 - C(n - c, k) / C(n, k): Chen et al. 2021, "Evaluating Large Language Models Trained on Code" (arXiv 2107.03374),
+    equation 1; with whole numbers, so exact but for the last division.
+    """
+    assert 1 <= k <= num_samples
+    assert 0 <= num_correct <= num_samples
+    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def pass_at_ks(num_samples: int) -> list[int]:
+    """The k that are reported for N samples: 1, 2, 4, ... and N itself."""
+    return sorted({*(2**power for power in range(num_samples.bit_length())), num_samples})
+
+
+def macro_average(estimates: Sequence[Estimate]) -> Estimate:
+    """The mean over benchmarks, each of the same weight whatever its size.
+
+    The benchmarks are fixed and their problems independent, so squared errors add. The two arms of each benchmark's
+    interval stand for its error below and above, which differ near 0% and 100% (MOVER: Zou and Donner 2008,
+    "Construction of confidence limits about effect measures", section 2); for symmetric intervals this is the standard
+    error sqrt(sum of se^2) / number of benchmarks.
+    """
+    value = fmean(one.value for one in estimates)
+    below = math.hypot(*(one.value - one.low for one in estimates)) / len(estimates)
+    above = math.hypot(*(one.high - one.value for one in estimates)) / len(estimates)
+    return Estimate(value=value, low=max(0.0, value - below), high=min(1.0, value + above))
+
+
+def majority_scores(groups: Sequence[RolloutGroup], extract: Callable[[str], str | None], same: Same) -> list[float]:
+    """For each problem, the chance that its most frequent answer is right.
+
+    The votes are the samples with a final answer whose grading did not fail; the others abstain. Samples that the
+    verifier accepted equal the reference and so each other: they are one cluster, and a vote is right where it is the
+    largest. The answers of wrong samples are clustered one after the other: each joins the first cluster whose first
+    member the verifier finds it equal to. Of n largest clusters of equal size each is taken with chance 1/n, so a tie
+    that the right one is in counts 1/n; where nobody votes, the score is 0.
+    """
+    return [_score(group, extract, same) for group in groups]
+
+
+def _score(group: RolloutGroup, extract: Callable[[str], str | None], same: Same) -> float:
+    num_right = sum(rollout.grade.outcome == "correct" for rollout in group.rollouts)
+    wrong = [rollout.text for rollout in group.rollouts if rollout.grade.outcome == "wrong"]
+    votes = [(text, _plain(answer)) for text in wrong if (answer := extract(text)) is not None]
+    if num_right == 0 or num_right > len(votes):
+        return float(num_right > 0)  # whatever the clusters of the wrong ones are
+    sizes = _cluster_sizes(votes, same)
+    if max(sizes) > num_right:
+        return 0.0
+    return 1 / (1 + sizes.count(num_right))
+
+
+def _cluster_sizes(votes: Sequence[tuple[str, str]], same: Same) -> list[int]:
+    """Sizes of the clusters of equal answers among (text, answer) pairs."""
+    texts = {answer: text for text, answer in reversed(votes)}
+    sizes: dict[str, int] = {}
+    for answer, count in Counter(answer for _, answer in votes).items():
+        candidates = [first for first in sizes if not (INTEGER.fullmatch(answer) and INTEGER.fullmatch(first))]
+        equal = [first for first, found in zip(candidates, same(texts[answer], candidates), strict=True) if found]
+        known = equal[0] if equal else answer
+        sizes[known] = sizes.get(known, 0) + count
+    return list(sizes.values())
+
+
+def _plain(answer: str) -> str:
+    """An integer without leading zeros, so that two integers are equal where their texts are, without the verifier."""
+    return str(int(answer)) if INTEGER.fullmatch(answer) else answer
+
+
+def vote(groups: Sequence[RolloutGroup], verifier: Verifier, grading: GradingSection) -> list[float] | None:
+    """`majority_scores` by the task's verifier; None with one sample a problem, or a verifier without `extract`."""
+    extract = extractor(verifier)
+    if extract is None or len(groups[0].rollouts) == 1:
+        return None
+    with ExitStack() as stack:
+        return majority_scores(groups, extract, _comparer(verifier, grading, stack))
+
+
+def _comparer(verifier: Verifier, grading: GradingSection, stack: ExitStack) -> Same:
+    """Compares completions with answers by a task's verifier, in worker processes where it is `isolated`.
+
+    A comparison that fails (an answer that cannot be read as a reference, a timeout) counts as not the same. `stack`
+    ends the workers; most votes are decided without a comparison, so that none are started.
+    """
+
+    def is_same(text: str, answer: str) -> bool:
+        with Caught():
+            return bool(verifier(text, answer))
+        return False
+
+    @functools.cache
+    def pool() -> WorkerPool:
+        functions = IsolatedFunctions(verifier=verifier, rewards=())
+        return stack.enter_context(closing(WorkerPool(functions, grading.num_workers, grading.timeout_seconds)))
+
+    def same(text: str, answers: Sequence[str]) -> list[bool]:
+        if not getattr(verifier, "isolated", False):
+            return [is_same(text, answer) for answer in answers]
+        waiting: list[Future[Graded | Failure]] = [pool().submit(_as_input(text, answer)) for answer in answers]
+        verdicts = [future.result() for future in waiting]
+        return [isinstance(verdict, Graded) and bool(verdict.correct) for verdict in verdicts]
+
+    return same
+
+
+def _as_input(text: str, answer: str) -> RewardInput:
+    prompt = Prompt(prompt_id="vote", text="", token_ids=(0,), answer=answer)
+    return RewardInput(prompt=prompt, text=text, correct=None, finish_reason="stop", num_tokens=1, max_new_tokens=1)

@@ -1,22 +1,31 @@
-"""The folder of a run: who may write into it, and what a resume finds there."""
+"""The folder of a run: who may write into it, what a resume finds there, its files, and what a run says of itself."""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
 from srtrl.engine.kv_memory import CPU_GIB
-from srtrl.metrics import MetricLog, sync_folder, write_atomic
+from srtrl.engine.stats import DecodeStep
+from srtrl.metrics import MetricLog, MetricRow, read_metrics, sync_folder, write_atomic
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import dump_recipe, load_recipe
 from srtrl.trainer.build import choose_device, is_deterministic
 from srtrl.trainer.checkpoint import clean_unfinished, latest_checkpoint
+from srtrl.types import RolloutGroup
 
+NO_STAGES = frozenset({"step", "tokens_per_second", "update_tokens_per_second", "update_mfu"})
+"""Names under `time/` that are not the seconds of a stage: the sum of all, and speeds."""
 NAMES_BEFORE_RECIPE = frozenset({".lock", "rollouts", "timeline", "checkpoints"})
 """What a run that was killed at its very start may have left: the recipe is written after these."""
 FREE_KEYS = (
@@ -224,3 +233,278 @@ def _flatten(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
             yield from _flatten(item, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, value
+
+
+# --- Files of a step --------------------------------------------------------------------------------------------------
+
+ROLLOUT_COLUMNS = {
+    "prompt_id": "string",
+    "draw_index": "int32",
+    "sample_index": "int32",
+    "prompt": "string",
+    "prompt_token_ids": "list<int32>",
+    "token_ids": "list<int32>",
+    "text": "string",
+    "rollout_logprobs": "list<float>",
+    "advantage": "float",
+    "reward": "float",
+    "outcome": "string",
+    "finish_reason": "string",
+    "policy_version": "int32",
+}
+"""Columns of `rollouts/step_000001.parquet`, one row a sample; beside them a `reward_<name>` (unweighted) for each
+reward of the recipe."""
+
+
+def step_file_name(step: int) -> str:
+    """File name of the rollouts, or of the timeline, of `step`."""
+    return f"step_{step:06d}.parquet"
+
+
+def write_rollouts(path: Path, groups: Sequence[RolloutGroup], advantages: Mapping[tuple[int, int], float]) -> None:
+    """Write all samples of a step, as they were learned from; the file is whole or not there.
+
+    Args:
+        path: The file.
+        groups: All groups of the step, those that a filter dropped too.
+        advantages: Advantage of (draw, sample); a sample without one was dropped by a filter and gets a null.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rows: list[dict[str, object]] = []
+    for rollout in rollouts:
+        given: dict[str, object] = {
+            "prompt_id": rollout.prompt.prompt_id,
+            "prompt": rollout.prompt.text,
+            "prompt_token_ids": rollout.prompt.token_ids,
+            "advantage": advantages.get((rollout.draw_index, rollout.sample_index)),
+            "reward": rollout.grade.reward,
+            "outcome": rollout.grade.outcome,
+            **{f"reward_{name}": value for name, value in rollout.grade.parts.items()},
+        }
+        rows.append({name: getattr(rollout, name) for name in ROLLOUT_COLUMNS if name not in given} | given)
+    parts = rollouts[0].grade.parts if rollouts else ()
+    _write_table(path, rows, ROLLOUT_COLUMNS | {f"reward_{name}": "float" for name in parts})
+
+
+TIMELINE_COLUMNS = {"seconds": "float"} | dict.fromkeys(
+    ("num_primaries", "num_run_ahead", "num_waiting", "num_rows", "num_prefill", "num_tokens"), "int32"
+)
+"""Columns of `timeline/step_000001.parquet`, one row a decode step: the fields of `DecodeStep`."""
+
+
+def write_timeline(path: Path, steps: Sequence[DecodeStep]) -> None:
+    """Write the decode steps of a training step, in order; the file is whole or not there."""
+    _write_table(path, [{name: getattr(step, name) for name in TIMELINE_COLUMNS} for step in steps], TIMELINE_COLUMNS)
+
+
+def read_timeline(path: Path) -> list[DecodeStep]:
+    """Read the decode steps of a training step, in order.
+
+    Raises:
+        ValueError: It is not a timeline file; the message names it.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    names = list(TIMELINE_COLUMNS)
+    try:
+        rows = pyarrow.parquet.read_table(path, columns=names).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path}: cannot read this timeline: {error}") from error
+    missing = [name for name in names if rows and name not in rows[0]]
+    if missing:
+        raise ValueError(f"{path}: no column `{missing[0]}`; expected a file of a run's timeline/")
+    return [DecodeStep(**row) for row in rows]
+
+
+def _write_table(path: Path, rows: Sequence[Mapping[str, object]], columns: Mapping[str, str]) -> None:
+    """A Parquet file with these columns; Arrow's names of their types, `list<...>` for lists."""
+    import pyarrow
+    import pyarrow.parquet
+
+    types = {"list<int32>": pyarrow.list_(pyarrow.int32()), "list<float>": pyarrow.list_(pyarrow.float32())}
+    schema = pyarrow.schema([(name, types.get(kind, kind)) for name, kind in columns.items()])
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), sink, compression="zstd")
+    write_atomic(path, sink.getvalue().to_pybytes())
+
+
+# --- What a run says -----------------------------------------------------------------------------------------------
+
+
+class RunProgress:
+    """Two bars on a terminal (steps of the run, samples of the running stage); plain lines where there is none."""
+
+    def __init__(self, title: str, num_steps: int, *, console: Console | None = None, plain_every: int = 1) -> None:
+        """Show `num_steps` steps.
+
+        Args:
+            title: Name of the outer bar.
+            num_steps: Steps of the whole run.
+            console: Where to write; standard output by default.
+            plain_every: Without a terminal, print every this many steps (and the last).
+        """
+        self.console = console if console is not None else Console()
+        self._title = title
+        self._num_steps = num_steps
+        self._plain_every = plain_every
+        self._bars: Progress | None = None
+        self._outer = self._inner = TaskID(0)
+        if self.console.is_terminal:
+            self._bars = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[text]}"),
+                console=self.console,
+            )
+            self._outer = self._bars.add_task(title, total=num_steps, text="")
+            self._inner = self._bars.add_task("", total=1, text="", visible=False)
+
+    def __enter__(self) -> Self:
+        if self._bars is not None:
+            self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def expect(self, num_steps: int) -> None:
+        """There are other steps than was thought."""
+        self._num_steps = num_steps
+        if self._bars is not None:
+            self._bars.update(self._outer, total=num_steps)
+
+    def step(self, step: int, text: str) -> None:
+        """Step `step` (1-based) is done; `text` says how it went."""
+        if self._bars is not None:
+            self._bars.update(self._outer, completed=step, text=text)
+            self._bars.update(self._inner, visible=False)
+        elif step % self._plain_every == 0 or step == self._num_steps:
+            self.say(f"{self._title} step {step}/{self._num_steps}  {text}")
+
+    def stage(self, name: str, num_done: int, num_total: int, text: str = "") -> None:
+        """Show how far the running stage is (a terminal only)."""
+        if self._bars is not None:
+            self._bars.update(
+                self._inner, description=f"  {name}", completed=num_done, total=num_total, text=text, visible=True
+            )
+
+    def say(self, text: str) -> None:
+        """Print one line, above the bars."""
+        self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class HeldOut:
+    """One evaluation on the held-out problems."""
+
+    step: int
+    accuracy: float
+    accuracy_low: float
+    """Lower end of the 95% confidence interval."""
+    accuracy_high: float
+    num_problems: int
+    num_samples: int
+    mean_length: float
+    """Mean response length in tokens."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RunSummary:
+    """What a run did; timing as far as its steps are in `metrics.jsonl`."""
+
+    name: str
+    num_steps: int
+    """Training steps done."""
+    interrupted: bool
+    before: HeldOut | None
+    """The policy that the run started from; None where the recipe asks for no evaluation."""
+    after: HeldOut | None
+    """The latest evaluation of a trained policy."""
+    best: HeldOut | None
+    """The most accurate evaluation (the earliest of equals)."""
+    first_reward: float | None
+    """Mean training reward of the first step."""
+    last_reward: float | None
+    seconds: dict[str, float]
+    """Seconds of each stage over the whole run."""
+    num_prompt_tokens: int
+    num_response_tokens: int
+    num_skipped_steps: int
+    """Steps in which neither policy nor critic learned: filters or overlong filtering left no sample."""
+
+
+def summarise_run(name: str, rows: Sequence[MetricRow], *, interrupted: bool) -> RunSummary:
+    """The summary of the rows of `metrics.jsonl`."""
+    steps = [row for row in rows if row["step"] > 0]
+    evals = [_held_out(row) for row in rows if "eval/accuracy" in row]
+    trained = [held_out for held_out in evals if held_out.step > 0]
+    return RunSummary(
+        name=name,
+        num_steps=len(steps),
+        interrupted=interrupted,
+        before=next((held_out for held_out in evals if held_out.step == 0), None),
+        after=trained[-1] if trained else None,
+        best=max(evals, key=lambda held_out: held_out.accuracy, default=None),
+        first_reward=steps[0]["reward/mean"] if steps else None,
+        last_reward=steps[-1]["reward/mean"] if steps else None,
+        seconds={stage: sum(row.get(f"time/{stage}", 0.0) for row in rows) for stage in sorted(timed_stages(rows))},
+        num_prompt_tokens=int(sum(row["tokens/prompt"] for row in steps)),
+        num_response_tokens=int(sum(row["tokens/response"] for row in steps)),
+        num_skipped_steps=sum("grad_norm" not in row and "critic/grad_norm" not in row for row in steps),
+    )
+
+
+def write_summary(folder: Path, name: str, *, interrupted: bool) -> RunSummary:
+    """Write `summary.json` of the run in `folder` from its `metrics.jsonl`."""
+    summary = summarise_run(name, read_metrics(folder / "metrics.jsonl"), interrupted=interrupted)
+    write_atomic(folder / "summary.json", json.dumps(asdict(summary), indent=2) + "\n")
+    return summary
+
+
+def summary_table(summary: RunSummary) -> Table:
+    """Before, after and time by stage, for people."""
+    table = Table(title=f"{summary.name}: {summary.num_steps} steps", show_header=False)
+    table.add_row("held-out accuracy before", _accuracy(summary.before))
+    table.add_row("held-out accuracy after", _accuracy(summary.after))
+    if summary.before is not None:
+        table.add_row("held-out problems x samples", f"{summary.before.num_problems} x {summary.before.num_samples}")
+    if summary.before is not None and summary.after is not None:
+        gain = summary.after.accuracy - summary.before.accuracy
+        table.add_row("gain", f"{100 * gain:+.1f} points", end_section=True)
+    if summary.first_reward is not None and summary.last_reward is not None:
+        table.add_row("training reward, first to last step", f"{summary.first_reward:.3f} to {summary.last_reward:.3f}")
+    if summary.num_skipped_steps:
+        table.add_row("steps with nothing to learn from", str(summary.num_skipped_steps))
+    table.add_row("response tokens", f"{summary.num_response_tokens:,}", end_section=True)
+    total = sum(summary.seconds.values())
+    for stage, seconds in sorted(summary.seconds.items(), key=lambda item: -item[1]):
+        table.add_row(f"time: {stage}", f"{seconds:.1f} s  ({seconds / total:.0%})" if total else "0 s")
+    table.add_row("time: all stages", f"{total:.1f} s")
+    return table
+
+
+def _held_out(row: MetricRow) -> HeldOut:
+    return HeldOut(
+        step=int(row["step"]),
+        accuracy=row["eval/accuracy"],
+        accuracy_low=row["eval/accuracy_low"],
+        accuracy_high=row["eval/accuracy_high"],
+        num_problems=int(row["eval/num_problems"]),
+        num_samples=int(row["eval/num_samples"]),
+        mean_length=row["eval/length/mean"],
+    )
+
+
+def _accuracy(held_out: HeldOut | None) -> str:
+    if held_out is None:
+        return "not evaluated"
+    return f"{held_out.accuracy:.1%}  (95%: {held_out.accuracy_low:.1%} to {held_out.accuracy_high:.1%})"
+
+
+def timed_stages(rows: Iterable[Mapping[str, float]]) -> set[str]:
+    """Names of the stages whose seconds are in these rows of `metrics.jsonl`, without `time/`."""
+    return {name.removeprefix("time/") for row in rows for name in row if name.startswith("time/")} - NO_STAGES

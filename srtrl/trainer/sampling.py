@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from statistics import fmean
+from typing import TYPE_CHECKING, get_args
+
+import numpy as np
+import numpy.typing as npt
 
 from srtrl.recipe import Recipe
-from srtrl.rollout.collect import Collector, CollectProgress, collect_rollouts
+from srtrl.rollout.collect import Collector, CollectProgress, StageTimer, collect_rollouts
 from srtrl.rollout.dynamic_sampling import BatchLimits, sample_until_full
 from srtrl.rollout.run_ahead import run_ahead_requests
-from srtrl.rollout.stage_timer import StageTimer
 from srtrl.trainer.build import train_sampling
 from srtrl.trainer.credit import filter_groups
-from srtrl.trainer.data_order import DataOrder
-from srtrl.trainer.step_metrics import rollout_metrics
-from srtrl.types import Prompt, Request, RolloutGroup
+from srtrl.types import GradeOutcome, Prompt, Request, RolloutGroup
 
 if TYPE_CHECKING:
+    from srtrl.engine.stats import DecodeStep
     from srtrl.trainer.trainer import TrainerParts
 
 MAX_NEXT_USES = 4096
@@ -35,7 +38,35 @@ class StepRollouts:
     kept: list[RolloutGroup]
     """Those that the filters keep, in data order."""
     metrics: dict[str, float]
-    """What the policy did, and what was drawn for it."""
+    """What the policy did, what was drawn for it, and the engine's."""
+    timeline: list[DecodeStep]
+    """The decode steps that it took."""
+
+
+class DataOrder:
+    """A seeded permutation of the prompts for each epoch, laid end to end: which prompt is drawn when.
+
+    A pure function of (seed, place in the run), so that one can look ahead.
+
+    Draw number `d` of a run is place `d % num_prompts` of the permutation of epoch `d // num_prompts`. A step takes the
+    next draws, with dynamic sampling as many as it needs, and may cross an epoch's end, so no prompt is left over.
+    """
+
+    def __init__(self, num_prompts: int, seed: int) -> None:
+        if num_prompts < 1:
+            raise ValueError("the task has no training prompts: check task.options (and what was dropped at load)")
+        self.num_prompts = num_prompts
+        self.seed = seed
+        self._epoch = -1
+        self._permutation: npt.NDArray[np.int64] = np.empty(0, np.int64)
+
+    def prompt_of(self, draw: int) -> int:
+        """Prompt index of draw `draw` of the run (0-based)."""
+        epoch, place = divmod(draw, self.num_prompts)
+        if epoch != self._epoch:
+            self._permutation = np.random.default_rng((self.seed, epoch)).permutation(self.num_prompts)
+            self._epoch = epoch
+        return int(self._permutation[place])
 
 
 class StepSampler:
@@ -62,10 +93,10 @@ class StepSampler:
         """
         first = self.num_draws
         self.parts.engine.drafter.set_next_uses(self.next_uses(step))
-        sample = self._sample_until_full if self.recipe.rollout.dynamic_sampling else self._sample_once
+        rollout = self.recipe.rollout
+        sample = self._sample_until_full if rollout.dynamic_sampling else self._sample_once
         groups, kept = sample(step, on_progress, timer)
         self.num_draws = first + len(groups)
-        rollout = self.recipe.rollout
         metrics = rollout_metrics(groups) | {
             "data/epoch": first / self.order.num_prompts,
             "data/draws": len(groups),
@@ -73,7 +104,9 @@ class StepSampler:
             "groups/dropped": len(groups) - len(kept),
             "groups/short": rollout.num_prompts - len(kept) if rollout.dynamic_sampling else 0,
         }
-        return StepRollouts(groups=groups, kept=kept, metrics=metrics)
+        engine = self.parts.engine
+        metrics |= engine.take_metrics()
+        return StepRollouts(groups=groups, kept=kept, metrics=metrics, timeline=engine.take_timeline())
 
     def draws(self, which: range) -> list[tuple[int, Prompt]]:
         """(draw index, prompt) of draws of the run; a pure function of the seed, so that one can look ahead."""
@@ -81,8 +114,7 @@ class StepSampler:
 
     def prompt_of(self, draw: int) -> Prompt:
         """The prompt of one draw of the run."""
-        (index,) = self.order.draws(draw, 1)
-        return self.parts.task.train_prompts[index]
+        return self.parts.task.train_prompts[self.order.prompt_of(draw)]
 
     def next_uses(self, step: int) -> list[tuple[int, ...]]:
         """Token ids of the prompts that are drawn from this step on, in order, as far as a drafter's cache cares."""
@@ -180,3 +212,31 @@ class StepSampler:
             seed=self.recipe.seed,
             coupled=rollout.run_ahead_coupled,
         )
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """What the policy did in a step, before any filter.
+
+    `reward/mean` is the weighted sum, `reward/<name>` each reward's own unweighted mean; `accuracy` the share of
+    samples graded correct (a failed grading is not correct); `groups/all_right` and `groups/all_wrong` count groups
+    whose samples are all correct, or none of them; lengths in response tokens; `tokens/prompt` counts a draw's prompt
+    once, for its pages are shared by the samples.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    outcomes = Counter(rollout.grade.outcome for rollout in rollouts)
+    metrics = {"reward/mean": fmean(rollout.grade.reward for rollout in rollouts)}
+    for name in rollouts[0].grade.parts:
+        metrics[f"reward/{name}"] = fmean(rollout.grade.parts[name] for rollout in rollouts)
+    right = [[rollout.grade.outcome == "correct" for rollout in group.rollouts] for group in groups]
+    metrics |= {
+        "groups/all_right": sum(map(all, right)),
+        "groups/all_wrong": len(right) - sum(map(any, right)),
+        "accuracy": outcomes["correct"] / len(rollouts),
+        "length/mean": fmean(lengths),
+        "length/max": max(lengths),
+        "length/truncated_share": fmean(rollout.finish_reason == "length" for rollout in rollouts),
+        "tokens/prompt": sum(len(group.prompt.token_ids) for group in groups),
+        "tokens/response": sum(lengths),
+    }
+    return metrics | {f"grading/{outcome}": outcomes[outcome] for outcome in get_args(GradeOutcome)}

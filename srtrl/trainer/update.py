@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +21,7 @@ from srtrl.model.attention import PackedPlan, copy_to_device
 from srtrl.model.logprobs import token_logprobs
 from srtrl.recipe import Recipe
 from srtrl.rollout.packing import PackedBatch, pack
+from srtrl.trainer.credit import with_numbers
 from srtrl.trainer.objective import Objective
 from srtrl.trainer.optimizer import gradient_holders, planned_learning_rate, set_learning_rate
 from srtrl.types import TrainSequence
@@ -83,12 +84,12 @@ def update_policy(
     """
     assert sequences, "no sequences: the caller skips the update where there is nothing to learn from"
     train, updates = recipe.train, recipe.policy_updates
-    objective = Objective.from_recipe(recipe, kl_coefficient=kl_coefficient)
+    objective = Objective(recipe, kl_coefficient=kl_coefficient)
     sequences, difference = _with_old_logprobs(policy, accelerator, sequences, recipe, step)
     first_logprobs: list[Tensor] = []  # of the first mini-batch, where they are yet to be compared
 
     def micro_batch_loss(packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        logprobs, entropy = response_logprobs(policy, packed, accelerator, objective.temperature)  # [R]
+        logprobs, entropy = response_logprobs(policy, packed, accelerator, recipe.rollout.temperature)  # [R]
         if difference is None:
             first_logprobs.append(logprobs.detach())
         loss, metrics = objective.micro_batch_loss(logprobs, packed, sequence_lengths)
@@ -129,20 +130,20 @@ def _with_old_logprobs(
     policy: Transformer, accelerator: Accelerator, sequences: Sequence[TrainSequence], recipe: Recipe, step: int
 ) -> tuple[list[TrainSequence], dict[str, float] | None]:
     """Fill `old_logprobs`; where that costs a forward pass, it measures the log-prob difference too."""
+    train = recipe.train
     if recipe.algorithm.old_logprobs == "rollout":
-        return [replace(sequence, old_logprobs=sequence.rollout_logprobs) for sequence in sequences], None
+        return with_numbers(sequences, "old_logprobs", [one.rollout_logprobs for one in sequences]), None
     logprobs = compute_logprobs(
         policy,
         sequences,
         accelerator,
-        micro_batch_tokens=recipe.train.micro_batch_tokens,
+        micro_batch_tokens=train.micro_batch_tokens,
         temperature=recipe.rollout.temperature,
     )
     difference = logprob_difference(
-        sequences, logprobs, max_difference=recipe.train.max_logprob_difference, where=f"step {step}"
+        sequences, logprobs, max_difference=train.max_logprob_difference, where=f"step {step}"
     )
-    filled = [replace(sequence, old_logprobs=old) for sequence, old in zip(sequences, logprobs, strict=True)]
-    return filled, difference
+    return with_numbers(sequences, "old_logprobs", logprobs), difference
 
 
 def next_kl_coefficient(

@@ -7,12 +7,13 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from srtrl.metrics import write_atomic
@@ -25,30 +26,19 @@ from srtrl.recipe import ArchitectureSection, Recipe, WarmStartSection
 from srtrl.rollout.packing import pack
 from srtrl.tasks.base import Task, load_task, task_texts
 from srtrl.tasks.grading import Grader
-from srtrl.trainer.build import (
-    DTYPES,
-    build_engine,
-    build_policy,
-    build_tokenizer,
-    check_compiler,
-    choose_device,
-    eval_sampling,
-    response_end_ids,
-    set_update_options,
-)
+from srtrl.trainer import build
+from srtrl.trainer.build import DTYPES
 from srtrl.trainer.checkpoint import save_policy
 from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
 from srtrl.trainer.optimizer import (
     MasterWeightAdamW,
-    build_optimizer,
     gradient_holders,
     learning_rate_at,
     set_learning_rate,
 )
 from srtrl.trainer.out_of_memory import PeakMemory, explain_out_of_memory, optimizer_bytes, tensor_bytes
-from srtrl.trainer.progress import RunProgress
-from srtrl.trainer.solutions import SolutionStream
-from srtrl.trainer.tokenizer_training import train_tokenizer
+from srtrl.trainer.run_folder import RunProgress
+from srtrl.trainer.sampling import DataOrder
 from srtrl.types import Prompt, TrainSequence
 
 if TYPE_CHECKING:
@@ -56,6 +46,9 @@ if TYPE_CHECKING:
 
     from srtrl.model.transformer import Transformer
 
+END_OF_TEXT = "<|endoftext|>"
+"""The only special token of a trained tokenizer: ends a response, and pads."""
+NUM_BYTES = 256
 TOKENIZER_PROBLEMS = 10_000
 """Most problems whose texts train a tokenizer, from the first; merges of a larger sample hardly differ."""
 
@@ -90,8 +83,8 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
     section = _check(recipe, overwrite)
     start = time.perf_counter()
     set_cpu_threads(recipe.num_threads)
-    device = choose_device(recipe)
-    check_compiler(recipe)
+    device = build.choose_device(recipe)
+    build.check_compiler(recipe)
     tokenizer = _tokenizer(recipe, section)
     task = load_task(recipe, tokenizer)
     problems = held_out_prompts(task, recipe) if recipe.eval.before_and_after else []
@@ -158,7 +151,7 @@ def _check_output(output: Path, overwrite: bool) -> None:
 def _tokenizer(recipe: Recipe, section: WarmStartSection) -> PreTrainedTokenizerBase:
     """The model's tokenizer, or one trained on the texts of the task's training problems."""
     if section.train_tokenizer_vocab_size is None:
-        return build_tokenizer(recipe)
+        return build.build_tokenizer(recipe)
     texts = islice(task_texts(recipe), TOKENIZER_PROBLEMS)
     return train_tokenizer(texts, section.train_tokenizer_vocab_size)
 
@@ -168,10 +161,10 @@ def _model(
 ) -> Transformer:
     """The model to fine-tune: random weights of the recipe's architecture, or those of `model.path`."""
     if section.architecture is None:
-        return build_policy(recipe, recipe.model.path, device)
+        return build.build_policy(recipe, recipe.model.path, device)
     config = config_from_hf(hf_config(section.architecture, tokenizer))
     model = init_model(config, recipe.seed, dtype=DTYPES[recipe.model.dtype], device=device)
-    set_update_options(model, recipe)
+    build.set_update_options(model, recipe)
     return model
 
 
@@ -194,13 +187,7 @@ def _fine_tune(
     Where the weights have float32 masters, those are the model's at the end, so that `save_dtype` float32 saves what
     was learned to the last bit.
     """
-    optimizer = build_optimizer(
-        model,
-        learning_rate=section.learning_rate,
-        weight_decay=section.weight_decay,
-        betas=recipe.train.betas,
-        eps=recipe.train.eps,
-    )
+    optimizer = build.make_optimizer(model, section, recipe)
     losses: list[float] = []
     memory = PeakMemory(model.device)
 
@@ -259,7 +246,7 @@ def _save(
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    end_ids = () if section.architecture is not None else response_end_ids(recipe.model.path, tokenizer)
+    end_ids = () if section.architecture is not None else build.response_end_ids(recipe.model.path, tokenizer)
     save_policy(
         temporary,
         model=model,
@@ -277,17 +264,18 @@ def _save(
 def _evaluate(recipe: Recipe, task: Task, output: Path, device: torch.device, problems: Sequence[Prompt]) -> EvalResult:
     """Held-out accuracy of the saved weights, as RL will load them."""
     tokenizer = load_tokenizer(str(output))
-    engine = build_engine(recipe, build_policy(recipe, str(output), device), tokenizer)
+    engine = build.build_engine(recipe, build.build_policy(recipe, str(output), device), tokenizer)
     with Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens) as grader:
-        return evaluate(
+        _, result = evaluate(
             engine,
             grader,
             tokenizer,
             problems,
             num_samples=recipe.eval.num_samples,
-            sampling=eval_sampling(recipe, response_end_ids(str(output), tokenizer)),
+            sampling=build.eval_sampling(recipe, build.response_end_ids(str(output), tokenizer)),
             seed=recipe.seed,
         )
+    return result
 
 
 def _record(recipe: Recipe, summary: WarmStartSummary) -> str:
@@ -303,3 +291,130 @@ def _record(recipe: Recipe, summary: WarmStartSummary) -> str:
         "held_out": {name: value for name, value in held_out.items() if name != "time/eval"},
     }
     return json.dumps(record, indent=2) + "\n"
+
+
+def solution_sequence(task: Task, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> TrainSequence:
+    """Prompt, solution and end token; the solution is tokenised alone, so that the boundary is the one that RL sees.
+
+    The fields that only RL reads are zero.
+
+    Raises:
+        ValueError: the task has no solution for this prompt.
+    """
+    assert tokenizer.eos_token_id is not None, "refused by SolutionStream"
+    solution_ids = tokenizer.encode(task.solution(prompt), add_special_tokens=False)
+    token_ids = np.array([*prompt.token_ids, *solution_ids, tokenizer.eos_token_id], np.int64)
+    zeros = np.zeros(len(solution_ids) + 1, np.float32)
+    return TrainSequence(
+        token_ids=token_ids,
+        num_prompt_tokens=len(prompt.token_ids),
+        draw_index=0,
+        rollout_logprobs=zeros,
+        advantages=zeros,
+    )
+
+
+class SolutionStream:
+    """The endless stream of solutions of the task's first `num_problems` training problems, in the seeded data order.
+
+    A solution that no rollout could produce, for it has more than `max_new_tokens` tokens, is left out and counted.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        num_problems: int,
+        max_new_tokens: int,
+        seed: int,
+        noise: float = 0.0,
+    ) -> None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no end token (eos_token), so that none could be learned")
+        self._task = task
+        self._tokenizer = tokenizer
+        self._order = DataOrder(num_problems, seed)
+        self._max_new_tokens = max_new_tokens
+        self._noise = noise
+        self._random = np.random.default_rng((seed, 0x501))
+        self._position = 0
+        self._pending: TrainSequence | None = None
+        self.num_overlong = 0
+        """Draws left out so far."""
+
+    def batch(self, num_tokens: int) -> list[TrainSequence]:
+        """The next sequences that fit in `num_tokens` packed tokens; at least one.
+
+        Raises:
+            ValueError: a problem has no solution, or all of them are too long.
+        """
+        sequences: list[TrainSequence] = []
+        used = 0
+        while True:
+            sequence = self._pending if self._pending is not None else self._next()
+            self._pending = None
+            if sequences and used + len(sequence.token_ids) > num_tokens:
+                self._pending = sequence
+                return sequences
+            sequences.append(sequence)
+            used += len(sequence.token_ids)
+
+    def _next(self) -> TrainSequence:
+        for _ in range(self._order.num_prompts):
+            index = self._order.prompt_of(self._position)
+            self._position += 1
+            sequence = solution_sequence(self._task, self._tokenizer, self._task.train_prompts[index])
+            if len(sequence.advantages) <= self._max_new_tokens:
+                self._spoil(sequence)
+                return sequence
+            self.num_overlong += 1
+        raise ValueError(f"every solution is longer than rollout.max_new_tokens ({self._max_new_tokens}): raise it")
+
+    def _spoil(self, sequence: TrainSequence) -> None:
+        """Replace the recipe's share of the solution's tokens by uniformly random ones, in place."""
+        if self._noise:
+            solution = sequence.token_ids[sequence.num_prompt_tokens :]
+            chosen = self._random.random(len(solution)) < self._noise
+            solution[chosen] = self._random.integers(0, len(self._tokenizer), int(chosen.sum()))
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """Train a byte-level BPE tokenizer that encodes any text and decodes it back to the same text.
+
+    All 256 bytes are tokens, so nothing is ever unknown; every digit is a token of its own, so that a small policy sees
+    numbers place by place. Merges are learned from `texts` alone; the result is the same for the same texts.
+
+    Args:
+        texts: What to learn the merges from.
+        vocab_size: Most tokens, the bytes and the end token included; fewer where no pair is left to merge.
+
+    Raises:
+        ValueError: `vocab_size` has no room for the bytes and the end token.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if vocab_size < NUM_BYTES + 1:
+        raise ValueError(
+            f"warm_start.train_tokenizer_vocab_size ({vocab_size}) must be at least {NUM_BYTES + 1}: "
+            f"{NUM_BYTES} bytes and {END_OF_TEXT}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
