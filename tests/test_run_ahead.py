@@ -9,7 +9,6 @@ import pytest
 from tiny_run import make_policy, make_recipe
 
 from srtrl.drafters.srt import Drafter
-from srtrl.engine import speculation
 from srtrl.engine.sampling import make_rng_key
 from srtrl.metrics import read_metrics
 from srtrl.rollout.collect import collect_rollouts, sample_requests
@@ -88,7 +87,6 @@ def test_the_trainer_looks_one_step_ahead_and_says_what_comes(tmp_path: Path, mo
         return collect_rollouts(*arguments, run_ahead=run_ahead, **options)
 
     monkeypatch.setattr(sampling, "collect_rollouts", collect)
-    monkeypatch.setattr(speculation, "rehearse_once", lambda drafter: None)  # a drafter that is told of other prompts
     monkeypatch.setattr(Drafter, "set_next_uses", lambda self, prompts: next_uses.append(list(prompts)), raising=False)
     recipe = make_recipe(
         make_policy(tmp_path / "policy"), tmp_path, train__num_steps=3, rollout__run_ahead_max_slowdown=100.0

@@ -14,7 +14,7 @@ from rich.console import Console
 from tiny_run import make_policy, make_recipe
 from torch import Tensor
 
-from srtrl.engine.runner import ModelRunner
+from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.metrics import read_metrics
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import collect_rollouts
@@ -155,13 +155,13 @@ def test_evaluation_logging_slots_and_released_pages_do_not_disturb_training(
     busy = {**plain, "eval__every_steps": 1, "eval__before_and_after": True, "rollout__slots": 3}
     busy["rollout__kv_across_update"] = "release"
     allocated = []
-    allocate = ModelRunner.allocate_pages
+    allocate = CpuRunner.allocate_pages
 
-    def counted(runner: ModelRunner, num_pages: int) -> None:
+    def counted(runner: CpuRunner, num_pages: int) -> None:
         allocated.append(num_pages)
         allocate(runner, num_pages)
 
-    monkeypatch.setattr(ModelRunner, "allocate_pages", counted)
+    monkeypatch.setattr(CpuRunner, "allocate_pages", counted)
     loud = train(make_recipe(policy, tmp_path / "loud", log__trackers=["tensorboard"], **busy))
     assert allocated == 3 * allocated[:1], "at first, and behind each update"
     assert learned(quiet.folder) == learned(loud.folder)

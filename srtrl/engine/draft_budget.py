@@ -131,7 +131,7 @@ class Calibration:
     accepted: Float64Array = field(default_factory=lambda: np.full(2, 10.0))
     expected: Float64Array = field(default_factory=lambda: np.full(2, 10.0))
     score_floor: float = 0.0
-    """Nodes of a lower score were not worth a row in the last step, nor nearly so."""
+    """Nodes of a lower score are hardly worth making: in the last step they were too far from being verified."""
 
     @property
     def ratios(self) -> Float64Array:
@@ -176,9 +176,9 @@ def choose_nodes(
     best = int((tokens / (table[num_rows : num_rows + most + 1] + draft_seconds)).argmax())
     chosen = order[:best]
     if best == most:
-        calibration.score_floor /= 2
+        calibration.score_floor *= 0.7
     elif best:
-        calibration.score_floor = float(trees.scores[chosen].min()) / 2
+        calibration.score_floor = 0.8 * float(trees.scores[chosen].min())
     owners = np.repeat(np.arange(len(trees)), trees.sizes)
     return np.bincount(owners[chosen], minlength=len(trees))
 
@@ -276,6 +276,10 @@ class DraftControl:
         self._draft_seconds = 0.0
         """Of a drafted step, for each sequence."""
         self._num_steps = self._num_drafted = 0
+
+    def needs_cost(self, uses_run_aheads: bool) -> bool:
+        """Whether anything is decided by the cost of a step: draft nodes, or the rows of run-aheads."""
+        return self.fixed is None or (uses_run_aheads and self._max_slowdown < float("inf"))
 
     def begin_rollout(self, purpose: Purpose) -> None:
         """The next steps are of a new rollout; its requests follow."""

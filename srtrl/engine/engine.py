@@ -462,7 +462,7 @@ class Engine:
         if self.is_off:
             return
         self.drafter.warm_up()
-        if self.control.fixed is None and not self.control.cost.is_known:
+        if not self.control.cost.is_known and self.control.needs_cost(self.drafter.uses_run_aheads):
             slots, context = self.options.slots, max(1, min(self.max_sequence_tokens // 2, 512))
             self.control.cost.probe(
                 lambda num_rows: self.runner.time_step(num_rows, context, min(num_rows, slots)),
