@@ -1,14 +1,17 @@
-"""What the engine asks of a drafter. A drafter is one file here, or a class of your own package."""
+"""What the engine needs of a drafter. A drafter is one file here, or a class of your own package."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.recipe_base import Section
-from srtrl.types import Completion, Request
+from srtrl.types import Completion, Request, SamplingParams
 
-NOBODY = -1
-"""Sequence id of a sample that begins and ends at once."""
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 
 
 class NoOptions(Section):
@@ -16,58 +19,51 @@ class NoOptions(Section):
 
 
 class DrafterBase:
-    """Guesses tokens. It may be wrong: verification keeps the sampled tokens the same, whatever is proposed.
+    """Guesses tokens. It may be incorrect: verification keeps the sampled tokens the same, whatever is proposed.
 
     A subclass named `Drafter` in `srtrl/drafters/<name>.py` is the drafter `<name>`. Its `Options` document and check
-    `rollout.drafter_options`. `propose` must be written; the rest does nothing unless it is. A live sample is known by
-    `sequence_id`, which the engine gives out and never uses twice.
+    `rollout.drafter_options`. `propose` must be written; the rest does nothing unless it is. A decoding sample is known
+    by its slot, a small integer that another sample has after `finish`. A sample that was preempted starts again, and
+    all of its tokens are observed again.
     """
 
     Options: type[Section] = NoOptions
     uses_run_aheads: bool = False
     """Whether it drafts from what run-aheads have decoded; where it does not, training decodes none."""
-    has_kernels: bool = False
-    """Whether a short rollout with another drafter of this class and these options shall compile them beforehand."""
-    least_score: float = 0.0
-    """Nodes with a lower score are hardly worth a row of the coming step: the engine sets it before it calls `propose`,
+    min_score: float = 0.0
+    """Nodes with a lower score are not worth a row of the coming step: the engine sets it before it calls `propose`,
     which need not make them."""
 
     def __init__(self, options: Section | None = None) -> None:
         """Make a drafter; without options, with their defaults."""
         self.options = options if options is not None else self.Options()
 
-    def start(self, sequence_id: int, request: Request) -> None:
-        """Begin a sample, no later than drafts are wanted for it.
+    def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
+        """Samples have got their slots [B].
 
         `request.is_run_ahead` marks one that is decoded for the sake of later drafts only.
         """
 
-    def propose(self, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:
-        """Return one tree a sequence, of at most `max_nodes` nodes; an empty tree where nothing is worth a guess.
+    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+        """Return one tree for each of `slots` [B], of at most `max_nodes` [B] nodes; it may be empty.
 
-        Nodes come in order of falling score, so that a tree cut short is the best of its size.
+        Nodes come in order of falling score, so that the first n of a tree are its best n.
         """
         raise NotImplementedError
 
-    def observe(self, sequence_ids: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
-        """Tokens that were committed to the samples since the last call, in order; before `propose`."""
+    def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
+        """Tokens that were committed since the last call: `token_ids[offsets[b] : offsets[b + 1]]` to `slots[b]`."""
 
-    def finish(self, sequence_id: int, completion: Completion | None) -> None:
-        """End of a sample; `completion` is None where it was given up (a run-ahead, or an interrupted rollout).
-
-        A completion says all tokens, those too of which `observe` has not heard. It may come some steps late.
-        """
+    def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
+        """Samples leave their slots; None: given up (a run-ahead, preempted, or an interrupted rollout)."""
 
     def learn(self, completions: Sequence[Completion]) -> None:
-        """Samples have ended for which no drafts were wanted, so that they were never begun here."""
-        for completion in completions:
-            self.start(NOBODY, completion.request)
-            self.finish(NOBODY, completion)
+        """Completed samples from elsewhere (recorded rollouts), which had no slot."""
 
     def expected_tokens(self, request: Request) -> float | None:
         """Expected number of tokens of a sample's response, None if unknown: long ones are admitted early.
 
-        Asked once of each sample, as it comes; it begins with `start` when drafts are wanted.
+        Called once for each sample, when it is added to the engine.
         """
         return None
 
@@ -76,6 +72,9 @@ class DrafterBase:
 
     def on_policy_update(self) -> None:
         """The weights have changed; what was learned about the text stays valid."""
+
+    def warm_up(self) -> None:
+        """Compile kernels, before a rollout needs them."""
 
     def take_metrics(self) -> dict[str, float]:
         """Metrics of the drafter's own since the last call, all under `engine/`."""
@@ -86,3 +85,42 @@ class DrafterBase:
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote; a folder without it (of another drafter) leaves the drafter empty."""
+
+
+def run_warm_up(drafter: DrafterBase) -> None:
+    """Run a short rollout with a drafter that is thrown away afterwards, so that all of its kernels are compiled."""
+    text = np.array([4, 5, 6, 7] * 4, np.int32)
+    slots = np.arange(2)
+    for is_run_ahead in (True, False):  # samples follow the run-aheads on their RNG keys, and leave them
+        requests = [
+            Request(
+                prompt_id="warm-up",
+                prompt_token_ids=(1, 2 + index),
+                draw_index=0,
+                sample_index=index,
+                rng_key=index,
+                sampling=SamplingParams(max_new_tokens=len(text)),
+                purpose="train",
+                is_run_ahead=is_run_ahead,
+            )
+            for index in range(2)
+        ]
+        completions = [
+            Completion(
+                request=request,
+                token_ids=text.tolist(),
+                rollout_logprobs=[0.0] * len(text),
+                finish_reason="stop",
+                policy_version=0,
+            )
+            for request in requests
+        ]
+        drafter.start(slots, requests)
+        for step in range(4):
+            tokens = text[4 * step : 4 * step + 4] + (step > 1 and not is_run_ahead)
+            drafter.propose(slots, np.full(2, 8))
+            drafter.observe(slots, np.concatenate([tokens, tokens]), np.array([0, 4, 8]))
+        drafter.propose(slots, np.full(2, 8))
+        drafter.finish(slots.tolist(), [None] * 2 if is_run_ahead else completions)
+        drafter.learn(completions)
+        drafter.on_policy_update()

@@ -6,6 +6,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -32,14 +33,6 @@ class DraftTree:
     def num_nodes(self) -> int:
         """Number of drafted tokens."""
         return len(self.token_ids)
-
-    def depths(self) -> npt.NDArray[np.int32]:
-        """[num_nodes]: 1 for a child of the root, and one more for each generation."""
-        depths = np.ones(self.num_nodes, dtype=np.int32)
-        for node, parent in enumerate(self.parents):
-            if parent != ROOT:
-                depths[node] = depths[parent] + 1
-        return depths
 
     def first(self, num_nodes: int) -> "DraftTree":
         """Return the tree of its first `num_nodes` nodes (a tree again, for parents come first)."""
@@ -96,11 +89,27 @@ class DraftTrees:
             offsets=np.zeros(num_trees + 1, np.int64),
         )
 
-    def spread(self, places: npt.NDArray[np.int64], num_trees: int) -> "DraftTrees":
-        """Return `num_trees` trees: these at `places` [B], ascending, and empty ones between them."""
-        offsets = np.zeros(num_trees + 1, np.int64)
-        offsets[places + 1] = self.sizes
-        return DraftTrees(token_ids=self.token_ids, parents=self.parents, scores=self.scores, offsets=offsets.cumsum())
+    def take(self, indices: npt.NDArray[np.int64]) -> "DraftTrees":
+        """Return the trees at `indices`."""
+        sizes = self.sizes[indices]
+        offsets = np.zeros(len(indices) + 1, np.int64)
+        offsets[1:] = sizes.cumsum()
+        nodes = np.arange(offsets[-1]) + np.repeat(self.offsets[indices] - offsets[:-1], sizes)
+        return DraftTrees(
+            token_ids=self.token_ids[nodes], parents=self.parents[nodes], scores=self.scores[nodes], offsets=offsets
+        )
+
+    def replace(self, indices: npt.NDArray[np.int64], others: "DraftTrees") -> "DraftTrees":
+        """Return these trees, but at `indices` [len(others)] the others."""
+        both = DraftTrees(
+            token_ids=np.concatenate([self.token_ids, others.token_ids]),
+            parents=np.concatenate([self.parents, others.parents]),
+            scores=np.concatenate([self.scores, others.scores]),
+            offsets=np.concatenate([self.offsets, self.offsets[-1] + others.offsets[1:]]),
+        )
+        sources = np.arange(len(self))
+        sources[indices] = len(self) + np.arange(len(others))
+        return both.take(sources)
 
     @property
     def num_nodes(self) -> int:
@@ -124,3 +133,73 @@ class DraftTrees:
     def __iter__(self) -> Iterator[DraftTree]:
         """Iterate over the trees in order."""
         return (self[index] for index in range(len(self)))
+
+
+def check_trees(trees: DraftTrees, max_nodes: npt.NDArray[np.int64], vocab_size: int, who: str) -> None:
+    """Check what kernels rely on, before the arrays of any drafter reach one: it takes microseconds.
+
+    Args:
+        trees: What the drafter proposed.
+        max_nodes: [B], as given to `propose`.
+        vocab_size: Token ids are below it.
+        who: The drafter, for the message.
+
+    Raises:
+        ValueError: The drafter does not keep its promises.
+    """
+    for name, dtype in (("token_ids", np.int32), ("parents", np.int32), ("scores", np.float32), ("offsets", np.int64)):
+        array = getattr(trees, name)
+        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+            raise ValueError(f"{who} proposed {name} that are no one-dimensional {np.dtype(dtype).name} array")
+    tree, node, problem = _find_problem(
+        trees.token_ids, trees.parents, trees.scores, trees.offsets, max_nodes, vocab_size
+    )
+    if problem == _NONE:
+        return
+    place = f"node {node} of tree {tree}"
+    raise ValueError(
+        f"{who} proposed incorrect draft trees: "
+        + {
+            _NUMBER: f"expected {len(max_nodes)} trees, whose offsets run from 0 to the number of tokens, parents and "
+            f"scores; found {len(trees)} trees with {len(trees.token_ids)}, {len(trees.parents)} and "
+            f"{len(trees.scores)} of these",
+            _SIZE: f"tree {tree} has {trees.sizes[tree] if tree >= 0 else 0} nodes, expected 0 to {max_nodes[tree]}",
+            _PARENT: f"{place} has parent {trees.parents[node]}, but a parent comes before its children",
+            _TOKEN: f"{place} has token {trees.token_ids[node]} of a vocabulary of {vocab_size}; are its rollouts "
+            "those of another tokenizer?",
+            _SCORE: f"{place} has score {trees.scores[node]}",
+        }[problem]
+    )
+
+
+_NONE, _NUMBER, _SIZE, _PARENT, _TOKEN, _SCORE = range(6)
+
+
+@numba.njit(cache=True, nogil=True)
+def _find_problem(
+    token_ids: npt.NDArray[np.int32],
+    parents: npt.NDArray[np.int32],
+    scores: npt.NDArray[np.float32],
+    offsets: npt.NDArray[np.int64],
+    max_nodes: npt.NDArray[np.int64],
+    vocab_size: int,
+) -> tuple[int, int, int]:
+    """Tree, node and kind of the first problem; `_NONE` if there is none."""
+    if not (
+        len(offsets) == len(max_nodes) + 1
+        and offsets[0] == 0
+        and offsets[-1] == len(token_ids) == len(parents) == len(scores)
+    ):
+        return 0, 0, _NUMBER
+    for tree in range(len(max_nodes)):  # sizes first: offsets out of range must not be followed
+        if not 0 <= offsets[tree + 1] - offsets[tree] <= max_nodes[tree]:
+            return tree, 0, _SIZE
+    for tree in range(len(max_nodes)):
+        for node in range(offsets[tree], offsets[tree + 1]):
+            if not ROOT <= parents[node] < node - offsets[tree]:
+                return tree, node, _PARENT
+            if not 0 <= token_ids[node] < vocab_size:
+                return tree, node, _TOKEN
+            if not np.isfinite(scores[node]):
+                return tree, node, _SCORE
+    return 0, 0, _NONE
