@@ -89,11 +89,10 @@ class ReplayCounts:
 class _LiveSample:
     """A recorded sample on its way through the decode steps."""
 
-    sequence_id: int
     request: Request
     tokens: Tokens
-    token_ids: list[int]
-    """The same as `tokens`."""
+    slot: int = -1
+    """While it decodes."""
     first: int = 0
     """Where its tokens begin in the array of all tokens of its queue."""
     num_committed: int = 0
@@ -101,7 +100,7 @@ class _LiveSample:
     @property
     def is_done(self) -> bool:
         """Whether every recorded token is committed."""
-        return self.num_committed == len(self.token_ids)
+        return self.num_committed == len(self.tokens)
 
 
 class Replay:
@@ -112,6 +111,8 @@ class Replay:
         self._drafter = drafter
         self._settings = settings
         self._numbers = itertools.count()
+        self._free_slots: list[int] = []
+        self._num_slots = 0
 
     def run(self, recording: Recording, on_sample: Callable[[], None] = lambda: None) -> None:
         """Replay one training step after another; the drafter keeps what it learned.
@@ -179,52 +180,52 @@ class Replay:
 
         Slots for which no sample is left decode those of `ahead`, until the last sample of `queue` is done.
         """
-        lengths = [len(sample.token_ids) - 1 for sample in queue]
+        lengths = [len(sample.tokens) - 1 for sample in queue]
         self.counts.num_steps_without_drafts += count_steps(lengths, num_slots)
         recorded = np.concatenate([np.empty(0, np.int32), *(sample.tokens for sample in queue)])
-        for sample, first in zip(queue, np.cumsum([0, *(len(sample.token_ids) for sample in queue)]), strict=False):
+        for sample, first in zip(queue, np.cumsum([0, *(len(sample.tokens) for sample in queue)]), strict=False):
             sample.first = int(first)
-            self._start(sample)  # those that wait too, as the engine does
         waiting = deque(queue)
         live: list[_LiveSample] = []
         line, running = deque(ahead), list[_LiveSample]()
         while waiting or live:
             while waiting and len(live) < num_slots:
                 admitted = [waiting.popleft() for _ in range(min(num_slots - len(live), len(waiting)))]
-                self._observe(admitted, [1] * len(admitted))  # given: it comes from the prompt's forward pass
+                self._start(admitted)
+                self._observe(
+                    admitted, np.ones(len(admitted), np.int64)
+                )  # given: it comes from the prompt's forward pass
                 live = self._without_done([*live, *admitted], step, on_sample)
             if live:
                 running = self._run_ahead(running, line, num_slots - len(live))
                 self._decode_step(live, recorded)
                 live = self._without_done(live, step, on_sample)
-        for sample in running:
-            self._finish(sample, step)
+        self._finish(running, step)
 
     def _run_ahead(self, running: list[_LiveSample], line: deque[_LiveSample], num_free: int) -> list[_LiveSample]:
         """One token of each run-ahead, new ones having taken the slots that are free; returns the unfinished ones."""
-        while len(running) < num_free and line:  # slots only become free: nobody waits when the first one is
-            running.append(line.popleft())
-            self._start(running[-1])
-        if running:
-            self._observe(running, [1] * len(running))
-            self.counts.num_run_ahead_tokens += len(running)
-        for sample in running:
-            if sample.is_done:
-                self._finish(sample, 0)
+        # Slots only become free: nobody waits when the first one is.
+        admitted = [line.popleft() for _ in range(min(num_free - len(running), len(line)))]
+        self._start(admitted)
+        running = [*running, *admitted]
+        self._observe(running, np.ones(len(running), np.int64))
+        self.counts.num_run_ahead_tokens += len(running)
+        self._finish([sample for sample in running if sample.is_done], 0)
         return [sample for sample in running if not sample.is_done]
 
     def _decode_step(self, live: Sequence[_LiveSample], recorded: Tokens) -> None:
         """All draft, all verify, all commit."""
+        slots = np.array([sample.slot for sample in live])
+        max_nodes = np.full(len(live), self._settings.max_nodes)
+        self._drafter.min_score = self._settings.min_score or 0.0
         with self._clock("draft_seconds"):
-            trees = self._drafter.propose(
-                [sample.sequence_id for sample in live], [self._settings.max_nodes] * len(live)
-            )
+            trees = self._drafter.propose(slots, max_nodes)
         assert len(trees) == len(live), f"{len(trees)} draft trees for {len(live)} sequences"
         assert (trees.sizes <= self._settings.max_nodes).all(), "a draft tree with more nodes than were asked for"
         if self._settings.min_score is not None:
             trees = above(trees, self._settings.min_score)
         positions = np.array([sample.first + sample.num_committed for sample in live])
-        ends = np.array([sample.first + len(sample.token_ids) for sample in live])
+        ends = np.array([sample.first + len(sample.tokens) for sample in live])
         num_accepted = count_accepted(trees.token_ids, trees.parents, trees.offsets, recorded, positions, ends)
         num_emitted = np.minimum(num_accepted + 1, ends - positions)  # no bonus token after the last recorded one
         counts = self.counts
@@ -233,69 +234,80 @@ class Replay:
         counts.num_nodes += trees.num_nodes
         counts.num_tokens += int(num_emitted.sum())
         counts.accepted.update(num_accepted.tolist())
-        self._observe(live, num_emitted.tolist())
+        self._observe(live, num_emitted)
 
     # --- The drafter's calls ---
 
     def _sample_of(self, prompt: RecordedPrompt, draw: int, index: int, *, is_run_ahead: bool = False) -> _LiveSample:
-        number = next(self._numbers)  # an RNG key and an identity that no other sample has
         request = Request(
             prompt_id=prompt.prompt_id,
             prompt_token_ids=prompt.prompt_token_ids,
             draw_index=draw,
             sample_index=index,
-            rng_key=number,
+            rng_key=next(self._numbers),
             sampling=SamplingParams(max_new_tokens=max(len(sample) for sample in prompt.samples)),
             purpose="train",
             is_run_ahead=is_run_ahead,
         )
-        tokens = prompt.samples[index]
-        return _LiveSample(sequence_id=number, request=request, tokens=tokens, token_ids=tokens.tolist())
+        return _LiveSample(request=request, tokens=prompt.samples[index])
 
     def _show(self, samples: Sequence[_LiveSample], step: int) -> None:
         """Let the drafter see samples of a prompt from beginning to end."""
+        self._start(samples)
+        self._observe(samples, np.array([len(sample.tokens) for sample in samples], np.int64))
+        self._finish(samples, step)
+
+    def _start(self, samples: Sequence[_LiveSample]) -> None:
         if not samples:
             return
         for sample in samples:
-            self._start(sample)
-        self._observe(samples, [len(sample.token_ids) for sample in samples])
-        for sample in samples:
-            self._finish(sample, step)
-
-    def _start(self, sample: _LiveSample) -> None:
+            if not self._free_slots:
+                self._free_slots.append(self._num_slots)
+                self._num_slots += 1
+            sample.slot = heapq.heappop(self._free_slots)
         with self._clock("insert_seconds"):
-            self._drafter.start(sample.sequence_id, sample.request)
+            self._drafter.start(np.array([sample.slot for sample in samples]), [sample.request for sample in samples])
 
-    def _observe(self, samples: Sequence[_LiveSample], num_tokens: Sequence[int]) -> None:
+    def _observe(self, samples: Sequence[_LiveSample], num_tokens: npt.NDArray[np.int64]) -> None:
         """Commit the next tokens of each sample."""
-        ids = [sample.sequence_id for sample in samples]
+        if not samples:
+            return
+        slots = np.array([sample.slot for sample in samples])
         tokens = []
-        for sample, count in zip(samples, num_tokens, strict=True):
-            tokens.append(sample.token_ids[sample.num_committed : sample.num_committed + count])
+        for sample, count in zip(samples, num_tokens.tolist(), strict=True):
+            tokens.append(sample.tokens[sample.num_committed : sample.num_committed + count])
             sample.num_committed += count
+        token_ids = np.concatenate(tokens)
+        offsets = np.concatenate([[0], num_tokens.cumsum()])
         with self._clock("insert_seconds"):
-            self._drafter.observe(ids, tokens)
-        self.counts.num_observed_tokens += sum(num_tokens)
+            self._drafter.observe(slots, token_ids, offsets)
+        self.counts.num_observed_tokens += len(token_ids)
 
-    def _finish(self, sample: _LiveSample, step: int) -> None:
-        completion = None  # a run-ahead completes nothing
-        if not sample.request.is_run_ahead:
-            completion = Completion(
-                request=sample.request,
-                token_ids=sample.token_ids,
-                rollout_logprobs=[0.0] * len(sample.token_ids),  # not recorded, and of no use to a drafter
-                finish_reason="stop",
-                policy_version=step,
-            )
+    def _finish(self, samples: Sequence[_LiveSample], step: int) -> None:
+        if not samples:
+            return
+        completions = [None if sample.request.is_run_ahead else self._completion_of(sample, step) for sample in samples]
         with self._clock("insert_seconds"):
-            self._drafter.finish(sample.sequence_id, completion)
+            self._drafter.finish([sample.slot for sample in samples], completions)
+        for sample in samples:
+            heapq.heappush(self._free_slots, sample.slot)
+
+    @staticmethod
+    def _completion_of(sample: _LiveSample, step: int) -> Completion:
+        return Completion(
+            request=sample.request,
+            token_ids=sample.tokens.tolist(),
+            rollout_logprobs=[0.0] * len(sample.tokens),  # not recorded, and of no use to a drafter
+            finish_reason="stop",
+            policy_version=step,
+        )
 
     def _without_done(self, live: list[_LiveSample], step: int, on_sample: Callable[[], None]) -> list[_LiveSample]:
         """Finish the samples that are done; returns the others."""
-        for sample in live:
-            if sample.is_done:
-                self._finish(sample, step)
-                on_sample()
+        done = [sample for sample in live if sample.is_done]
+        self._finish(done, step)
+        for _ in done:
+            on_sample()
         return [sample for sample in live if not sample.is_done]
 
     @contextmanager
@@ -311,6 +323,7 @@ def warm_up(drafter: DrafterBase, settings: ReplaySettings, recording: Recording
     prompt = next(itertools.chain.from_iterable(recording.steps))
     samples = [sample[:WARM_UP_TOKENS] for sample in prompt.samples[:WARM_UP_SAMPLES]]
     beginning = replace(recording, steps=[[replace(prompt, samples=samples)]])
+    drafter.warm_up()
     Replay(drafter, settings).run(beginning)
 
 

@@ -11,7 +11,8 @@ import torch
 
 from srtrl.bench.environment import read_environment
 from srtrl.bench.tables import Document, Grid
-from srtrl.drafters.token_trie import DraftRule, TokenTrie, extend_batch, propose_batch
+from srtrl.drafters.suffix_automaton import START_TOKEN, TokenTrie, TrieCursors
+from srtrl.drafters.trie_draft import BLEND, TrieDrafts
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.rollout.recorded import RecordedPrompt, Tokens, load_recorded_tokenizer, read_recorded
 
@@ -40,7 +41,7 @@ def measure(files: Sequence[Path], *, tokenizer: str | None, repeats: int, num_t
     constant = np.zeros(NUM_CONSTANT, np.int32)
     rows.append(_insertion_row("a constant sequence, at once", [[constant]], repeats))
     for drafts in (False, True):
-        name = f"the same, {STEP_TOKENS} tokens a call{', a draft behind each' if drafts else ''}"
+        name = f"the same, {STEP_TOKENS} tokens a call{', a draft after each' if drafts else ''}"
         seconds = _median(partial(_insert_in_steps, constant, drafts=drafts), repeats)
         rows.append((name, f"{NUM_CONSTANT:,}", f"{NUM_CONSTANT / seconds / 1e6:.2f}", "", ""))
     grid = Grid(
@@ -56,9 +57,9 @@ def measure(files: Sequence[Path], *, tokenizer: str | None, repeats: int, num_t
             f"Medians of {repeats} runs. Insertion uses one core: prompts are put together until a trie has at "
             f"least {LEAST_TOKENS:,} tokens, and each trie is filled from empty. Bytes are those allocated. The last "
             "two rows call from Python for every four tokens.",
-            f"A batch of drafts is one `propose_batch` for {NUM_SEQUENCES} samples of up to 32 prompts, each trie "
-            "holding the first half of its prompt's samples, at a place 32 tokens into the others; rule `blend`, "
-            "scores of at least 0.01.",
+            f"A batch of drafts is one call for {NUM_SEQUENCES} samples of up to 32 prompts, each trie "
+            "holding the first half of its prompt's samples, 32 tokens into one of the others; scores of at least "
+            "0.01.",
         ),
         grids=(grid,),
         values={"rows": [list(row) for row in rows]},
@@ -97,8 +98,8 @@ def _insertion_row(name: str, texts: Sequence[Sequence[Tokens]], repeats: int) -
 
 
 def _draft_row(name: str, prompts: Sequence[RecordedPrompt], repeats: int) -> tuple[str, ...]:
-    """Time one batch, over and over: drafting changes nothing but what is counted lazily, and that only once."""
-    tries, cursors, starts = [], [], []
+    """Time one batch, over and over: drafting changes nothing."""
+    tries, starts = [], []
     for prompt in prompts[:32]:
         trie = TokenTrie()
         half = len(prompt.samples) // 2
@@ -107,24 +108,26 @@ def _draft_row(name: str, prompts: Sequence[RecordedPrompt], repeats: int) -> tu
         for index in range(NUM_SEQUENCES // min(32, len(prompts))):
             sample = prompt.samples[half + index % (len(prompt.samples) - half)]
             tries.append(trie)
-            cursors.append(trie.start())
-            starts.append(sample[:32])
-    extend_batch(tries, cursors, starts)
-    rule = DraftRule(min_score=0.01)
-    nodes = [NUM_NODES] * len(tries)
-    seconds = _median(lambda: propose_batch(tries, cursors, nodes, rule), 20 * repeats)
+            starts.append(np.insert(sample[:32], 0, START_TOKEN))
+    slots = np.arange(len(tries))
+    cursors, drafts = TrieCursors(), TrieDrafts()
+    cursors.start(slots, tries, inserts=True)
+    cursors.extend(slots, np.concatenate(starts), np.cumsum([0, *map(len, starts)]))
+    nodes = np.full(len(tries), NUM_NODES)
+    seconds = _median(lambda: drafts.propose(cursors, slots, nodes, BLEND, 0.01), 20 * repeats)
     mean_tokens = sum(trie.num_tokens for trie in tries) // len(tries)
     return name, f"{mean_tokens:,}", "", f"{1e3 * seconds:.2f}", ""
 
 
 def _insert_in_steps(tokens: Tokens, *, drafts: bool) -> None:
-    trie = TokenTrie()
-    cursor = trie.start()
-    rule = DraftRule()
+    slots = np.zeros(1, np.int64)
+    cursors, maker = TrieCursors(), TrieDrafts()
+    cursors.start(slots, [TokenTrie()], inserts=True)
     for first in range(0, len(tokens), STEP_TOKENS):
-        trie.extend(cursor, tokens[first : first + STEP_TOKENS])
+        part = tokens[first : first + STEP_TOKENS]
+        cursors.extend(slots, part, np.array([0, len(part)]))
         if drafts:
-            propose_batch([trie], [cursor], [NUM_NODES], rule)
+            maker.propose(cursors, slots, np.full(1, NUM_NODES), BLEND, 0.01)
 
 
 def _median(work: Callable[[], object], repeats: int) -> float:

@@ -87,7 +87,7 @@ class DrafterBase:
         """Read what `save` wrote; a folder without it (of another drafter) leaves the drafter empty."""
 
 
-def rehearse(drafter: DrafterBase) -> None:
+def run_warm_up(drafter: DrafterBase) -> None:
     """Run a short rollout with a drafter that is thrown away afterwards, so that all of its kernels are compiled."""
     text = np.array([4, 5, 6, 7] * 4, np.int32)
     slots = np.arange(2)

@@ -34,19 +34,21 @@ class DraftTree:
         """Number of drafted tokens."""
         return len(self.token_ids)
 
-    def depths(self) -> npt.NDArray[np.int32]:
-        """[num_nodes]: 1 for a child of the root, and one more for each generation."""
-        depths = np.ones(self.num_nodes, dtype=np.int32)
-        for node, parent in enumerate(self.parents):
-            if parent != ROOT:
-                depths[node] = depths[parent] + 1
-        return depths
-
     def first(self, num_nodes: int) -> "DraftTree":
         """Return the tree of its first `num_nodes` nodes (a tree again, for parents come first)."""
         return DraftTree(
             token_ids=self.token_ids[:num_nodes], parents=self.parents[:num_nodes], scores=self.scores[:num_nodes]
         )
+
+    def check(self, vocab_size: int) -> None:
+        """Assert what the engine relies on: order, distinct siblings, known tokens."""
+        assert len(self.parents) == len(self.scores) == self.num_nodes
+        seen: set[tuple[int, int]] = set()
+        for node, (token, parent) in enumerate(zip(self.token_ids.tolist(), self.parents.tolist(), strict=True)):
+            assert ROOT <= parent < node, f"node {node} has parent {parent}: parents come before their children"
+            assert 0 <= token < vocab_size, f"node {node} drafts token {token} of a vocabulary of {vocab_size}"
+            assert (parent, token) not in seen, f"two children of node {parent} carry token {token}"
+            seen.add((parent, token))
 
 
 EMPTY_TREE = DraftTree(token_ids=np.empty(0, np.int32), parents=np.empty(0, np.int32), scores=np.empty(0, np.float32))
@@ -96,6 +98,18 @@ class DraftTrees:
         return DraftTrees(
             token_ids=self.token_ids[nodes], parents=self.parents[nodes], scores=self.scores[nodes], offsets=offsets
         )
+
+    def replace(self, indices: npt.NDArray[np.int64], others: "DraftTrees") -> "DraftTrees":
+        """Return these trees, but at `indices` [len(others)] the others."""
+        both = DraftTrees(
+            token_ids=np.concatenate([self.token_ids, others.token_ids]),
+            parents=np.concatenate([self.parents, others.parents]),
+            scores=np.concatenate([self.scores, others.scores]),
+            offsets=np.concatenate([self.offsets, self.offsets[-1] + others.offsets[1:]]),
+        )
+        sources = np.arange(len(self))
+        sources[indices] = len(self) + np.arange(len(others))
+        return both.take(sources)
 
     @property
     def num_nodes(self) -> int:
@@ -151,8 +165,8 @@ def check_trees(trees: DraftTrees, max_nodes: npt.NDArray[np.int64], vocab_size:
             f"{len(trees.scores)} of these",
             _SIZE: f"tree {tree} has {trees.sizes[tree] if tree >= 0 else 0} nodes, expected 0 to {max_nodes[tree]}",
             _PARENT: f"{place} has parent {trees.parents[node]}, but a parent comes before its children",
-            _TOKEN: f"{place} has token {trees.token_ids[node]} of a vocabulary of {vocab_size}; are its rollouts those "
-            "of another tokenizer?",
+            _TOKEN: f"{place} has token {trees.token_ids[node]} of a vocabulary of {vocab_size}; are its rollouts "
+            "those of another tokenizer?",
             _SCORE: f"{place} has score {trees.scores[node]}",
         }[problem]
     )

@@ -1,20 +1,27 @@
 """Prompt look-up: what followed the sequence's last few tokens when they last occurred in its own text.
 
 As in A. Saxena, "Prompt Lookup Decoding" (2023), but the latest occurrence counts, and the response is searched too.
+Each slot has a hash table from n-grams to the position after their latest occurrence. An entry holds `position * WIDTH
++ n`; the n-gram itself is read from the text, so that equal hashes are told apart.
 """
 
 from collections.abc import Sequence
 from typing import Self
 
+import numba
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from srtrl.drafters.base import DrafterBase
-from srtrl.drafters.draft_tree import DraftTrees
-from srtrl.drafters.ngram_kernel import EMPTY, WIDTH, append_tokens, index_text, look_up
+from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, run_warm_up
+from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.recipe_base import Section
 from srtrl.types import Completion, Request
+
+WIDTH = 16
+"""N-grams are shorter than this."""
+EMPTY = -1
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 class NgramOptions(Section):
@@ -27,9 +34,9 @@ class NgramOptions(Section):
     max_tokens: int = Field(default=10, ge=1)
     """Longest draft."""
     acceptance: float = Field(default=0.6, gt=0, lt=1)
-    """Guessed chance of each drafted token behind an ending of `max_ngram` tokens.
+    """Guessed chance of each drafted token after an ending of `max_ngram` tokens.
 
-    Behind one that is m tokens shorter it is `acceptance` / (1 + m / 4). A node's score is the product along its path.
+    After one that is m tokens shorter it is `acceptance` / (1 + m / 4). A node's score is the product along its path.
     """
 
     @model_validator(mode="after")
@@ -40,96 +47,167 @@ class NgramOptions(Section):
 
 
 class Drafter(DrafterBase):
-    """See `srtrl.drafters.base.DrafterBase`. Texts of the decoding samples are rows of one array, so is their index."""
+    """See `srtrl.drafters.base.DrafterBase`."""
 
     Options = NgramOptions
     options: NgramOptions
-    has_kernels = True
 
     def __init__(self, options: Section | None = None) -> None:
         super().__init__(options)
         short_by = np.arange(self.options.max_ngram, -1, -1)
         self._acceptance = (self.options.acceptance / (1 + short_by / 4)).astype(np.float32)
         self._acceptance[: self.options.min_ngram] = 0
-        self._waiting: dict[int, tuple[int, ...]] = {}  # prompts of samples that have not drafted yet
-        self._rows: dict[int, int] = {}
-        self._free: list[int] = []
         self._lengths = np.zeros(0, np.int64)
-        self._texts = np.empty((0, 0), np.int32)
-        self._tables = np.empty((0, 0), np.int64)
-        self._resize(num_rows=1, capacity=64)
+        """[slots]."""
+        self._texts = np.zeros((0, 64), np.int32)
+        """[slots, capacity], prompt and response."""
+        self._tables = np.zeros((0, 0), np.int64)
+        """[slots, entries], a power of two, more than there will be n-grams."""
 
-    def start(self, sequence_id: int, request: Request) -> None:
-        """Remember the prompt; it takes memory for its index with its first draft."""
-        self._waiting[sequence_id] = request.prompt_token_ids
+    def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
+        """Index the prompts."""
+        prompts = [np.array(request.prompt_token_ids, np.int32) for request in requests]
+        self._resize(int(slots.max(initial=-1)) + 1, max(map(len, prompts), default=0))
+        self._lengths[slots] = 0
+        self._tables[slots] = EMPTY
+        self.observe(slots, np.concatenate(prompts), np.cumsum([0, *map(len, prompts)]))
 
-    def propose(self, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:
-        """Return a chain for each sequence whose ending has occurred before."""
-        self._admit(sequence_ids)
-        most = np.minimum(np.asarray(max_nodes, np.int64), self.options.max_tokens)
+    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+        """Return a chain for each slot whose ending has occurred before."""
+        most = np.minimum(max_nodes, self.options.max_tokens)
         token_ids = np.empty(int(most.sum()), np.int32)
         parents = np.empty(len(token_ids), np.int32)
         scores = np.empty(len(token_ids), np.float32)
-        offsets = np.empty(len(sequence_ids) + 1, np.int64)
-        rows = self._rows_of(sequence_ids)
-        look_up(
-            self._texts, self._tables, self._lengths, rows, most, self._acceptance, token_ids, parents, scores, offsets
+        offsets = np.zeros(len(slots) + 1, np.int64)
+        _look_up(
+            self._texts, self._tables, self._lengths, slots, most, self._acceptance, token_ids, parents, scores, offsets
         )
         end = int(offsets[-1])
         return DraftTrees(token_ids=token_ids[:end], parents=parents[:end], scores=scores[:end], offsets=offsets)
 
-    def observe(self, sequence_ids: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
+    def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
         """Append what was committed."""
-        self._admit(sequence_ids)
-        self._append(self._rows_of(sequence_ids), token_ids)
-
-    def finish(self, sequence_id: int, completion: Completion | None) -> None:
-        """Forget the sample."""
-        self._waiting.pop(sequence_id, None)
-        row = self._rows.pop(sequence_id, None)
-        if row is not None:
-            self._lengths[row] = 0
-            self._tables[row] = EMPTY
-            self._free.append(row)
-
-    def _rows_of(self, sequence_ids: Sequence[int]) -> npt.NDArray[np.int64]:
-        return np.array([self._rows[sequence_id] for sequence_id in sequence_ids], np.int64)
-
-    def _admit(self, sequence_ids: Sequence[int]) -> None:
-        """Give rows to those that have none, and index their prompts."""
-        new = [sequence_id for sequence_id in sequence_ids if sequence_id in self._waiting]
-        if not new:
-            return
-        while len(self._free) < len(new):
-            self._resize(num_rows=2 * len(self._lengths), capacity=self._texts.shape[1])
-        prompts = [self._waiting.pop(sequence_id) for sequence_id in new]
-        self._rows.update((sequence_id, self._free.pop()) for sequence_id in new)
-        self._append(self._rows_of(new), prompts)
-
-    def _append(self, rows: npt.NDArray[np.int64], token_ids: Sequence[Sequence[int]]) -> None:
-        counts = [len(tokens) for tokens in token_ids]
-        offsets = np.cumsum([0, *counts])
-        longest = int((self._lengths[rows] + counts).max(initial=0))
-        if longest > self._texts.shape[1]:
-            self._resize(num_rows=len(self._lengths), capacity=max(longest, 2 * self._texts.shape[1]))
-        flat = np.fromiter((token for tokens in token_ids for token in tokens), np.int32, int(offsets[-1]))
-        shortest, longest_ngram = self.options.min_ngram, self.options.max_ngram
-        append_tokens(self._texts, self._tables, self._lengths, rows, flat, offsets, shortest, longest_ngram)
-
-    def _resize(self, *, num_rows: int, capacity: int) -> None:
-        """More rows, or longer ones: the tables are then made anew from the texts."""
+        self._resize(0, int((self._lengths[slots] + np.diff(offsets)).max(initial=0)))
         shortest, longest = self.options.min_ngram, self.options.max_ngram
-        num_slots = 1 << (2 * capacity * (longest - shortest + 1)).bit_length()
-        texts, tables, lengths = self._texts, self._tables, self._lengths
-        num_old = len(lengths)
-        self._texts = np.zeros((num_rows, capacity), np.int32)
-        self._texts[:num_old, : texts.shape[1]] = texts
-        self._lengths = np.zeros(num_rows, np.int64)
-        self._lengths[:num_old] = lengths
-        self._tables = np.full((num_rows, num_slots), EMPTY, np.int64)
-        if tables.shape[1] == num_slots:
-            self._tables[:num_old] = tables
-        else:
-            for row in self._rows.values():
-                index_text(self._texts[row], self._tables[row], 0, int(lengths[row]), shortest, longest)
-        self._free += range(num_rows - 1, num_old - 1, -1)
+        _append(self._texts, self._tables, self._lengths, slots, token_ids, offsets, shortest, longest)
+
+    def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
+        """Forget the samples."""
+        self._lengths[list(slots)] = 0
+
+    def warm_up(self) -> None:
+        """Compile the kernels."""
+        run_warm_up(type(self)(self.options))
+
+    def _resize(self, num_slots: int, length: int) -> None:
+        """Have room for so many slots and for texts of this length; longer tables are made anew from the texts."""
+        old_slots, capacity = self._texts.shape
+        more_slots = max(0, num_slots - old_slots)
+        more_tokens = max(length, 2 * capacity) - capacity if length > capacity else 0
+        if not more_slots and not more_tokens:
+            return
+        self._texts = np.pad(self._texts, ((0, more_slots), (0, more_tokens)))
+        self._lengths = np.pad(self._lengths, (0, more_slots))
+        shortest, longest = self.options.min_ngram, self.options.max_ngram
+        num_entries = 1 << (2 * self._texts.shape[1] * (longest - shortest + 1)).bit_length()
+        self._tables = np.full((len(self._lengths), num_entries), EMPTY, np.int64)
+        for slot in range(old_slots):
+            _index(self._texts[slot], self._tables[slot], 0, int(self._lengths[slot]), shortest, longest)
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _find(text: Int32Array, table: Int64Array, end: int, n: int) -> np.int64:
+    """Entry of the n-gram that ends before position `end`: its own, or the empty one where it belongs."""
+    key = np.uint64(n)
+    for position in range(end - n, end):
+        key = (key ^ np.uint64(text[position])) * _MULTIPLIER
+        key ^= key >> np.uint64(29)
+    entry = np.int64(key & np.uint64(len(table) - 1))
+    while table[entry] != EMPTY:
+        if table[entry] % WIDTH == n:
+            other = table[entry] // WIDTH
+            same = True
+            for back in range(1, n + 1):
+                if text[other - back] != text[end - back]:
+                    same = False
+                    break
+            if same:
+                return entry
+        entry = (entry + 1) & (len(table) - 1)
+    return entry
+
+
+@numba.njit(cache=True, nogil=True)
+def _index(text: Int32Array, table: Int64Array, start: int, stop: int, min_ngram: int, max_ngram: int) -> None:
+    """Enter the n-grams that the tokens from `start` to `stop` follow; the later occurrence wins."""
+    for position in range(start, stop):
+        for n in range(min_ngram, min(max_ngram, position) + 1):
+            table[_find(text, table, position, n)] = position * WIDTH + n
+
+
+@numba.njit(cache=True, nogil=True)
+def _append(
+    texts: Int32Array,
+    tables: Int64Array,
+    lengths: Int64Array,
+    slots: Int64Array,
+    token_ids: Int32Array,
+    offsets: Int64Array,
+    min_ngram: int,
+    max_ngram: int,
+) -> None:
+    """Append tokens to texts and tables: those of row b are `token_ids[offsets[b] : offsets[b + 1]]`."""
+    for row in range(len(slots)):
+        slot, start = slots[row], lengths[slots[row]]
+        stop = start + offsets[row + 1] - offsets[row]
+        texts[slot, start:stop] = token_ids[offsets[row] : offsets[row + 1]]
+        lengths[slot] = stop
+        _index(texts[slot], tables[slot], start, stop, min_ngram, max_ngram)
+
+
+@numba.njit(cache=True, nogil=True)
+def _look_up(
+    texts: Int32Array,
+    tables: Int64Array,
+    lengths: Int64Array,
+    slots: Int64Array,
+    max_tokens: Int64Array,
+    acceptance: npt.NDArray[np.float32],
+    token_ids: Int32Array,
+    parents: Int32Array,
+    scores: npt.NDArray[np.float32],
+    offsets: Int64Array,
+) -> None:
+    """Draft what followed the latest occurrence of each text's longest known ending.
+
+    Args:
+        texts: See `Drafter`, as for `tables` and `lengths`.
+        tables: [slots, entries].
+        lengths: [slots].
+        slots: [B].
+        max_tokens: [B], longest draft of each.
+        acceptance: [max_ngram + 1], chance of a token after an n-gram; 0 below the shortest n-gram.
+        token_ids: [sum of max_tokens], filled.
+        parents: [sum of max_tokens], filled.
+        scores: [sum of max_tokens], filled.
+        offsets: [B + 1], filled.
+    """
+    for row in range(len(slots)):
+        text, table, length = texts[slots[row]], tables[slots[row]], lengths[slots[row]]
+        n = min(len(acceptance) - 1, length)
+        position = length  # of the next token; none known
+        while n > 0 and acceptance[n] > 0:
+            found = table[_find(text, table, length, n)]
+            if found != EMPTY:
+                position = found // WIDTH
+                break
+            n -= 1
+        count = min(max_tokens[row], length - position)
+        score = np.float32(1.0)
+        for depth in range(count):
+            node = offsets[row] + depth
+            score *= acceptance[n]
+            token_ids[node] = text[position + depth]
+            parents[node] = depth - 1 if depth else ROOT
+            scores[node] = score
+        offsets[row + 1] = offsets[row] + count

@@ -1,15 +1,22 @@
-"""The tries of the prompts that are being decoded: built when a sample first drafts, freed when none is left."""
+"""Tries of the prompts that are being decoded, and what the drafters that use them share."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
-from srtrl.drafters.token_trie import TokenTrie, end_to_end, extend_batch
-from srtrl.types import Completion, Request
+from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, run_warm_up
+from srtrl.drafters.draft_tree import DraftTrees
+from srtrl.drafters.rollout_cache import RolloutCache, RolloutCaches
+from srtrl.drafters.shared_ngrams import NO_TABLE, Table
+from srtrl.drafters.suffix_automaton import START_TOKEN, TokenTrie, TrieCursors, insert_texts
+from srtrl.drafters.trie_draft import BLEND, TrieDrafts
+from srtrl.recipe_base import Section
+from srtrl.types import Request
 
-Tokens = npt.NDArray[np.int32]
 PromptKey = tuple[str, tuple[int, ...]]
 """Purpose and token ids of a prompt: samples with the same key share a trie."""
 
@@ -19,242 +26,172 @@ def key_of(request: Request) -> PromptKey:
     return "train" if request.purpose == "run_ahead" else request.purpose, request.prompt_token_ids
 
 
-@dataclass(slots=True, eq=False)
-class PromptTrie:
-    """One prompt that has samples, waiting or decoding."""
+class TrieOptions(Section):
+    """Options of the drafters that have a trie for each prompt."""
 
-    key: PromptKey
-    trie: TokenTrie | None = None
-    num_started: int = 0
-    """Samples that have not finished."""
-    drafting: dict[int, "LiveSample"] = field(default_factory=dict)
-    """Those of them that have a cursor in the trie, by sequence id."""
-    ended: list["LiveSample"] = field(default_factory=list)
-    """Finished ones with tokens that the trie has yet to take in."""
+    min_score: float = Field(default=0.01, ge=0, lt=1)
+    """Nodes that are less likely to be accepted are not proposed; of the others the draft budget takes what pays."""
+    max_rollouts: int = Field(default=16, ge=1)
+    """Rollouts kept for each prompt; the newest stay."""
+    cache_memory_gib: float = Field(default=1.0, ge=0)
+    """Maximum memory of kept rollouts (training and evaluation have a cache each).
 
-
-@dataclass(slots=True, eq=False)
-class LiveSample:
-    """One sample that has not finished."""
-
-    request: Request
-    prompt: PromptTrie
-    tokens: list[int] = field(default_factory=list)
-    """Response so far."""
-    cursor: int | None = None
-    """Its place in the trie; None until it first drafts."""
-    num_passed: int = 0
-    """Tokens that the cursor has passed: it is moved on when drafts are wanted."""
+    When it is short, prompts are trimmed to fewer rollouts before one is dropped. Tries that no sample drafts from are
+    freed where all tries take more than this, too.
+    """
+    max_trie_tokens: int = Field(default=262_144, ge=64)
+    """Maximum number of tokens in one prompt's trie (some 100 bytes each). It is built from as many of the newest
+    rollouts as fill half of it; when it is full, running samples follow it and enter no more tokens."""
 
 
-class PromptTries:
-    """Tries and cursors of all live samples; a trie has its prompt's history and, `online`, the live samples' text."""
+@dataclass(slots=True)
+class _PromptTrie:
+    trie: TokenTrie
+    num_live: int = 0
+    """Slots that draft from it."""
 
-    def __init__(
-        self,
-        history: Callable[[PromptKey], list[Tokens]],
-        *,
-        online: bool,
-        max_trie_tokens: int,
-        max_bytes: int,
-    ) -> None:
-        """Make an empty collection.
 
-        Args:
-            history: Gives the texts that a prompt's trie is built from, the most useful last.
-            online: Whether live samples insert what they decode; else they only follow.
-            max_trie_tokens: A trie with more is rebuilt from the last texts of its history and of its live samples.
-            max_bytes: Where all tries take more, those that no sample drafts from (the rest of their samples wait) are
-                freed; they are rebuilt when needed.
-        """
-        self._history = history
-        self._online = online
-        self._max_trie_tokens = max_trie_tokens
-        self._max_bytes = max_bytes
-        self._prompts: dict[PromptKey, PromptTrie] = {}
-        self._idle: dict[PromptKey, PromptTrie] = {}
-        """Prompts with a trie and no drafting sample, the longest idle first."""
-        self.samples: dict[int, LiveSample] = {}
-        """All live samples by sequence id."""
+class TrieDrafter(DrafterBase):
+    """Drafts from a trie for each prompt, which is built when its first sample starts and freed after its last one."""
+
+    Options = TrieOptions
+    options: TrieOptions
+    inserts: bool
+    """Whether running samples enter their tokens."""
+
+    def __init__(self, options: Section | None = None) -> None:
+        super().__init__(options)
+        self.cursors = TrieCursors()
+        self.caches = RolloutCaches(max_rollouts=self.options.max_rollouts, max_bytes=self._max_bytes)
+        self._tries: dict[PromptKey, _PromptTrie] = {}
+        """Of the prompts with live slots, and of idle ones: the longest idle first."""
+        self._keys: dict[int, PromptKey] = {}
+        """Of the live slots."""
+        self._drafts = TrieDrafts()
+
+    def cache(self, purpose: str) -> RolloutCache:
+        """Return the completed rollouts of samples of one purpose: to start from some, or to look at them."""
+        return self.caches.of(purpose)
+
+    def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
+        """Give the samples cursors in their prompts' tries."""
+        keys = [key_of(request) for request in requests]
+        self._build({key for key in keys if key not in self._tries})
+        for slot, key in zip(slots.tolist(), keys, strict=True):
+            self._keys[slot] = key
+            self._tries[key].num_live += 1
+        self._free_idle(self._max_bytes)
+        self.cursors.start(slots, [self._tries[key].trie for key in keys], inserts=self.inserts)
+        self.cursors.extend(slots, np.full(len(slots), START_TOKEN, np.int32), np.arange(len(slots) + 1))
+
+    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+        """Draft from the prompts' tries."""
+        min_score = max(self.options.min_score, self.min_score)
+        shared = self.shared_table(self._keys[int(slots[0])][0]) if len(slots) else NO_TABLE
+        return self._drafts.propose(self.cursors, slots, max_nodes, BLEND, min_score, shared)
+
+    def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
+        """Insert or follow the committed tokens."""
+        self.cursors.extend(slots, token_ids, offsets)
+
+    def expected_tokens(self, request: Request) -> float | None:
+        """Mean length of the prompt's rollouts."""
+        return self.caches.of(request.purpose).mean_tokens(request.prompt_token_ids)
+
+    def set_next_uses(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        """Prompts of training in the order in which they come."""
+        self.caches.of("train").set_next_uses(prompts)
+
+    def on_policy_update(self) -> None:
+        """Free the tries that nobody uses: they are built again from the newest rollouts."""
+        self._free_idle(0)
+
+    def warm_up(self) -> None:
+        """Compile the kernels, once: they are cached for other drafters."""
+        run_warm_up(type(self)(self.options))
+
+    def take_metrics(self) -> dict[str, float]:
+        """Sizes of the caches and tries, and what was dropped."""
+        metrics = self.caches.take_metrics()
+        metrics["engine/cache_bytes"] += self.num_trie_bytes
+        return metrics
+
+    def save(self, folder: Path) -> None:
+        """Write the completed rollouts."""
+        self.caches.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Read the completed rollouts; raises ValueError naming a damaged file."""
+        assert not self._keys, "no sample may be live"
+        self.caches.load(folder)
+        self._tries = {}
+
+    def shared_table(self, purpose: str) -> Table:
+        """What is known of all prompts of a purpose."""
+        return NO_TABLE
+
+    def history(self, key: PromptKey) -> list[npt.NDArray[np.int32]]:
+        """Texts that a prompt's trie is built from, the most useful last."""
+        purpose, prompt = key
+        return self.caches.of(purpose).rollouts(prompt)
+
+    def stop(self, slots: Sequence[int]) -> list[PromptKey]:
+        """Take samples out of their tries; returns their prompts."""
+        self.cursors.stop(slots)
+        keys = [self._keys.pop(slot) for slot in slots]
+        for key in keys:
+            prompt = self._tries.pop(key)
+            prompt.num_live -= 1
+            self._tries[key] = prompt  # last
+        return keys
+
+    def insert(self, key: PromptKey, text: npt.NDArray[np.int32]) -> None:
+        """Add a text to a prompt's trie, if it has one."""
+        prompt = self._tries.get(key)
+        if prompt is not None:
+            prompt.trie.insert(text)
+            self.cursors.refresh(prompt.trie)
 
     @property
-    def num_bytes(self) -> int:
+    def num_trie_bytes(self) -> int:
         """Memory of all tries."""
-        return sum(prompt.trie.num_bytes for prompt in self._prompts.values() if prompt.trie)
+        return sum(prompt.trie.num_bytes for prompt in self._tries.values())
 
     @property
-    def num_tries(self) -> int:
-        """Prompts that have a trie."""
-        return sum(prompt.trie is not None for prompt in self._prompts.values())
+    def _max_bytes(self) -> int:
+        return int(self.options.cache_memory_gib * 2**30)
 
-    def keep(self, key: PromptKey) -> None:
-        """Never free the trie of `key`, once it is built, for want of samples."""
-        self._prompts.setdefault(key, PromptTrie(key)).num_started += 1
+    def _build(self, keys: Iterable[PromptKey]) -> None:
+        """Make the prompts' tries from their histories, all in one call."""
+        max_tokens = self.options.max_trie_tokens
+        tries, texts = [], []
+        for key in keys:
+            text = newest(self.history(key), max_tokens // 2)
+            trie = TokenTrie(expected_tokens=sum(map(len, text)), max_tokens=max_tokens)
+            self._tries[key] = _PromptTrie(trie)
+            if text:
+                tries.append(trie)
+                texts.append(text)
+        if tries:
+            insert_texts(tries, texts)
 
-    def start(self, sequence_id: int, request: Request, key: PromptKey) -> LiveSample:
-        """Register a sample of the trie `key`, which is built no sooner than it drafts."""
-        prompt = self._prompts.get(key)
-        if prompt is None:
-            prompt = self._prompts[key] = PromptTrie(key)
-        prompt.num_started += 1
-        sample = LiveSample(request, prompt)
-        self.samples[sequence_id] = sample
-        return sample
-
-    def cursors(self, sequence_ids: Iterable[int]) -> tuple[list[TokenTrie], list[int]]:
-        """Trie and cursor of each sample, made where there are none yet, with all tokens of their prompts' samples."""
-        samples = [self.samples[sequence_id] for sequence_id in sequence_ids]
-        new = {
-            sequence_id: sample
-            for sequence_id, sample in zip(sequence_ids, samples, strict=True)
-            if sample.cursor is None
-        }
-        if new:
-            self._admit(new)
-        self._catch_up({id(sample.prompt): sample.prompt for sample in samples}.values())
-        return _tries_and_cursors(samples)
-
-    def extend(self, sequence_ids: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
-        """Tokens that were committed to the samples; the tries take them in when drafts are wanted next."""
-        for sequence_id, tokens in zip(sequence_ids, token_ids, strict=True):
-            self.samples[sequence_id].tokens.extend(tokens)
-
-    def finish(self, sequence_id: int, completion: Completion | None) -> LiveSample:
-        """Take a sample out, with all tokens if it is complete; with its prompt's last one the trie goes."""
-        sample = self.samples.pop(sequence_id)
-        if completion is not None:
-            sample.tokens = completion.token_ids
-        prompt = sample.prompt
-        prompt.num_started -= 1
-        if sample.cursor is not None:
-            del prompt.drafting[sequence_id]
-            if not prompt.drafting:
-                self._idle[prompt.key] = prompt
-        if not prompt.num_started:
-            del self._prompts[prompt.key]
-            self._idle.pop(prompt.key, None)
-        elif prompt.trie is not None and self._online and len(sample.tokens) > sample.num_passed:
-            prompt.ended.append(sample)
-        elif sample.cursor is not None:
-            assert prompt.trie is not None
-            prompt.trie.stop(sample.cursor)
-        return sample
-
-    def insert(self, key: PromptKey, texts: Iterable[Sequence[int] | Tokens]) -> None:
-        """Add finished texts to the prompt's trie, if it has one."""
-        prompt = self._prompts.get(key)
-        if prompt and prompt.trie:
-            for text in texts:
-                prompt.trie.insert(text)
-
-    def clear(self) -> None:
-        """Drop all tries, kept ones too; no sample may be live."""
-        assert not self.samples
-        self._prompts.clear()
-        self._idle.clear()
-
-    def _admit(self, samples: dict[int, LiveSample]) -> None:
-        """Give cursors to samples that have none."""
-        prompts = {id(sample.prompt): sample.prompt for sample in samples.values()}.values()
-        for prompt in prompts:
-            self._idle.pop(prompt.key, None)
-        without = [prompt for prompt in prompts if prompt.trie is None]
-        if without:
-            self._build(without)
-            self._free_idle()
-        for sequence_id, sample in samples.items():
-            trie = sample.prompt.trie
-            assert trie is not None
-            sample.cursor = trie.start() if self._online else trie.follow()
-            sample.prompt.drafting[sequence_id] = sample
-
-    def _catch_up(self, prompts: Iterable[PromptTrie]) -> None:
-        """Move all cursors to the ends of their texts; a trie that becomes too large is rebuilt."""
-        behind: list[LiveSample] = []
-        ended: list[LiveSample] = []
-        for prompt in prompts:
-            assert prompt.trie is not None
-            for sample in prompt.ended:
-                if sample.cursor is None:
-                    sample.cursor = prompt.trie.start(drafts=False)
-            behind += [sample for sample in prompt.drafting.values() if len(sample.tokens) > sample.num_passed]
-            ended += prompt.ended
-            prompt.ended = []
-        if not behind and not ended:
-            return
-        behind += ended
-        tries, cursors = _tries_and_cursors(behind)
-        extend_batch(tries, cursors, [sample.tokens[sample.num_passed :] for sample in behind])
-        for sample in behind:
-            sample.num_passed = len(sample.tokens)
-        for trie, cursor in zip(*_tries_and_cursors(ended), strict=True):
-            trie.stop(cursor)
-        touched = {id(sample.prompt): sample.prompt for sample in behind}.values()
-        too_large = [prompt for prompt in touched if prompt.trie and prompt.trie.num_tokens > self._max_trie_tokens]
-        if too_large:
-            self._build(too_large)
-
-    def _build(self, prompts: Sequence[PromptTrie]) -> None:
-        """Make the prompts' tries (anew), each from its history, then from the texts of the samples that draft from it.
-
-        A trie begins half full at most, so that it is rebuilt once in a good while, however long the samples are; and
-        at least half of that is history.
-        """
-        tries: list[TokenTrie] = []
-        cursors: list[int] = []
-        texts: list[Sequence[int] | Tokens] = []
-        finished: list[tuple[TokenTrie, int]] = []
-        for prompt in prompts:
-            room = self._max_trie_tokens // 2
-            share = max(1, room // max(2, 2 * len(prompt.drafting)))
-            live = [sample.tokens[-share:] for sample in prompt.drafting.values()]
-            history = _newest(self._history(prompt.key), room - sum(map(len, live)) if self._online else room)
-            trie = TokenTrie(expected_tokens=sum(map(len, history)) + sum(map(len, live)))
-            prompt.trie = trie
-            prompt.ended = []  # those that are complete are history
-            starts: list[int] = []
-            if history:
-                starts.append(trie.start(drafts=False))
-                texts.append(end_to_end(history))
-                finished.append((trie, starts[0]))
-            for sample in prompt.drafting.values():
-                sample.cursor = trie.start() if self._online else trie.follow()
-                sample.num_passed = len(sample.tokens)
-                starts.append(sample.cursor)
-            tries += [trie] * len(starts)
-            cursors += starts
-            texts += live
-        extend_batch(tries, cursors, texts)
-        for trie, cursor in finished:
-            trie.stop(cursor)
-
-    def _free_idle(self) -> None:
-        num_bytes = self.num_bytes
-        while num_bytes > self._max_bytes and self._idle:
-            prompt = self._idle.pop(next(iter(self._idle)))
-            assert prompt.trie is not None
-            num_bytes -= prompt.trie.num_bytes
-            prompt.trie = None
-            prompt.ended = []
+    def _free_idle(self, max_bytes: int) -> None:
+        """Free tries that nobody uses, the longest idle first, until the others take no more than `max_bytes`."""
+        num_bytes = self.num_trie_bytes
+        for key, prompt in list(self._tries.items()):
+            if num_bytes <= max_bytes:
+                return
+            if not prompt.num_live:
+                num_bytes -= prompt.trie.num_bytes
+                del self._tries[key]
 
 
-def _tries_and_cursors(samples: Iterable[LiveSample]) -> tuple[list[TokenTrie], list[int]]:
-    """Of samples that draft."""
-    samples = list(samples)
-    tries = [sample.prompt.trie for sample in samples if sample.prompt.trie is not None]
-    cursors = [sample.cursor for sample in samples if sample.cursor is not None]
-    assert len(tries) == len(cursors) == len(samples), "each has a cursor in its prompt's trie"
-    return tries, cursors
-
-
-def _newest(texts: Sequence[Tokens], max_tokens: int) -> list[Tokens]:
-    """The last texts that fit in `max_tokens` together, in order; of the last one alone its end, if it does not fit."""
-    kept: list[Tokens] = []
+def newest(texts: Sequence[npt.NDArray[np.int32]], max_tokens: int) -> list[npt.NDArray[np.int32]]:
+    """The last texts that have at most `max_tokens` together, in order; of the very last its end, if it is longer."""
+    kept: list[npt.NDArray[np.int32]] = []
     for text in reversed(texts):
-        if len(text) > max_tokens:
+        if len(text) > max_tokens and kept:
             break
-        kept.append(text)
-        max_tokens -= len(text)
-    if texts and not kept and max_tokens > 0:
-        kept.append(texts[-1][-max_tokens:])
+        kept.append(text[-max_tokens:] if max_tokens else text[:0])
+        max_tokens -= len(kept[-1])
     return kept[::-1]

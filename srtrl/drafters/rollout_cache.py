@@ -3,9 +3,7 @@
 Rollouts are plain int32 arrays (checkpoints hold these); tries are built from them for the prompts that decode.
 """
 
-import functools
-import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,47 +19,33 @@ Tokens = npt.NDArray[np.int32]
 
 TOKEN_BYTES = 4
 ROLLOUT_BYTES = 128
-"""What a rollout costs beside its tokens: the array object and its place in a list."""
+"""What a rollout costs beside its tokens: the array object and its entry in a list."""
 PROMPT_BYTES = 512
-"""What a prompt costs beside its tokens and rollouts: its record, its place in the tables, its entries in the heap."""
+"""What a prompt costs beside its tokens and rollouts: its record and its entry in the table."""
+KEPT_SHARE = 0.95
+"""When memory is short, rollouts are dropped until this share of it is in use, so that it is short seldom."""
 FORMAT = "srtrl rollout cache 1"
 """Written into each file; raised when the layout changes."""
 ARRAYS = ("prompt_tokens", "prompt_lengths", "rollout_counts", "rollout_tokens", "rollout_lengths")
 """The arrays of a file: prompts and rollouts laid end to end, their lengths, and the rollouts of each prompt."""
-NEVER = 1 << 62
-"""Next use of a prompt that is not known to come again."""
 
 
 @dataclass(slots=True)
-class _Entry:
+class _Prompt:
     """What the cache holds of one prompt."""
 
-    key: bytes
-    """The prompt's token ids, as the bytes of an int32 array."""
     added: int
     """When its last rollout was added, counted in rollouts."""
-    next_use: int = NEVER
-    """Its place in the order in which prompts come next."""
     rollouts: list[Tokens] = field(default_factory=list)
     """Newest last."""
-    num_tokens: int = 0
-
-    @property
-    def order(self) -> tuple[int, int, int, bytes]:
-        """The least one loses its oldest rollout first.
-
-        Most rollouts first, so that all prompts are trimmed to k rollouts, k falling, before one is dropped; then
-        the farthest next use; then the least recently added.
-        """
-        return -len(self.rollouts), -self.next_use, self.added, self.key
 
 
 class RolloutCache:
-    """The newest rollouts of each prompt, at most `max_rollouts` a prompt and `max_bytes` in all.
+    """The newest rollouts of each prompt, at most `max_rollouts` per prompt and `max_bytes` in total.
 
-    The key is the prompt's whole token ids. When memory is short, each prompt loses its oldest rollouts before any
-    prompt is dropped; then the one goes whose next use is farthest (`set_next_uses`): the order of the data is known,
-    and dropping the least recently used would drop each prompt just before its turn when an epoch does not fit.
+    The key is the prompt's token ids. When memory is short, each prompt loses its oldest rollouts before any prompt is
+    dropped; then the one goes whose next use is farthest (`set_next_uses`): the order of the data is known, and
+    dropping the least recently used would drop each prompt just before its turn when an epoch does not fit.
     """
 
     def __init__(self, *, max_rollouts: int, max_bytes: int) -> None:
@@ -73,71 +57,73 @@ class RolloutCache:
         """Tokens of all rollouts, prompts not counted."""
         self.num_rollouts = 0
         self.num_bytes = 0
-        """Memory by the constants above: 4 bytes a token, of prompts too, and an overhead a rollout and a prompt."""
+        """Memory by the constants above: 4 bytes per token, of prompts too, and an overhead per rollout and prompt."""
         self.num_dropped_rollouts = 0
         """Rollouts forgotten for want of memory (not those that newer ones of their prompt replaced)."""
         self.num_dropped_prompts = 0
         self.num_dropped_tokens = 0
         """Tokens of the dropped rollouts."""
-        self._entries: dict[bytes, _Entry] = {}
-        self._coming: list[Sequence[int]] = []
-        """Prompts that come next, in order."""
-        self._next_uses: dict[bytes, int] = {}
-        """The same as ranks; read from `_coming` with the heap."""
+        self._prompts: dict[tuple[int, ...], _Prompt] = {}
+        self._coming: Sequence[tuple[int, ...]] = ()
         self._num_added = 0
-        self._heap: list[tuple[int, int, int, bytes]] | None = None
-        """Entries by what goes first; None until memory is short, for until then nobody asks."""
 
     @property
     def num_prompts(self) -> int:
         """Prompts that have at least one rollout."""
-        return len(self._entries)
+        return len(self._prompts)
 
-    def __contains__(self, prompt: Sequence[int]) -> bool:
-        return _key(prompt) in self._entries
-
-    def add(self, prompt: Sequence[int], token_ids: Sequence[int] | Tokens) -> None:
-        """Append a completed rollout of a prompt; older ones go where a bound asks for it. An empty one is nothing.
+    def add(self, prompt: tuple[int, ...], rollout: Sequence[int] | Tokens) -> None:
+        """Append a completed rollout of a prompt; older ones go where a bound requires it. An empty one is nothing.
 
         An int32 array is kept as it is, and must not change any more.
         """
-        self.extend(prompt, [np.asarray(token_ids, dtype=np.int32)])
+        rollout = np.asarray(rollout, dtype=np.int32)
+        if not len(rollout):
+            return
+        if PROMPT_BYTES + ROLLOUT_BYTES + TOKEN_BYTES * (len(prompt) + len(rollout)) > self.max_bytes:
+            self.num_dropped_rollouts += 1  # no others need to go for one that cannot stay
+            self.num_dropped_tokens += len(rollout)
+            return
+        self._num_added += 1
+        known = self._prompts.get(prompt)
+        if known is None:
+            known = self._prompts[prompt] = _Prompt(self._num_added)
+            self.num_bytes += PROMPT_BYTES + TOKEN_BYTES * len(prompt)
+        known.added = self._num_added
+        known.rollouts.append(rollout)
+        self._count(rollout, 1)
+        if len(known.rollouts) > self.max_rollouts:
+            self._count(known.rollouts.pop(0), -1)
+        if self.num_bytes > self.max_bytes:
+            self._make_room(int(KEPT_SHARE * self.max_bytes))
 
-    def extend(self, prompt: Sequence[int], rollouts: Sequence[Tokens]) -> None:
-        """Add several rollouts of one prompt, in order."""
-        key = _key(prompt)
-        for rollout in rollouts:
-            if len(rollout):
-                self._add(key, rollout)
-
-    def rollouts(self, prompt: Sequence[int]) -> list[Tokens]:
+    def rollouts(self, prompt: tuple[int, ...]) -> list[Tokens]:
         """Return the prompt's rollouts, newest last; an empty list if there are none."""
-        entry = self._entries.get(_key(prompt))
-        return list(entry.rollouts) if entry else []
+        known = self._prompts.get(prompt)
+        return list(known.rollouts) if known else []
 
-    def mean_tokens(self, prompt: Sequence[int]) -> float | None:
+    def mean_tokens(self, prompt: tuple[int, ...]) -> float | None:
         """Mean length of the prompt's rollouts; None if there are none."""
-        entry = self._entries.get(_key(prompt))
-        return entry.num_tokens / len(entry.rollouts) if entry else None
+        known = self._prompts.get(prompt)
+        return sum(map(len, known.rollouts)) / len(known.rollouts) if known else None
 
     def prompts(self) -> list[tuple[int, ...]]:
         """Token ids of all prompts, the least recently added first."""
-        return [tuple(_tokens(entry.key).tolist()) for entry in self._by_age()]
+        return sorted(self._prompts, key=lambda prompt: self._prompts[prompt].added)
 
-    def set_next_uses(self, prompts: Sequence[Sequence[int]]) -> None:
+    def set_next_uses(self, prompts: Sequence[tuple[int, ...]]) -> None:
         """Prompts that come next, in order; those not named are the first to be dropped."""
-        self._coming = list(prompts)
-        self._heap = None
+        self._coming = prompts
 
     def save(self, path: Path) -> None:
         """Write all rollouts into one file, whole or not at all. Equal contents give equal bytes."""
-        entries = self._by_age()
-        rollouts = [rollout for entry in entries for rollout in entry.rollouts]
-        keys = [_tokens(entry.key) for entry in entries]
+        prompts = self.prompts()
+        counts = [len(self._prompts[prompt].rollouts) for prompt in prompts]
+        rollouts = [rollout for prompt in prompts for rollout in self._prompts[prompt].rollouts]
         arrays: dict[str, npt.NDArray[Any]] = {
-            "prompt_tokens": _joined(keys),
-            "prompt_lengths": np.array([len(key) for key in keys], np.int64),
-            "rollout_counts": np.array([len(entry.rollouts) for entry in entries], np.int64),
+            "prompt_tokens": _joined(np.array(prompt, np.int32) for prompt in prompts),
+            "prompt_lengths": np.array([len(prompt) for prompt in prompts], np.int64),
+            "rollout_counts": np.array(counts, np.int64),
             "rollout_tokens": _joined(rollouts),
             "rollout_lengths": np.array([len(rollout) for rollout in rollouts], np.int64),
         }
@@ -151,86 +137,36 @@ class RolloutCache:
             FileNotFoundError: There is no such file.
         """
         arrays = _read(path)
-        ends = np.cumsum(arrays["prompt_lengths"])
-        keys = np.split(arrays["prompt_tokens"], ends[:-1])
+        prompts = np.split(arrays["prompt_tokens"], np.cumsum(arrays["prompt_lengths"])[:-1])
         rollouts = iter(np.split(arrays["rollout_tokens"], np.cumsum(arrays["rollout_lengths"])[:-1]))
-        for key, count in zip(keys, arrays["rollout_counts"].tolist(), strict=False):  # of no prompts: one empty part
+        for prompt, count in zip(prompts, arrays["rollout_counts"].tolist(), strict=False):  # of none: one empty part
             for _ in range(count):
-                self._add(key.tobytes(), next(rollouts).copy())
+                self.add(tuple(prompt.tolist()), next(rollouts).copy())
 
-    def _add(self, key: bytes, rollout: Tokens) -> None:
-        if PROMPT_BYTES + len(key) + ROLLOUT_BYTES + TOKEN_BYTES * len(rollout) > self.max_bytes:
-            self.num_dropped_rollouts += 1  # nothing else need go for one that cannot stay
-            self.num_dropped_tokens += len(rollout)
-            return
-        self._num_added += 1
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = _Entry(key, self._num_added, self._next_uses.get(key, NEVER))
-            self._entries[key] = entry
-            self.num_bytes += PROMPT_BYTES + len(key)
-        entry.added = self._num_added
-        # Without `_drop_oldest`: most rollouts take the place of one, and hundreds end together.
-        rollouts = entry.rollouts
-        rollouts.append(rollout)
-        num_tokens = len(rollout)
-        if len(rollouts) > self.max_rollouts:
-            num_tokens -= len(rollouts.pop(0))
-        else:
-            self.num_rollouts += 1
-            self.num_bytes += ROLLOUT_BYTES
-        entry.num_tokens += num_tokens
-        self.num_tokens += num_tokens
-        self.num_bytes += TOKEN_BYTES * num_tokens
-        if self._heap is not None:
-            heapq.heappush(self._heap, entry.order)
-        while self.num_bytes > self.max_bytes:
-            self._make_room()
-        if self._heap is not None and len(self._heap) > 2 * len(self._entries) + 64:
-            self._heap = self._make_heap()
+    def _count(self, rollout: Tokens, sign: int) -> None:
+        self.num_rollouts += sign
+        self.num_tokens += sign * len(rollout)
+        self.num_bytes += sign * (ROLLOUT_BYTES + TOKEN_BYTES * len(rollout))
 
-    def _drop_oldest(self, entry: _Entry) -> int:
-        """Forget a prompt's oldest rollout; returns the rollout's length."""
-        num_tokens = len(entry.rollouts.pop(0))
-        entry.num_tokens -= num_tokens
-        self.num_rollouts -= 1
-        self.num_tokens -= num_tokens
-        self.num_bytes -= ROLLOUT_BYTES + TOKEN_BYTES * num_tokens
-        return num_tokens
-
-    def _make_room(self) -> None:
-        """Forget one rollout, and its prompt if that was the last one."""
-        if self._heap is None:
-            self._rank_next_uses()
-            self._heap = self._make_heap()
-        order = heapq.heappop(self._heap)
-        entry = self._entries.get(order[-1])
-        if entry is None or entry.order != order:  # it has changed since: its present order is in the heap too
-            return
-        self.num_dropped_tokens += self._drop_oldest(entry)
-        self.num_dropped_rollouts += 1
-        if entry.rollouts:
-            heapq.heappush(self._heap, entry.order)
-        else:
-            del self._entries[entry.key]
-            self.num_dropped_prompts += 1
-            self.num_bytes -= PROMPT_BYTES + len(entry.key)
-
-    def _rank_next_uses(self) -> None:
-        """Tell the entries their places among the prompts that come next."""
-        self._next_uses = {}
-        for rank, prompt in enumerate(self._coming):
-            self._next_uses.setdefault(_key(prompt), rank)
-        for entry in self._entries.values():
-            entry.next_use = self._next_uses.get(entry.key, NEVER)
-
-    def _make_heap(self) -> list[tuple[int, int, int, bytes]]:
-        heap = [entry.order for entry in self._entries.values()]
-        heapq.heapify(heap)
-        return heap
-
-    def _by_age(self) -> list[_Entry]:
-        return sorted(self._entries.values(), key=lambda entry: entry.added)
+    def _make_room(self, max_bytes: int) -> None:
+        """Trim all prompts to k rollouts, k falling, those whose next use is farthest first, until the rest fits."""
+        next_uses = {prompt: -index for index, prompt in reversed(list(enumerate(self._coming)))}
+        never = -len(self._coming)
+        order = sorted(self._prompts, key=lambda prompt: (next_uses.get(prompt, never), self._prompts[prompt].added))
+        for most in range(self.max_rollouts, 0, -1):
+            for prompt in order:
+                if self.num_bytes <= max_bytes:
+                    return
+                rollouts = self._prompts[prompt].rollouts
+                if len(rollouts) == most:
+                    dropped = rollouts.pop(0)
+                    self._count(dropped, -1)
+                    self.num_dropped_rollouts += 1
+                    self.num_dropped_tokens += len(dropped)
+                    if not rollouts:
+                        del self._prompts[prompt]
+                        self.num_bytes -= PROMPT_BYTES + TOKEN_BYTES * len(prompt)
+                        self.num_dropped_prompts += 1
 
 
 class RolloutCaches:
@@ -240,62 +176,38 @@ class RolloutCaches:
         """`file_stem` begins the names of the files: caches with other keys have another one."""
         self.max_rollouts = max_rollouts
         self.max_bytes = max_bytes
+        self.by_purpose: dict[str, RolloutCache] = {}
         self._file_stem = file_stem
-        self._caches: dict[str, RolloutCache] = {}
 
     def of(self, purpose: str) -> RolloutCache:
         """Return the cache of samples of one purpose (`train`, `eval`, `generate`)."""
-        if purpose not in self._caches:
-            self._caches[purpose] = RolloutCache(max_rollouts=self.max_rollouts, max_bytes=self.max_bytes)
-        return self._caches[purpose]
-
-    @property
-    def purposes(self) -> list[str]:
-        """Those that have a cache."""
-        return list(self._caches)
+        if purpose not in self.by_purpose:
+            self.by_purpose[purpose] = RolloutCache(max_rollouts=self.max_rollouts, max_bytes=self.max_bytes)
+        return self.by_purpose[purpose]
 
     def save(self, folder: Path) -> None:
         """Write `<file_stem>_<purpose>.safetensors` for each purpose that has been seen."""
-        for purpose, cache in self._caches.items():
+        for purpose, cache in self.by_purpose.items():
             cache.save(folder / f"{self._file_stem}_{purpose}.safetensors")
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote in place of what is there; raises ValueError naming a damaged file."""
-        self._caches = {}
+        self.by_purpose = {}
         for path in sorted(folder.glob(f"{self._file_stem}_*.safetensors")):
             self.of(path.stem.removeprefix(f"{self._file_stem}_")).load(path)
 
     def take_metrics(self) -> dict[str, float]:
         """Sizes of all caches, and what was dropped since the last call."""
-        caches = self._caches.values()
-        metrics: dict[str, float] = {
-            "engine/cache_tokens": sum(cache.num_tokens for cache in caches),
-            "engine/cache_bytes": sum(cache.num_bytes for cache in caches),
-            "engine/cache_prompts": sum(cache.num_prompts for cache in caches),
-            "engine/cache_dropped_rollouts": sum(cache.num_dropped_rollouts for cache in caches),
-            "engine/cache_dropped_prompts": sum(cache.num_dropped_prompts for cache in caches),
-            "engine/cache_dropped_tokens": sum(cache.num_dropped_tokens for cache in caches),
-        }
+        caches = self.by_purpose.values()
+        metrics: dict[str, float] = {}
+        for name in ("tokens", "bytes", "prompts", "dropped_rollouts", "dropped_prompts", "dropped_tokens"):
+            metrics[f"engine/cache_{name}"] = sum(getattr(cache, f"num_{name}") for cache in caches)
         for cache in caches:
             cache.num_dropped_rollouts = cache.num_dropped_prompts = cache.num_dropped_tokens = 0
         return metrics
 
 
-def _key(prompt: Sequence[int]) -> bytes:
-    return _key_of_tuple(prompt) if isinstance(prompt, tuple) else np.asarray(prompt, dtype=np.int32).tobytes()
-
-
-@functools.lru_cache(maxsize=8192)
-def _key_of_tuple(prompt: tuple[int, ...]) -> bytes:
-    """Kept, for the look-ahead names thousands of prompts at every training step."""
-    return np.asarray(prompt, dtype=np.int32).tobytes()
-
-
-def _tokens(key: bytes) -> Tokens:
-    return np.frombuffer(key, dtype=np.int32)
-
-
-def _joined(parts: list[Tokens]) -> Tokens:
+def _joined(parts: Iterable[Tokens]) -> Tokens:
     return np.concatenate([np.empty(0, np.int32), *parts])
 
 
@@ -309,14 +221,11 @@ def _read(path: Path) -> dict[str, npt.NDArray[Any]]:
             arrays = {name: file.get_tensor(name) for name in ARRAYS}
     except SafetensorError as error:
         raise ValueError(f"{path}: not a rollout cache, or damaged ({error})") from error
-    lengths = {name: arrays[name] for name in ("prompt_lengths", "rollout_lengths", "rollout_counts")}
-    agree = (
-        len(lengths["prompt_lengths"]) == len(lengths["rollout_counts"])
-        and int(lengths["prompt_lengths"].sum()) == len(arrays["prompt_tokens"])
-        and int(lengths["rollout_lengths"].sum()) == len(arrays["rollout_tokens"])
-        and int(lengths["rollout_counts"].sum()) == len(lengths["rollout_lengths"])
-        and all(length.min(initial=0) >= 0 for length in lengths.values())
+    prompt_lengths, rollout_lengths, counts = (
+        arrays[name] for name in ("prompt_lengths", "rollout_lengths", "rollout_counts")
     )
-    if not agree:
+    expected = (len(prompt_lengths), prompt_lengths.sum(), rollout_lengths.sum(), counts.sum())
+    found = (len(counts), len(arrays["prompt_tokens"]), len(arrays["rollout_tokens"]), len(rollout_lengths))
+    if expected != found or min(array.min(initial=0) for array in (prompt_lengths, rollout_lengths, counts)) < 0:
         raise ValueError(f"{path}: damaged: the lengths of prompts and rollouts do not match their tokens")
     return arrays

@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
-from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, run_warm_up
 from srtrl.drafters.draft_tree import DraftTrees
-from srtrl.drafters.prompt_tries import PromptKey, PromptTries, key_of
-from srtrl.drafters.rollout_cache import TOKEN_BYTES, RolloutCache, RolloutCaches
-from srtrl.drafters.token_trie import DraftRule, TokenTrie, extend_batch, propose_batch
+from srtrl.drafters.prompt_tries import key_of, newest
+from srtrl.drafters.rollout_cache import ROLLOUT_BYTES, TOKEN_BYTES, RolloutCache, RolloutCaches
+from srtrl.drafters.suffix_automaton import START_TOKEN, TokenTrie, TrieCursors, insert_texts
+from srtrl.drafters.trie_draft import SUFFIX, TrieDrafts
 from srtrl.recipe_base import Section
 from srtrl.types import Completion, Request
 
 ALL_PROMPTS: tuple[int, ...] = ()
-"""The global trie is that of a prompt without tokens."""
+"""The responses are kept as those of a prompt without tokens."""
 
 
 class SuffixOptions(Section):
@@ -30,7 +30,8 @@ class SuffixOptions(Section):
     min_score: float = Field(default=0.1, ge=0, lt=1)
     """Nodes that are less likely to be accepted are not proposed (the authors' setting)."""
     max_tokens: int = Field(default=1_000_000, ge=64)
-    """Most tokens in the global trie (some 150 bytes each); a larger one is rebuilt from the newest responses."""
+    """Maximum number of tokens in the global trie (some 100 bytes each); a full one is built again from the newest
+    responses, after the policy update."""
 
 
 class Drafter(DrafterBase):
@@ -38,99 +39,98 @@ class Drafter(DrafterBase):
 
     Options = SuffixOptions
     options: SuffixOptions
-    has_kernels = True
 
     def __init__(self, options: Section | None = None) -> None:
         super().__init__(options)
-        max_tokens = self.options.max_tokens
-        self._caches = RolloutCaches(
-            max_rollouts=max_tokens, max_bytes=2 * TOKEN_BYTES * max_tokens, file_stem="responses"
+        self.caches = RolloutCaches(
+            max_rollouts=self.options.max_tokens,
+            max_bytes=(TOKEN_BYTES + ROLLOUT_BYTES) * self.options.max_tokens,
+            file_stem="responses",
         )
-        self._global = PromptTries(self._history, online=False, max_trie_tokens=max_tokens, max_bytes=1 << 62)
-        self._purposes: set[str] = set()
-        self._own: dict[int, tuple[TokenTrie, int]] = {}
-        self._waiting: dict[int, tuple[int, ...]] = {}  # prompts of samples that have not drafted yet
-        self._rule = DraftRule(name="suffix", min_score=self.options.min_score)
+        self._global: dict[str, TokenTrie] = {}
+        """Of all responses, for each purpose."""
+        self._in_global = TrieCursors()
+        self._in_own = TrieCursors()
+        self._drafts = TrieDrafts()
 
     def cache(self, purpose: str) -> RolloutCache:
         """Return the responses that the global trie is built from, all of them under the prompt `ALL_PROMPTS`."""
-        return self._caches.of(purpose)
+        return self.caches.of(purpose)
 
-    def start(self, sequence_id: int, request: Request) -> None:
-        """Register a sample; its own trie is made when it first drafts."""
-        purpose, _ = key_of(request)
-        key = (purpose, ALL_PROMPTS)
-        if purpose not in self._purposes:
-            self._purposes.add(purpose)
-            self._global.keep(key)
-        self._global.start(sequence_id, request, key)
-        self._waiting[sequence_id] = request.prompt_token_ids
+    def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
+        """Give each sample a trie of its own, with its prompt, and a cursor in the global one."""
+        starts = np.full(len(slots), START_TOKEN, np.int32), np.arange(len(slots) + 1)
+        tries = [self._trie_of(key_of(request)[0]) for request in requests]
+        self._in_global.start(slots, tries, inserts=False)
+        self._in_global.extend(slots, *starts)
+        self._in_own.start(slots, [TokenTrie() for _ in requests], inserts=True)
+        self._in_own.extend(slots, *starts)
+        prompts = [np.array(request.prompt_token_ids, np.int32) for request in requests]
+        self._in_own.extend(slots, np.concatenate(prompts), np.cumsum([0, *map(len, prompts)]))
 
-    def propose(self, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:
-        """Draft from both tries, and take for each sequence the draft with the larger sum of scores."""
-        tries, cursors = self._both(sequence_ids)
-        trees = propose_batch(tries, cursors, [*max_nodes, *max_nodes], self._rule)
-        sums = np.concatenate([[0.0], np.cumsum(trees.scores, dtype=np.float64)])
-        from_all, from_own = np.diff(sums[trees.offsets]).reshape(2, len(sequence_ids))
-        chosen = np.arange(len(sequence_ids)) + np.where(from_own > from_all, len(sequence_ids), 0)
-        sizes = trees.sizes[chosen]
-        offsets = np.concatenate([[0], np.cumsum(sizes)])
-        nodes = np.arange(offsets[-1]) + np.repeat(trees.offsets[chosen] - offsets[:-1], sizes)
-        return DraftTrees(
-            token_ids=trees.token_ids[nodes],
-            parents=trees.parents[nodes],
-            scores=trees.scores[nodes],
-            offsets=offsets,
-        )
+    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+        """Draft from both tries, and take for each slot the draft with the larger sum of scores."""
+        both = [
+            self._drafts.propose(cursors, slots, max_nodes, SUFFIX, self.options.min_score)
+            for cursors in (self._in_global, self._in_own)
+        ]
+        sums = [np.concatenate([[0.0], trees.scores.cumsum(dtype=np.float64)])[trees.offsets] for trees in both]
+        is_own = np.diff(sums[1]) > np.diff(sums[0])
+        return both[0].replace(np.flatnonzero(is_own), both[1].take(np.flatnonzero(is_own)))
 
-    def observe(self, sequence_ids: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
+    def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
         """Committed tokens enter the samples' own tries, and are followed in the global one."""
-        own = self._own_of(sequence_ids)
-        self._global.extend(sequence_ids, token_ids)
-        extend_batch([trie for trie, _ in own], [cursor for _, cursor in own], token_ids)
+        self._in_global.extend(slots, token_ids, offsets)
+        self._in_own.extend(slots, token_ids, offsets)
 
-    def finish(self, sequence_id: int, completion: Completion | None) -> None:
-        """A completed response enters the global trie; the sample's own trie goes."""
-        sample = self._global.finish(sequence_id, completion)
-        self._own.pop(sequence_id, None)
-        self._waiting.pop(sequence_id, None)
-        if completion is not None and not sample.request.is_run_ahead:
-            key = sample.prompt.key
-            self._caches.of(key[0]).add(ALL_PROMPTS, completion.token_ids)
-            self._global.insert(key, [completion.token_ids])
+    def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
+        """Completed responses enter the global trie; the samples' own tries go."""
+        self._in_global.stop(slots)
+        self._in_own.stop(slots)
+        self.learn([completion for completion in completions if completion is not None])
+
+    def learn(self, completions: Sequence[Completion]) -> None:
+        """Completed responses enter the global trie."""
+        for completion in completions:
+            purpose, text = key_of(completion.request)[0], np.array(completion.token_ids, np.int32)
+            trie = self._trie_of(purpose)
+            self.caches.of(purpose).add(ALL_PROMPTS, text)
+            trie.insert(text)
+            self._in_global.refresh(trie)
+
+    def on_policy_update(self) -> None:
+        """Drop full tries that no sample follows: they are built again."""
+        self._global = {
+            purpose: trie
+            for purpose, trie in self._global.items()
+            if trie.num_tokens < self.options.max_tokens or any(trie is other for other in self._in_global.tries)
+        }
+
+    def warm_up(self) -> None:
+        """Compile the kernels."""
+        run_warm_up(type(self)(self.options))
 
     def take_metrics(self) -> dict[str, float]:
         """Sizes of the responses that are kept and of all tries, and what was dropped."""
-        metrics = self._caches.take_metrics()
-        metrics["engine/cache_bytes"] += self._global.num_bytes + sum(trie.num_bytes for trie, _ in self._own.values())
+        metrics = self.caches.take_metrics()
+        tries = [*self._global.values(), *(trie for trie in self._in_own.tries if trie is not None)]
+        metrics["engine/cache_bytes"] += sum(trie.num_bytes for trie in tries)
         return metrics
 
     def save(self, folder: Path) -> None:
         """Write the responses."""
-        self._caches.save(folder)
+        self.caches.save(folder)
 
     def load(self, folder: Path) -> None:
         """Read the responses; raises ValueError naming a damaged file."""
-        assert not self._global.samples, "no sample may be live"
-        self._caches.load(folder)
-        self._global.clear()
-        self._purposes.clear()
+        self.caches.load(folder)
+        self._global = {}
 
-    def _history(self, key: PromptKey) -> list[npt.NDArray[np.int32]]:
-        return self._caches.of(key[0]).rollouts(ALL_PROMPTS)
-
-    def _own_of(self, sequence_ids: Sequence[int]) -> list[tuple[TokenTrie, int]]:
-        """The samples' own tries, made where there are none yet."""
-        new = [sequence_id for sequence_id in sequence_ids if sequence_id in self._waiting]
-        if new:
-            tries = [TokenTrie() for _ in new]
-            cursors = [trie.start() for trie in tries]
-            extend_batch(tries, cursors, [self._waiting.pop(sequence_id) for sequence_id in new])
-            self._own.update(zip(new, zip(tries, cursors, strict=True), strict=True))
-        return [self._own[sequence_id] for sequence_id in sequence_ids]
-
-    def _both(self, sequence_ids: Sequence[int]) -> tuple[list[TokenTrie], list[int]]:
-        """Tries and cursors: those of the global trie, then those of the samples' own."""
-        tries, cursors = self._global.cursors(sequence_ids)
-        own = self._own_of(sequence_ids)
-        return tries + [trie for trie, _ in own], cursors + [cursor for _, cursor in own]
+    def _trie_of(self, purpose: str) -> TokenTrie:
+        """The global trie of a purpose, built from the newest responses if there is none."""
+        if purpose not in self._global:
+            texts = newest(self.caches.of(purpose).rollouts(ALL_PROMPTS), self.options.max_tokens // 2)
+            trie = TokenTrie(expected_tokens=sum(map(len, texts)), max_tokens=self.options.max_tokens)
+            insert_texts([trie], [texts])
+            self._global[purpose] = trie
+        return self._global[purpose]

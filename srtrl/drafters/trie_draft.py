@@ -1,172 +1,338 @@
-"""Drafts from token tries: the four rules of `DraftRule`, on the arrays of `trie_memory`."""
+"""Draft trees from token tries, best first: a node's score is the estimated chance that it is accepted.
 
-from typing import Any, NamedTuple
+Rule `BLEND`: Witten-Bell back-off. A node's context and its suffixes, the longest first, each take the share
+total / (total + distinct_weight x distinct) x match / (match + match_weight) of the probability mass that is left and
+spread it over the tokens that followed them, by count; of a suffix only the occurrences count that are not the longer
+context's. What the last two tokens, then the last one, are followed by in texts of other prompts (`shared_ngrams`)
+counts as contexts of length 2 and 1. What can change no score by `NEGLIGIBLE` times `min_score` is left out.
+
+Rule `SUFFIX` (SuffixDecoding: Oliaro et al., 2024): a tree from each suffix of the match, by share of the occurrences,
+of at most `NODES_PER_MATCH` times its length nodes; the one with the largest sum of scores is taken.
+"""
+
+from typing import NamedTuple
 
 import numba
 import numpy as np
+import numpy.typing as npt
 
-from srtrl.drafters.draft_frontier import (
-    CONTEXT,
-    DEPTH,
-    PARENT,
-    TARGET,
-    TOKEN,
-    Node,
-    RuleConstants,
-    Scratch,
-    Tree,
-    make_scratch,
-    offer,
-)
-from srtrl.drafters.shared_ngrams import Table
-from srtrl.drafters.trie_alignment import Alignment, align, locate
-from srtrl.drafters.trie_blend import expand_blend
-from srtrl.drafters.trie_counts import longest_continued, num_continued, top_edge
-from srtrl.drafters.trie_kernel import (
-    ALIGNED_MATCH,
-    ALIGNED_RUN,
-    ALIGNED_STATE,
+from srtrl.drafters.draft_tree import DraftTrees
+from srtrl.drafters.shared_ngrams import ENTRIES, NO_TABLE, NO_TOKEN, TOTAL, WAYS, Table, find_context
+from srtrl.drafters.suffix_automaton import (
     BEFORE_LAST,
-    LAST,
-    MATCH,
-    resolve,
-)
-from srtrl.drafters.trie_memory import (
     BLOCK,
     COUNT,
-    DEGREE,
+    EDGE,
     EMPTY,
-    LARGEST_CLASS,
+    LAST,
     LENGTH,
     LINK,
+    MATCH,
     NONE,
     ROOT,
-    Memory,
-    Places,
+    STATE,
+    TARGET,
+    Int32Array,
+    Int64Array,
+    TrieCursors,
     edges_end,
+    find_edge,
+    locate,
+    num_edges,
     open_memory,
 )
+from srtrl.drafters.suffix_automaton import TOTAL as STATE_TOTAL
 
-BLEND, PAPER, AUTHORS, SUFFIX = 0, 1, 2, 3
+Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
 
-_wide: Any = np.int64
-"""Integers of a record that a loop replaces must all have one width."""
+NEGLIGIBLE = 0.25
+"""Share of `min_score`: in replays the nodes that a smaller one brought cost as much as they gave."""
+SMALLEST_SCORE = 1e-6
+MAX_CHILDREN = 64
+"""Children of a node that are considered."""
+MAX_CONTEXTS = 3
+"""Contexts that are blended at a node, counting those that something follows."""
+MAX_TREE, MAX_MATCH, NODES_PER_MATCH = 48, 64, 4
+"""Of `SUFFIX`: largest tree, longest match that is looked at, and nodes of a tree for each token of the match."""
+
+
+class Rule(NamedTuple):
+    """How counts become scores."""
+
+    max_contexts: int
+    distinct_weight: float
+    """What a distinct token takes from the trust in a context."""
+    match_weight: float
+    """Length of a match that is trusted by half."""
+    tries_suffixes: bool
+    """Whether each suffix of the match has a tree of its own."""
+
+
+BLEND = Rule(max_contexts=MAX_CONTEXTS, distinct_weight=0.5, match_weight=2.0, tries_suffixes=False)
+SUFFIX = Rule(max_contexts=1, distinct_weight=0.0, match_weight=0.0, tries_suffixes=True)
+
+
+class Tree(NamedTuple):
+    """Room for a tree, or for several end to end, as in `DraftTrees`."""
+
+    token_ids: Int32Array
+    parents: Int32Array
+    scores: Float32Array
+
+
+class Scratch(NamedTuple):
+    """Working memory of one thread, for trees of at most `capacity` nodes."""
+
+    frontier: Int32Array
+    """[capacity], entries of the candidates that may become nodes, the best last."""
+    free: Int32Array
+    """[capacity], entries that are free."""
+    score: Float64Array
+    """[capacity], path product of a candidate."""
+    entry: Int32Array
+    """[capacity, 4], its token, parent, state and match."""
+    node: Int32Array
+    """[capacity, 2], state and match of each node."""
+    child: Int32Array
+    """[MAX_CHILDREN, 4], children of the node in hand: token, state and match, and count in the last context."""
+    weight: Float64Array
+    """[MAX_CHILDREN], their probabilities."""
+    context: Int32Array
+    """[MAX_CONTEXTS, 2], state and match of each context that is blended."""
+    factor: Float64Array
+    """[MAX_CONTEXTS], what an occurrence in it is worth."""
+    tree: Tree
+    """[capacity], a second tree."""
 
 
 @numba.njit(cache=True, nogil=True)
-def _expand_longest(memory: Memory, node: Node, min_score: float, scratch: Scratch, size: int, room: int) -> int:
-    """Offer what follows a node's context, by its share of the occurrences; the frontier's new size."""
-    state = node.state
-    if memory[state + DEGREE] == 0 or state == ROOT:
-        return size
-    total = num_continued(memory, state)
-    for edge in range(memory[state + BLOCK], edges_end(memory, state), 2):
-        token = memory[edge]
-        if token == EMPTY:
+def _make_scratch(capacity: int) -> Scratch:
+    return Scratch(
+        np.empty(capacity, np.int32),
+        np.empty(capacity, np.int32),
+        np.empty(capacity, np.float64),
+        np.empty((capacity, 4), np.int32),
+        np.empty((capacity, 2), np.int32),
+        np.empty((MAX_CHILDREN, 4), np.int32),
+        np.empty(MAX_CHILDREN, np.float64),
+        np.empty((MAX_CONTEXTS, 2), np.int32),
+        np.empty(MAX_CONTEXTS, np.float64),
+        Tree(np.empty(capacity, np.int32), np.empty(capacity, np.int32), np.empty(capacity, np.float32)),
+    )
+
+
+@numba.njit(cache=True, nogil=True, forceinline=True)
+def _choose_contexts(
+    memory: Int32Array, state: int, match: int, rule: Rule, negligible: float, scratch: Scratch
+) -> tuple[int, float]:
+    """Share the probability mass among contexts, the longest first; returns their number and the mass that is left."""
+    num, before, mass = 0, 0, 1.0
+    while state != ROOT and num < rule.max_contexts and mass >= negligible:
+        total = memory[state + STATE_TOTAL]
+        if total > before:
+            more = total - before
+            trust = (
+                more / (more + rule.distinct_weight * num_edges(memory, state)) * (match / (match + rule.match_weight))
+            )
+            scratch.context[num, 0] = state
+            scratch.context[num, 1] = match
+            scratch.factor[num] = mass * trust / more
+            mass *= 1.0 - trust
+            before = total
+            num += 1
+        elif rule.tries_suffixes:  # a suffix tree ends here
+            break
+        state = memory[state + LINK]
+        match = memory[state + LENGTH]
+    return num, mass
+
+
+@numba.njit(cache=True, nogil=True, forceinline=True)
+def _blend_contexts(memory: Int32Array, num_contexts: int, negligible: float, scratch: Scratch) -> int:
+    """List the children that the contexts know, with their weights; returns the number of children.
+
+    What follows a context also follows its suffixes, where its occurrences are not to count again. A token that is new
+    in a suffix is listed if it is not negligible by itself.
+    """
+    child, weight = scratch.child, scratch.weight
+    num = 0
+    for level in range(num_contexts):
+        state, factor = scratch.context[level, 0], scratch.factor[level]
+        for i in range(num):
+            count = memory[find_edge(memory, state, child[i, 0]) + COUNT]
+            weight[i] += factor * (count - child[i, 3])
+            child[i, 3] = count
+        if num_edges(memory, state) == num:
             continue
-        target = memory[edge + 1]
-        count = memory[target + COUNT]
-        score = node.score * (count / total)
-        if score >= min_score:
-            size = offer(scratch, size, room, score, node, token, target, node.match + 1, count)
+        num_known = num
+        for edge in range(memory[state + BLOCK], edges_end(memory, state), EDGE):
+            token, count = memory[edge], memory[edge + COUNT]
+            if token == EMPTY or factor * count < negligible or num == MAX_CHILDREN:
+                continue
+            is_known = False
+            for i in range(num_known):
+                is_known |= child[i, 0] == token
+            if not is_known:
+                weight[num] = factor * count
+                child[num, 0] = token
+                child[num, 1] = memory[edge + TARGET]
+                child[num, 2] = scratch.context[level, 1] + 1
+                child[num, 3] = count
+                num += 1
+    return num
+
+
+@numba.njit(cache=True, nogil=True)
+def _add_shared(
+    memory: Int32Array,
+    shared: Table,
+    state: int,
+    match: int,
+    before_last: int,
+    last: int,
+    mass: float,
+    rule: Rule,
+    negligible: float,
+    scratch: Scratch,
+    num: int,
+) -> int:
+    """Spread `mass` over what the last two tokens, then the last one, were followed by in all prompts' texts."""
+    child, weight = scratch.child, scratch.weight
+    for length in (2, 1):
+        row = find_context(shared, before_last if length == 2 else NO_TOKEN, last)
+        if row == NONE:
+            continue
+        total = shared[row, TOTAL]
+        distinct = 0
+        for way in range(WAYS):
+            distinct += shared[row, ENTRIES + 2 * way + 1] > 0
+        trust = total / (total + rule.distinct_weight * distinct) * (length / (length + rule.match_weight))
+        for way in range(WAYS):
+            token, count = shared[row, ENTRIES + 2 * way], shared[row, ENTRIES + 2 * way + 1]
+            if count == 0:
+                continue
+            share = mass * trust * count / total
+            i = 0
+            while i < num and child[i, 0] != token:
+                i += 1
+            if i < num:
+                weight[i] += share
+            elif share >= negligible and num < MAX_CHILDREN:
+                longest = state  # of its suffixes, the longest that the token follows
+                edge = find_edge(memory, longest, token)
+                while edge == NONE and longest != ROOT:
+                    longest = memory[longest + LINK]
+                    edge = find_edge(memory, longest, token)
+                weight[num] = share
+                child[num, 0] = token
+                child[num, 1] = ROOT if edge == NONE else memory[edge + TARGET]
+                child[num, 2] = 0 if edge == NONE else min(match, memory[longest + LENGTH]) + 1
+                num += 1
+        mass *= 1.0 - trust
+    return num
+
+
+@numba.njit(cache=True, nogil=True, forceinline=True)
+def _offer(scratch: Scratch, size: int, room: int, score: float, parent: int, i: int) -> int:
+    """Put child `i` of a node into the frontier of `size` candidates, of which the best `room` stay; its new size.
+
+    Order: by score, then token id, then parent.
+    """
+    frontier, child = scratch.frontier, scratch.child
+    token = child[i, 0]
+    place = size
+    while place > 0:
+        other = frontier[place - 1]
+        if score > scratch.score[other] or (score == scratch.score[other] and token < scratch.entry[other, 0]):
+            break
+        place -= 1
+    if size < room:
+        entry = scratch.free[size]
+        for other in range(size, place, -1):
+            frontier[other] = frontier[other - 1]
+        size += 1
+    else:  # the worst one makes room
+        if place == 0:
+            return size
+        place -= 1
+        entry = frontier[0]
+        for other in range(place):
+            frontier[other] = frontier[other + 1]
+    frontier[place] = entry
+    scratch.score[entry] = score
+    scratch.entry[entry, 0] = token
+    scratch.entry[entry, 1] = parent
+    scratch.entry[entry, 2] = child[i, 1]
+    scratch.entry[entry, 3] = child[i, 2]
     return size
 
 
 @numba.njit(cache=True, nogil=True)
-def _root(state: int, match: int, aligned: Alignment, last: int, before_last: int) -> Node:
-    return Node(_wide(-1), 1.0, _wide(0), _wide(state), _wide(match), aligned, _wide(last), _wide(before_last))
-
-
-@numba.njit(cache=True, nogil=True, forceinline=True)
-def _node_of(memory: Memory, number: int, slot: int, is_aligned: bool, scratch: Scratch) -> Node:
-    """The candidate in a slot as a node of the tree, which is remembered for its children's sake."""
-    entry, nodes = scratch.entry, scratch.node
-    above = nodes[entry[slot, PARENT] + 1]
-    token = entry[slot, TOKEN]
-    aligned = Alignment(_wide(NONE), _wide(0), _wide(0))
-    if is_aligned:
-        before = Alignment(_wide(above[2]), _wide(above[3]), _wide(above[4]))
-        aligned = align(memory, above[0], above[1], before, token)
-    node = Node(
-        _wide(number),
-        scratch.score[slot],
-        _wide(entry[slot, DEPTH]),
-        _wide(entry[slot, TARGET]),
-        _wide(entry[slot, CONTEXT]),
-        aligned,
-        _wide(token),
-        _wide(above[5]),
-    )
-    _remember(node, scratch)
-    return node
-
-
-@numba.njit(inline="always")
-def _remember(node: Node, scratch: Scratch) -> None:
-    record = scratch.node[node.number + 1]
-    record[0], record[1] = node.state, node.match
-    record[2], record[3], record[4] = node.aligned.state, node.aligned.match, node.aligned.run
-    record[5] = node.token
-
-
-@numba.njit(cache=True, nogil=True)
-def _best_first(
-    memory: Memory, shared: Table, node: Node, max_nodes: int, rule: RuleConstants, scratch: Scratch, tree: Tree
+def _grow(
+    memory: Int32Array,
+    shared: Table,
+    cursor: Int32Array,
+    state: int,
+    match: int,
+    max_nodes: int,
+    rule: Rule,
+    min_score: float,
+    scratch: Scratch,
+    tree: Tree,
 ) -> tuple[int, float]:
-    """Grow a tree from its root `node`; returns its number of nodes and the sum of their scores."""
-    for slot in range(max_nodes):
-        scratch.free[slot] = slot
-    _remember(node, scratch)
-    size, total = 0, 0.0
+    """Grow a tree after the context (state, match); returns its number of nodes and the sum of their scores."""
+    for entry in range(max_nodes):
+        scratch.free[entry] = entry
+    size, total, score, parent = 0, 0.0, 1.0, NONE
+    before_last, last = cursor[BEFORE_LAST], cursor[LAST]
     for number in range(max_nodes):
-        if node.depth < rule.max_depth:
-            if rule.rule == BLEND:
-                size = expand_blend(memory, shared, node, rule, scratch, size, max_nodes - number)
-            else:
-                size = _expand_longest(memory, node, rule.min_score, scratch, size, max_nodes - number)
+        negligible = NEGLIGIBLE * min_score / score  # of the node's own mass
+        num_contexts, mass = _choose_contexts(memory, state, match, rule, negligible, scratch)
+        num = _blend_contexts(memory, num_contexts, negligible, scratch)
+        if len(shared) > 0 and mass >= negligible:
+            num = _add_shared(memory, shared, state, match, before_last, last, mass, rule, negligible, scratch, num)
+        for i in range(num):
+            child_score = score * min(scratch.weight[i], 1.0)
+            if child_score >= min_score:
+                size = _offer(scratch, size, max_nodes - number, child_score, number - 1, i)
         if size == 0:
             return number, total
         size -= 1
-        slot = scratch.frontier[size]
-        scratch.free[size] = slot
-        node = _node_of(memory, number, slot, rule.rule == BLEND, scratch)
-        tree.token_ids[number], tree.parents[number] = node.token, scratch.entry[slot, PARENT]
-        tree.scores[number] = node.score
-        total += node.score
+        entry = scratch.frontier[size]
+        scratch.free[size] = entry
+        score = scratch.score[entry]
+        parent, state, match = scratch.entry[entry, 1], scratch.entry[entry, 2], scratch.entry[entry, 3]
+        before_last = cursor[LAST] if parent == NONE else tree.token_ids[parent]
+        last = scratch.entry[entry, 0]
+        tree.token_ids[number], tree.parents[number], tree.scores[number] = last, parent, score
+        total += score
     return max_nodes, total
 
 
 @numba.njit(cache=True, nogil=True)
-def _draft_line(memory: Memory, state: int, max_nodes: int, rule: RuleConstants, tree: Tree) -> int:
-    """Draft the most frequent continuation again and again; returns the number of tokens."""
-    score = 1.0
-    for node in range(max_nodes):
-        if state == ROOT or memory[state + DEGREE] == 0:
-            return node
-        total = num_continued(memory, state)
-        edge = top_edge(memory, state)
-        score *= memory[memory[edge + 1] + COUNT] / total
-        if score < rule.min_score:
-            return node
-        tree.token_ids[node], tree.parents[node], tree.scores[node] = memory[edge], node - 1, score
-        state = memory[edge + 1]
-    return max_nodes
-
-
-@numba.njit(cache=True, nogil=True)
-def _draft_by_suffixes(
-    memory: Memory, shared: Table, root: Node, max_nodes: int, rule: RuleConstants, scratch: Scratch, tree: Tree
+def _draft(
+    memory: Int32Array,
+    shared: Table,
+    cursor: Int32Array,
+    max_nodes: int,
+    rule: Rule,
+    min_score: float,
+    scratch: Scratch,
+    tree: Tree,
 ) -> int:
-    """Grow a tree from each suffix that something follows and keep the best one; returns its number of nodes."""
-    state, match = root.state, min(root.match, rule.max_match)
-    while state != ROOT and memory[memory[state + LINK] + LENGTH] >= match:
-        state = memory[state + LINK]
+    """Draft what follows a cursor's match; returns the number of nodes."""
+    match = cursor[MATCH]
+    state = locate(memory, cursor[STATE], match)
+    if not rule.tries_suffixes:
+        return _grow(memory, shared, cursor, state, match, max_nodes, rule, min_score, scratch, tree)[0]
+    match = min(match, MAX_MATCH)
+    state = locate(memory, state, match)
     best_size, best_total = 0, 0.0
     while state != ROOT:
-        if memory[state + DEGREE] > 0:
-            limit = min(max_nodes, int(rule.nodes_per_match * match))
-            root = _root(state, match, root.aligned, root.token, root.token_before)
-            size, total = _best_first(memory, shared, root, limit, rule, scratch, scratch.tree)
+        if memory[state + STATE_TOTAL] > 0:
+            room = min(max_nodes, MAX_TREE, NODES_PER_MATCH * match)
+            size, total = _grow(memory, shared, cursor, state, match, room, rule, min_score, scratch, scratch.tree)
             if total > best_total:
                 best_size, best_total = size, total
                 tree.token_ids[:size] = scratch.tree.token_ids[:size]
@@ -178,97 +344,77 @@ def _draft_by_suffixes(
 
 
 @numba.njit(cache=True, nogil=True)
-def _draft(
-    memory: Memory, shared: Table, cursor: int, max_nodes: int, rule: RuleConstants, scratch: Scratch, tree: Tree
-) -> int:
-    """Draft what follows a cursor's match; returns the number of nodes."""
-    state = resolve(memory, cursor)
-    match = memory[cursor + MATCH]
-    max_nodes = min(max_nodes, rule.max_nodes)
-    if rule.rule in (PAPER, AUTHORS):
-        if memory[state + DEGREE] == 0:
-            state = longest_continued(memory, state)
-            match = memory[state + LENGTH]
-        if rule.rule == AUTHORS:
-            return _draft_line(memory, state, min(max_nodes, match), rule, tree)
-    root = _root(state, match, _aligned_of(memory, cursor), memory[cursor + LAST], memory[cursor + BEFORE_LAST])
-    if rule.rule == SUFFIX:
-        return _draft_by_suffixes(memory, shared, root, max_nodes, rule, scratch, tree)
-    return _best_first(memory, shared, root, max_nodes, rule, scratch, tree)[0]
+def _draft_rows(
+    addresses: Int64Array,
+    sizes: Int64Array,
+    cursors: Int32Array,
+    slots: Int64Array,
+    max_nodes: Int64Array,
+    shared: Table,
+    rule: Rule,
+    min_score: float,
+    trees: Tree,
+    offsets: Int64Array,
+) -> None:
+    """Draft for the cursors of some slots, one tree after another; fills `trees` and `offsets`.
+
+    Args:
+        addresses: [slots], as in `TrieCursors`; so are `sizes` and `cursors`.
+        sizes: [slots].
+        cursors: [slots, CURSOR].
+        slots: [B].
+        max_nodes: [B].
+        shared: See `shared_ngrams`; without rows where nothing is known.
+        rule: One of the rules above.
+        min_score: Smallest score of a node.
+        trees: [at least the sum of max_nodes].
+        offsets: [B + 1].
+    """
+    scratch = _make_scratch(max(1, max_nodes.max()))
+    end = 0
+    offsets[0] = 0
+    for row in range(len(slots)):
+        slot = slots[row]
+        memory = open_memory(addresses[slot], sizes[slot])
+        tree = Tree(trees.token_ids[end:], trees.parents[end:], trees.scores[end:])
+        end += _draft(memory, shared, cursors[slot], max_nodes[row], rule, min_score, scratch, tree)
+        offsets[row + 1] = end
 
 
-@numba.njit(cache=True, nogil=True)
-def _aligned_of(memory: Memory, cursor: int) -> Alignment:
-    """The cursor's aligned context."""
-    state, match = memory[cursor + ALIGNED_STATE], memory[cursor + ALIGNED_MATCH]
-    if state != NONE:
-        state = locate(memory, state, match)
-    return Alignment(_wide(state), _wide(match), _wide(memory[cursor + ALIGNED_RUN]))
+class TrieDrafts:
+    """Makes drafts for slots with cursors, in buffers of its own."""
 
+    def __init__(self) -> None:
+        self._buffer = Tree(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))
 
-class Batch(NamedTuple):
-    """The rows of a call of `propose_batch`."""
-
-    rows: Places
-    """[B], the rows, those of a trie together."""
-    starts: Places
-    """[num_tries + 1], where in `rows` those of each trie begin."""
-    addresses: Places
-    """[B], of the memory of each row's trie."""
-    sizes: Places
-    """[B], of that memory."""
-    cursors: Places
-    """[B]."""
-    rooms: Places
-    """[B + 1], where each row's room for nodes begins."""
-    shared: Table
-    """Of all tries' prompts; see `shared_ngrams`."""
-
-
-@numba.njit(cache=True, nogil=True)
-def _draft_group(group: int, batch: Batch, rule: RuleConstants, trees: Tree, num_nodes: Places) -> None:
-    """Draft for the rows of one trie."""
-    first = batch.rows[batch.starts[group]]
-    memory = open_memory(batch.addresses[first], batch.sizes[first])
-    most = 0
-    for i in range(batch.starts[group], batch.starts[group + 1]):
-        row = batch.rows[i]
-        most = max(most, batch.rooms[row + 1] - batch.rooms[row])
-    scratch = make_scratch(min(most, rule.max_nodes), memory[LARGEST_CLASS], rule.max_contexts)
-    for i in range(batch.starts[group], batch.starts[group + 1]):
-        row = batch.rows[i]
-        begin, end = batch.rooms[row], batch.rooms[row + 1]
-        tree = Tree(trees.token_ids[begin:end], trees.parents[begin:end], trees.scores[begin:end])
-        num_nodes[row] = _draft(memory, batch.shared, batch.cursors[row], end - begin, rule, scratch, tree)
-
-
-@numba.njit(cache=True, nogil=True)
-def _close_up(batch: Batch, num_nodes: Places, trees: Tree, offsets: Places) -> None:
-    """Move the trees together, end to end, and fill their `offsets`."""
-    place = 0
-    for row in range(len(num_nodes)):
-        offsets[row] = place
-        begin = batch.rooms[row]
-        for i in range(begin, begin + num_nodes[row]):
-            trees.token_ids[place], trees.parents[place] = trees.token_ids[i], trees.parents[i]
-            trees.scores[place] = trees.scores[i]
-            place += 1
-    offsets[len(num_nodes)] = place
-
-
-@numba.njit(cache=True, nogil=True)
-def draft_groups(batch: Batch, rule: RuleConstants, trees: Tree, offsets: Places) -> None:
-    """Draft for the cursors of several tries; fills the fields of `DraftTrees` (of which the ends stay free)."""
-    num_nodes = np.empty(len(batch.rows), np.int64)
-    for group in range(len(batch.starts) - 1):
-        _draft_group(group, batch, rule, trees, num_nodes)
-    _close_up(batch, num_nodes, trees, offsets)
-
-
-@numba.njit(parallel=True, cache=True, nogil=True)
-def draft_groups_in_parallel(batch: Batch, rule: RuleConstants, trees: Tree, offsets: Places) -> None:
-    """Do as `draft_groups`, each trie in one thread: counting what is pending changes a trie."""
-    num_nodes = np.empty(len(batch.rows), np.int64)
-    for group in numba.prange(len(batch.starts) - 1):
-        _draft_group(group, batch, rule, trees, num_nodes)
-    _close_up(batch, num_nodes, trees, offsets)
+    def propose(
+        self,
+        cursors: TrieCursors,
+        slots: Int64Array,
+        max_nodes: Int64Array,
+        rule: Rule,
+        min_score: float,
+        shared: Table = NO_TABLE,
+    ) -> DraftTrees:
+        """Draft a tree for each of `slots` [B], of at most `max_nodes` [B] nodes, no score below `min_score`."""
+        offsets = np.zeros(len(slots) + 1, np.int64)
+        if not len(slots):
+            return DraftTrees.empty(0)
+        room = int(max_nodes.sum())
+        if room > len(self._buffer.token_ids):
+            self._buffer = Tree(np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.float32))
+        _draft_rows(
+            cursors.addresses,
+            cursors.sizes,
+            cursors.rows,
+            slots,
+            max_nodes,
+            shared,
+            rule,
+            max(min_score, SMALLEST_SCORE),
+            self._buffer,
+            offsets,
+        )
+        end = int(offsets[-1])
+        token_ids, parents, scores = (array[:end].copy() for array in self._buffer)
+        return DraftTrees(token_ids=token_ids, parents=parents, scores=scores, offsets=offsets)

@@ -42,12 +42,12 @@ def command(
     """
     from srtrl.recipe_file import load_recipe
     from srtrl.report.prompt_history import open_tokenizer, require_history
-    from srtrl.report.trie_view import END_SIGN, rule_of, text_decoder, view_trie
+    from srtrl.report.trie_view import END_SIGN, min_score_of, text_decoder, view_trie
 
     history = require_history(run, prompt, step)
     opened = open_tokenizer(run, tokenizer)
-    rule = rule_of(load_recipe(run / "recipe.yaml"))
-    view = view_trie(history, rule, num_branches=nodes, max_depth=depth)
+    min_score = min_score_of(load_recipe(run / "recipe.yaml"))
+    view = view_trie(history, min_score=min_score, num_branches=nodes, max_depth=depth)
     if as_json:
         print(json.dumps(as_record(view, text_decoder(opened))))
     else:

@@ -6,7 +6,7 @@ from srtrl.report.drawing import Chart
 from srtrl.report.prompt_history import find_rollouts, most_sampled_prompt, open_tokenizer, read_history
 from srtrl.report.run_data import RunData
 from srtrl.report.trie_picture import NUM_BRANCHES, draw_trie
-from srtrl.report.trie_view import DRAFT_NODES, END_SIGN, TrieView, rule_of, text_decoder, view_trie
+from srtrl.report.trie_view import DRAFT_NODES, END_SIGN, TrieView, min_score_of, text_decoder, view_trie
 
 MAX_DEPTH = 2048
 """Tokens from the start of the response up to which branches are looked at."""
@@ -32,7 +32,7 @@ def look_at_trie(run: RunData) -> TrieSection | None:
     history = read_history(files, prompt_id) if prompt_id is not None else None
     if history is None:
         return None
-    view = view_trie(history, rule_of(run.recipe), num_branches=NUM_BRANCHES, max_depth=MAX_DEPTH)
+    view = view_trie(history, min_score=min_score_of(run.recipe), num_branches=NUM_BRANCHES, max_depth=MAX_DEPTH)
     try:
         tokenizer = open_tokenizer(run.folder)
     except ValueError:  # the report must not fail because a model was moved: it shows token ids instead

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from srtrl.drafters.srt import SrtOptions
-from srtrl.drafters.token_trie import DraftRule, TokenTrie, propose_batch
-from srtrl.drafters.trie_memory import START_TOKEN
+from srtrl.drafters.suffix_automaton import START_TOKEN, TokenTrie, TrieCursors
+from srtrl.drafters.trie_draft import BLEND, TrieDrafts
 from srtrl.recipe import Recipe
 from srtrl.report.prompt_history import PromptHistory
 
@@ -75,8 +77,8 @@ class TrieView:
 
 def view_trie(
     history: PromptHistory,
-    rule: DraftRule,
     *,
+    min_score: float,
     num_branches: int,
     max_depth: int,
 ) -> TrieView:
@@ -84,7 +86,7 @@ def view_trie(
 
     Args:
         history: The rollouts.
-        rule: How drafts are made.
+        min_score: Smallest score of a drafted node.
         num_branches: Most branches shown: those on the later rollout's way first, as far as half of them, then those
             that most rollouts took.
         max_depth: Longest way from the start of the response, in tokens.
@@ -94,13 +96,13 @@ def view_trie(
         trie.insert(rollout.token_ids)
     size = {"num_tokens": trie.num_tokens, "num_states": trie.num_states, "num_bytes": trie.num_bytes}
     root = _Growth(trie, history, max_depth).grow(num_branches)
-    return TrieView(history=history, root=root, steps=_replay(trie, history.later.token_ids, rule), **size)
+    return TrieView(history=history, root=root, steps=_replay(trie, history.later.token_ids, min_score), **size)
 
 
-def rule_of(recipe: Recipe) -> DraftRule:
-    """The rule by which the run's drafter `srt` drafts; that of its defaults where the run has another drafter."""
+def min_score_of(recipe: Recipe) -> float:
+    """Smallest score of the run's drafter `srt`; that of its defaults where the run has another drafter."""
     section = recipe.rollout
-    return SrtOptions.model_validate(section.drafter_options if section.drafter == "srt" else {}).draft_rule()
+    return SrtOptions.model_validate(section.drafter_options if section.drafter == "srt" else {}).min_score
 
 
 def text_decoder(tokenizer: "PreTrainedTokenizerBase | None", *, special: str | None = None) -> Decode:
@@ -209,13 +211,16 @@ class _Growth:
         return self._trie.continuations([START_TOKEN, *path])
 
 
-def _replay(trie: TokenTrie, token_ids: list[int], rule: DraftRule) -> list[DecodedStep]:
+def _replay(trie: TokenTrie, token_ids: list[int], min_score: float) -> list[DecodedStep]:
     """Decode steps that would have given these tokens, each of them inserted at once as the drafter does."""
     steps = []
-    cursor = trie.start()
+    slots = np.zeros(1, np.int64)
+    cursors, drafts = TrieCursors(), TrieDrafts()
+    cursors.start(slots, [trie], inserts=True)
+    cursors.extend(slots, np.array([START_TOKEN], np.int32), np.array([0, 1]))
     done = 0
     while done < len(token_ids):
-        tree = propose_batch([trie], [cursor], [DRAFT_NODES], rule)[0]
+        tree = drafts.propose(cursors, slots, np.full(1, DRAFT_NODES), BLEND, min_score)[0]
         children = {
             (parent, token): node
             for node, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True))
@@ -227,8 +232,7 @@ def _replay(trie: TokenTrie, token_ids: list[int], rule: DraftRule) -> list[Deco
             if node == len(children):  # not drafted: the bonus token
                 break
         step = DecodedStep(token_ids=token_ids[done:end], num_drafted=tree.num_nodes)
-        trie.extend(cursor, step.token_ids)
+        cursors.extend(slots, np.array(step.token_ids, np.int32), np.array([0, end - done]))
         steps.append(step)
         done = end
-    trie.stop(cursor)
     return steps

@@ -1,0 +1,550 @@
+"""The trie of all suffixes of some texts, as a generalised suffix automaton in one flat int32 array.
+
+A state stands for the strings that end at the same positions of the inserted texts; they are suffixes of its longest
+string, and its suffix link leads to the state of the next shorter one (Blumer et al., 1985; Mohri, Moreno and
+Weinstein, "General suffix automaton construction algorithm and space bounds", 2009). Each edge counts how often its
+token followed the strings of its state, so that a draft reads one state and never its successors.
+
+The array begins with a header; records of states and blocks of edges follow in the order in which they were needed, and
+are known by their index. An edge is a triple (token, target, count). The only edge of a state lies in its record; up to
+8 lie in the order of arrival in a block; more are an open-addressing hash table. Kernels get addresses of arrays, not
+arrays: a decode step has sequences of many tries. They cannot enlarge an array: where there is no room they stop, the
+array is doubled here, and they are called again.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from numba.extending import intrinsic
+from numba.np.numpy_support import carray
+
+from srtrl.model.cpu_threads import use_kernel_threads
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+NONE = -1
+"""No state, no edge."""
+START_TOKEN = -1
+"""What each text begins with: a token outside the vocabulary, so that the beginning is a context like any other."""
+EMPTY = -2
+"""Token of a free entry in a hash table of edges."""
+
+# Header.
+USED = 0
+"""Integers in use; all later ones are free."""
+NUM_STATES = 1
+NUM_TOKENS = 2
+MAX_TOKENS = 3
+"""With this many tokens nothing more is inserted: cursors only follow."""
+FREE_BLOCKS = 4
+"""For each size class, the first of the blocks that were outgrown; each holds the index of the next, or `NONE`."""
+NUM_CLASSES = 28
+
+# Record of a state.
+LENGTH = 0
+"""Length of its longest string."""
+LINK = 1
+"""The suffix link: state of its longest proper suffix that ends elsewhere too."""
+TOTAL = 2
+"""How often its strings were followed by a token: the sum of its edges' counts."""
+EDGES = 3
+"""Number of edges times 32, plus the size class of their block."""
+BLOCK = 4
+"""Index of its first edge."""
+INLINE = 5
+"""Place of the only edge while there is but one."""
+RECORD = 8
+CLASS_BITS = 5
+CLASS_MASK = (1 << CLASS_BITS) - 1
+
+TARGET, COUNT, EDGE = 1, 2, 3
+"""Of an edge: index of its target and of its count, and its size."""
+LINEAR_CLASS = 3
+"""Blocks up to this size class are searched from the front; larger ones are hash tables."""
+
+ROOT = FREE_BLOCKS + NUM_CLASSES
+"""State of the empty string."""
+INITIAL_SIZE = 1024
+INTEGERS_PER_TOKEN = 10
+"""Room that a trie begins with for each expected token; less than new text takes, for rollouts repeat each other."""
+MAX_COUNTED = 256
+"""Suffixes of a position that are counted, the longest first. Fewer than a thousandth of all positions have more; on
+"0 0 0 ..." counting all of them would take quadratic time."""
+
+# Fields of a cursor.
+STATE = 0
+"""State of the longest string that matches; of an inserting cursor its whole text."""
+MATCH = 1
+"""Length of that string, START included."""
+LAST, BEFORE_LAST = 2, 3
+"""The last two tokens."""
+INSERTS = 4
+"""Whether its tokens enter the trie; if not, they are only followed there."""
+CURSOR = 5
+
+
+def _address_to_pointer(typing_context: Any, address: Any) -> Any:
+    """Turn an int64 address into a pointer to int32."""
+    types: Any = numba.types
+    signature = types.CPointer(types.int32)(address)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return signature, generate
+
+
+_pointer: Any = intrinsic(_address_to_pointer)
+
+
+@numba.njit(cache=True, nogil=True, forceinline=True)
+def open_memory(address: int, size: int) -> Int32Array:
+    """View of the `size` int32 at an address; the owner of the array must outlive it."""
+    return carray(_pointer(address), (size,), np.int32)
+
+
+# --- Edges ------------------------------------------------------------------------------------------------------------
+
+
+@numba.njit(cache=True, nogil=True, forceinline=True)
+def num_edges(memory: Int32Array, state: int) -> int:
+    """Number of distinct tokens that follow a state's strings."""
+    return memory[state + EDGES] >> CLASS_BITS
+
+
+@numba.njit(cache=True, nogil=True, forceinline=True)
+def edges_end(memory: Int32Array, state: int) -> int:
+    """End of a state's edges, which begin at its `BLOCK`; those whose token is `EMPTY` are none."""
+    size_class = memory[state + EDGES] & CLASS_MASK
+    entries = memory[state + EDGES] >> CLASS_BITS if size_class <= LINEAR_CLASS else 1 << size_class
+    return memory[state + BLOCK] + EDGE * entries
+
+
+@numba.njit(cache=True, nogil=True, forceinline=True)
+def _home(token: int, size_class: int) -> int:
+    """Entry of a hash table where the search for a token begins: the high bits of a multiplicative hash."""
+    return ((token * 0x9E3779B1) & 0xFFFFFFFF) >> (32 - size_class)
+
+
+@numba.njit(cache=True, nogil=True, forceinline=True)
+def find_edge(memory: Int32Array, state: int, token: int) -> int:
+    """Edge of a state for a token, or `NONE`."""
+    edges = memory[state + EDGES]
+    block = memory[state + BLOCK]
+    size_class = edges & CLASS_MASK
+    if size_class <= LINEAR_CLASS:
+        for edge in range(block, block + EDGE * (edges >> CLASS_BITS), EDGE):
+            if memory[edge] == token:
+                return edge
+        return NONE
+    mask = (1 << size_class) - 1
+    entry = _home(token, size_class)
+    while True:
+        edge = block + EDGE * entry
+        if memory[edge] == token:
+            return edge
+        if memory[edge] == EMPTY:
+            return NONE
+        entry = (entry + 1) & mask
+
+
+@numba.njit(cache=True, nogil=True, forceinline=True)
+def _is_full(memory: Int32Array, state: int) -> bool:
+    """Whether one more edge needs a larger block; hash tables are filled to three quarters."""
+    size_class = memory[state + EDGES] & CLASS_MASK
+    limit = 1 << size_class if size_class <= LINEAR_CLASS else 3 << (size_class - 2)
+    return num_edges(memory, state) == limit
+
+
+@numba.njit(cache=True, nogil=True)
+def _allocate(memory: Int32Array, size_class: int) -> int:
+    """Index of a block for 2**size_class edges; there is room."""
+    block = memory[FREE_BLOCKS + size_class]
+    if block != NONE:
+        memory[FREE_BLOCKS + size_class] = memory[block]
+        return int(block)
+    block = memory[USED]
+    memory[USED] += EDGE << size_class
+    return int(block)
+
+
+@numba.njit(cache=True, nogil=True)
+def _put_edge(memory: Int32Array, state: int, token: int, target: int, count: int) -> None:
+    """Write an edge where it belongs in the state's block, which has a free entry, and increase their number."""
+    size_class = memory[state + EDGES] & CLASS_MASK
+    entry = num_edges(memory, state)
+    block = memory[state + BLOCK]
+    if size_class > LINEAR_CLASS:
+        mask = (1 << size_class) - 1
+        entry = _home(token, size_class)
+        while memory[block + EDGE * entry] != EMPTY:
+            entry = (entry + 1) & mask
+    edge = block + EDGE * entry
+    memory[edge] = token
+    memory[edge + TARGET] = target
+    memory[edge + COUNT] = count
+    memory[state + EDGES] += 1 << CLASS_BITS
+
+
+@numba.njit(cache=True, nogil=True)
+def _add_edge(memory: Int32Array, state: int, token: int, target: int) -> None:
+    """Add an edge that is not there yet, followed once; a full block is replaced by one of twice the size."""
+    if _is_full(memory, state):
+        old, end = memory[state + BLOCK], edges_end(memory, state)
+        size_class = (memory[state + EDGES] & CLASS_MASK) + 1
+        block = _allocate(memory, size_class)
+        if size_class > LINEAR_CLASS:
+            for edge in range(block, block + (EDGE << size_class), EDGE):
+                memory[edge] = EMPTY
+        memory[state + BLOCK] = block
+        memory[state + EDGES] = size_class
+        for edge in range(old, end, EDGE):
+            if memory[edge] != EMPTY:
+                _put_edge(memory, state, memory[edge], memory[edge + TARGET], memory[edge + COUNT])
+        if size_class > 1:
+            memory[old] = memory[FREE_BLOCKS + size_class - 1]
+            memory[FREE_BLOCKS + size_class - 1] = old
+    _put_edge(memory, state, token, target, 1)
+    memory[state + TOTAL] += 1
+
+
+# --- Insertion --------------------------------------------------------------------------------------------------------
+
+
+@numba.njit(cache=True, nogil=True)
+def _new_state(memory: Int32Array, length: int) -> int:
+    state = memory[USED]
+    memory[USED] += RECORD
+    memory[NUM_STATES] += 1
+    memory[state + LENGTH] = length
+    memory[state + LINK] = NONE
+    memory[state + TOTAL] = 0
+    memory[state + EDGES] = 0
+    memory[state + BLOCK] = state + INLINE
+    return int(state)
+
+
+@numba.njit(cache=True, nogil=True)
+def format_memory(memory: Int32Array, max_tokens: int) -> None:
+    """Make an empty trie."""
+    memory[:FREE_BLOCKS] = 0
+    memory[FREE_BLOCKS : FREE_BLOCKS + NUM_CLASSES] = NONE
+    memory[MAX_TOKENS] = max_tokens
+    memory[USED] = ROOT
+    _new_state(memory, 0)
+
+
+@numba.njit(cache=True, nogil=True)
+def _state_after(memory: Int32Array, parent: int, token: int, edge: int) -> int:
+    """State whose longest string is that of `parent` and the token, whose edge is given.
+
+    It is the target of the edge, unless that has longer strings: then they part, and a clone takes the shorter ones.
+    """
+    target = memory[edge + TARGET]
+    length = memory[parent + LENGTH] + 1
+    if memory[target + LENGTH] == length:
+        return int(target)
+    clone = _new_state(memory, length)
+    memory[clone + LINK] = memory[target + LINK]
+    memory[clone + TOTAL] = memory[target + TOTAL]
+    memory[clone + EDGES] = memory[target + EDGES]
+    size_class = memory[target + EDGES] & CLASS_MASK
+    if size_class > 0:
+        memory[clone + BLOCK] = _allocate(memory, size_class)
+    source, block = memory[target + BLOCK], memory[clone + BLOCK]
+    for i in range(EDGE << size_class):
+        memory[block + i] = memory[source + i]
+    memory[target + LINK] = clone
+    while parent != NONE:
+        edge = find_edge(memory, parent, token)
+        if memory[edge + TARGET] != target:
+            break
+        memory[edge + TARGET] = clone
+        parent = memory[parent + LINK]
+    return clone
+
+
+@numba.njit(cache=True, nogil=True)
+def _has_room(memory: Int32Array, state: int, token: int) -> bool:
+    """Whether a token can be inserted after the text of `state`."""
+    needed = 2 * RECORD
+    edge = find_edge(memory, state, token)
+    while edge == NONE:
+        if _is_full(memory, state):
+            needed += EDGE << ((memory[state + EDGES] & CLASS_MASK) + 1)
+        state = memory[state + LINK]
+        if state == NONE:
+            break
+        edge = find_edge(memory, state, token)
+    if edge != NONE:  # its target may have to be cloned
+        needed += EDGE << (memory[memory[edge + TARGET] + EDGES] & CLASS_MASK)
+    return memory[USED] + needed <= len(memory)
+
+
+@numba.njit(cache=True, nogil=True)
+def _insert_token(memory: Int32Array, last: int, token: int) -> int:
+    """Insert a token after the text of the state `last`, there being room; returns the state of the longer text."""
+    parent = last
+    state = NONE
+    edge = find_edge(memory, parent, token)
+    if edge == NONE:
+        state = _new_state(memory, memory[last + LENGTH] + 1)
+        while edge == NONE:
+            _add_edge(memory, parent, token, state)
+            parent = memory[parent + LINK]
+            if parent == NONE:
+                break
+            edge = find_edge(memory, parent, token)
+    longest_known = ROOT if parent == NONE else _state_after(memory, parent, token, edge)
+    if state == NONE:  # another text went on in the same way
+        state = longest_known
+    else:
+        memory[state + LINK] = longest_known
+    for _ in range(MAX_COUNTED):
+        if parent == NONE:
+            break
+        memory[find_edge(memory, parent, token) + COUNT] += 1
+        memory[parent + TOTAL] += 1
+        parent = memory[parent + LINK]
+    memory[NUM_TOKENS] += token != START_TOKEN
+    return int(state)
+
+
+# --- Cursors ----------------------------------------------------------------------------------------------------------
+
+
+@numba.njit(cache=True, nogil=True, forceinline=True)
+def locate(memory: Int32Array, state: int, match: int) -> int:
+    """State of the string of length `match` that was in `state`: it may have moved to a clone since."""
+    while state != ROOT and memory[memory[state + LINK] + LENGTH] >= match:
+        state = memory[state + LINK]
+    return state
+
+
+@numba.njit(cache=True, nogil=True)
+def _advance(memory: Int32Array, cursor: Int32Array, token_ids: Int32Array, begin: int) -> int:
+    """Insert or follow `token_ids` from index `begin` on; returns the index of the first for which there is no room.
+
+    `START_TOKEN` begins a new text.
+    """
+    state, match = np.int64(cursor[STATE]), np.int64(cursor[MATCH])
+    done = begin
+    while done < len(token_ids):
+        token = token_ids[done]
+        if token == START_TOKEN:
+            state = match = 0
+            state += ROOT
+        if memory[NUM_TOKENS] >= memory[MAX_TOKENS]:
+            cursor[INSERTS] = 0
+        if cursor[INSERTS]:
+            if not _has_room(memory, state, token):
+                break
+            state = np.int64(_insert_token(memory, state, token))
+            match += 1
+        else:
+            state = np.int64(locate(memory, state, match))
+            edge = find_edge(memory, state, token)
+            while edge == NONE and state != ROOT:
+                state = np.int64(memory[state + LINK])
+                match = np.int64(memory[state + LENGTH])
+                edge = find_edge(memory, state, token)
+            if edge != NONE:
+                state = np.int64(memory[edge + TARGET])
+                match += 1
+        cursor[BEFORE_LAST], cursor[LAST] = cursor[LAST], token
+        done += 1
+    cursor[STATE], cursor[MATCH] = state, match
+    return done
+
+
+@numba.njit(cache=True, nogil=True)
+def _advance_rows(
+    addresses: Int64Array,
+    sizes: Int64Array,
+    cursors: Int32Array,
+    slots: Int64Array,
+    token_ids: Int32Array,
+    offsets: Int64Array,
+    progress: Int64Array,
+) -> int:
+    """Advance the cursors of some slots, in order; returns the first row for which there was no room, or their number.
+
+    Args:
+        addresses: [slots], of the memory of each slot's trie.
+        sizes: [slots], of that memory.
+        cursors: [slots, CURSOR].
+        slots: [B].
+        token_ids: Tokens of all rows, end to end.
+        offsets: [B + 1], where those of each row begin.
+        progress: [B], number of tokens that are in; brought forward.
+    """
+    for row in range(len(slots)):
+        slot = slots[row]
+        tokens = token_ids[offsets[row] : offsets[row + 1]]
+        if progress[row] < len(tokens):
+            memory = open_memory(addresses[slot], sizes[slot])
+            progress[row] = _advance(memory, cursors[slot], tokens, progress[row])
+            if progress[row] < len(tokens):
+                return row
+    return len(slots)
+
+
+@numba.njit(parallel=True, cache=True, nogil=True)
+def _advance_tries(
+    addresses: Int64Array,
+    sizes: Int64Array,
+    cursors: Int32Array,
+    token_ids: Int32Array,
+    offsets: Int64Array,
+    progress: Int64Array,
+) -> None:
+    """As `_advance_rows` for all rows, each with a trie of its own: in parallel."""
+    for row in numba.prange(len(offsets) - 1):
+        memory = open_memory(addresses[row], sizes[row])
+        progress[row] = _advance(memory, cursors[row], token_ids[offsets[row] : offsets[row + 1]], progress[row])
+
+
+@numba.njit(cache=True, nogil=True)
+def _find_last_edge(memory: Int32Array, token_ids: Int32Array) -> int:
+    """Edge by which a string of one token or more ends, or `NONE` where it does not occur."""
+    state, edge = ROOT, NONE
+    for token in token_ids:
+        edge = find_edge(memory, state, token)
+        if edge == NONE:
+            return NONE
+        state = memory[edge + TARGET]
+    return edge
+
+
+# --- Tries ------------------------------------------------------------------------------------------------------------
+
+
+class TokenTrie:
+    """All suffixes of some texts, with the number of times that each was followed by each token."""
+
+    def __init__(self, *, expected_tokens: int = 0, max_tokens: int = 1 << 30) -> None:
+        """Make an empty trie; `max_tokens`: it takes no more."""
+        least = INITIAL_SIZE + INTEGERS_PER_TOKEN * expected_tokens
+        self.memory: Int32Array = np.empty(1 << (least - 1).bit_length(), np.int32)
+        format_memory(self.memory, max_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Inserted tokens."""
+        return int(self.memory[NUM_TOKENS])
+
+    @property
+    def num_states(self) -> int:
+        """States of the automaton."""
+        return int(self.memory[NUM_STATES])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the array, its unused end included."""
+        return self.memory.nbytes
+
+    def insert(self, text: Sequence[int] | Int32Array) -> None:
+        """Insert a whole text."""
+        insert_texts([self], [[np.asarray(text, np.int32)]])
+
+    def count(self, token_ids: Sequence[int]) -> int:
+        """Return how often tokens (at least one) occur in a row in all texts."""
+        edge = _find_last_edge(self.memory, np.asarray(token_ids, np.int32))
+        return 0 if edge == NONE else int(self.memory[edge + COUNT])
+
+    def continuations(self, token_ids: Sequence[int]) -> dict[int, int]:
+        """Tokens that follow the given ones somewhere, with the number of times, the most frequent first."""
+        edge = _find_last_edge(self.memory, np.asarray(token_ids, np.int32))
+        if edge == NONE:
+            return {}
+        state = self.memory[edge + TARGET]
+        edges = self.memory[self.memory[state + BLOCK] : edges_end(self.memory, state)].reshape(-1, EDGE).tolist()
+        counts = {token: count for token, _, count in edges if token >= 0}
+        return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+    def grow(self) -> None:
+        """Double the array."""
+        memory = np.empty(2 * len(self.memory), np.int32)
+        used = self.memory[USED]
+        memory[:used] = self.memory[:used]
+        self.memory = memory
+
+
+def insert_texts(tries: Sequence[TokenTrie], texts: Sequence[Sequence[Int32Array]]) -> None:
+    """Insert whole texts into tries, which must be different ones; in parallel where there is much to do."""
+    start = np.array([START_TOKEN], np.int32)
+    parts = [np.concatenate([part for text in own for part in (start, text)] or [start[:0]]) for own in texts]
+    offsets = np.cumsum([0, *map(len, parts)])
+    token_ids = np.concatenate([start[:0], *parts])
+    cursors = TrieCursors()
+    slots = np.arange(len(tries))
+    cursors.start(slots, tries, inserts=True)
+    progress = np.zeros(len(tries), np.int64)
+    use_kernel_threads(WORK_PER_TOKEN * len(token_ids))
+    while True:
+        _advance_tries(cursors.addresses, cursors.sizes, cursors.rows, token_ids, offsets, progress)
+        waiting = np.flatnonzero(progress < np.diff(offsets)).tolist()
+        if not waiting:
+            return
+        for row in waiting:
+            tries[row].grow()
+            cursors.refresh(tries[row])
+
+
+WORK_PER_TOKEN = 20
+"""What inserting a token costs, in the unit of `use_kernel_threads`: about 0.1 microseconds."""
+
+
+class TrieCursors:
+    """A cursor for each slot, in a trie that it may share with others."""
+
+    def __init__(self) -> None:
+        self.addresses = np.zeros(0, np.int64)
+        """[slots], of each slot's trie."""
+        self.sizes = np.zeros(0, np.int64)
+        """[slots]."""
+        self.rows = np.zeros((0, CURSOR), np.int32)
+        """[slots, CURSOR]."""
+        self.tries: list[TokenTrie | None] = []
+        """Of each slot; None: it is free."""
+
+    def start(self, slots: Int64Array, tries: Sequence[TokenTrie], *, inserts: bool) -> None:
+        """Put cursors before a text, whose first token is to be `START_TOKEN`."""
+        more = int(slots.max(initial=-1)) + 1 - len(self.tries)
+        if more > 0:
+            self.tries += [None] * more
+            self.addresses = np.pad(self.addresses, (0, more))
+            self.sizes = np.pad(self.sizes, (0, more))
+            self.rows = np.pad(self.rows, ((0, more), (0, 0)))
+        self.rows[slots] = (ROOT, 0, START_TOKEN, START_TOKEN, inserts)
+        self.addresses[slots] = [trie.memory.ctypes.data for trie in tries]
+        self.sizes[slots] = [len(trie.memory) for trie in tries]
+        for slot, trie in zip(slots.tolist(), tries, strict=True):
+            self.tries[slot] = trie
+
+    def stop(self, slots: Sequence[int]) -> None:
+        """Free slots; what they inserted stays."""
+        for slot in slots:
+            self.tries[slot] = None
+
+    def extend(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
+        """Next tokens of some slots: those of row b are `token_ids[offsets[b] : offsets[b + 1]]`."""
+        progress = np.zeros(len(slots), np.int64)
+        while True:
+            row = _advance_rows(self.addresses, self.sizes, self.rows, slots, token_ids, offsets, progress)
+            if row == len(slots):
+                return
+            trie = self.tries[slots[row]]
+            assert trie is not None, f"slot {slots[row]} was not started"
+            trie.grow()
+            self.refresh(trie)
+
+    def refresh(self, trie: TokenTrie) -> None:
+        """A trie has grown: its array is another one."""
+        slots = [slot for slot, other in enumerate(self.tries) if other is trie]
+        self.addresses[slots] = trie.memory.ctypes.data
+        self.sizes[slots] = len(trie.memory)

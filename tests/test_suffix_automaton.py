@@ -1,0 +1,224 @@
+"""The token trie against its twin in plain Python: counts, matches, drafts, with samples inserted interleaved."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trie_reference import ReferenceTrie
+
+from srtrl.drafters.draft_tree import DraftTree
+from srtrl.drafters.shared_ngrams import NO_TABLE, SharedNgrams, Table
+from srtrl.drafters.suffix_automaton import MATCH, MAX_COUNTED, START_TOKEN, TokenTrie, TrieCursors, insert_texts
+from srtrl.drafters.trie_draft import BLEND, SUFFIX, Rule, TrieDrafts
+
+VOCAB = 5
+TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=8)
+RUN = st.tuples(st.integers(0, VOCAB - 1), st.integers(1, 60)).map(lambda run: [run[0]] * run[1])
+STEPS = st.lists(st.tuples(st.integers(0, 3), st.one_of(TOKENS, TOKENS, RUN)), min_size=1, max_size=12)
+"""Which of four cursors goes on, with which tokens: the first three insert, the last one follows."""
+RULES = st.one_of(
+    st.just(SUFFIX),
+    st.builds(
+        Rule,
+        max_contexts=st.integers(1, 3),
+        distinct_weight=st.sampled_from([0.0, 0.5, 1.0]),
+        match_weight=st.sampled_from([0.0, 2.0]),
+        tries_suffixes=st.just(False),
+    ),
+)
+
+
+class Player:
+    """Cursors in tries, by slot."""
+
+    def __init__(self, tries: Sequence[TokenTrie], *, inserts: Sequence[bool]) -> None:
+        self.cursors = TrieCursors()
+        self.slots = np.arange(len(tries))
+        for slot, (trie, is_inserting) in enumerate(zip(tries, inserts, strict=True)):
+            self.cursors.start(np.array([slot]), [trie], inserts=is_inserting)
+            self.extend({slot: [START_TOKEN]})
+
+    def extend(self, tokens: dict[int, Sequence[int]]) -> None:
+        offsets = np.cumsum([0, *map(len, tokens.values())])
+        flat = np.array([token for ids in tokens.values() for token in ids], np.int32)
+        self.cursors.extend(np.array(list(tokens)), flat, offsets)
+
+    def propose(
+        self, max_nodes: Sequence[int], rule: Rule = BLEND, min_score: float = 0.01, shared: Table = NO_TABLE
+    ) -> list[DraftTree]:
+        return list(TrieDrafts().propose(self.cursors, self.slots, np.array(max_nodes), rule, min_score, shared))
+
+
+def assert_equal_trees(tree: DraftTree, expected: DraftTree) -> None:
+    assert tree.token_ids.tolist() == expected.token_ids.tolist()
+    assert tree.parents.tolist() == expected.parents.tolist()
+    assert tree.scores.tolist() == expected.scores.tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    steps=STEPS,
+    max_nodes=st.sampled_from([0, 1, 3, 8, 40]),
+    rule=RULES,
+    min_score=st.sampled_from([0.0, 0.02, 0.1, 0.3]),
+    rollouts=st.lists(TOKENS.filter(bool), max_size=4),
+)
+def test_counts_matches_and_drafts_are_those_of_the_twin(
+    steps: list[tuple[int, list[int]]], max_nodes: int, rule: Rule, min_score: float, rollouts: list[list[int]]
+) -> None:
+    trie, twin, shared = TokenTrie(), ReferenceTrie(), SharedNgrams()
+    player = Player([trie] * 4, inserts=(True, True, True, False))
+    for is_inserted in (True, True, True, False):
+        twin.start(inserts=is_inserted)
+    if not rule.tries_suffixes:
+        twin.rollouts = rollouts
+        for rollout in rollouts:
+            shared.learn(np.array(rollout, np.int32))
+    for step, (moved, tokens) in enumerate(steps):
+        player.extend({moved: tokens})
+        twin.extend(moved, tokens)
+        if step % 3 and step < len(steps) - 1:
+            continue
+        for cursor, tree in enumerate(player.propose([max_nodes] * 4, rule, min_score, shared.table)):
+            assert player.cursors.rows[cursor, MATCH] == len(twin.cursors[cursor][0])
+            assert_equal_trees(tree, twin.propose(cursor, max_nodes, rule, min_score))
+            tree.check(VOCAB)
+            assert (np.diff(tree.scores) <= 0).all()
+    strings = {
+        tuple(text[i : i + size])
+        for text in twin.texts
+        for i in range(len(text))
+        for size in (1, 2, 3, 7, 40)
+        if i + size <= len(text)
+    }
+    for string in strings:
+        for one in (string, (*string, 0)):
+            assert trie.count(one) == twin.count(one)
+            assert trie.continuations(one) == twin.continuations(one)
+    assert trie.num_tokens == sum(len(text) - 1 for text in twin.texts)
+    assert trie.num_states <= 2 * (trie.num_tokens + 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    texts=st.lists(st.lists(st.one_of(TOKENS, RUN).filter(bool), max_size=5), min_size=1, max_size=4),
+    sample=TOKENS,
+    expected=st.sampled_from([0, 1, 5000]),
+)
+def test_tries_filled_at_once_are_those_filled_text_by_text(
+    texts: list[list[list[int]]], sample: list[int], expected: int
+) -> None:
+    at_once, single = [[TokenTrie(expected_tokens=more) for _ in texts] for more in (expected, 0)]
+    insert_texts(at_once, [[np.array(text, np.int32) for text in own] for own in texts])
+    for trie, own in zip(single, texts, strict=True):
+        for text in own:
+            trie.insert(text)
+    drafts = []
+    for tries in (at_once, single):
+        player = Player(tries, inserts=[True] * len(tries))
+        player.extend(dict.fromkeys(range(len(tries)), sample))
+        drafts.append(player.propose([40] * len(tries), min_score=0.0))
+    for trie, other, tree, expected_tree in zip(at_once, single, *drafts, strict=True):
+        assert (trie.num_tokens, trie.num_states) == (other.num_tokens, other.num_states)
+        assert_equal_trees(tree, expected_tree)
+
+
+@settings(max_examples=50, deadline=None)
+@given(steps=st.lists(st.tuples(st.integers(0, 5), TOKENS), max_size=30), rule=RULES)
+def test_a_batch_over_several_tries_is_one_by_one(steps: list[tuple[int, list[int]]], rule: Rule) -> None:
+    owners = [0, 1, 2, 0, 1, 0]
+    players = []
+    for _ in range(2):
+        tries = [TokenTrie() for _ in range(3)]
+        players.append(Player([tries[owner] for owner in owners], inserts=[True] * 6))
+    batch, single = players
+    for first in range(0, len(steps), 3):
+        together = dict(steps[first : first + 3])
+        batch.extend(together)
+        for slot, tokens in together.items():
+            single.extend({slot: tokens})
+    max_nodes = [0, 8, 2, 5, 1, 40]
+    trees = batch.propose(max_nodes, rule)
+    for slot in range(6):
+        single.slots = np.array([slot])
+        assert_equal_trees(trees[slot], single.propose([max_nodes[slot]], rule)[0])
+
+
+def test_many_distinct_tokens() -> None:
+    """States with many edges keep them in hash tables, which grow and are cloned."""
+    generator = np.random.default_rng(0)
+    trie, twin = TokenTrie(), ReferenceTrie()
+    for number in range(3):
+        text = [token for tail in generator.permutation(200).tolist() for token in (7, 8, 1000 + tail)]
+        trie.insert(text)
+        twin.start(inserts=True)
+        twin.extend(number, text)
+    for context in [(8,), (7, 8), (1000,), (1017, 7), (1017, 7, 8)]:
+        assert trie.continuations(context) == twin.continuations(context)
+    player = Player([trie], inserts=[True])
+    twin.start(inserts=True)
+    player.extend({0: [7, 8]})
+    twin.extend(3, [7, 8])
+    assert_equal_trees(player.propose([12], min_score=0.001)[0], twin.propose(3, 12, BLEND, 0.001))
+
+
+@pytest.mark.parametrize("step", [1, 3, 4000])
+def test_repetition_is_counted_in_linear_time(step: int) -> None:
+    """Each token is an occurrence of as many strings as there are tokens before it: the longest of them are counted."""
+    trie = TokenTrie()
+    player = Player([trie], inserts=[True])
+    for begin in range(0, 4000, step):
+        player.extend({0: [0] * min(step, 4000 - begin)})
+        (tree,) = player.propose([4])
+    assert tree.token_ids.tolist()[:2] == [0, 0]
+    counts = [trie.count([0] * size) for size in (1, 2, 100, 3999, 4000, 4001)]
+    assert counts[-3:] == [2, 1, 0]
+    assert all(MAX_COUNTED <= count <= 4000 for count in counts[:3])
+
+
+def test_a_match_is_kept_while_states_are_cloned() -> None:
+    trie = TokenTrie()
+    trie.insert([1, 2, 3, 4])
+    follower = Player([trie], inserts=[False])
+    follower.extend({0: [2, 3]})
+    trie.insert([5, 2, 3, 6])  # parts (2, 3) from (1, 2, 3)
+    follower.cursors.refresh(trie)
+    assert follower.cursors.rows[0, MATCH] == 2
+    assert sorted(follower.propose([4])[0].token_ids.tolist()) == [4, 6]
+
+
+def test_other_prompts_fill_in_for_a_prompt_without_texts() -> None:
+    shared = SharedNgrams()
+    shared.learn(np.array([5, 6, 7, 8], np.int32))
+    player = Player([TokenTrie()], inserts=[True])
+    assert player.propose([8], shared=shared.table)[0].token_ids.tolist() == [5, 6, 7, 8]
+    player.extend({0: [1, 6]})  # the last token alone is known
+    assert player.propose([8], shared=shared.table)[0].token_ids.tolist() == [7, 8]
+    assert player.propose([8])[0].num_nodes == 0
+
+
+def test_the_beginning_of_a_response_is_a_context() -> None:
+    trie = TokenTrie()
+    trie.insert([3, 4, 3, 5, 3, 6])
+    (tree,) = Player([trie], inserts=[True]).propose([2])
+    assert tree.token_ids.tolist() == [3, 4]
+
+
+def test_a_full_trie_is_followed_only() -> None:
+    trie = TokenTrie(max_tokens=6)
+    player = Player([trie] * 2, inserts=[True] * 2)
+    player.extend({0: [1, 2, 3, 4], 1: [1, 2, 9, 9, 9]})
+    assert trie.num_tokens == 6
+    assert trie.count([9]) == 0
+    player.extend({1: [2]})
+    assert player.propose([0, 2])[1].token_ids.tolist() == [3, 4]
+
+
+def test_nothing_to_draft_from() -> None:
+    player = Player([TokenTrie()] * 2, inserts=[True, False])
+    for rule in (BLEND, SUFFIX):
+        assert [tree.num_nodes for tree in player.propose([4, 4], rule)] == [0, 0]
+    empty = TrieDrafts().propose(player.cursors, np.zeros(0, np.int64), np.zeros(0, np.int64), BLEND, 0.1)
+    assert len(empty) == 0
