@@ -4,14 +4,11 @@ import datetime
 import os
 import platform
 import shlex
-import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
-import numba
 import torch
 
 from srtrl import __version__
@@ -50,11 +47,9 @@ class Environment:
 def read_environment(device: torch.device) -> Environment:
     """The present process, on this machine."""
     processor = cpu_name()
-    on_device: dict[str, str] = {}
     if device.type == "cuda":
-        processor += f" and {gpu_name(device)}"
-        on_device = {"cuda": torch.version.cuda or "none"}
-        on_device |= {name: _version_or_none(name) for name in ("triton", "flash-attn")}
+        processor += f" and {torch.cuda.get_device_name(device)}"
+    libraries = ("transformers", "numba", *(("triton",) if device.type == "cuda" else ()))
     return Environment(
         command=shlex.join(["srtrl", *sys.argv[1:]]),
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -65,39 +60,10 @@ def read_environment(device: torch.device) -> Environment:
         versions={
             "srtrl": __version__,
             "torch": torch.__version__,
-            "transformers": version("transformers"),
-            "numba": numba.__version__,
+            **{name: version(name) for name in libraries},
             "python": platform.python_version(),
-        }
-        | on_device,
+        },
     )
-
-
-def gpu_name(device: torch.device) -> str:
-    """Name of a CUDA device, its multiprocessors and memory, and the driver."""
-    properties = torch.cuda.get_device_properties(device)
-    return (
-        f"{properties.name} ({properties.multi_processor_count} multiprocessors, "
-        f"{properties.total_memory / 2**30:.0f} GiB, driver {driver_version()})"
-    )
-
-
-def driver_version(nvidia_smi: str | None = None) -> str:
-    """What `nvidia-smi` says, or `unknown`."""
-    program = nvidia_smi or shutil.which("nvidia-smi")
-    if program is None:
-        return "unknown"
-    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    result = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
-    lines = result.stdout.split()
-    return lines[0] if result.returncode == 0 and lines else "unknown"
-
-
-def _version_or_none(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "none"
 
 
 def cpu_name(cpu_info: Path = Path("/proc/cpuinfo")) -> str:

@@ -1,90 +1,186 @@
-"""What the decoders of a benchmark are given: prompts, and how many tokens each sequence gets."""
+"""What the engines of a benchmark decode: prompts, and the tokens that each sample gets."""
 
-import math
-import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
+
+from srtrl.drafters.base import DrafterBase
+from srtrl.engine.engine import Engine
 from srtrl.engine.sampling import make_rng_key
-from srtrl.types import Request, SamplingParams
-
-Lengths = Literal["equal", "long-tailed", "recorded", "sampled"]
-"""`recorded`: those of a trace; `sampled`: a policy ends its samples itself."""
-
-TAIL_SIGMA = 0.8
-"""Standard deviation of the log-lengths in the long-tailed case; 0.78 in published GRPO groups of a Qwen2.5-0.5B on
-GSM8K (the `curious` traces of the shared data), 0.25 to 0.38 in those of three stronger models."""
-TAIL_MEDIAN_SHARE = 1 / 8
-"""The median length as a share of the longest allowed: in the same groups the longest is 11 times the median."""
+from srtrl.model.transformer import ModelConfig
+from srtrl.resolve import resolve_class
+from srtrl.rollout.recorded import RecordedPrompt, Tokens, feed_drafter, load_recorded_tokenizer, read_recorded
+from srtrl.types import Completion, Purpose, Request, SamplingParams
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Workload:
-    """One rollout to measure: every sequence ends at its own `max_new_tokens` and nowhere else."""
+class Trace:
+    """Recorded rollouts, some of which a drafter has seen before while the others are decoded once more."""
 
-    lengths: Lengths
+    history: tuple[RecordedPrompt, ...]
+    """What the drafter has seen: of each prompt its first samples."""
     requests: tuple[Request, ...]
-    slots: int = 0
-    """Sequences that our engine decodes at once; 0: what the contender was told."""
-    labels: Mapping[str, str] = field(default_factory=dict)
-    """What tells it from the benchmark's other workloads: column of a table -> cell."""
-
-    def __str__(self) -> str:
-        slots = f" in {self.slots} slots" if self.slots else ""
-        return f"{len(self.requests)} sequences{slots}, {self.lengths}"
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that all sequences generate together."""
-        return sum(request.sampling.max_new_tokens for request in self.requests)
-
-    @property
-    def longest(self) -> int:
-        """Tokens that the longest sequence generates."""
-        return max(request.sampling.max_new_tokens for request in self.requests)
+    """What is decoded, by prompt; `draw_index` is the prompt's number."""
+    responses: dict[int, Tokens]
+    """RNG key of a request -> the tokens that it shall get."""
 
     @property
     def max_sequence_tokens(self) -> int:
         """The longest prompt and response together."""
         return max(len(request.prompt_token_ids) + request.sampling.max_new_tokens for request in self.requests)
 
+    def first_prompts(self, num_prompts: int) -> "Trace":
+        """What is left of it with the first prompts alone."""
+        requests = tuple(request for request in self.requests if request.draw_index < num_prompts)
+        return Trace(history=self.history[:num_prompts], requests=requests, responses=self.responses)
 
-def draw_lengths(lengths: Lengths, num_sequences: int, *, equal: int, longest: int, seed: int) -> list[int]:
-    """New tokens of each sequence: `equal` for all, or log-normal (see above), at least 1 and at most `longest`."""
-    if lengths == "equal":
-        return [equal] * num_sequences
-    generator = random.Random(f"lengths/{seed}")
-    median = longest * TAIL_MEDIAN_SHARE
-    draws = [generator.lognormvariate(math.log(median), TAIL_SIGMA) for _ in range(num_sequences)]
-    return [min(longest, max(1, round(draw))) for draw in draws]
+    def check_model(self, config: ModelConfig) -> None:
+        """Raise ValueError where a token or the length of a sequence is not for the model."""
+        sequences = [(request.prompt_token_ids, self.responses[request.rng_key]) for request in self.requests]
+        largest = max(max(*prompt, int(response.max())) for prompt, response in sequences)
+        if largest >= config.vocab_size:
+            raise ValueError(
+                f"--trace: token id {largest} is not in the model's vocabulary of {config.vocab_size}; choose a "
+                "--model-shape of the family that the tokenizer belongs to"
+            )
+        if self.max_sequence_tokens > config.max_position_embeddings:
+            raise ValueError(
+                f"--max-tokens: the longest prompt and response together are {self.max_sequence_tokens} tokens, but "
+                f"the model was made for {config.max_position_embeddings}; lower it"
+            )
+
+
+def read_trace(path: Path, *, tokenizer: str | None, max_tokens: int | None) -> list[RecordedPrompt]:
+    """The recorded rollouts of `--trace`, cut to `--max-tokens`.
+
+    Raises:
+        ValueError: The file cannot be read, or has texts and no tokenizer was given.
+    """
+    try:
+        loaded = load_recorded_tokenizer(tokenizer) if tokenizer is not None else None
+    except ValueError as error:
+        raise ValueError(f"--tokenizer: {error}") from error
+    return read_recorded(path, tokenizer=loaded, max_tokens=max_tokens or sys.maxsize).prompts()
+
+
+def share_out(prompts: Sequence[RecordedPrompt], *, history: float, seed: int = 0) -> Trace:
+    """Let the first `history` (0 to 1) of each prompt's samples be seen before, and the others be decoded.
+
+    Raises:
+        ValueError: No sample is left to decode.
+    """
+    seen, requests, responses = [], [], {}
+    for draw, prompt in enumerate(prompts):
+        num_seen = round(history * len(prompt.samples))
+        seen.append(
+            RecordedPrompt(
+                prompt_id=prompt.prompt_id, prompt_token_ids=prompt.prompt_token_ids, samples=prompt.samples[:num_seen]
+            )
+        )
+        for index, token_ids in enumerate(prompt.samples[num_seen:]):
+            request = make_request(
+                prompt.prompt_token_ids, draw, index, len(token_ids), seed=seed, prompt_id=prompt.prompt_id
+            )
+            requests.append(request)
+            responses[request.rng_key] = token_ids
+    if not requests:
+        raise ValueError(f"--history: {history:g} of the samples leaves none to decode; lower it")
+    return Trace(history=tuple(seen), requests=tuple(requests), responses=responses)
+
+
+def make_request(
+    prompt: tuple[int, ...],
+    draw_index: int,
+    sample_index: int,
+    max_new_tokens: int,
+    *,
+    seed: int = 0,
+    purpose: Purpose = "train",
+    prompt_id: str | None = None,
+) -> Request:
+    """A sample that ends after `max_new_tokens` and nowhere else."""
+    return Request(
+        prompt_id=str(draw_index) if prompt_id is None else prompt_id,
+        prompt_token_ids=prompt,
+        draw_index=draw_index,
+        sample_index=sample_index,
+        rng_key=make_rng_key(seed, purpose, draw_index, sample_index),
+        sampling=SamplingParams(max_new_tokens=max_new_tokens),
+        purpose=purpose,
+    )
 
 
 def random_prompts(
     num_prompts: int, *, shortest: int, longest: int, vocab_size: int, seed: int
 ) -> list[tuple[int, ...]]:
     """Prompts of random token ids whose numbers of tokens are uniform from `shortest` to `longest`."""
-    generator = random.Random(f"prompts/{seed}")
-    sizes = [generator.randint(shortest, longest) for _ in range(num_prompts)]
-    return [tuple(generator.randrange(vocab_size) for _ in range(size)) for size in sizes]
+    generator = np.random.default_rng(seed)
+    sizes = generator.integers(shortest, longest + 1, num_prompts)
+    return [tuple(generator.integers(0, vocab_size, size).tolist()) for size in sizes]
 
 
-def make_workload(
-    lengths: Lengths, new_tokens: Sequence[int], prompts: Sequence[tuple[int, ...]], *, num_samples: int, seed: int
-) -> Workload:
-    """Sequence i is sample i % num_samples of prompt i // num_samples and generates `new_tokens[i]` tokens."""
-    assert len(prompts) * num_samples >= len(new_tokens)
-    requests = []
-    for i, max_new_tokens in enumerate(new_tokens):
-        draw, sample = divmod(i, num_samples)
-        requests.append(
-            Request(
-                prompt_id=str(draw),
-                prompt_token_ids=prompts[draw],
-                draw_index=draw,
-                sample_index=sample,
-                rng_key=make_rng_key(seed, "generate", draw, sample),
-                sampling=SamplingParams(max_new_tokens=max_new_tokens),
-            )
-        )
-    return Workload(lengths=lengths, requests=tuple(requests))
+SAMPLES_OF_A_PROMPT = 16
+NUM_WORDINGS = 3
+"""Of each generated prompt: its samples go along one of them and change at random places."""
+CHANGE, NEW_TOKEN = 0.15, 0.08
+"""Chances, at each token of a generated sample, that the wording changes and that nothing before has this token."""
+
+
+def generated_prompts(num_prompts: int, *, max_tokens: int, vocab_size: int, seed: int = 0) -> list[RecordedPrompt]:
+    """Rollouts that repeat each other about as the samples of one prompt do: `SAMPLES_OF_A_PROMPT` for each.
+
+    With half of them as history, `srt` reaches about the tokens per step that it reaches on recorded mathematics.
+    """
+    generator = np.random.default_rng(seed)
+    made = []
+    for number, prompt in enumerate(
+        random_prompts(num_prompts, shortest=32, longest=128, vocab_size=vocab_size, seed=seed)
+    ):
+        wordings = _zipf_tokens(generator, (NUM_WORDINGS, max_tokens), vocab_size)
+        samples = []
+        for _ in range(SAMPLES_OF_A_PROMPT):
+            length = int(np.clip(generator.lognormal(np.log(0.6 * max_tokens), 0.3), 8, max_tokens))
+            chosen = generator.integers(0, NUM_WORDINGS, length)
+            last_change = np.maximum.accumulate(np.where(generator.random(length) < CHANGE, np.arange(length), 0))
+            tokens = wordings[chosen[last_change], np.arange(length)]
+            is_new = generator.random(length) < NEW_TOKEN
+            samples.append(np.where(is_new, _zipf_tokens(generator, (length,), vocab_size), tokens).astype(np.int32))
+        made.append(RecordedPrompt(prompt_id=str(number), prompt_token_ids=prompt, samples=samples))
+    return made
+
+
+def _zipf_tokens(generator: np.random.Generator, shape: tuple[int, ...], vocab_size: int) -> Tokens:
+    """Token ids whose frequencies fall as those of words."""
+    token_ids: Tokens = (np.exp(generator.random(shape) * np.log(vocab_size)) - 1).astype(np.int32)
+    return token_ids
+
+
+def drafter_maker(name: str) -> Callable[[], DrafterBase]:
+    """What makes a drafter of that name with its default options.
+
+    Raises:
+        ValueError: There is none.
+    """
+    try:
+        drafter: type[DrafterBase] = resolve_class("srtrl.drafters", name, "Drafter")
+    except ValueError as error:
+        raise ValueError(f"--drafters: {error}") from error
+    return drafter
+
+
+def prepare(engine: Engine, drafter: DrafterBase, trace: Trace) -> None:
+    """Let the engine sample the trace, with a drafter that has seen the history and nothing else."""
+    feed_drafter(drafter, trace.history, "train")
+    engine.drafter = drafter
+    engine.trace = trace.responses
+
+
+def check_completions(completions: Sequence[Completion], trace: Trace, name: str) -> None:
+    """Assert that each completion is the recorded one, token for token."""
+    assert len(completions) == len(trace.requests), f"{name} did not decode all samples"
+    for completion in completions:
+        expected = trace.responses[completion.request.rng_key].tolist()
+        assert completion.token_ids == expected, f"{name} did not sample the trace"
