@@ -30,9 +30,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "rollout__admission": "depth_first",
         "rollout__slots": 5,
     },
-    "paper's rule, uncoupled": {
+    "uncoupled": {
         "rollout__draft_budget": 8,
-        "rollout__drafter_options": {"rule": "paper", "coupled": False},
         "rollout__run_ahead_coupled": False,
         "rollout__run_ahead_max_slowdown": 1e9,
     },
