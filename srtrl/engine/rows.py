@@ -102,7 +102,7 @@ class StepLayout:
     @property
     def num_elements(self) -> int:
         """Length of the buffer in int32 elements."""
-        last = self.slices()["page_tables"].stop
+        last: int = self.slices()["page_tables"].stop
         return -(-last // ALIGNMENT) * ALIGNMENT
 
 
