@@ -1,107 +1,161 @@
-"""Requests and steps for tests of the scheduler without a model."""
+"""Requests, and a runner that computes steps without a model, for tests of the scheduler."""
 
-from srtrl.engine.scheduler import Scheduler
-from srtrl.engine.sequence import ScheduledStep, Sequence
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from srtrl.engine.batch import Batch, PromptPages, Sample
+from srtrl.engine.page_pool import PagePool
+from srtrl.engine.rows import Int32Array
+from srtrl.engine.scheduler import ScheduledStep, Scheduler
 from srtrl.types import Request, SamplingParams
 
+Name = tuple[int, int, bool]
+"""Draw, sample, and whether it is a run-ahead."""
 
-def request(draw: int, sample: int, prompt_length: int, max_new_tokens: int) -> Request:
+
+def request(draw: int, sample: int, prompt_length: int, max_new_tokens: int, **changes: Any) -> Request:
     """A sample of a prompt of its draw's own, which ends at its length limit."""
-    prompt = tuple(range(100 * draw, 100 * draw + prompt_length))
+    values: dict[str, Any] = {"rng_key": 1000 * draw + sample}
     return Request(
         prompt_id=str(draw),
-        prompt_token_ids=prompt,
+        prompt_token_ids=tuple(range(100 * draw, 100 * draw + prompt_length)),
         draw_index=draw,
         sample_index=sample,
-        rng_key=0,
         sampling=SamplingParams(max_new_tokens=max_new_tokens),
+        **(values | changes),
     )
 
 
-def compute(scheduler: Scheduler, step: ScheduledStep, *, num_drafts: int = 0) -> list[Sequence]:
-    """Do what a runner would: KV of the scheduled positions, and one token a decoding sample."""
-    finished = []
-    for chunk in step.prefills:
-        assert chunk.start == chunk.holder.num_computed
-        assert len(chunk.holder.page_ids) * scheduler.pool.page_size >= chunk.start + chunk.count
-        chunk.holder.num_computed += chunk.count
-    for sequence in step.decodes:
-        assert sequence.num_computed == len(sequence.token_ids) - 1
-        assert len(sequence.page_ids) * scheduler.pool.page_size >= len(sequence.token_ids)
-        (room,) = scheduler.grow_for_drafts([sequence], [num_drafts])
-        assert 0 <= room <= num_drafts
-        scheduler.check_integrity()
-        sequence.num_computed += 1
-        sequence.token_ids.append(7)
-        sequence.rollout_logprobs.append(0.0)
-        if sequence.num_remaining == 0:
-            finished.append(sequence)
-        else:
-            scheduler.trim(sequence)
-    for sequence in finished:
-        scheduler.finish(sequence)
-    return finished
+def run_ahead(draw: int, sample: int, prompt_length: int, max_new_tokens: int, *, active: bool = False) -> Request:
+    """A run-ahead on an RNG key that no primary has; `active`: it serves the present samples of its prompt alone."""
+    key = 10**6 + 1000 * draw + sample
+    return request(draw, sample, prompt_length, max_new_tokens, rng_key=key, is_run_ahead=True, ends_with_prompt=active)
+
+
+def name_of(sample: Sample) -> Name:
+    """What a sample is called in these tests."""
+    return sample.request.draw_index, sample.request.sample_index, sample.request.is_run_ahead
+
+
+def names(samples: Iterable[Sample]) -> list[tuple[int, int]]:
+    """(draw, sample) of each."""
+    return [name_of(sample)[:2] for sample in samples]
+
+
+def make(
+    num_pages: int = 100, page_size: int = 4, *, num_slots: int = 4, chunk: int = 100, nodes: int = 0, **more: Any
+) -> tuple[Scheduler, "FakeRunner"]:
+    """A scheduler for sequences of up to 120 tokens, and the runner of its steps; `nodes`: draft nodes of a sample."""
+    batch = Batch(num_slots, 120, page_size, nodes)
+    pool = PagePool(num_pages, page_size)
+    scheduler = Scheduler(batch, pool, prefill_chunk_tokens=chunk, max_draft_nodes=nodes, **more)
+    return scheduler, FakeRunner(scheduler)
 
 
 class FakeRunner:
     """Keeps for each position of each page what a KV cache would: which prefix it was computed from.
 
-    A sample's next tokens depend on its rng_key and its prefix alone, as a policy's do, and so does the number of its
-    accepted drafts, up to the room that it got.
+    A sample's next tokens depend on its RNG key and its prefix alone, as a policy's do, and so does the number of its
+    accepted drafts, up to the room that it got. Without drafts each sample gets one token per step.
     """
 
-    def __init__(self, scheduler: Scheduler, *, max_draft_nodes: int) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.max_draft_nodes = max_draft_nodes
+        self.batch = scheduler.batch
         self.kv: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.live: dict[int, Name] = {}
+        """Slot -> sample: as a drafter hears of them."""
 
-    def run(self, step: ScheduledStep) -> list[tuple[int, int, int, bool]]:
-        """Compute the step; returns (sequence id, room for drafts, new tokens, finished) of each decoding sample."""
-        page_size = self.scheduler.pool.page_size
+    def step(self, max_run_ahead: int = 0) -> ScheduledStep:
+        """Schedule a step, check it, and compute it."""
+        step = self.schedule(max_run_ahead)
+        self.run(step)
+        return step
+
+    def schedule(self, max_run_ahead: int = 0) -> ScheduledStep:
+        """The next step, checked, but not computed."""
+        scheduler, batch = self.scheduler, self.batch
+        step = scheduler.schedule(max_run_ahead)
+        scheduler.check_integrity()
+        for slot in step.ended:
+            del self.live[slot]
+        for sample in step.started:
+            assert sample.slot not in self.live, "a slot is started twice"
+            self.live[sample.slot] = name_of(sample)
+        running = [*scheduler.running, *scheduler.run_aheads.running]
+        assert self.live == {sample.slot: name_of(sample) for sample in running}
+        assert sum(len(chunk.token_ids) for chunk in step.chunks) <= scheduler.prefill_chunk_tokens
+        assert len({id(holder) for holder in step.holders}) == len(step.holders) == len(step.chunks)
+        assert batch.is_run_ahead[step.slots].tolist() == [i >= step.num_primaries for i in range(len(step.slots))]
+        of_run_aheads = [
+            len(chunk.token_ids)
+            for holder, chunk in zip(step.holders, step.chunks, strict=True)
+            if holder in scheduler.run_aheads.running
+        ]
+        assert len(step.slots) - step.num_primaries + sum(of_run_aheads) <= max_run_ahead
+        return step
+
+    def run(self, step: ScheduledStep) -> dict[Name, tuple[int, int, bool]]:
+        """Compute the step; returns room for drafts, new tokens, and whether it finished, of each decoding sample."""
+        size = self.scheduler.pool.page_size
         assert len({target for _, target in step.page_copies}) == len(step.page_copies)
-        copied = {
+        self.kv |= {
             (target, offset): self.kv[source, offset]
             for source, target in step.page_copies
-            for offset in range(page_size)
+            for offset in range(size)
             if (source, offset) in self.kv
         }
-        self.kv.update(copied)
-        for chunk in step.prefills:
-            self._check(chunk.holder.page_ids, chunk.holder.token_ids, chunk.start)
-            self._write(chunk.holder.page_ids, chunk.holder.token_ids, chunk.start, chunk.start + chunk.count)
-            chunk.holder.num_computed += chunk.count
-        wanted = [self._hash(sequence, 1) % (self.max_draft_nodes + 1) for sequence in step.decodes]
-        rooms = self.scheduler.grow_for_drafts(step.decodes, wanted)
+        for holder, chunk in zip(step.holders, step.chunks, strict=True):
+            end = chunk.start + len(chunk.token_ids)
+            tokens = holder.token_ids if isinstance(holder, PromptPages) else self.batch.token_ids[holder.slot]
+            assert chunk.token_ids.tolist() == tokens[chunk.start : end].tolist()
+            self._check(chunk.page_ids, tokens, chunk.start)
+            self._write(chunk.page_ids, tokens, chunk.start, end)
+        most = self.scheduler.max_draft_nodes
+        primaries = step.slots[: step.num_primaries]
+        wanted = np.array([self._hash(slot, 1) % (most + 1) for slot in primaries.tolist()], np.int64)
+        rooms = self.scheduler.grow_for_drafts(primaries, wanted)
+        assert (rooms >= 0).all()
+        assert (rooms <= wanted).all()
         self.scheduler.check_integrity()
-        return [self._decode(sequence, room) for sequence, room in zip(step.decodes, rooms, strict=True)]
+        rooms = np.append(rooms, np.zeros(len(step.slots) - step.num_primaries, np.int64))
+        return dict(self._decode(slot, room) for slot, room in zip(step.slots.tolist(), rooms.tolist(), strict=True))
 
-    def _decode(self, sequence: Sequence, room: int) -> tuple[int, int, int, bool]:
-        assert sequence.num_missing == 0
-        self._check(sequence.page_ids, sequence.token_ids, sequence.num_computed)
-        num_new = min(1 + self._hash(sequence, 2) % (room + 1), sequence.num_remaining)
-        for _ in range(num_new):
-            sequence.token_ids.append(self._hash(sequence, 3) % 50)
-            sequence.rollout_logprobs.append(0.0)
-        first = sequence.num_computed
-        sequence.num_computed += num_new
-        self._write(sequence.page_ids, sequence.token_ids, first, sequence.num_computed)
-        finished = sequence.num_remaining == 0
+    def _decode(self, slot: int, room: int) -> tuple[Name, tuple[int, int, bool]]:
+        batch = self.batch
+        sample = batch.samples[slot]
+        assert sample is not None
+        size, first = self.scheduler.pool.page_size, int(batch.num_tokens[slot])
+        pages, tokens = batch.pages(slot), batch.token_ids[slot]
+        assert batch.num_computed[slot] == first - 1
+        self._check(pages, tokens, first - 1)
+        num_new = min(1 + self._hash(slot, 2) % (room + 1), int(batch.max_tokens[slot]) - first)
+        for position in range(first, first + num_new):
+            tokens[position] = self._hash(slot, 3 + position) % 50
+        batch.num_tokens[slot] = first + num_new
+        batch.num_computed[slot] = first + num_new - 1
+        self._write(pages, tokens, first - 1, first + num_new - 1)
+        for position in range(first + num_new - 1, first + room):  # rejected drafts
+            self.kv[int(pages[position // size]), position % size] = ()
+        finished = bool(batch.num_tokens[slot] == batch.max_tokens[slot])
         if finished:
-            self.scheduler.finish(sequence)
-        else:
-            self.scheduler.trim(sequence)
-        return sequence.sequence_id, room, num_new, finished
+            self.scheduler.finish(sample)
+            del self.live[slot]
+            self.scheduler.check_integrity()
+        return name_of(sample), (room, num_new, finished)
 
-    def _hash(self, sequence: Sequence, what: int) -> int:
-        return hash((sequence.request.rng_key, len(sequence.token_ids), what)) // 7
+    def _hash(self, slot: int, what: int) -> int:
+        return hash((int(self.batch.rng_keys[slot]), int(self.batch.num_tokens[slot]), what)) // 7
 
-    def _check(self, page_ids: list[int], token_ids: list[int], count: int) -> None:
+    def _check(self, pages: Int32Array, tokens: Int32Array, count: int) -> None:
         size = self.scheduler.pool.page_size
         for position in range(count):
-            found = self.kv[page_ids[position // size], position % size]
-            assert found == tuple(token_ids[: position + 1])
+            found = self.kv[int(pages[position // size]), position % size]
+            assert found == tuple(tokens[: position + 1].tolist())
 
-    def _write(self, page_ids: list[int], token_ids: list[int], first: int, end: int) -> None:
+    def _write(self, pages: Int32Array, tokens: Int32Array, first: int, end: int) -> None:
         size = self.scheduler.pool.page_size
         for position in range(first, end):
-            self.kv[page_ids[position // size], position % size] = tuple(token_ids[: position + 1])
+            self.kv[int(pages[position // size]), position % size] = tuple(tokens[: position + 1].tolist())

@@ -1,10 +1,13 @@
 """Reference-counted pages against a plain dictionary of counts."""
 
+from collections import Counter
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from srtrl.engine.page_pool import PagePool
+from srtrl.engine.page_pool import PagePool, Pages
 
 
 @given(
@@ -15,47 +18,46 @@ def test_any_sequence_of_operations_keeps_the_pool_consistent(
     num_pages: int, actions: list[tuple[str, int, int]]
 ) -> None:
     pool = PagePool(num_pages, page_size=4)
-    holders: list[list[int]] = []
+    holders: list[Pages] = []
     for action, which, count in actions:
-        if action == "take":
-            free_before = pool.num_free
-            pages = pool.allocate(count)
-            assert (pages is None) == (count > free_before)
-            if pages is not None:
-                assert len(set(pages)) == count
-                holders.append(pages)
+        if action == "take" and count > pool.num_free:
+            with pytest.raises(AssertionError, match="pages wanted"):
+                pool.allocate(count)
+        elif action == "take":
+            holders.append(pool.allocate(count))
+            assert len(set(holders[-1].tolist())) == count
         elif holders and action == "share":
-            pages = holders[which % len(holders)]
-            pool.share(pages)
-            holders.append(list(pages))
+            pool.share(holders[which % len(holders)])
+            holders.append(holders[which % len(holders)].copy())
         elif holders:
             pool.release(holders.pop(which % len(holders)))
         pool.check_integrity(holders)
-        held = {page for pages in holders for page in pages}
-        assert pool.num_used == len(held)
-        for page in held:
-            assert pool.is_shared(page) == (sum(page in pages for pages in holders) > 1)
+        counts = Counter(page for pages in holders for page in pages.tolist())
+        assert pool.num_used == len(counts)
+        held = np.array(sorted(counts), np.int32)
+        assert pool.num_unshared(held) == sum(count == 1 for count in counts.values())
 
 
 def test_check_integrity_sees_a_lost_and_a_stolen_page() -> None:
     pool = PagePool(4, page_size=4)
     pages = pool.allocate(2)
-    assert pages is not None
     with pytest.raises(AssertionError, match="1 references and 0 holders"):
         pool.check_integrity([])
     with pytest.raises(AssertionError, match="references and 2 holders"):
         pool.check_integrity([pages, pages])
 
 
-def test_releasing_a_free_page_is_an_error() -> None:
+def test_free_pages_are_neither_released_nor_shared() -> None:
     pool = PagePool(2, page_size=4)
     pages = pool.allocate(1)
-    assert pages is not None
     pool.release(pages)
     with pytest.raises(AssertionError, match="released more often"):
         pool.release(pages)
+    with pytest.raises(AssertionError, match="cannot be shared"):
+        pool.share(pages)
+    pool.resize(5)
+    assert (pool.num_free, pool.num_used) == (5, 0)
 
 
 def test_pages_for_rounds_up() -> None:
-    pool = PagePool(2, page_size=16)
-    assert [pool.pages_for(n) for n in (0, 1, 16, 17, 32, 33)] == [0, 1, 1, 2, 2, 3]
+    assert [PagePool(2, page_size=16).pages_for(n) for n in (0, 1, 16, 17, 32, 33)] == [0, 1, 1, 2, 2, 3]

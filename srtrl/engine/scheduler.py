@@ -242,19 +242,23 @@ class Scheduler:
     def grow_for_drafts(self, slots: Int64Array, sizes: Int64Array) -> Int64Array:
         """Take free pages for draft nodes; returns the number of nodes of each slot that have room.
 
-        Drafts never evict, drop or preempt.
+        Drafts never evict, drop or preempt. Where pages are short, samples that were admitted first get theirs first:
+        the order must not be that of the slots, which run-aheads change.
         """
         batch, page_size = self.batch, self.pool.page_size
-        num_tokens, num_pages = batch.num_tokens[slots], batch.num_pages[slots]
-        missing = np.maximum(-(-(num_tokens + sizes) // page_size) - num_pages, 0) * (sizes > 0)
+        num_positions = batch.num_tokens[slots] + sizes
+        needed = -(-num_positions // page_size) * (sizes > 0)
+        missing = np.maximum(needed - batch.num_pages[slots], 0)
+        if missing.sum() > self.pool.num_free:
+            self._trim()
+            missing = np.maximum(needed - batch.num_pages[slots], 0)
+            oldest_first = self._by_admission(slots)
+            missing[oldest_first[missing[oldest_first].cumsum() > self.pool.num_free]] = 0
         total = int(missing.sum())
-        if total > self.pool.num_free:
-            missing[missing.cumsum() > self.pool.num_free] = 0
-            total = int(missing.sum())
         if total:
             batch.append_pages(slots, missing, self.pool.allocate(total))
-        granted: Int64Array = np.minimum(sizes, batch.num_pages[slots] * page_size - num_tokens)
-        return granted
+        room: Int64Array = np.minimum(sizes, batch.num_pages[slots] * page_size - batch.num_tokens[slots])
+        return room
 
     def finish(self, sample: Sample) -> None:
         """Free the slot and the pages of a finished sample; the next waiting one takes them in the next step."""
@@ -445,6 +449,13 @@ class Scheduler:
         while self.pool.num_free < count:
             self._drop_prompt(idle.pop())
         return True
+
+    def _by_admission(self, slots: Int64Array) -> Int64Array:
+        """Indices of `slots` in the order in which their samples were admitted."""
+        samples = [self.batch.samples[slot] for slot in slots.tolist()]
+        admissions = np.array([sample.admission for sample in samples if sample is not None], np.int64)
+        order: Int64Array = admissions.argsort(kind="stable")
+        return order
 
     def _trim(self) -> None:
         """Give back the pages after the root of each decoding sample: rejected drafts leave nothing."""

@@ -70,13 +70,6 @@ def verify(
     drawn = (sampled.token_ids, sampled.logprobs)
     nodes_of_trees = (trees.token_ids, trees.parents, trees.offsets)
     _follow_trees(batch.arrays, slots, nodes_of_trees, drawn, token_ids, nodes, last_nodes, offsets, finish)
-    if (finish == NOT_FINITE).any():
-        sample = batch.samples[int(slots[finish == NOT_FINITE][0])]
-        assert sample is not None
-        raise FloatingPointError(
-            f"the policy's logits are not finite (prompt {sample.request.prompt_id!r}, sample "
-            f"{sample.request.sample_index}): the weights have diverged or are broken"
-        )
     num_new = int(offsets[-1])
     verified = Verified(
         slots=slots,
@@ -88,6 +81,13 @@ def verify(
     )
     if batch.has_stop_strings[slots].any():
         verified = _cut_at_stop_strings(batch, verified, tokenizer)
+    if (finish == NOT_FINITE).any():
+        sample = batch.samples[int(slots[finish == NOT_FINITE][0])]
+        assert sample is not None
+        raise FloatingPointError(
+            f"the policy's logits are not finite (prompt {sample.request.prompt_id!r}, sample "
+            f"{sample.request.sample_index}): the weights have diverged or are broken"
+        )
     batch.num_computed[slots] = batch.num_tokens[slots] - 1
     return verified
 
@@ -163,13 +163,15 @@ def _cut_at_stop_strings(batch: Batch, verified: Verified, tokenizer: Tokenizer 
         assert sample is not None
         stops = sample.request.sampling.stop_strings
         generated = batch.generated(slot)
-        for cut in range(end - begin - 1, -1, -1):  # tokens that would be taken back
+        least = 1 if finish[b] == NOT_FINITE else 0  # a token of such logits says nothing
+        for cut in range(end - begin - 1, least - 1, -1):  # tokens that would be taken back
             stop = len(generated) - cut
             tail = generated[max(0, stop - num_tail_tokens(stops)) : stop]
             if completes_stop_string(stops, tail.tolist(), tokenizer):
                 batch.num_tokens[slot] -= cut
                 keep[end - cut : end] = False
                 finish[b] = STOPPED
+                verified.nodes[end - cut - 1] = ROOT
                 last_nodes[b] = verified.nodes[end - cut - 2] if end - cut - 2 >= begin else ROOT
                 break
     kept = np.concatenate([[0], keep.cumsum()])
