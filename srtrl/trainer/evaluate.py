@@ -355,7 +355,7 @@ def pass_at_ks(num_samples: int) -> list[int]:
 
 
 def macro_average(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean over benchmarks, each of the same weight whatever its size.
+    """The mean over benchmarks, each of the same weight, of any size.
 
     The benchmarks are fixed and their problems independent, so squared errors add. The two arms of each benchmark's
     interval stand for its error below and above, which differ near 0% and 100% (MOVER: Zou and Donner 2008,
@@ -385,7 +385,7 @@ def _score(group: RolloutGroup, extract: Callable[[str], str | None], same: Same
     wrong = [rollout.text for rollout in group.rollouts if rollout.grade.outcome == "wrong"]
     votes = [(text, _plain(answer)) for text in wrong if (answer := extract(text)) is not None]
     if num_right == 0 or num_right > len(votes):
-        return float(num_right > 0)  # whatever the clusters of the wrong ones are
+        return float(num_right > 0)  # for any clusters of the wrong ones
     sizes = _cluster_sizes(votes, same)
     if max(sizes) > num_right:
         return 0.0

@@ -20,7 +20,7 @@ from srtrl.trainer.out_of_memory import GIB, PeakMemory
 from srtrl.types import GradeOutcome, RolloutGroup, TrainSequence
 
 NO_STAGES = frozenset({"step", "tokens_per_second", "update_tokens_per_second", "update_mfu"})
-"""Names under `time/` that are not the seconds of a stage: the sum of all, and speeds."""
+"""Names under `time/` that are not the seconds of a stage: their total, and speeds."""
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:

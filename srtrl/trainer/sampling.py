@@ -72,7 +72,7 @@ class StepSampler:
     """Takes each step's groups from the data order and knows how far it has come."""
 
     def __init__(self, recipe: Recipe, parts: TrainerParts, num_draws: int) -> None:
-        """Begin behind the first `num_draws` draws of the run: 0 for a new one."""
+        """Begin after the first `num_draws` draws of the run: 0 for a new one."""
         self.recipe = recipe
         self.parts = parts
         self.num_draws = num_draws
@@ -170,7 +170,7 @@ class StepSampler:
         return batch.groups, batch.kept
 
     def _coming(self, step: int, opened: range) -> range:
-        """The draws behind the opened ones, which come next: as replacements in this step, or in the next step."""
+        """The draws after the opened ones, which come next: as replacements in this step, or in the next step."""
         last = opened.stop + self.recipe.rollout.num_prompts
         if step == self.recipe.train.num_steps:  # no step comes after it
             last = min(last, self.num_draws + self._max_draws)
