@@ -116,7 +116,7 @@ def train(
     All it writes is in the folder <output_dir>/<name>, which is runs/<name> unless the recipe says otherwise.
     """
     loaded = _load_checked(read_source(recipe, overrides or ()))
-    from srtrl.trainer.run_folder import summary_table
+    from srtrl.trainer.run_metrics import summary_table
     from srtrl.trainer.trainer import run_training
 
     result = run_training(loaded, resume=resume, overwrite=overwrite)

@@ -174,7 +174,7 @@ def fake_training(*, interrupted: bool) -> tuple[list[Any], Callable[..., Simple
 def test_train_hands_over_the_recipe_and_the_flags(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, training = fake_training(interrupted=False)
     monkeypatch.setattr("srtrl.trainer.trainer.run_training", training)
-    monkeypatch.setattr("srtrl.trainer.run_folder.summary_table", lambda _: "before, after")
+    monkeypatch.setattr("srtrl.trainer.run_metrics.summary_table", lambda _: "before, after")
     result = run("train", recipe_file, "train.num_steps=5", "--overwrite")
     assert (result.exit_code, result.stderr) == (0, "")
     assert calls == [(load_recipe(recipe_file, ["train.num_steps=5"]), False, True)]
@@ -185,7 +185,7 @@ def test_train_hands_over_the_recipe_and_the_flags(recipe_file: Path, monkeypatc
 def test_an_interrupted_training_says_how_to_go_on(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, training = fake_training(interrupted=True)
     monkeypatch.setattr("srtrl.trainer.trainer.run_training", training)
-    monkeypatch.setattr("srtrl.trainer.run_folder.summary_table", lambda _: "so far")
+    monkeypatch.setattr("srtrl.trainer.run_metrics.summary_table", lambda _: "so far")
     result = run("train", recipe_file, "train.num_steps=5", "task.options={num_train: 10}")
     assert result.exit_code == 130
     again = f"srtrl train {recipe_file} train.num_steps=5 'task.options={{num_train: 10}}' --resume"

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from srtrl.engine.engine import Engine
 from srtrl.engine.sampling import make_rng_key
-from srtrl.rollout.collect import CollectProgress, StageTimer, collect_rollouts, response_text
+from srtrl.rollout.collect import Collector, CollectProgress, StageTimer, collect_rollouts, response_text
 from srtrl.rollout.run_ahead import run_ahead_requests
 from srtrl.tasks.grading import Grader
 from srtrl.trainer.warm_start import train_tokenizer
@@ -75,17 +75,17 @@ def prompts(tokenizer: PreTrainedTokenizerBase, count: int) -> list[Prompt]:
 def collect(
     tokenizer: PreTrainedTokenizerBase, engine: _FakeEngine, draws: list[tuple[int, Prompt]], **options: Any
 ) -> list[RolloutGroup]:
-    return collect_rollouts(
-        cast(Engine, engine),
+    run_ahead = options.pop("run_ahead", ())
+    collector = Collector(
         cast(Grader, options.pop("grader", _FakeGrader())),
         tokenizer,
-        draws,
         num_samples=3,
         sampling=SamplingParams(max_new_tokens=40, end_token_ids=(0,), stop_strings=("STOP",)),
         seed=11,
         purpose="train",
         **options,
     )
+    return collect_rollouts(cast(Engine, engine), collector, draws, run_ahead=run_ahead)
 
 
 def test_order_is_data_order_whatever_finishes_first(tokenizer: PreTrainedTokenizerBase) -> None:

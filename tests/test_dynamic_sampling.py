@@ -149,6 +149,7 @@ class Case:
             sampling=SamplingParams(max_new_tokens=4),
             seed=1,
             purpose="train",
+            timer=timer or StageTimer(),
         )
         return sample_until_full(
             cast(Engine, self.engine),
@@ -158,7 +159,6 @@ class Case:
             limits=self.limits,
             keeps=self.keeps,
             run_ahead=self.opened,
-            timer=timer,
         )
 
 

@@ -10,7 +10,7 @@ from srtrl.model.attention import PackedPlan
 from srtrl.model.logprobs import token_logprobs_reference
 from srtrl.model.transformer import model_flops
 from srtrl.trainer.out_of_memory import PeakMemory
-from srtrl.trainer.trainer import memory_metrics, time_metrics, update_flops
+from srtrl.trainer.run_metrics import memory_metrics, time_metrics, update_flops
 
 LENGTHS = [5, 1, 8]
 

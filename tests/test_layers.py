@@ -138,7 +138,7 @@ def test_files_and_functions_stay_readable() -> None:
     too_long = []
     for file in FILES:
         text = file.read_text(encoding="utf-8")
-        sizes = [(str(file.relative_to(REPOSITORY)), text.count("\n"), 400)]
+        sizes = [(str(file.relative_to(REPOSITORY)), text.count("\n"), 500)]
         sizes += [
             (f"{file.relative_to(REPOSITORY)}:{node.lineno} {node.name}", (node.end_lineno or 0) - node.lineno + 1, 80)
             for node in ast.walk(ast.parse(text))

@@ -53,14 +53,13 @@ def kill_in_rollout() -> None:
     """Some samples of step 3 are done and graded, others are half decoded."""
     original = collect_rollouts
 
-    def collect(*arguments: Any, **options: Any) -> Any:
-        first_draw = arguments[3][0][0]
-
+    def collect(engine: Any, collector: Any, draws: Any, **options: Any) -> Any:
         def on_progress(progress: Any) -> None:
-            if options["purpose"] == "train" and first_draw == 2 * 4 and progress.num_done == 5:
+            if draws[0][0] == 2 * 4 and progress.num_done == 5:
                 die()
 
-        return original(*arguments, **{**options, "on_progress": on_progress})
+        collector.on_progress = on_progress
+        return original(engine, collector, draws, **options)
 
     setattr(sampling, "collect_rollouts", collect)  # noqa: B010
 

@@ -11,7 +11,7 @@ from tiny_run import make_policy, make_recipe
 from srtrl.drafters.srt import Drafter
 from srtrl.engine.sampling import make_rng_key
 from srtrl.metrics import read_metrics
-from srtrl.rollout.collect import collect_rollouts, sample_requests
+from srtrl.rollout.collect import Collector, collect_rollouts, sample_requests
 from srtrl.rollout.run_ahead import RunAheadMode, run_ahead_requests
 from srtrl.trainer import sampling
 from srtrl.trainer.run_folder import check_run_folder
@@ -78,13 +78,12 @@ def test_the_trainer_looks_one_step_ahead_and_says_what_comes(tmp_path: Path, mo
     steps: list[tuple[list[Request], list[Request]]] = []
     next_uses: list[list[tuple[int, ...]]] = []
 
-    def collect(*arguments: Any, run_ahead: Any = (), **options: Any) -> Any:
-        if options["purpose"] == "train":
-            names = ("num_samples", "sampling", "seed", "purpose")
-            steps.append((sample_requests(arguments[3], **{name: options[name] for name in names}), list(run_ahead)))
-        else:
-            assert run_ahead == ()
-        return collect_rollouts(*arguments, run_ahead=run_ahead, **options)
+    def collect(engine: Any, collector: Collector, draws: Any, run_ahead: Any = ()) -> Any:
+        names = ("num_samples", "sampling", "seed", "purpose")
+        options: dict[str, Any] = {name: getattr(collector, name) for name in names}
+        assert collector.purpose == "train"
+        steps.append((sample_requests(draws, **options), list(run_ahead)))
+        return collect_rollouts(engine, collector, draws, run_ahead=run_ahead)
 
     monkeypatch.setattr(sampling, "collect_rollouts", collect)
     monkeypatch.setattr(Drafter, "set_next_uses", lambda self, prompts: next_uses.append(list(prompts)), raising=False)

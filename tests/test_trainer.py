@@ -19,9 +19,10 @@ from srtrl.metrics import read_metrics
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.trainer import build, sampling, trainer
-from srtrl.trainer.evaluate import resolve_eval_source, run_eval
-from srtrl.trainer.run_folder import RunProgress, open_run_folder, summary_table
-from srtrl.trainer.trainer import TrainingResult, TrainingStoppedError, describe_step, run_training
+from srtrl.trainer.evaluate import EvalJob, resolve_eval_source, run_evals
+from srtrl.trainer.run_folder import RunProgress, open_run_folder
+from srtrl.trainer.run_metrics import describe_step, summary_table
+from srtrl.trainer.trainer import TrainingResult, TrainingStoppedError, run_training
 from srtrl.trainer.update import update_policy
 
 
@@ -129,7 +130,8 @@ def test_checkpoint_evaluates_as_the_run_did(run: TrainingResult) -> None:
     assert source.model.endswith("step_000002")
     assert source.recipe_path == run.folder / "recipe.yaml"
     recipe = make_recipe(Path(source.model), run.folder, train__num_steps=2)
-    again = run_eval(source.model, recipe).metrics()
+    [outcome] = run_evals(source.model, [EvalJob(name="it", recipe=recipe)])
+    again = outcome.result.metrics()
     row = read_metrics(run.folder / "metrics.jsonl")[-1]
     equal = [name for name in again if name.startswith("eval/") and name != "eval/reward"]  # that one draws at random
     assert {name: again[name] for name in equal} == {name: row[name] for name in equal}
@@ -177,10 +179,10 @@ def test_evaluation_logging_slots_and_released_pages_do_not_disturb_training(
 def stop_at_second_step(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> Recipe:
     """The process gets a signal while step 2 decodes."""
 
-    def collect(*arguments: Any, **options: Any) -> Any:
-        if options["purpose"] == "train" and arguments[3][0][0] == 4:  # the first draw of step 2
+    def collect(engine: Any, collector: Any, draws: Any, **options: Any) -> Any:
+        if draws[0][0] == 4:  # the first draw of step 2
             os.kill(os.getpid(), number)
-        return collect_rollouts(*arguments, **options)
+        return collect_rollouts(engine, collector, draws, **options)
 
     monkeypatch.setattr(sampling, "collect_rollouts", collect)
     return make_recipe(policy, tmp_path, train__num_steps=3, train__checkpoint_every=100, eval__every_steps=None)

@@ -11,8 +11,8 @@ from tiny_run import make_policy, make_recipe
 
 from srtrl.trainer.build import build_critic, build_policy, build_tokenizer, is_deterministic
 from srtrl.trainer.optimizer import learning_rate_at
+from srtrl.trainer.run_metrics import merge_metrics
 from srtrl.trainer.sampling import DataOrder
-from srtrl.trainer.trainer import merge_metrics
 
 
 @given(st.integers(1, 40), st.integers(0, 5), st.integers(1, 50), st.integers(1, 30))

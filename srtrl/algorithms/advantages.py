@@ -201,12 +201,12 @@ def _zero_if_uniform(rewards: Tensor, advantages: Tensor) -> Tensor:
 
 
 def _padded_with_zeros(numbers: Tensor, mask: Tensor) -> Tensor:
-    """Whatever stood behind the end of a response (not a number, perhaps) must not reach it."""
+    """What is after the end of a response (not a number, perhaps) must not reach it."""
     return torch.where(mask, numbers.double(), 0.0)  # [B, L]
 
 
 def _discounted_sums(numbers: Tensor, discount: float) -> Tensor:
-    """Sum over l of discount^l x numbers(t + l), along the last dimension of [B, L], which is zero behind each end."""
+    """Sum over l of discount^l x numbers(t + l), along the last dimension of [B, L], which is zero after each end."""
     # [L, B], the numbers of one position side by side: over rows this takes seconds
     sums = numbers.T.clone(memory_format=torch.contiguous_format)
     for position in reversed(range(len(sums) - 1)):

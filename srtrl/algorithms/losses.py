@@ -223,7 +223,7 @@ def truncated_weights(
 def sequence_sums(numbers: Tensor, sequence_index: Tensor) -> Tensor:
     """For each token the sum of `numbers` over all tokens of its sequence, [R] -> [R], with gradient.
 
-    Summed in float64: the log-ratios of a long response must add up to the same number whatever they are packed with,
+    Summed in float64: the log-ratios of a long response must add up to the same number in any packing,
     and GSPO's clip range (3e-4) is too narrow for the rounding of a float32 sum.
 
     Args:

@@ -129,7 +129,7 @@ def drop_uniform(rewards: Tensor, correct: Tensor) -> Tensor:
 
 
 def drop_all_right_or_wrong(rewards: Tensor, correct: Tensor) -> Tensor:
-    """Drop groups whose samples are all right or all wrong, whatever their rewards.
+    """Drop groups whose samples are all right or all wrong; their rewards do not matter.
 
     The constraint of DAPO's dynamic sampling, 0 < number of right samples < S (equation 11 of arXiv 2503.14476).
     """

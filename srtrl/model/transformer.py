@@ -165,7 +165,7 @@ class Linear(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer: attention and gated MLP, each behind a norm and a residual connection."""
+    """One decoder layer: attention and gated MLP, each after a norm and with a residual connection."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class Layer(nn.Module):
         return q, k, v
 
     def after_attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """The residual stream behind the layer, [T, D], from that before it, [T, D], and `attended` [T, H, E]."""
+        """The residual stream after the layer, [T, D], from that before it, [T, D], and `attended` [T, H, E]."""
         hidden = hidden + cast(Tensor, self.o_proj(attended.flatten(1)))
         gate, up = self.gate_up_proj(rms_norm(hidden, self.mlp_norm, self.eps)).chunk(2, dim=-1)
         return hidden + cast(Tensor, self.down_proj(silu(gate) * up))
@@ -271,7 +271,7 @@ class Transformer(nn.Module):
         return self.embedding if self.head is None else self.head
 
     def forward(self, token_ids: Tensor, plan: AttentionPlan) -> Tensor:
-        """Hidden states behind the final norm, [T, D], of `token_ids` [T] int64 that attend as `plan` says."""
+        """Hidden states after the final norm, [T, D], of `token_ids` [T] int64 that attend as `plan` says."""
         hidden = functional.embedding(token_ids, self.embedding)  # [T, D]
         cosines, sines = self.rotary.rows(plan.positions, plan.num_positions, hidden.dtype)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()

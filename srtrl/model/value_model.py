@@ -20,7 +20,7 @@ _HEAD_NAME = "value_head.weight"
 
 
 class ValueModel(nn.Module):
-    """A transformer with a value head: the expected return of the state behind each token.
+    """A transformer with a value head: the expected return of the state after each token.
 
     The head is one linear map without bias (the final norm keeps the hidden states at one length, so the map learns a
     constant as fast as a bias would). It starts at zero, and so do the values: the first advantages are then the
@@ -52,7 +52,7 @@ class ValueModel(nn.Module):
     def forward(self, token_ids: Tensor, plan: AttentionPlan) -> Tensor:
         """Values of `token_ids` [T] that attend as `plan` says: [T] float32 (float64 for a float64 body).
 
-        The value at a token is that of the state behind it, in which the next token is chosen.
+        The value at a token is that of the state after it, in which the next token is chosen.
         """
         hidden = self.body(token_ids, plan)  # [T, D]
         with torch.autocast(hidden.device.type, enabled=False):

@@ -9,7 +9,6 @@ from typing import Any, cast
 import huggingface_hub
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -145,13 +144,13 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | s
     model = Transformer(read_config(folder), dtype, device)
     places = named_tensors(model)
     missing = dict.fromkeys(places)
-    redundant_heads = []
+    heads: list[tuple[Path, Tensor]] = []  # in the files, though tied to the embedding
     for file in _weight_files(folder):
         for name, tensor in read_tensors(file):
             if name.endswith("rotary_emb.inv_freq"):  # old Llama files; recomputed from the config
                 continue
             if name == "lm_head.weight" and model.head is None:
-                redundant_heads.append(file)
+                heads.append((file, tensor))
                 continue
             if name not in places:
                 raise ValueError(
@@ -167,20 +166,13 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | s
     if missing:
         names = ", ".join(list(missing)[:5]) + (", ..." if len(missing) > 5 else "")
         raise ValueError(f"{folder}: its safetensors files lack {len(missing)} of {len(places)} tensors: {names}")
-    for file in redundant_heads:
-        _check_tied(file, model.embedding.detach())
+    for file, head in heads:
+        if not torch.equal(head.to(model.dtype), model.embedding.detach().cpu()):  # which of the two was trained?
+            raise ValueError(
+                f"{file}: tensor lm_head.weight differs from model.embed_tokens.weight, but the config has "
+                "tie_word_embeddings true; set it to false if the head was trained apart"
+            )
     return model
-
-
-def _check_tied(file: Path, embedding: Tensor) -> None:
-    """Refuse a head that differs from the embedding it is tied to: it is unclear which of the two was trained."""
-    with safe_open(file, framework="pt", device="cpu") as tensors:
-        head = tensors.get_tensor("lm_head.weight")
-    if not torch.equal(head.to(embedding.dtype), embedding.cpu()):
-        raise ValueError(
-            f"{file}: tensor lm_head.weight differs from model.embed_tokens.weight, but the config has "
-            "tie_word_embeddings true; set it to false if the head was trained apart"
-        )
 
 
 def named_tensors(model: Transformer) -> dict[str, Tensor]:
@@ -237,7 +229,10 @@ def save_model(
         raise ValueError(f"{folder}: already holds weights; save to a new folder, or delete it first")
     folder.mkdir(parents=True, exist_ok=True)
     dtype = dtype or model.dtype
-    _write_weights(named_tensors(model), folder, dtype, max_shard_bytes)
+    copies = {name: tensor.to(device="cpu", dtype=dtype, copy=True) for name, tensor in named_tensors(model).items()}
+    huggingface_hub.save_torch_state_dict(copies, folder, max_shard_size=max_shard_bytes)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o644)  # safetensors makes it readable for its owner only
     config = model.config
     fields = dict(config.hf_config) | {"architectures": [_ARCHITECTURES[config.model_type]]}
     fields["dtype"] = str(dtype).removeprefix("torch.")
@@ -250,28 +245,6 @@ def save_model(
     _write_json(folder / "config.json", fields)
     if config.hf_generation_config is not None:
         _write_json(folder / "generation_config.json", config.hf_generation_config)
-
-
-def _write_weights(tensors: Mapping[str, Tensor], folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
-    shards: list[list[str]] = [[]]
-    room = max_shard_bytes
-    for name, tensor in tensors.items():
-        size = tensor.numel() * dtype.itemsize
-        if size > room and shards[-1]:
-            shards.append([])
-            room = max_shard_bytes
-        shards[-1].append(name)
-        room -= size
-    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    files = [_SINGLE_FILE] if len(shards) == 1 else names
-    for file, shard in zip(files, shards, strict=True):
-        copies = {name: tensors[name].to(device="cpu", dtype=dtype) for name in shard}
-        save_file(copies, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(0o644)  # safetensors makes it readable for its owner only
-    if len(shards) > 1:
-        total = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
-        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        _write_json(folder / _INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _weight_files(folder: Path) -> Sequence[Path]:

@@ -23,7 +23,7 @@ from srtrl.report.drawing import (
     widen_flat,
 )
 from srtrl.report.run_data import RunData, StepRollouts
-from srtrl.trainer.run_folder import timed_stages
+from srtrl.trainer.run_metrics import timed_stages
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

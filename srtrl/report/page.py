@@ -16,7 +16,7 @@ from srtrl.report.drawing import Chart
 from srtrl.report.run_data import RunData, StepRollouts, choose_samples, read_run
 from srtrl.report.speculation_charts import NUM_LATEST, draw_speculation
 from srtrl.report.trie_section import look_at_trie
-from srtrl.trainer.run_folder import HeldOut, RunSummary, summarise_run
+from srtrl.trainer.run_metrics import HeldOut, RunSummary, summarise_run
 
 TEMPLATE = Path(__file__).parent / "page.html"
 

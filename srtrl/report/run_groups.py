@@ -12,7 +12,7 @@ from srtrl.recipe import Recipe
 from srtrl.recipe_file import load_recipe
 from srtrl.report.run_data import require_run
 from srtrl.resolve import suggestion
-from srtrl.trainer.run_folder import summarise_run
+from srtrl.trainer.run_metrics import summarise_run
 
 FREE_FIELDS = frozenset({"seed", "name", "output_dir", "log"})
 """Sections of a recipe in which the runs of a group may differ: what is learned depends on the seed alone."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 from srtrl.engine.sampling import make_rng_key
@@ -71,33 +71,19 @@ class CollectProgress:
 
 def collect_rollouts(
     engine: Engine,
-    grader: Grader,
-    tokenizer: PreTrainedTokenizerBase,
+    collector: Collector,
     draws: Sequence[tuple[int, Prompt]],
     *,
-    num_samples: int,
-    sampling: SamplingParams,
-    seed: int,
-    purpose: Purpose,
     run_ahead: Sequence[Request] = (),
-    on_progress: Callable[[CollectProgress], None] | None = None,
-    timer: StageTimer | None = None,
 ) -> list[RolloutGroup]:
-    """Decode and grade `num_samples` samples of every draw.
+    """Decode and grade all samples of every draw.
 
     Args:
         engine: Decodes; its policy is not changed.
-        grader: Grades beside the decoder; `batched` rewards see all samples at once.
-        tokenizer: Turns response tokens into the text that is graded.
+        collector: Makes the requests and takes the completions; no draw of it is open.
         draws: `(draw_index, prompt)`, draw indices distinct; the same prompt may be drawn twice. In training a draw's
             index is its place in the data order of the run.
-        num_samples: Samples of each draw.
-        sampling: How each sample is decoded.
-        seed: The run's seed; with `purpose`, draw and sample index it makes each sample's RNG key.
-        purpose: `train` or `eval`: they never share noise.
         run_ahead: What idle slots may decode meanwhile (see `run_ahead.py`); none of it comes back.
-        on_progress: Called after each completion.
-        timer: Counts decoding as `rollout` and waiting for the last graders as `grading`.
 
     Returns:
         One group a draw, sorted by draw index; rollouts sorted by sample index.
@@ -106,54 +92,43 @@ def collect_rollouts(
         ValueError: A request that the engine can never serve (see `Engine.check_request`), before anything is decoded.
     """
     assert len({draw_index for draw_index, _ in draws}) == len(draws), "draw indices must be distinct"
-    timer = timer if timer is not None else StageTimer()
-    collector = Collector(
-        grader,
-        tokenizer,
-        num_samples=num_samples,
-        sampling=sampling,
-        seed=seed,
-        purpose=purpose,
-        on_progress=on_progress,
-    )
     ordered = sorted(draws, key=lambda draw: draw[0])
     requests = [request for draw_index, prompt in ordered for request in collector.open(draw_index, prompt)]
     assert all(request.is_run_ahead for request in run_ahead), "a request to learn from among the run-aheads"
     rng_keys = {request.rng_key for request in requests}
     assert rng_keys.isdisjoint(one.rng_key for one in run_ahead), "a run-ahead has the rng_key of a sample of this step"
-    with timer.stage("rollout"):
+    with collector.timer.stage("rollout"):
         for completion in engine.generate(requests, run_ahead=run_ahead):
             collector.receive(completion)
-    with timer.stage("grading"):
+    with collector.timer.stage("grading"):
         return collector.take([draw_index for draw_index, _ in ordered])
 
 
+@dataclass(slots=True)
 class Collector:
     """Samples between request and grade: of the draws that were opened and not yet taken."""
 
-    def __init__(
-        self,
-        grader: Grader,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        num_samples: int,
-        sampling: SamplingParams,
-        seed: int,
-        purpose: Purpose,
-        on_progress: Callable[[CollectProgress], None] | None = None,
-    ) -> None:
-        """See `collect_rollouts` for the arguments."""
-        self._grader = grader
-        self._tokenizer = tokenizer
-        self._num_samples = num_samples
-        self._sampling = sampling
-        self._seed = seed
-        self._purpose: Purpose = purpose
-        self._on_progress = on_progress
-        self._draws: dict[int, _OpenDraw] = {}
-        self._num_opened = 0
-        self._num_done = 0
-        self._num_tokens = 0
+    grader: Grader
+    """Grades beside the decoder; `batched` rewards see all samples that are taken at once."""
+    tokenizer: PreTrainedTokenizerBase
+    """Turns response tokens into the text that is graded."""
+    _: KW_ONLY
+    num_samples: int
+    """Samples of each draw."""
+    sampling: SamplingParams
+    """How each sample is decoded."""
+    seed: int
+    """The run's seed; with `purpose`, draw and sample index it makes each sample's RNG key."""
+    purpose: Purpose
+    """`train` or `eval`: they never share noise."""
+    on_progress: Callable[[CollectProgress], None] | None = None
+    """Called after each completion."""
+    timer: StageTimer = field(default_factory=StageTimer)
+    """Counts decoding as `rollout` and waiting for graders while nothing decodes as `grading`."""
+    _draws: dict[int, _OpenDraw] = field(default_factory=dict, init=False)
+    _num_opened: int = field(default=0, init=False)
+    _num_done: int = field(default=0, init=False)
+    _num_tokens: int = field(default=0, init=False)
 
     def open(self, draw_index: int, prompt: Prompt) -> list[Request]:
         """The samples of one more draw, which the engine shall decode."""
@@ -162,10 +137,10 @@ class Collector:
         self._num_opened += 1
         return sample_requests(
             [(draw_index, prompt)],
-            num_samples=self._num_samples,
-            sampling=self._sampling,
-            seed=self._seed,
-            purpose=self._purpose,
+            num_samples=self.num_samples,
+            sampling=self.sampling,
+            seed=self.seed,
+            purpose=self.purpose,
         )
 
     def receive(self, completion: Completion) -> None:
@@ -174,39 +149,39 @@ class Collector:
         draw_index, sample_index = completion.request.draw_index, completion.request.sample_index
         draw = self._draws[draw_index]
         assert sample_index not in draw.samples, f"the engine finished draw {draw_index}, sample {sample_index} twice"
-        text = response_text(self._tokenizer, completion.token_ids, self._sampling.stop_strings)
+        text = response_text(self.tokenizer, completion.token_ids, self.sampling.stop_strings)
         num_tokens = len(completion.token_ids)
-        ticket = self._grader.submit(draw.prompt, text, completion.finish_reason, num_tokens)
+        ticket = self.grader.submit(draw.prompt, text, completion.finish_reason, num_tokens)
         draw.samples[sample_index] = _Sample(completion, text, ticket)
         self._num_done += 1
         self._num_tokens += num_tokens
-        if self._on_progress is not None:
-            total = self._num_opened * self._num_samples
-            self._on_progress(CollectProgress(num_done=self._num_done, num_total=total, num_tokens=self._num_tokens))
+        if self.on_progress is not None:
+            total = self._num_opened * self.num_samples
+            self.on_progress(CollectProgress(num_done=self._num_done, num_total=total, num_tokens=self._num_tokens))
 
     def is_graded(self, draw_index: int) -> bool:
         """Whether all samples of an open draw are decoded and graded: `take` would not wait."""
         samples = self._draws[draw_index].samples
-        return len(samples) == self._num_samples and all(self._grader.is_done(one.ticket) for one in samples.values())
+        return len(samples) == self.num_samples and all(self.grader.is_done(one.ticket) for one in samples.values())
 
     def wait_any(self, draw_indices: Sequence[int]) -> None:
         """Wait until one of these draws, all of them decoded, is graded."""
         while not any(self.is_graded(draw_index) for draw_index in draw_indices):
             samples = [one for draw_index in draw_indices for one in self._draws[draw_index].samples.values()]
-            self._grader.wait_any([one.ticket for one in samples])
+            self.grader.wait_any([one.ticket for one in samples])
 
     def take(self, draw_indices: Iterable[int]) -> list[RolloutGroup]:
         """The groups of decoded draws, in the given order; waits for their grades, and forgets them."""
         draws = [(draw_index, self._draws.pop(draw_index)) for draw_index in draw_indices]
         for draw_index, draw in draws:
-            assert len(draw.samples) == self._num_samples, f"draw {draw_index} has {len(draw.samples)} completions"
-        samples = [draw.samples[index] for _, draw in draws for index in range(self._num_samples)]
-        grades = iter(self._grader.collect([sample.ticket for sample in samples]))
+            assert len(draw.samples) == self.num_samples, f"draw {draw_index} has {len(draw.samples)} completions"
+        samples = [draw.samples[index] for _, draw in draws for index in range(self.num_samples)]
+        grades = iter(self.grader.collect([sample.ticket for sample in samples]))
         return [
             RolloutGroup(
                 prompt=draw.prompt,
                 draw_index=draw_index,
-                rollouts=[_rollout(draw.prompt, draw.samples[i], next(grades)) for i in range(self._num_samples)],
+                rollouts=[draw.samples[i].graded(draw.prompt, next(grades)) for i in range(self.num_samples)],
             )
             for draw_index, draw in draws
         ]
@@ -219,6 +194,21 @@ class _Sample:
     completion: Completion
     text: str
     ticket: GradeTicket
+
+    def graded(self, prompt: Prompt, grade: Grade) -> Rollout:
+        """The sample as it is learned from."""
+        completion = self.completion
+        return Rollout(
+            prompt=prompt,
+            draw_index=completion.request.draw_index,
+            sample_index=completion.request.sample_index,
+            token_ids=completion.token_ids,
+            rollout_logprobs=completion.rollout_logprobs,
+            text=self.text,
+            finish_reason=completion.finish_reason,
+            policy_version=completion.policy_version,
+            grade=grade,
+        )
 
 
 @dataclass(slots=True, frozen=True)
@@ -257,18 +247,3 @@ def response_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], 
     text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
     assert isinstance(text, str)
     return cut_at_stop_string(text, stop_strings)
-
-
-def _rollout(prompt: Prompt, sample: _Sample, grade: Grade) -> Rollout:
-    completion = sample.completion
-    return Rollout(
-        prompt=prompt,
-        draw_index=completion.request.draw_index,
-        sample_index=completion.request.sample_index,
-        token_ids=completion.token_ids,
-        rollout_logprobs=completion.rollout_logprobs,
-        text=sample.text,
-        finish_reason=completion.finish_reason,
-        policy_version=completion.policy_version,
-        grade=grade,
-    )

@@ -15,10 +15,9 @@ would favour prompts with short answers.) `max_open_prompts` changes the time it
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from srtrl.rollout.collect import StageTimer
 from srtrl.types import Prompt, Request, RolloutGroup
 
 if TYPE_CHECKING:
@@ -57,7 +56,6 @@ def sample_until_full(
     limits: BatchLimits,
     keeps: Callable[[RolloutGroup], bool],
     run_ahead: Callable[[range], list[Request]] | None = None,
-    timer: StageTimer | None = None,
 ) -> SampledBatch:
     """Decode and grade draws from `first_draw` on until the filters have kept `limits.num_prompts` groups.
 
@@ -73,7 +71,6 @@ def sample_until_full(
         keeps: Whether the filters keep a group; called once a group, in no particular order.
         run_ahead: Called with each range of draws that is opened; returns what more idle slots may decode from then on.
             A coupled run-ahead ends when its draw is opened.
-        timer: Counts decoding as `rollout`, and waiting for graders while nothing decodes as `grading`.
 
     Returns:
         The groups, those of the shortest prefix of the draws that fills the batch.
@@ -81,88 +78,85 @@ def sample_until_full(
     Raises:
         ValueError: A request that the engine can never serve, or what `keeps` raises.
     """
-    timer = timer if timer is not None else StageTimer()
-    filling = _Filling(engine, collector, prompt_of, first_draw, limits, keeps, run_ahead, timer)
-    with timer.stage("rollout"):
+    filling = _Filling(
+        engine=engine,
+        collector=collector,
+        prompt_of=prompt_of,
+        limits=limits,
+        keeps=keeps,
+        run_ahead=run_ahead,
+        next_draw=first_draw,
+        last_draw=first_draw + limits.max_draws,
+    )
+    with collector.timer.stage("rollout"):
         for completion in engine.generate([], before_step=filling.advance):
             collector.receive(completion)
-    with timer.stage("grading"):  # so that it is logged where nobody had to wait, too
+    with collector.timer.stage("grading"):  # so that it is logged where nobody had to wait, too
         return filling.result()
 
 
+@dataclass(kw_only=True, slots=True)
 class _Filling:
-    """A batch that is being filled."""
+    """A batch that is being filled; see `sample_until_full` for the first fields."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        collector: Collector,
-        prompt_of: Callable[[int], Prompt],
-        first_draw: int,
-        limits: BatchLimits,
-        keeps: Callable[[RolloutGroup], bool],
-        run_ahead: Callable[[range], list[Request]] | None,
-        timer: StageTimer,
-    ) -> None:
-        self._engine = engine
-        self._collector = collector
-        self._prompt_of = prompt_of
-        self._limits = limits
-        self._keeps = keeps
-        self._run_ahead = run_ahead
-        self._timer = timer
-        self._next_draw = first_draw
-        self._last_draw = first_draw + limits.max_draws
-        """The first that may not be opened any more."""
-        self._undecided: list[int] = []
-        self._decided: dict[int, RolloutGroup] = {}
-        self._kept: set[int] = set()
+    engine: Engine
+    collector: Collector
+    prompt_of: Callable[[int], Prompt]
+    limits: BatchLimits
+    keeps: Callable[[RolloutGroup], bool]
+    run_ahead: Callable[[range], list[Request]] | None
+    next_draw: int
+    last_draw: int
+    """The first that may not be opened any more."""
+    undecided: list[int] = field(default_factory=list)
+    decided: dict[int, RolloutGroup] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
 
     def advance(self) -> None:
         """Decide what is graded and open what is needed; where nothing decodes, wait for the graders."""
         self._decide()
         self._open()
-        while self._undecided and not self._engine.has_work:
-            with self._timer.stage("grading"):
-                self._collector.wait_any(self._undecided)
+        while self.undecided and not self.engine.has_work:
+            with self.collector.timer.stage("grading"):
+                self.collector.wait_any(self.undecided)
             self._decide()
             self._open()
 
     def result(self) -> SampledBatch:
         """The whole batch."""
-        assert not self._undecided, f"draws {self._undecided} were never decided"
-        draws = sorted(self._decided)
+        assert not self.undecided, f"draws {self.undecided} were never decided"
+        draws = sorted(self.decided)
         return SampledBatch(
-            groups=[self._decided[draw] for draw in draws],
-            kept=[self._decided[draw] for draw in draws if draw in self._kept],
+            groups=[self.decided[draw] for draw in draws],
+            kept=[self.decided[draw] for draw in draws if draw in self.kept],
         )
 
     def _decide(self) -> None:
-        graded = [draw for draw in self._undecided if self._collector.is_graded(draw)]
+        graded = [draw for draw in self.undecided if self.collector.is_graded(draw)]
         for draw in graded:
-            (group,) = self._collector.take([draw])
-            self._undecided.remove(draw)
-            self._decided[draw] = group
-            if self._keeps(group):
-                self._kept.add(draw)
+            (group,) = self.collector.take([draw])
+            self.undecided.remove(draw)
+            self.decided[draw] = group
+            if self.keeps(group):
+                self.kept.add(draw)
 
     def _open(self) -> None:
-        limits = self._limits
+        limits = self.limits
         opened = range(
-            self._next_draw,
+            self.next_draw,
             min(
-                self._next_draw + limits.num_prompts - len(self._kept) - len(self._undecided),
-                self._next_draw + limits.max_open_prompts - len(self._undecided),
-                self._last_draw,
+                self.next_draw + limits.num_prompts - len(self.kept) - len(self.undecided),
+                self.next_draw + limits.max_open_prompts - len(self.undecided),
+                self.last_draw,
             ),
         )
         if not opened:
             return
-        self._next_draw = opened.stop
-        self._undecided += opened
+        self.next_draw = opened.stop
+        self.undecided += opened
         for draw in opened:
-            for request in self._collector.open(draw, self._prompt_of(draw)):
-                self._engine.add(request)
-        if self._run_ahead is not None:
-            for request in self._run_ahead(opened):
-                self._engine.add(request)
+            for request in self.collector.open(draw, self.prompt_of(draw)):
+                self.engine.add(request)
+        if self.run_ahead is not None:
+            for request in self.run_ahead(opened):
+                self.engine.add(request)

@@ -50,7 +50,7 @@ def pack(sequences: Sequence[TrainSequence], max_tokens: int, device: torch.devi
     Raises:
         ValueError: a sequence alone is longer than `max_tokens`.
     """
-    ranges: list[tuple[int, int]] = []  # first sequence of a micro-batch, and the first behind it
+    ranges: list[tuple[int, int]] = []  # first sequence of a micro-batch, and the first after it
     first, num_tokens = 0, 0
     for index, sequence in enumerate(sequences):
         _check(sequence)

@@ -13,6 +13,8 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +27,6 @@ from srtrl.model.value_model import save_value_model
 from srtrl.model.weights import save_model
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from transformers import PreTrainedTokenizerBase
 
     from srtrl.drafters.base import DrafterBase
@@ -99,25 +99,35 @@ def save_checkpoint(
         OSError: the disk is full or refuses; earlier checkpoints are untouched.
     """
     final = folder / checkpoint_name(state.step)
-    temporary = folder / f".{final.name}.writing"
+    with written_beside(final) as temporary:
+        save_policy(temporary, model=model, tokenizer=tokenizer, end_ids=end_ids)
+        torch.save(optimizer.state_dict(), temporary / OPTIMIZER)
+        if critic is not None:
+            save_value_model(critic.model, temporary / CRITIC_FOLDER)
+            torch.save(critic.optimizer.state_dict(), temporary / CRITIC_OPTIMIZER)
+        torch.save(_random_states(), temporary / "rng.pt")
+        drafter.save(temporary)
+        write_atomic(temporary / "state.json", json.dumps(asdict(state), indent=2) + "\n")
+    for old in list_checkpoints(folder)[:-keep]:
+        _delete(old)
+    return final
+
+
+@contextmanager
+def written_beside(final: Path) -> Iterator[Path]:
+    """A new folder to write into; where that succeeds it is made durable and becomes `final`, in place of an old one.
+
+    So `final` is whole or as it was before.
+    """
+    temporary = final.with_name(f".{final.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    save_policy(temporary, model=model, tokenizer=tokenizer, end_ids=end_ids)
-    torch.save(optimizer.state_dict(), temporary / OPTIMIZER)
-    if critic is not None:
-        save_value_model(critic.model, temporary / CRITIC_FOLDER)
-        torch.save(critic.optimizer.state_dict(), temporary / CRITIC_OPTIMIZER)
-    torch.save(_random_states(), temporary / "rng.pt")
-    drafter.save(temporary)
-    write_atomic(temporary / "state.json", json.dumps(asdict(state), indent=2) + "\n")
+    temporary.mkdir(parents=True)
+    yield temporary
     _sync_files(temporary)
     if final.exists():
         _delete(final)
     temporary.rename(final)
-    sync_folder(folder)
-    for old in list_checkpoints(folder)[:-keep]:
-        _delete(old)
-    return final
+    sync_folder(final.parent)
 
 
 def save_policy(
@@ -211,9 +221,9 @@ def _sync_files(folder: Path) -> None:
     sync_folder(folder)
 
 
-def _delete(checkpoint: Path) -> None:
-    """Rename first: a kill while deleting must not leave half a checkpoint under a complete one's name."""
-    doomed = checkpoint.with_name(f".{checkpoint.name}.deleting")
+def _delete(folder: Path) -> None:
+    """Rename first: a kill while deleting must not leave half a folder under a complete one's name."""
+    doomed = folder.with_name(f".{folder.name}.deleting")
     shutil.rmtree(doomed, ignore_errors=True)
-    checkpoint.rename(doomed)
+    folder.rename(doomed)
     shutil.rmtree(doomed)

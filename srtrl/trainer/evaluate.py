@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, get_args
 
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe import Recipe
-from srtrl.rollout.collect import CollectProgress, StageTimer, collect_rollouts
+from srtrl.rollout.collect import Collector, CollectProgress, collect_rollouts
 from srtrl.tasks.base import Task, check_task, load_task
 from srtrl.tasks.final_answer import extractor
 from srtrl.tasks.grading import Grader
@@ -150,20 +150,17 @@ def evaluate(
         ValueError: a problem that the engine can never serve.
     """
     assert prompts, "nothing to evaluate"
-    timer = StageTimer()
-    groups = collect_rollouts(
-        engine,
+    collector = Collector(
         grader,
         tokenizer,
-        list(enumerate(prompts)),
         num_samples=num_samples,
         sampling=sampling,
         seed=seed,
         purpose="eval",
         on_progress=on_progress,
-        timer=timer,
     )
-    seconds = sum(timer.take().values())
+    groups = collect_rollouts(engine, collector, list(enumerate(prompts)))
+    seconds = sum(collector.timer.take().values())
     tokens_per_step = engine.take_metrics()["engine/tokens_per_decode_step"]
     return groups, summarise(groups, seconds, tokens_per_decode_step=tokens_per_step)
 
@@ -262,16 +259,6 @@ class EvalOutcome:
         return self.task.load_report.get("eval/overlong", 0)
 
 
-def run_eval(model: str, recipe: Recipe, *, on_progress: Callable[[CollectProgress], None] | None = None) -> EvalResult:
-    """Evaluate the policy `model` on the recipe's task, as its `eval`, `rollout` and `rewards` sections say.
-
-    Args and errors are those of `run_evals`.
-    """
-    show = None if on_progress is None else lambda _, progress: on_progress(progress)
-    [outcome] = run_evals(model, [EvalJob(name=recipe.task.name, recipe=recipe)], on_progress=show)
-    return outcome.result
-
-
 def run_evals(
     model: str, jobs: Sequence[EvalJob], *, on_progress: Callable[[EvalJob, CollectProgress], None] | None = None
 ) -> Iterator[EvalOutcome]:
@@ -368,7 +355,7 @@ def pass_at_ks(num_samples: int) -> list[int]:
 
 
 def macro_average(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean over benchmarks, each of the same weight whatever its size.
+    """The mean over benchmarks, each of the same weight, of any size.
 
     The benchmarks are fixed and their problems independent, so squared errors add. The two arms of each benchmark's
     interval stand for its error below and above, which differ near 0% and 100% (MOVER: Zou and Donner 2008,
@@ -398,7 +385,7 @@ def _score(group: RolloutGroup, extract: Callable[[str], str | None], same: Same
     wrong = [rollout.text for rollout in group.rollouts if rollout.grade.outcome == "wrong"]
     votes = [(text, _plain(answer)) for text in wrong if (answer := extract(text)) is not None]
     if num_right == 0 or num_right > len(votes):
-        return float(num_right > 0)  # whatever the clusters of the wrong ones are
+        return float(num_right > 0)  # for any clusters of the wrong ones
     sizes = _cluster_sizes(votes, same)
     if max(sizes) > num_right:
         return 0.0

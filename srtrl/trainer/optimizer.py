@@ -134,7 +134,7 @@ class MasterWeightAdamW(torch.optim.AdamW):
 
     @property
     def masters(self) -> list[Tensor]:
-        """The float32 tensors that stand behind half-type ones."""
+        """The float32 masters of the half-type tensors."""
         return list(self._master_of.values())
 
     def hand_over_masters(self) -> None:

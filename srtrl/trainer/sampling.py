@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import fmean
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +15,8 @@ from srtrl.rollout.dynamic_sampling import BatchLimits, sample_until_full
 from srtrl.rollout.run_ahead import run_ahead_requests
 from srtrl.trainer.build import train_sampling
 from srtrl.trainer.credit import filter_groups
-from srtrl.types import GradeOutcome, Prompt, Request, RolloutGroup
+from srtrl.trainer.run_metrics import rollout_metrics
+from srtrl.types import Prompt, Request, RolloutGroup
 
 if TYPE_CHECKING:
     from srtrl.engine.stats import DecodeStep
@@ -73,20 +72,14 @@ class StepSampler:
     """Takes each step's groups from the data order and knows how far it has come."""
 
     def __init__(self, recipe: Recipe, parts: TrainerParts, num_draws: int) -> None:
-        """Begin behind the first `num_draws` draws of the run: 0 for a new one."""
+        """Begin after the first `num_draws` draws of the run: 0 for a new one."""
         self.recipe = recipe
         self.parts = parts
         self.num_draws = num_draws
         """Draws that the steps so far have used."""
         self.order = DataOrder(len(parts.task.train_prompts), recipe.seed)
 
-    def sample(
-        self,
-        step: int,
-        *,
-        on_progress: Callable[[CollectProgress], None] | None = None,
-        timer: StageTimer | None = None,
-    ) -> StepRollouts:
+    def sample(self, step: int, *, on_progress: Callable[[CollectProgress], None], timer: StageTimer) -> StepRollouts:
         """The rollouts of training step `step`; idle slots may look ahead to what is drawn next.
 
         The step has the next `rollout.num_prompts` draws; with dynamic sampling as many as it takes to keep so many.
@@ -95,7 +88,17 @@ class StepSampler:
         self.parts.engine.drafter.set_next_uses(self.next_uses(step))
         rollout = self.recipe.rollout
         sample = self._sample_until_full if rollout.dynamic_sampling else self._sample_once
-        groups, kept = sample(step, on_progress, timer)
+        collector = Collector(
+            self.parts.grader,
+            self.parts.tokenizer,
+            num_samples=rollout.num_samples,
+            sampling=train_sampling(self.recipe, self.parts.end_ids),
+            seed=self.recipe.seed,
+            purpose="train",
+            on_progress=on_progress,
+            timer=timer,
+        )
+        groups, kept = sample(step, collector)
         self.num_draws = first + len(groups)
         metrics = rollout_metrics(groups) | {
             "data/epoch": first / self.order.num_prompts,
@@ -131,30 +134,14 @@ class StepSampler:
             return rollout.num_prompts
         return rollout.max_draws or DRAWS_PER_PROMPT * rollout.num_prompts
 
-    def _sample_once(
-        self, step: int, on_progress: Callable[[CollectProgress], None] | None, timer: StageTimer | None
-    ) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
+    def _sample_once(self, step: int, collector: Collector) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
         """The next draws; returns all groups and those that the filters keep."""
-        rollout = self.recipe.rollout
-        draws = range(self.num_draws, self.num_draws + rollout.num_prompts)
-        groups = collect_rollouts(
-            self.parts.engine,
-            self.parts.grader,
-            self.parts.tokenizer,
-            self.draws(draws),
-            num_samples=rollout.num_samples,
-            sampling=train_sampling(self.recipe, self.parts.end_ids),
-            seed=self.recipe.seed,
-            purpose="train",
-            run_ahead=self._run_ahead(draws, self._coming(step, draws)),
-            on_progress=on_progress,
-            timer=timer,
-        )
+        draws = range(self.num_draws, self.num_draws + self.recipe.rollout.num_prompts)
+        run_ahead = self._run_ahead(draws, self._coming(step, draws))
+        groups = collect_rollouts(self.parts.engine, collector, self.draws(draws), run_ahead=run_ahead)
         return groups, filter_groups(groups, self.recipe.algorithm.filters)
 
-    def _sample_until_full(
-        self, step: int, on_progress: Callable[[CollectProgress], None] | None, timer: StageTimer | None
-    ) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
+    def _sample_until_full(self, step: int, collector: Collector) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
         """As many of the next draws as fill the batch; returns all groups and those that the filters keep."""
         rollout = self.recipe.rollout
         looked_at = self.num_draws
@@ -169,15 +156,7 @@ class StepSampler:
 
         batch = sample_until_full(
             self.parts.engine,
-            Collector(
-                self.parts.grader,
-                self.parts.tokenizer,
-                num_samples=rollout.num_samples,
-                sampling=train_sampling(self.recipe, self.parts.end_ids),
-                seed=self.recipe.seed,
-                purpose="train",
-                on_progress=on_progress,
-            ),
+            collector,
             self.prompt_of,
             first_draw=self.num_draws,
             limits=BatchLimits(
@@ -187,12 +166,11 @@ class StepSampler:
             ),
             keeps=lambda group: bool(filter_groups([group], self.recipe.algorithm.filters)),
             run_ahead=run_ahead,
-            timer=timer,
         )
         return batch.groups, batch.kept
 
     def _coming(self, step: int, opened: range) -> range:
-        """The draws behind the opened ones, which come next: as replacements in this step, or in the next step."""
+        """The draws after the opened ones, which come next: as replacements in this step, or in the next step."""
         last = opened.stop + self.recipe.rollout.num_prompts
         if step == self.recipe.train.num_steps:  # no step comes after it
             last = min(last, self.num_draws + self._max_draws)
@@ -212,31 +190,3 @@ class StepSampler:
             seed=self.recipe.seed,
             coupled=rollout.run_ahead_coupled,
         )
-
-
-def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """What the policy did in a step, before any filter.
-
-    `reward/mean` is the weighted sum, `reward/<name>` each reward's own unweighted mean; `accuracy` the share of
-    samples graded correct (a failed grading is not correct); `groups/all_right` and `groups/all_wrong` count groups
-    whose samples are all correct, or none of them; lengths in response tokens; `tokens/prompt` counts a draw's prompt
-    once, for its pages are shared by the samples.
-    """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
-    outcomes = Counter(rollout.grade.outcome for rollout in rollouts)
-    metrics = {"reward/mean": fmean(rollout.grade.reward for rollout in rollouts)}
-    for name in rollouts[0].grade.parts:
-        metrics[f"reward/{name}"] = fmean(rollout.grade.parts[name] for rollout in rollouts)
-    right = [[rollout.grade.outcome == "correct" for rollout in group.rollouts] for group in groups]
-    metrics |= {
-        "groups/all_right": sum(map(all, right)),
-        "groups/all_wrong": len(right) - sum(map(any, right)),
-        "accuracy": outcomes["correct"] / len(rollouts),
-        "length/mean": fmean(lengths),
-        "length/max": max(lengths),
-        "length/truncated_share": fmean(rollout.finish_reason == "length" for rollout in rollouts),
-        "tokens/prompt": sum(len(group.prompt.token_ids) for group in groups),
-        "tokens/response": sum(lengths),
-    }
-    return metrics | {f"grading/{outcome}": outcomes[outcome] for outcome in get_args(GradeOutcome)}

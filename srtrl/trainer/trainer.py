@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from srtrl.model.cpu_threads import set_cpu_threads
-from srtrl.model.transformer import ModelConfig, model_flops
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import CollectProgress, StageTimer
 from srtrl.tasks.base import Task, check_task, load_task
@@ -35,7 +34,6 @@ from srtrl.trainer.credit import Credit, assign_credit, train_sequences, with_nu
 from srtrl.trainer.critic import Critic, compute_values, update_critic
 from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
 from srtrl.trainer.out_of_memory import (
-    GIB,
     KV_CACHE,
     PeakMemory,
     UpdateMemoryError,
@@ -47,14 +45,21 @@ from srtrl.trainer.out_of_memory import (
 from srtrl.trainer.run_folder import (
     RunFolder,
     RunProgress,
-    RunSummary,
     check_run_folder,
     open_run_folder,
     run_path,
     step_file_name,
     write_rollouts,
-    write_summary,
     write_timeline,
+)
+from srtrl.trainer.run_metrics import (
+    RunSummary,
+    describe_step,
+    memory_metrics,
+    merge_metrics,
+    time_metrics,
+    update_flops,
+    write_summary,
 )
 from srtrl.trainer.sampling import StepRollouts, StepSampler
 from srtrl.trainer.update import (
@@ -64,7 +69,7 @@ from srtrl.trainer.update import (
     next_kl_coefficient,
     update_policy,
 )
-from srtrl.types import Prompt, TrainSequence
+from srtrl.types import Prompt
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -354,89 +359,6 @@ class Trainer:
         return show
 
 
-# --- Metrics of a step ------------------------------------------------------------------------------------------------
-
-
-def merge_metrics(row: Mapping[str, float], update: Mapping[str, float]) -> dict[str, float]:
-    """A step's row and the metrics of its update; no name in both.
-
-    Raises:
-        ValueError: a name is in both. The objective has refused every name of ours, so that one is of the user's.
-    """
-    if taken := sorted(row.keys() & update.keys()):
-        raise ValueError(
-            f"two parts of a step log the metric `{taken[0]}`, the update (algorithm.loss) and another "
-            "(rollout.drafter, for instance): rename one of them"
-        )
-    return {**row, **update}
-
-
-def update_flops(recipe: Recipe, config: ModelConfig, sequences: Sequence[TrainSequence]) -> float:
-    """Operations of a policy update on these sequences: all epochs, and the forward pass of `recompute`."""
-    flops = model_flops(
-        config,
-        [len(sequence.token_ids) for sequence in sequences],
-        num_targets=sum(len(sequence.rollout_logprobs) for sequence in sequences),
-    )
-    num_passes = recipe.train.num_epochs + (1 / 3 if recipe.algorithm.old_logprobs == "recompute" else 0)
-    return num_passes * flops
-
-
-def memory_metrics(memory: PeakMemory) -> dict[str, float]:
-    """`memory/peak_gib`: most that tensors took since the last call; nothing where the device is no CUDA device."""
-    return {"memory/peak_gib": memory.take() / GIB} if memory.device.type == "cuda" else {}
-
-
-def time_metrics(
-    seconds: Mapping[str, float],
-    metrics: Mapping[str, float],
-    num_update_flops: float = 0.0,
-    *,
-    peak_tflops: float | None = None,
-) -> dict[str, float]:
-    """`time/<stage>` and their sum `time/step` (evaluation included) in seconds; the speeds of decoder and update.
-
-    Args:
-        seconds: by stage.
-        metrics: the step's row so far.
-        num_update_flops: see `update_flops`; of no use where `metrics` has no `tokens/update`.
-        peak_tflops: `train.peak_tflops`.
-    """
-    timed = {f"time/{stage}": value for stage, value in seconds.items()}
-    timed["time/step"] = sum(seconds.values()) + metrics.get("time/eval", 0.0)
-    timed["time/tokens_per_second"] = metrics["tokens/response"] / seconds["rollout"]
-    if "tokens/update" in metrics:
-        timed["time/update_tokens_per_second"] = metrics["tokens/update"] / seconds["update"]
-        if peak_tflops is not None:
-            timed["time/update_mfu"] = num_update_flops / seconds["update"] / (1e12 * peak_tflops)
-    return timed
-
-
-def describe_step(metrics: Mapping[str, float]) -> str:
-    """One line about a training step."""
-    parts = [
-        f"reward {metrics['reward/mean']:.3f}",
-        f"accuracy {metrics['accuracy']:.1%}",
-        f"length {metrics['length/mean']:.0f}",
-        f"{metrics['time/tokens_per_second']:,.0f} tokens/s",
-        f"{metrics['time/step']:.1f} s",
-    ]
-    failed = sum(metrics[f"grading/{outcome}"] for outcome in ("timeout", "crash", "error"))
-    if failed:
-        parts.append(f"{failed:.0f} gradings failed")
-    if metrics["groups/dropped"]:
-        parts.append(f"{metrics['groups/kept']:.0f} of {metrics['data/draws']:.0f} groups kept")
-    if metrics["groups/short"]:
-        parts.append(f"{metrics['groups/short']:.0f} groups too few: rollout.max_draws reached")
-    if metrics["groups/kept"] == 0:
-        parts.append("no group left by the filters: no update")
-    elif "grad_norm" not in metrics and "critic/grad_norm" in metrics:
-        parts.append("critic warm-up: the policy rests")
-    elif "grad_norm" not in metrics:
-        parts.append("all samples cut at the length limit (algorithm.overlong_filtering): no update")
-    return "  ".join(parts)
-
-
 # --- Start and end of a run -------------------------------------------------------------------------------------------
 
 
@@ -475,7 +397,10 @@ def _build_parts(recipe: Recipe, checkpoint: Path | None, stack: ExitStack) -> t
         The parts, and where the run is.
     """
     set_cpu_threads(recipe.num_threads)
-    seed_user_code(recipe.seed)
+    # Nothing of ours draws from the global generators; rewards and losses of the user's own may.
+    random.seed(recipe.seed)
+    np.random.seed(recipe.seed % 2**32)
+    torch.manual_seed(recipe.seed)
     tokenizer = build.build_tokenizer(recipe)
     task = load_task(recipe, tokenizer)
     has_eval = recipe.eval.before_and_after or recipe.eval.every_steps is not None
@@ -509,13 +434,6 @@ def _build_parts(recipe: Recipe, checkpoint: Path | None, stack: ExitStack) -> t
     engine.drafter.load(checkpoint)
     engine.policy_version = state.policy_version
     return parts, state
-
-
-def seed_user_code(seed: int) -> None:
-    """Seed the global generators. Nothing of ours draws from them; rewards and losses of the user's own may."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def how_to_resume(checkpoints: Path, error: Exception) -> str:

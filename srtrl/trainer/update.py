@@ -277,7 +277,7 @@ def _describe_token(sequences: Sequence[TrainSequence], row: int) -> str:
             token_id = sequence.token_ids[sequence.num_prompt_tokens + row]
             return f"sequence {index} (in order of draw and sample), response token {row} (id {token_id})"
         row -= len(sequence.rollout_logprobs)
-    raise AssertionError(f"row {row} is behind the last response token")
+    raise AssertionError(f"row {row} is after the last response token")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -323,7 +323,7 @@ def mini_batches(
 
 
 class TokenMeans:
-    """Means over all tokens of a step, whatever the micro-batches; sums are float64 and stay on the device."""
+    """Means over all tokens of a step, for any micro-batches; sums are float64 and stay on the device."""
 
     def __init__(self, source: str) -> None:
         """`source` is the recipe's option whose function gives the values, for errors."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ from srtrl.tasks.base import Task, load_task, task_texts
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.trainer.build import DTYPES
-from srtrl.trainer.checkpoint import save_policy
+from srtrl.trainer.checkpoint import save_policy, written_beside
 from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
 from srtrl.trainer.optimizer import (
     MasterWeightAdamW,
@@ -243,22 +241,15 @@ def _save(
     recipe: Recipe, section: WarmStartSection, model: Transformer, tokenizer: PreTrainedTokenizerBase, output: Path
 ) -> None:
     """Write the policy beside its folder, then rename: the folder is whole or not there."""
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     end_ids = () if section.architecture is not None else build.response_end_ids(recipe.model.path, tokenizer)
-    save_policy(
-        temporary,
-        model=model,
-        tokenizer=tokenizer,
-        end_ids=sorted({int(tokenizer.eos_token_id), *end_ids}),
-        dtype=DTYPES[section.save_dtype],
-    )
-    doomed = output.with_name(f".{output.name}.{os.getpid()}.old")
-    if output.exists():
-        output.rename(doomed)
-    temporary.rename(output)
-    shutil.rmtree(doomed, ignore_errors=True)
+    with written_beside(output) as temporary:
+        save_policy(
+            temporary,
+            model=model,
+            tokenizer=tokenizer,
+            end_ids=sorted({int(tokenizer.eos_token_id), *end_ids}),
+            dtype=DTYPES[section.save_dtype],
+        )
 
 
 def _evaluate(recipe: Recipe, task: Task, output: Path, device: torch.device, problems: Sequence[Prompt]) -> EvalResult:

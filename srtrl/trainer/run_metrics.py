@@ -1,0 +1,244 @@
+"""The metrics of a step, one line about it, and the summary of a run.
+
+`summary.json` and the table at the end of a run are read off `metrics.jsonl`, so that a resumed run's are whole.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import get_args
+
+from rich.table import Table
+
+from srtrl.metrics import MetricRow, read_metrics, write_atomic
+from srtrl.model.transformer import ModelConfig, model_flops
+from srtrl.recipe import Recipe
+from srtrl.trainer.out_of_memory import GIB, PeakMemory
+from srtrl.types import GradeOutcome, RolloutGroup, TrainSequence
+
+NO_STAGES = frozenset({"step", "tokens_per_second", "update_tokens_per_second", "update_mfu"})
+"""Names under `time/` that are not the seconds of a stage: their total, and speeds."""
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """What the policy did in a step, before any filter.
+
+    `reward/mean` is the weighted sum, `reward/<name>` each reward's own unweighted mean; `accuracy` the share of
+    samples graded correct (a failed grading is not correct); `groups/all_right` and `groups/all_wrong` count groups
+    whose samples are all correct, or none of them; lengths in response tokens; `tokens/prompt` counts a draw's prompt
+    once, for its pages are shared by the samples.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    outcomes = Counter(rollout.grade.outcome for rollout in rollouts)
+    metrics = {"reward/mean": fmean(rollout.grade.reward for rollout in rollouts)}
+    for name in rollouts[0].grade.parts:
+        metrics[f"reward/{name}"] = fmean(rollout.grade.parts[name] for rollout in rollouts)
+    right = [[rollout.grade.outcome == "correct" for rollout in group.rollouts] for group in groups]
+    metrics |= {
+        "groups/all_right": sum(map(all, right)),
+        "groups/all_wrong": len(right) - sum(map(any, right)),
+        "accuracy": outcomes["correct"] / len(rollouts),
+        "length/mean": fmean(lengths),
+        "length/max": max(lengths),
+        "length/truncated_share": fmean(rollout.finish_reason == "length" for rollout in rollouts),
+        "tokens/prompt": sum(len(group.prompt.token_ids) for group in groups),
+        "tokens/response": sum(lengths),
+    }
+    return metrics | {f"grading/{outcome}": outcomes[outcome] for outcome in get_args(GradeOutcome)}
+
+
+def merge_metrics(row: Mapping[str, float], update: Mapping[str, float]) -> dict[str, float]:
+    """A step's row and the metrics of its update; no name in both.
+
+    Raises:
+        ValueError: a name is in both. The objective has refused every name of ours, so that one is of the user's.
+    """
+    if taken := sorted(row.keys() & update.keys()):
+        raise ValueError(
+            f"two parts of a step log the metric `{taken[0]}`, the update (algorithm.loss) and another "
+            "(rollout.drafter, for instance): rename one of them"
+        )
+    return {**row, **update}
+
+
+def update_flops(recipe: Recipe, config: ModelConfig, sequences: Sequence[TrainSequence]) -> float:
+    """Operations of a policy update on these sequences: all epochs, and the forward pass of `recompute`."""
+    flops = model_flops(
+        config,
+        [len(sequence.token_ids) for sequence in sequences],
+        num_targets=sum(len(sequence.rollout_logprobs) for sequence in sequences),
+    )
+    num_passes = recipe.train.num_epochs + (1 / 3 if recipe.algorithm.old_logprobs == "recompute" else 0)
+    return num_passes * flops
+
+
+def memory_metrics(memory: PeakMemory) -> dict[str, float]:
+    """`memory/peak_gib`: most that tensors took since the last call; nothing where the device is no CUDA device."""
+    return {"memory/peak_gib": memory.take() / GIB} if memory.device.type == "cuda" else {}
+
+
+def time_metrics(
+    seconds: Mapping[str, float],
+    metrics: Mapping[str, float],
+    num_update_flops: float = 0.0,
+    *,
+    peak_tflops: float | None = None,
+) -> dict[str, float]:
+    """`time/<stage>` and their sum `time/step` (evaluation included) in seconds; the speeds of decoder and update.
+
+    Args:
+        seconds: by stage.
+        metrics: the step's row so far.
+        num_update_flops: see `update_flops`; of no use where `metrics` has no `tokens/update`.
+        peak_tflops: `train.peak_tflops`.
+    """
+    timed = {f"time/{stage}": value for stage, value in seconds.items()}
+    timed["time/step"] = sum(seconds.values()) + metrics.get("time/eval", 0.0)
+    timed["time/tokens_per_second"] = metrics["tokens/response"] / seconds["rollout"]
+    if "tokens/update" in metrics:
+        timed["time/update_tokens_per_second"] = metrics["tokens/update"] / seconds["update"]
+        if peak_tflops is not None:
+            timed["time/update_mfu"] = num_update_flops / seconds["update"] / (1e12 * peak_tflops)
+    return timed
+
+
+def describe_step(metrics: Mapping[str, float]) -> str:
+    """One line about a training step."""
+    parts = [
+        f"reward {metrics['reward/mean']:.3f}",
+        f"accuracy {metrics['accuracy']:.1%}",
+        f"length {metrics['length/mean']:.0f}",
+        f"{metrics['time/tokens_per_second']:,.0f} tokens/s",
+        f"{metrics['time/step']:.1f} s",
+    ]
+    failed = sum(metrics[f"grading/{outcome}"] for outcome in ("timeout", "crash", "error"))
+    if failed:
+        parts.append(f"{failed:.0f} gradings failed")
+    if metrics["groups/dropped"]:
+        parts.append(f"{metrics['groups/kept']:.0f} of {metrics['data/draws']:.0f} groups kept")
+    if metrics["groups/short"]:
+        parts.append(f"{metrics['groups/short']:.0f} groups too few: rollout.max_draws reached")
+    if metrics["groups/kept"] == 0:
+        parts.append("no group left by the filters: no update")
+    elif "grad_norm" not in metrics and "critic/grad_norm" in metrics:
+        parts.append("critic warm-up: the policy rests")
+    elif "grad_norm" not in metrics:
+        parts.append("all samples cut at the length limit (algorithm.overlong_filtering): no update")
+    return "  ".join(parts)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class HeldOut:
+    """One evaluation on the held-out problems."""
+
+    step: int
+    accuracy: float
+    accuracy_low: float
+    """Lower end of the 95% confidence interval."""
+    accuracy_high: float
+    num_problems: int
+    num_samples: int
+    mean_length: float
+    """Mean response length in tokens."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RunSummary:
+    """What a run did; timing as far as its steps are in `metrics.jsonl`."""
+
+    name: str
+    num_steps: int
+    """Training steps done."""
+    interrupted: bool
+    before: HeldOut | None
+    """The policy that the run started from; None where the recipe asks for no evaluation."""
+    after: HeldOut | None
+    """The latest evaluation of a trained policy."""
+    best: HeldOut | None
+    """The most accurate evaluation (the earliest of equals)."""
+    first_reward: float | None
+    """Mean training reward of the first step."""
+    last_reward: float | None
+    seconds: dict[str, float]
+    """Seconds of each stage over the whole run."""
+    num_prompt_tokens: int
+    num_response_tokens: int
+    num_skipped_steps: int
+    """Steps in which neither policy nor critic learned: filters or overlong filtering left no sample."""
+
+
+def summarise_run(name: str, rows: Sequence[MetricRow], *, interrupted: bool) -> RunSummary:
+    """The summary of the rows of `metrics.jsonl`."""
+    steps = [row for row in rows if row["step"] > 0]
+    evals = [_held_out(row) for row in rows if "eval/accuracy" in row]
+    trained = [held_out for held_out in evals if held_out.step > 0]
+    return RunSummary(
+        name=name,
+        num_steps=len(steps),
+        interrupted=interrupted,
+        before=next((held_out for held_out in evals if held_out.step == 0), None),
+        after=trained[-1] if trained else None,
+        best=max(evals, key=lambda held_out: held_out.accuracy, default=None),
+        first_reward=steps[0]["reward/mean"] if steps else None,
+        last_reward=steps[-1]["reward/mean"] if steps else None,
+        seconds={stage: sum(row.get(f"time/{stage}", 0.0) for row in rows) for stage in sorted(timed_stages(rows))},
+        num_prompt_tokens=int(sum(row["tokens/prompt"] for row in steps)),
+        num_response_tokens=int(sum(row["tokens/response"] for row in steps)),
+        num_skipped_steps=sum("grad_norm" not in row and "critic/grad_norm" not in row for row in steps),
+    )
+
+
+def write_summary(folder: Path, name: str, *, interrupted: bool) -> RunSummary:
+    """Write `summary.json` of the run in `folder` from its `metrics.jsonl`."""
+    summary = summarise_run(name, read_metrics(folder / "metrics.jsonl"), interrupted=interrupted)
+    write_atomic(folder / "summary.json", json.dumps(asdict(summary), indent=2) + "\n")
+    return summary
+
+
+def summary_table(summary: RunSummary) -> Table:
+    """Before, after and time by stage, for people."""
+    table = Table(title=f"{summary.name}: {summary.num_steps} steps", show_header=False)
+    table.add_row("held-out accuracy before", _accuracy(summary.before))
+    table.add_row("held-out accuracy after", _accuracy(summary.after))
+    if summary.before is not None:
+        table.add_row("held-out problems x samples", f"{summary.before.num_problems} x {summary.before.num_samples}")
+    if summary.before is not None and summary.after is not None:
+        gain = summary.after.accuracy - summary.before.accuracy
+        table.add_row("gain", f"{100 * gain:+.1f} points", end_section=True)
+    if summary.first_reward is not None and summary.last_reward is not None:
+        table.add_row("training reward, first to last step", f"{summary.first_reward:.3f} to {summary.last_reward:.3f}")
+    if summary.num_skipped_steps:
+        table.add_row("steps with nothing to learn from", str(summary.num_skipped_steps))
+    table.add_row("response tokens", f"{summary.num_response_tokens:,}", end_section=True)
+    total = sum(summary.seconds.values())
+    for stage, seconds in sorted(summary.seconds.items(), key=lambda item: -item[1]):
+        table.add_row(f"time: {stage}", f"{seconds:.1f} s  ({seconds / total:.0%})" if total else "0 s")
+    table.add_row("time: all stages", f"{total:.1f} s")
+    return table
+
+
+def _held_out(row: MetricRow) -> HeldOut:
+    return HeldOut(
+        step=int(row["step"]),
+        accuracy=row["eval/accuracy"],
+        accuracy_low=row["eval/accuracy_low"],
+        accuracy_high=row["eval/accuracy_high"],
+        num_problems=int(row["eval/num_problems"]),
+        num_samples=int(row["eval/num_samples"]),
+        mean_length=row["eval/length/mean"],
+    )
+
+
+def _accuracy(held_out: HeldOut | None) -> str:
+    if held_out is None:
+        return "not evaluated"
+    return f"{held_out.accuracy:.1%}  (95%: {held_out.accuracy_low:.1%} to {held_out.accuracy_high:.1%})"
+
+
+def timed_stages(rows: Iterable[Mapping[str, float]]) -> set[str]:
+    """Names of the stages whose seconds are in these rows of `metrics.jsonl`, without `time/`."""
+    return {name.removeprefix("time/") for row in rows for name in row if name.startswith("time/")} - NO_STAGES
