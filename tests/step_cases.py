@@ -3,28 +3,32 @@
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
+from torch import Tensor
 
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.engine.batch import Batch, PromptPages, Sample
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.rows import Int64Array, PrefillChunk, StepInputs, StepSize, fill_inputs
 from srtrl.engine.runner import RowFilters, SampledRows
+from srtrl.model.transformer import Transformer
 from srtrl.types import Request, SamplingParams
 
 
+def random_tree(random: np.random.Generator, num_nodes: int, vocab_size: int = 50) -> DraftTree:
+    """A tree of any shape; siblings may carry equal tokens."""
+    return DraftTree(
+        token_ids=random.integers(0, vocab_size, num_nodes).astype(np.int32),
+        parents=np.array([random.integers(ROOT, node) for node in range(num_nodes)], np.int32),
+        scores=np.ones(num_nodes, np.float32),
+    )
+
+
 def random_trees(random: np.random.Generator, num_trees: int, most_nodes: int, vocab_size: int = 50) -> DraftTrees:
-    """Trees of up to `most_nodes` nodes, siblings of equal tokens among them."""
-    trees = []
-    for _ in range(num_trees):
-        size = int(random.integers(0, most_nodes + 1))
-        trees.append(
-            DraftTree(
-                token_ids=random.integers(0, vocab_size, size).astype(np.int32),
-                parents=np.array([random.integers(ROOT, node) for node in range(size)], np.int32),
-                scores=np.ones(size, np.float32),
-            )
-        )
-    return DraftTrees.of(trees)
+    """Trees of up to `most_nodes` nodes."""
+    return DraftTrees.of(
+        random_tree(random, int(random.integers(0, most_nodes + 1)), vocab_size) for _ in range(num_trees)
+    )
 
 
 def branch(tree: DraftTree, node: int) -> list[int]:
@@ -118,6 +122,19 @@ def launch(
     fill(inputs, batch, slots, trees, list(chunks), runner.page_size)
     runner.launch(inputs, filters)
     return runner.wait(len(slots) + trees.num_nodes)
+
+
+def record_logits(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The list to which each later call of the policy's head appends its logits."""
+    found: list[Tensor] = []
+    logits_of = policy.logits
+
+    def recorded(hidden: Tensor) -> Tensor:
+        found.append(logits_of(hidden))
+        return found[-1]
+
+    monkeypatch.setattr(policy, "logits", recorded)
+    return found
 
 
 def prefill(runner: CpuRunner, batch: Batch, slots: Int64Array, chunk_tokens: int) -> None:
