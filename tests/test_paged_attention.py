@@ -8,101 +8,63 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_cases import CASES, ModelCase, hf_logits, load_ours, make_hf_model, random_sequences
+from step_cases import branch, launch, make_batch, prefill, random_tree, record_logits
 
-from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
-from srtrl.engine.runner import ModelRunner
-from srtrl.engine.sequence import PrefillChunk, PromptPages, ScheduledStep, Sequence
+from srtrl.drafters.draft_tree import ROOT, DraftTrees
+from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.model.paged_attention import KVCache, PagedPlan, PagedRows, ReferenceRows
-from srtrl.types import Request, SamplingParams
 
 PAGE_SIZE = 4
-
-
-def sequence_of(token_ids: list[int], pages: list[int]) -> Sequence:
-    request = Request(
-        prompt_id="",
-        prompt_token_ids=tuple(token_ids),
-        draw_index=0,
-        sample_index=0,
-        rng_key=0,
-        sampling=SamplingParams(max_new_tokens=1),
-    )
-    sequence = Sequence(token_ids=token_ids, sequence_id=0, request=request, prompt=PromptPages([]))
-    sequence.set_pages(pages)
-    return sequence
-
-
-def random_tree(random: np.random.Generator, num_nodes: int, vocab_size: int) -> DraftTree:
-    parents = [int(random.integers(ROOT, node)) if node else ROOT for node in range(num_nodes)]
-    return DraftTree(
-        token_ids=np.arange(num_nodes, dtype=np.int32) % vocab_size,
-        parents=np.array(parents, np.int32),
-        scores=np.ones(num_nodes, np.float32),
-    )
-
-
-def branch(tree: DraftTree, node: int) -> list[int]:
-    """Tokens from the root's child down to `node`."""
-    path: list[int] = []
-    while node != ROOT:
-        path.append(int(tree.token_ids[node]))
-        node = int(tree.parents[node])
-    return path[::-1]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-9)], ids=["fp32", "fp64"])
 def test_logits_of_roots_and_tree_nodes_are_those_of_transformers(
-    case: ModelCase, dtype: torch.dtype, tolerance: float, tmp_path: Path
+    case: ModelCase, dtype: torch.dtype, tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hf_model = make_hf_model(case, dtype)
     policy = load_ours(hf_model, tmp_path, dtype)
-    runner = ModelRunner(policy, num_pages=64, page_size=PAGE_SIZE, decode_dtype=None, deterministic=True)
+    runner = CpuRunner(policy, page_size=PAGE_SIZE, max_draft_nodes=40)
+    runner.allocate_pages(70)
     random = np.random.default_rng(0)
-    pages = random.permutation(64).tolist()
     vocab_size = policy.config.vocab_size
-    sequences = [
-        sequence_of(token_ids.tolist(), pages[16 * i : 16 * i + 16])
-        for i, token_ids in enumerate(random_sequences(vocab_size, (1, 5, 33)))
-    ]
-    for sequence in sequences:  # prompts in chunks of seven
-        while sequence.num_missing:
-            chunk = PrefillChunk(sequence, sequence.num_computed, min(7, sequence.num_missing))
-            runner.execute(ScheduledStep(prefills=[chunk]), DraftTrees.empty(0))
-            sequence.num_computed += chunk.count
-    trees = [random_tree(random, num_nodes, vocab_size) for num_nodes in (6, 0, 9)]
-    logits = runner.execute(ScheduledStep(decodes=sequences), DraftTrees.of(trees))
+    texts = [token_ids.tolist() for token_ids in random_sequences(vocab_size, (1, 5, 33))]
+    batch, slots = make_batch(random, texts, page_size=PAGE_SIZE, num_pages=70, most_nodes=40)
+    prefill(runner, batch, slots, chunk_tokens=7)
+    # The last one's ancestors take two words.
+    trees = DraftTrees.of(random_tree(random, num_nodes, vocab_size) for num_nodes in (6, 0, 37))
+    computed = record_logits(policy, monkeypatch)
+    launch(runner, batch, slots, trees)
     expected = []
     with torch.no_grad():
-        for sequence, tree in zip(sequences, trees, strict=True):
+        for slot, tree in zip(slots.tolist(), trees, strict=True):
             for node in range(ROOT, tree.num_nodes):
-                tokens = torch.tensor(sequence.token_ids + branch(tree, node))
-                expected.append(hf_logits(hf_model, [tokens])[-1])
+                drafted = tree.token_ids[branch(tree, node)]
+                tokens = np.concatenate([batch.token_ids[slot, : batch.num_tokens[slot]], drafted])
+                expected.append(hf_logits(hf_model, [torch.from_numpy(tokens).long()])[-1])
+    logits = computed[0][: len(expected)]
     torch.testing.assert_close(logits, torch.stack(expected), rtol=0, atol=tolerance)
 
 
 def random_rows(random: np.random.Generator, num_rows: int, longest: int, page_size: int) -> tuple[PagedRows, int]:
-    """Rows of as many sequences, some of them draft nodes at scattered slots; and the number of pages."""
-    pages_each = (longest + 12) // page_size + 1
+    """Rows of as many sequences, some of them draft nodes with ancestors anywhere in two words; and their pages."""
+    pages_each = (longest + 64) // page_size + 1
     num_pages = num_rows * pages_each
     tables = random.permutation(num_pages).astype(np.int32).reshape(num_rows, pages_each)
     contexts = random.integers(1, longest + 1, num_rows).astype(np.int32)
-    depths = random.integers(0, 6, num_rows).astype(np.int32)
-    paths = np.zeros((num_rows, 5), np.int32)
-    write_slots = np.zeros(num_rows, np.int32)
+    depths = random.integers(0, 6, num_rows)
+    seen = np.zeros((num_rows, 64), np.uint8)
     for n in range(num_rows):
-        positions = contexts[n] + 2 * np.arange(depths[n])
-        paths[n, : depths[n]] = tables[n, positions // page_size] * page_size + positions % page_size
-        own = positions[-1] if depths[n] else contexts[n] - 1
-        write_slots[n] = tables[n, own // page_size] * page_size + own % page_size
+        seen[n, random.permutation(64)[: depths[n]]] = 1
+    last = np.where(depths > 0, 63 - seen[:, ::-1].argmax(axis=1), -1)  # the row's own node
+    own = contexts + last
     rows = PagedRows(
-        positions=(contexts - 1 + depths).astype(np.int64),
-        write_slots=write_slots,
-        page_tables=tables,
-        row_tables=np.arange(num_rows, dtype=np.int32),
+        positions=(contexts - 1 + depths).astype(np.int32),
+        kv_indices=tables[np.arange(num_rows), own // page_size] * np.int32(page_size) + (own % page_size).astype("i4"),
         context_lengths=contexts,
-        path_slots=paths,
-        path_lengths=depths,
+        ancestors=np.packbits(seen, axis=1, bitorder="little").view(np.int32),
+        row_tables=np.arange(num_rows, dtype=np.int32),
+        page_tables=tables,
     )
     return rows, num_pages
 
@@ -137,7 +99,14 @@ def test_kernel_agrees_with_the_reference(
     cache.value_pages.normal_(generator=generator)
     q = (3 * torch.randn(num_rows + 3, heads[0], head_dim, generator=generator)).to(dtype)
     k, v = torch.randn(2, num_rows + 3, heads[1], head_dim, generator=generator).to(dtype)
-    found = PagedPlan(cache, rows, num_padded_rows=num_rows + 3).attend(1, q, k, v)
+    padded = PagedRows(
+        **{
+            name: np.concatenate([getattr(rows, name), np.zeros((3, *getattr(rows, name).shape[1:]), np.int32)])
+            for name in ("positions", "kv_indices", "context_lengths", "ancestors", "row_tables")
+        },
+        page_tables=rows.page_tables,
+    )
+    found = PagedPlan(cache, padded, num_rows).attend(1, q, k, v)
     expected = ReferenceRows(cache, rows).attend(1, q[:num_rows], k[:num_rows], v[:num_rows])
     assert not found[num_rows:].any()
     tolerance = 0.02 if half else 1e-5
@@ -158,24 +127,23 @@ def test_a_row_has_the_same_bits_in_every_batch() -> None:
         one = slice(n, n + 1)
         alone = PagedRows(
             positions=rows.positions[one],
-            write_slots=rows.write_slots[one],
-            page_tables=rows.page_tables[one],
-            row_tables=np.zeros(1, np.int32),
+            kv_indices=rows.kv_indices[one],
             context_lengths=rows.context_lengths[one],
-            path_slots=rows.path_slots[one],
-            path_lengths=rows.path_lengths[one],
+            ancestors=rows.ancestors[one],
+            row_tables=np.zeros(1, np.int32),
+            page_tables=rows.page_tables[one],
         )
         assert torch.equal(PagedPlan(cache, alone).attend(0, q[one], k[one], v[one])[0], together[n])
 
 
-def test_moving_slots_reads_all_sources_before_it_writes() -> None:
+def test_moving_indices_reads_all_sources_before_it_writes() -> None:
     cache = KVCache(
         num_layers=2, num_pages=3, page_size=4, num_kv_heads=1, head_dim=2, dtype=torch.float32, device="cpu"
     )
     cache.key_pages.normal_()
     cache.value_pages.normal_()
     keys, values = cache.key_pages.clone(), cache.value_pages.clone()
-    cache.move_slots(np.array([5, 6, 9], np.int32), np.array([4, 5, 6], np.int32))
+    cache.move_indices(np.array([5, 6, 9], np.int32), np.array([4, 5, 6], np.int32))
     for source, target in ((5, 4), (6, 5), (9, 6)):
         moved_key = cache.key_pages[:, target // 4, :, :, target % 4]
         assert torch.equal(moved_key, keys[:, source // 4, :, :, source % 4])

@@ -1,203 +1,201 @@
 """The rows of a decode step and the compaction of accepted drafts, against plain loops over nodes."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 from engine_cases import tiny_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from step_cases import branch, fill, make_batch, random_trees, size_of
 
-from srtrl.drafters.draft_tree import EMPTY_TREE, ROOT, DraftTree, DraftTrees
-from srtrl.engine.rows import PageTables, build_rows, dummy_rows, pad_tables
-from srtrl.engine.runner import ModelRunner
-from srtrl.engine.sequence import PageHolder, PrefillChunk, PromptPages, Sequence
-from srtrl.engine.tree_rows import node_depths, node_rows, root_rows
-from srtrl.engine.verify import Walk
-from srtrl.types import Request, SamplingParams
+from srtrl.drafters.draft_tree import ROOT, DraftTrees
+from srtrl.engine.batch import Batch
+from srtrl.engine.cpu_runner import CpuRunner
+from srtrl.engine.rows import NO_KV_INDEX, Int32Array, PrefillChunk, StepInputs, StepLayout
+from srtrl.engine.runner import SampledRows
+from srtrl.engine.verify import plan_moves, verify
 
-
-def random_trees(random: np.random.Generator, num_trees: int, most_nodes: int) -> DraftTrees:
-    trees = [EMPTY_TREE]
-    for _ in range(num_trees):
-        size = int(random.integers(0, most_nodes + 1))
-        trees.append(
-            DraftTree(
-                token_ids=random.integers(0, 50, size).astype(np.int32),
-                parents=np.array([random.integers(ROOT, node) for node in range(size)], np.int32),
-                scores=np.ones(size, np.float32),
-            )
-        )
-    return DraftTrees.of(trees[1:])
+Row = tuple[int, int, int, int, int, list[int]]
+"""Token, rotary position, KV index, context length, page table, and the draft nodes that it sees."""
 
 
-def random_sequences(random: np.random.Generator, trees: DraftTrees, page_size: int, num_pages: int) -> list[Sequence]:
-    """One sequence a tree, of various length, with pages for itself and the tree (and sometimes one more)."""
-    free = random.permutation(num_pages).tolist()
-    sequences = []
-    for index, tree in enumerate(trees):
-        tokens = random.integers(0, 50, int(random.integers(1, 20))).tolist()
-        request = Request(
-            prompt_id="",
-            prompt_token_ids=(1,),
-            draw_index=index,
-            sample_index=0,
-            rng_key=index,
-            sampling=SamplingParams(max_new_tokens=100),
-        )
-        sequence = Sequence(token_ids=tokens, sequence_id=index, request=request, prompt=PromptPages([]))
-        count = -(-(len(tokens) + tree.num_nodes) // page_size) + int(random.integers(2))
-        sequence.set_pages([free.pop() for _ in range(count)])
-        sequences.append(sequence)
-    return sequences
+def index_at(pages: Int32Array, position: int, page_size: int) -> int:
+    return int(pages[position // page_size]) * page_size + position % page_size
 
 
-def slot(sequence: Sequence, position: int, page_size: int) -> int:
-    return sequence.page_ids[position // page_size] * page_size + position % page_size
+def expected_rows(
+    batch: Batch, slots: list[int], trees: DraftTrees, chunks: list[PrefillChunk], page_size: int
+) -> tuple[list[Row], list[int]]:
+    """Rows by the definition, and the position that each writes."""
+    rows: list[Row] = []
+    written: list[int] = []
+    for table, (slot, tree) in enumerate(zip(slots, trees, strict=True)):
+        text, pages = batch.token_ids[slot, : batch.num_tokens[slot]].tolist(), batch.pages(slot)
+        root = len(text) - 1
+        for node in range(ROOT, tree.num_nodes):
+            seen = branch(tree, node)
+            token = text[-1] if node == ROOT else int(tree.token_ids[node])
+            position = root + 1 + node
+            own = index_at(pages, position, page_size)
+            rows.append((token, root + len(seen), own, root + 1, table, seen))
+            written.append(position)
+    for table, chunk in enumerate(chunks, len(slots)):
+        for position, token in enumerate(chunk.token_ids.tolist(), chunk.start):
+            own = index_at(chunk.page_ids, position, page_size)
+            rows.append((token, position, own, position + 1, table, []))
+            written.append(position)
+    return rows, written
 
 
 @settings(deadline=None, max_examples=80)
 @given(
     num_trees=st.integers(0, 7),
-    most_nodes=st.sampled_from([0, 1, 9, 30]),
-    num_prompts=st.integers(0, 3),
+    most_nodes=st.sampled_from([0, 1, 9, 33, 70]),
+    num_chunks=st.integers(0, 3),
     page_size=st.sampled_from([1, 4, 16]),
+    rows_per_tile=st.sampled_from([1, 4, 16]),
+    padding=st.integers(0, 5),
     seed=st.integers(0, 10**6),
 )
-def test_rows_are_those_of_plain_loops(
-    num_trees: int, most_nodes: int, num_prompts: int, page_size: int, seed: int
+def test_rows_are_those_of_plain_loops_and_padding_does_nothing(
+    num_trees: int, most_nodes: int, num_chunks: int, page_size: int, rows_per_tile: int, padding: int, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
-    num_prompts = max(num_prompts, 1 - num_trees)  # a step is never empty
+    num_chunks = max(num_chunks, 1 - num_trees)  # a step is never empty
     trees = random_trees(random, num_trees, most_nodes)
-    sequences = random_sequences(random, trees, page_size, num_pages=600)
+    texts = [random.integers(0, 50, int(random.integers(1, 20))).tolist() for _ in range(num_trees)]
+    batch, slots = make_batch(random, texts, page_size=page_size, num_pages=1000, most_nodes=most_nodes)
     chunks = []
-    for _ in range(num_prompts):
-        prompt = PromptPages(random.integers(0, 50, 20).tolist())
-        prompt.set_pages(random.permutation(600)[:20].tolist())
-        start = int(random.integers(0, 10))
-        chunks.append(PrefillChunk(prompt, start, int(random.integers(1, 10))))
-    expected: list[tuple[int, int, int, int, int, list[int]]] = []
-    for index, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
-        root = len(sequence.token_ids) - 1
-        expected.append((sequence.token_ids[-1], root, slot(sequence, root, page_size), index, root + 1, []))
-        paths: list[list[int]] = []
-        for node, (token, parent) in enumerate(zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True)):
-            own = slot(sequence, root + 1 + node, page_size)
-            paths.append([own] if parent == ROOT else [*paths[parent], own])
-            expected.append((token, root + len(paths[-1]), own, index, root + 1, paths[-1]))
-    for index, chunk in enumerate(chunks):
-        for position in range(chunk.start, chunk.start + chunk.count):
-            own = chunk.holder.page_ids[position // page_size] * page_size + position % page_size
-            token = chunk.holder.token_ids[position]
-            expected.append((token, position, own, num_trees + index, position + 1, []))
-    token_ids, rows = build_rows(sequences, trees, chunks, page_size)
-    found = [
-        (token, position, own, table, context, path[:length])
-        for token, position, own, table, context, path, length in zip(
-            token_ids.tolist(),
-            rows.positions.tolist(),
-            rows.write_slots.tolist(),
-            rows.row_tables.tolist(),
-            rows.context_lengths.tolist(),
-            rows.path_slots.tolist(),
-            rows.path_lengths.tolist(),
-            strict=True,
-        )
-    ]
-    assert found == expected
-    assert token_ids.dtype == rows.write_slots.dtype == rows.path_slots.dtype == rows.context_lengths.dtype == np.int32
-    for table, holder in zip(rows.page_tables, [*sequences, *(chunk.holder for chunk in chunks)], strict=True):
-        assert table[: len(holder.page_ids)].tolist() == holder.page_ids
-    depths = [len(path) for *_, path in expected[: num_trees + trees.num_nodes]]
-    assert node_depths(trees).tolist() == [depth for depth in depths if depth]
-    assert root_rows(trees).tolist() == [row for row, depth in enumerate(depths) if not depth]
-    assert node_rows(trees).tolist() == [row for row, depth in enumerate(depths) if depth]
+    for _ in range(num_chunks):
+        tokens = random.integers(0, 50, int(random.integers(1, 10))).astype(np.int32)
+        pages = random.permutation(600)[:20].astype(np.int32)
+        chunks.append(PrefillChunk(tokens, int(random.integers(0, 10)), pages))
+    size = size_of(batch, slots, trees, chunks, page_size)
+    expected, written = expected_rows(batch, slots.tolist(), trees, chunks, page_size)
+    num_rows, num_sampled = len(expected), num_trees + trees.num_nodes
+    assert (size.num_rows, size.num_sampled) == (num_rows, num_sampled)
+    layout = StepLayout(
+        num_rows=num_rows + padding,
+        num_sampled=num_sampled + padding,
+        num_words=max(1, -(-most_nodes // 32)),
+        num_tiles=num_rows + padding,
+        table_width=size.max_pages,
+        num_tables=num_trees + num_chunks,
+    )
+    garbage = random.integers(-(2**31), 2**31, layout.num_elements).astype(np.int32)  # what an earlier step left there
+    inputs = StepInputs.of(garbage, layout, rows_per_tile)
+    fill(inputs, batch, slots, trees, chunks, page_size)
+    bits = np.unpackbits(inputs.ancestors.view(np.uint8).reshape(layout.num_rows, -1), axis=1, bitorder="little")
+    columns = (inputs.token_ids, inputs.positions, inputs.kv_indices, inputs.context_lengths, inputs.row_tables)
+    found = list(zip(*(column.tolist() for column in columns), (np.flatnonzero(b).tolist() for b in bits), strict=True))
+    assert found == expected + [(0, 0, NO_KV_INDEX, 0, 0, [])] * padding
+    owners = np.repeat(slots, 1 + trees.sizes)
+    positions = [row[1] + 1 - int(batch.num_prompt_tokens[slot]) for row, slot in zip(expected, owners, strict=False)]
+    assert inputs.sample_positions.tolist() == positions + [0] * padding
+    assert inputs.rng_keys.view(np.uint64).tolist() == batch.rng_keys[owners].tolist() + [0] * padding
+    assert inputs.temperatures.tolist() == batch.temperatures[owners].tolist() + [0] * padding
+    for table, pages in enumerate([*map(batch.pages, slots.tolist()), *(chunk.page_ids for chunk in chunks)]):
+        last = max(position for position, row in zip(written, expected, strict=True) if row[4] == table)
+        count = last // page_size + 1
+        assert inputs.page_tables[table, :count].tolist() == pages[:count].tolist()
+    tiles = []
+    for table in range(num_trees + num_chunks):
+        rows = [number for number, row in enumerate(expected) if row[4] == table]
+        for first in range(0, len(rows), rows_per_tile):
+            part = rows[first : first + rows_per_tile]
+            tiles.append([part[0], len(part), table, max(written[row] for row in part) + 1])
+    assert inputs.tiles.tolist() == tiles + [[0, 0, 0, 0]] * (layout.num_tiles - len(tiles))
 
 
-@given(seed=st.integers(0, 10_000), num_steps=st.integers(1, 8))
-def test_kept_page_tables_are_those_that_are_padded_anew(seed: int, num_steps: int) -> None:
-    random = np.random.default_rng(seed)
-    kept = PageTables()
-    holders = [PageHolder([]) for _ in range(6)]
-    for _ in range(num_steps):
-        for holder in holders:
-            change = random.integers(4)
-            pages = random.integers(0, 100, random.integers(1, 5)).tolist()
-            if change == 0:
-                holder.set_pages(pages)
-            elif change == 1:
-                holder.add_pages(pages)
-            elif change == 2:
-                holder.cut_pages(int(random.integers(1, 4)))
-        some = [holders[i].page_table for i in random.permutation(6)[: random.integers(1, 7)] if holders[i].page_ids]
-        if some:
-            assert np.array_equal(kept.pad(some), pad_tables(some))
+def test_addresses_are_aligned_apart_and_do_not_depend_on_the_number_of_sequences() -> None:
+    layout = StepLayout(num_rows=13, num_sampled=7, num_words=3, num_tiles=5, table_width=9, num_tables=2)
+    few, many = layout.slices(), replace(layout, num_tables=8).slices()
+    assert {name: part.start for name, part in few.items()} == {name: part.start for name, part in many.items()}
+    assert all(few[name] == many[name] for name in few if name != "page_tables")
+    assert all(part.start % 32 == 0 for part in many.values())
+    spans = sorted((part.start, part.stop) for part in many.values())
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+    assert spans[-1][1] <= replace(layout, num_tables=8).num_elements
+    inputs = StepInputs.of(np.zeros(layout.num_elements, np.int32), layout)
+    for name, (dtype, shape) in layout.fields().items():
+        array = getattr(inputs, name)
+        assert (array.dtype, array.shape, array.flags.c_contiguous) == (dtype, shape, True)
+        array[...] = 1  # a view: it writes into the buffer
 
 
-def runner_of(num_pages: int, page_size: int) -> ModelRunner:
-    return ModelRunner(tiny_policy(), num_pages=num_pages, page_size=page_size, decode_dtype=None, deterministic=True)
+def runner_of(num_pages: int, page_size: int, most_nodes: int = 12) -> CpuRunner:
+    runner = CpuRunner(tiny_policy(), page_size=page_size, max_draft_nodes=most_nodes)
+    runner.allocate_pages(num_pages)
+    return runner
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("seed", range(6))
-def test_commit_moves_what_plain_loops_move(page_size: int, seed: int) -> None:
+def test_accepted_paths_are_moved_as_by_plain_loops(page_size: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     trees = random_trees(random, 12, 12)
-    sequences = random_sequences(random, trees, page_size, num_pages=300)
-    runner = runner_of(300, page_size)
+    texts = [random.integers(0, 50, int(random.integers(1, 20))).tolist() for _ in range(12)]
+    batch, slots = make_batch(random, texts, page_size=page_size, num_pages=500, most_nodes=12)
+    runner = runner_of(500, page_size)
     runner.cache.key_pages.normal_()
     runner.cache.value_pages.normal_()
     keys, values = runner.cache.key_pages.clone(), runner.cache.value_pages.clone()
     expected_keys, expected_values = keys.clone(), values.clone()
-    walks, num_moved = [], 0
-    for sequence, tree in zip(sequences, trees, strict=True):
+    sampled, paths, num_moved = [], [], 0
+    for slot, tree in zip(slots.tolist(), trees, strict=True):
         node = int(random.integers(tree.num_nodes)) if tree.num_nodes and random.random() < 0.9 else ROOT
-        path: list[int] = []
-        while node != ROOT:
-            path.insert(0, node)
-            node = int(tree.parents[node])
-        root = len(sequence.token_ids) - 1
+        # The first of equal siblings is the one that is accepted.
+        tokens = np.full(1 + tree.num_nodes, 60)
+        for child in branch(tree, node):
+            tokens[1 + int(tree.parents[child])] = tree.token_ids[child]
+        path, node = [], ROOT
+        while True:
+            carriers = np.flatnonzero((tree.parents == node) & (tree.token_ids == tokens[1 + node]))
+            if not len(carriers):
+                break
+            node = int(carriers[0])
+            path.append(node)
+        root = int(batch.num_tokens[slot]) - 1
         for depth, accepted in enumerate(path, start=1):
-            source, target = slot(sequence, root + 1 + accepted, page_size), slot(sequence, root + depth, page_size)
+            source = index_at(batch.pages(slot), root + 1 + accepted, page_size)
+            target = index_at(batch.pages(slot), root + depth, page_size)
             num_moved += source != target
-            target_slot, source_slot = divmod(target, page_size), divmod(source, page_size)
-            expected_keys[:, target_slot[0], ..., target_slot[1]] = keys[:, source_slot[0], ..., source_slot[1]]
-            expected_values[:, target_slot[0], :, target_slot[1]] = values[:, source_slot[0], :, source_slot[1]]
-        sequence.token_ids.extend([*tree.token_ids[path].tolist(), 3])
-        walks.append(Walk(sequence, path))
+            (to_page, to), (from_page, at) = divmod(target, page_size), divmod(source, page_size)
+            expected_keys[:, to_page, ..., to] = keys[:, from_page, ..., at]
+            expected_values[:, to_page, :, to] = values[:, from_page, :, at]
+        sampled.append(tokens.astype(np.int32))
+        paths.append(path)
     assert num_moved > 0
-    runner.commit(walks)
+    token_ids = np.concatenate(sampled)
+    verified = verify(
+        batch, slots, trees, SampledRows(token_ids=token_ids, logprobs=np.zeros(len(token_ids), np.float32))
+    )
+    assert verified.num_new.tolist() == [len(path) + 1 for path in paths]
+    sources, targets, starts = plan_moves(batch, verified, page_size)
+    assert len(sources) == num_moved
+    runner.move_kv(sources, targets, starts)
     assert torch.equal(runner.cache.key_pages, expected_keys)
     assert torch.equal(runner.cache.value_pages, expected_values)
-    assert [sequence.num_computed for sequence in sequences] == [len(s.token_ids) - 1 for s in sequences]
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    num_rows=st.integers(1, 60),
-    num_sequences=st.integers(1, 60),
-    context_tokens=st.integers(1, 90),
-    page_size=st.sampled_from([1, 5, 16]),
-)
-def test_dummy_rows_lie_as_a_steps_rows_do(
-    num_rows: int, num_sequences: int, context_tokens: int, page_size: int
-) -> None:
-    num_sequences = min(num_sequences, num_rows)
-    rows = dummy_rows(num_rows, context_tokens, num_sequences, 10_000, page_size)
-    assert sorted(set(rows.row_tables.tolist())) == list(range(num_sequences))
-    sizes = np.bincount(rows.row_tables)
-    assert sizes.max() - sizes.min() <= 1
-    assert len(set(rows.write_slots.tolist())) == num_rows  # pages of their own
-    assert set(rows.context_lengths.tolist()) == {context_tokens}
-    assert int((rows.path_lengths == 0).sum()) == num_sequences
-    few = dummy_rows(num_rows, context_tokens, num_sequences, 2, page_size)
-    assert few.page_tables.max() < 2
-    assert few.write_slots.max() < 2 * page_size
+    assert batch.num_computed[slots].tolist() == (batch.num_tokens[slots] - 1).tolist()
 
 
 def test_timing_a_forward_pass_needs_no_sequence_and_spoils_none() -> None:
     runner = runner_of(20, 4)
-    assert runner.time_forward(1, 1, 1) > 0
-    assert runner.time_forward(37, 50, 30, num_sequences=4) > 0  # more than there are pages: they are shared
+    assert runner.time_step(1, 1) > 0
+    assert runner.time_step(37, 50) > 0  # more than there are pages: they are shared
     assert bool(runner.cache.key_pages.isfinite().all())
     assert bool(runner.cache.key_pages.any())
+
+
+def test_pages_are_copied_before_any_is_written() -> None:
+    runner = runner_of(9, 4)
+    for pages in (runner.cache.key_pages, runner.cache.value_pages):
+        pages.copy_(torch.arange(pages.numel()).view(pages.shape))
+    before = runner.cache.key_pages.clone(), runner.cache.value_pages.clone()
+    runner.copy_pages([0, 0, 2, 3], [3, 4, 1, 0])
+    for now, old in zip((runner.cache.key_pages, runner.cache.value_pages), before, strict=True):
+        assert torch.equal(now[:, [3, 4, 1, 0]], old[:, [0, 0, 2, 3]])
+        assert torch.equal(now[:, [2, 5, 6, 7, 8]], old[:, [2, 5, 6, 7, 8]])

@@ -113,12 +113,15 @@ class CpuRunner:
         keys, positions = inputs.rng_keys.view(np.uint64), inputs.sample_positions.astype(np.int64)
         token_ids, logprobs = sample_rows_on_cpu(logits, inputs.temperatures, keys, positions)
         if filters is not None:
-            temperatures = torch.from_numpy(inputs.temperatures)
-            kept = filter_top_k_top_p(
-                logits, temperatures, torch.from_numpy(filters.top_k), torch.from_numpy(filters.top_p)
+            filtered = np.flatnonzero((filters.top_k > 0) | (filters.top_p < 1))  # the others keep their bits
+            logits, temperatures = logits[torch.from_numpy(filtered)], torch.from_numpy(inputs.temperatures[filtered])
+            top_k, top_p = torch.from_numpy(filters.top_k[filtered]), torch.from_numpy(filters.top_p[filtered])
+            kept = filter_top_k_top_p(logits, temperatures, top_k, top_p)
+            token_ids[filtered], _ = sample_rows_on_cpu(
+                kept, inputs.temperatures[filtered], keys[filtered], positions[filtered]
             )
-            token_ids, _ = sample_rows_on_cpu(kept, inputs.temperatures, keys, positions)
-            logprobs = row_logprobs_reference(logits, temperatures, torch.from_numpy(token_ids).long()).numpy()
+            taken = torch.from_numpy(token_ids[filtered]).long()
+            logprobs[filtered] = row_logprobs_reference(logits, temperatures, taken).numpy()
         self._sampled = SampledRows(token_ids=token_ids, logprobs=logprobs)
 
     def wait(self, num_sampled: int) -> SampledRows:

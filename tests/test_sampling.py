@@ -5,16 +5,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine_cases import tiny_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from step_cases import launch, make_batch, prefill, random_trees, record_logits
 
+from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.engine import Engine, EngineOptions
+from srtrl.engine.runner import RowFilters
 from srtrl.engine.sampling import (
     filter_top_k_top_p,
     make_rng_key,
     row_logprobs_reference,
-    sample_rows,
+    sample_rows_on_cpu,
     sample_rows_reference,
     to_uniform,
     uniform_noise,
@@ -47,7 +51,7 @@ def test_kernel_gives_the_tokens_and_logprobs_of_the_definition(
     temperatures = np.full(5, temperature, np.float32)
     rng_keys = random.integers(0, 2**64, 5, dtype=np.uint64)
     positions = random.integers(0, 10_000, 5)
-    token_ids, logprobs = sample_rows(logits, temperatures, rng_keys, positions)
+    token_ids, logprobs = sample_rows_on_cpu(logits, temperatures, rng_keys, positions)
     expected = sample_rows_reference(
         logits, torch.from_numpy(temperatures), to_signed(rng_keys), torch.from_numpy(positions)
     )
@@ -63,7 +67,7 @@ def test_frequencies_of_one_distribution() -> None:
     probs = torch.softmax(logits / 0.8, 0).double().numpy()
     rows = logits.expand(num_draws, -1)
     rng_keys = np.full(num_draws, make_rng_key(1, "train", 3, 4), np.uint64)
-    token_ids, _ = sample_rows(
+    token_ids, _ = sample_rows_on_cpu(
         rows, np.full(num_draws, 0.8, np.float32), rng_keys, np.arange(num_draws, dtype=np.int64)
     )
     counts = np.bincount(token_ids, minlength=len(probs))
@@ -146,7 +150,37 @@ def test_top_p_never_empties_a_row_and_greedy_ignores_both() -> None:
     assert kept.tolist() == [[False, True, False]]
 
 
-def test_streams_are_64_bits_and_distinct() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_filtered_request_changes_nothing_for_the_others(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    texts = [random.integers(0, 61, 5 + index).tolist() for index in range(8)]
+    policy = tiny_policy(dtype)
+    runner = CpuRunner(policy, page_size=4, max_draft_nodes=8)
+    runner.allocate_pages(100)
+    batch, slots = make_batch(random, texts, page_size=4, num_pages=100, most_nodes=8, temperature=0.5)
+    prefill(runner, batch, slots, chunk_tokens=9)
+    trees = random_trees(random, 8, 8, vocab_size=61)
+    logits = record_logits(policy, monkeypatch)
+    plain = launch(runner, batch, slots, trees)
+    owners = np.repeat(np.arange(8), 1 + trees.sizes)
+    top_k = np.where(owners == 2, 1, np.where(owners == 4, 3, 0))
+    top_p = np.where(owners == 5, 0.5, np.where(owners == 4, 0.8, 1.0))
+    mixed = launch(runner, batch, slots, trees, filters=RowFilters(top_k=top_k, top_p=top_p))
+    others = ~np.isin(owners, [2, 4, 5])
+    assert mixed.token_ids[others].tolist() == plain.token_ids[others].tolist()
+    assert mixed.logprobs[others].tolist() == plain.logprobs[others].tolist()
+    assert (mixed.token_ids != plain.token_ids).any()
+    rows = logits[1][: len(owners)]
+    temperatures = torch.from_numpy(batch.temperatures[slots[owners]])
+    kept = filter_top_k_top_p(rows, temperatures, torch.from_numpy(top_k), torch.from_numpy(top_p))
+    tokens = torch.from_numpy(mixed.token_ids).long()
+    assert kept.gather(1, tokens[:, None]).isfinite().all()
+    assert tokens[owners == 2].tolist() == rows[owners == 2].argmax(1).tolist()
+    expected = row_logprobs_reference(rows, temperatures, tokens)  # without the filter
+    assert np.allclose(mixed.logprobs, expected.numpy(), atol=1e-5)
+
+
+def test_rng_keys_are_64_bits_and_distinct() -> None:
     purposes: tuple[Purpose, ...] = ("train", "eval", "generate", "run_ahead")
     rng_keys = {
         make_rng_key(seed, purpose, draw, sample)

@@ -1,0 +1,152 @@
+"""Random decode steps without an engine: batches, draft trees, and what a runner makes of them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
+from srtrl.engine.batch import Batch, PromptPages, Sample
+from srtrl.engine.cpu_runner import CpuRunner
+from srtrl.engine.rows import Int64Array, PrefillChunk, StepInputs, StepSize, fill_inputs
+from srtrl.engine.runner import RowFilters, SampledRows
+from srtrl.model.transformer import Transformer
+from srtrl.types import Request, SamplingParams
+
+
+def random_tree(random: np.random.Generator, num_nodes: int, vocab_size: int = 50) -> DraftTree:
+    """A tree of any shape; siblings may carry equal tokens."""
+    return DraftTree(
+        token_ids=random.integers(0, vocab_size, num_nodes).astype(np.int32),
+        parents=np.array([random.integers(ROOT, node) for node in range(num_nodes)], np.int32),
+        scores=np.ones(num_nodes, np.float32),
+    )
+
+
+def random_trees(random: np.random.Generator, num_trees: int, most_nodes: int, vocab_size: int = 50) -> DraftTrees:
+    """Trees of up to `most_nodes` nodes."""
+    return DraftTrees.of(
+        random_tree(random, int(random.integers(0, most_nodes + 1)), vocab_size) for _ in range(num_trees)
+    )
+
+
+def branch(tree: DraftTree, node: int) -> list[int]:
+    """Nodes from the root's child down to `node`."""
+    path: list[int] = []
+    while node != ROOT:
+        path.insert(0, node)
+        node = int(tree.parents[node])
+    return path
+
+
+def make_batch(
+    random: np.random.Generator,
+    texts: Sequence[Sequence[int]],
+    *,
+    page_size: int,
+    num_pages: int,
+    most_nodes: int,
+    temperature: float = 1.0,
+) -> tuple[Batch, Int64Array]:
+    """Samples whose tokens so far are `texts`, with pages for themselves and a tree; and their slots, in any order."""
+    batch = Batch(len(texts) + 2, 64, page_size, most_nodes)
+    free = random.permutation(num_pages).astype(np.int32).tolist()
+    slots = []
+    for index, text in enumerate(texts):
+        num_prompt = int(random.integers(1, len(text) + 1))
+        asked = Request(
+            prompt_id=str(index),
+            prompt_token_ids=tuple(text[:num_prompt]),
+            draw_index=index,
+            sample_index=0,
+            rng_key=int(random.integers(0, 2**64, dtype=np.uint64)),
+            sampling=SamplingParams(max_new_tokens=20, temperature=temperature + index / 8),
+        )
+        prompt = PromptPages(np.array(text[:num_prompt], np.int32))
+        rest = np.array(text[num_prompt:], np.int32)
+        sample = Sample(asked, prompt, token_ids=rest, logprobs=np.zeros(len(rest), np.float32))
+        batch.put(sample)
+        count = -(-(len(text) + most_nodes) // page_size)
+        batch.set_pages(sample.slot, np.array([free.pop() for _ in range(count)], np.int32))
+        slots.append(sample.slot)
+    return batch, random.permutation(np.array(slots, np.int64))
+
+
+def fill(
+    inputs: StepInputs,
+    batch: Batch,
+    slots: Int64Array,
+    trees: DraftTrees,
+    chunks: list[PrefillChunk],
+    page_size: int,
+) -> None:
+    """Write a step of the batch into `inputs`."""
+    fill_inputs(
+        inputs,
+        slots,
+        trees,
+        chunks,
+        token_ids=batch.token_ids,
+        num_tokens=batch.num_tokens,
+        num_prompt_tokens=batch.num_prompt_tokens,
+        page_table=batch.page_table,
+        rng_keys=batch.rng_keys,
+        temperatures=batch.temperatures,
+        page_size=page_size,
+    )
+
+
+def size_of(batch: Batch, slots: Int64Array, trees: DraftTrees, chunks: list[PrefillChunk], page_size: int) -> StepSize:
+    """What the step needs room for."""
+    counts = [len(chunk.token_ids) for chunk in chunks]
+    ends = [chunk.start + count for chunk, count in zip(chunks, counts, strict=True)]
+    return StepSize(
+        rows_per_sequence=np.concatenate([1 + trees.sizes, np.array(counts, np.int64)]),
+        num_sampled=len(slots) + trees.num_nodes,
+        max_keys=max([*(batch.num_tokens[slots] + trees.sizes).tolist(), *ends]),
+        page_size=page_size,
+    )
+
+
+def launch(
+    runner: CpuRunner,
+    batch: Batch,
+    slots: Int64Array,
+    trees: DraftTrees,
+    chunks: Sequence[PrefillChunk] = (),
+    filters: RowFilters | None = None,
+) -> SampledRows:
+    """Compute a step of the batch."""
+    inputs = runner.inputs_for(size_of(batch, slots, trees, list(chunks), runner.page_size))
+    fill(inputs, batch, slots, trees, list(chunks), runner.page_size)
+    runner.launch(inputs, filters)
+    return runner.wait(len(slots) + trees.num_nodes)
+
+
+def record_logits(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The list to which each later call of the policy's head appends its logits."""
+    found: list[Tensor] = []
+    logits_of = policy.logits
+
+    def recorded(hidden: Tensor) -> Tensor:
+        found.append(logits_of(hidden))
+        return found[-1]
+
+    monkeypatch.setattr(policy, "logits", recorded)
+    return found
+
+
+def prefill(runner: CpuRunner, batch: Batch, slots: Int64Array, chunk_tokens: int) -> None:
+    """Compute the KV before the roots, in chunks of several samples per step."""
+    while True:
+        chunks = []
+        for slot in slots.tolist():
+            start = int(batch.num_computed[slot])
+            end = min(start + chunk_tokens, int(batch.num_tokens[slot]) - 1)
+            if end > start:
+                chunks.append(PrefillChunk(batch.token_ids[slot, start:end], start, batch.pages(slot)))
+                batch.num_computed[slot] = end
+        if not chunks:
+            return
+        launch(runner, batch, slots[:0], DraftTrees.empty(0), chunks)
