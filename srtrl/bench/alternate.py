@@ -1,13 +1,16 @@
-"""Comparing by turns: rollouts of our engine step by step, and the ratio of times that were measured side by side."""
+"""Comparing by turns: rollouts of our engine step by step, and the ratios of what they took."""
 
 import math
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from srtrl.engine.engine import Engine
+from srtrl.engine.options import EngineOptions
+from srtrl.model.transformer import Transformer
 from srtrl.types import Completion, Request
 
 
@@ -69,6 +72,12 @@ class EngineRun:
         return RunTime(seconds=seconds, num_tokens=num_tokens, metrics=metrics), self._completions
 
 
+def make_engine(policy: Transformer, options: EngineOptions, requests: Sequence[Request], num_slots: int) -> Engine:
+    """An engine for these requests."""
+    longest = max(len(request.prompt_token_ids) + request.sampling.max_new_tokens for request in requests)
+    return Engine(policy, replace(options, slots=num_slots, max_sequence_tokens=longest))
+
+
 def take_turns(runs: Sequence[EngineRun]) -> list[tuple[RunTime, list[Completion]]]:
     """Carry all runs to their end: the one with the fewest tokens takes the next decode step.
 
@@ -113,6 +122,42 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
         num_outside += 1
     first = max(0, num_outside - 1)
     return Ratio(value=statistics.median(ratios), low=ratios[first], high=ratios[n - 1 - first])
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Comparison:
+    """What the candidates took of the same work."""
+
+    labels: dict[str, str]
+    """What tells this comparison from the others: column of a table -> cell."""
+    num_tokens: int
+    """Generated tokens of one run, the same for every candidate."""
+    runs: dict[str, list[RunTime]]
+    """Candidate -> its runs; the i-th runs of all were made side by side."""
+
+    def seconds(self, name: str) -> list[float]:
+        """Of each run of a candidate."""
+        return [run.seconds for run in self.runs[name]]
+
+    def ratio(self, name: str, to: str) -> Ratio:
+        """How many times as fast as `to` the candidate is."""
+        return paired_ratio(self.seconds(to), self.seconds(name))
+
+    def mean(self, name: str, metric: str) -> float:
+        """Of a candidate's runs that have this metric; NaN where none has."""
+        values = [run.metrics[metric] for run in self.runs[name] if metric in run.metrics]
+        return statistics.fmean(values) if values else float("nan")
+
+    def to_values(self) -> dict[str, Any]:
+        """For programs; ratios are to the first candidate."""
+        first, *others = self.runs
+        return {
+            "labels": self.labels,
+            "num_tokens": self.num_tokens,
+            "seconds": {name: self.seconds(name) for name in self.runs},
+            "metrics": {name: [dict(run.metrics) for run in runs] for name, runs in self.runs.items()},
+            "ratios": {name: asdict(self.ratio(name, to=first)) for name in others},
+        }
 
 
 def tell(text: str) -> None:

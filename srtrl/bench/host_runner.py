@@ -5,20 +5,20 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from srtrl.engine.rows import BITS_PER_WORD, Int32Array, Int64Array, StepInputs, StepLayout, StepSize
+from srtrl.engine.cuda_layouts import LayoutPlanner, StepShape, row_edges
+from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepSize
 from srtrl.engine.runner import RowFilters, SampledRows
 from srtrl.model.transformer import Transformer
 
-ROWS_PER_TILE = 8
-TABLE_TOKENS = 8192
-"""Page tables are made for this many positions, or for the longest sequence where that is longer."""
+MULTIPROCESSORS = 132
+"""Those of an H200."""
 
 
 class HostRunner:
     """`srtrl.engine.runner.Runner` that does what a CUDA runner does on the host, but for calling CUDA.
 
-    It finds the padded layout of a step, keeps its views, and copies what comes back and what is moved. `launch` does
-    nothing and all sampled tokens are 0: the engine's trace replaces them.
+    It finds the layout of a step by the same planner, keeps its views, and copies what comes back and what is moved.
+    `launch` does nothing and all sampled tokens are 0: the engine's trace replaces them.
     """
 
     is_asynchronous = True
@@ -30,19 +30,24 @@ class HostRunner:
         self.model = policy
         self.num_pages = 0
         self.page_bytes = 1
-        self._num_words = max(1, -(-max_draft_nodes // BITS_PER_WORD))
-        self._table_width = -(-max(TABLE_TOKENS, max_sequence_tokens + max_draft_nodes + 1) // page_size)
+        config = policy.config
+        self._planner = LayoutPlanner(
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            page_size=page_size,
+            max_positions=max_sequence_tokens + max_draft_nodes + 1,
+            max_draft_nodes=max_draft_nodes,
+            num_multiprocessors=MULTIPROCESSORS,
+        )
         self._buffer: Int32Array = np.zeros(1 << 20, np.int32)
-        self._inputs: dict[StepLayout, StepInputs] = {}
+        self._inputs: dict[StepShape, StepInputs] = {}
         self._token_ids: Int32Array = np.zeros(4096, np.int32)
         self._logprobs = np.zeros(4096, np.float32)
 
     def row_edges(self, max_rows: int) -> list[int]:
         """See `Runner`."""
-        edges = [1]
-        while edges[-1] < max_rows:
-            edges.append(padded_rows(edges[-1] + 1))
-        return edges
+        return row_edges(max_rows)
 
     def allocate_pages(self, num_pages: int) -> None:
         """See `Runner`."""
@@ -61,21 +66,15 @@ class HostRunner:
 
     def inputs_for(self, size: StepSize) -> StepInputs:
         """See `Runner`."""
-        num_tiles = int((-(-size.rows_per_sequence // ROWS_PER_TILE)).sum())
-        layout = StepLayout(
-            num_rows=padded_rows(size.num_rows),
-            num_sampled=padded_rows(max(1, size.num_sampled)),
-            num_words=self._num_words,
-            num_tiles=padded_rows(num_tiles),
-            table_width=self._table_width,
-            num_tables=padded_rows(len(size.rows_per_sequence)),
-        )
-        inputs = self._inputs.get(layout)
+        shape = self._planner.shape(size)
+        inputs = self._inputs.get(shape)
         if inputs is None:
+            layout = self._planner.layout(shape)
             if layout.num_elements > len(self._buffer):
                 self._inputs.clear()
                 self._buffer = np.zeros(2 * layout.num_elements, np.int32)
-            inputs = self._inputs[layout] = StepInputs.of(self._buffer, layout, ROWS_PER_TILE)
+            inputs = StepInputs.of(self._buffer, layout, shape.block_m // self._planner.group)
+            self._inputs[shape] = inputs
         return inputs
 
     def launch(self, inputs: StepInputs, filters: RowFilters | None) -> None:
@@ -95,14 +94,6 @@ class HostRunner:
             self._buffer[start : start + len(array)] = array
             start += len(array)
 
-    def time_step(self, num_rows: int, context_tokens: int) -> float:
+    def time_step(self, num_rows: int, context_tokens: int, num_sequences: int) -> float:
         """See `Runner`."""
         return 0.0
-
-
-def padded_rows(num_rows: int) -> int:
-    """The bucket of a row count: 1, 2, 4, 8, 16, 24, ..., 128, 144, ...: an eighth apart at most."""
-    if num_rows <= 8:
-        return 1 << (num_rows - 1).bit_length()
-    step = max(8, 1 << max((num_rows - 1).bit_length() - 4, 0))
-    return -(-num_rows // step) * step

@@ -1,133 +1,315 @@
-"""`srtrl bench rollout`: our decoder against others, or its drafters against each other; same weights, same tokens."""
+"""`srtrl bench rollout`: drafters on recorded rollouts at the shape of a real model, or our decoder beside another.
 
+Time does not depend on the values of the weights and acceptance is that of the recorded text, so the speed-up of a
+drafter is measured without the policy's weights.
+"""
+
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated, Literal
 
+import numpy as np
+import torch
 import typer
 
-from srtrl.bench import rollout_options as options
-from srtrl.bench.rollout_options import Peer, RolloutBench
+from srtrl.bench.alternate import Comparison, EngineRun, RunTime, make_engine, take_turns, tell
+from srtrl.bench.environment import read_environment
+from srtrl.bench.options import (
+    JsonFile,
+    StatedCost,
+    Threads,
+    TokenizerFolder,
+    TraceFile,
+    WriteDocs,
+    check_output,
+    parse_counts,
+    parse_curve,
+    parse_draft_budget,
+    parse_names,
+)
+from srtrl.bench.peer_hf import HuggingFaceGenerate, compare_with_peer, describe_peer, draw_lengths
+from srtrl.bench.shapes import write_random_model
+from srtrl.bench.tables import Document, Grid, publish
+from srtrl.bench.workload import (
+    Trace,
+    check_completions,
+    drafter_maker,
+    prepare,
+    read_trace,
+    share_out,
+)
+from srtrl.drafters.base import DrafterBase
+from srtrl.engine.options import EngineOptions
+from srtrl.model.cpu_threads import set_cpu_threads
+from srtrl.model.transformer import Transformer
+from srtrl.model.weights import load_model, locate, read_config
+
+PARTS = ("draft", "forward", "sample", "commit")
+"""Of a decode step, as the engine counts their seconds."""
+DEPTHS = (1, 2, 4, 8)
+"""Depths whose acceptance is shown."""
+OF_TRACE = ("tokenizer", "drafters", "history", "prompts_used", "max_tokens", "slots", "draft_budget", "price_as")
+OF_PEER = ("sequences", "lengths", "equal_tokens", "longest_tokens")
+"""Parameters that are of use with `--trace` alone, and without it alone."""
 
 
 def command(
     context: typer.Context,
     *,
-    peer: options.Peers = None,
-    drafters: options.Drafters = None,
-    control: options.Control = False,
-    model: options.ModelName = None,
-    model_shape: options.ModelShape = "small",
-    slots: options.Slots = "0",
-    sequences: options.Sequences = "8,32,128",
-    lengths: options.Spread = "both",
-    equal_tokens: options.EqualTokens = 128,
-    longest_tokens: options.LongestTokens = 256,
-    samples: options.Samples = None,
-    prompts: options.PromptsFile = None,
-    prompt_tokens: options.PromptTokens = (16, 128),
-    prompts_used: options.PromptsUsed = None,
-    max_tokens: options.MaxTokens = None,
-    draft_budget: options.DraftBudget = None,
-    price_as: options.PriceAs = None,
-    trace: options.Trace = None,
-    tokenizer_folder: options.TokenizerFolder = None,
-    history: options.History = None,
-    trace_note: options.TraceNote = None,
-    epochs: options.Epochs = None,
-    step_prompts: options.StepPrompts = None,
-    policy_change: options.PolicyChange = None,
-    run_ahead: options.RunAhead = None,
-    kv_memory_gib: options.KvMemory = 4.0,
-    repeats: options.Repeats = 5,
-    precision: options.Precision = None,
-    max_minutes: options.MaxMinutes = None,
-    seed: options.Seed = 0,
-    dtype: options.Dtype = "float32",
-    device: options.Device = "auto",
-    threads: options.Threads = None,
-    json_file: options.JsonFile = None,
-    write_docs: options.WriteDocs = None,
+    trace: TraceFile = None,
+    tokenizer: TokenizerFolder = None,
+    drafters: Annotated[
+        str, typer.Option(metavar="NAME,NAME,...", help="Compare these with the first of them, on the trace.")
+    ] = "none,srt",
+    history: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of each prompt's samples that the drafter has seen before.")
+    ] = 0.0,
+    prompts_used: Annotated[
+        str | None,
+        typer.Option(metavar="N[,N...]", help="The first N prompts; or one N for each number of slots. [default: all]"),
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Cut samples to this many tokens.")] = None,
+    slots: Annotated[
+        str, typer.Option(metavar="N[,N...]", help="Sequences decoded at once, one comparison each; 0: all.")
+    ] = "0",
+    draft_budget: Annotated[str, typer.Option(metavar="auto|N", help="Draft nodes per sequence and step.")] = "auto",
+    price_as: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CURVE",
+            help="Price decode steps by a stated cost in place of the clock: ROWS:SECONDS,ROWS:SECONDS,... or the name "
+            "of a curve.",
+        ),
+    ] = None,
+    trace_note: Annotated[str | None, typer.Option(metavar="TEXT", help="What the trace is, for the report.")] = None,
+    sequences: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Without --trace: sequences of a rollout.")
+    ] = "8,32,128",
+    lengths: Annotated[
+        Literal["both", "equal", "long-tailed"], typer.Option(help="Without --trace: how lengths are spread.")
+    ] = "both",
+    equal_tokens: Annotated[int, typer.Option(min=1, help="New tokens of each sequence, where equal.")] = 128,
+    longest_tokens: Annotated[int, typer.Option(min=8, help="Maximum new tokens, where long-tailed.")] = 256,
+    model: Annotated[str | None, typer.Option(help="Hugging Face folder or hub name, in place of a shape.")] = None,
+    model_shape: Annotated[str, typer.Option(help="Random weights of this shape.")] = "small",
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights.")] = "float32",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")] = "auto",
+    threads: Threads = None,
+    kv_memory_gib: Annotated[float, typer.Option(help="Maximum memory of one KV cache.")] = 4.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each candidate, after one to warm up.")] = 5,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts, lengths and sampling.")] = 0,
+    json_file: JsonFile = None,
+    write_docs: WriteDocs = None,
 ) -> None:
-    """Measure whole rollouts: prefill, decoding and sampling, from the prompts to the tokens of all sequences."""
-    mode = options.choose_mode(_given(context))
-    counts = options.parse_counts("--slots", slots, least=0)
-    bench = RolloutBench(
-        mode=mode,
-        model=model,
-        shape=model_shape,
-        slots=counts,
+    """Measure whole rollouts: prefill, decoding and sampling, from the prompts to the tokens of all sequences.
+
+    With --trace, compare drafters on recorded rollouts; without, compare srtrl with `transformers`' generate.
+    """
+    _check_given(context, trace)
+    counts = parse_counts("--slots", slots, least=0)
+    num_sequences = parse_counts("--sequences", sequences)
+    makers = {name: drafter_maker(name) for name in parse_names("--drafters", drafters)}
+    curve = parse_curve("--price-as", price_as) if price_as else None
+    if kv_memory_gib <= 0:
+        raise ValueError(f"--kv-memory-gib: expected a number above 0, found {kv_memory_gib}")
+    check_output("--json", json_file)
+    check_output("--write-docs", write_docs)
+    place = _choose_device(device)
+    options = EngineOptions(
         kv_memory_gib=kv_memory_gib,
-        repeats=repeats,
-        precision=precision,
-        max_minutes=max_minutes,
-        seed=seed,
-        dtype=dtype,
-        device=device,
-        num_threads=threads,
-        peers=tuple(dict.fromkeys(peer or Peer)),
-        num_sequences=options.parse_counts("--sequences", sequences),
-        lengths=lengths,
-        equal_tokens=equal_tokens,
-        longest_tokens=longest_tokens,
-        num_samples=samples or (8 if mode == "live" else 1),
-        prompts=prompts,
-        prompt_tokens=prompt_tokens,
-        drafters=options.parse_names("--drafters", drafters or "none,srt"),
-        control=control,
-        num_prompts=options.parse_prompts_used(prompts_used, len(counts)),
-        max_tokens=max_tokens,
-        draft_budget=options.parse_draft_budget(draft_budget),
-        price_as=price_as,
-        trace=trace,
-        tokenizer=tokenizer_folder,
-        history=history or 0.0,
-        trace_note=trace_note,
-        num_epochs=epochs or 3,
-        step_prompts=step_prompts,
-        policy_change=policy_change or 0.0,
-        run_ahead=options.parse_names("--run-ahead", run_ahead or "off", ("off", "uncoupled", "coupled")),
+        deterministic=True if place.type == "cpu" else None,
+        draft_budget=parse_draft_budget(draft_budget),
+        cost_points=curve.points if curve else None,
     )
-    _check_and_run(bench, json_file, write_docs)
+    traces = []
+    if trace is not None:
+        prompts = read_trace(trace, tokenizer=tokenizer, max_tokens=max_tokens)
+        whole = share_out(prompts, history=history, seed=seed)
+        traces = [whole.first_prompts(count) for count in _prompts_used(prompts_used, len(counts), len(prompts))]
+    set_cpu_threads(threads)
+    environment = read_environment(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        weights = getattr(torch, dtype)
+        folder = locate(model) if model else write_random_model(model_shape, Path(temporary), weights)
+        for one in traces:
+            one.check_model(read_config(folder))
+        policy = load_model(folder, dtype=weights, device=place)
+        peer = HuggingFaceGenerate(folder, dtype=weights, device=place) if trace is None else None
+    where = f"{model or model_shape}, {dtype}, {place.type}, {environment.threads}"
+    notes = [_describe_model(policy)]
+    if trace is not None:
+        comparisons = [
+            _compare_drafters(policy, options, one, count, makers, repeats)
+            for count, one in zip(counts, traces, strict=True)
+        ]
+        seen = f"{history:g} as history" if history else "no history"
+        at = ", ".join(comparison.labels["slots"] for comparison in comparisons)
+        title = f"Drafters on a trace: {trace.name}, {seen}, {where}, {at} slots"
+        if price_as:
+            title += f", priced as {price_as}"
+        notes += _describe_trace(trace, trace_note, max_tokens, repeats, curve)
+    else:
+        assert peer is not None
+        new_tokens = {"equal": [equal_tokens] * max(num_sequences)}
+        new_tokens["long-tailed"] = draw_lengths(max(num_sequences), longest_tokens, seed=seed)
+        comparisons = [
+            compare_with_peer(policy, peer, options, of_all[:count], spread, seed, repeats)
+            for spread, of_all in new_tokens.items()
+            if lengths in (spread, "both")
+            for count in num_sequences
+        ]
+        title = f"Rollouts: {where}"
+        notes += describe_peer(repeats)
+    publish(
+        Document(
+            title=title,
+            environment=environment,
+            notes=tuple(notes),
+            grids=(_speed_grid(comparisons), *((_time_grid(comparisons),) if trace is not None else ())),
+            values={
+                "baseline": next(iter(comparisons[0].runs)),
+                "comparisons": [one.to_values() for one in comparisons],
+            },
+        ),
+        json_file,
+        write_docs,
+    )
 
 
-def _check_and_run(bench: RolloutBench, json_file: Path | None, write_docs: Path | None) -> None:
-    """Everything that can be known to be wrong is found before anything is measured."""
-    _check(bench)
-    options.check_output("--json", json_file)
-    options.check_output("--write-docs", write_docs)
-    _run(bench, json_file, write_docs)
+def _check_given(context: typer.Context, trace: Path | None) -> None:
+    """Raise ValueError for an option that would be ignored."""
+    for name in OF_PEER if trace is not None else OF_TRACE:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            if trace is not None:
+                raise ValueError(f"{option} has no meaning with --trace: it is for comparing srtrl with transformers")
+            raise ValueError(f"{option} needs --trace FILE, recorded rollouts")
 
 
-def _given(context: typer.Context) -> set[str]:
-    """Parameters that stand on the command line."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-
-
-def _check(bench: RolloutBench) -> None:
-    least, most = bench.prompt_tokens
-    if not 1 <= least <= most:
-        raise ValueError(f"--prompt-tokens: expected 1 <= LEAST <= MOST, found {least} {most}")
-    if bench.kv_memory_gib <= 0:
-        raise ValueError(f"--kv-memory-gib: expected a number above 0, found {bench.kv_memory_gib}")
-    if bench.precision is not None and not (0 < bench.precision < 1 and bench.repeats >= 3):
+def _prompts_used(text: str | None, num_slots: int, num_prompts: int) -> list[int]:
+    """Prompts of the trace that are used at each number of slots."""
+    counts = (num_prompts,) if text is None else parse_counts("--prompts-used", text)
+    if len(counts) not in (1, num_slots):
         raise ValueError(
-            f"--precision: expected a share like 0.02 and --repeats of at least 3, found {bench.precision:g} and "
-            f"{bench.repeats}"
+            f"--prompts-used: expected one number, or {num_slots}, one for each of --slots; found {len(counts)}"
         )
-    if bench.max_minutes is not None and (bench.precision is None or bench.max_minutes <= 0):
-        raise ValueError(f"--max-minutes: expected a number above 0, beside --precision; found {bench.max_minutes:g}")
-    if bench.mode == "peers" and len(bench.slots) > 1:
-        raise ValueError(f"--slots: one number here, found {len(bench.slots)}; several are for --drafters")
+    if max(counts) > num_prompts:
+        raise ValueError(f"--prompts-used: {max(counts)}, but the trace has {num_prompts} prompts")
+    return [counts[0]] * num_slots if len(counts) == 1 else list(counts)
 
 
-def _run(bench: RolloutBench, json_file: Path | None, write_docs: Path | None) -> None:
-    from srtrl.bench.rollout_run import measure
-    from srtrl.bench.tables import print_document, put_section
-    from srtrl.metrics import write_atomic
+def _choose_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device: cuda, but torch sees no CUDA device here; use cpu or auto")
+    return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
-    document = measure(bench)
-    print_document(document)
-    if json_file is not None:
-        write_atomic(json_file, document.to_json())
-    if write_docs is not None:
-        put_section(write_docs, document.to_markdown())
+
+# --- Drafters on a trace ----------------------------------------------------------------------------------------------
+
+
+def _compare_drafters(
+    policy: Transformer,
+    options: EngineOptions,
+    trace: Trace,
+    num_slots: int,
+    makers: Mapping[str, Callable[[], DrafterBase]],
+    repeats: int,
+) -> Comparison:
+    """All drafters on one trace, their engines side by side step by step."""
+    num_slots = num_slots or len(trace.requests)
+    engines = {name: make_engine(policy, options, trace.requests, num_slots) for name in makers}
+    runs: dict[str, list[RunTime]] = {name: [] for name in makers}
+    for turn in range(repeats + 1):
+        names = list(makers)[:: 1 if turn % 2 == 0 else -1]
+        for name in names:
+            prepare(engines[name], makers[name](), trace)
+        taken = take_turns([EngineRun(engines[name], trace.requests) for name in names])
+        for name, (run, completions) in zip(names, taken, strict=True):
+            check_completions(completions, trace, name)
+            tell(f"{num_slots} slots, {name}, {f'run {turn} of {repeats}' if turn else 'warm-up'}: {run.seconds:.3f} s")
+            if turn:
+                runs[name].append(run)
+    num_tokens = sum(request.sampling.max_new_tokens for request in trace.requests)
+    labels = {"slots": str(num_slots), "sequences": str(len(trace.requests))}
+    return Comparison(labels=labels, num_tokens=num_tokens, runs=runs)
+
+
+def _describe_model(policy: Transformer) -> str:
+    config = policy.config
+    millions = sum(parameter.numel() for parameter in policy.parameters()) / 1e6
+    return (
+        f"Model: {millions:,.1f} million parameters ({config.num_hidden_layers} layers of width {config.hidden_size}, "
+        f"vocabulary {config.vocab_size:,})."
+    )
+
+
+def _describe_trace(
+    trace: Path, note: str | None, max_tokens: int | None, repeats: int, curve: StatedCost | None
+) -> list[str]:
+    """How it was measured and what the columns mean, in sentences."""
+    cut = f", each cut to {max_tokens} tokens" if max_tokens else ""
+    notes = [
+        f"The engine takes the recorded tokens of `{trace.name}`{cut}, in place of those that it samples; each run was "
+        f"checked to give exactly these.{f' What the trace is: {note}.' if note else ''}",
+        f"All drafters decode side by side: the one with the fewest tokens takes the next step. A warm-up, then "
+        f"{repeats} runs of each with a new drafter; the engines live on, as in training. Seconds are medians, ratios "
+        "medians over pairs of runs with a 95% interval (from the lowest pair to the highest, where there are few).",
+    ]
+    if curve is not None:
+        notes.append(
+            "Seconds are priced, not measured: each decode step costs what this curve states for its rows. "
+            f"{curve.note}. All else costs nothing in it; the shares of time below are measured."
+        )
+    return notes
+
+
+def _speed_grid(comparisons: Sequence[Comparison]) -> Grid:
+    """Seconds, and what a decode step took and brought."""
+    rows, first = [], next(iter(comparisons[0].runs))
+    for one in comparisons:
+        for name in one.runs:
+            median = statistics.median(one.seconds(name))
+            rows.append(
+                (
+                    *one.labels.values(),
+                    name,
+                    f"{median:.3f}",
+                    _cell(1000 * median / one.mean(name, "engine/decode_steps")),
+                    f"{1000 * median / one.num_tokens:.3f}",
+                    _cell(one.mean(name, "engine/tokens_per_decode_step")),
+                    _cell(one.mean(name, "engine/verified_per_decode_step")),
+                    "" if name == first else str(one.ratio(name, to=first)),
+                )
+            )
+    columns = ("seconds", "ms/step", "ms/token", "tokens/step", "verified/step", f"against {first}")
+    return Grid(columns=(*comparisons[0].labels, "", *columns), rows=tuple(rows))
+
+
+def _time_grid(comparisons: Sequence[Comparison]) -> Grid:
+    """Shares of the time by part of a decode step, and how far drafts were accepted."""
+    rows = []
+    for one in comparisons:
+        for name in one.runs:
+            seconds = [one.mean(name, f"engine/{part}_seconds") for part in PARTS]
+            depths = [one.mean(name, f"engine/acceptance_depth_{depth}") for depth in DEPTHS]
+            rows.append(
+                (
+                    *one.labels.values(),
+                    name,
+                    *(f"{part / sum(seconds):.1%}" for part in seconds),
+                    *map(_cell, depths),
+                )
+            )
+    accepted = (f"accepted at depth {depth}" for depth in DEPTHS)
+    return Grid(
+        caption="Where the time goes, and how far drafts were accepted",
+        columns=(*comparisons[0].labels, "", *PARTS, *accepted),
+        rows=tuple(rows),
+    )
+
+
+def _cell(value: float) -> str:
+    return "-" if np.isnan(value) else f"{value:.2f}"

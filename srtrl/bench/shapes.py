@@ -9,99 +9,52 @@ from srtrl.model.hf_config import config_from_hf
 from srtrl.model.weights import init_model, save_model
 from srtrl.resolve import suggestion
 
-_QWEN = {"vocab_size": 151936, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True}
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {  # the policy of recipes/warm_start_tiny.yaml
-        "model_type": "llama",
-        "vocab_size": 320,
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-    },
-    "small": {  # MiniMind2-Small: 26 million parameters
-        "model_type": "llama",
-        "vocab_size": 6400,
-        "hidden_size": 512,
-        "intermediate_size": 1408,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
+def _shape(family: str, vocab: int, width: int, mlp: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Any:
+    """Fields of a Hugging Face config; `more` replaces those that most have in common."""
+    return {
+        "model_type": family,
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_act": "silu",
         "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-5,
+        "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
         "tie_word_embeddings": True,
-    },
-    "llama-3.2-1b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 32.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "tie_word_embeddings": True,
-    },
-    "qwen2.5-0.5b": _QWEN
-    | {
-        "model_type": "qwen2",
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32768,
-    },
-    "qwen2.5-1.5b": _QWEN
-    | {
-        "model_type": "qwen2",
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 131072,
-    },
-    "qwen3-4b": _QWEN
-    | {
-        "model_type": "qwen3",
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-    },
-    "qwen3-8b": _QWEN
-    | {
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+_LLAMA_3 = {
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
     },
 }
-"""Fields of a Hugging Face config, by name; those of published models are from their `config.json`."""
+_QWEN_3 = {"head_dim": 128, "max_position_embeddings": 40960}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    # The policy of recipes/warm_start_tiny.yaml.
+    "tiny": _shape("llama", 320, 128, 384, 4, 4, 2, max_position_embeddings=4096, rope_theta=1e4),
+    # MiniMind2-Small: 26 million parameters.
+    "small": _shape("llama", 6400, 512, 1408, 8, 8, 2, rms_norm_eps=1e-5),
+    "llama-3.2-1b": _shape("llama", 128256, 2048, 8192, 16, 32, 8, **_LLAMA_3),
+    "qwen2.5-0.5b": _shape("qwen2", 151936, 896, 4864, 24, 14, 2),
+    "qwen2.5-1.5b": _shape("qwen2", 151936, 1536, 8960, 28, 12, 2, max_position_embeddings=131072),
+    "qwen3-4b": _shape("qwen3", 151936, 2560, 9728, 36, 32, 8, **_QWEN_3),
+    "qwen3-8b": _shape("qwen3", 151936, 4096, 12288, 36, 32, 8, tie_word_embeddings=False, **_QWEN_3),
+}
+"""By name; the fields of published models are from their `config.json`."""
 
 
 def write_random_model(shape: str, folder: Path, dtype: torch.dtype) -> Path:
@@ -114,6 +67,5 @@ def write_random_model(shape: str, folder: Path, dtype: torch.dtype) -> Path:
         raise ValueError(
             f"--model-shape: no shape {shape!r}{suggestion(shape, SHAPES) or ';'} known: {', '.join(SHAPES)}"
         )
-    config = config_from_hf(SHAPES[shape] | {"hidden_act": "silu"}, shape)
-    save_model(init_model(config, 0, dtype, "cpu"), folder)
+    save_model(init_model(config_from_hf(SHAPES[shape], shape), 0, dtype, "cpu"), folder)
     return folder

@@ -125,7 +125,7 @@ def random_prompts(
 SAMPLES_OF_A_PROMPT = 16
 NUM_WORDINGS = 3
 """Of each generated prompt: its samples go along one of them and change at random places."""
-CHANGE, NEW_TOKEN = 0.15, 0.08
+CHANGE, NEW_TOKEN = 0.08, 0.04
 """Chances, at each token of a generated sample, that the wording changes and that nothing before has this token."""
 
 
