@@ -1,11 +1,11 @@
 """Drafters driven by hand: requests, and a step that proposes, checks and observes as the engine does."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from srtrl.drafters.base import DrafterBase
-from srtrl.drafters.draft_tree import ROOT, DraftTree
+from srtrl.drafters.base import DrafterBase, end_to_end
+from srtrl.drafters.draft_tree import ROOT, DraftTree, check_trees
 from srtrl.types import Completion, Purpose, Request, SamplingParams
 
 VOCAB = 1000
@@ -38,15 +38,17 @@ def completion(request: Request, tokens: Sequence[int]) -> Completion:
     )
 
 
-def propose(drafter: DrafterBase, sequence_ids: Sequence[int], max_nodes: int | Sequence[int] = 8) -> list[DraftTree]:
+def start(drafter: DrafterBase, requests: Mapping[int, Request]) -> None:
+    drafter.start(np.array(list(requests), np.int64), list(requests.values()))
+
+
+def propose(drafter: DrafterBase, slots: Sequence[int], max_nodes: int | Sequence[int] = 8) -> list[DraftTree]:
     """Draft, and check what the engine relies on."""
-    most = [max_nodes] * len(sequence_ids) if isinstance(max_nodes, int) else list(max_nodes)
-    trees = drafter.propose(sequence_ids, most)
-    assert len(trees) == len(sequence_ids)
-    assert len(trees.token_ids) == len(trees.parents) == len(trees.scores) == trees.offsets[-1]
-    for tree, at_most in zip(trees, most, strict=True):
+    most = np.array([max_nodes] * len(slots) if isinstance(max_nodes, int) else max_nodes, np.int64)
+    trees = drafter.propose(np.array(slots, np.int64), most)
+    check_trees(trees, most, VOCAB, "the drafter")
+    for tree in trees:
         tree.check(VOCAB)
-        assert tree.num_nodes <= at_most
         scores = tree.scores.tolist()
         assert scores == sorted(scores, reverse=True)
         above = [1.0 if parent == ROOT else scores[parent] for parent in tree.parents]
@@ -54,43 +56,44 @@ def propose(drafter: DrafterBase, sequence_ids: Sequence[int], max_nodes: int | 
     return list(trees)
 
 
-def decode(drafter: DrafterBase, sequence_id: int, tokens: Sequence[int], *, max_nodes: int = 8) -> list[int]:
-    """Decode a live sample to the given tokens by drafts and verification; returns the accepted tokens of each step."""
-    accepted = []
-    done = 0
+def observe(drafter: DrafterBase, tokens: Mapping[int, Sequence[int]]) -> None:
+    drafter.observe(np.array(list(tokens), np.int64), *end_to_end(list(tokens.values())))
+
+
+def decode(drafter: DrafterBase, slot: int, tokens: Sequence[int], *, max_nodes: int = 8) -> int:
+    """Decode a live sample to the given tokens by drafts and verification; returns the number of accepted tokens."""
+    num_accepted = done = 0
     while done < len(tokens):
-        (tree,) = propose(drafter, [sequence_id], max_nodes)
-        path = walk(tree, tokens[done:])
-        emitted = tokens[done : done + len(path) + 1]
-        drafter.observe([sequence_id], [list(emitted)])
-        accepted.append(len(emitted) - 1)
+        (tree,) = propose(drafter, [slot], max_nodes)
+        emitted = tokens[done : done + num_agreeing(tree, tokens[done:]) + 1]
+        observe(drafter, {slot: emitted})
+        num_accepted += len(emitted) - 1
         done += len(emitted)
-    return accepted
+    return num_accepted
 
 
-def walk(tree: DraftTree, tokens: Sequence[int]) -> list[int]:
-    """Nodes of the tree that carry the tokens, from the root on, as far as they go."""
-    path: list[int] = []
+def num_agreeing(tree: DraftTree, tokens: Sequence[int]) -> int:
+    """How many of the tokens the tree carries, from the root on."""
     children = {
         (int(parent), int(token)): node
         for node, (parent, token) in enumerate(zip(tree.parents, tree.token_ids, strict=True))
     }
-    for token in tokens:
-        node = children.get((path[-1] if path else ROOT, token))
-        if node is None:
-            break
-        path.append(node)
-    return path
+    node = ROOT
+    for depth, token in enumerate(tokens):
+        if (node, token) not in children:
+            return depth
+        node = children[node, token]
+    return len(tokens)
 
 
-def run(drafter: DrafterBase, sequence_id: int, request: Request, tokens: Sequence[int]) -> list[int]:
-    """A whole sample, from start to finish."""
+def run(drafter: DrafterBase, request: Request, tokens: Sequence[int], *, slot: int = 0) -> int:
+    """A whole sample, from start to finish; returns the number of accepted tokens."""
     if not request.is_run_ahead:
         drafter.expected_tokens(request)
-    drafter.start(sequence_id, request)
-    accepted = decode(drafter, sequence_id, tokens)
-    drafter.finish(sequence_id, None if request.is_run_ahead else completion(request, tokens))
-    return accepted
+    start(drafter, {slot: request})
+    num_accepted = decode(drafter, slot, tokens)
+    drafter.finish([slot], [None if request.is_run_ahead else completion(request, tokens)])
+    return num_accepted
 
 
 def chain_of(tree: DraftTree) -> list[int]:

@@ -24,7 +24,7 @@ from srtrl.bench.replay_loop import (
 )
 from srtrl.bench.replay_run import ReplayRow, make_row
 from srtrl.cli import app
-from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.recipe_base import Section
@@ -53,6 +53,7 @@ class Repeater(DrafterBase):
     """Drafts the last token again and again, with scores 1/2, 1/4, ..., and keeps a log of its calls."""
 
     Options = RepeatOptions
+    uses_run_aheads = True
 
     def __init__(self, options: Section | None = None) -> None:
         super().__init__(options)
@@ -62,28 +63,31 @@ class Repeater(DrafterBase):
         self.names: dict[int, str] = {}
         self.last: dict[int, int] = {}
 
-    def start(self, sequence_id: int, request: Request) -> None:
-        assert sequence_id not in self.names
-        self.names[sequence_id] = f"{request.prompt_id}{request.sample_index}"
-        self.log.append(("start", self.names[sequence_id]))
+    def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
+        for slot, request in zip(slots.tolist(), requests, strict=True):
+            assert slot not in self.names
+            self.names[slot] = f"{request.prompt_id}{request.sample_index}" + "*" * request.is_run_ahead
+            self.log.append(("start", self.names[slot]))
 
-    def propose(self, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:
-        self.log.append(("propose", *(self.names[i] for i in sequence_ids)))
-        sizes = [min(most, self.num_repeats) for most in max_nodes]
+    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+        self.log.append(("propose", *(self.names[slot] for slot in slots.tolist())))
+        sizes = np.minimum(max_nodes, self.num_repeats).tolist()
         return DraftTrees.of(
-            tree_of([self.last[i]] * size, range(-1, size - 1), [0.5 ** (d + 1) for d in range(size)])
-            for i, size in zip(sequence_ids, sizes, strict=True)
+            tree_of([self.last[slot]] * size, range(-1, size - 1), [0.5 ** (d + 1) for d in range(size)])
+            for slot, size in zip(slots.tolist(), sizes, strict=True)
         )
 
-    def observe(self, sequence_ids: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
-        for i, tokens in zip(sequence_ids, token_ids, strict=True):
-            self.last[i] = tokens[-1]
-            self.log.append(("observe", self.names[i], *tokens))
+    def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
+        for row, slot in enumerate(slots.tolist()):
+            tokens = token_ids[offsets[row] : offsets[row + 1]].tolist()
+            self.last[slot] = tokens[-1]
+            self.log.append(("observe", self.names[slot], *tokens))
 
-    def finish(self, sequence_id: int, completion: Completion | None) -> None:
-        assert completion is not None
-        assert len(completion.rollout_logprobs) == len(completion.token_ids)
-        self.log.append(("finish", self.names[sequence_id], *completion.token_ids))
+    def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
+        for slot, completion in zip(slots, completions, strict=True):
+            name = self.names.pop(slot)
+            assert (completion is None) == name.endswith("*"), "run-aheads complete nothing"
+            self.log.append(("finish", name, *(completion.token_ids if completion else ())))
 
     def on_policy_update(self) -> None:
         self.log.append(("update",))
@@ -269,7 +273,7 @@ def test_slots_are_given_breadth_first_or_depth_first() -> None:
     breadth, depth = Repeater(), Repeater()
     assert replay(recording, breadth, slots=2, order="breadth", max_nodes=0).num_steps == 4
     assert replay(recording, depth, slots=2, order="depth", max_nodes=0).num_steps == 5
-    assert breadth.log[:4] == [("start", name) for name in ("a0", "b0", "a1", "b1")], "those that wait are known"
+    assert [entry[1] for entry in breadth.log if entry[0] == "start"] == ["a0", "b0", "a1", "b1"]
     proposals = [entry[1:] for entry in breadth.log if entry[0] == "propose"]
     assert proposals == [("a0", "b0"), ("b0", "a1"), ("b0", "b1"), ("b0",)]
     proposals = [entry[1:] for entry in depth.log if entry[0] == "propose"]
@@ -293,13 +297,83 @@ def test_the_baseline_is_what_no_drafter_takes(lengths: list[list[int]], slots: 
     assert counts.num_steps == count_steps([n - 1 for group in lengths for n in group], slots)
 
 
-def test_a_drafter_that_exceeds_its_budget_is_a_bug() -> None:
+def test_a_drafter_that_breaks_its_promises_is_named() -> None:
     class Greedy(Repeater):
-        def propose(self, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:
-            return super().propose(sequence_ids, [most + 1 for most in max_nodes])
+        def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+            return super().propose(slots, max_nodes + 1)
 
-    with pytest.raises(AssertionError, match="more nodes than were asked for"):
+    with pytest.raises(ValueError, match=r"Greedy proposed .*: tree 0 has 2 nodes, expected 0 to 1"):
         replay(recording_of({"a": [[1, 1]]}), Greedy(), max_nodes=1)
+
+
+# --- Run-aheads -------------------------------------------------------------------------------------------------------
+
+
+def calls(drafter: Repeater, *names: str) -> list[tuple[object, ...]]:
+    return [entry for entry in drafter.log if entry[0] in names]
+
+
+STEPS: Sequence[dict[str, list[list[int]]]] = (
+    {"a": [[9, 9], [1, 2, 3, 4, 5]]},
+    {"b": [[1, 2, 3, 4], [3, 4]], "c": [[7], [8, 8]]},
+)
+"""Half of each prompt's samples are earlier ones."""
+
+
+def test_idle_slots_decode_the_next_steps_earlier_samples_until_the_last_sample_ends() -> None:
+    drafter = Repeater()
+    counts = replay(recording_of(*STEPS), drafter, history=0.5, history_as="run-ahead", slots=3)
+    assert drafter.log[: drafter.log.index(("update",))] == [
+        ("start", "a1"),
+        ("observe", "a1", 1),
+        ("start", "b0*"),
+        ("start", "c0*"),
+        ("observe", "b0*", 1),
+        ("observe", "c0*", 7),
+        ("finish", "c0*"),
+        ("propose", "a1"),
+        ("observe", "a1", 2),
+        ("observe", "b0*", 2),
+        ("propose", "a1"),
+        ("observe", "a1", 3),
+        ("observe", "b0*", 3),
+        ("propose", "a1"),
+        ("observe", "a1", 4),
+        ("observe", "b0*", 4),
+        ("finish", "b0*"),
+        ("propose", "a1"),
+        ("observe", "a1", 5),
+        ("finish", "a1", 1, 2, 3, 4, 5),
+    ]
+    assert [entry[1] for entry in calls(drafter, "finish")] == ["c0*", "b0*", "a1", "b1", "c1"]
+    assert (counts.num_run_ahead_tokens, counts.num_history_samples, counts.num_samples) == (5, 0, 3)
+    assert counts.num_observed_tokens == 5 + 5 + 2 + 2
+
+
+def test_a_run_ahead_that_is_not_done_ends_with_the_step_and_waiting_samples_come_first() -> None:
+    steps = ({"a": [[9], [1, 2, 3], [1, 2, 3]]}, {"b": [[1, 2, 3, 4, 5], [6]]})
+    drafter = Repeater()
+    counts = replay(recording_of(*steps), drafter, history=0.5, history_as="run-ahead", slots=1)
+    assert counts.num_run_ahead_tokens == 0, "the only slot was never idle"
+    drafter = Repeater()
+    counts = replay(recording_of(*steps), drafter, history=0.5, history_as="run-ahead", slots=3)
+    assert [entry for entry in calls(drafter, "observe", "finish") if entry[1] == "b0*"] == [
+        ("observe", "b0*", 1),
+        ("observe", "b0*", 2),
+        ("finish", "b0*"),
+    ]
+    assert counts.num_run_ahead_tokens == 2
+
+
+@pytest.mark.parametrize("history_as", ["complete", "run-ahead", "none"])
+def test_whatever_is_known_of_the_history_the_same_samples_are_decoded(history_as: str) -> None:
+    drafter = Repeater()
+    counts = replay(recording_of(*STEPS), drafter, history=0.5, history_as=history_as, slots=2)
+    proposed = {name for entry in calls(drafter, "propose") for name in entry[1:]}
+    assert proposed == {"a1", "b1", "c1"}
+    assert counts.num_tokens == 4 + 1 + 1
+    complete = [entry[1] for entry in calls(drafter, "finish") if str(entry[1]).endswith("0")]
+    assert complete == (["a0", "b0", "c0"] if history_as == "complete" else [])
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
@@ -557,6 +631,39 @@ def test_mistakes_are_named_and_exit_with_2(rows_file: Path, arguments: tuple[st
 def test_a_file_given_twice_is_refused(rows_file: Path) -> None:
     result = run(rows_file, rows_file, "--drafter", "none")
     assert (result.exit_code, result.stderr) == (2, f"error: {rows_file}: given twice\n")
+
+
+def test_the_command_counts_run_ahead_and_makes_steps_of_prompts(tmp_path: Path) -> None:
+    """With idle slots the default drafter knows the next prompt's text beforehand."""
+    text = list(range(10, 40))
+    rows = [
+        {"prompt_token_ids": [1], "samples": [{"token_ids": text}, {"token_ids": list(range(50, 90))}]},
+        {"prompt_token_ids": [2], "samples": [{"token_ids": text}, {"token_ids": text}]},
+    ]
+    path = write_rows(tmp_path / "rows.jsonl", *rows)
+    settings = ("--history", 0.5, "--slots", 2, "--step-prompts", 1, "--json")
+    found = {}
+    for history_as in ("complete", "run-ahead", "none"):
+        result = run(path, *settings, "--history-as", history_as)
+        assert result.exit_code == 0, result.stderr
+        found[history_as] = json.loads(result.stdout)
+        assert (found[history_as]["history_as"], found[history_as]["num_samples"]) == (history_as, 2)
+    assert [one["num_run_ahead_tokens"] for one in found.values()] == [0, 30, 0]
+    steps = [one["steps"] for one in found.values()]
+    # A completed rollout also tells other prompts of its phrases; a run-ahead speaks to its own prompt alone.
+    assert steps[0] <= steps[1] < steps[2] == found["none"]["steps_without_drafts"]
+
+
+def test_run_ahead_needs_slots_steps_and_a_drafter_that_heeds_it(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", {"prompt_token_ids": [1], "samples": [{"token_ids": [1, 2]}] * 2})
+    for arguments, error in (
+        ((), "--history-as: run-ahead needs --slots"),
+        (("--slots", 2), "one training step, and nothing to run ahead for; give --step-prompts"),
+        (("--slots", 2, "--drafter", "suffix"), "--history-as: run-ahead, but the drafter suffix does not draft from"),
+    ):
+        result = run(path, "--history", 0.5, "--history-as", "run-ahead", *arguments)
+        assert result.exit_code == 2
+        assert error in result.stderr
 
 
 def test_the_shared_rollouts_without_a_drafter(shared_data: Path) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trie_reference import ReferenceTrie
 
+from srtrl.drafters.base import end_to_end
 from srtrl.drafters.draft_tree import DraftTree
 from srtrl.drafters.shared_ngrams import NO_TABLE, SharedNgrams, Table
 from srtrl.drafters.suffix_automaton import MATCH, MAX_COUNTED, START_TOKEN, TokenTrie, TrieCursors, insert_texts
@@ -41,9 +42,7 @@ class Player:
             self.extend({slot: [START_TOKEN]})
 
     def extend(self, tokens: dict[int, Sequence[int]]) -> None:
-        offsets = np.cumsum([0, *map(len, tokens.values())])
-        flat = np.array([token for ids in tokens.values() for token in ids], np.int32)
-        self.cursors.extend(np.array(list(tokens)), flat, offsets)
+        self.cursors.extend(np.array(list(tokens), np.int64), *end_to_end(list(tokens.values())))
 
     def propose(
         self, max_nodes: Sequence[int], rule: Rule = BLEND, min_score: float = 0.01, shared: Table = NO_TABLE

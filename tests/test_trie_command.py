@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from srtrl.cli import app
-from srtrl.drafters.token_trie import DraftRule
 from srtrl.recipe_file import load_recipe
 from srtrl.report.prompt_history import PastRollout, PromptHistory
 from srtrl.report.trie_picture import draw_trie
-from srtrl.report.trie_view import Branch, one_line, rule_of, text_decoder, view_trie
+from srtrl.report.trie_view import Branch, min_score_of, one_line, text_decoder, view_trie
 from srtrl.trainer.warm_start import train_tokenizer
 
 RECIPE = """\
@@ -190,9 +189,7 @@ def test_branches_count_what_a_plain_count_finds(
 ) -> None:
     earlier = [[*text, 9] for text in earlier]  # the end token
     later = [*later, 9]
-    view = view_trie(
-        history_of(earlier, later), DraftRule(min_score=0.01), num_branches=num_branches, max_depth=max_depth
-    )
+    view = view_trie(history_of(earlier, later), min_score=0.01, num_branches=num_branches, max_depth=max_depth)
     branches = list(walk(view.root, []))
     known = [(path, branch) for path, branch in branches if branch.count]
     assert len(known) <= num_branches
@@ -213,7 +210,7 @@ def test_branches_count_what_a_plain_count_finds(
 @settings(max_examples=40, deadline=None)
 @given(earlier=st.lists(texts, max_size=6), later=texts)
 def test_the_replay_gives_the_rollout(earlier: list[list[int]], later: list[int]) -> None:
-    view = view_trie(history_of(earlier, later), DraftRule(min_score=0.01), num_branches=4, max_depth=9)
+    view = view_trie(history_of(earlier, later), min_score=0.01, num_branches=4, max_depth=9)
     assert [token for step in view.steps for token in step.token_ids] == later
     for step in view.steps:
         assert 1 <= len(step.token_ids) <= step.num_drafted + 1
@@ -222,18 +219,18 @@ def test_the_replay_gives_the_rollout(earlier: list[list[int]], later: list[int]
 
 def test_a_known_rollout_takes_few_steps() -> None:
     text = list(range(100, 150))
-    view = view_trie(history_of([text] * 4, text), DraftRule(min_score=0.01), num_branches=4, max_depth=60)
+    view = view_trie(history_of([text] * 4, text), min_score=0.01, num_branches=4, max_depth=60)
     assert len(view.steps) <= 4
     (only,) = view.root.children
     assert (only.token_ids, only.count, only.is_taken, only.children) == (text, 4, True, [])
-    unknown = view_trie(history_of([], text), DraftRule(min_score=0.01), num_branches=4, max_depth=60)
+    unknown = view_trie(history_of([], text), min_score=0.01, num_branches=4, max_depth=60)
     assert len(unknown.steps) == 50
 
 
 def test_a_picture_ends_at_the_width_of_a_page_and_counts_what_it_leaves_out() -> None:
     way = list(range(100, 160))
     earlier = [[*way[:length], 7, 9] for length in range(60)]  # one leaves the way at each token
-    view = view_trie(history_of(earlier, way), DraftRule(min_score=0.01), num_branches=200, max_depth=99)
+    view = view_trie(history_of(earlier, way), min_score=0.01, num_branches=200, max_depth=99)
     svg = draw_trie(view, text_decoder(None)).svg
     root = ElementTree.fromstring(svg)
     assert float(root.attrib["width"]) < 1300
@@ -253,9 +250,9 @@ def test_labels_stay_on_one_line() -> None:
     assert one_line("0123456789", 9) == "01234…789"
 
 
-def test_the_rule_is_that_of_the_run(run: Path) -> None:
+def test_the_smallest_score_is_that_of_the_run(run: Path) -> None:
     recipe = load_recipe(run / "recipe.yaml")
-    assert rule_of(recipe) == DraftRule(name="blend", min_score=0.01)
-    options = {"drafter": "srt", "drafter_options": {"rule": "authors"}}
+    assert min_score_of(recipe) == 0.01
+    options = {"drafter": "srt", "drafter_options": {"min_score": 0.1}}
     changed = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=options)})
-    assert rule_of(changed) == DraftRule(name="authors", min_score=0.1)
+    assert min_score_of(changed) == 0.1

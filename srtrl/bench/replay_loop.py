@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.base import DrafterBase
-from srtrl.drafters.draft_tree import ROOT, DraftTrees
+from srtrl.drafters.draft_tree import ROOT, DraftTrees, check_trees
 from srtrl.rollout.recorded import RecordedPrompt, Recording, Tokens
 from srtrl.types import Completion, Request, SamplingParams
 
@@ -27,6 +27,8 @@ HistoryAs = Literal["complete", "run-ahead", "none"]
 
 LOOK_AHEAD_PROMPTS = 1024
 """How many coming prompts a drafter is told of."""
+MAX_VOCAB_SIZE = 1 << 31
+"""Recordings do not say how many tokens there are."""
 WARM_UP_SAMPLES = 4
 WARM_UP_TOKENS = 64
 
@@ -220,8 +222,8 @@ class Replay:
         self._drafter.min_score = self._settings.min_score or 0.0
         with self._clock("draft_seconds"):
             trees = self._drafter.propose(slots, max_nodes)
-        assert len(trees) == len(live), f"{len(trees)} draft trees for {len(live)} sequences"
-        assert (trees.sizes <= self._settings.max_nodes).all(), "a draft tree with more nodes than were asked for"
+        who = f"the drafter {type(self._drafter).__module__}.{type(self._drafter).__qualname__}"
+        check_trees(trees, max_nodes, MAX_VOCAB_SIZE, who)
         if self._settings.min_score is not None:
             trees = above(trees, self._settings.min_score)
         positions = np.array([sample.first + sample.num_committed for sample in live])

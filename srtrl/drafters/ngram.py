@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, run_warm_up
+from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, end_to_end, run_warm_up
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.recipe_base import Section
 from srtrl.types import Completion, Request
@@ -66,11 +66,10 @@ class Drafter(DrafterBase):
 
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
         """Index the prompts."""
-        prompts = [np.array(request.prompt_token_ids, np.int32) for request in requests]
-        self._resize(int(slots.max(initial=-1)) + 1, max(map(len, prompts), default=0))
+        self._resize(int(slots.max(initial=-1)) + 1, 0)
         self._lengths[slots] = 0
         self._tables[slots] = EMPTY
-        self.observe(slots, np.concatenate(prompts), np.cumsum([0, *map(len, prompts)]))
+        self.observe(slots, *end_to_end([request.prompt_token_ids for request in requests]))
 
     def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
         """Return a chain for each slot whose ending has occurred before."""

@@ -50,7 +50,7 @@ def _row_of(table: Table, first: int, second: int) -> tuple[int, int]:
     code = (code ^ (code >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
     code = (code ^ (code >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
     code ^= code >> np.uint64(32)
-    return np.int64(code % np.uint64(len(table))), np.int64(code >> np.uint64(33)) | 1
+    return int(np.int64(code % np.uint64(len(table)))), int(np.int64(code >> np.uint64(33))) | 1
 
 
 @numba.njit(cache=True, nogil=True, forceinline=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, run_warm_up
+from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, end_to_end, run_warm_up
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.prompt_tries import key_of, newest
 from srtrl.drafters.rollout_cache import ROLLOUT_BYTES, TOKEN_BYTES, RolloutCache, RolloutCaches
@@ -65,8 +65,7 @@ class Drafter(DrafterBase):
         self._in_global.extend(slots, *starts)
         self._in_own.start(slots, [TokenTrie() for _ in requests], inserts=True)
         self._in_own.extend(slots, *starts)
-        prompts = [np.array(request.prompt_token_ids, np.int32) for request in requests]
-        self._in_own.extend(slots, np.concatenate(prompts), np.cumsum([0, *map(len, prompts)]))
+        self._in_own.extend(slots, *end_to_end([request.prompt_token_ids for request in requests]))
 
     def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
         """Draft from both tries, and take for each slot the draft with the larger sum of scores."""

@@ -113,7 +113,7 @@ def open_memory(address: int, size: int) -> Int32Array:
 @numba.njit(cache=True, nogil=True, forceinline=True)
 def num_edges(memory: Int32Array, state: int) -> int:
     """Number of distinct tokens that follow a state's strings."""
-    return memory[state + EDGES] >> CLASS_BITS
+    return int(memory[state + EDGES] >> CLASS_BITS)
 
 
 @numba.njit(cache=True, nogil=True, forceinline=True)
@@ -121,7 +121,7 @@ def edges_end(memory: Int32Array, state: int) -> int:
     """End of a state's edges, which begin at its `BLOCK`; those whose token is `EMPTY` are none."""
     size_class = memory[state + EDGES] & CLASS_MASK
     entries = memory[state + EDGES] >> CLASS_BITS if size_class <= LINEAR_CLASS else 1 << size_class
-    return memory[state + BLOCK] + EDGE * entries
+    return int(memory[state + BLOCK] + EDGE * entries)
 
 
 @numba.njit(cache=True, nogil=True, forceinline=True)
@@ -139,14 +139,14 @@ def find_edge(memory: Int32Array, state: int, token: int) -> int:
     if size_class <= LINEAR_CLASS:
         for edge in range(block, block + EDGE * (edges >> CLASS_BITS), EDGE):
             if memory[edge] == token:
-                return edge
+                return int(edge)
         return NONE
     mask = (1 << size_class) - 1
     entry = _home(token, size_class)
     while True:
         edge = block + EDGE * entry
         if memory[edge] == token:
-            return edge
+            return int(edge)
         if memory[edge] == EMPTY:
             return NONE
         entry = (entry + 1) & mask
@@ -157,7 +157,7 @@ def _is_full(memory: Int32Array, state: int) -> bool:
     """Whether one more edge needs a larger block; hash tables are filled to three quarters."""
     size_class = memory[state + EDGES] & CLASS_MASK
     limit = 1 << size_class if size_class <= LINEAR_CLASS else 3 << (size_class - 2)
-    return num_edges(memory, state) == limit
+    return bool(num_edges(memory, state) == limit)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -282,7 +282,7 @@ def _has_room(memory: Int32Array, state: int, token: int) -> bool:
         edge = find_edge(memory, state, token)
     if edge != NONE:  # its target may have to be cloned
         needed += EDGE << (memory[memory[edge + TARGET] + EDGES] & CLASS_MASK)
-    return memory[USED] + needed <= len(memory)
+    return bool(memory[USED] + needed <= len(memory))
 
 
 @numba.njit(cache=True, nogil=True)
@@ -322,7 +322,7 @@ def locate(memory: Int32Array, state: int, match: int) -> int:
     """State of the string of length `match` that was in `state`: it may have moved to a clone since."""
     while state != ROOT and memory[memory[state + LINK] + LENGTH] >= match:
         state = memory[state + LINK]
-    return state
+    return int(state)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -331,29 +331,28 @@ def _advance(memory: Int32Array, cursor: Int32Array, token_ids: Int32Array, begi
 
     `START_TOKEN` begins a new text.
     """
-    state, match = np.int64(cursor[STATE]), np.int64(cursor[MATCH])
+    state, match = int(cursor[STATE]), int(cursor[MATCH])
     done = begin
     while done < len(token_ids):
         token = token_ids[done]
         if token == START_TOKEN:
-            state = match = 0
-            state += ROOT
+            state, match = ROOT, 0
         if memory[NUM_TOKENS] >= memory[MAX_TOKENS]:
             cursor[INSERTS] = 0
         if cursor[INSERTS]:
             if not _has_room(memory, state, token):
                 break
-            state = np.int64(_insert_token(memory, state, token))
+            state = _insert_token(memory, state, token)
             match += 1
         else:
-            state = np.int64(locate(memory, state, match))
+            state = locate(memory, state, match)
             edge = find_edge(memory, state, token)
             while edge == NONE and state != ROOT:
-                state = np.int64(memory[state + LINK])
-                match = np.int64(memory[state + LENGTH])
+                state = int(memory[state + LINK])
+                match = int(memory[state + LENGTH])
                 edge = find_edge(memory, state, token)
             if edge != NONE:
-                state = np.int64(memory[edge + TARGET])
+                state = int(memory[edge + TARGET])
                 match += 1
         cursor[BEFORE_LAST], cursor[LAST] = cursor[LAST], token
         done += 1

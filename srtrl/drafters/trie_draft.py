@@ -416,5 +416,9 @@ class TrieDrafts:
             offsets,
         )
         end = int(offsets[-1])
-        token_ids, parents, scores = (array[:end].copy() for array in self._buffer)
-        return DraftTrees(token_ids=token_ids, parents=parents, scores=scores, offsets=offsets)
+        return DraftTrees(
+            token_ids=self._buffer.token_ids[:end].copy(),
+            parents=self._buffer.parents[:end].copy(),
+            scores=self._buffer.scores[:end].copy(),
+            offsets=offsets,
+        )
