@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 from kernel_cases import KERNEL_DEVICE
-from runner_cases import random_trees
+from runner_cases import batch_arrays, random_trees
 from torch import Tensor
 
 from srtrl.engine.rows import PrefillChunk, StepInputs, StepLayout, fill_inputs
@@ -57,24 +57,21 @@ def make_step(
     buffer = np.full(layout.num_elements, 123456789, np.int32)
     inputs = StepInputs.of(buffer, layout, rows_per_tile)
     inputs.split_keys[0] = split_keys
-    fill_inputs(
-        inputs,
-        np.arange(len(contexts)),
-        trees,
-        [
-            PrefillChunk(
-                token_ids=random.integers(61, size=count).astype(np.int32), start=start, page_ids=page_table[table]
-            )
-            for table, (start, count) in enumerate(chunks, len(contexts))
-        ],
+    batch = batch_arrays(
         token_ids=random.integers(61, size=(num_tables, max(lengths))).astype(np.int32),
         num_tokens=np.array(contexts, np.int64),
         num_prompt_tokens=np.ones(num_tables, np.int64),
         page_table=page_table,
         rng_keys=np.zeros(num_tables, np.uint64),
         temperatures=np.zeros(num_tables, np.float32),
-        page_size=page_size,
     )
+    prefill = [
+        PrefillChunk(
+            token_ids=random.integers(61, size=count).astype(np.int32), start=start, page_ids=page_table[table]
+        )
+        for table, (start, count) in enumerate(chunks, len(contexts))
+    ]
+    fill_inputs(inputs, batch, np.arange(len(contexts)), trees, prefill, page_size)
     tensors = {
         field.name: torch.from_numpy(getattr(inputs, field.name)).to(KERNEL_DEVICE) for field in fields(TreeRows)
     }

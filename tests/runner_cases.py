@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.engine.cuda_runner import CudaRunner, CudaStep
-from srtrl.engine.rows import Int64Array, PrefillChunk, StepInputs, StepSize, fill_inputs
+from srtrl.engine.rows import BatchArrays, Int64Array, PrefillChunk, StepInputs, StepSize, fill_inputs
 from srtrl.engine.runner import RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import row_logprobs_reference, sample_rows_reference
 from srtrl.model.attention import PackedPlan
@@ -86,6 +87,13 @@ def compute_by_reference(runner: CudaRunner) -> Callable[[CudaStep], None]:
     return compute
 
 
+def batch_arrays(**arrays: Any) -> BatchArrays:
+    """The arrays that the rows of a step are made from; zeros for those that `fill_inputs` does not read."""
+    num_slots = len(arrays["num_tokens"])
+    values = {name: np.zeros((num_slots, 1), np.int32) for name in BatchArrays._fields}
+    return BatchArrays(**(values | arrays))
+
+
 def random_trees(random: np.random.Generator, sizes: Sequence[int], vocab_size: int = 61) -> DraftTrees:
     """Trees of these sizes, any shape."""
     return DraftTrees.of(
@@ -125,19 +133,15 @@ class Samples:
         num_sampled = len(slots) + trees.num_nodes
         size = StepSize(rows_per_sequence=rows, num_sampled=num_sampled, max_keys=max_keys, page_size=PAGE_SIZE)
         inputs = self.runner.inputs_for(size)
-        fill_inputs(
-            inputs,
-            slots,
-            trees,
-            list(chunks),
+        batch = batch_arrays(
             token_ids=self.token_ids,
             num_tokens=self.num_tokens,
             num_prompt_tokens=self.num_prompt_tokens,
             page_table=self.page_table,
             rng_keys=self.rng_keys,
             temperatures=self.temperatures,
-            page_size=PAGE_SIZE,
         )
+        fill_inputs(inputs, batch, slots, trees, list(chunks), PAGE_SIZE)
         return inputs
 
     def step(
@@ -156,10 +160,10 @@ class Samples:
         """Part of a prompt."""
         return PrefillChunk(token_ids=self.token_ids[slot, start:end], start=start, page_ids=self.page_table[slot])
 
-    def prefill(self) -> None:
+    def prefill(self) -> SampledRows:
         """All prompts but for their last tokens, which are the roots of the first step."""
         ends = (self.num_tokens - 1).tolist()
-        self.step([], chunks=[self.chunk(slot, 0, end) for slot, end in enumerate(ends) if end])
+        return self.step([], chunks=[self.chunk(slot, 0, end) for slot, end in enumerate(ends) if end])
 
     def expected_logits(self, slots: Sequence[int], trees: DraftTrees) -> Tensor:
         """[rows, V]: of each root and node as the end of a sequence of its own."""
@@ -191,7 +195,7 @@ class Samples:
     ) -> tuple[Tensor, Tensor]:
         """Tokens (of `filtered` where given) and log-probs of `logits` [rows, V] by definition."""
         owners = np.repeat(np.array(slots), trees.sizes + 1)
-        depths = np.concatenate([[0, *tree.depths()] for tree in trees])
+        depths = np.concatenate([[len(path_to(tree, node)) for node in range(ROOT, tree.num_nodes)] for tree in trees])
         positions = self.num_tokens[owners] - self.num_prompt_tokens[owners] + depths
         temperatures = torch.from_numpy(self.temperatures[owners])
         keys = torch.from_numpy(self.rng_keys[owners].view(np.int64))

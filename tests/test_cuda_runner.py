@@ -190,7 +190,7 @@ def test_larger_steps_than_graphs_are_for_get_more_memory() -> None:
     runner = graphed_runner(max_draft_nodes=1)
     runner.allocate_pages(50)
     for _ in range(3):
-        assert runner.time_step(MAX_GRAPH_ROWS + 100, 9) > 0
+        assert runner.time_step(MAX_GRAPH_ROWS + 100, 9, 100) > 0
     assert len(runner._graphs) == 0
     samples = Samples(runner, runner.policy, PROMPTS)
     samples.prefill()
@@ -258,7 +258,7 @@ def test_timed_steps_are_chains_of_as_many_sequences() -> None:
     assert rows.positions[:12].tolist() == [19, 20, 21, 22] * 3
     assert int(rows.ancestors[3, 0]) == 0b111
     with pytest.raises(AssertionError):
-        runner.time_step(2, 1000)
+        runner.time_step(2, 1000, 1)
 
 
 @pytest.mark.gpu

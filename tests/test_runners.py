@@ -16,6 +16,7 @@ from runner_cases import (
 )
 
 from srtrl.drafters.draft_tree import DraftTrees
+from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.runner import RowFilters, Runner
 from srtrl.engine.sampling import filter_top_k_top_p
 from srtrl.model.transformer import Transformer
@@ -28,7 +29,13 @@ def by_kernels(policy: Transformer, decode_dtype: torch.dtype | None) -> Runner:
     return cuda_runner(policy, decode_dtype)
 
 
+def on_the_cpu(policy: Transformer, decode_dtype: torch.dtype | None) -> Runner:
+    """The CPU runner."""
+    return CpuRunner(policy.cpu(), page_size=PAGE_SIZE, max_draft_nodes=MAX_NODES, decode_dtype=decode_dtype)
+
+
 RUNNERS: dict[str, RunnerFactory] = {
+    "cpu": on_the_cpu,
     "interpreter" if KERNEL_DEVICE == "cpu" else "gpu": by_kernels,
 }
 
@@ -63,8 +70,7 @@ def test_rows_of_trees_and_chunks_are_sampled_as_the_model_says(
 
 def test_steps_of_prompts_alone_are_not_waited_for(make_runner: RunnerFactory, policy: Transformer) -> None:
     samples = Samples(make_runner(policy, None), policy, PROMPTS)
-    samples.prefill()
-    found = samples.runner.wait(0)
+    found = samples.prefill()
     assert len(found.token_ids) == len(found.logprobs) == 0
     samples.check(samples.step([0, 1, 2]), [0, 1, 2])
 
@@ -134,7 +140,7 @@ def test_steps_are_timed_up_to_the_edges_of_their_padding(make_runner: RunnerFac
     edges = runner.row_edges(20)
     assert edges == sorted(set(edges))
     assert edges[-1] >= 20
-    assert 0 < runner.time_step(edges[2], 9) < 60
+    assert 0 < runner.time_step(edges[2], 9, 1) < 60
     assert runner.was_prepared
 
 

@@ -95,6 +95,7 @@ class LayoutPlanner:
 
     def shape(self, size: StepSize) -> StepShape:
         """The bucket of a step."""
+        assert size.max_keys <= self.max_positions
         rows_per_sequence = size.rows_per_sequence
         num_sequences, num_real = len(rows_per_sequence), size.num_rows
         num_rows = padded_rows(num_real)

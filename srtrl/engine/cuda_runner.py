@@ -98,7 +98,7 @@ class _StepMemory:
         self.max_rows = max_rows
         self.max_elements = max_elements
         self.staging = _PinnedCopy(max_elements, model.device)
-        self.results = _PinnedCopy(2 * max_rows, model.device)
+        self.results = _PinnedCopy(2 * (max_rows + ALIGNMENT), model.device)
         self.hidden = torch.zeros(max_rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
         self.steps: dict[StepShape, CudaStep] = {}
 
@@ -112,8 +112,11 @@ class _StepMemory:
             name: self.staging.device[slices[name]].view(dtypes[dtype]).view(size)
             for name, (dtype, size) in layout.fields().items()
         }
-        results = self.results.host[: 2 * shape.num_sampled], self.results.device[: 2 * shape.num_sampled]
-        (host_tokens, host_logprobs), (tokens, logprobs) = (pair.view(2, shape.num_sampled) for pair in results)
+        width = -(-shape.num_sampled // ALIGNMENT) * ALIGNMENT  # log-probs, too, begin where kernels expect it
+        results = self.results.host[: 2 * width], self.results.device[: 2 * width]
+        (host_tokens, host_logprobs), (tokens, logprobs) = (
+            pair.view(2, width)[:, : shape.num_sampled] for pair in results
+        )
         step = self.steps[shape] = CudaStep(
             shape=shape,
             launch=AttentionLaunch(block_m=shape.block_m, num_splits=shape.num_splits),
