@@ -5,16 +5,16 @@ from collections.abc import Callable, Sequence
 import torch
 from engine_cases import options, tiny_policy
 from kernel_cases import KERNEL_DEVICE
-
-from srtrl.drafters.base import DrafterBase
 from srtrl.engine.buckets import StepShape
 from srtrl.engine.device_runner import DeviceRunner
 from srtrl.engine.device_step import StepTensors, write_logits
-from srtrl.engine.engine import Engine
 from srtrl.engine.graphs import EagerSteps
+from srtrl.model.device_plan import DevicePlan
+
+from srtrl.drafters.base import DrafterBase
+from srtrl.engine.engine import Engine
 from srtrl.engine.sampling import make_rng_key, row_logprobs_reference, sample_rows_reference
 from srtrl.engine.stopping import Tokenizer
-from srtrl.model.device_plan import DevicePlan
 from srtrl.model.transformer import Transformer
 from srtrl.types import Request, SamplingParams
 

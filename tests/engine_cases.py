@@ -121,9 +121,7 @@ class KnowingDrafter(DrafterBase):
     `accuracy` 1 drafts the truth on a branch that is not the first; 0 drafts nonsense; between, the truth for a while.
     """
 
-    def __init__(
-        self, truth: dict[tuple[int, int], Completion], *, accuracy: float, vocab_size: int = 61
-    ) -> None:
+    def __init__(self, truth: dict[tuple[int, int], Completion], *, accuracy: float, vocab_size: int = 61) -> None:
         super().__init__()
         self.truth = truth
         self.accuracy = accuracy

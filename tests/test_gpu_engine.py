@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import KnowingDrafter, decode, outputs
-
 from srtrl.engine.device_runner import DeviceRunner
-from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.graphs import CudaCapturer, GraphedSteps
+
+from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.sampling import make_rng_key
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
