@@ -89,7 +89,8 @@ class StepCost:
             return
         ratio = min(max(seconds / self._table[num_rows], 0.5), 2.0)
         self._scale *= ratio**0.05  # all steps: the machine is busy, contexts are long
-        bucket, value = self._bucket(num_rows), seconds / self._scale
+        bucket = self._bucket(num_rows)
+        value = ratio * self._table[num_rows] / self._scale  # bounded: one disturbed step must not spoil a bucket
         known = self._seconds[bucket]
         self._seconds[bucket] = value if np.isnan(known) else known + 0.1 * (value - known)
         self._num_records += 1
@@ -168,6 +169,8 @@ def choose_nodes(
     num_rows = len(trees) + num_other_rows
     most = min(trees.num_nodes, MAX_ROWS - num_rows)
     if most <= 0:
+        if not trees.num_nodes:
+            calibration.score_floor /= 2  # it may be the floor that leaves nothing
         return np.zeros(len(trees), np.int64)
     chances = np.empty(trees.num_nodes)
     _calibrate(trees.scores, trees.parents, trees.offsets, calibration.ratios, chances)
@@ -306,7 +309,7 @@ class DraftControl:
 
     def choose(self, trees: DraftTrees, num_sequences: int, num_other_rows: int) -> Int64Array:
         """Number of nodes of each tree that are verified. `num_sequences`: the first trees; the others are empty."""
-        if self.fixed is not None or not trees.num_nodes:
+        if self.fixed is not None:
             return trees.sizes
         return choose_nodes(
             trees,

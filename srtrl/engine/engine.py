@@ -509,6 +509,7 @@ def _warm_up_kernels() -> None:
     layout = StepLayout(num_rows=8, num_sampled=8, num_words=1, num_tiles=8, table_width=2, num_tables=1)
     inputs = StepInputs.of(np.zeros(layout.num_elements, np.int32), layout)
     fill_inputs(inputs, batch.arrays, slots, trees, [], 4)
+    check_trees(trees, np.ones(1, np.int64), 1, "the warm-up")
     choose_nodes(trees, Calibration(), np.ones(MAX_ROWS + 1), num_other_rows=0, draft_seconds=0.0)
     sampled = SampledRows(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(2, np.float32))
     plan_moves(batch, verify(batch, slots, trees, sampled), 4)
