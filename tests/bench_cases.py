@@ -1,12 +1,13 @@
-"""A simple drafter, and the command under test, for tests of the benchmark of drafters."""
+"""A simple drafter and reward, a trace, and the commands under test, for tests of the benchmarks."""
 
-from collections.abc import Sequence
+import json
+from pathlib import Path
 
 import numpy as np
 from typer.testing import CliRunner, Result
 
 from srtrl.cli import app
-from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array
 from srtrl.drafters.draft_tree import EMPTY_TREE, DraftTree, DraftTrees
 from srtrl.tasks.reward_input import RewardInput
 
@@ -25,15 +26,14 @@ class Repeater(DrafterBase):
         super().__init__()
         self.last: dict[int, int] = {}
 
-    def propose(self, sequence_ids: Sequence[int], max_nodes: Sequence[int]) -> DraftTrees:
+    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
         return DraftTrees.of(
-            self._tree(self.last[sequence_id], min(3, most)) if sequence_id in self.last else EMPTY_TREE
-            for sequence_id, most in zip(sequence_ids, max_nodes, strict=True)
+            self._tree(self.last[slot], min(3, most)) if slot in self.last else EMPTY_TREE
+            for slot, most in zip(slots.tolist(), max_nodes.tolist(), strict=True)
         )
 
-    def observe(self, sequence_ids: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
-        for sequence_id, tokens in zip(sequence_ids, token_ids, strict=True):
-            self.last[sequence_id] = tokens[-1]
+    def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
+        self.last |= dict(zip(slots.tolist(), token_ids[offsets[1:] - 1].tolist(), strict=True))
 
     @staticmethod
     def _tree(token: int, num_nodes: int) -> DraftTree:
@@ -44,5 +44,19 @@ class Repeater(DrafterBase):
         )
 
 
+def write_trace(path: Path, num_prompts: int, *, num_samples: int = 4, length: int = 12) -> Path:
+    """Samples that say one token all the time, another for each."""
+    rows = [
+        {
+            "id": str(prompt),
+            "prompt_token_ids": [1, 2, prompt],
+            "samples": [{"token_ids": [10 * prompt + sample] * length} for sample in range(num_samples)],
+        }
+        for prompt in range(num_prompts)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def bench(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["bench", "rollout", *(str(argument) for argument in arguments)])
+    return CliRunner().invoke(app, ["bench", *(str(argument) for argument in arguments)])

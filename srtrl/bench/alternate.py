@@ -103,6 +103,8 @@ class Ratio:
     high: float
 
     def __str__(self) -> str:
+        if self.low == self.high:
+            return f"{self.value:.2f}x as fast"
         decimals = 3 if self.high - self.low < 0.1 else 2
         return f"{self.value:.{decimals}f}x as fast ({self.low:.{decimals}f} to {self.high:.{decimals}f})"
 

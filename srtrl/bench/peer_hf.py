@@ -80,7 +80,6 @@ def compare_with_peer(
     peer: HuggingFaceGenerate,
     options: EngineOptions,
     new_tokens: Sequence[int],
-    lengths: str,
     seed: int,
     repeats: int,
 ) -> Comparison:
@@ -101,18 +100,17 @@ def compare_with_peer(
         for name in list(candidates)[:: 1 if turn % 2 == 0 else -1]:
             run = candidates[name]()
             assert run.num_tokens == sum(new_tokens), f"{name} made {run.num_tokens} tokens"
-            tell(f"{num_sequences} sequences, {lengths}, {name}: {run.seconds:.3f} s")
+            tell(f"{num_sequences} sequences, {name}: {run.seconds:.3f} s")
             if turn:
                 runs[name].append(run)
-    labels = {"sequences": str(num_sequences), "lengths": lengths}
-    return Comparison(labels=labels, num_tokens=sum(new_tokens), runs=runs)
+    return Comparison(labels={"sequences": str(num_sequences)}, num_tokens=sum(new_tokens), runs=runs)
 
 
 def describe_peer(repeats: int) -> list[str]:
     """How it was measured, in sentences."""
     return [
-        "Prompts of 16 to 128 random tokens, temperature 1; each sequence ends at a length drawn beforehand (equal, or "
-        f"log-normal with sigma {TAIL_SIGMA}), and only tokens within it count. `srtrl` has a slot for every sequence, "
+        "Prompts of 16 to 128 random tokens, temperature 1; each sequence ends at a length drawn beforehand "
+        f"(log-normal, sigma {TAIL_SIGMA}), and only tokens within it count. `srtrl` has a slot for every sequence, "
         "drafts nothing, and computes the log-prob of every token.",
         "`transformers`: `generate` on one batch padded on the left, SDPA attention, dynamic cache, no log-probs; the "
         "batch goes on until its longest sequence has ended.",

@@ -46,12 +46,8 @@ from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model, locate, read_config
 
-PARTS = ("draft", "forward", "sample", "commit")
-"""Of a decode step, as the engine counts their seconds."""
-DEPTHS = (1, 2, 4, 8)
-"""Depths whose acceptance is shown."""
 OF_TRACE = ("tokenizer", "drafters", "history", "prompts_used", "max_tokens", "slots", "draft_budget", "price_as")
-OF_PEER = ("sequences", "lengths", "equal_tokens", "longest_tokens")
+OF_PEER = ("sequences", "longest_tokens")
 """Parameters that are of use with `--trace` alone, and without it alone."""
 
 
@@ -87,11 +83,9 @@ def command(
     sequences: Annotated[
         str, typer.Option(metavar="N,N,...", help="Without --trace: sequences of a rollout.")
     ] = "8,32,128",
-    lengths: Annotated[
-        Literal["both", "equal", "long-tailed"], typer.Option(help="Without --trace: how lengths are spread.")
-    ] = "both",
-    equal_tokens: Annotated[int, typer.Option(min=1, help="New tokens of each sequence, where equal.")] = 128,
-    longest_tokens: Annotated[int, typer.Option(min=8, help="Maximum new tokens, where long-tailed.")] = 256,
+    longest_tokens: Annotated[
+        int, typer.Option(min=8, help="Without --trace: maximum new tokens of a sequence.")
+    ] = 256,
     model: Annotated[str | None, typer.Option(help="Hugging Face folder or hub name, in place of a shape.")] = None,
     model_shape: Annotated[str, typer.Option(help="Random weights of this shape.")] = "small",
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights.")] = "float32",
@@ -152,12 +146,8 @@ def command(
         notes += _describe_trace(trace, trace_note, max_tokens, repeats, curve)
     else:
         assert peer is not None
-        new_tokens = {"equal": [equal_tokens] * max(num_sequences)}
-        new_tokens["long-tailed"] = draw_lengths(max(num_sequences), longest_tokens, seed=seed)
         comparisons = [
-            compare_with_peer(policy, peer, options, of_all[:count], spread, seed, repeats)
-            for spread, of_all in new_tokens.items()
-            if lengths in (spread, "both")
+            compare_with_peer(policy, peer, options, draw_lengths(count, longest_tokens, seed=seed), seed, repeats)
             for count in num_sequences
         ]
         title = f"Rollouts: {where}"
@@ -167,7 +157,7 @@ def command(
             title=title,
             environment=environment,
             notes=tuple(notes),
-            grids=(_speed_grid(comparisons), *((_time_grid(comparisons),) if trace is not None else ())),
+            grids=(_grid(comparisons),),
             values={
                 "baseline": next(iter(comparisons[0].runs)),
                 "comparisons": [one.to_values() for one in comparisons],
@@ -261,12 +251,12 @@ def _describe_trace(
     if curve is not None:
         notes.append(
             "Seconds are priced, not measured: each decode step costs what this curve states for its rows. "
-            f"{curve.note}. All else costs nothing in it; the shares of time below are measured."
+            f"{curve.note}. All else costs nothing in it."
         )
     return notes
 
 
-def _speed_grid(comparisons: Sequence[Comparison]) -> Grid:
+def _grid(comparisons: Sequence[Comparison]) -> Grid:
     """Seconds, and what a decode step took and brought."""
     rows, first = [], next(iter(comparisons[0].runs))
     for one in comparisons:
@@ -286,29 +276,6 @@ def _speed_grid(comparisons: Sequence[Comparison]) -> Grid:
             )
     columns = ("seconds", "ms/step", "ms/token", "tokens/step", "verified/step", f"against {first}")
     return Grid(columns=(*comparisons[0].labels, "", *columns), rows=tuple(rows))
-
-
-def _time_grid(comparisons: Sequence[Comparison]) -> Grid:
-    """Shares of the time by part of a decode step, and how far drafts were accepted."""
-    rows = []
-    for one in comparisons:
-        for name in one.runs:
-            seconds = [one.mean(name, f"engine/{part}_seconds") for part in PARTS]
-            depths = [one.mean(name, f"engine/acceptance_depth_{depth}") for depth in DEPTHS]
-            rows.append(
-                (
-                    *one.labels.values(),
-                    name,
-                    *(f"{part / sum(seconds):.1%}" for part in seconds),
-                    *map(_cell, depths),
-                )
-            )
-    accepted = (f"accepted at depth {depth}" for depth in DEPTHS)
-    return Grid(
-        caption="Where the time goes, and how far drafts were accepted",
-        columns=(*comparisons[0].labels, "", *PARTS, *accepted),
-        rows=tuple(rows),
-    )
 
 
 def _cell(value: float) -> str:

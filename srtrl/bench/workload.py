@@ -33,8 +33,14 @@ class Trace:
         return max(len(request.prompt_token_ids) + request.sampling.max_new_tokens for request in self.requests)
 
     def first_prompts(self, num_prompts: int) -> "Trace":
-        """What is left of it with the first prompts alone."""
+        """What is left of it with the first prompts alone.
+
+        Raises:
+            ValueError: No sample of theirs is left to decode.
+        """
         requests = tuple(request for request in self.requests if request.draw_index < num_prompts)
+        if not requests:
+            raise ValueError(f"--prompts-used: the first {num_prompts} prompts have no sample to decode; use more")
         return Trace(history=self.history[:num_prompts], requests=requests, responses=self.responses)
 
     def check_model(self, config: ModelConfig) -> None:
