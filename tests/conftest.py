@@ -15,10 +15,19 @@ if not torch.cuda.is_available():
 if find_spec("triton") is None:  # there is none for macOS, and no CUDA path to test
     collect_ignore_glob = [
         *("test_triton_*", "test_gpu_*", "test_bench_gpu*", "test_fused_forward*", "test_cuda_runner*"),
-        *("test_engine_device*", "test_engine_memory*"),
+        "test_engine_cuda*",
     ]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where there is a CUDA device, the tests of kernels run on it: they are among those of `pytest -m gpu` there."""
+    if torch.cuda.is_available():
+        for item in items:
+            if isinstance(item, pytest.Function) and hasattr(item.module, "KERNEL_DEVICE"):
+                item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from srtrl.engine.rows import BatchArrays, Int64Array, PrefillChunk, StepInputs,
 from srtrl.engine.runner import RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import row_logprobs_reference, sample_rows_reference
 from srtrl.model.attention import PackedPlan
+from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
 from srtrl.model.tree_attention import ReferencePlan
-from srtrl.model.weights import config_from_hf, init_model
+from srtrl.model.weights import init_model
 
 PAGE_SIZE = 4
 MAX_TOKENS = 48
@@ -92,6 +94,16 @@ def batch_arrays(**arrays: Any) -> BatchArrays:
     num_slots = len(arrays["num_tokens"])
     values = {name: np.zeros((num_slots, 1), np.int32) for name in BatchArrays._fields}
     return BatchArrays(**(values | arrays))
+
+
+class FakeCapturer:
+    """Captures a step by keeping it."""
+
+    def start_over(self) -> None:
+        """Nothing is shared."""
+
+    def capture(self, compute: Callable[[], None]) -> Any:
+        return SimpleNamespace(replay=compute)
 
 
 def random_trees(random: np.random.Generator, sizes: Sequence[int], vocab_size: int = 61) -> DraftTrees:

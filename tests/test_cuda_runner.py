@@ -2,9 +2,7 @@
 
 import dataclasses
 import gc
-from collections.abc import Callable
 from importlib import util
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import KERNEL_DEVICE
-from runner_cases import PAGE_SIZE, Samples, compute_by_reference, cuda_runner, random_trees, runner_policy
+from runner_cases import (
+    PAGE_SIZE,
+    FakeCapturer,
+    Samples,
+    compute_by_reference,
+    cuda_runner,
+    random_trees,
+    runner_policy,
+)
 
 from srtrl.engine import cuda_runner as cuda_runner_module
 from srtrl.engine.cuda_graphs import StepGraphs
@@ -105,16 +111,6 @@ def test_shapes_are_few() -> None:
     steps = [random.integers(1, 9, 64) for _ in range(200)]
     assert len({PLANNER.shape(size_of(*rows)).graph_key for rows in steps}) < 12
     assert len({PLANNER.shape(size_of(*[1] * 64, max_keys=keys)) for keys in range(1, 4224, 50)}) == 1
-
-
-class FakeCapturer:
-    """Captures a step by keeping it."""
-
-    def start_over(self) -> None:
-        """Nothing is shared."""
-
-    def capture(self, compute: Callable[[], None]) -> Any:
-        return SimpleNamespace(replay=compute)
 
 
 def graphed_runner(**changes: Any) -> CudaRunner:

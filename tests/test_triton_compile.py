@@ -101,7 +101,7 @@ def main() -> None:
 
     driver.set_active(device)
     JITFunction.run = compile_only
-    torch.mm = lambda left, right, out: out
+    torch.mm = lambda left, right, out: out  # type: ignore[assignment]
     Linear.forward = lambda self, hidden: hidden.new_empty(len(hidden), len(self.weight))  # type: ignore[method-assign]
     for model, (changes, dtype, steps) in MODELS.items():  # noqa: B007
         policy = Transformer(config_from_hf(QWEN_1_5B | changes), getattr(torch, dtype), "cpu")

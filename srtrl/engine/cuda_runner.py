@@ -23,7 +23,7 @@ from srtrl.engine.cuda_layouts import MAX_GRAPH_ROWS, LayoutPlanner, StepShape, 
 from srtrl.engine.rows import ALIGNMENT, Int32Array, Int64Array, StepInputs, StepLayout, StepSize
 from srtrl.engine.runner import RowFilters, SampledRows, kv_cache_for, page_bytes_of, timed_step
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference
-from srtrl.model.device_copy import copy_to_device
+from srtrl.model.attention import copy_to_device
 from srtrl.model.transformer import Transformer
 from srtrl.model.tree_attention import AttentionLaunch, AttentionScratch, TreeRows, choose_split_keys
 

@@ -1,0 +1,302 @@
+"""The engine with the runner of a CUDA device: the tokens of the CPU path, with any drafts; memory that comes and goes.
+
+Without a GPU most steps are computed in plain PyTorch from the inputs of the kernels (`compute_by_reference`), some by
+interpreted kernels. With one all tests run on it, as part of `pytest -m gpu`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import KnowingDrafter, decode, options, outputs, requests_for
+from kernel_cases import KERNEL_DEVICE
+from runner_cases import FakeCapturer, compute_by_reference, runner_policy
+
+from srtrl.drafters.base import DrafterBase
+from srtrl.engine.cuda_graphs import CudaCapturer, StepGraphs
+from srtrl.engine.cuda_runner import CudaRunner, CudaStep
+from srtrl.engine.engine import Engine, EngineOptions, make_runner
+from srtrl.engine.runner import SampledRows
+from srtrl.engine.stopping import Tokenizer
+from srtrl.model.transformer import Transformer
+from srtrl.types import Completion, Request
+
+PROMPTS = ((5,), (1, 2, 3, 4, 5, 6, 7), (3, 3, 3, 3))
+Completions = dict[tuple[int, int], Completion]
+
+
+def cuda_engine(
+    policy: Transformer,
+    *,
+    drafter: DrafterBase | None = None,
+    tokenizer: Tokenizer | None = None,
+    by_kernels: bool = False,
+    **changes: object,
+) -> Engine:
+    """An engine as on a CUDA device; `by_kernels`: even where these are interpreted."""
+    wanted = options(**({"max_sequence_tokens": 32, "slots": 4} | changes))
+    runner = CudaRunner(
+        policy,
+        page_size=wanted.page_size,
+        decode_dtype=wanted.decode_dtype,
+        deterministic=wanted.deterministic,
+        max_sequence_tokens=32,
+        max_draft_nodes=wanted.max_draft_nodes,
+        cuda_graphs=wanted.cuda_graphs,
+    )
+    if KERNEL_DEVICE == "cpu" and not by_kernels:
+        runner.compute = compute_by_reference(runner)
+        runner._graphs = StepGraphs(FakeCapturer())
+    return Engine(policy, wanted, drafter=drafter, tokenizer=tokenizer, runner=runner)
+
+
+def cuda_requests(prompts: Sequence[tuple[int, ...]] = PROMPTS, **changes: Any) -> list[Request]:
+    return requests_for(prompts, **({"num_samples": 2, "max_new_tokens": 14} | changes))
+
+
+def runner_of(engine: Engine) -> CudaRunner:
+    assert isinstance(engine.runner, CudaRunner)
+    return engine.runner
+
+
+def sequential(requests: list[Request], **changes: Any) -> Completions:
+    """The reference: the CPU path, one sample after the other and one token at a time."""
+    return decode(Engine(runner_policy().cpu(), options(slots=1, max_sequence_tokens=32), **changes), requests)
+
+
+def assert_same_text(found: Completions, expected: Completions) -> None:
+    """Equal tokens, and log-probs that differ by rounding only."""
+    assert found.keys() == expected.keys()
+    for key, completion in found.items():
+        assert completion.token_ids == expected[key].token_ids
+        assert completion.finish_reason == expected[key].finish_reason
+        np.testing.assert_allclose(completion.rollout_logprobs, expected[key].rollout_logprobs, atol=2e-4, rtol=0)
+
+
+def test_tokens_are_those_of_the_cpu_path() -> None:
+    requests, policy = cuda_requests(num_samples=3, temperature=0.8), runner_policy()
+    expected = sequential(requests)
+    assert len({tuple(c.token_ids) for c in expected.values()}) > len(expected) // 2
+    for slots, chunk, num_pages in ((9, 7, None), (2, 2, None), (9, 7, 8)):
+        engine = cuda_engine(policy, slots=slots, prefill_chunk_tokens=chunk, num_pages=num_pages)
+        assert_same_text(decode(engine, requests), expected)
+    assert engine.take_metrics()["engine/preemptions"] > 0
+
+
+@pytest.mark.parametrize("accuracy", [0.0, 0.7, 1.0])
+def test_drafts_change_no_token(accuracy: float) -> None:
+    requests, policy = cuda_requests(num_samples=3), runner_policy()
+    expected = sequential(requests)
+    for slots, num_pages in ((1, None), (9, None), (9, 12)):
+        drafter = KnowingDrafter(expected, accuracy=accuracy)
+        engine = cuda_engine(policy, drafter=drafter, slots=slots, num_pages=num_pages)
+        assert_same_text(decode(engine, requests), expected)
+        metrics = engine.take_metrics()
+        assert metrics["engine/verified_per_decode_step"] > 1.2
+        assert (metrics["engine/tokens_per_decode_step"] > 1.2) == (accuracy > 0.5)
+        assert len(runner_of(engine)._memory.steps) > 3
+        assert len(runner_of(engine)._graphs) > 1 or accuracy == 1, "few steps come twice"
+
+
+def test_kernels_decode_drafts_as_the_cpu_path() -> None:
+    requests = cuda_requests(((1, 2, 3),), max_new_tokens=3)
+    expected = sequential(requests)
+    for drafter in (None, KnowingDrafter(expected, accuracy=1.0)):
+        engine = cuda_engine(runner_policy(), by_kernels=True, drafter=drafter)
+        assert_same_text(decode(engine, requests), expected)
+    assert engine.take_metrics()["engine/tokens_per_decode_step"] > 1.2
+
+
+def test_top_k_and_top_p_requests_beside_others() -> None:
+    others = cuda_requests(num_samples=1, max_new_tokens=10, temperature=1.3)
+    filtered = [replace(one, sampling=replace(one.sampling, top_k=5, top_p=0.7)) for one in others[:2]]
+    requests = [*filtered, *others[2:]]
+    expected, unfiltered = sequential(requests), sequential(others)
+    assert any(expected[key].token_ids != unfiltered[key].token_ids for key in unfiltered)
+    engine = cuda_engine(runner_policy(), drafter=KnowingDrafter(expected, accuracy=0.7))
+    assert_same_text(decode(engine, requests), expected)
+
+
+class Letters:
+    """A tokenizer: a letter for each token."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(chr(ord("A") + token) for token in token_ids)
+
+
+def test_stop_strings_end_samples() -> None:
+    requests = cuda_requests(num_samples=1)
+    whole = sequential(requests)
+    longest = max(whole.values(), key=lambda completion: len(completion.token_ids))
+    stop = Letters().decode(longest.token_ids[2:4])
+    stopped = [replace(one, sampling=replace(one.sampling, stop_strings=(stop,))) for one in requests]
+    expected = sequential(stopped, tokenizer=Letters())
+    assert expected != whole
+    drafter = KnowingDrafter(expected, accuracy=1.0)
+    assert_same_text(decode(cuda_engine(runner_policy(), tokenizer=Letters(), drafter=drafter), stopped), expected)
+
+
+def test_trace_tokens_replace_the_sampled_ones() -> None:
+    requests = cuda_requests(num_samples=1)
+    trace = {one.rng_key: np.arange(1, 1 + one.sampling.max_new_tokens, dtype=np.int32) for one in requests}
+    cpu = Engine(runner_policy().cpu(), options(slots=1, max_sequence_tokens=32))
+    cpu.trace = trace
+    expected = decode(cpu, requests)
+    engine = cuda_engine(runner_policy(), drafter=KnowingDrafter(expected, accuracy=0.5))
+    engine.trace = trace
+    assert_same_text(decode(engine, requests), expected)
+    for completion in expected.values():
+        assert completion.token_ids == trace[completion.request.rng_key].tolist()
+
+
+def test_prompts_are_not_waited_for_and_spoil_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = cuda_engine(runner_policy(), slots=1, prefill_chunk_tokens=2)
+    requests = cuda_requests(PROMPTS[1:2], num_samples=1, max_new_tokens=4)
+    for _ in range(2):
+        first = decode(engine, requests)
+    engine.take_timeline()
+    calls: list[tuple[int, bool]] = []
+    wait = CudaRunner.wait
+
+    def logged(self: CudaRunner, num_sampled: int) -> SampledRows:
+        calls.append((num_sampled, self.was_prepared))
+        return wait(self, num_sampled)
+
+    monkeypatch.setattr(CudaRunner, "wait", logged)
+    assert outputs(decode(engine, requests)) == outputs(first)
+    prompts_alone = [step.num_rows == 0 for step in engine.take_timeline()]
+    assert prompts_alone == [True] * 3 + [False] * (len(prompts_alone) - 3)
+    assert [num_sampled == 0 for num_sampled, _ in calls] == prompts_alone
+    was_prepared = [prepared for _, prepared in calls]
+    assert was_prepared == [True, *(not alone for alone in prompts_alone[:-1])], "the rest of a prompt comes after it"
+
+
+def test_a_step_without_memory_names_the_option_that_helps() -> None:
+    engine = cuda_engine(runner_policy())
+
+    def fail(step: CudaStep) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    runner_of(engine).compute = fail
+    with pytest.raises(ValueError, match=r"decode step of \d+ rows .* rollout.kv_memory_share"):
+        decode(engine, cuda_requests())
+
+
+@pytest.mark.parametrize("across", ["keep", "release"])
+def test_pages_are_released_for_the_update_and_taken_back(across: str) -> None:
+    requests, engine = cuda_requests(), cuda_engine(runner_policy(), kv_across_update=across)
+    first = decode(engine, requests)
+    held = engine.kv_bytes()
+    assert held == engine.pool.num_pages * runner_of(engine).page_bytes > 0
+    engine.release_kv()
+    assert engine.kv_bytes() == (held if across == "keep" else 0)
+    engine.on_policy_update()
+    assert len(runner_of(engine)._graphs) > 0, "whether pages have moved is known when they are back"
+    assert_same_text(decode(engine, requests), first)
+    assert engine.kv_bytes() == held
+
+
+def test_memory_that_is_gone_after_the_update_means_fewer_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = cuda_requests()
+    engine = cuda_engine(runner_policy(), kv_across_update="release", num_pages=30)
+    first = decode(engine, requests)
+    engine.release_kv()
+    allocate = CudaRunner.allocate_pages
+
+    def short(self: CudaRunner, num_pages: int) -> None:
+        if num_pages > 12:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        allocate(self, num_pages)
+
+    monkeypatch.setattr(CudaRunner, "allocate_pages", short)
+    with pytest.warns(UserWarning, match=r"got 1[12] pages .* where 30 .* rollout.kv_memory_share"):
+        again = decode(engine, requests)
+    assert_same_text(again, first)
+    assert engine.pool.num_pages == runner_of(engine).num_pages <= 12
+    assert engine.take_metrics()["engine/pages"] <= 12
+
+
+def test_updated_weights_are_decoded_with_and_broken_ones_reported() -> None:
+    requests, policy = cuda_requests(), runner_policy()
+    engine = cuda_engine(policy)
+    first = decode(engine, requests)
+    with torch.no_grad():
+        policy.final_norm.mul_(2)
+    engine.on_policy_update()
+    changed = decode(engine, requests)
+    assert outputs(changed) != outputs(first)
+    assert_same_text(decode(cuda_engine(policy), requests), changed)
+    with torch.no_grad():
+        policy.head_weight[3, 3] = torch.nan
+    engine.on_policy_update()
+    with pytest.raises(FloatingPointError, match="logits are not finite"):
+        list(engine.generate(requests))
+
+
+def test_bookkeeping_that_is_deferred_is_complete() -> None:
+    requests = cuda_requests(num_samples=3)
+    cpu = Engine(runner_policy().cpu(), options(slots=4, max_sequence_tokens=32))
+    engine = cuda_engine(runner_policy())
+    for one in (cpu, engine):
+        for request in requests:
+            one.add(request)
+        for _ in range(2):
+            one.step()
+            assert len(one.take_timeline()) == 1
+        while one.has_work:
+            one.step()
+    expected, found = cpu.take_metrics(), engine.take_metrics()
+    for name in ("engine/tokens", "engine/decode_steps", "engine/prefill_tokens", "engine/slots_in_use_mean"):
+        assert found[name] == expected[name]
+    assert len(engine.take_timeline()) == found["engine/decode_steps"] - 2
+    assert 0 < found["engine/host_share"] <= 1
+    assert "engine/host_share" not in expected
+
+
+def test_the_cost_of_a_step_is_measured_at_the_edges_of_the_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[int] = []
+
+    def time_step(self: CudaRunner, num_rows: int, context_tokens: int, num_sequences: int) -> float:
+        timed.append(num_rows)
+        return 1e-3 * self.row_edges(num_rows)[-1]
+
+    monkeypatch.setattr(CudaRunner, "time_step", time_step)
+    drafter = KnowingDrafter({}, accuracy=1.0)
+    engine = cuda_engine(runner_policy(), draft_budget="auto", max_draft_nodes=15, drafter=drafter)
+    engine.begin_rollout("train")
+    assert timed[:4] == [1, 1, 2, 2]
+    cost = engine.control.cost
+    for edge in (1, 2, 4, 8, 16):
+        assert cost.seconds(edge) == pytest.approx(1e-3 * edge)
+
+
+@pytest.mark.gpu
+def test_graphs_and_single_launches_give_the_same_text() -> None:
+    """In float32; libraries may choose other matrix products in a graph, which hardly ever changes a token."""
+    requests, policy = cuda_requests(num_samples=8), runner_policy()
+    expected = decode(cuda_engine(policy, cuda_graphs=False), requests)
+    for max_graphs in (1, 2, 512):
+        engine = cuda_engine(policy, drafter=KnowingDrafter(expected, accuracy=0.7))
+        graphs = StepGraphs(CudaCapturer(policy.device), max_graphs=max_graphs)
+        runner_of(engine)._graphs = graphs
+        found = decode(engine, requests)
+        assert sum(found[key].token_ids == expected[key].token_ids for key in expected) >= len(expected) - 1
+        assert len(graphs) == max_graphs or 2 < len(graphs) < max_graphs
+
+
+@pytest.mark.gpu
+def test_pages_take_their_share_of_the_memory_and_fewer_where_there_is_less() -> None:
+    policy = runner_policy().bfloat16()
+    assert isinstance(make_runner(policy, EngineOptions(), 100), CudaRunner)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    engine = cuda_engine(policy, kv_memory_gib="auto", kv_memory_share=0.25, slots=100_000_000)
+    assert 0.2 * free < engine.kv_bytes() < 0.26 * free
+    del engine
+    with pytest.warns(UserWarning, match="rollout.kv_memory_share"):
+        engine = cuda_engine(policy, num_pages=int(1.2 * free) // (2 * 2 * 4 * 2 * 16 * 2))
+    assert engine.kv_bytes() < free
+    assert len(decode(engine, cuda_requests())) == 6
