@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_run import make_policy, make_recipe
 
+from srtrl.trainer import build
 from srtrl.trainer.build import build_critic, build_policy, build_tokenizer, is_deterministic
 from srtrl.trainer.optimizer import learning_rate_at
 from srtrl.trainer.run_metrics import merge_metrics
@@ -83,3 +84,18 @@ def test_gradient_checkpointing_reaches_policy_and_critic(tmp_path: Path, recomp
     critic = build_critic(recipe, None, policy, build_tokenizer(recipe))
     assert critic is not None
     assert (policy.gradient_checkpointing, critic.model.body.gradient_checkpointing) == (recompute, recompute)
+
+
+def test_an_update_that_has_no_attention_for_its_heads_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any rollout; whoever only decodes needs none."""
+    refused: list[tuple[torch.dtype, int]] = []
+    monkeypatch.setattr(build, "check_packed_attention", lambda device, dtype, width: refused.append((dtype, width)))
+    path = make_policy(tmp_path / "policy")
+    for options in ({}, {"model__mixed_precision": "bf16"}):
+        recipe = make_recipe(path, tmp_path, **options)
+        policy = build_policy(recipe, recipe.model.path, torch.device("cpu"))
+        build.make_optimizer(policy, recipe.train, recipe)
+    width = policy.config.head_dim
+    assert refused == [(torch.float32, width), (torch.bfloat16, width)]

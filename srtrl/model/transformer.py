@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import skip_init
 from torch.utils.checkpoint import checkpoint
 
 from srtrl.model.attention import AttentionPlan, PackedPlan
@@ -149,21 +150,6 @@ def silu(gate: Tensor) -> Tensor:
     return torch.cat([functional.silu(rows) for rows in torch.split(gate, num_rows)])
 
 
-class Linear(nn.Module):
-    """A linear layer whose weights start uninitialised: `weights.py` fills them, and no global random state moves."""
-
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """`hidden` [..., in] times the transposed weight, plus the bias: [..., out]."""
-        return functional.linear(hidden, self.weight, self.bias)
-
-
 class Layer(nn.Module):
     """One decoder layer: attention and gated MLP, each after a norm and with a residual connection."""
 
@@ -177,8 +163,11 @@ class Layer(nn.Module):
         def vector(length: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(length, dtype=dtype, device=device))
 
-        def linear(in_features: int, out_features: int, bias: bool) -> Linear:
-            return Linear(in_features, out_features, bias, dtype, device)
+        def linear(in_features: int, out_features: int, bias: bool) -> nn.Linear:  # no random state is moved
+            layer: nn.Linear = skip_init(  # type: ignore[no-untyped-call]
+                nn.Linear, in_features, out_features, bias=bias, dtype=dtype, device=device
+            )
+            return layer
 
         num_all_heads = self.num_heads + 2 * self.num_kv_heads
         self.attention_norm = vector(config.hidden_size)

@@ -212,7 +212,8 @@ def save_model(
 ) -> None:
     """Write a folder in Hugging Face layout: weights, config and, if given, the tokenizer.
 
-    A caller that must never leave half a model writes to a new folder and renames it.
+    A caller that must never leave half a model writes to a new folder and renames it. While files are written the host
+    holds one copy of all weights.
 
     Args:
         model: What to save.

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from srtrl.drafters.base import DrafterBase
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.model.attention import check_packed_attention
 from srtrl.model.transformer import CompiledLayers
-from srtrl.model.value_model import load_value_model
+from srtrl.model.value_model import ValueModel, load_value_model
 from srtrl.model.weights import end_token_ids, has_tokenizer, load_model, load_tokenizer, read_config
 from srtrl.recipe import Recipe, TrainSection, WarmStartSection
 from srtrl.recipe_algorithm import CriticSection
@@ -146,21 +145,22 @@ def build_policy(recipe: Recipe, path: str, device: torch.device) -> Transformer
 
 
 def set_update_options(model: Transformer, recipe: Recipe) -> None:
-    """How the update runs `model`: what it keeps for the backward pass, and whether it compiles the layers.
-
-    Raises:
-        ValueError: the update's attention cannot run on the model's device in its type.
-    """
-    dtype = torch.bfloat16 if recipe.model.mixed_precision == "bf16" else model.dtype
-    check_packed_attention(model.device, dtype, model.config.head_dim)
+    """How the update runs `model`: what it keeps for the backward pass, and whether it compiles the layers."""
     model.gradient_checkpointing = recipe.model.gradient_checkpointing
     model.compiled_layers = CompiledLayers() if recipe.model.compile else None
 
 
 def make_optimizer(
-    model: nn.Module, section: TrainSection | CriticSection | WarmStartSection, recipe: Recipe
+    model: Transformer | ValueModel, section: TrainSection | CriticSection | WarmStartSection, recipe: Recipe
 ) -> torch.optim.AdamW:
-    """AdamW with learning rate and weight decay of the model's section; the rest is `train`'s for all."""
+    """AdamW with learning rate and weight decay of the model's section; the rest is `train`'s for all.
+
+    Raises:
+        ValueError: the update's attention cannot run on the model's device in its type.
+    """
+    body = model.body if isinstance(model, ValueModel) else model
+    dtype = torch.bfloat16 if recipe.model.mixed_precision == "bf16" else body.dtype
+    check_packed_attention(body.device, dtype, body.config.head_dim)
     return build_optimizer(
         model,
         learning_rate=section.learning_rate,
