@@ -189,6 +189,8 @@ class Engine:
             self.begin_rollout(requests[0].purpose if requests else purpose)
             for request in [*requests, *run_ahead]:
                 self._queue(request)
+            if run_ahead and not self.is_off and not self.control.cost.is_known:
+                self._probe_cost()  # it says how many rows run-aheads may have
             while self._has_work_after(before_step):
                 yield from self.step()
         finally:
@@ -463,10 +465,12 @@ class Engine:
             return
         self.drafter.warm_up()
         if self.control.fixed is None and not self.control.cost.is_known:
-            context = max(1, min(self.max_sequence_tokens // 2, 512))
-            self.control.cost.probe(
-                lambda num_rows: self.runner.time_step(num_rows, context), num_slots=self.options.slots
-            )
+            self._probe_cost()
+
+    def _probe_cost(self) -> None:
+        """Measure the cost of a step; no page may be in use."""
+        context = max(1, min(self.max_sequence_tokens // 2, 512))
+        self.control.cost.probe(lambda num_rows: self.runner.time_step(num_rows, context), num_slots=self.options.slots)
 
 
 def make_runner(policy: Transformer, options: EngineOptions, max_sequence_tokens: int) -> Runner:
