@@ -170,3 +170,54 @@ class KnowingDrafter(DrafterBase):
             parents=np.array(parents, np.int32),
             scores=np.ones(len(tokens), np.float32),
         ).first(max_nodes)
+
+
+class Listener(DrafterBase):
+    """Drafts nothing; checks that it hears of each sample once, from start to finish, and before it is asked."""
+
+    uses_run_aheads = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, Request] = {}
+        self.heard: dict[int, list[int]] = {}
+        """Slot -> tokens."""
+        self.said: dict[int, list[int]] = {}
+        """RNG key of a run-ahead -> what it has said."""
+        self.said_before: dict[int, list[int]] = {}
+        """RNG key of a sample -> what its run-ahead had said when the sample came."""
+        self.ends: list[Completion] = []
+        self.num_asked = 0
+
+    def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
+        for slot, request in zip(slots.tolist(), requests, strict=True):
+            assert slot not in self.live
+            if request.is_run_ahead:
+                assert request.rng_key not in self.said
+                self.said[request.rng_key] = []
+            elif request.rng_key in self.said:
+                assert all(one.rng_key != request.rng_key for one in self.live.values()), "the run-ahead goes on"
+                self.said_before.setdefault(request.rng_key, list(self.said[request.rng_key]))
+            self.live[slot], self.heard[slot] = request, []
+
+    def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
+        assert len(token_ids) == offsets[-1]
+        for b, slot in enumerate(slots.tolist()):
+            tokens = token_ids[offsets[b] : offsets[b + 1]].tolist()
+            self.heard[slot] += tokens
+            if self.live[slot].is_run_ahead:
+                self.said[self.live[slot].rng_key] += tokens
+
+    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+        self.num_asked += 1
+        assert not any(self.live[slot].is_run_ahead for slot in slots.tolist())
+        return DraftTrees.empty(len(slots))
+
+    def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
+        for slot, completion in zip(slots, completions, strict=True):
+            request, heard = self.live.pop(slot), self.heard.pop(slot)
+            if completion is not None:
+                assert completion.request == request
+                assert completion.token_ids == heard
+                assert not request.is_run_ahead
+                self.ends.append(completion)

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from engine_cases import PROMPTS, decode, options, outputs, requests_for, tiny_policy
-from test_engine_run_ahead import Listener
+from engine_cases import PROMPTS, Listener, decode, options, outputs, requests_for, tiny_policy
 
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
@@ -97,27 +96,13 @@ def test_a_request_that_cannot_be_decoded_stops_the_rollout_and_leaves_nothing(p
     assert not engine.has_work
 
 
-class EarlyListener(Listener):
-    """Knows, of each sample, what the run-ahead on its rng_key had said when the sample came."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said_before: dict[int, list[int]] = {}
-
-    def start(self, sequence_id: int, request: Request) -> None:
-        if not request.is_run_ahead and request.rng_key in self.said:
-            assert all(one.rng_key != request.rng_key for one in self.live.values()), "the run-ahead goes on"
-            self.said_before[request.rng_key] = list(self.said[request.rng_key])
-        super().start(sequence_id, request)
-
-
 @pytest.mark.parametrize(("slots", "num_pages"), [(5, None), (12, 40), (64, None)])
 def test_a_sample_ends_its_run_ahead_and_finds_what_it_said(
     policy: Transformer, expected: Outputs, slots: int, num_pages: int | None
 ) -> None:
     requests = requests_for()
     first, late = requests[:3], requests[3:]
-    listener = EarlyListener()
+    listener = Listener()
     engine = Engine(
         policy, options(slots=slots, num_pages=num_pages, run_ahead_max_slowdown=float("inf")), drafter=listener
     )

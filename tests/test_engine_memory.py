@@ -1,16 +1,11 @@
-"""How many pages the KV cache gets: arithmetic of bytes, what happens when memory is short, and copies of pages."""
+"""How many pages the KV cache gets: arithmetic of bytes, and what happens when memory is short."""
 
-import sys
 import warnings
 
 import pytest
 import torch
-from device_cases import device_engine, device_policy, runner_of
-from engine_cases import options, tiny_policy
 
-from srtrl.engine.engine import Engine
 from srtrl.engine.kv_memory import FEWER, GIB, allocate_or_fewer, choose_num_pages, free_bytes, kv_bytes
-from srtrl.engine.sequence import ScheduledStep
 
 PAGE = GIB // 64
 
@@ -20,7 +15,7 @@ def test_a_given_memory_is_taken_as_it_is() -> None:
     assert kv_bytes(2.5, None, share=0.5, reserved_bytes=GIB)[0] == int(2.5 * GIB)
 
 
-def test_auto_is_a_share_of_what_is_free_behind_what_the_update_takes() -> None:
+def test_auto_is_a_share_of_what_is_free_after_what_the_update_takes() -> None:
     assert kv_bytes("auto", None, share=0.5, reserved_bytes=0)[0] == 4 * GIB
     assert kv_bytes("auto", 80 * GIB, share=0.5, reserved_bytes=0)[0] == 40 * GIB
     num_bytes, source = kv_bytes("auto", 80 * GIB, share=0.75, reserved_bytes=20 * GIB)
@@ -50,7 +45,7 @@ def test_pages_are_as_many_as_are_of_use_or_as_fit() -> None:
 
 
 class Device:
-    """Has memory for so many pages."""
+    """Has memory for a number of pages."""
 
     def __init__(self, num_pages: int) -> None:
         self.room = num_pages
@@ -93,26 +88,3 @@ def test_other_errors_are_not_taken_for_short_memory() -> None:
 
     with pytest.raises(RuntimeError, match="illegal"):
         allocate_or_fewer(broken, 1000, fewest=10, page_bytes=PAGE)
-
-
-def test_a_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    for name in [name for name in sys.modules if name.startswith("srtrl.") and "triton" in name]:
-        monkeypatch.delitem(sys.modules, name)
-    for name in ("srtrl.engine.device_runner", "srtrl.engine.device_step"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    with pytest.raises(ValueError, match="pip install triton"):
-        Engine(tiny_policy(), options(as_on_cuda=True))
-    assert Engine(tiny_policy(), options()).pool.num_pages > 0
-
-
-@pytest.mark.parametrize("copies", [[(0, 3), (0, 4), (2, 1)], [(0, 3), (3, 4)]])
-def test_pages_are_copied_as_by_the_cache(copies: list[tuple[int, int]]) -> None:
-    runners = [runner_of(device_engine(device_policy(), num_pages=9)) for _ in range(2)]
-    for runner in runners:
-        for pages in (runner.cache.key_pages, runner.cache.value_pages):
-            pages.copy_(torch.arange(pages.numel()).view(pages.shape))
-    runners[0].cache.copy_pages([source for source, _ in copies], [target for _, target in copies])
-    runners[1]._copy_pages(ScheduledStep(page_copies=copies))
-    assert torch.equal(runners[0].cache.key_pages, runners[1].cache.key_pages)
-    assert torch.equal(runners[0].cache.value_pages, runners[1].cache.value_pages)

@@ -1,16 +1,17 @@
-"""What the engine counts of a step's walks, against counting them one by one."""
+"""What the engine counts of a step's accepted paths, against counting them one by one."""
 
 import random
 
 import numpy as np
 import pytest
+from step_cases import random_trees
 
-from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
+from srtrl.drafters.draft_tree import ROOT, DraftTree
 from srtrl.engine.stats import MAX_DEPTH, EngineStats
-from srtrl.engine.verify import Walk
+from srtrl.engine.verify import Verified
 
 
-def random_walk(rng: random.Random, tree: DraftTree) -> list[int]:
+def random_path(rng: random.Random, tree: DraftTree) -> list[int]:
     """A path from the root down, ended anywhere."""
     path: list[int] = []
     while True:
@@ -21,27 +22,30 @@ def random_walk(rng: random.Random, tree: DraftTree) -> list[int]:
         path.append(rng.choice(children))
 
 
-def random_tree(rng: random.Random, num_nodes: int) -> DraftTree:
-    parents = [rng.randint(max(ROOT, node - 3), node - 1) for node in range(num_nodes)]
-    return DraftTree(
-        token_ids=np.arange(num_nodes, dtype=np.int32),
-        parents=np.array(parents, np.int32),
-        scores=np.ones(num_nodes, np.float32),
+def verified_of(paths: list[list[int]]) -> Verified:
+    """The paths with one more token each."""
+    num_new = np.array([len(path) + 1 for path in paths])
+    return Verified(
+        slots=np.arange(len(paths)),
+        token_ids=np.zeros(num_new.sum(), np.int32),
+        offsets=np.append(0, num_new.cumsum()),
+        nodes=np.array([node for path in paths for node in [*path, ROOT]], np.int32),
+        last_nodes=np.array([path[-1] if path else ROOT for path in paths], np.int32),
+        finish=np.zeros(len(paths), np.int8),
     )
 
 
 @pytest.mark.parametrize("most_nodes", [0, 1, 30])
-def test_walks_are_counted_as_one_by_one(most_nodes: int) -> None:
-    rng = random.Random(most_nodes)
+def test_paths_are_counted_as_one_by_one(most_nodes: int) -> None:
+    rng, generator = random.Random(most_nodes), np.random.default_rng(most_nodes)
     stats = EngineStats()
     tries, accepted = np.zeros(MAX_DEPTH, np.int64), np.zeros(MAX_DEPTH, np.int64)
     num_tokens = num_hits = num_drafts = num_nodes = num_decodes = 0
     for _ in range(20):
-        trees = [random_tree(rng, rng.randint(0, most_nodes)) for _ in range(6)]
-        paths = [random_walk(rng, tree) for tree in trees]
+        trees = random_trees(generator, 6, most_nodes)
+        paths = [random_path(rng, tree) for tree in trees]
         num_primaries = rng.randint(0, 6)
-        walks = [Walk(None, path) for path in paths]  # type: ignore[arg-type]
-        found = stats.add_walks(walks, DraftTrees.of(trees), num_primaries)
+        found = stats.add_verified(verified_of(paths), trees, num_primaries)
         assert found == num_primaries + sum(map(len, paths[:num_primaries]))
         for tree, path in list(zip(trees, paths, strict=True))[:num_primaries]:
             num_decodes += 1
@@ -55,11 +59,8 @@ def test_walks_are_counted_as_one_by_one(most_nodes: int) -> None:
                     tries[depth - 1] += 1
                     accepted[depth - 1] += len(path) >= depth
     assert (stats.num_decodes, stats.num_tokens, stats.num_hits) == (num_decodes, num_tokens, num_hits)
-    assert (stats.num_drafts, stats.num_draft_nodes, stats.num_accepted) == (
-        num_drafts,
-        num_nodes,
-        num_tokens - num_decodes,
-    )
+    assert (stats.num_drafts, stats.num_draft_nodes) == (num_drafts, num_nodes)
+    assert stats.num_accepted == num_tokens - num_decodes
     assert stats.tries_by_depth.tolist() == tries.tolist()
     assert stats.accepted_by_depth.tolist() == accepted.tolist()
     assert (accepted.sum() > 0) == (most_nodes > 0)

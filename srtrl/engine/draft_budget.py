@@ -87,12 +87,14 @@ class StepCost:
         """A step of this many rows took this long."""
         if self.is_fixed or not self.is_known or num_rows > MAX_ROWS:
             return
-        ratio = min(max(seconds / self._table[num_rows], 0.5), 2.0)
-        self._scale *= ratio**0.05  # all steps: the machine is busy, contexts are long
         bucket = self._bucket(num_rows)
-        value = ratio * self._table[num_rows] / self._scale  # bounded: one disturbed step must not spoil a bucket
         known = self._seconds[bucket]
-        self._seconds[bucket] = value if np.isnan(known) else known + 0.1 * (value - known)
+        # Not what the table says, which is some steps old: the scale would rise for ever.
+        expected = self._table[num_rows] if np.isnan(known) else self._scale * known
+        ratio = min(max(seconds / expected, 0.5), 2.0)  # one disturbed step must not spoil a bucket
+        self._scale *= ratio**0.1  # all steps: the machine is busy, contexts are long
+        value = ratio * expected / self._scale
+        self._seconds[bucket] = value if np.isnan(known) else known + 0.05 * (value - known)
         self._num_records += 1
         if self._num_records % 16 == 0:
             self._make_table()
@@ -122,7 +124,12 @@ class StepCost:
                 slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
             rows = np.append(rows, MAX_ROWS)
             seconds = np.append(seconds, seconds[-1] + slope * (MAX_ROWS - rows[-2]))
-        self._table = self._scale * np.interp(np.arange(MAX_ROWS + 1), rows, seconds)
+        every = np.arange(MAX_ROWS + 1)
+        if self.is_fixed:
+            self._table = np.interp(every, rows, seconds)
+        else:  # rows are padded to the end of their bucket
+            at_edges = self._scale * np.interp(self._edges, rows, seconds)
+            self._table = at_edges[np.minimum(np.searchsorted(self._edges, every), len(at_edges) - 1)]
 
 
 @dataclass(slots=True)
