@@ -18,13 +18,7 @@ def command(
     ] = None,
 ) -> None:
     """Measure the token trie on recorded rollouts: insertion, batches of drafts, memory."""
-    from srtrl.bench.tables import print_document, put_section
+    from srtrl.bench.tables import publish
     from srtrl.bench.trie_run import measure
-    from srtrl.metrics import write_atomic
 
-    document = measure(files, tokenizer=tokenizer, repeats=repeats, num_threads=threads)
-    print_document(document)
-    if json_file is not None:
-        write_atomic(json_file, document.to_json())
-    if write_docs is not None:
-        put_section(write_docs, document.to_markdown())
+    publish(measure(files, tokenizer=tokenizer, repeats=repeats, num_threads=threads), json_file, write_docs)

@@ -46,9 +46,7 @@ def measure(files: Sequence[Path], *, tokenizer: str | None, repeats: int, num_t
         rows.append((name, f"{NUM_CONSTANT:,}", f"{NUM_CONSTANT / seconds / 1e6:.2f}", "", ""))
     grid = Grid(
         columns=("what", "tokens a trie", "million tokens/s", "ms a batch", "bytes a token"),
-        alignments=("left", "right", "right", "right", "right"),
         rows=tuple(rows),
-        group_by=0,
     )
     return Document(
         title="The token trie",
