@@ -269,38 +269,42 @@ def _state_after(memory: Int32Array, parent: int, token: int, edge: int) -> int:
 
 
 @numba.njit(cache=True, nogil=True)
-def _has_room(memory: Int32Array, state: int, token: int) -> bool:
-    """Whether a token can be inserted after the text of `state`."""
+def _find_continued(memory: Int32Array, state: int, token: int) -> tuple[int, int, int, int]:
+    """Where a token that is to follow the text of `state` has been seen: what an insertion needs to know.
+
+    Returns:
+        The number of the text's suffixes (states) that the token never followed, the next suffix, its edge for the
+        token (both `NONE` where the token is new), and an upper bound of the integers that the insertion takes.
+    """
+    num_new = 0
     needed = 2 * RECORD
     edge = find_edge(memory, state, token)
     while edge == NONE:
+        num_new += 1
         if _is_full(memory, state):
             needed += EDGE << ((memory[state + EDGES] & CLASS_MASK) + 1)
         state = memory[state + LINK]
         if state == NONE:
-            break
+            return num_new, NONE, NONE, needed
         edge = find_edge(memory, state, token)
-    if edge != NONE:  # its target may have to be cloned
-        needed += EDGE << (memory[memory[edge + TARGET] + EDGES] & CLASS_MASK)
-    return bool(memory[USED] + needed <= len(memory))
+    # The target may have to be cloned, after it has got one more edge.
+    return num_new, int(state), edge, needed + (EDGE << ((memory[memory[edge + TARGET] + EDGES] & CLASS_MASK) + 1))
 
 
 @numba.njit(cache=True, nogil=True)
-def _insert_token(memory: Int32Array, last: int, token: int) -> int:
-    """Insert a token after the text of the state `last`, there being room; returns the state of the longer text."""
-    parent = last
+def _insert_token(memory: Int32Array, last: int, token: int, num_new: int, parent: int, edge: int) -> int:
+    """Insert a token after the text of the state `last`, there being room; returns the state of the longer text.
+
+    The other arguments are those that `_find_continued` returns.
+    """
     state = NONE
-    edge = find_edge(memory, parent, token)
-    if edge == NONE:
+    if num_new > 0:
         state = _new_state(memory, memory[last + LENGTH] + 1)
-        while edge == NONE:
-            _add_edge(memory, parent, token, state)
-            parent = memory[parent + LINK]
-            if parent == NONE:
-                break
-            edge = find_edge(memory, parent, token)
+        for _ in range(num_new):
+            _add_edge(memory, last, token, state)
+            last = memory[last + LINK]
     longest_known = ROOT if parent == NONE else _state_after(memory, parent, token, edge)
-    if state == NONE:  # another text went on in the same way
+    if state == NONE:  # another text continued in the same way
         state = longest_known
     else:
         memory[state + LINK] = longest_known
@@ -340,9 +344,10 @@ def _advance(memory: Int32Array, cursor: Int32Array, token_ids: Int32Array, begi
         if memory[NUM_TOKENS] >= memory[MAX_TOKENS]:
             cursor[INSERTS] = 0
         if cursor[INSERTS]:
-            if not _has_room(memory, state, token):
+            num_new, parent, edge, needed = _find_continued(memory, state, token)
+            if memory[USED] + needed > len(memory):
                 break
-            state = _insert_token(memory, state, token)
+            state = _insert_token(memory, state, token, num_new, parent, edge)
             match += 1
         else:
             state = locate(memory, state, match)

@@ -183,7 +183,7 @@ def _blend_contexts(memory: Int32Array, num_contexts: int, negligible: float, sc
     return num
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, forceinline=True)
 def _add_shared(
     memory: Int32Array,
     shared: Table,
