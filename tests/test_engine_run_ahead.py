@@ -45,12 +45,16 @@ def test_run_aheads_change_no_bit_and_are_the_samples_they_stand_for(
         assert said == truth[rng_key][: len(said)]
 
 
-def test_with_a_fixed_budget_the_run_aheads_have_the_cost_measured() -> None:
-    engine = Engine(tiny_policy(), options(slots=4, draft_budget=2, max_sequence_tokens=48), drafter=Listener())
-    list(engine.generate(requests_for()))
-    assert not engine.control.cost.is_known
+@pytest.mark.parametrize(("uses_run_aheads", "max_slowdown", "expected"), [(True, 0.03, True), (False, 0.03, False)])
+def test_with_a_fixed_budget_the_cost_is_measured_where_run_aheads_need_it(
+    uses_run_aheads: bool, max_slowdown: float, expected: bool
+) -> None:
+    drafter = Listener()
+    drafter.uses_run_aheads = uses_run_aheads
+    settings = options(slots=4, draft_budget=2, max_sequence_tokens=48, run_ahead_max_slowdown=max_slowdown)
+    engine = Engine(tiny_policy(), settings, drafter=drafter)
     list(engine.generate(requests_for(), run_ahead=ahead_of(requests_for(seed=5))))
-    assert engine.control.cost.is_known
+    assert engine.control.cost.is_known == expected
 
 
 class NeverAsked(DrafterBase):
