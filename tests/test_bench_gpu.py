@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPOSITORY
+from srtrl.bench.peer_continuous import ContinuousBatching, NotAvailableError
 from typer.testing import CliRunner, Result
 
 from srtrl.bench.cuda import run as gpu_run
@@ -23,7 +24,6 @@ from srtrl.bench.cuda.run import GpuRun, Section
 from srtrl.bench.cuda.trace import trace_workload
 from srtrl.bench.environment import driver_version
 from srtrl.bench.gpu import SECTIONS
-from srtrl.bench.peer_continuous import ContinuousBatching, NotAvailableError
 from srtrl.bench.shapes import write_random_model
 from srtrl.bench.workload import make_workload
 from srtrl.cli import app
