@@ -30,7 +30,6 @@ TRACE = ("rollout", "--model-shape", "tiny", "--trace", "TRACE")
     ("arguments", "error"),
     [
         (("rollout", "--sequences", "8,0"), "--sequences: expected counts like 8,32,128, found '8,0'"),
-        (("rollout", "--kv-memory-gib", 0), "--kv-memory-gib: expected a number above 0"),
         (("rollout", "--model", "./nowhere"), "./nowhere: no local folder"),
         (("rollout", "--model-shape", "smal"), "--model-shape: no shape 'smal', did you mean `small`"),
         (("rollout", "--drafters", "none"), "--drafters needs --trace FILE"),

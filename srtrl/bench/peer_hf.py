@@ -80,14 +80,13 @@ def compare_with_peer(
     peer: HuggingFaceGenerate,
     options: EngineOptions,
     new_tokens: Sequence[int],
-    seed: int,
     repeats: int,
 ) -> Comparison:
     """Both decode the same prompts to the same lengths, `new_tokens` [B], whole rollouts in turns."""
     num_sequences, vocab_size = len(new_tokens), policy.config.vocab_size
-    prompts = random_prompts(num_sequences, shortest=16, longest=128, vocab_size=vocab_size, seed=seed)
+    prompts = random_prompts(num_sequences, shortest=16, longest=128, vocab_size=vocab_size, seed=0)
     requests = [
-        make_request(prompt, draw, 0, length, seed=seed)
+        make_request(prompt, draw, 0, length)
         for draw, (prompt, length) in enumerate(zip(prompts, new_tokens, strict=True))
     ]
     engine = make_engine(policy, options, requests, num_sequences)
@@ -119,7 +118,7 @@ def describe_peer(repeats: int) -> list[str]:
     ]
 
 
-def draw_lengths(num_sequences: int, longest: int, *, seed: int) -> list[int]:
+def draw_lengths(num_sequences: int, longest: int, *, seed: int = 0) -> list[int]:
     """Long-tailed lengths: log-normal (see above), at least 1 and at most `longest`."""
     draws = np.random.default_rng(seed).lognormal(np.log(longest * TAIL_MEDIAN_SHARE), TAIL_SIGMA, num_sequences)
     return [int(length) for length in np.clip(draws.round(), 1, longest)]

@@ -45,6 +45,7 @@ from srtrl.engine.options import EngineOptions
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model, locate, read_config
+from srtrl.rollout.recorded import RecordedPrompt
 
 OF_TRACE = ("tokenizer", "drafters", "history", "prompts_used", "max_tokens", "slots", "draft_budget", "price_as")
 OF_PEER = ("sequences", "longest_tokens")
@@ -91,9 +92,7 @@ def command(
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights.")] = "float32",
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")] = "auto",
     threads: Threads = None,
-    kv_memory_gib: Annotated[float, typer.Option(help="Maximum memory of one KV cache.")] = 4.0,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each candidate, after one to warm up.")] = 5,
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts, lengths and sampling.")] = 0,
     json_file: JsonFile = None,
     write_docs: WriteDocs = None,
 ) -> None:
@@ -106,13 +105,10 @@ def command(
     num_sequences = parse_counts("--sequences", sequences)
     makers = {name: drafter_maker(name) for name in parse_names("--drafters", drafters)}
     curve = parse_curve("--price-as", price_as) if price_as else None
-    if kv_memory_gib <= 0:
-        raise ValueError(f"--kv-memory-gib: expected a number above 0, found {kv_memory_gib}")
     check_output("--json", json_file)
     check_output("--write-docs", write_docs)
     place = _choose_device(device)
     options = EngineOptions(
-        kv_memory_gib=kv_memory_gib,
         deterministic=True if place.type == "cpu" else None,
         draft_budget=parse_draft_budget(draft_budget),
         cost_points=curve.points if curve else None,
@@ -120,8 +116,7 @@ def command(
     traces = []
     if trace is not None:
         prompts = read_trace(trace, tokenizer=tokenizer, max_tokens=max_tokens)
-        whole = share_out(prompts, history=history, seed=seed)
-        traces = [whole.first_prompts(count) for count in _prompts_used(prompts_used, len(counts), len(prompts))]
+        traces = _traces(prompts, history, prompts_used, len(counts))
     set_cpu_threads(threads)
     environment = read_environment(place)
     with tempfile.TemporaryDirectory() as temporary:
@@ -139,15 +134,14 @@ def command(
             for count, one in zip(counts, traces, strict=True)
         ]
         seen = f"{history:g} as history" if history else "no history"
-        at = ", ".join(comparison.labels["slots"] for comparison in comparisons)
-        title = f"Drafters on a trace: {trace.name}, {seen}, {where}, {at} slots"
-        if price_as:
-            title += f", priced as {price_as}"
+        priced = f", priced as {price_as}" if price_as else ""
+        at = ", ".join(one.labels["slots"] for one in comparisons)
+        title = f"Drafters on a trace: {trace.name}, {seen}, {where}, {at} slots{priced}"
         notes += _describe_trace(trace, trace_note, max_tokens, repeats, curve)
     else:
         assert peer is not None
         comparisons = [
-            compare_with_peer(policy, peer, options, draw_lengths(count, longest_tokens, seed=seed), seed, repeats)
+            compare_with_peer(policy, peer, options, draw_lengths(count, longest_tokens), repeats)
             for count in num_sequences
         ]
         title = f"Rollouts: {where}"
@@ -179,16 +173,17 @@ def _check_given(context: typer.Context, trace: Path | None) -> None:
             raise ValueError(f"{option} needs --trace FILE, recorded rollouts")
 
 
-def _prompts_used(text: str | None, num_slots: int, num_prompts: int) -> list[int]:
-    """Prompts of the trace that are used at each number of slots."""
-    counts = (num_prompts,) if text is None else parse_counts("--prompts-used", text)
+def _traces(prompts: Sequence[RecordedPrompt], history: float, prompts_used: str | None, num_slots: int) -> list[Trace]:
+    """What is decoded at each number of slots."""
+    counts = (len(prompts),) if prompts_used is None else parse_counts("--prompts-used", prompts_used)
     if len(counts) not in (1, num_slots):
         raise ValueError(
             f"--prompts-used: expected one number, or {num_slots}, one for each of --slots; found {len(counts)}"
         )
-    if max(counts) > num_prompts:
-        raise ValueError(f"--prompts-used: {max(counts)}, but the trace has {num_prompts} prompts")
-    return [counts[0]] * num_slots if len(counts) == 1 else list(counts)
+    if max(counts) > len(prompts):
+        raise ValueError(f"--prompts-used: {max(counts)}, but the trace has {len(prompts)} prompts")
+    whole = share_out(prompts, history=history)
+    return [whole.first_prompts(count) for count in (counts * num_slots if len(counts) == 1 else counts)]
 
 
 def _choose_device(name: str) -> torch.device:

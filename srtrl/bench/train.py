@@ -235,7 +235,8 @@ def _notes(recipe: Recipe, *, is_same: bool) -> tuple[str, ...]:
     checked = " All runs had the same rewards, losses and lengths in every step (checked with `==`)." if is_same else ""
     return (
         f"{recipe.train.num_steps} steps of {recipe.rollout.num_prompts} prompts x {recipe.rollout.num_samples} "
-        f"samples, with real updates, from the same weights; whole steps in turns, whose order changes each time.{checked}",
+        f"samples, with real updates, from the same weights; whole steps in turns, whose order changes each "
+        f"time.{checked}",
         "Rollout seconds are those of decoding until the last sample has ended; step seconds add grading, log-probs, "
         "advantages and the update. Sums over the steps; ratios are medians over pairs of the same step, with a 95% "
         "interval (how steps differ is in it, too).",

@@ -13,7 +13,7 @@ from srtrl.engine.sampling import make_rng_key
 from srtrl.model.transformer import ModelConfig
 from srtrl.resolve import resolve_class
 from srtrl.rollout.recorded import RecordedPrompt, Tokens, feed_drafter, load_recorded_tokenizer, read_recorded
-from srtrl.types import Completion, Purpose, Request, SamplingParams
+from srtrl.types import Completion, Request, SamplingParams
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -72,7 +72,7 @@ def read_trace(path: Path, *, tokenizer: str | None, max_tokens: int | None) -> 
     return read_recorded(path, tokenizer=loaded, max_tokens=max_tokens or sys.maxsize).prompts()
 
 
-def share_out(prompts: Sequence[RecordedPrompt], *, history: float, seed: int = 0) -> Trace:
+def share_out(prompts: Sequence[RecordedPrompt], *, history: float) -> Trace:
     """Let the first `history` (0 to 1) of each prompt's samples be seen before, and the others be decoded.
 
     Raises:
@@ -87,9 +87,7 @@ def share_out(prompts: Sequence[RecordedPrompt], *, history: float, seed: int = 
             )
         )
         for index, token_ids in enumerate(prompt.samples[num_seen:]):
-            request = make_request(
-                prompt.prompt_token_ids, draw, index, len(token_ids), seed=seed, prompt_id=prompt.prompt_id
-            )
+            request = make_request(prompt.prompt_token_ids, draw, index, len(token_ids), prompt_id=prompt.prompt_id)
             requests.append(request)
             responses[request.rng_key] = token_ids
     if not requests:
@@ -103,8 +101,6 @@ def make_request(
     sample_index: int,
     max_new_tokens: int,
     *,
-    seed: int = 0,
-    purpose: Purpose = "train",
     prompt_id: str | None = None,
 ) -> Request:
     """A sample that ends after `max_new_tokens` and nowhere else."""
@@ -113,9 +109,9 @@ def make_request(
         prompt_token_ids=prompt,
         draw_index=draw_index,
         sample_index=sample_index,
-        rng_key=make_rng_key(seed, purpose, draw_index, sample_index),
+        rng_key=make_rng_key(0, "train", draw_index, sample_index),
         sampling=SamplingParams(max_new_tokens=max_new_tokens),
-        purpose=purpose,
+        purpose="train",
     )
 
 
@@ -131,7 +127,7 @@ def random_prompts(
 SAMPLES_OF_A_PROMPT = 16
 NUM_WORDINGS = 3
 """Of each generated prompt: its samples go along one of them and change at random places."""
-CHANGE, NEW_TOKEN = 0.08, 0.04
+CHANGE, NEW_TOKEN = 0.06, 0.03
 """Chances, at each token of a generated sample, that the wording changes and that nothing before has this token."""
 
 
