@@ -81,7 +81,7 @@ def test_counts_matches_and_drafts_are_those_of_the_twin(
         if step % 3 and step < len(steps) - 1:
             continue
         for cursor, tree in enumerate(player.propose([max_nodes] * 4, rule, min_score, shared.table)):
-            assert player.cursors.rows[cursor, MATCH] == len(twin.cursors[cursor][0])
+            assert player.cursors.arrays.rows[cursor, MATCH] == len(twin.cursors[cursor][0])
             assert_equal_trees(tree, twin.propose(cursor, max_nodes, rule, min_score))
             tree.check(VOCAB)
             assert (np.diff(tree.scores) <= 0).all()
@@ -184,7 +184,7 @@ def test_a_match_is_kept_while_states_are_cloned() -> None:
     follower.extend({0: [2, 3]})
     trie.insert([5, 2, 3, 6])  # parts (2, 3) from (1, 2, 3)
     follower.cursors.refresh(trie)
-    assert follower.cursors.rows[0, MATCH] == 2
+    assert follower.cursors.arrays.rows[0, MATCH] == 2
     assert sorted(follower.propose([4])[0].token_ids.tolist()) == [4, 6]
 
 

@@ -13,7 +13,7 @@ array is doubled here, and they are called again.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -365,22 +365,25 @@ def _advance(memory: Int32Array, cursor: Int32Array, token_ids: Int32Array, begi
     return done
 
 
+class Cursors(NamedTuple):
+    """A cursor for each slot."""
+
+    addresses: Int64Array
+    """[slots], of the memory of each slot's trie."""
+    sizes: Int64Array
+    """[slots], of that memory."""
+    rows: Int32Array
+    """[slots, CURSOR]."""
+
+
 @numba.njit(cache=True, nogil=True)
 def _advance_rows(
-    addresses: Int64Array,
-    sizes: Int64Array,
-    cursors: Int32Array,
-    slots: Int64Array,
-    token_ids: Int32Array,
-    offsets: Int64Array,
-    progress: Int64Array,
+    cursors: Cursors, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, progress: Int64Array
 ) -> int:
     """Advance the cursors of some slots, in order; returns the first row for which there was no room, or their number.
 
     Args:
-        addresses: [slots], of the memory of each slot's trie.
-        sizes: [slots], of that memory.
-        cursors: [slots, CURSOR].
+        cursors: Of all slots.
         slots: [B].
         token_ids: Tokens of all rows, end to end.
         offsets: [B + 1], where those of each row begin.
@@ -390,26 +393,20 @@ def _advance_rows(
         slot = slots[row]
         tokens = token_ids[offsets[row] : offsets[row + 1]]
         if progress[row] < len(tokens):
-            memory = open_memory(addresses[slot], sizes[slot])
-            progress[row] = _advance(memory, cursors[slot], tokens, progress[row])
+            memory = open_memory(cursors.addresses[slot], cursors.sizes[slot])
+            progress[row] = _advance(memory, cursors.rows[slot], tokens, progress[row])
             if progress[row] < len(tokens):
                 return row
     return len(slots)
 
 
 @numba.njit(parallel=True, cache=True, nogil=True)
-def _advance_tries(
-    addresses: Int64Array,
-    sizes: Int64Array,
-    cursors: Int32Array,
-    token_ids: Int32Array,
-    offsets: Int64Array,
-    progress: Int64Array,
-) -> None:
-    """As `_advance_rows` for all rows, each with a trie of its own: in parallel."""
+def _advance_tries(cursors: Cursors, token_ids: Int32Array, offsets: Int64Array, progress: Int64Array) -> None:
+    """As `_advance_rows` for the slots 0, 1, ..., each with a trie of its own: in parallel."""
     for row in numba.prange(len(offsets) - 1):
-        memory = open_memory(addresses[row], sizes[row])
-        progress[row] = _advance(memory, cursors[row], token_ids[offsets[row] : offsets[row + 1]], progress[row])
+        memory = open_memory(cursors.addresses[row], cursors.sizes[row])
+        tokens = token_ids[offsets[row] : offsets[row + 1]]
+        progress[row] = _advance(memory, cursors.rows[row], tokens, progress[row])
 
 
 @numba.njit(cache=True, nogil=True)
@@ -490,7 +487,7 @@ def insert_texts(tries: Sequence[TokenTrie], texts: Sequence[Sequence[Int32Array
     progress = np.zeros(len(tries), np.int64)
     use_kernel_threads(WORK_PER_TOKEN * len(token_ids))
     while True:
-        _advance_tries(cursors.addresses, cursors.sizes, cursors.rows, token_ids, offsets, progress)
+        _advance_tries(cursors.arrays, token_ids, offsets, progress)
         waiting = np.flatnonzero(progress < np.diff(offsets)).tolist()
         if not waiting:
             return
@@ -507,12 +504,7 @@ class TrieCursors:
     """A cursor for each slot, in a trie that it may share with others."""
 
     def __init__(self) -> None:
-        self.addresses = np.zeros(0, np.int64)
-        """[slots], of each slot's trie."""
-        self.sizes = np.zeros(0, np.int64)
-        """[slots]."""
-        self.rows = np.zeros((0, CURSOR), np.int32)
-        """[slots, CURSOR]."""
+        self.arrays = Cursors(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, CURSOR), np.int32))
         self.tries: list[TokenTrie | None] = []
         """Of each slot; None: it is free."""
 
@@ -521,12 +513,14 @@ class TrieCursors:
         more = int(slots.max(initial=-1)) + 1 - len(self.tries)
         if more > 0:
             self.tries += [None] * more
-            self.addresses = np.pad(self.addresses, (0, more))
-            self.sizes = np.pad(self.sizes, (0, more))
-            self.rows = np.pad(self.rows, ((0, more), (0, 0)))
-        self.rows[slots] = (ROOT, 0, START_TOKEN, START_TOKEN, inserts)
-        self.addresses[slots] = [trie.memory.ctypes.data for trie in tries]
-        self.sizes[slots] = [len(trie.memory) for trie in tries]
+            self.arrays = Cursors(
+                np.pad(self.arrays.addresses, (0, more)),
+                np.pad(self.arrays.sizes, (0, more)),
+                np.pad(self.arrays.rows, ((0, more), (0, 0))),
+            )
+        self.arrays.rows[slots] = (ROOT, 0, START_TOKEN, START_TOKEN, inserts)
+        self.arrays.addresses[slots] = [trie.memory.ctypes.data for trie in tries]
+        self.arrays.sizes[slots] = [len(trie.memory) for trie in tries]
         for slot, trie in zip(slots.tolist(), tries, strict=True):
             self.tries[slot] = trie
 
@@ -539,7 +533,7 @@ class TrieCursors:
         """Next tokens of some slots: those of row b are `token_ids[offsets[b] : offsets[b + 1]]`."""
         progress = np.zeros(len(slots), np.int64)
         while True:
-            row = _advance_rows(self.addresses, self.sizes, self.rows, slots, token_ids, offsets, progress)
+            row = _advance_rows(self.arrays, slots, token_ids, offsets, progress)
             if row == len(slots):
                 return
             trie = self.tries[slots[row]]
@@ -550,5 +544,5 @@ class TrieCursors:
     def refresh(self, trie: TokenTrie) -> None:
         """A trie has grown: its array is another one."""
         slots = [slot for slot, other in enumerate(self.tries) if other is trie]
-        self.addresses[slots] = trie.memory.ctypes.data
-        self.sizes[slots] = len(trie.memory)
+        self.arrays.addresses[slots] = trie.memory.ctypes.data
+        self.arrays.sizes[slots] = len(trie.memory)

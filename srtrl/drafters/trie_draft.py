@@ -32,6 +32,7 @@ from srtrl.drafters.suffix_automaton import (
     ROOT,
     STATE,
     TARGET,
+    Cursors,
     Int32Array,
     Int64Array,
     TrieCursors,
@@ -122,11 +123,24 @@ def _make_scratch(capacity: int) -> Scratch:
     )
 
 
+class Draft(NamedTuple):
+    """What the functions below share while they draft for one slot."""
+
+    memory: Int32Array
+    """Of its trie."""
+    shared: Table
+    """See `shared_ngrams`; without rows where nothing is known."""
+    cursor: Int32Array
+    rule: Rule
+    min_score: float
+    """Smallest score of a node."""
+    scratch: Scratch
+
+
 @numba.njit(cache=True, nogil=True, forceinline=True)
-def _choose_contexts(
-    memory: Int32Array, state: int, match: int, rule: Rule, negligible: float, scratch: Scratch
-) -> tuple[int, float]:
+def _choose_contexts(draft: Draft, state: int, match: int, negligible: float) -> tuple[int, float]:
     """Share the probability mass among contexts, the longest first; returns their number and the mass that is left."""
+    memory, rule, scratch = draft.memory, draft.rule, draft.scratch
     num, before, mass = 0, 0, 1.0
     while state != ROOT and num < rule.max_contexts and mass >= negligible:
         total = memory[state + STATE_TOTAL]
@@ -149,12 +163,13 @@ def _choose_contexts(
 
 
 @numba.njit(cache=True, nogil=True, forceinline=True)
-def _blend_contexts(memory: Int32Array, num_contexts: int, negligible: float, scratch: Scratch) -> int:
+def _blend_contexts(draft: Draft, num_contexts: int, negligible: float) -> int:
     """List the children that the contexts know, with their weights; returns the number of children.
 
     What follows a context also follows its suffixes, where its occurrences are not to count again. A token that is new
     in a suffix is listed if it is not negligible by itself.
     """
+    memory, scratch = draft.memory, draft.scratch
     child, weight = scratch.child, scratch.weight
     num = 0
     for level in range(num_contexts):
@@ -185,20 +200,11 @@ def _blend_contexts(memory: Int32Array, num_contexts: int, negligible: float, sc
 
 @numba.njit(cache=True, nogil=True, forceinline=True)
 def _add_shared(
-    memory: Int32Array,
-    shared: Table,
-    state: int,
-    match: int,
-    before_last: int,
-    last: int,
-    mass: float,
-    rule: Rule,
-    negligible: float,
-    scratch: Scratch,
-    num: int,
+    draft: Draft, state: int, match: int, before_last: int, last: int, mass: float, negligible: float, num: int
 ) -> int:
     """Spread `mass` over what the last two tokens, then the last one, were followed by in all prompts' texts."""
-    child, weight = scratch.child, scratch.weight
+    memory, shared, rule = draft.memory, draft.shared, draft.rule
+    child, weight = draft.scratch.child, draft.scratch.weight
     for length in (2, 1):
         row = find_context(shared, before_last if length == 2 else NO_TOKEN, last)
         if row == NONE:
@@ -269,29 +275,19 @@ def _offer(scratch: Scratch, size: int, room: int, score: float, parent: int, i:
 
 
 @numba.njit(cache=True, nogil=True)
-def _grow(
-    memory: Int32Array,
-    shared: Table,
-    cursor: Int32Array,
-    state: int,
-    match: int,
-    max_nodes: int,
-    rule: Rule,
-    min_score: float,
-    scratch: Scratch,
-    tree: Tree,
-) -> tuple[int, float]:
+def _grow(draft: Draft, state: int, match: int, max_nodes: int, tree: Tree) -> tuple[int, float]:
     """Grow a tree after the context (state, match); returns its number of nodes and the sum of their scores."""
+    scratch, cursor, min_score = draft.scratch, draft.cursor, draft.min_score
     for entry in range(max_nodes):
         scratch.free[entry] = entry
     size, total, score, parent = 0, 0.0, 1.0, NONE
     before_last, last = cursor[BEFORE_LAST], cursor[LAST]
     for number in range(max_nodes):
         negligible = NEGLIGIBLE * min_score / score  # of the node's own mass
-        num_contexts, mass = _choose_contexts(memory, state, match, rule, negligible, scratch)
-        num = _blend_contexts(memory, num_contexts, negligible, scratch)
-        if len(shared) > 0 and mass >= negligible:
-            num = _add_shared(memory, shared, state, match, before_last, last, mass, rule, negligible, scratch, num)
+        num_contexts, mass = _choose_contexts(draft, state, match, negligible)
+        num = _blend_contexts(draft, num_contexts, negligible)
+        if len(draft.shared) > 0 and mass >= negligible:
+            num = _add_shared(draft, state, match, before_last, last, mass, negligible, num)
         for i in range(num):
             child_score = score * min(scratch.weight[i], 1.0)
             if child_score >= min_score:
@@ -311,33 +307,25 @@ def _grow(
 
 
 @numba.njit(cache=True, nogil=True)
-def _draft(
-    memory: Int32Array,
-    shared: Table,
-    cursor: Int32Array,
-    max_nodes: int,
-    rule: Rule,
-    min_score: float,
-    scratch: Scratch,
-    tree: Tree,
-) -> int:
+def _draft(draft: Draft, max_nodes: int, tree: Tree) -> int:
     """Draft what follows a cursor's match; returns the number of nodes."""
-    match = cursor[MATCH]
-    state = locate(memory, cursor[STATE], match)
-    if not rule.tries_suffixes:
-        return _grow(memory, shared, cursor, state, match, max_nodes, rule, min_score, scratch, tree)[0]
+    memory, other = draft.memory, draft.scratch.tree
+    match = draft.cursor[MATCH]
+    state = locate(memory, draft.cursor[STATE], match)
+    if not draft.rule.tries_suffixes:
+        return _grow(draft, state, match, max_nodes, tree)[0]
     match = min(match, MAX_MATCH)
     state = locate(memory, state, match)
     best_size, best_total = 0, 0.0
     while state != ROOT:
         if memory[state + STATE_TOTAL] > 0:
             room = min(max_nodes, MAX_TREE, NODES_PER_MATCH * match)
-            size, total = _grow(memory, shared, cursor, state, match, room, rule, min_score, scratch, scratch.tree)
+            size, total = _grow(draft, state, match, room, other)
             if total > best_total:
                 best_size, best_total = size, total
-                tree.token_ids[:size] = scratch.tree.token_ids[:size]
-                tree.parents[:size] = scratch.tree.parents[:size]
-                tree.scores[:size] = scratch.tree.scores[:size]
+                tree.token_ids[:size] = other.token_ids[:size]
+                tree.parents[:size] = other.parents[:size]
+                tree.scores[:size] = other.scores[:size]
         state = memory[state + LINK]
         match = memory[state + LENGTH]
     return best_size
@@ -345,40 +333,29 @@ def _draft(
 
 @numba.njit(cache=True, nogil=True)
 def _draft_rows(
-    addresses: Int64Array,
-    sizes: Int64Array,
-    cursors: Int32Array,
-    slots: Int64Array,
-    max_nodes: Int64Array,
-    shared: Table,
-    rule: Rule,
-    min_score: float,
-    trees: Tree,
-    offsets: Int64Array,
-) -> None:
-    """Draft for the cursors of some slots, one tree after another; fills `trees` and `offsets`.
+    cursors: Cursors, slots: Int64Array, max_nodes: Int64Array, shared: Table, rule: Rule, min_score: float, trees: Tree
+) -> Int64Array:
+    """Draft for the cursors of some slots, one tree after another, into `trees`; returns `DraftTrees.offsets`.
 
     Args:
-        addresses: [slots], as in `TrieCursors`; so are `sizes` and `cursors`.
-        sizes: [slots].
-        cursors: [slots, CURSOR].
+        cursors: Of all slots.
         slots: [B].
         max_nodes: [B].
-        shared: See `shared_ngrams`; without rows where nothing is known.
+        shared: See `Draft`.
         rule: One of the rules above.
-        min_score: Smallest score of a node.
+        min_score: See `Draft`.
         trees: [at least the sum of max_nodes].
-        offsets: [B + 1].
     """
+    offsets = np.zeros(len(slots) + 1, np.int64)
     scratch = _make_scratch(max(1, max_nodes.max()))
     end = 0
-    offsets[0] = 0
     for row in range(len(slots)):
-        slot = slots[row]
-        memory = open_memory(addresses[slot], sizes[slot])
+        memory = open_memory(cursors.addresses[slots[row]], cursors.sizes[slots[row]])
         tree = Tree(trees.token_ids[end:], trees.parents[end:], trees.scores[end:])
-        end += _draft(memory, shared, cursors[slot], max_nodes[row], rule, min_score, scratch, tree)
+        draft = Draft(memory, shared, cursors.rows[slots[row]], rule, min_score, scratch)
+        end += _draft(draft, max_nodes[row], tree)
         offsets[row + 1] = end
+    return offsets
 
 
 class TrieDrafts:
@@ -397,24 +374,13 @@ class TrieDrafts:
         shared: Table = NO_TABLE,
     ) -> DraftTrees:
         """Draft a tree for each of `slots` [B], of at most `max_nodes` [B] nodes, no score below `min_score`."""
-        offsets = np.zeros(len(slots) + 1, np.int64)
         if not len(slots):
             return DraftTrees.empty(0)
         room = int(max_nodes.sum())
         if room > len(self._buffer.token_ids):
             self._buffer = Tree(np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.float32))
-        _draft_rows(
-            cursors.addresses,
-            cursors.sizes,
-            cursors.rows,
-            slots,
-            max_nodes,
-            shared,
-            rule,
-            max(min_score, SMALLEST_SCORE),
-            self._buffer,
-            offsets,
-        )
+        min_score = max(min_score, SMALLEST_SCORE)
+        offsets = _draft_rows(cursors.arrays, slots, max_nodes, shared, rule, min_score, self._buffer)
         end = int(offsets[-1])
         return DraftTrees(
             token_ids=self._buffer.token_ids[:end].copy(),
