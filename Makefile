@@ -47,7 +47,7 @@ check: $(STAMP) ## Lint, formatting and types
 bench: $(STAMP) ## Measure the decoder
 	$(BIN)/srtrl bench rollout $(ARGS)
 
-bench-gpu: $(STAMP) ## Check and measure the CUDA path on one GPU, in 9 minutes (without one: ARGS=--smoke)
+bench-gpu: $(STAMP) ## Check and measure the CUDA path on one GPU (without one: ARGS=--smoke)
 	@mkdir -p runs
 	$(BIN)/srtrl bench gpu --json runs/bench-gpu.json $(if $(filter --smoke,$(ARGS)),,--write-docs docs/benchmarks.md) \
 	  $(if $(TRACE),--trace $(TRACE) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))) $(ARGS)
