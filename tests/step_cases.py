@@ -82,19 +82,7 @@ def fill(
     page_size: int,
 ) -> None:
     """Write a step of the batch into `inputs`."""
-    fill_inputs(
-        inputs,
-        slots,
-        trees,
-        chunks,
-        token_ids=batch.token_ids,
-        num_tokens=batch.num_tokens,
-        num_prompt_tokens=batch.num_prompt_tokens,
-        page_table=batch.page_table,
-        rng_keys=batch.rng_keys,
-        temperatures=batch.temperatures,
-        page_size=page_size,
-    )
+    fill_inputs(inputs, batch.arrays, slots, trees, chunks, page_size)
 
 
 def size_of(batch: Batch, slots: Int64Array, trees: DraftTrees, chunks: list[PrefillChunk], page_size: int) -> StepSize:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,7 +53,7 @@ class Steps:
         self.graphs = StepGraphs(self.capturer, max_graphs=max_graphs)
 
     def run(self, *keys: int, can_capture: bool = True) -> list[bool]:
-        return [self.graphs.run(key, lambda key=key: self.log.append(key), can_capture=can_capture) for key in keys]
+        return [self.graphs.run(key, partial(self.log.append, key), can_capture=can_capture) for key in keys]
 
 
 def test_a_shape_is_captured_when_it_comes_again_and_replayed_from_then_on() -> None:

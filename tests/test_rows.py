@@ -184,8 +184,8 @@ def test_accepted_paths_are_moved_as_by_plain_loops(page_size: int, seed: int) -
 
 def test_timing_a_forward_pass_needs_no_sequence_and_spoils_none() -> None:
     runner = runner_of(20, 4)
-    assert runner.time_step(1, 1) > 0
-    assert runner.time_step(37, 50) > 0  # more than there are pages: they are shared
+    assert runner.time_step(1, 1, 1) > 0
+    assert runner.time_step(37, 50, 20) > 0  # more than there are pages: they are shared
     assert bool(runner.cache.key_pages.isfinite().all())
     assert bool(runner.cache.key_pages.any())
 

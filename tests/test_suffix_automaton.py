@@ -1,6 +1,6 @@
 """The token trie against its twin in plain Python: counts, matches, drafts, with samples inserted interleaved."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ class Player:
             self.cursors.start(np.array([slot]), [trie], inserts=is_inserting)
             self.extend({slot: [START_TOKEN]})
 
-    def extend(self, tokens: dict[int, Sequence[int]]) -> None:
+    def extend(self, tokens: Mapping[int, Sequence[int]]) -> None:
         self.cursors.extend(np.array(list(tokens), np.int64), *end_to_end(list(tokens.values())))
 
     def propose(

@@ -61,13 +61,14 @@ def main() -> None:
     """Print what was compiled: a list of {model, kernel, capability, shared, fetches_ahead}."""
     import numpy as np
     import torch
+    from torch.nn import Linear
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     from srtrl.engine.cuda_runner import CudaRunner
     from srtrl.model.hf_config import config_from_hf
-    from srtrl.model.transformer import Linear, Transformer
+    from srtrl.model.transformer import Transformer
 
     found: dict[tuple[str, str, int, int], dict[str, Any]] = {}
 
@@ -102,7 +103,7 @@ def main() -> None:
     driver.set_active(device)
     JITFunction.run = compile_only
     torch.mm = lambda left, right, out: out  # type: ignore[assignment]
-    Linear.forward = lambda self, hidden: hidden.new_empty(len(hidden), len(self.weight))  # type: ignore[method-assign]
+    Linear.forward = lambda self, hidden: hidden.new_empty(len(hidden), len(self.weight))  # type: ignore[method-assign, assignment]
     for model, (changes, dtype, steps) in MODELS.items():  # noqa: B007
         policy = Transformer(config_from_hf(QWEN_1_5B | changes), getattr(torch, dtype), "cpu")
         runner = CudaRunner(
