@@ -417,9 +417,13 @@ class Engine:
         stats.add_seconds(clock)
         draft_seconds = clock.seconds.get("propose", 0.0) + clock.seconds.get("choose", 0.0)
         seconds = clock.total
-        if cost.is_fixed:  # of another machine: what drafting takes on this one says nothing
-            seconds, draft_seconds = cost.seconds(num_rows + num_prefill), 0.0
-            stats.priced_seconds += seconds
+        if cost.is_fixed:  # the device's time is stated: the host's counts where it is not a part of the device's
+            priced = cost.seconds(num_rows + num_prefill)
+            stats.priced_seconds += priced
+            if self.runner.is_asynchronous:
+                seconds = priced + clock.total - clock.seconds["wait"]
+            else:
+                seconds, draft_seconds = priced, 0.0
         if cost.is_known:
             if draft.was_asked and num_primaries and not num_prefill:
                 one_by_one = num_tokens * cost.seconds(num_primaries) / num_primaries
