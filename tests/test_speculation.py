@@ -235,6 +235,18 @@ def test_a_drafter_that_breaks_its_promises_is_named(changes: dict[str, list[Any
     assert engine.pool.num_used == 0
 
 
+def test_recorded_tokens_are_taken_while_there_is_a_trace() -> None:
+    requests = train_requests()
+    engine = Engine(tiny_policy(), options(slots=4), drafter=make_drafter("ngram"))
+    expected = outputs(generate(engine, requests))
+    engine.trace = {one.rng_key: np.array([7, 8] * 3, np.int32) for one in requests[:9]}
+    for one, completion in zip(requests, sorted(generate(engine, requests).items()), strict=True):
+        num_recorded = min(6, one.sampling.max_new_tokens) if one in requests[:9] else 0
+        assert completion[1].token_ids[:num_recorded] == [7, 8, 7, 8, 7, 8][:num_recorded]
+    engine.trace = None
+    assert outputs(generate(engine, requests)) == expected
+
+
 def test_stop_strings_and_limits_inside_an_accepted_path() -> None:
     class Letters:
         def decode(self, token_ids: list[int], /) -> str:

@@ -263,7 +263,7 @@ class DraftGate:
                 self._pause = FIRST_PAUSE if pays else min(2 * self._pause, LAST_PAUSE)
                 if not pays:
                     self._with = _Rate()
-        elif not pays:
+        elif self._is_on and not pays:  # the last step of a trial is recorded when one more has been drafted for
             self._is_on, self._num_waiting, self._with = False, self._pause, _Rate()
 
 

@@ -311,9 +311,10 @@ class Engine:
             offsets = np.cumsum([0, *map(len, resumed)])
             if offsets[-1]:  # preempted samples: the drafter forgot them
                 self.drafter.observe(slots, np.concatenate(resumed), offsets)
-            if self.trace is not None:
+            if self.trace is not None or self.batch.trace_tokens.size:
+                trace, none = self.trace or {}, np.empty(0, np.int32)
                 for sample in step.started:
-                    self.batch.set_trace(sample.slot, self.trace.get(sample.request.rng_key, np.empty(0, np.int32)))
+                    self.batch.set_trace(sample.slot, trace.get(sample.request.rng_key, none))
         return step
 
     def _draft(self, step: ScheduledStep, clock: StageClock) -> _Draft:
