@@ -123,10 +123,12 @@ def test_the_command_line_imports_nothing_heavy() -> None:
     assert result.stdout.strip() == "[]"
 
 
-def test_the_readme_lists_every_file() -> None:
-    tree = (REPOSITORY / "README.md").read_text(encoding="utf-8").partition("```\nsrtrl/\n")[2].partition("```")[0]
-    listed = set(re.findall(r"\w+\.py", tree))
-    assert listed == {file.name for file in FILES} - {"__init__.py"}
+def test_the_readme_lists_every_folder() -> None:
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"\[`(\w+)/`\]\(srtrl/(\w+)\)", readme)
+    assert all(name == target for name, target in listed)
+    packages = {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
+    assert {name for name, _ in listed} == packages
 
 
 def test_no_file_is_a_drawer_for_everything() -> None:
