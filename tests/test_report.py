@@ -114,7 +114,7 @@ def engine_metrics(step: int, drafts: float) -> dict[str, float]:
     if drafts:
         metrics |= {f"engine/acceptance_depth_{depth}": 0.4 + 0.05 * depth for depth in range(1, 9)}
         metrics |= {"engine/run_ahead_tokens_made": 40, "engine/run_ahead_tokens_used": 25}
-        metrics["engine/calibration_error"] = 0.03
+        metrics["engine/drafted_steps_share"] = 0.9
     return metrics
 
 
@@ -210,7 +210,7 @@ def test_a_run_that_speculates_shows_what_it_brought(tmp_path: Path, num_steps: 
         "Where decoding time goes",
         "Acceptance of drafts",
         "Tokens decoded ahead",
-        "Calibration of scores",
+        "Steps with drafts",
         "Timeline of step 1",
         *([f"Timeline of step {num_steps}", "Trie of a prompt"] if several else []),
     ]

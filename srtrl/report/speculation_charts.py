@@ -55,10 +55,10 @@ CURVES = (
         "By run-ahead in idle slots, and those of them that a later sample accepted. They are never learned from.",
     ),
     Curves(
-        "Calibration of scores",
-        "difference of shares",
-        (("engine/calibration_error", "expected against accepted"),),
-        "How far the estimated chances of acceptance, by which the budget chooses nodes, are from what happened.",
+        "Steps with drafts",
+        "share of decode steps",
+        (("engine/drafted_steps_share", "drafted"),),
+        "Where drafts do not pay they are only tried now and then.",
     ),
 )
 
