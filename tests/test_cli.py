@@ -121,8 +121,8 @@ def test_help_fields_documents_every_field_and_the_tasks_options() -> None:
         ("rollout.drafter=nne", "rollout.drafter: `nne` is not in srtrl/drafters/, did you mean `none`?"),
         ("rollout.drafter=collections:Counter", "rollout.drafter: `collections:Counter` is no drafter; expected a sub"),
         (
-            "rollout.drafter_options={rule: foo}",
-            "rollout.drafter_options.rule: expected 'blend', 'paper' or 'authors',",
+            "rollout.drafter_options={min_score: 2}",
+            "rollout.drafter_options.min_score: expected",
         ),
         ("model.path=./nowhere", "model.path: ./nowhere: "),
         (
