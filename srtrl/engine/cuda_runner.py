@@ -212,8 +212,7 @@ class CudaRunner:
         self._attention = AttentionScratch(num_lanes=num_lanes, head_dim=config.head_dim, device=device)
         self._addresses: tuple[int, ...] = ()
         self._step: CudaStep | None = None
-        self._was_awaited = True
-        self.was_prepared = True
+        self._was_awaited = self.was_prepared = True
 
     @property
     def num_pages(self) -> int:
@@ -265,7 +264,8 @@ class CudaRunner:
     def launch(self, inputs: StepInputs, filters: RowFilters | None) -> None:
         """See `Runner`."""
         step = self._step
-        assert step is not None and step.inputs is inputs, "these are not the inputs that were asked for last"
+        assert step is not None
+        assert step.inputs is inputs, "these are not the inputs that were asked for last"
         can_capture = step.shape.num_rows <= MAX_GRAPH_ROWS
         try:
             self._memory.staging.upload(inputs.layout.num_elements)

@@ -62,7 +62,7 @@ def rope_and_store(
         qkv: [N, (H + 2 K) E]; the queries are rotated in place, keys and values stay.
         rotary: [length, 2 E], `RotaryTable.table`, longer than every position, in the type of `qkv`.
         positions: [N] int32.
-        kv_indices: [N] int32, places in the cache; a row of -1 stores nothing.
+        kv_indices: [N] int32; a row of -1 stores nothing.
         keys: One layer of a token-major cache, [num_pages, page_size, K, E], written.
         values: Likewise.
         qk_norm: Weights [E] of the norms of query and key heads before the rotation (Qwen3).
