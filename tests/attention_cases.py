@@ -11,7 +11,7 @@ from torch import Tensor
 
 from srtrl.engine.rows import PrefillChunk, StepInputs, StepLayout, fill_inputs
 from srtrl.model.paged_attention import KVCache
-from srtrl.model.tree_attention import AttentionLaunch, AttentionScratch, TreeRows, attend_tree_reference
+from srtrl.model.tree_attention import AttentionScratch, TreeRows, attend_tree_reference
 
 
 @dataclass(kw_only=True, slots=True)
@@ -119,8 +119,7 @@ def attend_by_kernel(
     scratch.means.fill_(torch.nan)  # what no program wrote is not read
     scratch.log_weights.fill_(torch.nan)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    launch = AttentionLaunch(block_m=block_m, num_splits=num_splits)
-    attend_tree(q, keys, values, step.rows, out, scratch=scratch, launch=launch)
+    attend_tree(q, keys, values, step.rows, out, scratch=scratch, block_m=block_m, num_splits=num_splits)
     return out
 
 

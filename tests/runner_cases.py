@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -102,8 +101,8 @@ class FakeCapturer:
     def start_over(self) -> None:
         """Nothing is shared."""
 
-    def capture(self, compute: Callable[[], None]) -> Any:
-        return SimpleNamespace(replay=compute)
+    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
+        return compute
 
 
 def random_trees(random: np.random.Generator, sizes: Sequence[int], vocab_size: int = 61) -> DraftTrees:

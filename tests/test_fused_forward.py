@@ -13,7 +13,7 @@ from srtrl.model.fused_forward import fused_forward
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.paged_attention import KVCache
 from srtrl.model.transformer import Transformer
-from srtrl.model.tree_attention import AttentionLaunch, AttentionScratch, ReferencePlan
+from srtrl.model.tree_attention import AttentionScratch, ReferencePlan
 from srtrl.model.weights import init_model
 
 NUM_POSITIONS = 40
@@ -39,7 +39,8 @@ def run(model: Transformer, cache: KVCache, step: TreeStep) -> Tensor:
         cache,
         step.rows,
         rotary=model.rotary.build(NUM_POSITIONS, model.dtype, model.device),
-        launch=AttentionLaunch(block_m=max(16, 1 << (2 * group - 1).bit_length()), num_splits=1),
+        block_m=max(16, 1 << (2 * group - 1).bit_length()),
+        num_splits=1,
         scratch=AttentionScratch(num_lanes=0, head_dim=config.head_dim, device=KERNEL_DEVICE),
         out=out,
     )

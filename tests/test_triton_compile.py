@@ -19,7 +19,7 @@ SHARED_MEMORY_LIMITS = {80: 99 * 1024, 90: 227 * 1024}
 
 KERNELS = {
     *("attend_tiles", "combine_splits", "add_rms_norm_rows", "rope_and_store_heads", "silu_and_mul_rows"),
-    *("rank_blocks", "finish_rows", "move_groups"),
+    *("rank_blocks", "finish_rows"),
 }
 
 QWEN_1_5B = {
@@ -59,7 +59,6 @@ MODELS: dict[str, tuple[dict[str, Any], str, tuple[tuple[int, int], ...]]] = {
 
 def main() -> None:
     """Print what was compiled: a list of {model, kernel, capability, shared, fetches_ahead}."""
-    import numpy as np
     import torch
     from torch.nn import Linear
     from triton.backends.compiler import GPUTarget
@@ -119,9 +118,6 @@ def main() -> None:
         for device.capability in SHARED_MEMORY_LIMITS:
             for num_rows, num_sequences in steps:
                 runner.time_step(num_rows, 30, num_sequences=num_sequences)
-            for num_moves in (1, 16, 17):
-                moves = np.arange(num_moves, dtype=np.int32)
-                runner.move_kv(moves, moves, np.arange(num_moves + 1))
     json.dump(list(found.values()), sys.stdout)
 
 

@@ -3,22 +3,17 @@
 Inputs of the norms are small whole numbers, whose squares any order sums exactly: then every bit must be equal.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kernel_cases import KERNEL_DEVICE
 from torch import Tensor
 from torch.nn import functional
 
-from srtrl.model.paged_attention import KVCache
 from srtrl.model.transformer import RopeConfig, RotaryTable, rms_norm, rotate
 from srtrl.model.triton_jit import jit
-from srtrl.model.triton_layers import add_rms_norm, move_kv, rope_and_store, rounded, silu_and_mul
+from srtrl.model.triton_layers import add_rms_norm, rope_and_store, rounded, silu_and_mul
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 EPS = 1e-6
@@ -149,40 +144,3 @@ def test_gated_activation_rounds_as_the_eager_model(width: int, dtype: torch.dty
     with np.errstate(over="ignore"):  # of the interpreter
         activated = silu_and_mul(gate_up)
     torch.testing.assert_close(activated, functional.silu(gate) * up, rtol=ULP[dtype], atol=1e-30)
-
-
-@settings(deadline=None, max_examples=25)
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(0, 1000))
-def test_moves_within_a_group_are_as_if_all_were_read_first(lengths: list[int], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    cache = KVCache(
-        num_layers=2,
-        num_pages=2 * len(lengths),
-        page_size=4,
-        num_kv_heads=2,
-        head_dim=3,
-        dtype=torch.float32,
-        device=KERNEL_DEVICE,
-        token_major=True,
-    )
-    for pages in (cache.key_pages, cache.value_pages):
-        pages.copy_(torch.arange(pages.numel()).view(pages.shape) + 10_000 * (pages is cache.key_pages))
-    starts, sources, targets = [0], [], []
-    for group, length in enumerate(lengths):
-        nodes = torch.randperm(8, generator=generator)[:length].sort().values.tolist()
-        sources += [8 * group + node for node in nodes]
-        targets += [8 * group + level for level in range(length)]
-        starts.append(len(sources))
-    expected = [[heads(layer).flatten(0, 1).clone() for heads in _heads_of(cache)] for layer in range(2)]
-    for layer in expected:
-        for heads in layer:
-            heads[targets] = heads[sources]
-    buffers = [torch.tensor(values, dtype=torch.int32, device=KERNEL_DEVICE) for values in (starts, sources, targets)]
-    move_kv(cache, *buffers)
-    for index, layer in enumerate(expected):
-        for heads, found in zip(layer, _heads_of(cache), strict=True):
-            assert torch.equal(found(index).flatten(0, 1), heads)
-
-
-def _heads_of(cache: KVCache) -> tuple[Callable[[int], Tensor], ...]:
-    return cache.kernel_keys, cache.kernel_values

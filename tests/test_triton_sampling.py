@@ -38,7 +38,7 @@ class Rows:
         num_rows, vocab_size = logits.shape
         tokens = torch.full((num_rows,), -7, dtype=torch.int32, device=KERNEL_DEVICE)
         logprobs = torch.full((num_rows,), torch.nan, device=KERNEL_DEVICE)
-        scratch = SamplingScratch.allocate(num_rows + 2, vocab_size, KERNEL_DEVICE, block=block)
+        scratch = SamplingScratch(num_rows + 2, vocab_size, KERNEL_DEVICE, block=block)
         noise = (self.temperatures[rows], self.rng_keys[rows], self.positions[rows])
         sample_rows_triton(logits, *noise, tokens, logprobs, scratch)
         return tokens.long(), logprobs

@@ -5,10 +5,8 @@ them. A graph launches them all at once. It repeats the very calls that were cap
 must stay where it was: `StepGraphs.drop` is called whenever something has moved.
 """
 
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from typing import Protocol
 
 import torch
@@ -20,18 +18,14 @@ Compute = Callable[[], None]
 """Launches the kernels of a step; does not wait."""
 
 
-class Replayable(Protocol):
-    """A captured step."""
-
-    def replay(self) -> None:
-        """Do once more what was captured; does not wait."""
-
-
 class Capturer(Protocol):
     """Makes graphs that share their memory."""
 
-    def capture(self, compute: Compute) -> Replayable:
-        """Capture what `compute` launches, whose kernels are compiled already; it may be called twice."""
+    def capture(self, compute: Compute) -> Compute:
+        """Capture what `compute` launches, whose kernels are compiled already; returns what replays it.
+
+        `compute` may be called twice.
+        """
 
     def start_over(self) -> None:
         """No graph is left: the next ones need share no memory with earlier ones."""
@@ -49,7 +43,7 @@ class StepGraphs:
         assert max_graphs > 0
         self._capturer = capturer
         self._max_graphs = max_graphs
-        self._graphs: OrderedDict[Hashable, Replayable] = OrderedDict()
+        self._graphs: OrderedDict[Hashable, Compute] = OrderedDict()
         self._known: set[Hashable] = set()
 
     def __len__(self) -> int:
@@ -70,15 +64,17 @@ class StepGraphs:
         graph = self._graphs.get(key)
         if graph is not None:
             self._graphs.move_to_end(key)
-            graph.replay()
+            graph()
             return True
         is_known = key in self._known
         if is_known and can_capture and self._capturer is not None:
-            graph = self._capture(key, compute, self._capturer)
-            if graph is not None:
-                graph.replay()
-                return False
-            is_known = False
+            while len(self._graphs) >= self._max_graphs:
+                self._graphs.popitem(last=False)
+            if not self._graphs:
+                self._capturer.start_over()
+            graph = self._graphs[key] = self._capturer.capture(compute)  # the kernels do not run meanwhile
+            graph()
+            return False
         compute()
         self._known.add(key)
         return is_known
@@ -86,28 +82,6 @@ class StepGraphs:
     def drop(self) -> None:
         """Forget all graphs: weights, cache or buffers have moved."""
         self._graphs.clear()
-
-    def _capture(self, key: Hashable, compute: Compute, capturer: Capturer) -> Replayable | None:
-        """Capture the step, whose kernels do not run meanwhile; None where memory does not suffice, for good."""
-        while len(self._graphs) >= self._max_graphs:
-            self._graphs.popitem(last=False)
-        if not self._graphs:
-            capturer.start_over()
-        try:
-            graph = self._graphs[key] = capturer.capture(compute)
-        except RuntimeError as error:
-            if not was_out_of_memory(error):
-                raise
-            self._capturer = None
-            self.drop()
-            warnings.warn(
-                "the device's memory ran out while a CUDA graph was captured: from now on the decoder launches its "
-                "kernels one by one, which is slower for small batches. Lower rollout.kv_memory_share (or "
-                "rollout.kv_memory_gib), or set rollout.cuda_graphs: false",
-                stacklevel=2,
-            )
-            return None
-        return graph
 
 
 class CudaCapturer:
@@ -123,11 +97,16 @@ class CudaCapturer:
         self._pool = torch.cuda.graph_pool_handle()
         self._has_handles = False
 
-    def capture(self, compute: Compute) -> Replayable:
+    def capture(self, compute: Compute) -> Compute:
         """See `Capturer`. The first time `compute` is called once more: libraries make handles for the stream."""
         if not self._has_handles:
-            with self._on_side_stream():
-                compute()
+            current = torch.cuda.current_stream(self._device)
+            self._stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(self._stream):
+                    compute()
+            finally:  # also what was queued before an error may still write where the current stream writes next
+                current.wait_stream(self._stream)
             self._has_handles = True
         graph = torch.cuda.CUDAGraph()
         # The outer `with`: where ending the capture fails, torch's own does not go back to the current stream.
@@ -137,22 +116,11 @@ class CudaCapturer:
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):
             compute()
-        return graph
+        return graph.replay
 
     def start_over(self) -> None:
         """See `Capturer`. A pool whose last graph is gone must not be used again."""
         self._pool = torch.cuda.graph_pool_handle()
-
-    @contextmanager
-    def _on_side_stream(self) -> Iterator[None]:
-        """The side stream runs after what is queued on the current one, and the current one goes on after it."""
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:  # also what was queued before an error may still write where the current stream writes next
-            current.wait_stream(self._stream)
 
 
 def was_out_of_memory(error: BaseException) -> bool:

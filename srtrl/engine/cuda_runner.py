@@ -14,27 +14,31 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from srtrl.engine.cuda_graphs import CudaCapturer, StepGraphs
+from srtrl.engine.cuda_graphs import CudaCapturer, StepGraphs, was_out_of_memory
 from srtrl.engine.cuda_layouts import MAX_GRAPH_ROWS, LayoutPlanner, StepShape, row_edges
 from srtrl.engine.rows import ALIGNMENT, Int32Array, Int64Array, StepInputs, StepLayout, StepSize
-from srtrl.engine.runner import RowFilters, SampledRows, kv_cache_for, page_bytes_of, timed_step
+from srtrl.engine.runner import (
+    RowFilters,
+    SampledRows,
+    decoder_model,
+    kv_cache_for,
+    page_bytes_of,
+    refresh_copy,
+    timed_step,
+)
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference
 from srtrl.model.attention import copy_to_device
 from srtrl.model.transformer import Transformer
-from srtrl.model.tree_attention import AttentionLaunch, AttentionScratch, TreeRows, choose_split_keys
+from srtrl.model.tree_attention import AttentionScratch, TreeRows, choose_split_keys
 
 LOGITS_AT_ONCE = 1024
 """Rows whose logits exist at the same time: with a vocabulary of 152 thousand in bfloat16 they take 0.3 GB."""
 
 FILTERED_AT_ONCE = 64
 """Rows that are sorted at the same time for top-k and top-p: in float32, with indices, they take 0.4 GB."""
-
-MAX_STEPS = 512
-"""Shapes whose views are kept."""
 
 MULTIPROCESSORS_ON_CPU = 132
 """Those of an H100, so that tests on a CPU see the launches of a real device."""
@@ -49,15 +53,23 @@ class _PinnedCopy:
         self.device = torch.zeros(length, dtype=torch.int32, device=device)
         self._done = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
-    def copied(self) -> None:
-        """A copy in either direction was queued."""
-        if self._done is not None:
-            self._done.record()
+    def upload(self, length: int) -> None:
+        """Queue the copy of the first elements to the device."""
+        self._copy(self.host[:length], self.device[:length])
+
+    def download(self, length: int) -> None:
+        """Queue the copy of the first elements to the host."""
+        self._copy(self.device[:length], self.host[:length])
 
     def wait(self) -> None:
         """Return when the last copy is done, so that the host's array may be read or written."""
         if self._done is not None:
             self._done.synchronize()
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+        if self._done is not None:
+            self._done.record()
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -65,13 +77,8 @@ class CudaStep:
     """The views of one shape of step, which are kept: to make them takes longer than to fill them."""
 
     shape: StepShape
-    launch: AttentionLaunch
     inputs: StepInputs
     """On the host."""
-    upload: tuple[Tensor, Tensor]
-    """The inputs as one array, on the device and on the host."""
-    download: tuple[Tensor, Tensor]
-    """The results, on the host and on the device."""
     found: SampledRows
     """The results on the host, [L]."""
     rows: TreeRows
@@ -104,25 +111,20 @@ class _StepMemory:
 
     def make_step(self, shape: StepShape, layout: StepLayout, rows_per_tile: int) -> CudaStep:
         """Views of a step, kept from now on."""
-        if len(self.steps) >= MAX_STEPS:
-            self.steps.clear()
         dtypes: dict[Any, torch.dtype] = {np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.float32}
         slices = layout.slices()
         views = {
             name: self.staging.device[slices[name]].view(dtypes[dtype]).view(size)
             for name, (dtype, size) in layout.fields().items()
         }
-        width = -(-shape.num_sampled // ALIGNMENT) * ALIGNMENT  # log-probs, too, begin where kernels expect it
-        results = self.results.host[: 2 * width], self.results.device[: 2 * width]
+        width = _aligned(shape.num_sampled)  # log-probs, too, begin where kernels expect it
         (host_tokens, host_logprobs), (tokens, logprobs) = (
-            pair.view(2, width)[:, : shape.num_sampled] for pair in results
+            results[: 2 * width].view(2, width)[:, : shape.num_sampled]
+            for results in (self.results.host, self.results.device)
         )
         step = self.steps[shape] = CudaStep(
             shape=shape,
-            launch=AttentionLaunch(block_m=shape.block_m, num_splits=shape.num_splits),
             inputs=StepInputs.of(self.staging.host.numpy(), layout, rows_per_tile),
-            upload=(self.staging.device[: layout.num_elements], self.staging.host[: layout.num_elements]),
-            download=results,
             found=SampledRows(token_ids=host_tokens.numpy(), logprobs=host_logprobs.view(torch.float32).numpy()),
             rows=TreeRows(**{field.name: views[field.name] for field in fields(TreeRows)}),
             temperatures=views["temperatures"],
@@ -180,10 +182,7 @@ class CudaRunner:
         config, device = policy.config, policy.device
         is_cuda = device.type == "cuda"
         self.policy = policy
-        self.model = policy
-        if decode_dtype is not None and decode_dtype != policy.dtype:
-            self.model = Transformer(config, decode_dtype, device).requires_grad_(False)
-            self._copy_weights()
+        self.model = decoder_model(policy, decode_dtype)
         num_multiprocessors = MULTIPROCESSORS_ON_CPU
         if is_cuda:
             num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -208,15 +207,12 @@ class CudaRunner:
         self._rotary = policy.rotary.build(self.planner.max_positions, self.model.dtype, device)
         # Steps run one after the other, so that all of them share these.
         self._logits = torch.empty(LOGITS_AT_ONCE, config.vocab_size, dtype=self.model.dtype, device=device)
-        self._sampling = SamplingScratch.allocate(LOGITS_AT_ONCE, config.vocab_size, device)
+        self._sampling = SamplingScratch(LOGITS_AT_ONCE, config.vocab_size, device)
         num_lanes = AttentionScratch.lanes_for(group=self.planner.group, num_multiprocessors=num_multiprocessors)
         self._attention = AttentionScratch(num_lanes=num_lanes, head_dim=config.head_dim, device=device)
-        self._moves = _PinnedCopy(4096, device)
-        self._addresses = self._find_addresses()
+        self._addresses: tuple[int, ...] = ()
         self._step: CudaStep | None = None
-        self._was_awaited = True
-        self.was_prepared = True
-        self.wait_seconds = 0.0
+        self._was_awaited = self.was_prepared = True
 
     @property
     def num_pages(self) -> int:
@@ -241,13 +237,12 @@ class CudaRunner:
     def release_pages(self) -> None:
         """See `Runner`; graphs stay, for the pages may come back to the same place."""
         self.cache = kv_cache_for(self.model, 0, self.planner.page_size, token_major=True)
-        self._step = None
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()  # whole, not in the pieces that other tensors would leave of it
 
     def refresh_weights(self) -> None:
         """See `Runner`."""
-        self._copy_weights()
+        refresh_copy(self.model, self.policy)
         self._drop_graphs_if_moved()
 
     @torch.inference_mode()
@@ -273,49 +268,33 @@ class CudaRunner:
         assert step.inputs is inputs, "these are not the inputs that were asked for last"
         can_capture = step.shape.num_rows <= MAX_GRAPH_ROWS
         try:
-            step.upload[0].copy_(step.upload[1], non_blocking=True)
-            self._memory.staging.copied()
+            self._memory.staging.upload(inputs.layout.num_elements)
             is_prepared = self._graphs.run(step.shape.graph_key, partial(self.compute, step), can_capture=can_capture)
             if filters is not None:
                 self._sample_filtered(step, filters)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not was_out_of_memory(error):
+                raise
             raise _out_of_memory(step.shape) from error
         # What is left of a step that nobody waited for counts as this step's time.
         self.was_prepared = is_prepared and self._was_awaited
         if step.shape.num_sampled:
-            step.download[0].copy_(step.download[1], non_blocking=True)
-            self._memory.results.copied()
+            self._memory.results.download(2 * _aligned(step.shape.num_sampled))
 
     def wait(self, num_sampled: int) -> SampledRows:
         """See `Runner`."""
         step = self._step
         assert step is not None, "no step was launched"
-        started = time.perf_counter()
         if num_sampled:
             self._memory.results.wait()
         self._was_awaited = num_sampled > 0
-        self.wait_seconds = time.perf_counter() - started
         found = step.found
         return SampledRows(token_ids=found.token_ids[:num_sampled].copy(), logprobs=found.logprobs[:num_sampled].copy())
 
+    @torch.inference_mode()
     def move_kv(self, sources: Int32Array, targets: Int32Array, starts: Int64Array) -> None:
-        """See `Runner`. Queued: the device moves while the host goes on. No target is a later source of its group."""
-        from srtrl.model.triton_layers import move_kv
-
-        if not len(sources):
-            return
-        arrays: tuple[npt.NDArray[Any], ...] = (starts, sources, targets)
-        ends = np.cumsum([-(-len(array) // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()
-        if ends[-1] > len(self._moves.host):
-            self._moves = _PinnedCopy(2 * ends[-1], self.model.device)
-        self._moves.wait()
-        host, device, parts = self._moves.host.numpy(), self._moves.device, []
-        for start, array in zip((0, *ends), arrays, strict=False):
-            host[start : start + len(array)] = array
-            parts.append(device[start : start + len(array)])
-        device[: ends[-1]].copy_(self._moves.host[: ends[-1]], non_blocking=True)
-        self._moves.copied()
-        move_kv(self.cache, *parts)
+        """See `Runner`. Queued: the device moves while the host goes on."""
+        self.cache.move_indices(sources, targets)
 
     def time_step(self, num_rows: int, context_tokens: int, num_sequences: int) -> float:
         """See `Runner`; what compiling and capturing take is not part of it."""
@@ -336,7 +315,6 @@ class CudaRunner:
 
         It asks the device nothing and allocates nothing whose size depends on data: a graph can hold it.
         """
-        from srtrl.engine.triton_sampling import sample_rows_triton
         from srtrl.model.fused_forward import fused_forward
 
         fused_forward(
@@ -344,7 +322,8 @@ class CudaRunner:
             self.cache,
             step.rows,
             rotary=self._rotary,
-            launch=step.launch,
+            block_m=step.shape.block_m,
+            num_splits=step.shape.num_splits,
             scratch=self._attention,
             out=step.hidden,
         )
@@ -352,8 +331,7 @@ class CudaRunner:
             rows = slice(first, min(first + LOGITS_AT_ONCE, step.shape.num_sampled))
             logits = self._logits[: rows.stop - first]
             torch.mm(step.hidden[rows], self.model.head_weight.t(), out=logits)
-            noise = (step.temperatures[rows], step.rng_keys[rows], step.sample_positions[rows])
-            sample_rows_triton(logits, *noise, step.tokens[rows], step.logprobs[rows], self._sampling)
+            self._sample(step, rows, logits)
 
     @torch.inference_mode()
     def _sample_filtered(self, step: CudaStep, filters: RowFilters) -> None:
@@ -361,8 +339,6 @@ class CudaRunner:
 
         Plain PyTorch with a sort, outside the graph: training never asks for it.
         """
-        from srtrl.engine.triton_sampling import sample_rows_triton
-
         device = step.hidden.device
         top_k, top_p = (copy_to_device(torch.from_numpy(array), device) for array in (filters.top_k, filters.top_p))
         for first in range(0, len(top_k), FILTERED_AT_ONCE):
@@ -370,44 +346,39 @@ class CudaRunner:
             temperatures = step.temperatures[rows]
             logits = step.hidden[rows] @ self.model.head_weight.t()
             filtered = filter_top_k_top_p(logits, temperatures, top_k[rows], top_p[rows])
-            noise = (temperatures, step.rng_keys[rows], step.sample_positions[rows])
-            sample_rows_triton(filtered, *noise, step.tokens[rows], step.logprobs[rows], self._sampling)
+            self._sample(step, rows, filtered)
             step.logprobs[rows] = row_logprobs_reference(logits, temperatures, step.tokens[rows].long())
+
+    def _sample(self, step: CudaStep, rows: slice, logits: Tensor) -> None:
+        from srtrl.engine.triton_sampling import sample_rows_triton
+
+        noise = (step.temperatures[rows], step.rng_keys[rows], step.sample_positions[rows])
+        sample_rows_triton(logits, *noise, step.tokens[rows], step.logprobs[rows], self._sampling)
 
     def _new_step(self, shape: StepShape) -> CudaStep:
         """Views of a step whose shape is new, or dropped; one that is larger than all before moves the memory."""
         layout, memory = self.planner.layout(shape), self._memory
         if layout.num_rows > memory.max_rows or layout.num_elements > memory.max_elements:
-            sizes = {
-                "max_rows": max(layout.num_rows, memory.max_rows),
-                "max_elements": max(layout.num_elements, memory.max_elements),
-            }
+            max_rows = max(layout.num_rows, memory.max_rows)
+            max_elements = max(layout.num_elements, memory.max_elements)
             try:
-                memory = self._memory = _StepMemory(self.model, **sizes)
+                memory = self._memory = _StepMemory(self.model, max_rows=max_rows, max_elements=max_elements)
             except torch.OutOfMemoryError as error:
                 raise _out_of_memory(shape) from error
             self._graphs.drop()
         return memory.make_step(shape, layout, shape.block_m // self.planner.group)
 
-    @torch.no_grad()
-    def _copy_weights(self) -> None:
-        """Copy the policy's weights into the cast copy, in place; nothing to do where the tensors are shared."""
-        if self.model is not self.policy:
-            for target, source in zip(self.model.parameters(), self.policy.parameters(), strict=True):
-                target.copy_(source)
-
-    def _find_addresses(self) -> tuple[int, ...]:
-        """Where weights and pages lie. Layers lie one after the other, so the number of pages matters, too."""
-        tensors = [*self.model.parameters(), self.cache.key_pages, self.cache.value_pages]
-        return (self.num_pages, *(tensor.data_ptr() for tensor in tensors))
-
     def _drop_graphs_if_moved(self) -> None:
-        if self.num_pages == 0:
-            return  # compared when they are back
-        found = self._find_addresses()
-        if found != self._addresses:
-            self._addresses = found
+        """Drop them where weights or pages lie elsewhere; with fewer pages all layers but the first have moved."""
+        tensors = [*self.model.parameters(), self.cache.key_pages, self.cache.value_pages]
+        addresses = (self.num_pages, *(tensor.data_ptr() for tensor in tensors))
+        if self.num_pages and addresses != self._addresses:  # without pages: when they are back
+            self._addresses = addresses
             self._graphs.drop()
+
+
+def _aligned(length: int) -> int:
+    return -(-length // ALIGNMENT) * ALIGNMENT
 
 
 def _out_of_memory(shape: StepShape) -> ValueError:

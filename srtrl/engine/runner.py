@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array, StepInputs, StepSize, fill_inputs
@@ -46,8 +47,6 @@ class Runner(Protocol):
     """Whether `launch` returns before the step is computed."""
     was_prepared: bool
     """Whether the last step took no longer than such steps do: no compilation, no graph capture."""
-    wait_seconds: float
-    """How long the last `wait` did nothing but wait."""
 
     @property
     def num_pages(self) -> int:
@@ -94,6 +93,23 @@ class Runner(Protocol):
         """
 
 
+def decoder_model(policy: Transformer, decode_dtype: torch.dtype | None) -> Transformer:
+    """The policy itself; or a copy of it in another dtype, which `refresh_copy` keeps up to date."""
+    if decode_dtype is None or decode_dtype == policy.dtype:
+        return policy
+    copy = Transformer(policy.config, decode_dtype, policy.device).requires_grad_(False)
+    refresh_copy(copy, policy)
+    return copy
+
+
+@torch.no_grad()
+def refresh_copy(model: Transformer, policy: Transformer) -> None:
+    """Copy the policy's weights into the decoder's, in place; nothing to do where the tensors are shared."""
+    if model is not policy:
+        for target, source in zip(model.parameters(), policy.parameters(), strict=True):
+            target.copy_(source)
+
+
 def kv_cache_for(model: Transformer, num_pages: int, page_size: int, *, token_major: bool = False) -> KVCache:
     """A cache of `num_pages` for the decoder's model; for `token_major` see `KVCache`."""
     config = model.config
@@ -111,13 +127,9 @@ def kv_cache_for(model: Transformer, num_pages: int, page_size: int, *, token_ma
 
 def page_bytes_of(model: Transformer, page_size: int) -> int:
     """Memory of one page of the KV of `model`, all layers, keys and values."""
-    return KVCache.bytes_per_page(
-        num_layers=model.config.num_hidden_layers,
-        page_size=page_size,
-        num_kv_heads=model.config.num_key_value_heads,
-        head_dim=model.config.head_dim,
-        dtype=model.dtype,
-    )
+    config = model.config
+    num_numbers = config.num_hidden_layers * page_size * config.num_key_value_heads * config.head_dim
+    return 2 * num_numbers * model.dtype.itemsize
 
 
 def timed_step(runner: Runner, num_rows: int, context_tokens: int, num_sequences: int, page_size: int) -> StepInputs:

@@ -1,4 +1,4 @@
-"""Gumbel-max sampling and log-probs on a CUDA device: the fast twin of `sampler.py`, in two kernels.
+"""Gumbel-max sampling and log-probs on a CUDA device: the fast twin of `sampling.py`, in two kernels.
 
 In the first a program takes one block of one row's vocabulary, so that a few rows fill the device. It sums the softmax
 and ranks the noisy logits in float32, good to about 1e-5. In the second a program takes one row: only the blocks whose
@@ -8,8 +8,6 @@ row do not depend on other rows. Nothing asks the device anything, so a CUDA gra
 
 Letters: N rows, V vocabulary.
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -34,27 +32,19 @@ RELATIVE_MARGIN = tl.constexpr(1e-6)
 """A noisy logit in float32 is off by at most some 2e-5 (its noise, the fast logarithms) and 1e-7 of its size."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
 class SamplingScratch:
     """What the blocks of each row found; [N, blocks] float32 each."""
 
-    best: Tensor
-    """Largest noisy logit, roughly."""
-    maxima: Tensor
-    """Largest scaled logit."""
-    sums: Tensor
-    """Sum of e**(scaled - maximum)."""
-    block: int
-    """Tokens of a block."""
-
-    @staticmethod
-    def allocate(
-        num_rows: int, vocab_size: int, device: torch.device | str, *, block: int = BLOCK
-    ) -> "SamplingScratch":
-        """Room for up to `num_rows` rows; `block` must be a power of two."""
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device | str, *, block: int = BLOCK) -> None:
+        """Room for up to `num_rows` rows; `block`, the tokens of a block, is a power of two."""
+        self.block = block
         shape = (num_rows, triton.cdiv(vocab_size, block))
-        best, maxima, sums = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(3))
-        return SamplingScratch(best=best, maxima=maxima, sums=sums, block=block)
+        self.best = torch.empty(shape, dtype=torch.float32, device=device)
+        """Largest noisy logit, roughly."""
+        self.maxima = torch.empty_like(self.best)
+        """Largest scaled logit."""
+        self.sums = torch.empty_like(self.best)
+        """Sum of e**(scaled - maximum)."""
 
 
 def sample_rows_triton(
@@ -84,8 +74,6 @@ def sample_rows_triton(
     assert logits.stride(1) == 1
     assert num_rows <= len(scratch.best)
     assert num_blocks == triton.cdiv(vocab_size, scratch.block)
-    if num_rows == 0:
-        return
     shared = (scratch.best, scratch.maxima, scratch.sums, vocab_size, num_blocks, logits.stride(0))
     rows = (logits, temperatures, rng_keys, positions)
     # Without fusion of multiply and add the float64 noise has the bits of the reference but for its logarithms.
@@ -106,7 +94,7 @@ def _mix(bits: tl.tensor) -> tl.tensor:
 
 @jit
 def _noise_bits(rng_keys: tl.tensor, positions: tl.tensor, row: tl.tensor, tokens: tl.tensor) -> tl.tensor:
-    """The hash of (rng_key, position, token) of some tokens of a row, uint64; see `sampler.uniform_noise`."""
+    """The hash of (rng_key, position, token) of some tokens of a row, uint64; see `sampling.uniform_noise`."""
     rng_key = tl.load(rng_keys + row).to(tl.uint64)
     position = tl.load(positions + row).to(tl.uint64)
     row_key = _mix(_mix(position + _GOLDEN) ^ rng_key)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from srtrl.model.paged_attention import KVCache
 from srtrl.model.transformer import Layer, Transformer
-from srtrl.model.tree_attention import AttentionLaunch, AttentionScratch, TreeRows
+from srtrl.model.tree_attention import AttentionScratch, TreeRows
 from srtrl.model.triton_attention import attend_tree
 from srtrl.model.triton_layers import add_rms_norm, rope_and_store, silu_and_mul
 
@@ -24,7 +24,8 @@ def fused_forward(
     rows: TreeRows,
     *,
     rotary: Tensor,
-    launch: AttentionLaunch,
+    block_m: int,
+    num_splits: int,
     scratch: AttentionScratch,
     out: Tensor,
 ) -> None:
@@ -36,7 +37,8 @@ def fused_forward(
         rows: On the device; token ids of padding rows too must be tokens of the vocabulary.
         rotary: [more than every position, 2 E], `RotaryTable.build`: a table of the decoder's own, for the update may
             replace the model's at any step, and a captured graph would then read memory that is freed.
-        launch: For which the tiles of `rows` were made.
+        block_m: See `attend_tree`; the tiles of `rows` were made for it.
+        num_splits: See `attend_tree`.
         scratch: Partial results of the attention.
         out: [N, D].
     """
@@ -52,7 +54,7 @@ def fused_forward(
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
         qkv = layer.qkv_proj(normed)  # [N, (H + 2 K) E]
         q = rope_and_store(qkv, rotary, rows.positions, rows.kv_indices, keys, values, norms, layer.eps)
-        attend_tree(q, keys, values, rows, attended, scratch=scratch, launch=launch)
+        attend_tree(q, keys, values, rows, attended, scratch=scratch, block_m=block_m, num_splits=num_splits)
         update = layer.o_proj(attended.flatten(1))
         normed = add_rms_norm(hidden, update, layer.mlp_norm, eps)
         update = layer.down_proj(silu_and_mul(layer.gate_up_proj(normed)))

@@ -66,11 +66,6 @@ class KVCache:
         assert self.token_major
         return self.value_pages[layer].transpose(1, 2)
 
-    @staticmethod
-    def bytes_per_page(*, num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Memory of one page over all layers, keys and values."""
-        return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
-
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         """Copy whole pages in all layers; every source is read before any target is written."""
         device = self.key_pages.device
@@ -80,9 +75,13 @@ class KVCache:
 
     def move_indices(self, sources: Int32Array, targets: Int32Array) -> None:
         """Copy single KV indices in all layers, [M] each; every source is read before any target is written."""
-        device = self.key_pages.device
-        source = torch.from_numpy(sources.astype(np.int64)).to(device)
-        target = torch.from_numpy(targets.astype(np.int64)).to(device)
+        moves = torch.from_numpy(np.stack([sources, targets]).astype(np.int64)).to(self.key_pages.device)
+        source, target = moves  # [M] each
+        if self.token_major:
+            for pages in (self.key_pages.permute(0, 1, 4, 2, 3), self.value_pages.transpose(2, 3)):
+                flat = pages.flatten(1, 2)  # [num_layers, KV indices, K, E], a view
+                flat.index_copy_(1, target, flat.index_select(1, source))
+            return
         size = self.page_size
         keys = self.key_pages[:, source // size, :, :, source % size]  # [M, num_layers, K, E]
         values = self.value_pages[:, source // size, :, source % size]

@@ -55,16 +55,6 @@ class TreeRows:
     """[B, P]; entries after the last page of a sequence are not read."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class AttentionLaunch:
-    """Constants of the compiled kernel and of a captured graph."""
-
-    block_m: int
-    """Query heads of all rows of a tile, padded: the height of the kernel's matrix products."""
-    num_splits: int
-    """Programs that share the keys of one tile and key-value head."""
-
-
 def choose_block_m(*, rows_per_sequence: float, group: int, head_dim: int) -> int:
     """Height of a block, a power of two: 16, 32 or 64, more only where the heads of one row need it.
 

@@ -22,12 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from srtrl.model.tree_attention import AttentionLaunch, AttentionScratch, TreeRows, keys_at_once
+from srtrl.model.tree_attention import AttentionScratch, TreeRows, keys_at_once
 from srtrl.model.triton_jit import jit, jit_unspecialised
 
 LOG2_E = 1.4426950408889634
 
-SPLITS_AT_ONCE = 16
+SPLITS_AT_ONCE = tl.constexpr(16)
 """Partial results that are summed as one block."""
 
 NUM_STAGES = 3
@@ -42,7 +42,8 @@ def attend_tree(
     out: Tensor,
     *,
     scratch: AttentionScratch,
-    launch: AttentionLaunch,
+    block_m: int,
+    num_splits: int,
 ) -> None:
     """Attend from the rows of a step to the cache of one layer, with scale E**-0.5.
 
@@ -50,29 +51,30 @@ def attend_tree(
         q: [N, H, E], rotated; the last two dimensions adjacent in memory, rows any number of elements apart.
         keys: [num_pages, page_size, K, E], contiguous; the rows' own keys are in it already.
         values: Likewise.
-        rows: What the rows see. Tiles were made for `launch`.
+        rows: What the rows see, in tiles of `block_m // (H / K)` rows.
         out: [N, H, E], contiguous, written for real rows.
         scratch: Room for partial results.
-        launch: Constants of the kernel.
+        block_m: Query heads of all rows of a tile, padded: the height of the kernel's matrix products.
+        num_splits: Programs that share the keys of one tile and key-value head.
     """
     head_dim, page_size, num_kv_heads = q.shape[2], *keys.shape[1:3]
     assert q.stride()[1:] == (head_dim, 1), q.stride()
     assert all(tensor.is_contiguous() for tensor in (keys, values, out))
     if _INTERPRETED and out.dtype == torch.bfloat16:  # the interpreter truncates float32 instead of rounding it
         wide = out.float()
-        attend_tree(q, keys, values, rows, wide, scratch=scratch, launch=launch)
+        attend_tree(q, keys, values, rows, wide, scratch=scratch, block_m=block_m, num_splits=num_splits)
         out.copy_(wide)
         return
-    group, num_splits = q.shape[1] // num_kv_heads, launch.num_splits
+    group = q.shape[1] // num_kv_heads
     num_programs = len(rows.tiles) * num_kv_heads
-    assert group <= launch.block_m
-    assert num_splits == 1 or num_programs * num_splits * launch.block_m <= len(scratch.log_weights)
+    assert group <= block_m
+    assert num_splits == 1 or num_programs * num_splits * block_m <= len(scratch.log_weights)
     constants = {
         "GROUP": group,
         "KV_HEADS": num_kv_heads,
         "E": head_dim,
         "WIDTH": max(16, triton.next_power_of_2(head_dim)),
-        "BLOCK_M": launch.block_m,
+        "BLOCK_M": block_m,
     }
     results = (out, scratch.means, scratch.log_weights)
     attend_tiles[(num_programs, num_splits)](
@@ -92,10 +94,9 @@ def attend_tree(
         num_stages=NUM_STAGES,
     )
     if num_splits > 1:
-        combine_splits[(num_programs, launch.block_m // group * group)](
+        combine_splits[(num_programs, block_m // group * group)](
             *(rows.tiles, rows.split_keys, *results, num_splits),
             **constants,
-            SPLITS_AT_ONCE=SPLITS_AT_ONCE,
             num_warps=2,
         )
 
@@ -257,7 +258,6 @@ def combine_splits(
     E: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    SPLITS_AT_ONCE: tl.constexpr,
 ) -> None:
     """Grid (tiles x KV_HEADS, lanes): the partial results of one query head of one row, always in the same order."""
     program, lane = tl.program_id(0), tl.program_id(1)

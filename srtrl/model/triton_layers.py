@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from srtrl.model.paged_attention import KVCache
 from srtrl.model.triton_jit import jit
 
 _PIECE = 1024  # elements of a row that one program of `silu_and_mul` takes
@@ -63,7 +62,7 @@ def rope_and_store(
         qkv: [N, (H + 2 K) E]; the queries are rotated in place, keys and values stay.
         rotary: [length, 2 E], `RotaryTable.table`, longer than every position, in the type of `qkv`.
         positions: [N] int32.
-        kv_indices: [N] int32, places in the cache; a row of -1 stores nothing.
+        kv_indices: [N] int32; a row of -1 stores nothing.
         keys: One layer of a token-major cache, [num_pages, page_size, K, E], written.
         values: Likewise.
         qk_norm: Weights [E] of the norms of query and key heads before the rotation (Qwen3).
@@ -75,9 +74,7 @@ def rope_and_store(
     num_rows = len(qkv)
     num_kv_heads, head_dim = keys.shape[2:]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-    assert qkv.is_contiguous()
-    assert keys.is_contiguous()
-    assert values.is_contiguous()
+    assert all(tensor.is_contiguous() for tensor in (qkv, keys, values))
     assert rotary.shape[1] == 2 * head_dim
     assert rotary.dtype == qkv.dtype == keys.dtype
     q_weight, k_weight = (rotary, rotary) if qk_norm is None else qk_norm
@@ -116,39 +113,6 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
         gate_up, out, WIDTH=width, BLOCK=block, BY_BITS=_INTERPRETED, num_warps=4, enable_fp_fusion=False
     )
     return out
-
-
-def move_kv(cache: KVCache, starts: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Copy single positions in all layers, in place: the accepted draft nodes to where their depth belongs.
-
-    The moves of one group are done one after the other, and groups side by side. For accepted nodes in order of depth
-    that is as if all sources were read first: the i-th moves from node n_i >= i to place i, and n_j > n_i for later j,
-    so no target is a later source. Groups touch different pages.
-
-    Args:
-        cache: A token-major cache.
-        starts: [G + 1] int32: the moves of group g are `sources` and `targets` from `starts[g]` up to `starts[g + 1]`.
-        sources: [n] int32, KV indices.
-        targets: [n] int32, KV indices.
-    """
-    keys, values = cache.kernel_keys(0), cache.kernel_values(0)
-    width = keys.shape[2] * keys.shape[3]
-    assert keys.is_contiguous()
-    assert values.is_contiguous()
-    assert cache.key_pages.stride(0) == cache.value_pages.stride(0) == keys.numel()
-    block = triton.next_power_of_2(width)
-    move_groups[(len(starts) - 1, len(cache.key_pages))](
-        keys,
-        values,
-        starts,
-        sources,
-        targets,
-        keys.numel(),
-        WIDTH=width,
-        BLOCK=block,
-        num_warps=min(4, max(1, block // 256)),
-        num_stages=1,  # no load ahead of the stores before it
-    )
 
 
 @jit
@@ -279,32 +243,6 @@ def silu_and_mul_rows(
     up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     activated = rounded(tl.div_rn(gate, 1.0 + tl.exp(-gate)), dtype, BY_BITS)
     tl.store(out + row * WIDTH + columns, rounded(activated * up, dtype, BY_BITS), mask=inside)
-
-
-@jit
-def move_groups(
-    keys: tl.tensor,
-    values: tl.tensor,
-    starts: tl.tensor,
-    sources: tl.tensor,
-    targets: tl.tensor,
-    layer_stride: tl.tensor,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """One program per group and layer, its moves in order."""
-    group = tl.program_id(0)
-    layer = tl.program_id(1).to(tl.int64) * layer_stride
-    columns = tl.arange(0, BLOCK)
-    inside = columns < WIDTH
-    for move in range(tl.load(starts + group), tl.load(starts + group + 1)):
-        source = layer + tl.load(sources + move).to(tl.int64) * WIDTH + columns
-        target = layer + tl.load(targets + move).to(tl.int64) * WIDTH + columns
-        moved_keys = tl.load(keys + source, mask=inside)
-        moved_values = tl.load(values + source, mask=inside)
-        tl.store(keys + target, moved_keys, mask=inside)
-        tl.store(values + target, moved_values, mask=inside)
-        tl.debug_barrier()  # the next move may read what this one wrote
 
 
 _INTERPRETED = not isinstance(add_rms_norm_rows, triton.JITFunction)
