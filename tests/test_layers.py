@@ -53,9 +53,10 @@ def test_files_and_functions_stay_readable() -> None:
         text = file.read_text(encoding="utf-8")
         sizes = [(str(file.relative_to(REPOSITORY)), text.count("\n"), 500)]
         sizes += [
-            (f"{file.relative_to(REPOSITORY)}:{node.lineno} {node.name}", (node.end_lineno or 0) - node.lineno + 1, 80)
+            # Without the signature, which for a command is the documentation of its options.
+            (f"{file.relative_to(REPOSITORY)}:{node.lineno} {node.name}", node.end_lineno - node.body[0].lineno + 1, 80)
             for node in ast.walk(ast.parse(text))
-            if isinstance(node, ast.FunctionDef)
+            if isinstance(node, ast.FunctionDef) and node.end_lineno
         ]
         too_long += [f"{what}: {size} lines" for what, size, most in sizes if size > most]
     assert not too_long

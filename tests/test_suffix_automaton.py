@@ -11,7 +11,8 @@ from trie_reference import ReferenceTrie
 from srtrl.drafters.base import end_to_end
 from srtrl.drafters.draft_tree import DraftTree
 from srtrl.drafters.shared_ngrams import NO_TABLE, SharedNgrams, Table
-from srtrl.drafters.suffix_automaton import MATCH, MAX_COUNTED, START_TOKEN, TokenTrie, TrieCursors, insert_texts
+from srtrl.drafters.suffix_automaton import MATCH, MAX_COUNTED, START_TOKEN
+from srtrl.drafters.token_trie import TokenTrie, TrieCursors, insert_texts
 from srtrl.drafters.trie_draft import BLEND, SUFFIX, Rule, TrieDrafts
 
 VOCAB = 5

@@ -11,7 +11,8 @@ import torch
 
 from srtrl.bench.environment import read_environment
 from srtrl.bench.tables import Document, Grid
-from srtrl.drafters.suffix_automaton import START_TOKEN, TokenTrie, TrieCursors
+from srtrl.drafters.suffix_automaton import START_TOKEN
+from srtrl.drafters.token_trie import TokenTrie, TrieCursors
 from srtrl.drafters.trie_draft import BLEND, TrieDrafts
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.rollout.recorded import RecordedPrompt, Tokens, load_recorded_tokenizer, read_recorded

@@ -12,7 +12,8 @@ from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, run_warm_up
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.rollout_cache import RolloutCache, RolloutCaches
 from srtrl.drafters.shared_ngrams import NO_TABLE, Table
-from srtrl.drafters.suffix_automaton import START_TOKEN, TokenTrie, TrieCursors, insert_texts
+from srtrl.drafters.suffix_automaton import START_TOKEN
+from srtrl.drafters.token_trie import TokenTrie, TrieCursors, insert_texts
 from srtrl.drafters.trie_draft import BLEND, TrieDrafts
 from srtrl.recipe_base import Section
 from srtrl.types import Request

@@ -15,7 +15,8 @@ from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, end_to_end,
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.prompt_tries import key_of, newest
 from srtrl.drafters.rollout_cache import ROLLOUT_BYTES, TOKEN_BYTES, RolloutCache, RolloutCaches
-from srtrl.drafters.suffix_automaton import START_TOKEN, TokenTrie, TrieCursors, insert_texts
+from srtrl.drafters.suffix_automaton import START_TOKEN
+from srtrl.drafters.token_trie import TokenTrie, TrieCursors, insert_texts
 from srtrl.drafters.trie_draft import SUFFIX, TrieDrafts
 from srtrl.recipe_base import Section
 from srtrl.types import Completion, Request

@@ -12,7 +12,6 @@ arrays: a decode step has sequences of many tries. They cannot enlarge an array:
 array is doubled here, and they are called again.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numba
@@ -20,8 +19,6 @@ import numpy as np
 import numpy.typing as npt
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
-
-from srtrl.model.cpu_threads import use_kernel_threads
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -377,7 +374,7 @@ class Cursors(NamedTuple):
 
 
 @numba.njit(cache=True, nogil=True)
-def _advance_rows(
+def advance_rows(
     cursors: Cursors, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, progress: Int64Array
 ) -> int:
     """Advance the cursors of some slots, in order; returns the first row for which there was no room, or their number.
@@ -401,8 +398,8 @@ def _advance_rows(
 
 
 @numba.njit(parallel=True, cache=True, nogil=True)
-def _advance_tries(cursors: Cursors, token_ids: Int32Array, offsets: Int64Array, progress: Int64Array) -> None:
-    """As `_advance_rows` for the slots 0, 1, ..., each with a trie of its own: in parallel."""
+def advance_tries(cursors: Cursors, token_ids: Int32Array, offsets: Int64Array, progress: Int64Array) -> None:
+    """As `advance_rows` for the slots 0, 1, ..., each with a trie of its own: in parallel."""
     for row in numba.prange(len(offsets) - 1):
         memory = open_memory(cursors.addresses[row], cursors.sizes[row])
         tokens = token_ids[offsets[row] : offsets[row + 1]]
@@ -410,7 +407,7 @@ def _advance_tries(cursors: Cursors, token_ids: Int32Array, offsets: Int64Array,
 
 
 @numba.njit(cache=True, nogil=True)
-def _find_last_edge(memory: Int32Array, token_ids: Int32Array) -> int:
+def find_last_edge(memory: Int32Array, token_ids: Int32Array) -> int:
     """Edge by which a string of one token or more ends, or `NONE` where it does not occur."""
     state, edge = ROOT, NONE
     for token in token_ids:
@@ -422,127 +419,3 @@ def _find_last_edge(memory: Int32Array, token_ids: Int32Array) -> int:
 
 
 # --- Tries ------------------------------------------------------------------------------------------------------------
-
-
-class TokenTrie:
-    """All suffixes of some texts, with the number of times that each was followed by each token."""
-
-    def __init__(self, *, expected_tokens: int = 0, max_tokens: int = 1 << 30) -> None:
-        """Make an empty trie; `max_tokens`: it takes no more."""
-        least = INITIAL_SIZE + INTEGERS_PER_TOKEN * expected_tokens
-        self.memory: Int32Array = np.empty(1 << (least - 1).bit_length(), np.int32)
-        format_memory(self.memory, max_tokens)
-
-    @property
-    def num_tokens(self) -> int:
-        """Inserted tokens."""
-        return int(self.memory[NUM_TOKENS])
-
-    @property
-    def num_states(self) -> int:
-        """States of the automaton."""
-        return int(self.memory[NUM_STATES])
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the array, its unused end included."""
-        return self.memory.nbytes
-
-    def insert(self, text: Sequence[int] | Int32Array) -> None:
-        """Insert a whole text."""
-        insert_texts([self], [[np.asarray(text, np.int32)]])
-
-    def count(self, token_ids: Sequence[int]) -> int:
-        """Return how often tokens (at least one) occur in a row in all texts."""
-        edge = _find_last_edge(self.memory, np.asarray(token_ids, np.int32))
-        return 0 if edge == NONE else int(self.memory[edge + COUNT])
-
-    def continuations(self, token_ids: Sequence[int]) -> dict[int, int]:
-        """Tokens that follow the given ones somewhere, with the number of times, the most frequent first."""
-        edge = _find_last_edge(self.memory, np.asarray(token_ids, np.int32))
-        if edge == NONE:
-            return {}
-        state = self.memory[edge + TARGET]
-        edges = self.memory[self.memory[state + BLOCK] : edges_end(self.memory, state)].reshape(-1, EDGE).tolist()
-        counts = {token: count for token, _, count in edges if token >= 0}
-        return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
-
-    def grow(self) -> None:
-        """Double the array."""
-        memory = np.empty(2 * len(self.memory), np.int32)
-        used = self.memory[USED]
-        memory[:used] = self.memory[:used]
-        self.memory = memory
-
-
-def insert_texts(tries: Sequence[TokenTrie], texts: Sequence[Sequence[Int32Array]]) -> None:
-    """Insert whole texts into tries, which must be different ones; in parallel where there is much to do."""
-    start = np.array([START_TOKEN], np.int32)
-    parts = [np.concatenate([part for text in own for part in (start, text)] or [start[:0]]) for own in texts]
-    offsets = np.cumsum([0, *map(len, parts)])
-    token_ids = np.concatenate([start[:0], *parts])
-    cursors = TrieCursors()
-    slots = np.arange(len(tries))
-    cursors.start(slots, tries, inserts=True)
-    progress = np.zeros(len(tries), np.int64)
-    use_kernel_threads(WORK_PER_TOKEN * len(token_ids))
-    while True:
-        _advance_tries(cursors.arrays, token_ids, offsets, progress)
-        waiting = np.flatnonzero(progress < np.diff(offsets)).tolist()
-        if not waiting:
-            return
-        for row in waiting:
-            tries[row].grow()
-            cursors.refresh(tries[row])
-
-
-WORK_PER_TOKEN = 20
-"""What inserting a token costs, in the unit of `use_kernel_threads`: about 0.1 microseconds."""
-
-
-class TrieCursors:
-    """A cursor for each slot, in a trie that it may share with others."""
-
-    def __init__(self) -> None:
-        self.arrays = Cursors(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, CURSOR), np.int32))
-        self.tries: list[TokenTrie | None] = []
-        """Of each slot; None: it is free."""
-
-    def start(self, slots: Int64Array, tries: Sequence[TokenTrie], *, inserts: bool) -> None:
-        """Put cursors before a text, whose first token is to be `START_TOKEN`."""
-        more = int(slots.max(initial=-1)) + 1 - len(self.tries)
-        if more > 0:
-            self.tries += [None] * more
-            self.arrays = Cursors(
-                np.pad(self.arrays.addresses, (0, more)),
-                np.pad(self.arrays.sizes, (0, more)),
-                np.pad(self.arrays.rows, ((0, more), (0, 0))),
-            )
-        self.arrays.rows[slots] = (ROOT, 0, START_TOKEN, START_TOKEN, inserts)
-        self.arrays.addresses[slots] = [trie.memory.ctypes.data for trie in tries]
-        self.arrays.sizes[slots] = [len(trie.memory) for trie in tries]
-        for slot, trie in zip(slots.tolist(), tries, strict=True):
-            self.tries[slot] = trie
-
-    def stop(self, slots: Sequence[int]) -> None:
-        """Free slots; what they inserted stays."""
-        for slot in slots:
-            self.tries[slot] = None
-
-    def extend(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
-        """Next tokens of some slots: those of row b are `token_ids[offsets[b] : offsets[b + 1]]`."""
-        progress = np.zeros(len(slots), np.int64)
-        while True:
-            row = _advance_rows(self.arrays, slots, token_ids, offsets, progress)
-            if row == len(slots):
-                return
-            trie = self.tries[slots[row]]
-            assert trie is not None, f"slot {slots[row]} was not started"
-            trie.grow()
-            self.refresh(trie)
-
-    def refresh(self, trie: TokenTrie) -> None:
-        """A trie has grown: its array is another one."""
-        slots = [slot for slot, other in enumerate(self.tries) if other is trie]
-        self.arrays.addresses[slots] = trie.memory.ctypes.data
-        self.arrays.sizes[slots] = len(trie.memory)

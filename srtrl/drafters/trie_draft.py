@@ -35,7 +35,6 @@ from srtrl.drafters.suffix_automaton import (
     Cursors,
     Int32Array,
     Int64Array,
-    TrieCursors,
     edges_end,
     find_edge,
     locate,
@@ -43,6 +42,7 @@ from srtrl.drafters.suffix_automaton import (
     open_memory,
 )
 from srtrl.drafters.suffix_automaton import TOTAL as STATE_TOTAL
+from srtrl.drafters.token_trie import TrieCursors
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]

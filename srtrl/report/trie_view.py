@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from srtrl.drafters.srt import SrtOptions
-from srtrl.drafters.suffix_automaton import START_TOKEN, TokenTrie, TrieCursors
+from srtrl.drafters.suffix_automaton import START_TOKEN
+from srtrl.drafters.token_trie import TokenTrie, TrieCursors
 from srtrl.drafters.trie_draft import BLEND, TrieDrafts
 from srtrl.recipe import Recipe
 from srtrl.report.prompt_history import PromptHistory
