@@ -17,9 +17,9 @@ from runner_cases import FakeCapturer, compute_by_reference, runner_policy
 
 from srtrl.drafters.base import DrafterBase
 from srtrl.engine.cuda_graphs import CudaCapturer, StepGraphs
-from srtrl.engine.cuda_runner import CudaRunner, CudaStep
+from srtrl.engine.cuda_runner import CudaRunner
 from srtrl.engine.engine import Engine, EngineOptions, make_runner
-from srtrl.engine.runner import SampledRows
+from srtrl.engine.runner import SampledRows, page_bytes_of
 from srtrl.engine.stopping import Tokenizer
 from srtrl.model.transformer import Transformer
 from srtrl.types import Completion, Request
@@ -174,17 +174,6 @@ def test_prompts_are_not_waited_for_and_spoil_no_measurement(monkeypatch: pytest
     assert was_prepared == [True, *(not alone for alone in prompts_alone[:-1])], "the rest of a prompt comes after it"
 
 
-def test_a_step_without_memory_names_the_option_that_helps() -> None:
-    engine = cuda_engine(runner_policy())
-
-    def fail(step: CudaStep) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    runner_of(engine).compute = fail
-    with pytest.raises(ValueError, match=r"decode step of \d+ rows .* rollout.kv_memory_share"):
-        decode(engine, cuda_requests())
-
-
 @pytest.mark.parametrize("across", ["keep", "release"])
 def test_pages_are_released_for_the_update_and_taken_back(across: str) -> None:
     requests, engine = cuda_requests(), cuda_engine(runner_policy(), kv_across_update=across)
@@ -293,10 +282,11 @@ def test_pages_take_their_share_of_the_memory_and_fewer_where_there_is_less() ->
     assert isinstance(make_runner(policy, EngineOptions(), 100), CudaRunner)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    engine = cuda_engine(policy, kv_memory_gib="auto", kv_memory_share=0.25, slots=100_000_000)
+    large = 16_384  # tokens of a page: so few slots can use all memory
+    engine = cuda_engine(policy, page_size=large, kv_memory_gib="auto", kv_memory_share=0.25, slots=50_000)
     assert 0.2 * free < engine.kv_bytes() < 0.26 * free
     del engine
     with pytest.warns(UserWarning, match="rollout.kv_memory_share"):
-        engine = cuda_engine(policy, num_pages=int(1.2 * free) // (2 * 2 * 4 * 2 * 16 * 2))
+        engine = cuda_engine(policy, page_size=large, num_pages=int(1.2 * free) // page_bytes_of(policy, large))
     assert engine.kv_bytes() < free
     assert len(decode(engine, cuda_requests())) == 6
