@@ -30,7 +30,9 @@ def test_rows_are_in_order_whole_and_the_same_at_any_number_of_slots(policy: Pat
     flags = ("--prompts", prompts, "--samples", 3, "--max-new-tokens", 12, "--seed", 4)
     result, found = run(policy, *flags, "--slots", 9)
     assert result.exit_code == 0
-    assert result.stderr == "" or result.stderr.startswith("drafter srt: ")  # whether drafts pay is for the clock to say
+    assert result.stderr == "" or result.stderr.startswith(
+        "drafter srt: "
+    )  # whether drafts pay is for the clock to say
     assert [(row["prompt_id"], row["sample_index"]) for row in found] == [
         (prompt_id, sample) for prompt_id in ("p5", "p1", "p3") for sample in range(3)
     ]

@@ -119,7 +119,8 @@ class DraftTrees:
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
         """[B], number of nodes of each tree."""
-        return np.diff(self.offsets)
+        sizes: npt.NDArray[np.int64] = self.offsets[1:] - self.offsets[:-1]  # `np.diff` takes ten times as long
+        return sizes
 
     def __len__(self) -> int:
         """Number of trees, empty ones included."""

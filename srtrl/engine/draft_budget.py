@@ -184,28 +184,41 @@ def choose_nodes(
         if not trees.num_nodes:
             calibration.score_floor /= 2  # it may be the floor that leaves nothing
         return np.zeros(len(trees), np.int64)
-    chances = np.empty(trees.num_nodes)
-    _calibrate(trees.scores, trees.parents, trees.offsets, calibration.ratios, chances)
-    order = np.argsort(-chances, kind="stable")[:most]
-    tokens = np.concatenate([[0.0], chances[order].cumsum()]) + len(trees)
-    best = int((tokens / (table[num_rows : num_rows + most + 1] + draft_seconds)).argmax())
-    chosen = order[:best]
+    sizes = np.zeros(len(trees), np.int64)
+    costs = table[num_rows : num_rows + most + 1] + draft_seconds
+    best, lowest = _choose(trees.scores, trees.parents, trees.offsets, calibration.ratios, costs, sizes)
     if best == most:
         calibration.score_floor /= 2
     elif best:
-        calibration.score_floor = FLOOR_SHARE * float(trees.scores[chosen].min())
-    owners = np.repeat(np.arange(len(trees)), trees.sizes)
-    return np.bincount(owners[chosen], minlength=len(trees))
+        calibration.score_floor = FLOOR_SHARE * lowest
+    return sizes
 
 
 @numba.njit(cache=True, nogil=True)
-def _calibrate(scores: Array, parents: Array, offsets: Array, ratios: Array, chances: Array) -> None:
-    """Chance of each node to be accepted: falling within a tree, so that the best nodes are its first ones."""
-    for b in range(len(offsets) - 1):
-        least = 1.0
+def _choose(
+    scores: Array, parents: Array, offsets: Array, ratios: Array, costs: Array, sizes: Array
+) -> tuple[int, float]:
+    """Fill `sizes`, see `choose_nodes`; returns the number of chosen nodes and their lowest score."""
+    chances = np.empty(len(scores))
+    owners = np.empty(len(scores), np.int64)
+    for b in range(len(sizes)):
+        least = 1.0  # chances fall within a tree, so that the best nodes are its first ones
         for node in range(offsets[b], offsets[b + 1]):
             least = min(least, scores[node] * ratios[0 if parents[node] == ROOT else 1])
-            chances[node] = least
+            chances[node] = -least
+            owners[node] = b
+    order = np.argsort(chances, kind="mergesort")
+    tokens = float(len(sizes))
+    best, best_rate = 0, tokens / costs[0]
+    for number in range(1, len(costs)):
+        tokens -= chances[order[number - 1]]
+        if tokens / costs[number] > best_rate:
+            best, best_rate = number, tokens / costs[number]
+    lowest = 1.0
+    for node in order[:best]:
+        sizes[owners[node]] += 1
+        lowest = min(lowest, scores[node])
+    return best, lowest
 
 
 @dataclass(slots=True)
