@@ -43,6 +43,9 @@ FLOOR_SHARE = 0.65
 256 sequences took 0.85 ms to draft instead of 0.25, with 0.8 of it steps of 8 sequences lost 7% where costs rise in
 stairs, for what lies beyond the next one was never seen."""
 
+NEGLIGIBLE_SHARE = 0.01
+"""Where drafting takes less of a step than this, no floor is worth the nodes that it might miss."""
+
 RateClass = tuple[Purpose, int, int]
 """Purpose, share of the samples with history in quarters, and power of two of the number of sequences."""
 
@@ -187,7 +190,7 @@ def choose_nodes(
     sizes = np.zeros(len(trees), np.int64)
     costs = table[num_rows : num_rows + most + 1] + draft_seconds
     best, lowest = _choose(trees.scores, trees.parents, trees.offsets, calibration.ratios, costs, sizes)
-    if best == most:
+    if best == most or draft_seconds < NEGLIGIBLE_SHARE * costs[best]:
         calibration.score_floor /= 2
     elif best:
         calibration.score_floor = FLOOR_SHARE * lowest
