@@ -77,8 +77,6 @@ class Engine:
             self.batch,
             self.pool,
             prefill_chunk_tokens=options.prefill_chunk_tokens,
-            admission=options.admission,
-            long_first=options.long_first,
             max_draft_nodes=options.max_draft_nodes,
         )
         self.drafter = drafter or NoDrafter()
