@@ -7,7 +7,15 @@ import numpy as np
 import torch
 
 from srtrl.engine.rows import BITS_PER_WORD, Int32Array, Int64Array, StepInputs, StepLayout, StepSize
-from srtrl.engine.runner import RowFilters, SampledRows, kv_cache_for, page_bytes_of, timed_step
+from srtrl.engine.runner import (
+    RowFilters,
+    SampledRows,
+    copy_weights,
+    decoder_model,
+    kv_cache_for,
+    page_bytes_of,
+    timed_step,
+)
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference, sample_rows_on_cpu
 from srtrl.model.paged_attention import PagedPlan, PagedRows
 from srtrl.model.transformer import Transformer
@@ -33,14 +41,10 @@ class CpuRunner:
     ) -> None:
         """Without pages: `allocate_pages` must follow."""
         self.policy = policy
-        self.model = policy
-        if decode_dtype is not None and decode_dtype != policy.dtype:
-            self.model = Transformer(policy.config, decode_dtype, policy.device).requires_grad_(False)
-            self.refresh_weights()
+        self.model = decoder_model(policy, decode_dtype)
         self.page_size = page_size
         self.row_multiple = ROW_MULTIPLE if deterministic else 1
         self.num_words = max(1, -(-max_draft_nodes // BITS_PER_WORD))
-        self.wait_seconds = 0.0
         self.cache = kv_cache_for(self.model, 0, page_size)
         self._buffer: Int32Array = np.empty(0, np.int32)
         self._inputs: StepInputs | None = None
@@ -70,11 +74,8 @@ class CpuRunner:
         self.cache = kv_cache_for(self.model, 0, self.page_size)
 
     def refresh_weights(self) -> None:
-        """Copy the policy's weights into the cast copy; nothing to do where the tensors are shared."""
-        if self.model is not self.policy:
-            with torch.no_grad():
-                for target, source in zip(self.model.parameters(), self.policy.parameters(), strict=True):
-                    target.copy_(source)
+        """See `Runner`."""
+        copy_weights(self.policy, self.model)
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See `Runner`."""

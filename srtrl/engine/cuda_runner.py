@@ -21,7 +21,15 @@ from torch import Tensor
 from srtrl.engine.cuda_graphs import CudaCapturer, StepGraphs
 from srtrl.engine.cuda_layouts import MAX_GRAPH_ROWS, LayoutPlanner, StepShape, row_edges
 from srtrl.engine.rows import ALIGNMENT, Int32Array, Int64Array, StepInputs, StepLayout, StepSize
-from srtrl.engine.runner import RowFilters, SampledRows, kv_cache_for, page_bytes_of, timed_step
+from srtrl.engine.runner import (
+    RowFilters,
+    SampledRows,
+    copy_weights,
+    decoder_model,
+    kv_cache_for,
+    page_bytes_of,
+    timed_step,
+)
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference
 from srtrl.model.attention import copy_to_device
 from srtrl.model.transformer import Transformer
@@ -180,10 +188,7 @@ class CudaRunner:
         config, device = policy.config, policy.device
         is_cuda = device.type == "cuda"
         self.policy = policy
-        self.model = policy
-        if decode_dtype is not None and decode_dtype != policy.dtype:
-            self.model = Transformer(config, decode_dtype, device).requires_grad_(False)
-            self._copy_weights()
+        self.model = decoder_model(policy, decode_dtype)
         num_multiprocessors = MULTIPROCESSORS_ON_CPU
         if is_cuda:
             num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -216,7 +221,6 @@ class CudaRunner:
         self._step: CudaStep | None = None
         self._was_awaited = True
         self.was_prepared = True
-        self.wait_seconds = 0.0
 
     @property
     def num_pages(self) -> int:
@@ -247,7 +251,7 @@ class CudaRunner:
 
     def refresh_weights(self) -> None:
         """See `Runner`."""
-        self._copy_weights()
+        copy_weights(self.policy, self.model)
         self._drop_graphs_if_moved()
 
     @torch.inference_mode()
@@ -290,11 +294,9 @@ class CudaRunner:
         """See `Runner`."""
         step = self._step
         assert step is not None, "no step was launched"
-        started = time.perf_counter()
         if num_sampled:
             self._memory.results.wait()
         self._was_awaited = num_sampled > 0
-        self.wait_seconds = time.perf_counter() - started
         found = step.found
         return SampledRows(token_ids=found.token_ids[:num_sampled].copy(), logprobs=found.logprobs[:num_sampled].copy())
 
@@ -388,13 +390,6 @@ class CudaRunner:
                 raise _out_of_memory(shape) from error
             self._graphs.drop()
         return memory.make_step(shape, layout, shape.block_m // self.planner.group)
-
-    @torch.no_grad()
-    def _copy_weights(self) -> None:
-        """Copy the policy's weights into the cast copy, in place; nothing to do where the tensors are shared."""
-        if self.model is not self.policy:
-            for target, source in zip(self.model.parameters(), self.policy.parameters(), strict=True):
-                target.copy_(source)
 
     def _find_addresses(self) -> tuple[int, ...]:
         """Where weights and pages lie. Layers lie one after the other, so the number of pages matters, too."""

@@ -139,7 +139,8 @@ class RunAheads:
         while missing > max(0, self.pool.num_free - num_reserved_pages):
             if self.drop_newest(step) is sample:
                 return False
-        self._append(slot, missing)
+        if missing > 0:
+            self.batch.append_pages(np.array([slot]), np.array([missing]), self.pool.allocate(missing))
         return True
 
     def _add_chunk(self, sample: Sample, count: int, step: ScheduledStep) -> int:
@@ -160,7 +161,3 @@ class RunAheads:
         self.running.append(sample)
         step.started.append(sample)
         return True
-
-    def _append(self, slot: int, num_pages: int) -> None:
-        if num_pages > 0:
-            self.batch.append_pages(np.array([slot]), np.array([num_pages]), self.pool.allocate(num_pages))

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array, StepInputs, StepSize, fill_inputs
@@ -46,8 +47,6 @@ class Runner(Protocol):
     """Whether `launch` returns before the step is computed."""
     was_prepared: bool
     """Whether the last step took no longer than such steps do: no compilation, no graph capture."""
-    wait_seconds: float
-    """How long the last `wait` did nothing but wait."""
 
     @property
     def num_pages(self) -> int:
@@ -92,6 +91,23 @@ class Runner(Protocol):
 
         A sequence has at most as many rows as one step may verify of it. No page may be in use: they are overwritten.
         """
+
+
+def decoder_model(policy: Transformer, decode_dtype: torch.dtype | None) -> Transformer:
+    """The policy itself, or where the decoder computes in another dtype a copy, without gradients."""
+    if decode_dtype is None or decode_dtype == policy.dtype:
+        return policy
+    model = Transformer(policy.config, decode_dtype, policy.device).requires_grad_(False)
+    copy_weights(policy, model)
+    return model
+
+
+@torch.no_grad()
+def copy_weights(policy: Transformer, model: Transformer) -> None:
+    """Copy the policy's weights into the decoder's model, in place; nothing to do where the tensors are shared."""
+    if model is not policy:
+        for target, source in zip(model.parameters(), policy.parameters(), strict=True):
+            target.copy_(source)
 
 
 def kv_cache_for(model: Transformer, num_pages: int, page_size: int, *, token_major: bool = False) -> KVCache:

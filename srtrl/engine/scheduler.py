@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from srtrl.engine.batch import NO_SLOT, Batch, PromptPages, Sample
-from srtrl.engine.page_pool import PagePool, Pages
+from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import Int64Array, PrefillChunk
 from srtrl.engine.run_aheads import RunAheads
 from srtrl.types import Request
@@ -390,7 +390,7 @@ class Scheduler:
 
     def _hand_over(self, prompt: PromptPages, slot: int) -> None:
         self.batch.set_pages(slot, prompt.page_ids)
-        prompt.page_ids, prompt.num_computed = np.empty(0, np.int32), 0
+        prompt.forget_pages()
 
     def _reserve(self, sample: Sample, step: ScheduledStep) -> bool:
         """Let the sample have pages for all of its tokens; False where it had to be preempted."""
@@ -470,8 +470,4 @@ class Scheduler:
 
     def _drop_prompt(self, prompt: PromptPages) -> None:
         self.pool.release(prompt.page_ids)
-        prompt.page_ids, prompt.num_computed = _no_pages(), 0
-
-
-def _no_pages() -> Pages:
-    return np.empty(0, np.int32)
+        prompt.forget_pages()
