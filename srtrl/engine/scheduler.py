@@ -127,7 +127,7 @@ class Scheduler:
         pool: PagePool,
         *,
         prefill_chunk_tokens: int,
-        max_draft_nodes: int = 16,
+        max_draft_nodes: int,
     ) -> None:
         """`max_draft_nodes`: of a sample in a step; run-aheads leave pages for those of primaries."""
         self.batch = batch

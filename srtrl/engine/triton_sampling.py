@@ -1,4 +1,4 @@
-"""Gumbel-max sampling and log-probs on a CUDA device: the fast twin of `sampler.py`, in two kernels.
+"""Gumbel-max sampling and log-probs on a CUDA device: the fast twin of `sampling.py`, in two kernels.
 
 In the first a program takes one block of one row's vocabulary, so that a few rows fill the device. It sums the softmax
 and ranks the noisy logits in float32, good to about 1e-5. In the second a program takes one row: only the blocks whose
@@ -106,7 +106,7 @@ def _mix(bits: tl.tensor) -> tl.tensor:
 
 @jit
 def _noise_bits(rng_keys: tl.tensor, positions: tl.tensor, row: tl.tensor, tokens: tl.tensor) -> tl.tensor:
-    """The hash of (rng_key, position, token) of some tokens of a row, uint64; see `sampler.uniform_noise`."""
+    """The hash of (rng_key, position, token) of some tokens of a row, uint64; see `sampling.uniform_noise`."""
     rng_key = tl.load(rng_keys + row).to(tl.uint64)
     position = tl.load(positions + row).to(tl.uint64)
     row_key = _mix(_mix(position + _GOLDEN) ^ rng_key)
