@@ -103,27 +103,19 @@ class RolloutSection(Section):
     """`auto`: as many draft nodes as pay, by the measured cost of a step; N: at most N (and 128) nodes a sequence."""
     slots: int = Field(default=64, ge=1)
     """Sequences decoded at once; a finished one is replaced at once."""
-    admission: Literal["breadth_first", "depth_first"] = "breadth_first"
-    """Who waits for a slot: `breadth_first` takes one sample of every prompt, then the next; `depth_first` all of one.
+    run_ahead: Literal["off", "next_step"] = "next_step"
+    """What idle slots decode: `next_step`, samples of the next step, whose text is a draft when their turn comes.
 
-    Breadth-first lets samples draft from what their siblings have said.
+    A run-ahead uses the noise that its sample will have, so that the two have much of their text in common. Run-aheads
+    give way to every sample of the step and are never learned from. There are none with a drafter that has no use for
+    them (of ours only `srt` has), nor with a `draft_budget` of 0, nor where `run_ahead_max_slowdown` leaves no step 8
+    rows for them.
     """
-    long_first: bool = True
-    """Among equals, admit early what is expected to be long (by earlier and finished samples); breadth-first only."""
-    run_ahead: Literal["off", "next_step", "active", "both"] = "next_step"
-    """What idle slots decode, to draft from: samples of the next step, or more samples of this step's open prompts.
-
-    Run-aheads give way to every sample of the step and are never learned from. There are none with a drafter that
-    has no use for them (of ours only `srt` has), nor with a `draft_budget` of 0, nor where `run_ahead_max_slowdown`
-    leaves no step 16 rows for them.
-    """
-    run_ahead_coupled: bool = True
-    """The next step's run-aheads use the noise that their samples will have; false is for measuring the difference."""
     run_ahead_max_slowdown: Literal["auto"] | Annotated[float, Field(ge=0)] = "auto"
     """Most that run-aheads may slow a decode step down, as a share of its time; 0 allows only what is free.
 
-    `auto`: 0.03, and no more than their tokens may save later, by the measured cost of steps. Where a row costs as much
-    as a token, as on most CPUs, that is nothing.
+    `auto`: 0.03, by the measured cost of steps. Where a row costs as much as a token, as on most CPUs, that leaves no
+    rows.
     """
     page_size: int = Field(default=16, ge=1)
     """Tokens in one page of the KV cache."""

@@ -96,7 +96,12 @@ _EXPECTED = {
 """Type of a pydantic error -> what was expected; the fields in braces are from the error's context."""
 
 
-REMOVED = {"rollout.attention": "decoding on CUDA has one attention kernel now: leave the key out"}
+REMOVED = {
+    "rollout.attention": "decoding on CUDA has one attention kernel now: leave the key out",
+    "rollout.admission": "admission is always breadth-first now: leave the key out",
+    "rollout.long_first": "samples that are expected to be long are always admitted early now: leave the key out",
+    "rollout.run_ahead_coupled": "run-aheads always use the noise of their samples now: leave the key out",
+}
 """Keys of earlier versions -> what to do about them."""
 
 

@@ -18,11 +18,8 @@ FinishReason = Literal["stop", "length"]
 GradeOutcome = Literal["correct", "wrong", "timeout", "crash", "error"]
 """How grading ended. The last three are failures of the grader, counted apart from wrong answers."""
 
-Purpose = Literal["train", "eval", "generate", "run_ahead"]
-"""What a sample is for; part of its RNG key, so that evaluation never shares noise with training.
-
-`run_ahead` names rng_keys that no sample of a training step ever has.
-"""
+Purpose = Literal["train", "eval", "generate"]
+"""What a sample is for; part of its RNG key, so that evaluation never shares noise with training."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -78,8 +75,6 @@ class Request:
     """What the sample is for; drafters keep what they learned for each purpose apart."""
     is_run_ahead: bool = False
     """Decoded in idle slots for the sake of later drafts: it ends when the others do and is never a completion."""
-    ends_with_prompt: bool = False
-    """Of a run-ahead: it serves this step's samples of its prompt alone, and is of no use once they have finished."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -28,10 +28,10 @@ def request(draw: int, sample: int, prompt_length: int, max_new_tokens: int, **c
     )
 
 
-def run_ahead(draw: int, sample: int, prompt_length: int, max_new_tokens: int, *, active: bool = False) -> Request:
-    """A run-ahead on an RNG key that no primary has; `active`: it serves the present samples of its prompt alone."""
+def run_ahead(draw: int, sample: int, prompt_length: int, max_new_tokens: int) -> Request:
+    """A run-ahead on an RNG key that no primary has."""
     key = 10**6 + 1000 * draw + sample
-    return request(draw, sample, prompt_length, max_new_tokens, rng_key=key, is_run_ahead=True, ends_with_prompt=active)
+    return request(draw, sample, prompt_length, max_new_tokens, rng_key=key, is_run_ahead=True)
 
 
 def name_of(sample: Sample) -> Name:

@@ -118,7 +118,7 @@ def test_run_aheads_reach_the_engine_and_never_come_back(tokenizer: PreTrainedTo
     options: dict[str, Any] = {"num_samples": 3, "sampling": SamplingParams(max_new_tokens=40), "seed": 11}
     engine = _FakeEngine(tokenizer, 2)
     alone = collect(tokenizer, engine, draws)
-    ahead = run_ahead_requests("both", current_draws=draws, next_draws=coming, **options)
+    ahead = run_ahead_requests(coming, **options)
     assert collect(tokenizer, engine, draws, run_ahead=ahead) == alone
     assert engine.run_ahead == ahead
     engine.leaks_run_aheads = True
@@ -127,7 +127,7 @@ def test_run_aheads_reach_the_engine_and_never_come_back(tokenizer: PreTrainedTo
     unmarked = [replace(request, is_run_ahead=False) for request in ahead]
     with pytest.raises(AssertionError, match="among the run-aheads"):
         collect(tokenizer, engine, draws, run_ahead=unmarked)
-    of_this_step = run_ahead_requests("next_step", current_draws=[], next_draws=draws, **options)
+    of_this_step = run_ahead_requests(draws, **options)
     with pytest.raises(AssertionError, match="rng_key of a sample"):
         collect(tokenizer, engine, draws, run_ahead=of_this_step)
 

@@ -20,7 +20,6 @@ from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
 from srtrl.metrics import read_metrics
 from srtrl.rollout.dynamic_sampling import sample_until_full
-from srtrl.rollout.run_ahead import run_ahead_requests
 from srtrl.trainer import sampling
 from srtrl.trainer.checkpoint import latest_checkpoint, read_state
 from srtrl.trainer.run_folder import RunProgress
@@ -32,14 +31,12 @@ NUM_STEPS = 4
 
 EVERY_RUN_AHEAD: dict[str, Any] = {
     "rollout__draft_budget": 8,
-    "rollout__run_ahead": "both",
     "rollout__run_ahead_max_slowdown": 1e9,
     "rollout__slots": 40,
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "srt": {},
     "every run-ahead": EVERY_RUN_AHEAD,
-    "uncoupled run-ahead": {**EVERY_RUN_AHEAD, "rollout__run_ahead_coupled": False, "rollout__slots": 13},
     "no run-ahead": {"rollout__run_ahead": "off", "rollout__draft_budget": 8, "rollout__slots": 13},
     "one open prompt": {"rollout__max_open_prompts": 1, "rollout__slots": 3},
     "few pages": {"rollout__slots": 16, "rollout__num_pages": 5},
@@ -109,10 +106,7 @@ def test_timing_changes_nothing_that_is_learned(name: str, policy: Path, plain: 
         assert sum(row["engine/preemptions"] for row in metrics) > 0
 
 
-@pytest.mark.parametrize("coupled", [True, False])
-def test_no_stream_is_learned_from_twice(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, coupled: bool
-) -> None:
+def test_no_rng_key_is_learned_from_twice(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests: list[Request] = []
     add = Engine.add
 
@@ -121,25 +115,15 @@ def test_no_stream_is_learned_from_twice(
         add(engine, request)
 
     monkeypatch.setattr(Engine, "add", recording_add)
-    recipe = make_dapo_recipe(
-        policy, tmp_path, **{**EVERY_RUN_AHEAD, "rollout__run_ahead_coupled": coupled}, train__num_steps=3
-    )
-    run_training(recipe)
+    run_training(make_dapo_recipe(policy, tmp_path, **EVERY_RUN_AHEAD, train__num_steps=3))
     samples = [request for request in requests if request.purpose == "train" and not request.is_run_ahead]
     learned_from = {request.rng_key: (request.draw_index, request.sample_index) for request in samples}
     assert len(learned_from) == len(samples) == len(set(learned_from.values())) > 3 * NUM_PROMPTS * 4
     assert learned_from.keys().isdisjoint(one.rng_key for one in requests if one.purpose == "eval")
     ahead = [request for request in requests if request.is_run_ahead]
-    further = [request for request in ahead if request.ends_with_prompt]
-    coming = [request for request in ahead if not request.ends_with_prompt]
-    assert further
-    assert learned_from.keys().isdisjoint(request.rng_key for request in further)
-    met = [request for request in coming if request.rng_key in learned_from]
+    met = [request for request in ahead if request.rng_key in learned_from]
     assert all(learned_from[one.rng_key] == (one.draw_index, one.sample_index) for one in met)
-    if coupled:  # all but those of the last step's prompts ahead
-        assert len(met) > len(coming) / 2
-    else:
-        assert not met
+    assert len(met) > len(ahead) / 2  # all but those of the last step's prompts ahead
 
 
 def test_dropped_groups_feed_the_drafter(policy: Path, tmp_path: Path) -> None:
@@ -209,11 +193,15 @@ def test_run_ahead_looks_at_the_draws_behind_the_opened_ones(
 ) -> None:
     calls: list[tuple[list[int], list[int]]] = []
 
-    def requests(mode: Any, *, current_draws: Any, next_draws: Any, **options: Any) -> Any:
-        calls.append(([draw for draw, _ in current_draws], [draw for draw, _ in next_draws]))
-        return run_ahead_requests(mode, current_draws=current_draws, next_draws=next_draws, **options)
+    def sample(*arguments: Any, run_ahead: Callable[[range], list[Request]], **options: Any) -> Any:
+        def recording_run_ahead(opened: range) -> list[Request]:
+            requests = run_ahead(opened)
+            calls.append((list(opened), sorted({request.draw_index for request in requests})))
+            return requests
 
-    monkeypatch.setattr(sampling, "run_ahead_requests", requests)
+        return sample_until_full(*arguments, run_ahead=recording_run_ahead, **options)
+
+    monkeypatch.setattr(sampling, "sample_until_full", sample)
     recipe = make_dapo_recipe(
         policy, tmp_path, rollout__max_draws=12, rollout__run_ahead_max_slowdown=100.0, train__num_steps=2
     )

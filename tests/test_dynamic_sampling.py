@@ -128,14 +128,7 @@ class Case:
         self.most_open = max(self.most_open, len(self.undecided))
         coming = [(draws.stop, prompt_of(draws.stop))]
         self.seen_ahead.append(draws.stop)
-        return run_ahead_requests(
-            "next_step",
-            current_draws=[],
-            next_draws=coming,
-            num_samples=NUM_SAMPLES,
-            sampling=SamplingParams(max_new_tokens=4),
-            seed=1,
-        )
+        return run_ahead_requests(coming, num_samples=NUM_SAMPLES, sampling=SamplingParams(max_new_tokens=4), seed=1)
 
     def keeps(self, group: RolloutGroup) -> bool:
         self.undecided.remove(group.draw_index)

@@ -65,7 +65,6 @@ def test_completions_do_not_depend_on_how_they_are_decoded(
         page_size=page_size,
         num_pages=-(-longest // page_size) + data.draw(st.integers(0, 80), "spare pages") // page_size,
         prefill_chunk_tokens=data.draw(st.integers(1, 40), "chunk"),
-        admission=data.draw(st.sampled_from(["breadth_first", "depth_first"]), "admission"),
         draft_budget=data.draw(st.sampled_from(["auto", 0, 1, 16]), "budget"),
         max_draft_nodes=data.draw(st.sampled_from([1, 16, 40]), "nodes"),
         cost_points=((8, 1.0), (64, data.draw(st.sampled_from([1.0, 1.5, 8.0]), "cost of 64 rows"))),

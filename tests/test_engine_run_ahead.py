@@ -14,8 +14,8 @@ from srtrl.engine.engine import Engine
 from srtrl.types import Request
 
 
-def ahead_of(requests: Sequence[Request], *, ends_with_prompt: bool = False) -> list[Request]:
-    return [replace(one, is_run_ahead=True, ends_with_prompt=ends_with_prompt) for one in requests]
+def ahead_of(requests: Sequence[Request]) -> list[Request]:
+    return [replace(one, is_run_ahead=True) for one in requests]
 
 
 @pytest.mark.parametrize(("slots", "num_pages"), [(4, None), (7, 14), (16, None), (64, 40)])
@@ -26,21 +26,19 @@ def test_run_aheads_change_no_bit_and_are_the_samples_they_stand_for(
     policy = tiny_policy(dtype)
     requests = requests_for()
     expected = outputs(decode(Engine(policy, options(slots=1)), requests))
-    coming, further = requests_for(seed=5), requests_for(seed=6)
-    ahead = [*ahead_of(coming), *ahead_of(further, ends_with_prompt=True)]
+    coming = [*requests_for(seed=5), *(replace(one, draw_index=10 + one.draw_index) for one in requests_for(seed=6))]
     listener = Listener()
     unlimited = options(slots=slots, num_pages=num_pages, run_ahead_max_slowdown=float("inf"))
     engine = Engine(policy, unlimited, drafter=listener)
     completions = {
         (completion.request.draw_index, completion.request.sample_index): completion
-        for completion in engine.generate(requests, run_ahead=ahead)
+        for completion in engine.generate(requests, run_ahead=ahead_of(coming))
     }
     assert outputs(completions) == expected
     assert not listener.live
     assert engine.pool.num_used == 0
     assert any(listener.said.values())
-    later = [*coming, *(replace(request, draw_index=10 + request.draw_index) for request in further)]
-    truth = {c.request.rng_key: c.token_ids for c in decode(Engine(policy, options(slots=1)), later).values()}
+    truth = {c.request.rng_key: c.token_ids for c in decode(Engine(policy, options(slots=1)), coming).values()}
     for rng_key, said in listener.said.items():
         assert said == truth[rng_key][: len(said)]
 

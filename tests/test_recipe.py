@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from srtrl.drafters.base import NoOptions
 from srtrl.recipe_base import Section
-from srtrl.recipe_errors import RecipeError, validate_section
+from srtrl.recipe_errors import REMOVED, RecipeError, validate_section
 from srtrl.recipe_file import dump_recipe, load_recipe, read_source
 
 MINIMAL = """\
@@ -148,6 +148,7 @@ def test_file_errors_name_line_key_and_expectation(recipe_file: Path, line: str,
             "rollout.draft_budget: expected 'auto' or a number of at least 0, found the integer -1",
         ),
         ("rollout.draft_budget=many", "rollout.draft_budget: expected 'auto' or an integer, found the text \"many\""),
+        ("rollout.run_ahead=both", "rollout.run_ahead: expected 'off' or 'next_step', found the text \"both\""),
         ("task={name: arithmetic, nam: 1}", "task.nam: unknown key, did you mean `name`?"),
         (
             "log.trackers=[1]",
@@ -157,6 +158,13 @@ def test_file_errors_name_line_key_and_expectation(recipe_file: Path, line: str,
 )
 def test_override_errors_name_the_override(recipe_file: Path, override: str, error: str) -> None:
     assert errors_of(recipe_file, override) == [f"override `{override}`: {error}"]
+
+
+@pytest.mark.parametrize("name", ["attention", "admission", "long_first", "run_ahead_coupled"])
+def test_removed_keys_are_refused_with_what_to_do(recipe_file: Path, name: str) -> None:
+    (error,) = errors_of(recipe_file, f"rollout.{name}=true")
+    assert error == f"override `rollout.{name}=true`: rollout.{name}: {REMOVED[f'rollout.{name}']}"
+    assert error.endswith(" now: leave the key out")
 
 
 def test_a_list_index_out_of_range_is_refused(recipe_file: Path) -> None:

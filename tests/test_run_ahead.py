@@ -12,66 +12,27 @@ from srtrl.drafters.srt import Drafter
 from srtrl.engine.sampling import make_rng_key
 from srtrl.metrics import read_metrics
 from srtrl.rollout.collect import Collector, collect_rollouts, sample_requests
-from srtrl.rollout.run_ahead import RunAheadMode, run_ahead_requests
+from srtrl.rollout.run_ahead import run_ahead_requests
 from srtrl.trainer import sampling
 from srtrl.trainer.run_folder import check_run_folder
 from srtrl.trainer.trainer import run_training
 from srtrl.types import Prompt, Request, SamplingParams
 
 SAMPLING = SamplingParams(max_new_tokens=9, temperature=0.7, end_token_ids=(0,))
-CURRENT = [(draw, Prompt(prompt_id=f"c{draw}", text="", token_ids=(1, draw), answer="")) for draw in range(3)]
 NEXT = [(draw, Prompt(prompt_id=f"n{draw}", text="", token_ids=(2, draw), answer="")) for draw in range(3, 7)]
-
-
-def run_aheads(mode: RunAheadMode, *, coupled: bool = True) -> list[Request]:
-    return run_ahead_requests(
-        mode,
-        current_draws=CURRENT,
-        next_draws=NEXT,
-        num_samples=2,
-        sampling=SAMPLING,
-        seed=3,
-        coupled=coupled,
-    )
 
 
 def samples_of(draws: list[tuple[int, Prompt]]) -> list[Request]:
     return sample_requests(draws, num_samples=2, sampling=SAMPLING, seed=3, purpose="train")
 
 
-def test_the_next_steps_samples_are_decoded_on_their_very_streams() -> None:
-    found = run_aheads("next_step")
-    assert all(request.is_run_ahead and not request.ends_with_prompt for request in found)
+def test_the_next_steps_samples_are_decoded_on_their_very_rng_keys() -> None:
+    found = run_ahead_requests(NEXT, num_samples=2, sampling=SAMPLING, seed=3)
+    assert all(request.is_run_ahead for request in found)
     assert [(r.sample_index, r.draw_index) for r in found] == [(s, d) for s in range(2) for d in range(3, 7)]
     plain = {replace(request, is_run_ahead=False).rng_key: replace(request, is_run_ahead=False) for request in found}
     assert plain == {request.rng_key: request for request in samples_of(NEXT)}
     assert found[5].rng_key == make_rng_key(3, "train", 4, 1)
-
-
-def test_only_coupled_ones_share_a_stream_with_a_sample() -> None:
-    whole_run = [(draw, NEXT[0][1]) for draw in range(500)]
-    samples = {request.rng_key for request in samples_of(whole_run)}
-    assert len(samples) == 1000
-    for found in (run_aheads("next_step", coupled=False), run_aheads("active")):
-        rng_keys = {request.rng_key for request in found}
-        assert len(rng_keys) == len(found)
-        assert not rng_keys & samples
-        assert {request.purpose for request in found} == {"train"}  # drafters keep them with the samples
-    both = run_aheads("both", coupled=False)
-    assert len({request.rng_key for request in both}) == len(both) == 14
-
-
-def test_active_prompts_get_further_samples_that_end_with_them() -> None:
-    found = run_aheads("active")
-    assert [(r.prompt_id, r.sample_index) for r in found] == [(f"c{d}", s) for s in (2, 3) for d in range(3)]
-    assert all(request.is_run_ahead and request.ends_with_prompt for request in found)
-
-
-def test_both_take_turns_by_wave_and_off_is_nothing() -> None:
-    found = run_aheads("both")
-    waves = ["c0", "c1", "c2", "n3", "n4", "n5", "n6"]
-    assert [request.prompt_id for request in found] == waves * 2
-    assert run_aheads("off") == []
 
 
 def test_the_trainer_looks_one_step_ahead_and_says_what_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +52,7 @@ def test_the_trainer_looks_one_step_ahead_and_says_what_comes(tmp_path: Path, mo
         make_policy(tmp_path / "policy"), tmp_path, train__num_steps=3, rollout__run_ahead_max_slowdown=100.0
     )
     run_training(recipe, resume=False, overwrite=False)
-    changed = {"run_ahead": "both", "run_ahead_coupled": False, "run_ahead_max_slowdown": 0.5, "draft_budget": 3}
-    changed |= {"admission": "depth_first", "long_first": False}
+    changed = {"run_ahead": "off", "run_ahead_max_slowdown": 0.5, "draft_budget": 3}
     other = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=changed)})
     check_run_folder(other, resume=True, overwrite=False)  # none of these changes what is learned
     assert len(steps) == 3
@@ -106,14 +66,18 @@ def test_the_trainer_looks_one_step_ahead_and_says_what_comes(tmp_path: Path, mo
     assert next_uses == [drawn[:10], drawn[4:], drawn[8:]]  # an epoch of 10 prompts, as far as the run goes
 
 
-@pytest.mark.parametrize(("drafter", "draft_budget"), [("ngram", 4), ("srt", 0)])
-def test_nothing_runs_ahead_where_nobody_drafts_from_it(tmp_path: Path, drafter: str, draft_budget: int) -> None:
+@pytest.mark.parametrize(
+    ("drafter", "draft_budget", "run_ahead"), [("ngram", 4, "next_step"), ("srt", 0, "next_step"), ("srt", 4, "off")]
+)
+def test_nothing_runs_ahead_where_nobody_drafts_from_it_or_it_is_off(
+    tmp_path: Path, drafter: str, draft_budget: int, run_ahead: str
+) -> None:
     recipe = make_recipe(
         make_policy(tmp_path / "policy"),
         tmp_path,
         rollout__drafter=drafter,
         rollout__draft_budget=draft_budget,
-        rollout__run_ahead="both",
+        rollout__run_ahead=run_ahead,
         rollout__run_ahead_max_slowdown=1e9,
         train__num_steps=2,
     )

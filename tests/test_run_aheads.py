@@ -57,7 +57,7 @@ class Run:
 def test_primaries_are_scheduled_exactly_as_without_run_aheads(data: st.DataObject) -> None:
     shape = st.tuples(st.integers(1, 14), st.integers(1, 20))
     shapes = data.draw(st.lists(shape, min_size=1, max_size=4), "primaries")
-    ahead = data.draw(st.lists(st.tuples(st.integers(0, 6), shape, st.booleans()), max_size=8), "run-aheads")
+    ahead = data.draw(st.lists(st.tuples(st.integers(0, 6), shape), max_size=8), "run-aheads")
     page_size = data.draw(st.integers(1, 6), "page size")
     primaries = [
         request(draw, sample, prompt, new)
@@ -65,11 +65,11 @@ def test_primaries_are_scheduled_exactly_as_without_run_aheads(data: st.DataObje
         for sample in range(data.draw(st.integers(1, 3), "samples"))
     ]
     run_aheads = [
-        # Draws below len(shapes) have a primary's prompt: its KV is copied where it is there.
-        run_ahead(draw, number, shapes[draw][0] if draw < len(shapes) else prompt, new, active=active)
-        for number, (draw, (prompt, new), active) in enumerate(ahead)
+        # Draws below len(shapes) have a primary's prompt.
+        run_ahead(draw, number, shapes[draw][0] if draw < len(shapes) else prompt, new)
+        for number, (draw, (prompt, new)) in enumerate(ahead)
     ]
-    for number in range(len(run_aheads)):  # of some the sample comes in this rollout: coupled, and opened early
+    for number in range(len(run_aheads)):  # of some the sample comes in this rollout, opened early
         keys = [run_aheads[number].rng_key, *(one.rng_key for one in primaries)]
         run_aheads[number] = replace(run_aheads[number], rng_key=data.draw(st.sampled_from(keys), "rng_key"))
     largest = max(-(-(len(r.prompt_token_ids) + r.sampling.max_new_tokens) // page_size) for r in primaries)
@@ -174,36 +174,6 @@ def test_rows_bound_roots_and_prompt_tokens_and_the_newest_pause() -> None:
         assert step.ended == []
     assert work[:6] == [([], [3]), ([], [3]), ([], [1, 2]), ([1], [2]), ([1], [2]), ([1], [1])]
     assert work[6:] == [([1], []), ([1, 2], []), ([], []), ([1, 2], [])]
-
-
-def test_a_run_ahead_copies_the_prompt_of_a_running_sample_instead_of_computing_it() -> None:
-    scheduler, runner = make(nodes=2)
-    scheduler.add(request(0, 0, 10, 30))
-    for _ in range(3):
-        runner.step(8)
-    scheduler.add(run_ahead(0, 1, 10, 30))
-    step = runner.schedule(8)
-    assert [runner.live[slot] for slot in step.slots.tolist()] == [(0, 0, False), (0, 1, True)]
-    assert started_ahead(step) == [(0, 1)]
-    assert step.chunks == []
-    assert len(step.page_copies) == 3  # 9 positions, all into pages of its own
-    runner.run(step)  # checks the copied KV
-    scheduler.check_integrity()
-
-
-def test_samples_of_a_finished_prompt_are_of_no_use() -> None:
-    scheduler, runner = make(num_slots=3)
-    scheduler.add(request(0, 0, 5, 4))
-    scheduler.add(request(1, 0, 5, 20))
-    scheduler.add(run_ahead(0, 2, 5, 50, active=True))
-    scheduler.add(run_ahead(0, 3, 5, 50, active=True))
-    scheduler.add(run_ahead(0, 4, 5, 50))  # the next step draws the same prompt: that one stays
-    ended: list[tuple[int, int]] = []
-    while scheduler.has_work:
-        before = dict(runner.live)
-        ended += [before[slot][:2] for slot in runner.step(10).ended]
-    assert ended == [(0, 2)]
-    assert names(scheduler.run_aheads.running) == [(0, 4)]
 
 
 def test_pages_go_to_primaries_first_and_what_is_dropped_does_not_come_back() -> None:

@@ -99,7 +99,6 @@ def test_noise_of_siblings_draws_seeds_and_purposes_is_uncorrelated() -> None:
         (8, "train", 3, 2),
         (7, "eval", 3, 2),
         (7, "generate", 3, 2),
-        (7, "run_ahead", 3, 2),
     ]
     noise = noise_of([make_rng_key(*base), *(make_rng_key(*other) for other in others)])
     for row in noise[1:]:
@@ -181,7 +180,7 @@ def test_a_filtered_request_changes_nothing_for_the_others(dtype: torch.dtype, m
 
 
 def test_rng_keys_are_64_bits_and_distinct() -> None:
-    purposes: tuple[Purpose, ...] = ("train", "eval", "generate", "run_ahead")
+    purposes: tuple[Purpose, ...] = ("train", "eval", "generate")
     rng_keys = {
         make_rng_key(seed, purpose, draw, sample)
         for seed in (0, 11)  # 1/11/... and 11/1/... must not be written alike
@@ -189,7 +188,7 @@ def test_rng_keys_are_64_bits_and_distinct() -> None:
         for draw in range(120)
         for sample in range(20)
     }
-    assert len(rng_keys) == 2 * 4 * 120 * 20
+    assert len(rng_keys) == 2 * 3 * 120 * 20
     assert all(0 <= rng_key < 2**64 for rng_key in rng_keys)
     assert max(rng_keys) > 2**63  # the high bit is used
 

@@ -1,6 +1,5 @@
 """The scheduler without a model: a fake runner computes what was scheduled, and knows what each page holds."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_cases import FakeRunner, make, names, request
@@ -22,8 +21,6 @@ def test_everything_finishes_and_pages_stay_consistent(data: st.DataObject) -> N
         num_slots=data.draw(st.integers(1, 8), "slots"),
         chunk=data.draw(st.integers(1, 16), "chunk"),
         nodes=data.draw(st.integers(0, 3), "nodes"),
-        admission=data.draw(st.sampled_from(["breadth_first", "depth_first"]), "admission"),
-        long_first=data.draw(st.booleans(), "long first"),
     )
     requests = [request(d, s, prompt, new) for d, (prompt, new) in enumerate(lengths) for s in range(num_samples)]
     for one in requests:
@@ -49,25 +46,19 @@ def admitted(scheduler: Scheduler, runner: FakeRunner) -> list[tuple[int, int]]:
     return order
 
 
-def test_admission_is_breadth_first_and_depth_first_takes_one_prompt_after_the_other() -> None:
+def test_admission_is_breadth_first() -> None:
     scheduler, _ = make(num_slots=3)
     for draw, sample in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]:
         scheduler.add(request(draw, sample, 5, 2))
     scheduler.schedule()
     assert names(scheduler.running) == [(0, 0), (1, 0), (2, 0)]
-    scheduler, runner = make(num_slots=2, admission="depth_first")
-    for sample in (2, 0, 1):
-        for draw in (1, 0, 2):
-            scheduler.add(request(draw, sample, 5, 1 + draw), expected_tokens=draw)
-    assert admitted(scheduler, runner) == [(draw, sample) for draw in range(3) for sample in range(3)]
 
 
-@pytest.mark.parametrize(("long_first", "expected"), [(True, [2, 1, 0]), (False, [0, 1, 2])])
-def test_what_a_drafter_expects_orders_the_first_wave(long_first: bool, expected: list[int]) -> None:
-    scheduler, runner = make(num_slots=1, long_first=long_first)
+def test_what_a_drafter_expects_orders_the_first_wave() -> None:
+    scheduler, runner = make(num_slots=1)
     for draw, tokens in enumerate([10.0, 20.0, 30.0]):
         scheduler.add(request(draw, 0, 5, 12), expected_tokens=tokens)
-    assert [draw for draw, _ in admitted(scheduler, runner)] == expected
+    assert [draw for draw, _ in admitted(scheduler, runner)] == [2, 1, 0]
 
 
 def test_scouts_that_finished_long_or_still_run_call_their_siblings_early() -> None:
@@ -86,7 +77,7 @@ class Line(WaitingLine):
     """A waiting line beside an empty batch."""
 
     def __init__(self) -> None:
-        super().__init__("breadth_first", long_first=True)
+        super().__init__()
         self.sizes: list[int] = []
         """Of the line, at each sort."""
 

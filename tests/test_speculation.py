@@ -110,14 +110,14 @@ def test_a_full_cache_saves_steps() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("coupled", [True, False])
-def test_run_ahead_changes_no_bit_and_is_followed(dtype: torch.dtype, coupled: bool) -> None:
-    """Step 1 runs ahead of step 2, with the same policy: a coupled sample repeats its run-ahead word for word."""
+@pytest.mark.parametrize("is_drawn", [True, False])
+def test_run_ahead_changes_no_bit_and_is_followed(dtype: torch.dtype, is_drawn: bool) -> None:
+    """Step 1 runs ahead of step 2, or of draws that never come; a sample repeats its run-ahead word for word."""
     policy = tiny_policy(dtype)
     first, second = train_requests(), train_requests(seed=5)
     ahead = [replace(request, is_run_ahead=True) for request in second]
-    if not coupled:
-        ahead = [replace(request, rng_key=request.rng_key ^ 1, purpose="run_ahead") for request in ahead]
+    if not is_drawn:
+        ahead = [replace(request, rng_key=request.rng_key ^ 1) for request in ahead]
     expected = [outputs(decode(Engine(policy, options(slots=1)), requests)) for requests in (first, second)]
     for slots, num_pages in ((16, None), (64, None), (20, 40)):
         unlimited = options(slots=slots, num_pages=num_pages, run_ahead_max_slowdown=float("inf"))
@@ -127,7 +127,7 @@ def test_run_ahead_changes_no_bit_and_is_followed(dtype: torch.dtype, coupled: b
         engine.on_policy_update()
         assert outputs(generate(engine, second)) == expected[1]
         metrics = engine.take_metrics()
-        if coupled:
+        if is_drawn:
             assert metrics["engine/run_ahead_followed"] > 0
             # The policy is the same, and so is every token of what was decoded ahead.
             assert metrics["engine/run_ahead_tokens_used"] > 0

@@ -20,21 +20,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fixed budget": {"rollout__draft_budget": 8},
     "every run-ahead": {
         "rollout__draft_budget": 8,
-        "rollout__run_ahead": "both",
         "rollout__run_ahead_max_slowdown": 1e9,
         "rollout__slots": 13,
     },
-    "no run-ahead, depth-first": {
-        "rollout__draft_budget": 8,
-        "rollout__run_ahead": "off",
-        "rollout__admission": "depth_first",
-        "rollout__slots": 5,
-    },
-    "uncoupled": {
-        "rollout__draft_budget": 8,
-        "rollout__run_ahead_coupled": False,
-        "rollout__run_ahead_max_slowdown": 1e9,
-    },
+    "no run-ahead": {"rollout__draft_budget": 8, "rollout__run_ahead": "off", "rollout__slots": 5},
     "history": {"rollout__drafter": "history", "rollout__draft_budget": 8},
 }
 

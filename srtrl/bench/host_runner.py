@@ -23,7 +23,6 @@ class HostRunner:
 
     is_asynchronous = True
     was_prepared = True
-    wait_seconds = 0.0
 
     def __init__(self, policy: Transformer, *, page_size: int, max_draft_nodes: int, max_sequence_tokens: int) -> None:
         """`policy` may be on the device `meta`: its weights are not read."""

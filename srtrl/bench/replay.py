@@ -60,7 +60,7 @@ def replay(
         HistoryAs,
         typer.Option(
             help="What is known of the history: all of it beforehand; what idle slots decoded of it during the step "
-            "before (texts on rng_keys of their own, not coupled); nothing."
+            "before (texts on RNG keys of their own); nothing."
         ),
     ] = HistoryAs.COMPLETE,
     step_prompts: Annotated[

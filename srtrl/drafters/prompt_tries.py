@@ -23,8 +23,8 @@ PromptKey = tuple[str, tuple[int, ...]]
 
 
 def key_of(request: Request) -> PromptKey:
-    """Return what the request's trie is found by; run-ahead on an RNG key of its own serves the training samples."""
-    return "train" if request.purpose == "run_ahead" else request.purpose, request.prompt_token_ids
+    """Return what the request's trie is found by."""
+    return request.purpose, request.prompt_token_ids
 
 
 class TrieOptions(Section):

@@ -38,6 +38,10 @@ class PromptPages:
         """Positions whose KV is still to be computed."""
         return len(self.token_ids) - 1 - self.num_computed
 
+    def forget_pages(self) -> None:
+        """The pages were released, or are a sample's own now."""
+        self.page_ids, self.num_computed = np.empty(0, np.int32), 0
+
 
 @dataclass(slots=True, eq=False)
 class Sample:

@@ -63,19 +63,15 @@ class StepCost:
         self._seconds = np.array([seconds for _, seconds in points] if points else [np.nan] * len(edges))
         self._scale = 1.0
         self._num_records = 0
-        self._table: Float64Array = np.empty(0)
+        self.table: Float64Array = np.empty(0)
+        """[MAX_ROWS + 1], seconds of a step by its rows, never falling; empty while nothing is known."""
         if points:
             self._make_table()
 
     @property
     def is_known(self) -> bool:
         """Whether anything was measured or stated."""
-        return len(self._table) > 0
-
-    @property
-    def table(self) -> Float64Array:
-        """[MAX_ROWS + 1], seconds of a step by its rows; never falling."""
-        return self._table
+        return len(self.table) > 0
 
     def probe(self, time_step: Callable[[int], float], *, num_slots: int, most_rows: int = MAX_ROWS) -> None:
         """Time steps of doubling row counts, each twice, from 1 row up to where rows cost their full price.
@@ -98,7 +94,7 @@ class StepCost:
         bucket = self._bucket(num_rows)
         known = self._seconds[bucket]
         # Not what the table says, which is some steps old: the scale would rise for ever.
-        expected = self._table[num_rows] if np.isnan(known) else self._scale * known
+        expected = self.table[num_rows] if np.isnan(known) else self._scale * known
         ratio = min(max(seconds / expected, 0.5), 2.0)  # one disturbed step must not spoil a bucket
         self._scale *= ratio**0.1  # all steps: the machine is busy, contexts are long
         value = ratio * expected / self._scale
@@ -110,15 +106,15 @@ class StepCost:
     def seconds(self, num_rows: int) -> float:
         """Seconds of a step; beyond `MAX_ROWS` in proportion."""
         if num_rows > MAX_ROWS:
-            return float(self._table[-1]) * num_rows / MAX_ROWS
-        return float(self._table[num_rows])
+            return float(self.table[-1]) * num_rows / MAX_ROWS
+        return float(self.table[num_rows])
 
     def rows_within(self, num_rows: int, slowdown: float) -> int:
         """Largest number of rows by which a step of `num_rows` becomes slower by at most this share."""
         if num_rows >= MAX_ROWS:
             return 0
-        limit = (1 + slowdown) * self._table[num_rows]
-        return int(np.searchsorted(self._table, limit, side="right")) - 1 - num_rows
+        limit = (1 + slowdown) * self.table[num_rows]
+        return int(np.searchsorted(self.table, limit, side="right")) - 1 - num_rows
 
     def _bucket(self, num_rows: int) -> int:
         return min(int(np.searchsorted(self._edges, num_rows)), len(self._edges) - 1)
@@ -134,10 +130,10 @@ class StepCost:
             seconds = np.append(seconds, seconds[-1] + slope * (MAX_ROWS - rows[-2]))
         every = np.arange(MAX_ROWS + 1)
         if self.is_fixed:
-            self._table = np.interp(every, rows, seconds)
+            self.table = np.interp(every, rows, seconds)
         else:  # rows are padded to the end of their bucket
             at_edges = self._scale * np.interp(self._edges, rows, seconds)
-            self._table = at_edges[np.minimum(np.searchsorted(self._edges, every), len(at_edges) - 1)]
+            self.table = at_edges[np.minimum(np.searchsorted(self._edges, every), len(at_edges) - 1)]
 
 
 @dataclass(slots=True)

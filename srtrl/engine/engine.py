@@ -1,7 +1,6 @@
 """The rollout engine: requests in, completions out as they finish; one decode step reads like a list."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -36,16 +35,6 @@ from srtrl.types import Completion, Purpose, Request
 __all__ = ["Engine", "EngineOptions"]
 
 
-@dataclass(slots=True, frozen=True)
-class _Draft:
-    """The drafts of one step."""
-
-    trees: DraftTrees
-    """As verified: one for each of the step's slots."""
-    was_asked: bool
-    """Whether the drafter was asked to propose."""
-
-
 class Engine:
     """Paged-KV decoder with continuous batching and draft-tree verification, on the policy's own weights."""
 
@@ -77,8 +66,6 @@ class Engine:
             self.batch,
             self.pool,
             prefill_chunk_tokens=options.prefill_chunk_tokens,
-            admission=options.admission,
-            long_first=options.long_first,
             max_draft_nodes=options.max_draft_nodes,
         )
         self.drafter = drafter or NoDrafter()
@@ -98,7 +85,6 @@ class Engine:
         self._num_rows = 0
         """Rows of the last step without those of run-aheads."""
         self._is_warm = False
-        self._pages_released = False
         self._bookkeeping: Callable[[], None] | None = None
         """Of the last step: done while the device computes the next one."""
 
@@ -189,7 +175,11 @@ class Engine:
             self.begin_rollout(requests[0].purpose if requests else purpose)
             for request in [*requests, *run_ahead]:
                 self._queue(request)
-            while self._has_work_after(before_step):
+            while True:
+                if before_step is not None:
+                    before_step()
+                if not self.has_work:
+                    break
                 yield from self.step()
         finally:
             self.end_rollout()
@@ -209,16 +199,16 @@ class Engine:
         clock = StageClock()
         step = self._schedule()
         clock.lap("schedule")
-        draft = self._draft(step, clock)
-        self._launch(step, draft.trees, clock)
+        trees, drafted = self._draft(step, clock)
+        self._launch(step, trees, clock)
         self._do_bookkeeping()
-        num_sampled = len(step.slots) + draft.trees.num_nodes
+        num_sampled = len(step.slots) + trees.num_nodes
         clock.lap("forward")
         sampled = self.runner.wait(num_sampled)
         clock.lap("wait" if self.runner.is_asynchronous else "forward")
-        verified = verify(self.batch, step.slots, draft.trees, sampled, self.tokenizer)
+        verified = verify(self.batch, step.slots, trees, sampled, self.tokenizer)
         clock.lap("verify")
-        if draft.trees.num_nodes:
+        if trees.num_nodes:
             self._commit(verified)
         clock.lap("commit")
         self.drafter.observe(verified.slots, verified.token_ids, verified.offsets)
@@ -226,10 +216,10 @@ class Engine:
         num_pages = self.pool.num_used  # before any is given back
         completions = self._take_finished(verified)
         clock.lap("finish")
-        self._num_rows = step.num_primaries + draft.trees.num_nodes
+        self._num_rows = step.num_primaries + trees.num_nodes
         num_waiting = self.scheduler.num_waiting
         self._bookkeeping = partial(
-            self._record, step, draft, verified, clock, num_pages, num_waiting, self.runner.was_prepared
+            self._record, step, trees, drafted, verified, clock, num_pages, num_waiting, self.runner.was_prepared
         )
         return completions
 
@@ -254,7 +244,6 @@ class Engine:
         assert not self.has_work, "samples are decoding"
         if self.options.kv_across_update == "release":
             self.runner.release_pages()
-            self._pages_released = True
 
     def kv_bytes(self) -> int:
         """Memory that the pages hold at present."""
@@ -283,20 +272,14 @@ class Engine:
     def _queue(self, request: Request) -> None:
         """Queue a request that was checked."""
         self._warm_up()
-        if self._pages_released:
+        if not self.runner.num_pages:  # released for an update
             allocate_pages(self.runner, self.options, self.max_sequence_tokens, num_pages=self.pool.num_pages)
             self.pool.resize(self.runner.num_pages)
-            self._pages_released = False
         expected_tokens = None
         if not request.is_run_ahead:
             expected_tokens = self.drafter.expected_tokens(request)
             self.control.add_request(has_history=expected_tokens is not None)
         self.scheduler.add(request, expected_tokens)
-
-    def _has_work_after(self, before_step: Callable[[], None] | None) -> bool:
-        if before_step is not None:
-            before_step()
-        return self.has_work
 
     def _schedule(self) -> ScheduledStep:
         """Who decodes; samples come and go."""
@@ -317,12 +300,16 @@ class Engine:
                     self.batch.set_trace(sample.slot, trace.get(sample.request.rng_key, none))
         return step
 
-    def _draft(self, step: ScheduledStep, clock: StageClock) -> _Draft:
-        """Trees for the primaries, as large as pays and as free pages allow; run-aheads get none."""
+    def _draft(self, step: ScheduledStep, clock: StageClock) -> tuple[DraftTrees, bool]:
+        """Trees for the primaries, as large as pays and as free pages allow; run-aheads get none.
+
+        Returns:
+            The trees to verify, one for each of the step's slots, and whether the drafter was asked to propose.
+        """
         num, batch = step.num_primaries, self.batch
         most = 0 if self.is_off else self.control.max_nodes(num, self.options.max_draft_nodes)
         if most == 0:
-            return _Draft(DraftTrees.empty(len(step.slots)), was_asked=False)
+            return DraftTrees.empty(len(step.slots)), False
         slots = step.slots[:num]
         self.drafter.min_score = self.control.score_floor(num)
         # A sample that ends with its next token needs no draft.
@@ -335,7 +322,7 @@ class Engine:
         sizes = self.scheduler.grow_for_drafts(slots, self.control.choose(proposed, num, num_other_rows))
         trees = cut_trees(proposed, sizes, len(step.slots))
         clock.lap("choose")
-        return _Draft(trees, was_asked=True)
+        return trees, True
 
     def _launch(self, step: ScheduledStep, trees: DraftTrees, clock: StageClock) -> None:
         """Fill the step's inputs and queue it."""
@@ -400,7 +387,8 @@ class Engine:
     def _record(
         self,
         step: ScheduledStep,
-        draft: _Draft,
+        trees: DraftTrees,
+        drafted: bool,
         verified: Verified,
         clock: StageClock,
         num_pages: int,
@@ -411,8 +399,8 @@ class Engine:
         stats, cost = self.stats, self.control.cost
         num_primaries, num_run_ahead = step.num_primaries, len(step.slots) - step.num_primaries
         num_prefill = sum(len(chunk.token_ids) for chunk in step.chunks)
-        num_rows = len(step.slots) + draft.trees.num_nodes
-        num_tokens = stats.add_verified(verified, draft.trees, num_primaries)
+        num_rows = len(step.slots) + trees.num_nodes
+        num_tokens = stats.add_verified(verified, trees, num_primaries)
         stats.num_prefill_tokens += num_prefill
         stats.max_pages = max(stats.max_pages, num_pages)
         stats.add_seconds(clock)
@@ -426,7 +414,7 @@ class Engine:
             else:
                 seconds, draft_seconds = priced, 0.0
         if cost.is_known:
-            if draft.was_asked and num_primaries and not num_prefill:
+            if drafted and num_primaries and not num_prefill:
                 one_by_one = num_tokens * cost.seconds(num_primaries) / num_primaries
                 stats.saved_seconds += one_by_one - cost.seconds(num_rows - num_run_ahead) - draft_seconds
             if num_run_ahead:
@@ -446,11 +434,11 @@ class Engine:
         )
         if was_prepared and not num_prefill and not self.is_off:  # a prompt's rows are not like others
             self.control.record(
-                trees=draft.trees,
+                trees=trees,
                 num_accepted=verified.num_new - 1,
                 num_sequences=num_primaries,
                 num_rows=num_rows,
-                drafted=draft.was_asked,
+                drafted=drafted,
                 draft_seconds=draft_seconds,
                 seconds=seconds,
             )

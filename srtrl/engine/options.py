@@ -5,8 +5,6 @@ from typing import Literal
 
 import torch
 
-from srtrl.engine.scheduler import Admission
-
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EngineOptions:
@@ -31,8 +29,6 @@ class EngineOptions:
     draft_budget: Literal["auto"] | int = "auto"
     max_draft_nodes: int = 128
     """Largest number of draft nodes of one sequence in one step."""
-    admission: Admission = "breadth_first"
-    long_first: bool = True
     run_ahead_max_slowdown: Literal["auto"] | float = "auto"
     cost_points: tuple[tuple[int, float], ...] | None = None
     """(rows, seconds) of a decode step on another machine, to budget and price steps by; None: what is measured."""

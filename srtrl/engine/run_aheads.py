@@ -1,21 +1,20 @@
 """Run-aheads: samples at low priority, in the slots and pages that no primary wants. No tensors here.
 
-A run-ahead has all its pages to itself, so that dropping it gives back every one, and the scheduler may count them as
-free. It takes a slot only while no primary waits, and only free pages, of which it leaves what the primaries may want
-in this step. When a primary wants its slot or its pages it is dropped for good, the newest first; and so it is when the
-sample comes whose RNG key it has. What it has said so far stays with the drafter.
+A run-ahead computes its own prompt and has all its pages to itself, so that dropping it gives back every one, and the
+scheduler may count them as free. It takes a slot only while no primary waits, and only free pages, of which it leaves
+what the primaries may want in this step. When a primary wants its slot or its pages it is dropped for good, the newest
+first; and so it is when the sample comes whose RNG key it has. What it has said so far stays with the drafter.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from srtrl.engine.batch import Batch, PromptPages, Sample
-from srtrl.engine.page_pool import PagePool, Pages
+from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import PrefillChunk
 from srtrl.types import Request
 
@@ -94,25 +93,18 @@ class RunAheads:
         num_slots: int,
         num_reserved_pages: int,
         may_admit: bool,
-        primaries: Sequence[Sample],
-        prompts: Mapping[tuple[int, ...], PromptPages],
     ) -> None:
         """Add the run-aheads' work to a step that holds the primaries' already.
 
         Args:
-            step: Gets slots, chunks, page copies and the admitted run-aheads.
+            step: Gets slots, chunks and the admitted run-aheads.
             num_rows: Rows for run-aheads: roots and prompt tokens. The oldest take rows first, the others pause and
                 keep their pages.
             num_prefill_tokens: Largest number of prompt tokens among these rows.
             num_slots: Slots that no primary has, whoever has them now.
             num_reserved_pages: Pages that stay free, for the primaries' drafts and their next step.
             may_admit: Whether new run-aheads may take a slot: not while a primary waits.
-            primaries: Those with a slot.
-            prompts: Of all unfinished primaries, by their tokens.
         """
-        for sample in [one for one in self.running if _is_useless(one.request, prompts)]:
-            step.end(sample.slot)
-            self.finish(sample)
         while len(self.running) > num_slots:
             self.drop_newest(step)
         self.free_pages(num_reserved_pages, step)
@@ -121,7 +113,7 @@ class RunAheads:
         while num_rows > 0:
             if position == len(self.running):
                 can_admit = may_admit and position < num_slots and num_prefill_tokens > 0
-                if not (can_admit and self._admit(step, num_reserved_pages, primaries, prompts)):
+                if not (can_admit and self._admit(step, num_reserved_pages)):
                     break
             sample = self.running[position]
             missing = int(self.batch.num_tokens[sample.slot] - 1 - self.batch.num_computed[sample.slot])
@@ -147,7 +139,8 @@ class RunAheads:
         while missing > max(0, self.pool.num_free - num_reserved_pages):
             if self.drop_newest(step) is sample:
                 return False
-        self._append(slot, missing)
+        if missing > 0:
+            self.batch.append_pages(np.array([slot]), np.array([missing]), self.pool.allocate(missing))
         return True
 
     def _add_chunk(self, sample: Sample, count: int, step: ScheduledStep) -> int:
@@ -155,57 +148,16 @@ class RunAheads:
         token_ids = self.batch.token_ids[slot, start : start + count]
         return step.add_chunk(sample, PrefillChunk(token_ids, start, self.batch.pages(slot)))
 
-    def _admit(
-        self,
-        step: ScheduledStep,
-        num_reserved_pages: int,
-        primaries: Sequence[Sample],
-        prompts: Mapping[tuple[int, ...], PromptPages],
-    ) -> bool:
+    def _admit(self, step: ScheduledStep, num_reserved_pages: int) -> bool:
         """Give the first in line a slot; False where none waits, or its pages and one more for each are not free."""
-        while self._line and _is_useless(self._line[0], prompts):
-            self._line.popleft()
         if not self._line:
             return False
         token_ids = np.array(self._line[0].prompt_token_ids, np.int32)
         spare = self.pool.num_free - num_reserved_pages
         if self.pool.pages_for(len(token_ids)) + len(self.running) > spare:
             return False
-        sample = Sample(self._line.popleft(), PromptPages(token_ids), has_started=True)  # holds pages of its own
+        sample = Sample(self._line.popleft(), PromptPages(token_ids))
         self.batch.put(sample)
-        donor = self._donor(sample.request.prompt_token_ids, primaries, prompts)
-        if donor is not None:
-            num_pages = self.pool.pages_for(len(token_ids) - 1)
-            self._append(sample.slot, num_pages)
-            pages = self.batch.pages(sample.slot)
-            step.page_copies.extend(zip(donor[:num_pages].tolist(), pages.tolist(), strict=True))
-            self.batch.num_computed[sample.slot] = len(token_ids) - 1
         self.running.append(sample)
         step.started.append(sample)
         return True
-
-    def _donor(
-        self,
-        prompt_token_ids: tuple[int, ...],
-        primaries: Sequence[Sample],
-        prompts: Mapping[tuple[int, ...], PromptPages],
-    ) -> Pages | None:
-        """Pages with the KV of this prompt (all but its last token) that no copy of this step is to fill."""
-        prompt = prompts.get(prompt_token_ids)
-        if prompt is not None and len(prompt.page_ids) and prompt.num_missing == 0:
-            return prompt.page_ids
-        for sample in [*primaries, *self.running]:
-            # One position more than the prompt's shared part: then it has decoded in an earlier step.
-            num_computed = self.batch.num_computed[sample.slot]
-            if num_computed >= len(prompt_token_ids) and sample.request.prompt_token_ids == prompt_token_ids:
-                return self.batch.pages(sample.slot)
-        return None
-
-    def _append(self, slot: int, num_pages: int) -> None:
-        if num_pages > 0:
-            self.batch.append_pages(np.array([slot]), np.array([num_pages]), self.pool.allocate(num_pages))
-
-
-def _is_useless(request: Request, prompts: Mapping[tuple[int, ...], PromptPages]) -> bool:
-    """Whether nobody is left who could follow its text."""
-    return request.ends_with_prompt and request.prompt_token_ids not in prompts

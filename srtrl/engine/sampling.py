@@ -50,8 +50,8 @@ def make_rng_key(seed: int, purpose: Purpose, draw_index: int, sample_index: int
     In training `draw_index` is the draw's place in the data order of the whole run, and no draw is sampled in two
     steps. So the names of all samples that a run ever learns from differ, and so do their rng_keys, but for collisions
     of the hash (of n samples, n^2 / 2^65: 3e-6 for ten million). Two draws of one prompt are two draws. Names of other
-    purposes differ in their second part: evaluation shares no noise with training, nor does a `run_ahead` that is not
-    coupled. A coupled run-ahead has, on purpose, the name of the sample that it decodes early.
+    purposes differ in their second part: evaluation shares no noise with training. A run-ahead has, on purpose, the
+    name of the sample that it decodes early.
     """
     name = f"{seed}/{purpose}/{draw_index}/{sample_index}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
@@ -86,6 +86,11 @@ def to_uniform(bits: Tensor) -> Tensor:
     return (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
 
 
+def _tempered(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """Logits over temperature [N, V] float32, divided as in the trainer; a temperature of 0 counts as 1."""
+    return logits.float() / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+
+
 def sample_rows_reference(logits: Tensor, temperatures: Tensor, rng_keys: Tensor, positions: Tensor) -> Tensor:
     """Sample one token a row.
 
@@ -98,7 +103,7 @@ def sample_rows_reference(logits: Tensor, temperatures: Tensor, rng_keys: Tensor
     Returns:
         [N] int64.
     """
-    scaled = logits.float() / torch.where(temperatures > 0, temperatures, 1.0)[:, None]  # as in the trainer
+    scaled = _tempered(logits, temperatures)
     gumbel = -torch.log(-torch.log(uniform_noise(rng_keys, positions, logits.shape[1])))  # [N, V] float64
     noisy = torch.where(temperatures[:, None] > 0, scaled.double() + gumbel, scaled.double())
     return noisy.argmax(dim=-1)
@@ -106,7 +111,7 @@ def sample_rows_reference(logits: Tensor, temperatures: Tensor, rng_keys: Tensor
 
 def row_logprobs_reference(logits: Tensor, temperatures: Tensor, token_ids: Tensor) -> Tensor:
     """Log-probs [N] float32 of `token_ids` [N] under the tempered softmax (of temperature 1 where it is 0)."""
-    scaled = logits.float() / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+    scaled = _tempered(logits, temperatures)
     return scaled.log_softmax(-1).gather(1, token_ids[:, None]).squeeze(1)
 
 
@@ -115,7 +120,7 @@ def filter_top_k_top_p(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_
 
     Ties at the border are cut by token index, so that exactly k remain. Never leaves a row without a token.
     """
-    scaled = logits.float() / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+    scaled = _tempered(logits, temperatures)
     sorted_logits, order = scaled.sort(dim=-1, descending=True, stable=True)  # [N, V]
     rank = torch.arange(logits.shape[1], device=logits.device)
     keep = (top_k[:, None] == 0) | (rank < top_k[:, None])

@@ -12,18 +12,14 @@ same steps.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
 from srtrl.engine.batch import NO_SLOT, Batch, PromptPages, Sample
-from srtrl.engine.page_pool import PagePool, Pages
+from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import Int64Array, PrefillChunk
 from srtrl.engine.run_aheads import RunAheads
 from srtrl.types import Request
-
-Admission = Literal["breadth_first", "depth_first"]
-"""See `rollout.admission` of the recipe."""
 
 CHANGES_PER_SORT = 1 / 16
 """The waiting samples are sorted again once this share of them has finished since: the order is a guess anyway."""
@@ -64,9 +60,7 @@ class ScheduledStep:
 class WaitingLine:
     """Primaries without a slot: preempted ones in the order of their first admission, then the others in waves."""
 
-    def __init__(self, admission: Admission, *, long_first: bool) -> None:
-        self._is_breadth_first = admission == "breadth_first"
-        self._long_first = long_first and self._is_breadth_first
+    def __init__(self) -> None:
         self._line: list[Sample] = []
         """Sorted, the next sample last, unless `_is_sorted` says otherwise."""
         self._is_sorted = True
@@ -86,7 +80,7 @@ class WaitingLine:
         """Take one more length, of a finished sample or from elsewhere, into the prompt's mean."""
         total, count = self._lengths.get(prompt_token_ids, (0.0, 0))
         self._lengths[prompt_token_ids] = (total + num_tokens, count + 1)
-        self._num_changes += self._long_first
+        self._num_changes += 1
 
     def first(self, running: list[Sample], batch: Batch) -> Sample:
         """The sample to be admitted next; one must wait. How far the `running` ones are counts as a length, too."""
@@ -106,24 +100,18 @@ class WaitingLine:
 
     def _sort(self, running: list[Sample], batch: Batch) -> None:
         """A prompt of which nothing is known is taken for an average one."""
-        expected: dict[tuple[int, ...], float] = {}
-        average = 0.0
-        if self._long_first:
-            expected = {prompt: total / count for prompt, (total, count) in self._lengths.items()}
-            average = sum(expected.values()) / max(1, len(expected))
-            # Scouts that still run say more than none: without them the long prompts would pass for average ones.
-            for sample in running:
-                prompt = sample.request.prompt_token_ids
-                expected[prompt] = max(expected.get(prompt, average), float(len(batch.generated(sample.slot))))
+        expected = {prompt: total / count for prompt, (total, count) in self._lengths.items()}
+        average = sum(expected.values()) / max(1, len(expected))
+        # Scouts that still run say more than none: without them the long prompts would pass for average ones.
+        for sample in running:
+            prompt = sample.request.prompt_token_ids
+            expected[prompt] = max(expected.get(prompt, average), float(len(batch.generated(sample.slot))))
 
-        def order(sample: Sample) -> tuple[float, float, int, int]:
+        def order(sample: Sample) -> tuple[float, float, int]:
             request = sample.request
             if sample.admission >= 0:
-                return -1, sample.admission, 0, 0
-            length = expected.get(request.prompt_token_ids, average)
-            if self._is_breadth_first:
-                return request.sample_index, -length, request.draw_index, 0
-            return request.draw_index, 0, request.sample_index, 0
+                return -1, sample.admission, 0
+            return request.sample_index, -expected.get(request.prompt_token_ids, average), request.draw_index
 
         self._line.sort(key=order)
         self._line.reverse()
@@ -139,9 +127,7 @@ class Scheduler:
         pool: PagePool,
         *,
         prefill_chunk_tokens: int,
-        admission: Admission = "breadth_first",
-        long_first: bool = True,
-        max_draft_nodes: int = 16,
+        max_draft_nodes: int,
     ) -> None:
         """`max_draft_nodes`: of a sample in a step; run-aheads leave pages for those of primaries."""
         self.batch = batch
@@ -154,7 +140,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._starting: list[Sample] = []
         """Those of `running` that do not decode yet: KV before their root is missing."""
-        self._waiting = WaitingLine(admission, long_first=long_first)
+        self._waiting = WaitingLine()
         self._prompts: dict[tuple[int, ...], PromptPages] = {}
         self._num_admissions = 0
         self._ended: list[int] = []
@@ -229,8 +215,6 @@ class Scheduler:
                 num_slots=batch.num_slots - len(self.running),
                 num_reserved_pages=promised + own,
                 may_admit=not self._waiting,
-                primaries=self.running,
-                prompts=self._prompts,
             )
         for holder, chunk in zip(step.holders, step.chunks, strict=True):
             if isinstance(holder, PromptPages):
@@ -406,7 +390,7 @@ class Scheduler:
 
     def _hand_over(self, prompt: PromptPages, slot: int) -> None:
         self.batch.set_pages(slot, prompt.page_ids)
-        prompt.page_ids, prompt.num_computed = np.empty(0, np.int32), 0
+        prompt.forget_pages()
 
     def _reserve(self, sample: Sample, step: ScheduledStep) -> bool:
         """Let the sample have pages for all of its tokens; False where it had to be preempted."""
@@ -486,8 +470,4 @@ class Scheduler:
 
     def _drop_prompt(self, prompt: PromptPages) -> None:
         self.pool.release(prompt.page_ids)
-        prompt.page_ids, prompt.num_computed = _no_pages(), 0
-
-
-def _no_pages() -> Pages:
-    return np.empty(0, np.int32)
+        prompt.forget_pages()

@@ -70,7 +70,7 @@ def sample_until_full(
         limits: See `BatchLimits`.
         keeps: Whether the filters keep a group; called once a group, in no particular order.
         run_ahead: Called with each range of draws that is opened; returns what more idle slots may decode from then on.
-            A coupled run-ahead ends when its draw is opened.
+            A run-ahead ends when its draw is opened.
 
     Returns:
         The groups, those of the shortest prefix of the draws that fills the batch.

@@ -269,8 +269,6 @@ def build_engine(
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         decode_dtype=DTYPES[decode_dtype] if decode_dtype is not None else None,
         draft_budget=rollout.draft_budget,
-        admission=rollout.admission,
-        long_first=rollout.long_first,
         run_ahead_max_slowdown=rollout.run_ahead_max_slowdown,
     )
     return Engine(model, options, tokenizer=tokenizer, drafter=build_drafter(recipe))

@@ -47,10 +47,7 @@ FREE_KEYS_IF_DETERMINISTIC = (
     "rollout.drafter_options",
     "rollout.drafter_options.",
     "rollout.draft_budget",
-    "rollout.admission",
-    "rollout.long_first",
     "rollout.run_ahead",
-    "rollout.run_ahead_coupled",
     "rollout.run_ahead_max_slowdown",
 )
 """Options that change nothing learned in the decoder's deterministic mode (`rollout.deterministic`)."""

@@ -137,7 +137,7 @@ class StepSampler:
     def _sample_once(self, step: int, collector: Collector) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
         """The next draws; returns all groups and those that the filters keep."""
         draws = range(self.num_draws, self.num_draws + self.recipe.rollout.num_prompts)
-        run_ahead = self._run_ahead(draws, self._coming(step, draws))
+        run_ahead = self._run_ahead(self._coming(step, draws))
         groups = collect_rollouts(self.parts.engine, collector, self.draws(draws), run_ahead=run_ahead)
         return groups, filter_groups(groups, self.recipe.algorithm.filters)
 
@@ -152,7 +152,7 @@ class StepSampler:
             coming = self._coming(step, opened)
             unseen = range(max(coming.start, looked_at), coming.stop)
             looked_at = max(looked_at, coming.stop)
-            return self._run_ahead(opened, unseen)
+            return self._run_ahead(unseen)
 
         batch = sample_until_full(
             self.parts.engine,
@@ -176,17 +176,13 @@ class StepSampler:
             last = min(last, self.num_draws + self._max_draws)
         return range(opened.stop, last)
 
-    def _run_ahead(self, opened: range, coming: range) -> list[Request]:
+    def _run_ahead(self, coming: range) -> list[Request]:
         """What idle slots may decode; nothing where nobody would draft from it, or no step has the rows."""
-        rollout = self.recipe.rollout
-        if not self.parts.engine.wants_run_aheads():
+        if self.recipe.rollout.run_ahead == "off" or not self.parts.engine.wants_run_aheads():
             return []
         return run_ahead_requests(
-            rollout.run_ahead,
-            current_draws=self.draws(opened),
-            next_draws=self.draws(coming),
-            num_samples=rollout.num_samples,
+            self.draws(coming),
+            num_samples=self.recipe.rollout.num_samples,
             sampling=train_sampling(self.recipe, self.parts.end_ids),
             seed=self.recipe.seed,
-            coupled=rollout.run_ahead_coupled,
         )
