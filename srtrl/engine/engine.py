@@ -6,28 +6,27 @@ from functools import partial
 import numpy as np
 
 from srtrl.drafters.base import DrafterBase
-from srtrl.drafters.draft_tree import ROOT, DraftTrees, check_trees
+from srtrl.drafters.draft_tree import DraftTrees, check_trees
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.engine.batch import Batch
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.draft_budget import (
     MAX_ROWS,
-    Calibration,
     DraftControl,
     StepCost,
-    choose_nodes,
     cut_trees,
     slowdown_of,
 )
 from srtrl.engine.kv_memory import allocate_pages
 from srtrl.engine.options import EngineOptions
 from srtrl.engine.page_pool import PagePool
-from srtrl.engine.rows import Int32Array, StepInputs, StepLayout, StepSize, fill_inputs
-from srtrl.engine.runner import RowFilters, Runner, SampledRows
+from srtrl.engine.rows import Int32Array, StepSize, fill_inputs
+from srtrl.engine.runner import RowFilters, Runner
 from srtrl.engine.scheduler import ScheduledStep, Scheduler
 from srtrl.engine.stats import DecodeStep, EngineStats, StageClock
 from srtrl.engine.stopping import Tokenizer
 from srtrl.engine.verify import AT_LENGTH, GOES_ON, Verified, plan_moves, verify
+from srtrl.engine.warm_up import warm_up_kernels
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.transformer import Transformer
 from srtrl.types import Completion, Purpose, Request
@@ -451,7 +450,7 @@ class Engine:
         if not self.runner.is_asynchronous:
             set_cpu_threads()
             self.runner.time_step(1, 1, 1)
-        _warm_up_kernels()
+        warm_up_kernels()
         if self.is_off:
             return
         self.drafter.warm_up()
@@ -489,20 +488,3 @@ def make_runner(policy: Transformer, options: EngineOptions, max_sequence_tokens
         max_draft_nodes=options.max_draft_nodes,
         cuda_graphs=options.cuda_graphs,
     )
-
-
-def _warm_up_kernels() -> None:
-    """Call every kernel of a step once, on arrays of the types that it will get: they are compiled or loaded."""
-    batch, slots = Batch(1, 8, 4, 1), np.zeros(1, np.int64)
-    batch.num_tokens[:], batch.num_prompt_tokens[:], batch.max_tokens[:] = 2, 1, 6
-    tree = np.zeros(1, np.int32)
-    trees = DraftTrees(
-        token_ids=tree, parents=tree + ROOT, scores=np.ones(1, np.float32), offsets=np.array([0, 1], np.int64)
-    )
-    layout = StepLayout(num_rows=8, num_sampled=8, num_words=1, num_tiles=8, table_width=2, num_tables=1)
-    inputs = StepInputs.of(np.zeros(layout.num_elements, np.int32), layout)
-    fill_inputs(inputs, batch.arrays, slots, trees, [], 4)
-    check_trees(trees, np.ones(1, np.int64), 1, "the warm-up")
-    choose_nodes(trees, Calibration(), np.ones(MAX_ROWS + 1), num_other_rows=0, draft_seconds=0.0)
-    sampled = SampledRows(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(2, np.float32))
-    plan_moves(batch, verify(batch, slots, trees, sampled), 4)
