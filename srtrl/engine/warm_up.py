@@ -1,4 +1,4 @@
-"""All Numba kernels of a decode step are called once before the first rollout: nothing is compiled in the middle of one."""
+"""All Numba kernels of a decode step are called once before the first rollout, so that none is compiled in it."""
 
 import numpy as np
 
