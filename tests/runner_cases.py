@@ -216,17 +216,17 @@ class Samples:
 
     def accept(self, slots: Sequence[int], trees: DraftTrees, paths: Sequence[Sequence[int]]) -> None:
         """Commit a path of nodes in each tree, and a bonus token; the KV of the nodes moves after the root's."""
-        sources, targets, starts = [], [], [0]
+        sources: list[int] = []
+        targets: list[int] = []
         for slot, tree, path in zip(slots, trees, paths, strict=True):
             first = int(self.num_tokens[slot])
             moves = [(first + node, first + level) for level, node in enumerate(path) if node != level]
             sources += [self.kv_index(slot, source) for source, _ in moves]
             targets += [self.kv_index(slot, target) for _, target in moves]
-            starts += [len(sources)] if moves else []
             tokens = [*tree.token_ids[list(path)].tolist(), 7]
             self.token_ids[slot, first : first + len(tokens)] = tokens
             self.num_tokens[slot] += len(tokens)
-        self.runner.move_kv(np.array(sources, np.int32), np.array(targets, np.int32), np.array(starts))
+        self.runner.move_kv(np.array(sources, np.int32), np.array(targets, np.int32))
 
     def kv_index(self, slot: int, position: int) -> int:
         """Where the KV of a position lies."""

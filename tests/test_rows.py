@@ -174,9 +174,9 @@ def test_accepted_paths_are_moved_as_by_plain_loops(page_size: int, seed: int) -
         batch, slots, trees, SampledRows(token_ids=token_ids, logprobs=np.zeros(len(token_ids), np.float32))
     )
     assert verified.num_new.tolist() == [len(path) + 1 for path in paths]
-    sources, targets, starts = plan_moves(batch, verified, page_size)
+    sources, targets = plan_moves(batch, verified, page_size)
     assert len(sources) == num_moved
-    runner.move_kv(sources, targets, starts)
+    runner.move_kv(sources, targets)
     assert torch.equal(runner.cache.key_pages, expected_keys)
     assert torch.equal(runner.cache.value_pages, expected_values)
     assert batch.num_computed[slots].tolist() == (batch.num_tokens[slots] - 1).tolist()

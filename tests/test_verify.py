@@ -178,7 +178,7 @@ def check_as_defined(step: Step) -> list[tuple[int, int]]:
             step.verify()
         return []
     verified = step.verify()
-    sources, targets, starts = plan_moves(batch, verified, PAGE_SIZE)
+    sources, targets = plan_moves(batch, verified, PAGE_SIZE)
     moves: list[list[tuple[int, int]]] = []
     for b, (slot, found) in enumerate(zip(step.slots.tolist(), expected, strict=True)):
         assert found is not None
@@ -197,9 +197,7 @@ def check_as_defined(step: Step) -> list[tuple[int, int]]:
         moves.append([(kv_index(batch, slot, s), kv_index(batch, slot, t)) for s, t in pairs if s != t])
     assert verified.num_new.tolist() == [len(found[0]) for found in expected if found is not None]
     pairs = list(zip(sources.tolist(), targets.tolist(), strict=True))
-    groups = [pairs[start:end] for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
-    assert groups == [group for group in moves if group]
-    assert starts[-1] == len(sources)
+    assert pairs == [move for group in moves for move in group]
     return [(len(found[2]), found[3]) for found in expected if found is not None]
 
 

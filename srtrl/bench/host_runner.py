@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from srtrl.engine.cuda_layouts import LayoutPlanner, StepShape, row_edges
-from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepSize
+from srtrl.engine.rows import Int32Array, StepInputs, StepSize
 from srtrl.engine.runner import RowFilters, SampledRows
 from srtrl.model.transformer import Transformer
 
@@ -86,10 +86,10 @@ class HostRunner:
         """See `Runner`."""
         return SampledRows(token_ids=self._token_ids[:num_sampled].copy(), logprobs=self._logprobs[:num_sampled].copy())
 
-    def move_kv(self, sources: Int32Array, targets: Int32Array, starts: Int64Array) -> None:
+    def move_kv(self, sources: Int32Array, targets: Int32Array) -> None:
         """See `Runner`; copies the indices into the staging buffer."""
         start = 0
-        for array in (starts, sources, targets):
+        for array in (sources, targets):
             self._buffer[start : start + len(array)] = array
             start += len(array)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from srtrl.engine.rows import BITS_PER_WORD, Int32Array, Int64Array, StepInputs, StepLayout, StepSize
+from srtrl.engine.rows import BITS_PER_WORD, Int32Array, StepInputs, StepLayout, StepSize
 from srtrl.engine.runner import (
     RowFilters,
     SampledRows,
@@ -133,7 +133,7 @@ class CpuRunner:
         return sampled
 
     @torch.inference_mode()
-    def move_kv(self, sources: Int32Array, targets: Int32Array, starts: Int64Array) -> None:
+    def move_kv(self, sources: Int32Array, targets: Int32Array) -> None:
         """See `Runner`."""
         self.cache.move_indices(sources, targets)
 

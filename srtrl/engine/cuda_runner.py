@@ -19,7 +19,7 @@ from torch import Tensor
 
 from srtrl.engine.cuda_graphs import CudaCapturer, StepGraphs, was_out_of_memory
 from srtrl.engine.cuda_layouts import MAX_GRAPH_ROWS, LayoutPlanner, StepShape, row_edges
-from srtrl.engine.rows import ALIGNMENT, Int32Array, Int64Array, StepInputs, StepLayout, StepSize
+from srtrl.engine.rows import ALIGNMENT, Int32Array, StepInputs, StepLayout, StepSize
 from srtrl.engine.runner import (
     RowFilters,
     SampledRows,
@@ -292,7 +292,7 @@ class CudaRunner:
         return SampledRows(token_ids=found.token_ids[:num_sampled].copy(), logprobs=found.logprobs[:num_sampled].copy())
 
     @torch.inference_mode()
-    def move_kv(self, sources: Int32Array, targets: Int32Array, starts: Int64Array) -> None:
+    def move_kv(self, sources: Int32Array, targets: Int32Array) -> None:
         """See `Runner`. Queued: the device moves while the host goes on."""
         self.cache.move_indices(sources, targets)
 

@@ -348,9 +348,9 @@ class Engine:
 
     def _commit(self, verified: Verified) -> None:
         """Make the KV of accepted paths contiguous."""
-        sources, targets, starts = plan_moves(self.batch, verified, self.pool.page_size)
+        sources, targets = plan_moves(self.batch, verified, self.pool.page_size)
         if len(sources):
-            self.runner.move_kv(sources, targets, starts)
+            self.runner.move_kv(sources, targets)
 
     def _take_finished(self, verified: Verified) -> list[Completion]:
         """Take out the finished samples."""

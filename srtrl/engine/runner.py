@@ -80,11 +80,8 @@ class Runner(Protocol):
     def wait(self, num_sampled: int) -> SampledRows:
         """Wait for the launched step; returns the first `num_sampled` rows. Does not wait for 0 of them."""
 
-    def move_kv(self, sources: Int32Array, targets: Int32Array, starts: Int64Array) -> None:
-        """Copy single positions in all layers (KV indices [n]); those of move group g are starts[g] to starts[g + 1].
-
-        Within a group the moves may be done in order, for no target is a later source; groups touch different pages.
-        """
+    def move_kv(self, sources: Int32Array, targets: Int32Array) -> None:
+        """Copy single positions in all layers, KV indices [n]; every source is read before any target is written."""
 
     def time_step(self, num_rows: int, context_tokens: int, num_sequences: int) -> float:
         """Seconds of a step of `num_rows` sampled rows, roots of sequences of `context_tokens` and chains after them.

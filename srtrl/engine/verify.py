@@ -186,19 +186,16 @@ def _cut_at_stop_strings(batch: Batch, verified: Verified, tokenizer: Tokenizer 
     )
 
 
-def plan_moves(batch: Batch, verified: Verified, page_size: int) -> tuple[Int32Array, Int32Array, Int64Array]:
+def plan_moves(batch: Batch, verified: Verified, page_size: int) -> tuple[Int32Array, Int32Array]:
     """Where the KV of accepted paths lies and where it belongs: right after its root, in the order of depth.
 
     Returns:
-        Sources and targets, KV indices [n] each, and where those of each sequence concerned begin, [groups + 1].
+        Sources and targets, KV indices [n] each.
     """
     num_new = len(verified.token_ids)
     sources, targets = np.empty(num_new, np.int32), np.empty(num_new, np.int32)
-    starts = np.zeros(len(verified.slots) + 1, np.int64)
-    num_moves, num_groups = _plan_moves(
-        batch.arrays, verified.slots, verified.offsets, verified.nodes, page_size, sources, targets, starts
-    )
-    return sources[:num_moves], targets[:num_moves], starts[: num_groups + 1]
+    num_moves = _plan_moves(batch.arrays, verified.slots, verified.offsets, verified.nodes, page_size, sources, targets)
+    return sources[:num_moves], targets[:num_moves]
 
 
 @numba.njit(cache=True, nogil=True)
@@ -210,10 +207,9 @@ def _plan_moves(
     page_size: int,
     sources: Array,
     targets: Array,
-    starts: Array,
-) -> tuple[int, int]:
-    """See `plan_moves`; returns the numbers of moves and of groups."""
-    num_moves, num_groups = 0, 0
+) -> int:
+    """See `plan_moves`; returns the number of moves."""
+    num_moves = 0
     for b in range(len(slots)):
         slot, begin = slots[b], offsets[b]
         pages = batch.page_table[slot]
@@ -226,7 +222,4 @@ def _plan_moves(
                 sources[num_moves] = pages[source // page_size] * page_size + source % page_size
                 targets[num_moves] = pages[target // page_size] * page_size + target % page_size
                 num_moves += 1
-        if num_moves > starts[num_groups]:
-            num_groups += 1
-            starts[num_groups] = num_moves
-    return num_moves, num_groups
+    return num_moves
