@@ -5,13 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from srtrl.engine.cuda_layouts import LayoutPlanner, StepShape, row_edges
+from srtrl.engine.cuda_layouts import H200_MULTIPROCESSORS, LayoutPlanner, StepShape, row_edges
 from srtrl.engine.rows import Int32Array, StepInputs, StepSize
 from srtrl.engine.runner import RowFilters, SampledRows
 from srtrl.model.transformer import Transformer
-
-MULTIPROCESSORS = 132
-"""Those of an H200."""
 
 
 class HostRunner:
@@ -29,15 +26,12 @@ class HostRunner:
         self.model = policy
         self.num_pages = 0
         self.page_bytes = 1
-        config = policy.config
-        self._planner = LayoutPlanner(
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
+        self._planner = LayoutPlanner.for_model(
+            policy.config,
             page_size=page_size,
-            max_positions=max_sequence_tokens + max_draft_nodes + 1,
+            max_sequence_tokens=max_sequence_tokens,
             max_draft_nodes=max_draft_nodes,
-            num_multiprocessors=MULTIPROCESSORS,
+            num_multiprocessors=H200_MULTIPROCESSORS,
         )
         self._buffer: Int32Array = np.zeros(1 << 20, np.int32)
         self._inputs: dict[StepShape, StepInputs] = {}

@@ -19,7 +19,7 @@ class NoOptions(Section):
 
 
 class DrafterBase:
-    """Guesses tokens. It may be incorrect: verification keeps the sampled tokens the same, whatever is proposed.
+    """Guesses tokens. It may be incorrect: verification keeps the sampled tokens the same for any proposal.
 
     A subclass named `Drafter` in `srtrl/drafters/<name>.py` is the drafter `<name>`. Its `Options` document and check
     `rollout.drafter_options`. `propose` must be written; the rest does nothing unless it is. A decoding sample is known

@@ -99,7 +99,7 @@ class Drafter(DrafterBase):
         run_warm_up(type(self)(self.options))
 
     def _resize(self, num_slots: int, length: int) -> None:
-        """Have room for so many slots and for texts of this length; longer tables are made anew from the texts."""
+        """Make room for `num_slots` and for texts of this length; longer tables are built again from the texts."""
         old_slots, capacity = self._texts.shape
         more_slots = max(0, num_slots - old_slots)
         more_tokens = max(length, 2 * capacity) - capacity if length > capacity else 0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from srtrl.engine.rows import BITS_PER_WORD, Int32Array, StepInputs, StepLayout, StepSize
+from srtrl.engine.rows import Int32Array, StepInputs, StepLayout, StepSize, num_ancestor_words
 from srtrl.engine.runner import (
     RowFilters,
     SampledRows,
@@ -44,10 +44,9 @@ class CpuRunner:
         self.model = decoder_model(policy, decode_dtype)
         self.page_size = page_size
         self.row_multiple = ROW_MULTIPLE if deterministic else 1
-        self.num_words = max(1, -(-max_draft_nodes // BITS_PER_WORD))
+        self.num_words = num_ancestor_words(max_draft_nodes)
         self.cache = kv_cache_for(self.model, 0, page_size)
         self._buffer: Int32Array = np.empty(0, np.int32)
-        self._inputs: StepInputs | None = None
         self._sampled: SampledRows | None = None
 
     @property

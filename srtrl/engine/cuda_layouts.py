@@ -7,7 +7,8 @@ shapes, and each is little larger than what it is for. Pure arithmetic on the ho
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from srtrl.engine.rows import BITS_PER_WORD, StepLayout, StepSize
+from srtrl.engine.rows import StepLayout, StepSize, num_ancestor_words
+from srtrl.model.transformer import ModelConfig
 from srtrl.model.tree_attention import choose_block_m, choose_num_splits
 
 MAX_GRAPH_ROWS = 2048
@@ -20,6 +21,9 @@ shapes are worth more than the time of their logits."""
 LEAST_TABLE_TOKENS = 8192
 """Page tables are not made for fewer positions than this, if there are sequences as long: so narrow a table (2 KiB a
 sequence with pages of 16) is copied in no time, and one width serves a whole rollout."""
+
+H200_MULTIPROCESSORS = 132
+"""As many as an H100 has; for shapes of steps where there is no device to ask."""
 
 
 class StepShape(NamedTuple):
@@ -62,6 +66,27 @@ class LayoutPlanner:
     num_multiprocessors: int
     """Of the device."""
 
+    @classmethod
+    def for_model(
+        cls,
+        config: ModelConfig,
+        *,
+        page_size: int,
+        max_sequence_tokens: int,
+        max_draft_nodes: int,
+        num_multiprocessors: int,
+    ) -> "LayoutPlanner":
+        """For a model whose sequences get no longer than `max_sequence_tokens`, draft nodes not counted."""
+        return cls(
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            page_size=page_size,
+            max_positions=max_sequence_tokens + max_draft_nodes + 1,
+            max_draft_nodes=max_draft_nodes,
+            num_multiprocessors=num_multiprocessors,
+        )
+
     @property
     def group(self) -> int:
         """G, query heads of one key-value head."""
@@ -70,7 +95,7 @@ class LayoutPlanner:
     @property
     def num_words(self) -> int:
         """W, the same in all steps."""
-        return max(1, -(-self.max_draft_nodes // BITS_PER_WORD))
+        return num_ancestor_words(self.max_draft_nodes)
 
     @property
     def max_table_width(self) -> int:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from srtrl.engine.cuda_graphs import CudaCapturer, StepGraphs, was_out_of_memory
-from srtrl.engine.cuda_layouts import MAX_GRAPH_ROWS, LayoutPlanner, StepShape, row_edges
-from srtrl.engine.rows import ALIGNMENT, Int32Array, StepInputs, StepLayout, StepSize
+from srtrl.engine.cuda_layouts import H200_MULTIPROCESSORS, MAX_GRAPH_ROWS, LayoutPlanner, StepShape, row_edges
+from srtrl.engine.rows import ALIGNMENT, Int32Array, StepInputs, StepLayout, StepSize, aligned
 from srtrl.engine.runner import (
     RowFilters,
     SampledRows,
@@ -39,9 +39,6 @@ LOGITS_AT_ONCE = 1024
 
 FILTERED_AT_ONCE = 64
 """Rows that are sorted at the same time for top-k and top-p: in float32, with indices, they take 0.4 GB."""
-
-MULTIPROCESSORS_ON_CPU = 132
-"""Those of an H100, so that tests on a CPU see the launches of a real device."""
 
 
 class _PinnedCopy:
@@ -117,7 +114,7 @@ class _StepMemory:
             name: self.staging.device[slices[name]].view(dtypes[dtype]).view(size)
             for name, (dtype, size) in layout.fields().items()
         }
-        width = _aligned(shape.num_sampled)  # log-probs, too, begin where kernels expect it
+        width = aligned(shape.num_sampled)  # log-probs, too, begin where kernels expect it
         (host_tokens, host_logprobs), (tokens, logprobs) = (
             results[: 2 * width].view(2, width)[:, : shape.num_sampled]
             for results in (self.results.host, self.results.device)
@@ -183,15 +180,13 @@ class CudaRunner:
         is_cuda = device.type == "cuda"
         self.policy = policy
         self.model = decoder_model(policy, decode_dtype)
-        num_multiprocessors = MULTIPROCESSORS_ON_CPU
+        num_multiprocessors = H200_MULTIPROCESSORS  # on a CPU: tests see the launches of a real device
         if is_cuda:
             num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.planner = LayoutPlanner(
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
+        self.planner = LayoutPlanner.for_model(
+            config,
             page_size=page_size,
-            max_positions=max_sequence_tokens + max_draft_nodes + 1,
+            max_sequence_tokens=max_sequence_tokens,
             max_draft_nodes=max_draft_nodes,
             num_multiprocessors=num_multiprocessors,
         )
@@ -279,7 +274,7 @@ class CudaRunner:
         # What is left of a step that nobody waited for counts as this step's time.
         self.was_prepared = is_prepared and self._was_awaited
         if step.shape.num_sampled:
-            self._memory.results.download(2 * _aligned(step.shape.num_sampled))
+            self._memory.results.download(2 * aligned(step.shape.num_sampled))
 
     def wait(self, num_sampled: int) -> SampledRows:
         """See `Runner`."""
@@ -293,7 +288,7 @@ class CudaRunner:
 
     @torch.inference_mode()
     def move_kv(self, sources: Int32Array, targets: Int32Array) -> None:
-        """See `Runner`. Queued: the device moves while the host goes on."""
+        """See `Runner`. The host does not wait for the moves."""
         self.cache.move_indices(sources, targets)
 
     def time_step(self, num_rows: int, context_tokens: int, num_sequences: int) -> float:
@@ -375,10 +370,6 @@ class CudaRunner:
         if self.num_pages and addresses != self._addresses:  # without pages: when they are back
             self._addresses = addresses
             self._graphs.drop()
-
-
-def _aligned(length: int) -> int:
-    return -(-length // ALIGNMENT) * ALIGNMENT
 
 
 def _out_of_memory(shape: StepShape) -> ValueError:

@@ -32,7 +32,7 @@ TRIAL_STEPS = 4
 FIRST_PAUSE, LAST_PAUSE = 16, 1024
 """Steps between two trials: doubling while trials fail."""
 CHECK_EVERY = 64
-"""While drafting goes on, one step in this many is done without, so that the comparison stays current."""
+"""While drafting is worth it, one step in this many is done without, so that the comparison stays current."""
 AUTO_SLOWDOWN = 0.03
 """Largest slowdown of a step by run-aheads where the recipe names none."""
 MIN_RUN_AHEAD_ROWS = 8

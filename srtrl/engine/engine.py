@@ -317,7 +317,7 @@ class Engine:
         who = f"the drafter {type(self.drafter).__module__}.{type(self.drafter).__qualname__}"
         check_trees(proposed, room, self.vocab_size, who)
         clock.lap("propose")
-        num_other_rows = len(step.slots) - num + sum(len(chunk.token_ids) for chunk in step.chunks)
+        num_other_rows = len(step.slots) - num + step.num_prompt_rows
         sizes = self.scheduler.grow_for_drafts(slots, self.control.choose(proposed, num, num_other_rows))
         trees = cut_trees(proposed, sizes, len(step.slots))
         clock.lap("choose")
@@ -397,7 +397,7 @@ class Engine:
         """Statistics, timeline and cost of a step: nothing that decides the next one."""
         stats, cost = self.stats, self.control.cost
         num_primaries, num_run_ahead = step.num_primaries, len(step.slots) - step.num_primaries
-        num_prefill = sum(len(chunk.token_ids) for chunk in step.chunks)
+        num_prefill = step.num_prompt_rows
         num_rows = len(step.slots) + trees.num_nodes
         num_tokens = stats.add_verified(verified, trees, num_primaries)
         stats.num_prefill_tokens += num_prefill

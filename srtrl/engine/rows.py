@@ -32,6 +32,16 @@ NO_KV_INDEX = -1
 """KV index of a padding row: nothing is written."""
 
 
+def aligned(length: int) -> int:
+    """The elements that an array of this length takes up in a buffer, so that the next one begins aligned."""
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+def num_ancestor_words(max_draft_nodes: int) -> int:
+    """W, int32 words of a row that hold one bit for each draft node of its sequence; at least 1."""
+    return max(1, -(-max_draft_nodes // BITS_PER_WORD))
+
+
 class BatchArrays(NamedTuple):
     """The arrays of a batch that kernels read and write; see `Batch` for each. S slots."""
 
@@ -117,14 +127,14 @@ class StepLayout:
         for name, (dtype, shape) in self.fields().items():
             length = int(np.prod(shape)) * np.dtype(dtype).itemsize // 4
             found[name] = slice(offset, offset + length)
-            offset += -(-length // ALIGNMENT) * ALIGNMENT
+            offset += aligned(length)
         return found
 
     @property
     def num_elements(self) -> int:
         """Length of the buffer in int32 elements."""
         last: int = self.slices()["page_tables"].stop
-        return -(-last // ALIGNMENT) * ALIGNMENT
+        return aligned(last)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -43,6 +43,11 @@ class ScheduledStep:
     holders: list[PromptPages | Sample] = field(default_factory=list)
     """Whose KV each chunk computes."""
 
+    @property
+    def num_prompt_rows(self) -> int:
+        """Rows of all chunks."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
     def add_chunk(self, holder: PromptPages | Sample, chunk: PrefillChunk) -> int:
         """Compute a chunk in this step; returns its number of tokens."""
         self.holders.append(holder)
