@@ -9,7 +9,7 @@ from kernel_cases import KERNEL_DEVICE
 from runner_cases import batch_arrays, random_trees
 from torch import Tensor
 
-from srtrl.engine.rows import PrefillChunk, StepInputs, StepLayout, fill_inputs
+from srtrl.engine.rows import PrefillChunk, StepInputs, StepShape, fill_inputs
 from srtrl.model.paged_attention import KVCache
 from srtrl.model.tree_attention import AttentionScratch, TreeRows, attend_tree_reference
 
@@ -46,16 +46,17 @@ def make_step(
     page_table = random.permutation(num_tables * width).astype(np.int32).reshape(num_tables, width)
     num_real = len(contexts) + trees.num_nodes + sum(count for _, count in chunks)
     num_rows = num_real + padding
-    layout = StepLayout(
+    shape = StepShape(
         num_rows=num_rows,
         num_sampled=num_rows,
         num_words=-(-max([1, *sizes]) // 32),
-        num_tiles=num_rows,
         table_width=width + 1,
         num_tables=num_tables + padding,
+        num_tiles=num_rows,
+        rows_per_tile=rows_per_tile,
     )
-    buffer = np.full(layout.num_elements, 123456789, np.int32)
-    inputs = StepInputs.of(buffer, layout, rows_per_tile)
+    buffer = np.full(shape.num_elements, 123456789, np.int32)
+    inputs = StepInputs.of(buffer, shape)
     inputs.split_keys[0] = split_keys
     batch = batch_arrays(
         token_ids=random.integers(61, size=(num_tables, max(lengths))).astype(np.int32),

@@ -10,7 +10,9 @@ from kernel_cases import KERNEL_DEVICE
 from torch import Tensor
 
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
+from srtrl.engine.cuda_graphs import StepGraphs
 from srtrl.engine.cuda_runner import CudaRunner, CudaStep
+from srtrl.engine.options import EngineOptions
 from srtrl.engine.rows import BatchArrays, Int64Array, PrefillChunk, StepInputs, StepSize, fill_inputs
 from srtrl.engine.runner import RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import row_logprobs_reference, sample_rows_reference
@@ -61,15 +63,13 @@ def runner_policy(**changes: object) -> Transformer:
 
 def cuda_runner(policy: Transformer, decode_dtype: torch.dtype | None = None, **changes: object) -> CudaRunner:
     """A runner as on a CUDA device, where the policy is."""
-    values: dict[str, object] = {
-        "page_size": PAGE_SIZE,
-        "decode_dtype": decode_dtype,
-        "deterministic": None,
-        "max_sequence_tokens": MAX_TOKENS,
-        "max_draft_nodes": MAX_NODES,
-        "cuda_graphs": True,
-    }
-    return CudaRunner(policy, **(values | changes))  # type: ignore[arg-type]
+    return CudaRunner(policy, runner_options(decode_dtype, **changes), MAX_TOKENS)
+
+
+def runner_options(decode_dtype: torch.dtype | None = None, **changes: Any) -> EngineOptions:
+    """Options with the sizes above."""
+    values = {"page_size": PAGE_SIZE, "max_draft_nodes": MAX_NODES, "decode_dtype": decode_dtype, "slots": 128}
+    return EngineOptions(**(values | changes))
 
 
 def compute_by_reference(runner: CudaRunner) -> Callable[[CudaStep], None]:
@@ -95,11 +95,11 @@ def batch_arrays(**arrays: Any) -> BatchArrays:
     return BatchArrays(**(values | arrays))
 
 
-class FakeCapturer:
+class FakeGraphs(StepGraphs):
     """Captures a step by keeping it."""
 
-    def start_over(self) -> None:
-        """Nothing is shared."""
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
         return compute

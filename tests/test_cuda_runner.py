@@ -1,6 +1,5 @@
 """What is special about the runner of a CUDA device: padded layouts, fixed addresses, graphs, and what it refuses."""
 
-import dataclasses
 import gc
 from importlib import util
 from typing import Any
@@ -12,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import KERNEL_DEVICE
 from runner_cases import (
-    PAGE_SIZE,
-    FakeCapturer,
+    FakeGraphs,
     Samples,
     compute_by_reference,
     cuda_runner,
@@ -21,28 +19,30 @@ from runner_cases import (
     runner_policy,
 )
 
+from srtrl.bench.shapes import SHAPES
 from srtrl.engine import cuda_runner as cuda_runner_module
-from srtrl.engine.cuda_graphs import StepGraphs
-from srtrl.engine.cuda_layouts import (
+from srtrl.engine import engine
+from srtrl.engine.cuda_runner import CudaRunner
+from srtrl.engine.cuda_shapes import (
     MAX_GRAPH_ROWS,
     MAX_SAMPLED_PROMPT_ROWS,
-    LayoutPlanner,
+    ShapePlanner,
     padded_rows,
     padded_tiles,
     padded_width,
     row_edges,
 )
-from srtrl.engine.cuda_runner import CudaRunner
-from srtrl.engine.rows import StepInputs, StepSize
+from srtrl.engine.engine import make_runner
+from srtrl.engine.options import EngineOptions
+from srtrl.engine.rows import StepSize
 from srtrl.engine.runner import RowFilters
+from srtrl.model.hf_config import config_from_hf
+from srtrl.model.transformer import Transformer
 
-PLANNER = LayoutPlanner(
-    num_heads=12,
-    num_kv_heads=2,
-    head_dim=128,
-    page_size=16,
-    max_positions=4224,
-    max_draft_nodes=128,
+PLANNER = ShapePlanner(
+    config_from_hf(SHAPES["qwen2.5-1.5b"]),
+    EngineOptions(slots=400, draft_budget=128),
+    max_sequence_tokens=4095,
     num_multiprocessors=132,
 )
 PROMPTS = ([5], [1, 2, 3, 4, 5, 6, 7, 8, 9], [3, 3, 3, 3, 10, 11])
@@ -97,12 +97,11 @@ def test_every_step_fits_its_layout(rows: list[int], num_chunks: int, max_keys: 
     assert shape.num_tiles >= sum(-(-count // (shape.block_m // PLANNER.group)) for count in rows)
     if num_sampled > 0 and size.num_rows - num_sampled <= MAX_SAMPLED_PROMPT_ROWS:
         assert shape.num_sampled == shape.num_rows
-    layout, largest = PLANNER.layout(shape), PLANNER.largest_captured()
-    if shape.num_rows <= MAX_GRAPH_ROWS:
-        assert layout.num_elements <= largest.num_elements
-    few = PLANNER.layout(shape._replace(num_tables=1))
+    assert shape.num_elements <= PLANNER.largest().num_elements
+    assert shape.num_sampled <= PLANNER.largest().num_sampled
+    few = shape._replace(num_tables=1)
     assert {name: part.start for name, part in few.slices().items()} == {
-        name: part.start for name, part in layout.slices().items()
+        name: part.start for name, part in shape.slices().items()
     }, "no address depends on the number of sequences"
 
 
@@ -117,7 +116,7 @@ def graphed_runner(**changes: Any) -> CudaRunner:
     """A runner that captures graphs; on a CPU by a stand-in, of steps in plain PyTorch, which are faster there."""
     runner = cuda_runner(runner_policy(), **changes)
     if KERNEL_DEVICE == "cpu":
-        runner._graphs = StepGraphs(FakeCapturer())
+        runner._graphs = FakeGraphs()
         runner.compute = compute_by_reference(runner)
     return runner
 
@@ -144,13 +143,12 @@ def test_inputs_are_made_once_and_lie_at_the_same_addresses() -> None:
     first = samples.inputs(np.arange(3), trees)
     fewer = samples.inputs(np.arange(2), random_trees(np.random.default_rng(0), [8, 4]))
     assert samples.inputs(np.arange(3), trees) is first
-    assert fewer.layout.num_tables < first.layout.num_tables
-    for field in dataclasses.fields(StepInputs):
-        if isinstance(getattr(first, field.name), np.ndarray):
-            assert getattr(first, field.name).ctypes.data == getattr(fewer, field.name).ctypes.data, field.name
+    assert fewer.shape.num_tables < first.shape.num_tables
+    for name in first.shape.fields():
+        assert getattr(first, name).ctypes.data == getattr(fewer, name).ctypes.data, name
 
 
-def test_graphs_are_dropped_when_weights_pages_or_buffers_move_and_only_then() -> None:
+def test_graphs_are_dropped_when_weights_or_pages_move_and_only_then() -> None:
     runner = graphed_runner()
     samples = Samples(runner, runner.policy, PROMPTS)
     samples.prefill()
@@ -177,13 +175,10 @@ def test_graphs_are_dropped_when_weights_pages_or_buffers_move_and_only_then() -
     runner.allocate_pages(num_pages + 1)
     samples.prefill()
     assert not has_graph()
-    too_large = [1] * (MAX_GRAPH_ROWS + 1)
-    runner.inputs_for(StepSize(rows_per_sequence=np.array(too_large), num_sampled=3, max_keys=9, page_size=PAGE_SIZE))
-    assert not has_graph()
 
 
-def test_larger_steps_than_graphs_are_for_get_more_memory() -> None:
-    runner = graphed_runner(max_draft_nodes=1)
+def test_larger_steps_than_graphs_are_for_are_never_captured() -> None:
+    runner = graphed_runner()
     runner.allocate_pages(50)
     for _ in range(3):
         assert runner.time_step(MAX_GRAPH_ROWS + 100, 9, 100) > 0
@@ -221,14 +216,12 @@ def test_the_rest_of_a_step_that_nobody_waited_for_is_not_the_next_ones_time() -
 
 
 def test_deterministic_mode_and_a_missing_triton_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Transformer(runner_policy().config, torch.float32, "meta")  # no CPU
     with pytest.raises(ValueError, match=r"rollout.deterministic: true .* CPU"):
-        cuda_runner(runner_policy(), deterministic=True)
-    assert cuda_runner(runner_policy(), deterministic=False).is_asynchronous
-    monkeypatch.setattr(
-        cuda_runner_module, "find_spec", lambda name: None if name == "triton" else util.find_spec(name)
-    )
+        make_runner(policy, EngineOptions(deterministic=True), 100)
+    monkeypatch.setattr(engine, "find_spec", lambda name: None if name == "triton" else util.find_spec(name))
     with pytest.raises(ValueError, match="pip install triton"):
-        cuda_runner(runner_policy())
+        make_runner(policy, EngineOptions(), 100)
 
 
 def test_a_step_without_memory_names_the_options_that_help() -> None:

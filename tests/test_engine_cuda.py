@@ -13,10 +13,10 @@ import pytest
 import torch
 from engine_cases import KnowingDrafter, decode, options, outputs, requests_for
 from kernel_cases import KERNEL_DEVICE
-from runner_cases import FakeCapturer, compute_by_reference, runner_policy
+from runner_cases import FakeGraphs, compute_by_reference, runner_policy
 
 from srtrl.drafters.base import DrafterBase
-from srtrl.engine.cuda_graphs import CudaCapturer, StepGraphs
+from srtrl.engine.cuda_graphs import StepGraphs
 from srtrl.engine.cuda_runner import CudaRunner
 from srtrl.engine.engine import Engine, EngineOptions, make_runner
 from srtrl.engine.runner import SampledRows, page_bytes_of
@@ -38,18 +38,10 @@ def cuda_engine(
 ) -> Engine:
     """An engine as on a CUDA device; `by_kernels`: even where these are interpreted."""
     wanted = options(**({"max_sequence_tokens": 32, "slots": 4} | changes))
-    runner = CudaRunner(
-        policy,
-        page_size=wanted.page_size,
-        decode_dtype=wanted.decode_dtype,
-        deterministic=wanted.deterministic,
-        max_sequence_tokens=32,
-        max_draft_nodes=wanted.max_draft_nodes,
-        cuda_graphs=wanted.cuda_graphs,
-    )
+    runner = CudaRunner(policy, wanted, 32)
     if KERNEL_DEVICE == "cpu" and not by_kernels:
         runner.compute = compute_by_reference(runner)
-        runner._graphs = StepGraphs(FakeCapturer())
+        runner._graphs = FakeGraphs()
     return Engine(policy, wanted, drafter=drafter, tokenizer=tokenizer, runner=runner)
 
 
@@ -97,7 +89,7 @@ def test_drafts_change_no_token(accuracy: float) -> None:
         metrics = engine.take_metrics()
         assert metrics["engine/verified_per_decode_step"] > 1.2
         assert (metrics["engine/tokens_per_decode_step"] > 1.2) == (accuracy > 0.5)
-        assert len(runner_of(engine)._memory.steps) > 3
+        assert len(runner_of(engine)._steps) > 3
         assert len(runner_of(engine)._graphs) > 1 or accuracy == 1, "few steps come twice"
 
 
@@ -269,7 +261,7 @@ def test_graphs_and_single_launches_give_the_same_text() -> None:
     expected = decode(cuda_engine(policy, cuda_graphs=False), requests)
     for max_graphs in (1, 2, 512):
         engine = cuda_engine(policy, drafter=KnowingDrafter(expected, accuracy=0.7))
-        graphs = StepGraphs(CudaCapturer(policy.device), max_graphs=max_graphs)
+        graphs = StepGraphs(policy.device, max_graphs=max_graphs)
         runner_of(engine)._graphs = graphs
         found = decode(engine, requests)
         assert sum(found[key].token_ids == expected[key].token_ids for key in expected) >= len(expected) - 1

@@ -12,6 +12,7 @@ from step_cases import branch, launch, make_batch, prefill, random_tree, record_
 
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.cpu_runner import CpuRunner
+from srtrl.engine.options import EngineOptions
 from srtrl.model.paged_attention import KVCache, PagedPlan, PagedRows, ReferenceRows
 
 PAGE_SIZE = 4
@@ -24,7 +25,7 @@ def test_logits_of_roots_and_tree_nodes_are_those_of_transformers(
 ) -> None:
     hf_model = make_hf_model(case, dtype)
     policy = load_ours(hf_model, tmp_path, dtype)
-    runner = CpuRunner(policy, page_size=PAGE_SIZE, max_draft_nodes=40)
+    runner = CpuRunner(policy, EngineOptions(page_size=PAGE_SIZE, max_draft_nodes=40))
     runner.allocate_pages(70)
     random = np.random.default_rng(0)
     vocab_size = policy.config.vocab_size

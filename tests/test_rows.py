@@ -1,6 +1,5 @@
 """The rows of a decode step and the compaction of accepted drafts, against plain loops over nodes."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +13,8 @@ from step_cases import branch, fill, make_batch, random_trees, size_of
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.batch import Batch
 from srtrl.engine.cpu_runner import CpuRunner
-from srtrl.engine.rows import NO_KV_INDEX, Int32Array, PrefillChunk, StepInputs, StepLayout
+from srtrl.engine.options import EngineOptions
+from srtrl.engine.rows import NO_KV_INDEX, Int32Array, PrefillChunk, StepInputs, StepShape
 from srtrl.engine.runner import SampledRows
 from srtrl.engine.verify import plan_moves, verify
 
@@ -77,18 +77,19 @@ def test_rows_are_those_of_plain_loops_and_padding_does_nothing(
     expected, written = expected_rows(batch, slots.tolist(), trees, chunks, page_size)
     num_rows, num_sampled = len(expected), num_trees + trees.num_nodes
     assert (size.num_rows, size.num_sampled) == (num_rows, num_sampled)
-    layout = StepLayout(
+    shape = StepShape(
         num_rows=num_rows + padding,
         num_sampled=num_sampled + padding,
         num_words=max(1, -(-most_nodes // 32)),
-        num_tiles=num_rows + padding,
         table_width=size.max_pages,
         num_tables=num_trees + num_chunks,
+        num_tiles=num_rows + padding,
+        rows_per_tile=rows_per_tile,
     )
-    garbage = random.integers(-(2**31), 2**31, layout.num_elements).astype(np.int32)  # what an earlier step left there
-    inputs = StepInputs.of(garbage, layout, rows_per_tile)
+    garbage = random.integers(-(2**31), 2**31, shape.num_elements).astype(np.int32)  # what an earlier step left there
+    inputs = StepInputs.of(garbage, shape)
     fill(inputs, batch, slots, trees, chunks, page_size)
-    bits = np.unpackbits(inputs.ancestors.view(np.uint8).reshape(layout.num_rows, -1), axis=1, bitorder="little")
+    bits = np.unpackbits(inputs.ancestors.view(np.uint8).reshape(shape.num_rows, -1), axis=1, bitorder="little")
     columns = (inputs.token_ids, inputs.positions, inputs.kv_indices, inputs.context_lengths, inputs.row_tables)
     found = list(zip(*(column.tolist() for column in columns), (np.flatnonzero(b).tolist() for b in bits), strict=True))
     assert found == expected + [(0, 0, NO_KV_INDEX, 0, 0, [])] * padding
@@ -107,27 +108,27 @@ def test_rows_are_those_of_plain_loops_and_padding_does_nothing(
         for first in range(0, len(rows), rows_per_tile):
             part = rows[first : first + rows_per_tile]
             tiles.append([part[0], len(part), table, max(written[row] for row in part) + 1])
-    assert inputs.tiles.tolist() == tiles + [[0, 0, 0, 0]] * (layout.num_tiles - len(tiles))
+    assert inputs.tiles.tolist() == tiles + [[0, 0, 0, 0]] * (shape.num_tiles - len(tiles))
 
 
 def test_addresses_are_aligned_apart_and_do_not_depend_on_the_number_of_sequences() -> None:
-    layout = StepLayout(num_rows=13, num_sampled=7, num_words=3, num_tiles=5, table_width=9, num_tables=2)
-    few, many = layout.slices(), replace(layout, num_tables=8).slices()
+    shape = StepShape(num_rows=13, num_sampled=7, num_words=3, num_tiles=5, table_width=9, num_tables=2)
+    few, many = shape.slices(), shape._replace(num_tables=8).slices()
     assert {name: part.start for name, part in few.items()} == {name: part.start for name, part in many.items()}
     assert all(few[name] == many[name] for name in few if name != "page_tables")
     assert all(part.start % 32 == 0 for part in many.values())
     spans = sorted((part.start, part.stop) for part in many.values())
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-    assert spans[-1][1] <= replace(layout, num_tables=8).num_elements
-    inputs = StepInputs.of(np.zeros(layout.num_elements, np.int32), layout)
-    for name, (dtype, shape) in layout.fields().items():
+    assert spans[-1][1] <= shape._replace(num_tables=8).num_elements
+    inputs = StepInputs.of(np.zeros(shape.num_elements, np.int32), shape)
+    for name, (dtype, size) in shape.fields().items():
         array = getattr(inputs, name)
-        assert (array.dtype, array.shape, array.flags.c_contiguous) == (dtype, shape, True)
+        assert (array.dtype, array.shape, array.flags.c_contiguous) == (dtype, size, True)
         array[...] = 1  # a view: it writes into the buffer
 
 
 def runner_of(num_pages: int, page_size: int, most_nodes: int = 12) -> CpuRunner:
-    runner = CpuRunner(tiny_policy(), page_size=page_size, max_draft_nodes=most_nodes)
+    runner = CpuRunner(tiny_policy(), EngineOptions(page_size=page_size, max_draft_nodes=most_nodes))
     runner.allocate_pages(num_pages)
     return runner
 

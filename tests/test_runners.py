@@ -14,6 +14,7 @@ from runner_cases import (
     cuda_runner,
     path_to,
     random_trees,
+    runner_options,
     runner_policy,
 )
 
@@ -33,7 +34,7 @@ def by_kernels(policy: Transformer, decode_dtype: torch.dtype | None) -> Runner:
 
 def on_the_cpu(policy: Transformer, decode_dtype: torch.dtype | None) -> Runner:
     """The CPU runner."""
-    return CpuRunner(policy.cpu(), page_size=PAGE_SIZE, max_draft_nodes=MAX_NODES, decode_dtype=decode_dtype)
+    return CpuRunner(policy.cpu(), runner_options(decode_dtype))
 
 
 RUNNERS: dict[str, RunnerFactory] = {"cpu": on_the_cpu}

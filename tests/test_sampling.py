@@ -154,7 +154,7 @@ def test_a_filtered_request_changes_nothing_for_the_others(dtype: torch.dtype, m
     random = np.random.default_rng(0)
     texts = [random.integers(0, 61, 5 + index).tolist() for index in range(8)]
     policy = tiny_policy(dtype)
-    runner = CpuRunner(policy, page_size=4, max_draft_nodes=8)
+    runner = CpuRunner(policy, EngineOptions(page_size=4, max_draft_nodes=8))
     runner.allocate_pages(100)
     batch, slots = make_batch(random, texts, page_size=4, num_pages=100, most_nodes=8, temperature=0.5)
     prefill(runner, batch, slots, chunk_tokens=9)

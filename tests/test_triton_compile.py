@@ -66,6 +66,7 @@ def main() -> None:
     from triton.runtime.jit import JITFunction
 
     from srtrl.engine.cuda_runner import CudaRunner
+    from srtrl.engine.options import EngineOptions
     from srtrl.model.hf_config import config_from_hf
     from srtrl.model.transformer import Transformer
 
@@ -105,15 +106,7 @@ def main() -> None:
     Linear.forward = lambda self, hidden: hidden.new_empty(len(hidden), len(self.weight))  # type: ignore[method-assign, assignment]
     for model, (changes, dtype, steps) in MODELS.items():  # noqa: B007
         policy = Transformer(config_from_hf(QWEN_1_5B | changes), getattr(torch, dtype), "cpu")
-        runner = CudaRunner(
-            policy,
-            page_size=16,
-            decode_dtype=None,
-            deterministic=None,
-            max_sequence_tokens=16_000,
-            max_draft_nodes=128,
-            cuda_graphs=False,
-        )
+        runner = CudaRunner(policy, EngineOptions(cuda_graphs=False, slots=512), 16_000)
         runner.allocate_pages(4)
         for device.capability in SHARED_MEMORY_LIMITS:
             for num_rows, num_sequences in steps:

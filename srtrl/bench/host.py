@@ -165,12 +165,7 @@ def _measure(
     )
     engines = {}
     for name, make in makers.items():
-        runner = HostRunner(
-            policy,
-            page_size=options.page_size,
-            max_draft_nodes=options.max_draft_nodes,
-            max_sequence_tokens=workload.max_sequence_tokens,
-        )
+        runner = HostRunner(policy, options, workload.max_sequence_tokens)
         engines[name] = Engine(policy, options, drafter=make(), runner=runner)
     runs: dict[str, list[HostRun]] = {name: [] for name in makers}
     with long_lived_objects_left_alone():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 
@@ -470,21 +471,17 @@ def make_runner(policy: Transformer, options: EngineOptions, max_sequence_tokens
         ValueError: Triton is not installed, or an option is not for this device.
     """
     if policy.device.type == "cpu":
-        return CpuRunner(
-            policy,
-            page_size=options.page_size,
-            max_draft_nodes=options.max_draft_nodes,
-            decode_dtype=options.decode_dtype,
-            deterministic=options.deterministic is not False,
+        return CpuRunner(policy, options)
+    if options.deterministic:
+        raise ValueError(
+            "rollout.deterministic: true is for decoding on a CPU: on a CUDA device kernels sum a row in an order that "
+            "depends on the batch. Leave it out; drafts still do not change the distribution of the tokens"
+        )
+    if find_spec("triton") is None:
+        raise ValueError(
+            "decoding on a CUDA device needs Triton, which PyTorch's CUDA builds for Linux include and this "
+            "installation lacks: `pip install triton`, or run with device=cpu"
         )
     from srtrl.engine.cuda_runner import CudaRunner
 
-    return CudaRunner(
-        policy,
-        page_size=options.page_size,
-        decode_dtype=options.decode_dtype,
-        deterministic=options.deterministic,
-        max_sequence_tokens=max_sequence_tokens,
-        max_draft_nodes=options.max_draft_nodes,
-        cuda_graphs=options.cuda_graphs,
-    )
+    return CudaRunner(policy, options, max_sequence_tokens)

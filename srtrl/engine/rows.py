@@ -1,7 +1,7 @@
 """The rows of a decode step: which tokens the forward pass computes, where their KV goes, what each row sees.
 
-All of a step's inputs are views of one flat int32 buffer (`StepLayout`), so that a GPU gets them in a single copy and
-a captured graph finds them at the same addresses. The layout is the same on the host and on the device.
+All of a step's inputs are views of one flat int32 buffer (`StepShape`), so that a GPU gets them in a single copy and
+a captured graph finds them at the same addresses. It is laid out alike on the host and on the device.
 
 Rows come in this order: for each decoding sequence its root (its last committed token), then the nodes of its draft
 tree; after all of these the prefill chunks. Node i of a tree writes its KV i + 1 positions after its root's, whatever
@@ -9,7 +9,7 @@ its depth; accepted ones are later moved to where their depth belongs. So a row'
 i % 32 of word i // 32 for node i.
 
 Letters: N rows, L rows that are sampled (the first ones), B sequences and chunks, W words, M tiles, P pages of a page
-table; all padded to the step's layout.
+table; all padded to the step's shape.
 """
 
 from dataclasses import dataclass
@@ -86,25 +86,38 @@ class StepSize:
         return -(-self.max_keys // self.page_size)
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class StepLayout:
-    """Sizes of a step's input arrays, padding included: steps of one layout share their addresses and a graph."""
+class StepShape(NamedTuple):
+    """Sizes of a step's input arrays, padding included, and how the GPU's kernels are launched over them.
+
+    Steps of one shape share the addresses of their inputs.
+    """
 
     num_rows: int
     """N."""
     num_sampled: int
-    """L."""
+    """L; 0 where only prompts are computed."""
     num_words: int
     """W."""
-    num_tiles: int
-    """M; 0 on a CPU, whose kernel needs none."""
     table_width: int
     """P."""
     num_tables: int
     """B. The page tables come last, so that no other address depends on it."""
+    num_tiles: int = 0
+    """M; 0 on a CPU, whose kernel needs none."""
+    rows_per_tile: int = 1
+    """Rows that share one tile of the GPU's attention kernel."""
+    block_m: int = 16
+    """Query rows of that kernel's matrix products: a tile's rows times the query heads of a key-value head, padded."""
+    num_splits: int = 1
+    """Parts into which that kernel splits the keys of a tile."""
+
+    @property
+    def graph_key(self) -> "StepShape":
+        """Steps with the same key launch the same kernels over the same addresses."""
+        return self._replace(num_tables=0)
 
     def fields(self) -> dict[str, tuple[type[np.generic], tuple[int, ...]]]:
-        """Dtype and shape of each field of `StepInputs`, in the order in which they lie in the buffer."""
+        """Dtype and shape of each array of `StepInputs`, in the order in which they lie in the buffer."""
         rows, sampled = (self.num_rows,), (self.num_sampled,)
         return {
             "rng_keys": (np.int64, sampled),
@@ -122,7 +135,7 @@ class StepLayout:
         }
 
     def slices(self) -> dict[str, slice]:
-        """Where each field lies in the buffer, in int32 elements."""
+        """Where each array lies in the buffer, in int32 elements."""
         found, offset = {}, 0
         for name, (dtype, shape) in self.fields().items():
             length = int(np.prod(shape)) * np.dtype(dtype).itemsize // 4
@@ -137,13 +150,10 @@ class StepLayout:
         return aligned(last)
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class StepInputs:
-    """A step's inputs on the host, as arrays; padding rows are tokens 0 that write nothing and are sampled greedily."""
+class StepInputs(NamedTuple):
+    """A step's inputs on the host; padding rows are tokens 0 that write nothing and are sampled greedily."""
 
-    layout: StepLayout
-    rows_per_tile: int
-    """Rows that share one tile of the GPU's attention kernel."""
+    shape: StepShape
     rng_keys: Int64Array
     """[L], the bits of the unsigned keys."""
     sample_positions: Int32Array
@@ -164,21 +174,20 @@ class StepInputs:
     """[N, W], bits of the draft nodes that the row sees, itself included; all 0 for a root or a prompt token. The key
     of node i lies at position context_length + i of the sequence."""
     tiles: Int32Array
-    """[M, 4]: first row, number of rows, row of `page_tables`, and positions that its rows see at most, draft nodes of
-    other branches included. Up to `rows_per_tile` adjacent rows of one sequence; zeros for padding."""
+    """[M, 4]: first row, number of rows, row of `page_tables`, and the largest number of positions that its rows see,
+    draft nodes of other branches included. Up to `rows_per_tile` adjacent rows of one sequence; zeros for padding."""
     split_keys: Int32Array
     """[1], keys of one split of the GPU's attention kernel; the runner sets it."""
     page_tables: Int32Array
     """[B, P], pages of each sequence by position; entries after the last page are not read."""
 
-    @staticmethod
-    def of(buffer: Int32Array, layout: StepLayout, rows_per_tile: int = 1) -> "StepInputs":
-        """Views of `buffer`, [at least `layout.num_elements`]."""
-        slices = layout.slices()
-        views: dict[str, Any] = {
-            name: buffer[slices[name]].view(dtype).reshape(shape) for name, (dtype, shape) in layout.fields().items()
-        }
-        return StepInputs(layout=layout, rows_per_tile=rows_per_tile, **views)
+    @classmethod
+    def of(cls, buffer: Int32Array, shape: StepShape) -> "StepInputs":
+        """Views of `buffer`, [at least `shape.num_elements`]."""
+        slices = shape.slices()
+        return cls(
+            shape, *(buffer[slices[name]].view(dtype).reshape(size) for name, (dtype, size) in shape.fields().items())
+        )
 
 
 @dataclass(slots=True, frozen=True)
@@ -202,7 +211,7 @@ def fill_inputs(
     """Write a step's rows into `inputs`, padding included.
 
     Args:
-        inputs: Of a layout that has room for them.
+        inputs: Of a shape that has room for them.
         batch: See `Batch.arrays`.
         slots: [B decoding], rows of the batch.
         trees: One for each of `slots`.
@@ -210,45 +219,18 @@ def fill_inputs(
         page_size: Positions of a page.
     """
     assert len(slots) == len(trees)
-    out = _DecodeRows(
-        inputs.rng_keys.view(np.uint64),
-        inputs.sample_positions,
-        inputs.temperatures,
-        inputs.token_ids,
-        inputs.positions,
-        inputs.kv_indices,
-        inputs.context_lengths,
-        inputs.row_tables,
-        inputs.ancestors,
-        inputs.page_tables,
-    )
-    row = _fill_decode_rows(out, batch, slots, trees.token_ids, trees.parents, trees.offsets, page_size)
+    row = _fill_decode_rows(inputs, batch, slots, trees.token_ids, trees.parents, trees.offsets, page_size)
     for table, chunk in enumerate(chunks, len(slots)):
         _fill_chunk(inputs, row, table, chunk, page_size)
         row += len(chunk.token_ids)
     _fill_padding(inputs, row, len(slots) + trees.num_nodes)
-    if inputs.layout.num_tiles:
-        _fill_tiles(inputs.row_tables, inputs.context_lengths, row, inputs.rows_per_tile, inputs.tiles)
-
-
-class _DecodeRows(NamedTuple):
-    """The fields of `StepInputs` that are filled for decoding sequences."""
-
-    rng_keys: Array
-    sample_positions: Array
-    temperatures: Array
-    token_ids: Array
-    positions: Array
-    kv_indices: Array
-    context_lengths: Array
-    row_tables: Array
-    ancestors: Array
-    page_tables: Array
+    if inputs.shape.num_tiles:
+        _fill_tiles(inputs, row)
 
 
 @numba.njit(cache=True, nogil=True)
 def _fill_decode_rows(
-    out: _DecodeRows,
+    out: StepInputs,
     batch: BatchArrays,
     slots: Array,
     node_tokens: Array,
@@ -265,7 +247,7 @@ def _fill_decode_rows(
             out.page_tables[b, page] = batch.page_table[slot, page]
         for node in range(-1, num_nodes):
             position = root_position + 1 + node  # where the row writes
-            out.rng_keys[row] = batch.rng_keys[slot]
+            out.rng_keys[row] = np.int64(batch.rng_keys[slot])
             out.temperatures[row] = batch.temperatures[slot]
             out.kv_indices[row] = batch.page_table[slot, position // page_size] * page_size + position % page_size
             out.context_lengths[row] = root_position + 1
@@ -303,7 +285,7 @@ def _fill_chunk(inputs: StepInputs, row: int, table: int, chunk: PrefillChunk, p
 
 
 def _fill_padding(inputs: StepInputs, num_rows: int, num_sampled: int) -> None:
-    if num_rows < inputs.layout.num_rows:
+    if num_rows < inputs.shape.num_rows:
         inputs.kv_indices[num_rows:] = NO_KV_INDEX
         for array in (inputs.token_ids, inputs.positions, inputs.context_lengths, inputs.row_tables, inputs.ancestors):
             array[num_rows:] = 0
@@ -312,12 +294,13 @@ def _fill_padding(inputs: StepInputs, num_rows: int, num_sampled: int) -> None:
 
 
 @numba.njit(cache=True, nogil=True)
-def _fill_tiles(row_tables: Array, context_lengths: Array, num_rows: int, rows_per_tile: int, tiles: Array) -> None:
+def _fill_tiles(inputs: StepInputs, num_rows: int) -> None:
     """Cut the rows of each sequence into tiles; see `StepInputs.tiles`.
 
     A sequence's rows write to adjacent positions, and its first row sees its own position last: so the last row of a
     tile writes as many positions after that as there are rows between them.
     """
+    tiles, row_tables, rows_per_tile = inputs.tiles, inputs.row_tables, inputs.shape.rows_per_tile
     tile, first = 0, 0
     while first < num_rows:
         end = first + 1
@@ -329,7 +312,7 @@ def _fill_tiles(row_tables: Array, context_lengths: Array, num_rows: int, rows_p
             tiles[tile, 0] = start
             tiles[tile, 1] = stop - start
             tiles[tile, 2] = row_tables[first]
-            tiles[tile, 3] = context_lengths[first] + (stop - 1 - first)
+            tiles[tile, 3] = inputs.context_lengths[first] + (stop - 1 - first)
             tile += 1
         first = end
     tiles[tile:] = 0

@@ -4,15 +4,17 @@
 `launch` queues the step, `wait` brings the sampled tokens, `move_kv` makes accepted drafts' KV contiguous.
 """
 
-from collections.abc import Sequence
+import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from srtrl.drafters.draft_tree import DraftTrees
+from srtrl.engine.options import EngineOptions
 from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array, StepInputs, StepSize, fill_inputs
 from srtrl.model.paged_attention import KVCache
 from srtrl.model.transformer import Transformer
@@ -38,73 +40,96 @@ class RowFilters:
     """[L real], 1 keeps all."""
 
 
-class Runner(Protocol):
+class Runner(ABC):
     """Computes decode steps; owns the decoder's view of the weights and the KV cache."""
 
-    model: Transformer
-    """The policy itself, or a copy in the decoder's dtype."""
-    is_asynchronous: bool
+    is_asynchronous: ClassVar[bool]
     """Whether `launch` returns before the step is computed."""
-    was_prepared: bool
+    was_prepared = True
     """Whether the last step took no longer than such steps do: no compilation, no graph capture."""
+
+    def __init__(self, policy: Transformer, options: EngineOptions, *, token_major: bool = False) -> None:
+        """Without pages: `allocate_pages` must follow. For `token_major` see `KVCache`."""
+        self.policy = policy
+        self.page_size = options.page_size
+        self.model = policy
+        """The policy itself, or a copy in the decoder's dtype."""
+        if options.decode_dtype not in (None, policy.dtype):
+            self.model = Transformer(policy.config, options.decode_dtype, policy.device).requires_grad_(False)
+        self._token_major = token_major
+        self.release_pages()
+        self.refresh_weights()
+
+    @abstractmethod
+    def row_edges(self, max_rows: int) -> list[int]:
+        """Ascending row counts up to at least `max_rows`: steps are padded to the next one, so the cost rises there."""
+
+    @abstractmethod
+    def inputs_for(self, size: StepSize) -> StepInputs:
+        """Arrays for a step of this size, to fill (`rows.fill_inputs`) before `launch`; valid until the next call."""
+
+    @abstractmethod
+    def launch(self, inputs: StepInputs, filters: RowFilters | None) -> None:
+        """Queue the step: forward pass and sampling. `filters`: None where no row has top-k or top-p."""
+
+    @abstractmethod
+    def wait(self, num_sampled: int) -> SampledRows:
+        """Wait for the launched step; returns the first `num_sampled` rows. Does not wait for 0 of them."""
 
     @property
     def num_pages(self) -> int:
         """Pages of the KV cache."""
+        return self.cache.key_pages.shape[1]
 
     @property
     def page_bytes(self) -> int:
         """Memory of one page, all layers, keys and values."""
-
-    def row_edges(self, max_rows: int) -> list[int]:
-        """Ascending row counts up to at least `max_rows`: steps are padded to the next one, so the cost rises there."""
+        return page_bytes_of(self.model, self.page_size)
 
     def allocate_pages(self, num_pages: int) -> None:
         """Have this many pages, no page being in use; raises `torch.OutOfMemoryError` and then has none."""
+        self.release_pages()
+        self.cache = kv_cache_for(self.model, num_pages, self.page_size, token_major=self._token_major)
 
     def release_pages(self) -> None:
         """Give the memory of the pages back."""
+        self.cache = kv_cache_for(self.model, 0, self.page_size, token_major=self._token_major)
 
+    @torch.no_grad()
     def refresh_weights(self) -> None:
-        """The policy's weights have changed."""
+        """The policy's weights have changed: copy them in place; nothing to do where the tensors are shared."""
+        if self.model is not self.policy:
+            for target, source in zip(self.model.parameters(), self.policy.parameters(), strict=True):
+                target.copy_(source)
 
-    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+    @torch.inference_mode()
+    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         """Copy whole pages in all layers before the next `launch`; sources are read before targets are written."""
+        self.cache.copy_pages(sources, targets)
 
-    def inputs_for(self, size: StepSize) -> StepInputs:
-        """Arrays for a step of this size, to be filled (`rows.fill_inputs`) before `launch`."""
-
-    def launch(self, inputs: StepInputs, filters: RowFilters | None) -> None:
-        """Queue the step: forward pass and sampling. `filters`: None where no row has top-k or top-p."""
-
-    def wait(self, num_sampled: int) -> SampledRows:
-        """Wait for the launched step; returns the first `num_sampled` rows. Does not wait for 0 of them."""
-
+    @torch.inference_mode()
     def move_kv(self, sources: Int32Array, targets: Int32Array) -> None:
-        """Copy single positions in all layers, KV indices [n]; every source is read before any target is written."""
+        """Copy single positions in all layers, KV indices [n]; every source is read before any target is written.
+
+        The host does not wait for it.
+        """
+        self.cache.move_indices(sources, targets)
 
     def time_step(self, num_rows: int, context_tokens: int, num_sequences: int) -> float:
         """Seconds of a step of `num_rows` sampled rows, roots of sequences of `context_tokens` and chains after them.
 
-        A sequence has at most as many rows as one step may verify of it. No page may be in use: they are overwritten.
+        A sequence has at most as many rows as one step may verify of it. What compiling and capturing take is not part
+        of it. No page may be in use: they are overwritten.
         """
-
-
-def decoder_model(policy: Transformer, decode_dtype: torch.dtype | None) -> Transformer:
-    """The policy itself; or a copy of it in another dtype, which `refresh_copy` keeps up to date."""
-    if decode_dtype is None or decode_dtype == policy.dtype:
-        return policy
-    copy = Transformer(policy.config, decode_dtype, policy.device).requires_grad_(False)
-    refresh_copy(copy, policy)
-    return copy
-
-
-@torch.no_grad()
-def refresh_copy(model: Transformer, policy: Transformer) -> None:
-    """Copy the policy's weights into the decoder's, in place; nothing to do where the tensors are shared."""
-    if model is not policy:
-        for target, source in zip(model.parameters(), policy.parameters(), strict=True):
-            target.copy_(source)
+        while True:
+            inputs = timed_step(self, num_rows, context_tokens, num_sequences, self.page_size)
+            if self.model.device.type == "cuda":
+                torch.cuda.synchronize(self.model.device)
+            started = time.perf_counter()
+            self.launch(inputs, None)
+            self.wait(num_rows)
+            if self.was_prepared:
+                return time.perf_counter() - started
 
 
 def kv_cache_for(model: Transformer, num_pages: int, page_size: int, *, token_major: bool = False) -> KVCache:

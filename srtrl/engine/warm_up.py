@@ -5,7 +5,7 @@ import numpy as np
 from srtrl.drafters.draft_tree import ROOT, DraftTrees, check_trees
 from srtrl.engine.batch import Batch
 from srtrl.engine.draft_budget import MAX_ROWS, Calibration, choose_nodes
-from srtrl.engine.rows import StepInputs, StepLayout, fill_inputs
+from srtrl.engine.rows import StepInputs, StepShape, fill_inputs
 from srtrl.engine.runner import SampledRows
 from srtrl.engine.verify import plan_moves, verify
 
@@ -18,8 +18,8 @@ def warm_up_kernels() -> None:
     trees = DraftTrees(
         token_ids=tree, parents=tree + ROOT, scores=np.ones(1, np.float32), offsets=np.array([0, 1], np.int64)
     )
-    layout = StepLayout(num_rows=8, num_sampled=8, num_words=1, num_tiles=8, table_width=2, num_tables=1)
-    inputs = StepInputs.of(np.zeros(layout.num_elements, np.int32), layout)
+    shape = StepShape(num_rows=8, num_sampled=8, num_words=1, num_tiles=8, table_width=2, num_tables=1)
+    inputs = StepInputs.of(np.zeros(shape.num_elements, np.int32), shape)
     fill_inputs(inputs, batch.arrays, slots, trees, [], 4)
     check_trees(trees, np.ones(1, np.int64), 1, "the warm-up")
     choose_nodes(trees, Calibration(), np.ones(MAX_ROWS + 1), num_other_rows=0, draft_seconds=0.0)
