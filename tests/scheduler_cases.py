@@ -48,9 +48,8 @@ def make(
     num_pages: int = 100, page_size: int = 4, *, num_slots: int = 4, chunk: int = 100, nodes: int = 0, **more: Any
 ) -> tuple[Scheduler, "FakeRunner"]:
     """A scheduler for sequences of up to 120 tokens, and the runner of its steps; `nodes`: draft nodes of a sample."""
-    batch = Batch(num_slots, 120, page_size, nodes)
-    pool = PagePool(num_pages, page_size)
-    scheduler = Scheduler(batch, pool, prefill_chunk_tokens=chunk, max_draft_nodes=nodes, **more)
+    batch = Batch(num_slots, 120, PagePool(num_pages, page_size), nodes)
+    scheduler = Scheduler(batch, prefill_chunk_tokens=chunk, max_draft_nodes=nodes, **more)
     return scheduler, FakeRunner(scheduler)
 
 

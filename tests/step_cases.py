@@ -9,6 +9,7 @@ from torch import Tensor
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.engine.batch import Batch, PromptPages, Sample
 from srtrl.engine.cpu_runner import CpuRunner
+from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import Int64Array, PrefillChunk, StepInputs, StepSize, fill_inputs
 from srtrl.engine.runner import RowFilters, SampledRows
 from srtrl.model.transformer import Transformer
@@ -50,7 +51,7 @@ def make_batch(
     temperature: float = 1.0,
 ) -> tuple[Batch, Int64Array]:
     """Samples whose tokens so far are `texts`, with pages for themselves and a tree; and their slots, in any order."""
-    batch = Batch(len(texts) + 2, 64, page_size, most_nodes)
+    batch = Batch(len(texts) + 2, 64, PagePool(1, page_size), most_nodes)
     free = random.permutation(num_pages).astype(np.int32).tolist()
     slots = []
     for index, text in enumerate(texts):

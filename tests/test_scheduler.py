@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from scheduler_cases import FakeRunner, make, names, request
 
 from srtrl.engine.batch import Batch, PromptPages, Sample
+from srtrl.engine.page_pool import PagePool
 from srtrl.engine.scheduler import Scheduler, WaitingLine
 
 
@@ -83,13 +84,13 @@ class Line(WaitingLine):
 
     def put(self, draw: int, sample: int, admission: int = -1) -> None:
         asked = request(draw, sample, 5, 8)
-        self.add(Sample(asked, PromptPages(Batch(1, 8, 4, 0).token_ids[0]), admission=admission))
+        self.add(Sample(asked, PromptPages(Batch(1, 8, PagePool(1, 4), 0).token_ids[0]), admission=admission))
 
     def expect_draw(self, draw: int, num_tokens: float) -> None:
         self.expect(request(draw, 0, 5, 8).prompt_token_ids, num_tokens)
 
     def take(self) -> int:
-        draw = self.first([], Batch(1, 8, 4, 0)).request.draw_index
+        draw = self.first([], Batch(1, 8, PagePool(1, 4), 0)).request.draw_index
         self.pop()
         return draw
 

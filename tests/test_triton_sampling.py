@@ -129,9 +129,9 @@ def test_a_row_that_is_part_of_a_wider_matrix() -> None:
 
 
 @jit
-def _write_rough_gumbel(bits: tl.tensor, out: tl.tensor, LENGTH: tl.constexpr, IN_INTERPRETER: tl.constexpr) -> None:
+def _write_rough_gumbel(bits: tl.tensor, out: tl.tensor, LENGTH: tl.constexpr) -> None:
     lanes = tl.arange(0, LENGTH)
-    tl.store(out + lanes, rough_gumbel(tl.load(bits + lanes).to(tl.uint64), IN_INTERPRETER))
+    tl.store(out + lanes, rough_gumbel(tl.load(bits + lanes).to(tl.uint64)))
 
 
 def test_rough_noise_is_far_nearer_to_the_exact_than_the_margin() -> None:
@@ -143,7 +143,7 @@ def test_rough_noise_is_far_nearer_to_the_exact_than_the_margin() -> None:
     all_bits = np.concatenate([any_bits, small, ~small, middle + (small >> np.uint64(1)), middle - small // 2])
     bits = torch.from_numpy(all_bits.view(np.int64)).to(KERNEL_DEVICE)
     rough = torch.empty(4096, device=KERNEL_DEVICE)
-    _write_rough_gumbel[(1,)](bits, rough, LENGTH=4096, IN_INTERPRETER=KERNEL_DEVICE == "cpu")
+    _write_rough_gumbel[(1,)](bits, rough, LENGTH=4096)
     exact = -torch.log(-torch.log(to_uniform(bits)))
     assert float((rough.double() - exact).abs().max()) < 0.05 * MARGIN.value
 

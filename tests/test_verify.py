@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from srtrl.drafters.draft_tree import EMPTY_TREE, ROOT, DraftTree, DraftTrees
 from srtrl.engine.batch import NO_TOKEN, Batch, PromptPages, Sample
+from srtrl.engine.page_pool import PagePool
 from srtrl.engine.runner import SampledRows
 from srtrl.engine.verify import AT_LENGTH, GOES_ON, STOPPED, Verified, plan_moves, verify
 from srtrl.types import Request, SamplingParams
@@ -91,7 +92,7 @@ def put(batch: Batch, index: int, num_generated: int = 0, trace: Sequence[int] =
 
 def step_of(trees: Sequence[DraftTree], tokens: Sequence[int], logprobs: Any = None, **sampling: Any) -> Step:
     """One sample for each tree, all with the same `sampling`, and the sampled tokens of all rows."""
-    batch = Batch(len(trees) + 2, 60, PAGE_SIZE, 40)
+    batch = Batch(len(trees) + 2, 60, PagePool(1, PAGE_SIZE), 40)
     slots = np.array([put(batch, index, **sampling) for index in range(len(trees))], np.int64)
     if logprobs is None:
         logprobs = -np.arange(len(tokens))
@@ -106,7 +107,7 @@ def step_of(trees: Sequence[DraftTree], tokens: Sequence[int], logprobs: Any = N
 def random_step(seed: int, num_samples: int, vocab_size: int, max_nodes: int, *, share_broken: float = 0.0) -> Step:
     """Samples of all kinds, some with recorded tokens; called twice with one seed it gives equal steps."""
     random = np.random.default_rng(seed)
-    batch = Batch(num_samples + 2, 60, PAGE_SIZE, 40)
+    batch = Batch(num_samples + 2, 60, PagePool(1, PAGE_SIZE), 40)
     slots = []
     for index in range(num_samples):
         num_generated = int(random.integers(0, 6))
@@ -262,7 +263,7 @@ def test_the_accepted_branch_need_not_be_the_first() -> None:
 def test_recorded_tokens_are_taken_with_their_own_log_probs_and_the_rest_is_sampled() -> None:
     trees = [chain([3, 4, 6, 2]), tree_of([1, 4, 5], [ROOT, ROOT, 1]), chain([6, 6])]
     tokens = [7, 7, 7, 7, 7, 2, 2, 3, 2, 6, 5, 0]
-    batch = Batch(3, 60, PAGE_SIZE, 40)
+    batch = Batch(3, 60, PagePool(1, PAGE_SIZE), 40)
     # The first follows two nodes, then leaves the tree; the second ends on a node: what comes next is sampled.
     traces: list[Sequence[int]] = [[1, 1, 3, 4, 5, 2], [4], ()]
     slots = np.array([put(batch, i, 2 if i == 0 else 0, trace) for i, trace in enumerate(traces)], np.int64)

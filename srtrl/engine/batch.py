@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array
+from srtrl.engine.page_pool import PagePool
+from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array, PrefillChunk
 from srtrl.types import Request
 
 NO_SLOT = -1
@@ -64,14 +65,15 @@ class Sample:
 class Batch:
     """Arrays with a row for each slot."""
 
-    def __init__(self, num_slots: int, max_tokens: int, page_size: int, max_draft_nodes: int) -> None:
+    def __init__(self, num_slots: int, max_tokens: int, pool: PagePool, max_draft_nodes: int) -> None:
         """Empty slots for sequences of up to `max_tokens`, and `max_draft_nodes` more while they are verified."""
-        max_pages = -(-(max_tokens + max_draft_nodes + 1) // page_size)
+        max_pages = pool.pages_for(max_tokens + max_draft_nodes + 1)
 
         def array(dtype: Any, *shape: int) -> npt.NDArray[Any]:
             return np.zeros((num_slots, *shape), dtype)
 
         self.num_slots = num_slots
+        self.pool = pool
         self.samples: list[Sample | None] = [None] * num_slots
         self.token_ids: Int32Array = array(np.int32, max_tokens)
         """[slots, max_tokens], prompt and response."""
@@ -136,12 +138,29 @@ class Batch:
         self.num_pages[slot] = len(page_ids)
         self.page_table[slot, : len(page_ids)] = page_ids
 
-    def append_pages(self, slots: Int64Array, counts: Int64Array, page_ids: Int32Array) -> None:
-        """Append counts[i] pages to slots[i], in order; `page_ids` are all of them."""
-        owners = np.repeat(slots, counts)
-        index = np.arange(len(owners)) - np.repeat(counts.cumsum() - counts, counts)  # within its slot's new pages
-        self.page_table[owners, self.num_pages[owners] + index] = page_ids
+    def missing_pages(self, slots: Int64Array, num_positions: Int64Array) -> Int64Array:
+        """[B], pages that each of the slots lacks for its number of positions; negative where it holds more."""
+        missing: Int64Array = -(-num_positions // self.pool.page_size) - self.num_pages[slots]
+        return missing
+
+    def grow(self, slots: Int64Array, counts: Int64Array) -> None:
+        """Give each of the slots a number of pages more; the pool must have them."""
+        pages = self.pool.allocate(int(counts.sum()))
+        self.page_table[np.repeat(slots, counts), _ranges(self.num_pages[slots], counts)] = pages
         self.num_pages[slots] += counts
+
+    def trim(self) -> None:
+        """Give back the pages after the root of each decoding sample: rejected drafts leave nothing."""
+        slots = np.flatnonzero(self.is_decoding)
+        extra = np.maximum(-self.missing_pages(slots, self.num_tokens[slots]), 0)
+        self.num_pages[slots] -= extra
+        self.pool.release(self.page_table[np.repeat(slots, extra), _ranges(self.num_pages[slots], extra)])
+
+    def chunk(self, slot: int, max_tokens: int) -> PrefillChunk:
+        """What a sample computes next before it can decode: at most `max_tokens` positions before its root."""
+        start = int(self.num_computed[slot])
+        stop = min(start + max_tokens, int(self.num_tokens[slot]) - 1)
+        return PrefillChunk(self.token_ids[slot, start:stop], start, self.pages(slot))
 
     def put(self, sample: Sample) -> None:
         """Give a sample a free slot, with the tokens that it has so far; without pages."""
@@ -171,9 +190,9 @@ class Batch:
         self.is_run_ahead[slot] = request.is_run_ahead
 
     def take_out(self, sample: Sample) -> None:
-        """Free a sample's slot, whose pages were released; the sample keeps what it has generated."""
+        """Free a sample's slot and its pages."""
         slot = sample.slot
-        sample.token_ids, sample.logprobs = self.generated(slot).copy(), self.generated_logprobs(slot).copy()
+        self.pool.release(self.pages(slot))
         self.samples[slot] = None
         self.is_decoding[slot] = False
         self.num_pages[slot] = 0
@@ -194,3 +213,9 @@ class Batch:
             self.trace_tokens = np.full((self.num_slots, self.token_ids.shape[1]), NO_TOKEN, np.int32)
         self.trace_tokens[slot] = NO_TOKEN
         self.trace_tokens[slot, : len(token_ids)] = token_ids
+
+
+def _ranges(starts: Int64Array, counts: Int64Array) -> Int64Array:
+    """The numbers from starts[i] on, counts[i] of them, for each i in turn."""
+    ranges: Int64Array = np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)
+    return ranges

@@ -61,10 +61,9 @@ class Engine:
         self.runner = runner or make_runner(policy, options, self.max_sequence_tokens)
         num_pages = allocate_pages(self.runner, options, self.max_sequence_tokens)
         self.pool = PagePool(num_pages, options.page_size)
-        self.batch = Batch(options.slots, self.max_sequence_tokens, options.page_size, options.max_draft_nodes)
+        self.batch = Batch(options.slots, self.max_sequence_tokens, self.pool, options.max_draft_nodes)
         self.scheduler = Scheduler(
             self.batch,
-            self.pool,
             prefill_chunk_tokens=options.prefill_chunk_tokens,
             max_draft_nodes=options.max_draft_nodes,
         )

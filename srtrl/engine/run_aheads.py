@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from srtrl.engine.batch import Batch, PromptPages, Sample
-from srtrl.engine.page_pool import PagePool
-from srtrl.engine.rows import PrefillChunk
 from srtrl.types import Request
 
 if TYPE_CHECKING:
@@ -25,9 +23,9 @@ if TYPE_CHECKING:
 class RunAheads:
     """Waiting and running run-aheads."""
 
-    def __init__(self, batch: Batch, pool: PagePool) -> None:
+    def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        self.pool = pool
+        self.pool = batch.pool
         self.running: list[Sample] = []
         """In the order of admission, the paused ones included."""
         self._line: deque[Request] = deque()
@@ -73,7 +71,6 @@ class RunAheads:
     def finish(self, sample: Sample) -> None:
         """Free the slot and the pages of a run-ahead that came to its end."""
         self.running.remove(sample)
-        self.pool.release(self.batch.pages(sample.slot))
         self.batch.take_out(sample)
 
     def clear(self) -> list[int]:
@@ -125,7 +122,7 @@ class RunAheads:
                 break  # no page for it: it was the last one and is gone
             num_rows -= count
             if missing:
-                num_prefill_tokens -= self._add_chunk(sample, count, step)
+                num_prefill_tokens -= step.add_chunk(sample, self.batch.chunk(sample.slot, count))
             else:
                 self.batch.is_decoding[sample.slot] = True
                 decoding.append(sample.slot)
@@ -133,20 +130,14 @@ class RunAheads:
 
     def _grow(self, sample: Sample, count: int, step: ScheduledStep, num_reserved_pages: int) -> bool:
         """Find pages for `count` more positions, from newer run-aheads if need be; False where it had to be dropped."""
-        slot = sample.slot
-        num_positions = int(self.batch.num_computed[slot]) + count
-        missing = self.pool.pages_for(num_positions) - int(self.batch.num_pages[slot])
-        while missing > max(0, self.pool.num_free - num_reserved_pages):
+        slots = np.array([sample.slot])
+        missing = self.batch.missing_pages(slots, self.batch.num_computed[slots] + count)
+        while missing[0] > max(0, self.pool.num_free - num_reserved_pages):
             if self.drop_newest(step) is sample:
                 return False
-        if missing > 0:
-            self.batch.append_pages(np.array([slot]), np.array([missing]), self.pool.allocate(missing))
+        if missing[0] > 0:
+            self.batch.grow(slots, missing)
         return True
-
-    def _add_chunk(self, sample: Sample, count: int, step: ScheduledStep) -> int:
-        slot, start = sample.slot, int(self.batch.num_computed[sample.slot])
-        token_ids = self.batch.token_ids[slot, start : start + count]
-        return step.add_chunk(sample, PrefillChunk(token_ids, start, self.batch.pages(slot)))
 
     def _admit(self, step: ScheduledStep, num_reserved_pages: int) -> bool:
         """Give the first in line a slot; False where none waits, or its pages and one more for each are not free."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from srtrl.engine.batch import NO_SLOT, Batch, PromptPages, Sample
-from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import Int64Array, PrefillChunk
 from srtrl.engine.run_aheads import RunAheads
 from srtrl.types import Request
@@ -129,19 +128,18 @@ class Scheduler:
     def __init__(
         self,
         batch: Batch,
-        pool: PagePool,
         *,
         prefill_chunk_tokens: int,
         max_draft_nodes: int,
     ) -> None:
         """`max_draft_nodes`: of a sample in a step; run-aheads leave pages for those of primaries."""
         self.batch = batch
-        self.pool = pool
+        self.pool = batch.pool
         self.prefill_chunk_tokens = prefill_chunk_tokens
         self.max_draft_nodes = max_draft_nodes
         self.running: list[Sample] = []
         """Primaries, in the order of admission."""
-        self.run_aheads = RunAheads(batch, pool)
+        self.run_aheads = RunAheads(batch)
         self.num_preemptions = 0
         self._starting: list[Sample] = []
         """Those of `running` that do not decode yet: KV before their root is missing."""
@@ -210,7 +208,7 @@ class Scheduler:
         step.num_primaries = len(step.slots)
         assert step.chunks or step.num_primaries or not self.has_work, "no progress: the oldest sample must advance"
         if self.run_aheads.has_work:
-            self._trim()
+            batch.trim()
             promised = sum(map(self._pages_to_start, self._starting))
             own = len(self.running) * max(1, self.pool.pages_for(self.max_draft_nodes))
             self.run_aheads.schedule(
@@ -234,19 +232,17 @@ class Scheduler:
         Drafts never evict, drop or preempt. Where pages are short, samples that were admitted first get theirs first:
         the order must not be that of the slots, which run-aheads change.
         """
-        batch, page_size = self.batch, self.pool.page_size
-        num_positions = batch.num_tokens[slots] + sizes
-        needed = -(-num_positions // page_size) * (sizes > 0)
-        missing = np.maximum(needed - batch.num_pages[slots], 0)
+        batch = self.batch
+        num_positions = np.where(sizes > 0, batch.num_tokens[slots] + sizes, 0)
+        missing = np.maximum(batch.missing_pages(slots, num_positions), 0)
         if missing.sum() > self.pool.num_free:
-            self._trim()
-            missing = np.maximum(needed - batch.num_pages[slots], 0)
+            batch.trim()
+            missing = np.maximum(batch.missing_pages(slots, num_positions), 0)
             oldest_first = self._by_admission(slots)
             missing[oldest_first[missing[oldest_first].cumsum() > self.pool.num_free]] = 0
-        total = int(missing.sum())
-        if total:
-            batch.append_pages(slots, missing, self.pool.allocate(total))
-        room: Int64Array = np.minimum(sizes, batch.num_pages[slots] * page_size - batch.num_tokens[slots])
+        if missing.any():
+            batch.grow(slots, missing)
+        room: Int64Array = np.minimum(sizes, batch.num_pages[slots] * self.pool.page_size - batch.num_tokens[slots])
         return room
 
     def finish(self, sample: Sample) -> None:
@@ -324,12 +320,11 @@ class Scheduler:
         """A page for the root of each decoding primary that has none."""
         batch = self.batch
         slots = np.flatnonzero(batch.is_decoding & ~batch.is_run_ahead)
-        missing = np.maximum(-(-batch.num_tokens[slots] // self.pool.page_size) - batch.num_pages[slots], 0)
-        total = int(missing.sum())
-        if total == 0:
+        missing = np.maximum(batch.missing_pages(slots, batch.num_tokens[slots]), 0)
+        if not missing.any():
             return
-        if self._make_room(total, step, keep=None, may_evict=False):
-            batch.append_pages(slots, missing, self.pool.allocate(total))
+        if self._make_room(int(missing.sum()), step, keep=None, may_evict=False):
+            batch.grow(slots, missing)
             return
         for sample in list(self.running):
             if sample.slot != NO_SLOT and batch.is_decoding[sample.slot]:
@@ -348,12 +343,10 @@ class Scheduler:
                 chunk = PrefillChunk(prompt.token_ids[start:stop], start, prompt.page_ids)
                 budget -= step.add_chunk(prompt, chunk)
         elif sample.has_started or self._start(sample, step):
-            start = int(batch.num_computed[slot])
-            missing = int(batch.num_tokens[slot]) - 1 - start
-            if (budget or not missing) and self._reserve(sample, step):
-                if missing:
-                    token_ids = batch.token_ids[slot, start : start + min(budget, missing)]
-                    budget -= step.add_chunk(sample, PrefillChunk(token_ids, start, batch.pages(slot)))
+            is_missing = batch.num_computed[slot] < batch.num_tokens[slot] - 1
+            if (budget or not is_missing) and self._reserve(sample, step):
+                if is_missing:
+                    budget -= step.add_chunk(sample, batch.chunk(slot, budget))
                 else:
                     batch.is_decoding[slot] = True
                     self._starting.remove(sample)
@@ -399,12 +392,12 @@ class Scheduler:
 
     def _reserve(self, sample: Sample, step: ScheduledStep) -> bool:
         """Let the sample have pages for all of its tokens; False where it had to be preempted."""
-        slot = sample.slot
-        missing = self.pool.pages_for(int(self.batch.num_tokens[slot])) - int(self.batch.num_pages[slot])
-        if missing > 0:
-            if not self._obtain(missing, sample, step):
+        slots = np.array([sample.slot])
+        missing = self.batch.missing_pages(slots, self.batch.num_tokens[slots])
+        if missing[0] > 0:
+            if not self._obtain(int(missing[0]), sample, step):
                 return False
-            self.batch.append_pages(np.array([slot]), np.array([missing]), self.pool.allocate(missing))
+            self.batch.grow(slots, missing)
         return True
 
     def _obtain(self, count: int, sample: Sample, step: ScheduledStep) -> bool:
@@ -426,7 +419,7 @@ class Scheduler:
         """
         if self.pool.num_free >= count:
             return True
-        self._trim()
+        self.batch.trim()
         num_free = self.pool.num_free + self.run_aheads.num_pages
         idle: list[PromptPages] = []
         if num_free < count and may_evict:
@@ -446,22 +439,13 @@ class Scheduler:
         order: Int64Array = admissions.argsort(kind="stable")
         return order
 
-    def _trim(self) -> None:
-        """Give back the pages after the root of each decoding sample: rejected drafts leave nothing."""
-        batch = self.batch
-        slots = np.flatnonzero(batch.is_decoding)
-        needed = -(-batch.num_tokens[slots] // self.pool.page_size)
-        extra = np.maximum(batch.num_pages[slots] - needed, 0)
-        if extra.any():
-            owners = np.repeat(slots, extra)
-            index = np.arange(len(owners)) - np.repeat(extra.cumsum() - extra, extra)
-            self.pool.release(batch.page_table[owners, np.repeat(needed, extra) + index])
-            batch.num_pages[slots] -= extra
-
     def _preempt(self, sample: Sample, step: ScheduledStep) -> None:
         """Take the pages of a running sample; it waits first in line and will be recomputed, to the same tokens."""
+        slot = sample.slot
         self.running.remove(sample)
-        step.end(sample.slot)
+        step.end(slot)
+        sample.token_ids = self.batch.generated(slot).copy()
+        sample.logprobs = self.batch.generated_logprobs(slot).copy()
         self._release(sample)
         self._waiting.add(sample)
         self.num_preemptions += 1
@@ -470,7 +454,6 @@ class Scheduler:
         """Free a sample's pages and slot."""
         if sample in self._starting:
             self._starting.remove(sample)
-        self.pool.release(self.batch.pages(sample.slot))
         self.batch.take_out(sample)
 
     def _drop_prompt(self, prompt: PromptPages) -> None:

@@ -22,7 +22,6 @@ _MIX_1 = tl.constexpr(MIX_1)
 _MIX_2 = tl.constexpr(MIX_2)
 _LAST_BIT = tl.constexpr(2.0**-52)
 _HIGH_PART = tl.constexpr(2.0**-32)
-_LOG_2 = tl.constexpr(0.6931471805599453)
 _MINUS_INFINITY = tl.constexpr(float("-inf"))
 
 BLOCK = 1024
@@ -78,7 +77,7 @@ def sample_rows_triton(
     rows = (logits, temperatures, rng_keys, positions)
     # Without fusion of multiply and add the float64 noise has the bits of the reference but for its logarithms.
     options = {"BLOCK": scratch.block, "num_warps": 4, "enable_fp_fusion": False}
-    rank_blocks[(num_rows, num_blocks)](*rows, *shared, IN_INTERPRETER=_INTERPRETED, **options)
+    rank_blocks[(num_rows, num_blocks)](*rows, *shared, **options)
     finish_rows[(num_rows,)](
         *rows, out_tokens, out_logprobs, *shared, NUM_BLOCKS=triton.next_power_of_2(num_blocks), **options
     )
@@ -102,22 +101,7 @@ def _noise_bits(rng_keys: tl.tensor, positions: tl.tensor, row: tl.tensor, token
 
 
 @jit
-def _rough_log(numbers: tl.tensor, IN_INTERPRETER: tl.constexpr) -> tl.tensor:
-    """Natural logarithm in float32 by the hardware's approximation, good to 2**-22 (absolute, or relative if larger).
-
-    `tl.log` is exact to the last bit, and its polynomial was a quarter of all instructions here.
-    """
-    if IN_INTERPRETER:
-        logarithms = tl.log2(numbers)
-    else:
-        logarithms = tl.inline_asm_elementwise(
-            "lg2.approx.f32 $0, $1;", "=f,f", [numbers], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return logarithms * _LOG_2
-
-
-@jit
-def rough_gumbel(bits: tl.tensor, IN_INTERPRETER: tl.constexpr) -> tl.tensor:
+def rough_gumbel(bits: tl.tensor) -> tl.tensor:
     """-log(-log(u)) in float32, off by at most 2e-5 for every u.
 
     Near 0 and near 1 float32 cannot hold u or 1 - u as a difference; so the smaller of the two comes from the bits.
@@ -127,9 +111,9 @@ def rough_gumbel(bits: tl.tensor, IN_INTERPRETER: tl.constexpr) -> tl.tensor:
     high = (smaller >> 20).to(tl.int32).to(tl.float32)
     low = (smaller & 0xFFFFF).to(tl.int32).to(tl.float32)
     share = high * _HIGH_PART + (low + 0.5) * _LAST_BIT
-    logarithm = -_rough_log(tl.where(is_upper, 1.0 - share, share), IN_INTERPRETER)
+    logarithm = -tl.log(tl.where(is_upper, 1.0 - share, share))
     series = share * (1.0 + share * (0.5 + share * (0.33333333 + share * 0.25)))  # -log(1 - share) where it is small
-    return -_rough_log(tl.where(is_upper & (share < 0.03125), series, logarithm), IN_INTERPRETER)
+    return -tl.log(tl.where(is_upper & (share < 0.03125), series, logarithm))
 
 
 @jit
@@ -169,7 +153,6 @@ def rank_blocks(
     num_blocks: tl.tensor,
     row_stride: tl.tensor,
     BLOCK: tl.constexpr,
-    IN_INTERPRETER: tl.constexpr,
 ) -> None:
     """Fill `SamplingScratch`; one program per row and block."""
     row, block = tl.program_id(0), tl.program_id(1)
@@ -183,7 +166,7 @@ def rank_blocks(
     tl.store(maxima + entry, highest)
     tl.store(sums + entry, tl.sum(weights, axis=0))
     if temperature > 0:  # padding is greedy: it pays for no noise
-        scaled += rough_gumbel(_noise_bits(rng_keys, positions, row, tokens), IN_INTERPRETER)
+        scaled += rough_gumbel(_noise_bits(rng_keys, positions, row, tokens))
     tl.store(best + entry, tl.max(scaled, axis=0))
 
 
@@ -237,6 +220,3 @@ def finish_rows(
     logprob = chosen.to(tl.float64) - highest.to(tl.float64) - tl.log(total.to(tl.float64))
     tl.store(out_tokens + row, winner)
     tl.store(out_logprobs + row, logprob.to(tl.float32))
-
-
-_INTERPRETED = not isinstance(rank_blocks, triton.JITFunction)

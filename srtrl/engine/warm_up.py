@@ -5,6 +5,7 @@ import numpy as np
 from srtrl.drafters.draft_tree import ROOT, DraftTrees, check_trees
 from srtrl.engine.batch import Batch
 from srtrl.engine.draft_budget import MAX_ROWS, Calibration, choose_nodes
+from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import StepInputs, StepShape, fill_inputs
 from srtrl.engine.runner import SampledRows
 from srtrl.engine.verify import plan_moves, verify
@@ -12,7 +13,7 @@ from srtrl.engine.verify import plan_moves, verify
 
 def warm_up_kernels() -> None:
     """Call every kernel of a step once, on arrays of the types that it will get: they are compiled or loaded."""
-    batch, slots = Batch(1, 8, 4, 1), np.zeros(1, np.int64)
+    batch, slots = Batch(1, 8, PagePool(1, 4), 1), np.zeros(1, np.int64)
     batch.num_tokens[:], batch.num_prompt_tokens[:], batch.max_tokens[:] = 2, 1, 6
     tree = np.zeros(1, np.int32)
     trees = DraftTrees(
