@@ -146,7 +146,7 @@ class Batch:
     def grow(self, slots: Int64Array, counts: Int64Array) -> None:
         """Give each of the slots a number of pages more; the pool must have them."""
         pages = self.pool.allocate(int(counts.sum()))
-        self.page_table[np.repeat(slots, counts), _ranges(self.num_pages[slots], counts)] = pages
+        self.page_table[np.repeat(slots, counts), ranges(self.num_pages[slots], counts)] = pages
         self.num_pages[slots] += counts
 
     def trim(self) -> None:
@@ -154,7 +154,7 @@ class Batch:
         slots = np.flatnonzero(self.is_decoding)
         extra = np.maximum(-self.missing_pages(slots, self.num_tokens[slots]), 0)
         self.num_pages[slots] -= extra
-        self.pool.release(self.page_table[np.repeat(slots, extra), _ranges(self.num_pages[slots], extra)])
+        self.pool.release(self.page_table[np.repeat(slots, extra), ranges(self.num_pages[slots], extra)])
 
     def chunk(self, slot: int, max_tokens: int) -> PrefillChunk:
         """What a sample computes next before it can decode: at most `max_tokens` positions before its root."""
@@ -215,7 +215,7 @@ class Batch:
         self.trace_tokens[slot, : len(token_ids)] = token_ids
 
 
-def _ranges(starts: Int64Array, counts: Int64Array) -> Int64Array:
+def ranges(starts: Int64Array, counts: Int64Array) -> Int64Array:
     """The numbers from starts[i] on, counts[i] of them, for each i in turn."""
-    ranges: Int64Array = np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)
-    return ranges
+    numbers: Int64Array = np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)
+    return numbers

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
-from srtrl.engine.batch import Batch
+from srtrl.engine.batch import Batch, ranges
 from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array
 from srtrl.engine.runner import SampledRows
 from srtrl.engine.stopping import Tokenizer, completes_stop_string, num_tail_tokens
@@ -192,34 +192,15 @@ def plan_moves(batch: Batch, verified: Verified, page_size: int) -> tuple[Int32A
     Returns:
         Sources and targets, KV indices [n] each.
     """
-    num_new = len(verified.token_ids)
-    sources, targets = np.empty(num_new, np.int32), np.empty(num_new, np.int32)
-    num_moves = _plan_moves(batch.arrays, verified.slots, verified.offsets, verified.nodes, page_size, sources, targets)
-    return sources[:num_moves], targets[:num_moves]
+    num_new, nodes = verified.num_new, verified.nodes
+    levels = ranges(np.zeros_like(num_new), num_new)
+    is_moved = (nodes != ROOT) & (nodes != levels)
+    slots = np.repeat(verified.slots, num_new)[is_moved]
+    after_root = (batch.num_tokens[verified.slots] - num_new).repeat(num_new)[is_moved]
 
+    def kv_indices(positions: Int64Array) -> Int32Array:
+        pages = batch.page_table[slots, positions // page_size]
+        indices: Int32Array = pages * np.int32(page_size) + (positions % page_size).astype(np.int32)
+        return indices
 
-@numba.njit(cache=True, nogil=True)
-def _plan_moves(
-    batch: BatchArrays,
-    slots: Array,
-    offsets: Array,
-    nodes: Array,
-    page_size: int,
-    sources: Array,
-    targets: Array,
-) -> int:
-    """See `plan_moves`; returns the number of moves."""
-    num_moves = 0
-    for b in range(len(slots)):
-        slot, begin = slots[b], offsets[b]
-        pages = batch.page_table[slot]
-        num_accepted = offsets[b + 1] - begin - 1
-        after_root = batch.num_tokens[slot] - 1 - num_accepted  # the position after the root's
-        for level in range(num_accepted):
-            node = nodes[begin + level]
-            if node != level:
-                source, target = after_root + node, after_root + level
-                sources[num_moves] = pages[source // page_size] * page_size + source % page_size
-                targets[num_moves] = pages[target // page_size] * page_size + target % page_size
-                num_moves += 1
-    return num_moves
+    return kv_indices(after_root + nodes[is_moved]), kv_indices(after_root + levels[is_moved])
