@@ -141,7 +141,7 @@ def sample_rows_on_cpu(
     """Sample one token for each row, with its log-prob; see the two references above.
 
     Args:
-        logits: [N, V], float32 or bfloat16 (other types are cast to float32); -inf excludes a token.
+        logits: [N, V], computed with in float32; -inf excludes a token.
         temperatures: [N]; 0 takes the most likely token (the first of equals).
         rng_keys: [N].
         positions: [N], index of the token within the response.
@@ -151,17 +151,8 @@ def sample_rows_on_cpu(
     """
     token_ids, logprobs = np.empty(len(logits), np.int32), np.empty(len(logits), np.float32)
     use_kernel_threads(8 * logits.numel())
-    _sample_rows(_logit_bits(logits), temperatures, rng_keys, positions, token_ids, logprobs)
+    _sample_rows(logits.float().numpy(), temperatures, rng_keys, positions, token_ids, logprobs)
     return token_ids, logprobs
-
-
-def _logit_bits(logits: Tensor) -> npt.NDArray[np.uint32] | npt.NDArray[np.uint16]:
-    """The memory of logits as the kernel reads it: bfloat16 as uint16, all else (as float32) as uint32."""
-    if logits.dtype == torch.bfloat16:
-        half: npt.NDArray[np.uint16] = logits.view(torch.uint16).numpy()
-        return half
-    whole: npt.NDArray[np.uint32] = logits.float().numpy().view(np.uint32)
-    return whole
 
 
 @numba.njit(inline="always")
@@ -214,13 +205,9 @@ def _sample_row(
     """Sample a token of one row; see `sample_rows_on_cpu`. Returns the token and its log-prob."""
     vocab_size = len(logits)
     scaled, weights, powers = scratch
-    bits = scaled.view(np.uint32)
-    shift = np.uint32(32 - 8 * logits.itemsize)
     divisor = temperature if temperature > 0 else np.float32(1)
     for v in range(vocab_size):
-        bits[v] = np.uint32(logits[v]) << shift
-    for v in range(vocab_size):
-        scaled[v] = scaled[v] / divisor
+        scaled[v] = logits[v] / divisor
     best = 0
     for v in range(vocab_size):
         if scaled[v] > scaled[best]:
