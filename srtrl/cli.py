@@ -266,7 +266,7 @@ def report(
 ) -> None:
     """Write the report of a run.
 
-    One page, report.html in the run's folder, readable with no network: curves, lengths and samples.
+    One page, report.html in the run's folder, readable with no network: a summary, curves and samples.
     """
     from srtrl.report.page import open_in_browser, write_report
 
