@@ -144,8 +144,7 @@ def draw(chart: Chart, rows: Sequence[Mapping[str, float]], *, x: str = "step") 
                 axes.errorbar(steps, values, arms, fmt="none", color=line.get_color())
         if chart.is_log:
             axes.set_yscale("log", nonpositive="clip")
-        if len(metrics) > 1:
-            figure.legend(loc="outside lower left", ncols=2)
+        figure.legend(loc="outside lower left", ncols=2)
         return to_svg(figure)
 
 
