@@ -11,9 +11,8 @@ import yaml
 from test_cli import run
 from tiny_run import make_policy
 
-from srtrl.evaluation.run import SuiteChoice
 from srtrl.evaluation.settings import EvalFlags, bare_source, suite_job
-from srtrl.evaluation.suite import load_suite, locate
+from srtrl.evaluation.suite import SuiteChoice, load_suite, locate
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import RecipeSource, dump_recipe, read_source
 from srtrl.tasks.rows import MissingDataError
@@ -45,10 +44,8 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def jobs_of(data: Path, only: str, source: RecipeSource | None = None, **flags: Any) -> dict[str, EvalJob]:
-    chosen = SuiteChoice.of("math", only=only, data=(), data_dir=data, skip_missing=False)
-    assert chosen is not None
-    found = chosen.locate().benchmarks
-    jobs = [suite_job(chosen.suite, one, "bundled:tiny", source, EvalFlags(**flags)) for one in found]
+    suite = SuiteChoice(name="math", only=only, data_dir=data).open()
+    jobs = [suite_job(suite.suite, one, "bundled:tiny", source, EvalFlags(**flags)) for one in suite.benchmarks]
     return {job.name: job for job in jobs}
 
 
@@ -69,13 +66,13 @@ def test_fields_are_called_what_the_rows_call_them(tmp_path: Path) -> None:
     write(tmp_path / "own.jsonl", [{"problem": "q", "answer": "1, 2"}])
     fields = []
     for name in ("hub", "own"):
-        located = locate(olympiad, {"olympiadbench": str(tmp_path / f"{name}.jsonl")}, None)
+        located = locate(olympiad, str(tmp_path / f"{name}.jsonl"), None)
         fields.append((located.options["problem_field"], located.options["answer_field"]))
         assert "solution_field" not in located.options
     assert fields == [("question", "final_answer"), ("problem", "answer")]
     write(tmp_path / "none.jsonl", [{"q": "q", "a": "1"}])
     with pytest.raises(ValueError, match=r"olympiadbench: its rows have no field `question` or `problem`.*q, a"):
-        locate(olympiad, {"olympiadbench": str(tmp_path / "none.jsonl")}, None)
+        locate(olympiad, str(tmp_path / "none.jsonl"), None)
 
 
 def test_what_is_not_in_the_folder_is_missing_and_the_hub_is_not_asked(
@@ -85,19 +82,13 @@ def test_what_is_not_in_the_folder_is_missing_and_the_hub_is_not_asked(
         raise AssertionError("must not be reached")
 
     monkeypatch.setattr("datasets.load_dataset", hub)
-    strict = SuiteChoice.of("math", only=None, data=(), data_dir=data, skip_missing=False)
-    assert strict is not None
     with pytest.raises(MissingDataError, match=r"benchmark aime24: .*looked for aime24\.jsonl.*--data aime24=FILE"):
-        strict.locate()
-    lenient = SuiteChoice.of("math", only=None, data=(), data_dir=data, skip_missing=True)
-    assert lenient is not None
-    found = lenient.locate()
-    assert [one.benchmark.name for one in found.benchmarks] == ["gsm8k", "math500", "mmlu_stem"]
-    assert list(found.missing) == ["aime24", "aime25", "amc23", "olympiadbench", "minerva"]
-    nothing = SuiteChoice.of("math", only="aime24,aime25", data=(), data_dir=data, skip_missing=True)
-    assert nothing is not None
+        SuiteChoice(name="math", data_dir=data).open()
+    suite = SuiteChoice(name="math", data_dir=data, skip_missing=True).open()
+    assert [benchmark.name for benchmark in suite.benchmarks] == ["gsm8k", "math500", "mmlu_stem"]
+    assert list(suite.missing) == ["aime24", "aime25", "amc23", "olympiadbench", "minerva"]
     with pytest.raises(MissingDataError, match="no benchmark is left: aime24: "):
-        nothing.locate()
+        SuiteChoice(name="math", only="aime24,aime25", data_dir=data, skip_missing=True).open()
 
 
 def test_a_hub_that_gives_nothing_is_a_missing_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,10 +111,9 @@ def test_a_suite_of_one_s_own(tmp_path: Path, data: Path) -> None:
         "num_samples: 3\nbenchmarks:\n  - name: sums\n    title: Sums\n"
         f"    data: {{files: ['{data}/math500.jsonl']}}\n    max_new_tokens: 17\n"
     )
-    chosen = SuiteChoice.of(str(path), only=None, data=(), data_dir=None, skip_missing=False)
-    assert chosen is not None
-    [one] = chosen.locate().benchmarks
-    recipe = suite_job(chosen.suite, one, "bundled:tiny", None, EvalFlags()).recipe
+    suite = SuiteChoice(name=str(path)).open()
+    [one] = suite.benchmarks
+    recipe = suite_job(suite.suite, one, "bundled:tiny", None, EvalFlags()).recipe
     assert (recipe.eval.num_samples, recipe.rollout.max_new_tokens) == (3, 17)
     path.write_text(path.read_text().replace("title", "titel"))
     result = run("eval", "bundled:tiny", "--suite", path)
@@ -176,7 +166,7 @@ def test_the_lengths_of_a_run_on_another_task_are_not_those_of_the_suite(data: P
 def test_a_greedy_policy_is_sampled_once(data: Path) -> None:
     suite = load_suite("math")
     [aime] = [benchmark for benchmark in suite.benchmarks if benchmark.name == "aime24"]
-    located = locate(aime, {"aime24": str(data / "math500.jsonl")}, None)
+    located = locate(aime, str(data / "math500.jsonl"), None)
     counts = [
         suite_job(suite, located, "bundled:tiny", None, EvalFlags(temperature=temperature)).recipe.eval.num_samples
         for temperature in (None, 0.0)
@@ -275,8 +265,8 @@ def test_the_table_says_what_is_missing_and_what_was_left_out(policy: Path, data
     assert "1 of 7 problems are in no figure: their prompts have more than 110 tokens." in table
     assert "aime24: no data: --data-dir: " in table
     assert "of 1 of 2" in table
-    assert "no chat template, prompt '{problem}\\n'" in table
-    assert "Seed 0." in table
+    assert "prompt_template '{problem}\\n', chat_template False" in table
+    assert "seed 0, temperature 1.0" in table
 
 
 def test_the_check_of_the_grader_says_what_is_missing(data: Path) -> None:
@@ -295,7 +285,7 @@ def test_a_task_s_figures_say_what_they_were_measured_with(policy: Path) -> None
     asked = {"task": "arithmetic", "seed": 3, "temperature": 1.0, "top_k": 5, "top_p": 1.0, "max_new_tokens": 8}
     assert {name: record[name] for name in asked} == asked
     table = " ".join(run(*arguments, "eval.top_k=5").stdout.split())
-    assert "Task arithmetic: temperature 1, top-k 5, top-p 1, at most 8 new tokens, seed 3." in table
+    assert "seed 3, temperature 1.0, top_k 5, top_p 1.0, max_prompt_tokens 64, max_new_tokens 8" in table
 
 
 def test_a_run_s_recipe_reaches_the_suite(policy: Path, data: Path, tmp_path: Path) -> None:
