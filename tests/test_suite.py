@@ -264,7 +264,7 @@ def test_the_table_says_what_is_missing_and_what_was_left_out(policy: Path, data
     table = " ".join(short(policy, data, "--only", "gsm8k,aime24", "--skip-missing").stdout.split())
     assert "1 of 7 problems are in no figure: their prompts have more than 110 tokens." in table
     assert "aime24: no data: --data-dir: " in table
-    assert "of 1 of 2" in table
+    assert "macro average of avg@N over 1 of 2 benchmarks: " in table
     assert "prompt_template '{problem}\\n', chat_template False" in table
     assert "seed 0, temperature 1.0" in table
 

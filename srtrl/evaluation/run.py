@@ -58,8 +58,7 @@ def evaluate(
         jobs = [settings.suite_job(suite.suite, one, model, source, flags) for one in suite.benchmarks]
         outcomes = list(_run(model, jobs, output))
         results = {one.title: outcome.result for one, outcome in zip(suite.benchmarks, outcomes, strict=True)}
-        notes = tables.suite_notes(suite, outcomes)
-        table = tables.eval_table(f"{model}: suite {suite.name}", results, notes, list(suite.missing))
+        table = tables.eval_table(f"{model}: suite {suite.name}", results, tables.suite_notes(suite, outcomes))
         _print(table, tables.suite_record(model, suite, outcomes), as_json=as_json)
         return
     if source is None and flags.task is None:
@@ -138,7 +137,4 @@ def _print(table: Any, record: Any, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(record))
         return
-    console = Console()
-    if not console.is_terminal:  # a file or a pipe has no width; a narrow table would cut its own figures
-        console = Console(width=max(console.width, 160), file=sys.stdout)
-    console.print(table)
+    Console().print(table)

@@ -16,53 +16,43 @@ from srtrl.trainer.evaluate import Estimate, EvalOutcome, EvalResult, macro_aver
 if TYPE_CHECKING:
     from srtrl.evaluation.suite import OpenSuite
 
-COLUMNS = (
-    *("problems\nx samples", "avg@N and pass@k\n(95% interval)", "maj@N\n(95% interval)", "tokens: mean,\nmedian, max"),
-    *("cut", "not\ngraded", "seconds", "tokens/s", "tokens\na step"),
-)
-"""Headings of `eval_table`; docs/evaluation.md explains them."""
 
-
-def eval_table(
-    title: str, results: Mapping[str, EvalResult], notes: Sequence[str] = (), missing: Sequence[str] = ()
-) -> Table:
-    """One row an evaluation, and the macro average of several.
+def eval_table(title: str, results: Mapping[str, EvalResult], notes: Sequence[str] = ()) -> Table:
+    """A column for each evaluation, a row for each figure; docs/evaluation.md explains them.
 
     Args:
         title: Of the table.
         results: Name of the task or benchmark -> its figures.
         notes: Lines below the table.
-        missing: Benchmarks without data.
     """
-    table = Table(
-        "", title=escape(title), caption=escape("\n".join(notes)) or None, caption_justify="left", show_lines=True
-    )
-    for heading in COLUMNS:
-        table.add_column(heading, justify="left" if "interval" in heading else "right", no_wrap=True)
-    for name, result in results.items():
-        shares = {f"avg@{result.num_samples}": _accuracy(result)}
-        shares |= {f"pass@{k}": share for k, share in result.pass_at.items() if k > 1}
-        width = max(map(len, shares))
-        speed = result.num_tokens / result.seconds if result.seconds > 0 else 0.0
-        table.add_row(
-            escape(name),
-            f"{result.num_problems:,}\nx {result.num_samples}",
-            "\n".join(f"{kind:{width}} {_text(share)}" for kind, share in shares.items()),
-            "" if result.majority is None else _text(result.majority),
-            f"{result.mean_length:,.0f}\n{result.median_length:,.0f}\n{result.max_length:,}",
-            f"{result.truncated_share:.1%}",
-            str(result.outcomes["timeout"] + result.outcomes["crash"] + result.outcomes["error"]),
-            f"{result.seconds:,.1f}",
-            f"{speed:,.0f}",
-            "" if result.tokens_per_decode_step is None else f"{result.tokens_per_decode_step:.2f}",
-        )
-    for name in missing:
-        table.add_row(escape(name), "", "no data")
-    num_all = len(results) + len(missing)
-    if num_all > 1:
-        average = f"avg@N {_text(_macro(results.values()))}"
-        table.add_row(f"macro average\nof {len(results)} of {num_all}", "", average, style="bold")
+    table = Table("", title=escape(title), caption=escape("\n".join(notes)) or None, caption_justify="left")
+    columns = [_figures(result) for result in results.values()]
+    for name in results:
+        table.add_column(escape(name), justify="right", overflow="fold")
+    for figure in dict.fromkeys(figure for column in columns for figure in column):
+        table.add_row(figure, *(column.get(figure, "") for column in columns))
     return table
+
+
+def _figures(result: EvalResult) -> dict[str, str]:
+    """Text of each figure; those that not every evaluation has are last."""
+    num_failed = result.outcomes["timeout"] + result.outcomes["crash"] + result.outcomes["error"]
+    speed = result.num_tokens / result.seconds if result.seconds > 0 else 0.0
+    figures = {
+        "problems x samples": f"{result.num_problems:,} x {result.num_samples}",
+        "avg@N (95% interval)": _text(_accuracy(result)),
+        "mean reward": f"{result.reward:.4g}",
+        "tokens: mean, median, max": f"{result.mean_length:,.0f}, {result.median_length:,.0f}, {result.max_length:,}",
+        "truncated": f"{result.truncated_share:.1%}",
+        "not graded": str(num_failed),
+        "seconds": f"{result.seconds:,.1f}",
+        "tokens per second": f"{speed:,.0f}",
+    }
+    if result.tokens_per_decode_step is not None:
+        figures["tokens per decode step"] = f"{result.tokens_per_decode_step:.2f}"
+    if result.majority is not None:
+        figures["maj@N"] = _text(result.majority)
+    return figures | {f"pass@{k}": _text(share) for k, share in result.pass_at.items() if k > 1}
 
 
 def settings_of(outcome: EvalOutcome) -> dict[str, Any]:
@@ -123,7 +113,10 @@ def suite_notes(suite: OpenSuite, outcomes: Sequence[EvalOutcome]) -> list[str]:
             notes.append(f"{benchmark.title}: {place} has {num_rows} problems, known are {expected}.")
         titles.setdefault(_described(settings_of(outcome) | prompting_of(outcome)), []).append(benchmark.title)
     notes += [f"{name}: no data: {reason}" for name, reason in suite.missing.items()]
-    return notes + [f"{', '.join(names)}: {settings}" for settings, names in titles.items()]
+    notes += [f"{', '.join(names)}: {settings}" for settings, names in titles.items()]
+    num_all = len(outcomes) + len(suite.missing)
+    macro = _text(_macro(outcome.result for outcome in outcomes))
+    return [f"macro average of avg@N over {len(outcomes)} of {num_all} benchmarks: {macro}", *notes]
 
 
 def _described(settings: Mapping[str, Any]) -> str:
@@ -147,4 +140,4 @@ def _macro(results: Iterable[EvalResult]) -> Estimate:
 
 
 def _text(share: Estimate) -> str:
-    return f"{100 * share.value:5.1f}% ({100 * share.low:.1f} to {100 * share.high:.1f})"
+    return f"{100 * share.value:.1f}% ({100 * share.low:.1f} to {100 * share.high:.1f})"
