@@ -30,7 +30,7 @@ train: {{num_steps: {num_steps}}}
 PLAIN_CHARTS = [
     *("Reward", "Accuracy", "Response length", "Truncated responses", "Groups"),
     *("Loss", "KL to the reference", "Entropy", "Clipped tokens", "Gradient norm", "Learning rate"),
-    *("Log-probs: decoder against trainer", "Speed of the decoder", "Time by stage"),
+    *("Decoder against trainer", "Speed of the decoder", "Time by stage"),
 ]
 """Those of a run without critic or drafts."""
 SVG = "{http://www.w3.org/2000/svg}"

@@ -174,8 +174,8 @@ def view_trie(history: PromptHistory, decode: Decode, *, num_branches: int, max_
 
 
 def _grow(history: PromptHistory, decode: Decode, num_branches: int, max_depth: int) -> Branch:
-    """The root of the branches to show, found by a best-first search."""
-    way = history.later.token_ids
+    """The root of the branches to show, found by a best-first search; new text of the later rollout always is shown."""
+    way = list(history.later.token_ids)
     root = Branch(token_ids=[], text="", count=len(history.earlier), is_taken=True)
     waiting: list[tuple[bool, int, int, Branch, list[list[int]], int, int]] = []
     order = itertools.count()
@@ -186,40 +186,28 @@ def _grow(history: PromptHistory, decode: Decode, num_branches: int, max_depth: 
         for rollout in rollouts:
             if len(rollout) > depth:
                 following.setdefault(rollout[depth], []).append(rollout)
-        for token, group in following.items():
-            comes_first = branch.is_taken and way[depth : depth + 1] == [token] and num_forks < num_branches // 2
-            heapq.heappush(waiting, (not comes_first, -len(group), next(order), branch, group, depth, num_forks + 1))
+        for group in following.values():
+            is_taken = way in group
+            count = len(group) - is_taken
+            comes_first = is_taken and (count == 0 or num_forks < num_branches // 2)
+            heapq.heappush(waiting, (not comes_first, -count, next(order), branch, group, depth, num_forks + 1))
 
-    add_candidates(root, [rollout.token_ids for rollout in history.earlier], 0, 0)
+    add_candidates(root, [*(rollout.token_ids for rollout in history.earlier), way], 0, 0)
     num_shown = 0
     while waiting:
-        _, _, _, parent, group, depth, num_forks = heapq.heappop(waiting)
-        if num_shown == num_branches or depth >= max_depth:
-            parent.num_hidden += len(group)
+        _, negative_count, _, parent, group, depth, num_forks = heapq.heappop(waiting)
+        count = -negative_count
+        if count and (num_shown == num_branches or depth >= max_depth):
+            parent.num_hidden += count
             continue
-        num_shown += 1
-        is_taken = parent.is_taken and way[depth : depth + 1] == [group[0][depth]]
-        alike = [*group, way] if is_taken else group
-        end = depth + 1
-        while end < max_depth and all(rollout[end : end + 1] == group[0][end : end + 1] != [] for rollout in alike):
+        num_shown += count > 0
+        first, end, limit = group[0], depth + 1, max_depth if count else len(way)
+        while end < limit and all(rollout[end : end + 1] == first[end : end + 1] != [] for rollout in group):
             end += 1
-        tokens = group[0][depth:end]
-        child = Branch(token_ids=tokens, text=decode(tokens), count=len(group), is_taken=is_taken)
+        child = Branch(token_ids=first[depth:end], text=decode(first[depth:end]), count=count, is_taken=way in group)
         parent.children.append(child)
         add_candidates(child, group, end, num_forks)
-    _add_new_text(root, history, decode)
     return root
-
-
-def _add_new_text(root: Branch, history: PromptHistory, decode: Decode) -> None:
-    """Add what only the later rollout has, where it leaves the trie and that place is shown."""
-    branch, depth, way = root, 0, history.later.token_ids
-    while taken := next((child for child in branch.children if child.is_taken), None):
-        branch, depth = taken, depth + len(taken.token_ids)
-    known = any(rollout.token_ids[: depth + 1] == way[: depth + 1] for rollout in history.earlier)
-    if depth < len(way) and not known:
-        new = Branch(token_ids=way[depth:], text=decode(way[depth:]), count=0, is_taken=True)
-        branch.children.insert(0, new)
 
 
 def _replay(trie: TokenTrie, token_ids: list[int], decode: Decode) -> list[DecodedStep]:
