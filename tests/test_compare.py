@@ -75,9 +75,10 @@ def test_runs_that_differ_in_the_seed_are_one_line(tmp_path: Path) -> None:
     assert group["runs"][1]["values"] == [[0, 0.3], [2, pytest.approx(0.54)], [4, pytest.approx(0.78)]]
 
 
-def test_a_single_run_has_no_spread(tmp_path: Path) -> None:
+def test_a_single_run_has_no_spread_and_other_metrics_begin_where_they_are_logged(tmp_path: Path) -> None:
     run = make_run(tmp_path / "alone_s0")
     assert table_rows(compare(run)) == [["alone_s0", "1 (0)", "0 to 4", "0.3", "0.7", "+0.4", "14", "400"]]
+    assert table_rows(compare(run, "--metric", "reward/mean"))[0][2:6] == ["1 to 4", "0.5", "2", "+1.5"]
     [group] = json.loads(compare(run, "--json").stdout)["groups"]
     assert group["after"]["sd"] is None
 
@@ -97,11 +98,6 @@ def test_an_interrupted_run_holds_its_group_back_and_is_named(tmp_path: Path) ->
     assert note in result.stdout
     begun = make_run(tmp_path / "b", steps=0)
     assert table_rows(compare(begun)) == [["b", "1 (0)", "0 to 0", "0.3", "-", "-", "0", "0"]]
-
-
-def test_other_metrics_begin_where_they_are_logged(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a")
-    assert table_rows(compare(run, "--metric", "reward/mean"))[0][2:6] == ["1 to 4", "0.5", "2", "+1.5"]
 
 
 def test_a_metric_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
@@ -129,23 +125,17 @@ def test_what_is_no_run_or_cannot_be_compared_is_refused(tmp_path: Path) -> None
         assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
 
 
-@pytest.mark.parametrize(
-    ("names", "label"),
-    [
+def test_a_group_is_named_after_its_runs_without_the_seed_else_after_its_folder(tmp_path: Path) -> None:
+    for names, label in (
         (("ppo_s0", "ppo_s1"), "ppo"),
-        (("ppo-seed-10", "ppo-seed-11"), "ppo"),
-        (("ppo.0", "ppo.1"), "ppo"),
+        (("grpo-seed-10", "grpo-seed-11"), "grpo"),
+        (("dapo.0", "dapo.1"), "dapo"),
         (("run1", "run2"), "run"),
         (("x", "y"), "x"),
-    ],
-)
-def test_a_group_is_named_after_its_runs_without_the_seed(tmp_path: Path, names: tuple[str, ...], label: str) -> None:
-    folders = [make_run(tmp_path / name, seed=seed) for seed, name in enumerate(names)]
-    assert [group.label for group in group_runs(folders, "eval/accuracy")] == [label]
-
-
-def test_groups_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
-    folders = [make_run(tmp_path / "x" / "run"), make_run(tmp_path / "y" / "run", loss="gspo")]
+    ):
+        folders = [make_run(tmp_path / name, seed=seed) for seed, name in enumerate(names)]
+        assert [group.label for group in group_runs(folders, "eval/accuracy")] == [label]
+    folders = [make_run(tmp_path / "1" / "run"), make_run(tmp_path / "2" / "run", loss="gspo")]
     assert [group.label for group in group_runs(folders, "eval/accuracy")] == [str(folder) for folder in folders]
 
 

@@ -98,20 +98,27 @@ def suite_job(suite: Suite, benchmark: Benchmark, model: str, run: RecipeSource 
     """
     where = f"benchmark {benchmark.name}"
     lengths = (suite.max_prompt_tokens, benchmark.max_new_tokens or suite.max_new_tokens)
+    prompting: dict[str, Any] = {"prompt_template": benchmark.prompt_template or suite.prompt_template}
+    if suite.system_prompt is not None:
+        prompting["system_prompt"] = suite.system_prompt
+    temperature = suite.temperature
     if run is None:
         source = bare_source(model, *lengths)
-        source.put(("eval",), {"temperature": suite.temperature, "top_p": suite.top_p}, where)
+        source.put(("eval",), {"temperature": temperature, "top_p": suite.top_p}, where)
     else:
         source = copy.deepcopy(run)
         source.put(("train", "micro_batch_tokens"), 1 << 30, where)  # only training reads it
-        if not _knows_math(run):
+        trained = build_recipe(run)
+        temperature = trained.eval.temperature
+        if trained.task.name == "math":  # only then its prompts and lengths fit the suite's problems
+            prompting = {name: value for name, value in trained.task.options.items() if name in PROMPT_OPTIONS}
+        else:
             for name, value in _lengths(model, *lengths).items():
                 source.put(("rollout", name), value, where)
-    options = {**benchmark.options, **_prompt_options(suite, benchmark, run)}
-    source.put(("task",), {"name": "math", "options": options}, where)
+    source.put(("task",), {"name": "math", "options": {**benchmark.options, **prompting}}, where)
     source.put(("rewards",), [{"name": "correct"}], where)
-    temperature = flags.temperature if flags.temperature is not None else _value(source, "eval", "temperature")
-    num_samples = 1 if temperature == 0 else benchmark.num_samples or suite.num_samples
+    is_greedy = (temperature if flags.temperature is None else flags.temperature) == 0
+    num_samples = 1 if is_greedy else benchmark.num_samples or suite.num_samples
     source.put(("eval", "num_samples"), num_samples, where)
     source.put(("eval", "num_problems"), None, where)
     flags.put(source)
@@ -131,25 +138,3 @@ def _lengths(model: str, max_prompt_tokens: int, max_new_tokens: int) -> dict[st
 
     half = read_config(model).max_position_embeddings // 2
     return {"max_prompt_tokens": min(half, max_prompt_tokens), "max_new_tokens": min(half, max_new_tokens)}
-
-
-def _knows_math(run: RecipeSource) -> bool:
-    """Whether the run is about the task `math`: only then do its prompts and lengths fit a suite's problems."""
-    return bool(_value(run, "task", "name") == "math")
-
-
-def _prompt_options(suite: Suite, benchmark: Benchmark, run: RecipeSource | None) -> dict[str, Any]:
-    """How the run's policy was asked, where that was the task `math`; else the suite's way."""
-    if run is not None and _knows_math(run):
-        trained = _value(run, "task", "options") or {}
-        return {name: trained[name] for name in PROMPT_OPTIONS if name in trained}
-    options: dict[str, Any] = {"prompt_template": benchmark.prompt_template or suite.prompt_template}
-    if suite.system_prompt is not None:
-        options["system_prompt"] = suite.system_prompt
-    return options
-
-
-def _value(source: RecipeSource, section: str, name: str) -> Any:
-    """A value of the recipe's data, which has not been checked; None where it is not given."""
-    values = source.data.get(section)
-    return values.get(name) if isinstance(values, dict) else None

@@ -5,7 +5,6 @@ A suite is a YAML file in `srtrl/evaluation/suites/`, named without its ending, 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +21,8 @@ from srtrl.tasks.rows import MissingDataError, RowError, RowSource, check_source
 FOLDER = Path(__file__).parent / "suites"
 FILE_ENDINGS = ("{name}.jsonl", "{name}.parquet", "{name}_test.jsonl", "{name}_test.parquet")
 """What `--data-dir` looks for, in this order."""
-MAX_LOOKED_AT = 100
-"""Maximum number of rows that are read to find one that tells what the fields are called."""
-FIELDS = {
-    "problem_field": True,
-    "answer_field": True,
-    "choices_field": True,
-    "solution_field": False,
-    "id_field": False,
-}
-"""Fields of the rows, as in the options of the task `math`, and whether rows without a named one are refused."""
+FIELDS = ("problem_field", "answer_field", "choices_field", "solution_field", "id_field")
+"""Fields of the rows, as in the options of the task `math`."""
 
 
 class Benchmark(Section):
@@ -133,13 +124,13 @@ class SuiteChoice:
             ValueError: an option is wrong, or the data does not fit its benchmark.
         """
         suite = load_suite(self.name)
-        files, only = self._named(suite)
+        files, wanted = self._named(suite)
         if self.data_dir is not None and not self.data_dir.is_dir():
             raise ValueError(f"--data-dir: there is no folder {self.data_dir}")
         found: list[Benchmark] = []
         missing: dict[str, str] = {}
         for benchmark in suite.benchmarks:
-            if only and benchmark.name not in only:
+            if benchmark.name not in wanted:
                 continue
             try:
                 found.append(locate(benchmark, files.get(benchmark.name), self.data_dir))
@@ -154,24 +145,21 @@ class SuiteChoice:
         return OpenSuite(name=self.name, suite=suite, benchmarks=found, missing=missing)
 
     def _named(self, suite: Suite) -> tuple[dict[str, str], list[str]]:
-        """The files of `--data` by benchmark, and the names of `--only`; ValueError for an unknown benchmark."""
-        files = {name: file for name, _, file in (text.partition("=") for text in self.data)}
-        only = [part.strip() for part in (self.only or "").split(",") if part.strip()]
-        if self.only is not None and not only:
-            raise ValueError("--only: expected names of benchmarks, such as gsm8k,math500")
+        """The files of `--data` by benchmark, and the names of the benchmarks; ValueError for an unknown one."""
         for text in self.data:
             if not all(text.partition("=")):
                 raise ValueError(f"--data: expected NAME=FILE, found {text!r}")
-        known = [benchmark.name for benchmark in suite.benchmarks]
-        for flag, name in [*(("--data", name) for name in files), *(("--only", name) for name in only)]:
-            if name not in known:
-                near = suggestion(name, known) or ";"
-                raise ValueError(f"{flag}: no benchmark `{name}` in this suite{near} known: {', '.join(known)}")
-            if only and name not in only:
-                raise ValueError(
-                    f"--data {name}: --only leaves that benchmark out; add it there, or give no file for it"
-                )
-        return files, only
+        files = {name: file for name, _, file in (text.partition("=") for text in self.data)}
+        every = [benchmark.name for benchmark in suite.benchmarks]
+        wanted = every if self.only is None else [part.strip() for part in self.only.split(",") if part.strip()]
+        if not wanted:
+            raise ValueError("--only: expected names of benchmarks, such as gsm8k,math500")
+        for flag, names, known in (("--only", wanted, every), ("--data", files, wanted)):
+            for name in names:
+                if name not in known:
+                    near = suggestion(name, known) or ";"
+                    raise ValueError(f"{flag}: no benchmark `{name}`{near} expected one of {', '.join(known)}")
+        return files, wanted
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -207,7 +195,9 @@ def load_suite(name: str) -> Suite:
 
 
 def locate(benchmark: Benchmark, file: str | None, folder: Path | None) -> Benchmark:
-    """The benchmark with its data found, and of the names of each field the one that the rows have.
+    """The benchmark with its data found, and of the names of each field the first that the first row has.
+
+    Where it has none of them, the first name stays, which loading the data refuses; a row need not have an id.
 
     Args:
         benchmark: One of a suite.
@@ -216,11 +206,11 @@ def locate(benchmark: Benchmark, file: str | None, folder: Path | None) -> Bench
 
     Raises:
         MissingDataError: there is no such file, or the hub does not give the data.
-        ValueError: the rows have no such fields.
+        ValueError: the file is of an unknown kind.
     """
-    source, option = benchmark.data, "data"
+    source, place = benchmark.data, "data"
     if file is not None:
-        source, option = RowSource(files=[file]), f"--data {benchmark.name}"
+        source, place = RowSource(files=[file]), f"--data {benchmark.name}"
     elif folder is not None:
         candidates = [folder / ending.format(name=benchmark.name) for ending in FILE_ENDINGS]
         found = [str(path) for path in candidates if path.is_file()]
@@ -229,30 +219,18 @@ def locate(benchmark: Benchmark, file: str | None, folder: Path | None) -> Bench
             raise MissingDataError(
                 f"--data-dir: {folder} has no data of benchmark {benchmark.name}; looked for {names}"
             )
-        source, option = RowSource(files=found[:1]), "--data-dir"
-    check_source(source, option)
-    fields = _example(benchmark.name, source)
+        source, place = RowSource(files=found[:1]), "--data-dir"
+    check_source(source, place)
+    first = next(read_rows(source), None)
+    fields = (
+        {} if first is None or isinstance(first.fields, RowError) else first.fields
+    )  # loading it tells what is wrong
     chosen: dict[str, list[str]] = {}
-    for field, is_required in FIELDS.items():
-        names = getattr(benchmark, field)
-        chosen[field] = [name for name in names if _has(fields, name)][:1]
-        if is_required and names and not chosen[field]:
-            wanted = " or ".join(f"`{name}`" for name in names)
-            raise ValueError(
-                f"benchmark {benchmark.name}: its rows have no field {wanted} ({field}); their fields are "
-                f"{', '.join(fields)}"
-            )
+    for option in FIELDS:
+        names = getattr(benchmark, option)
+        present = [name for name in names if _has(fields, name)]
+        chosen[option] = present[:1] if present or option == "id_field" else names[:1]
     return benchmark.model_copy(update={"data": source, **chosen})
-
-
-def _example(name: str, source: RowSource) -> Mapping[str, Any]:
-    """The fields of the first row that is an object."""
-    reason = "there are no rows"
-    for row in itertools.islice(read_rows(source), MAX_LOOKED_AT):
-        if not isinstance(row.fields, RowError):
-            return row.fields
-        reason = f"{row.place}: {row.fields}"
-    raise ValueError(f"benchmark {name}: no row can be used; {reason}")
 
 
 def _has(fields: Mapping[str, Any], name: str) -> bool:
