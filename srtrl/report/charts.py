@@ -30,8 +30,10 @@ STYLE: dict[Any, Any] = {
 }
 MAX_VECTOR_POINTS = 2000
 """A longer line is drawn as pixels, which keeps the file small."""
-STAGES = ["rollout", "grading", "reference", "values", "critic", "update", "save_rollouts", "checkpoint", "eval"]
-"""Of a training step, under `time/`."""
+STAGES = (
+    *("step", "rollout", "grading", "reference", "values", "critic", "update", "save_rollouts", "checkpoint", "eval"),
+)
+"""Of a training step, under `time/`; the first is the sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +51,19 @@ class Chart:
 
 CHARTS = {
     "Learning": (
-        Chart("Reward", "reward", ["reward/*"], "Each named reward without its weight; `mean` is the weighted sum."),
+        Chart("Reward", "reward", ["reward/*"], "Each named reward without its weight; mean: the weighted sum."),
         Chart("Accuracy", "share", ["accuracy", "eval/accuracy"], "Held-out problems (eval/) with 95% intervals."),
         Chart("Response length", "tokens", ["length/mean", "length/max"], "The end token included."),
         Chart("Truncated responses", "share of samples", ["length/truncated_share"], "Reached the length limit."),
-        Chart("Groups", "groups", ["data/draws", "groups/*"], "Groups of equal rewards teach nothing."),
+        Chart("Groups", "groups", ["data/draws", "groups/*"], "Kept by filters; with all samples correct, or none."),
         Chart(
-            "Failed gradings", "samples", ["grading/timeout", "grading/crash", "grading/error"], "Their reward is 0."
+            "Failed gradings", "samples", [f"grading/{kind}" for kind in ("timeout", "crash", "error")], "Reward: 0."
         ),
     ),
     "Update": (
-        Chart("Loss", "loss", ["loss"], "Not a measure of progress: advantages are relative to the group."),
+        Chart("Loss", "loss", ["loss"], "Not a measure of progress."),
         Chart("KL to the reference", "nats per token", ["kl/ref"], "How far the policy has moved from its start."),
-        Chart("KL coefficient", "coefficient", ["kl/coefficient"], "It follows `algorithm.kl.target`."),
+        Chart("KL coefficient", "coefficient", ["kl/coefficient"], "It follows algorithm.kl.target."),
         Chart("Entropy", "nats per token", ["entropy"], "Near zero the policy hardly explores any more."),
         Chart("Clipped tokens", "share", ["clip_share/*"], "Tokens whose gradient the clipped ratio took away."),
         Chart("Importance weights", "weight, share of tokens", ["importance/*"], "Trainer over decoder, capped."),
@@ -74,13 +76,16 @@ CHARTS = {
     "Speed and speculation": (
         Chart("Speed of the decoder", "tokens per second", ["time/tokens_per_second"], "Response tokens."),
         Chart("Speed of the update", "tokens per second", ["time/update_tokens_per_second"]),
+        Chart("Time by stage", "seconds", [f"time/{stage}" for stage in STAGES], "time/step is the sum."),
         Chart(
-            "Time by stage", "seconds", ["time/step", *(f"time/{stage}" for stage in STAGES)], "`time/step`: the sum."
+            "Decode time", "seconds", [f"engine/{part}_seconds" for part in ("draft", "forward", "sample", "commit")]
         ),
-        Chart("Time of decode steps", "seconds", [f"engine/{part}_seconds" for part in ("draft", "forward", "commit")]),
         Chart("Tokens per decode step", "tokens of a sequence", ["engine/*_per_decode_step"], "1 without drafts."),
-        Chart("Acceptance by depth", "share", ["engine/acceptance_depth_[1248]"], "Of drafts that reached the depth."),
+        Chart(
+            "Acceptance by depth", "share", ["engine/acceptance_depth_[1248]"], "Of paths that reached drafts there."
+        ),
         Chart("Drafts", "share", ["engine/draft_hit_rate", "engine/drafted_steps_share"], "Hit: a token was accepted."),
+        Chart("Rollout time saved", "seconds", ["engine/saved_seconds"], "An estimate, by the measured cost of steps."),
         Chart("Run-ahead", "tokens", ["engine/run_ahead_tokens_*"], "Decoded for the next step, and used there."),
         Chart("Peak memory", "GiB", ["memory/peak_gib"]),
     ),

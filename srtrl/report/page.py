@@ -45,6 +45,7 @@ def render(run: Run) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     summary = summarise_run(run.recipe.name, run.rows, interrupted=not run.is_finished)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        num_steps=run.num_steps,
         recipe=run.recipe,
         recipe_text=(run.folder / "recipe.yaml").read_text(encoding="utf-8"),
         figures=list(zip(*(column.cells for column in summary_table(summary).columns), strict=True)),
@@ -84,10 +85,17 @@ def _data_uri(svg: str) -> str:
 
 
 def _samples(run: Run) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Of the first, the middle and the last step with saved rollouts: the first sample of each outcome."""
+    """Samples of the first, the middle and the last step with saved rollouts: the first of each outcome.
+
+    Those of a prompt that was shown before come first, so that a reader sees how its responses change.
+    """
     files = list(run.rollout_files.items())
+    shown: set[str] = set()
     for index in sorted({0, len(files) // 2, len(files) - 1}) if files else []:
         step, path = files[index]
         table = read_rollouts(path)
-        outcomes = table["outcome"].to_pylist()
-        yield step, table.take([outcomes.index(outcome) for outcome in sorted(set(outcomes))]).to_pylist()
+        prompt_ids, outcomes = table["prompt_id"].to_pylist(), table["outcome"].to_pylist()
+        order = sorted(range(len(outcomes)), key=lambda row: prompt_ids[row] not in shown)
+        chosen = {outcomes[row]: row for row in reversed(order)}
+        shown |= {prompt_ids[row] for row in chosen.values()}
+        yield step, table.take([chosen[outcome] for outcome in sorted(chosen)]).to_pylist()
