@@ -28,24 +28,14 @@ def check(*arguments: object) -> list[dict[str, Any]]:
     return reports
 
 
-def test_a_sample_of_reference_solutions(shared_data: Path) -> None:
-    gsm8k, math500 = check("--data-dir", shared_data / "math", "--only", "gsm8k,math500", "--problems", 40)
-    for report in (gsm8k, math500):
-        assert report["num_rows"] == 40
-        assert report["num_asked"]["solution"] == report["num_asked"]["boxed answer"] == 40
-        assert report["num_asked"]["other solution"] >= 35
-        found = {(report["name"], one["prompt_id"], one["question"]) for one in report["disagreements"]}
-        assert found <= KNOWN
-
-
-@pytest.mark.slow
-def test_all_reference_solutions(shared_data: Path) -> None:
+@pytest.mark.parametrize("num_rows", [(40, 40, 40), pytest.param((1319, 500, 675), marks=pytest.mark.slow)])
+def test_the_grader_agrees_with_reference_solutions(shared_data: Path, num_rows: tuple[int, int, int]) -> None:
     only = "gsm8k,math500,olympiadbench"
-    gsm8k, math500, olympiad = check("--data-dir", shared_data / "math", "--only", only)
-    assert (gsm8k["num_asked"]["solution"], math500["num_asked"]["solution"]) == (1319, 500)
-    assert olympiad["num_asked"]["solution"] == 0  # its rows have none
-    assert olympiad["num_asked"]["boxed answer"] == 675
-    for report in (gsm8k, math500, olympiad):
+    reports = check("--data-dir", shared_data / "math", "--only", only, "--problems", max(num_rows))
+    for report, num, has_solutions in zip(reports, num_rows, (True, True, False), strict=True):
+        assert report["num_rows"] == report["num_asked"]["boxed answer"] == num
+        assert report["num_asked"]["solution"] == (num if has_solutions else 0)
+        assert report["num_asked"]["other solution"] >= 0.85 * num
         found = {(report["name"], one["prompt_id"], one["question"]) for one in report["disagreements"]}
         assert found <= KNOWN
 

@@ -28,8 +28,6 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: the file is small
     "svg.hashsalt": "srtrl",  # the same data gives the same bytes
 }
-MAX_VECTOR_POINTS = 2000
-"""A longer line is drawn as pixels, which keeps the file small."""
 STAGES = (
     *("step", "rollout", "grading", "reference", "values", "critic", "update", "save_rollouts", "checkpoint", "eval"),
 )
@@ -56,9 +54,7 @@ CHARTS = {
         Chart("Response length", "tokens", ["length/mean", "length/max"], "The end token included."),
         Chart("Truncated responses", "share of samples", ["length/truncated_share"], "Reached the length limit."),
         Chart("Groups", "groups", ["data/draws", "groups/*"], "Kept by filters; with all samples correct, or none."),
-        Chart(
-            "Failed gradings", "samples", [f"grading/{kind}" for kind in ("timeout", "crash", "error")], "Reward: 0."
-        ),
+        Chart("Failed gradings", "samples", ["grading/timeout", "grading/crash", "grading/error"], "Reward: 0."),
     ),
     "Update": (
         Chart("Loss", "loss", ["loss"], "Not a measure of progress."),
@@ -81,9 +77,7 @@ CHARTS = {
             "Decode time", "seconds", [f"engine/{part}_seconds" for part in ("draft", "forward", "sample", "commit")]
         ),
         Chart("Tokens per decode step", "tokens of a sequence", ["engine/*_per_decode_step"], "1 without drafts."),
-        Chart(
-            "Acceptance by depth", "share", ["engine/acceptance_depth_[1248]"], "Of paths that reached drafts there."
-        ),
+        Chart("Acceptance by depth", "share", ["engine/acceptance_depth_[1248]"], "Of paths that came to drafts."),
         Chart("Drafts", "share", ["engine/draft_hit_rate", "engine/drafted_steps_share"], "Hit: a token was accepted."),
         Chart("Rollout time saved", "seconds", ["engine/saved_seconds"], "An estimate, by the measured cost of steps."),
         Chart("Run-ahead", "tokens", ["engine/run_ahead_tokens_*"], "Decoded for the next step, and used there."),
@@ -138,10 +132,9 @@ def draw_line(axes: "Axes", steps: Sequence[float], values: Sequence[float], *, 
     half = len(values) // 40
     middle = slice(half, len(values) - half)
     averages = np.convolve(values, np.full(2 * half + 1, 1 / (2 * half + 1)), mode="valid")
-    is_long = len(steps) > MAX_VECTOR_POINTS
-    (line,) = axes.plot(steps[middle], averages, marker=marker, markersize=3, label=label, rasterized=is_long)
+    (line,) = axes.plot(steps[middle], averages, marker=marker, markersize=3, label=label)
     if half:
-        axes.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=0.8, rasterized=is_long)
+        axes.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=0.8)
     return line
 
 
