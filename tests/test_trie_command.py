@@ -76,7 +76,7 @@ def record(*arguments: object) -> dict[str, Any]:
 def test_the_branches_and_the_decode_steps_are_printed(run: Path) -> None:
     result = show(run, "--prompt", "sum")
     assert result.exit_code == 0, result.output
-    assert "trie of 4 rollouts of steps 1, 3: 68 tokens" in result.stdout
+    assert "trie of the earlier rollouts, 4 of steps 1, 3: 68 tokens" in result.stdout
     assert "* is the way of step 4, sample 0" in result.stdout
     lines = [line.strip(" │├└─") for line in result.stdout.splitlines()]
     assert "* 3  one plus" in lines

@@ -108,15 +108,16 @@ def print_view(history: "PromptHistory", view: "TrieView") -> None:
     console.print(Text(f"prompt {history.prompt_id}"), style="bold")
     console.print(Text(history.prompt.rstrip("\n")))
     size = ", ".join(f"{count:,} {what.removeprefix('num_')}" for what, count in view.trie.items())
-    console.print(f"\ntrie of {history}: {size}", style="bold")
+    steps = ", ".join(dict.fromkeys(str(rollout.step) for rollout in history.earlier)) or "(none)"
+    console.print(f"\ntrie of the earlier rollouts, {len(history.earlier)} of steps {steps}: {size}", style="bold")
     console.print(f"Each branch with its number of rollouts; * is the way of {name}.")
     console.print(_tree(view.root))
     console.print(f"\n{name}, decoded with drafts of up to {DRAFT_NODES} nodes", style="bold")
-    steps = [
+    decoded = [
         Text.assemble((f"[{len(step.token_ids)}] ", "dim"), (on_one_line(step.text), "cyan" if number % 2 else ""))
         for number, step in enumerate(view.steps)
     ]
-    console.print(Text(" | ", "dim").join(steps))
+    console.print(Text(" | ", "dim").join(decoded))
     console.print(
         f"{len(later.token_ids)} tokens in {len(view.steps)} decode steps: {view.tokens_per_step:.2f} per step, "
         f"{view.verified_per_step:.1f} verified"

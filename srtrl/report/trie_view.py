@@ -2,7 +2,6 @@
 
 import heapq
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -44,10 +43,6 @@ class PromptHistory:
     """By step, draw and sample; empty where the prompt has only one rollout."""
     later: PastRollout
     """Sampled after all of `earlier`: in a later step, or else their sibling."""
-
-    def __str__(self) -> str:
-        counts = Counter(rollout.step for rollout in self.earlier)
-        return f"{len(self.earlier)} rollouts of steps {', '.join(map(str, counts)) or '(none)'}"
 
 
 @dataclass(kw_only=True, slots=True)
