@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from srtrl.recipe_errors import validate_section
 from srtrl.tasks.math import MathOptions
 from srtrl.trainer.evaluate import Estimate, EvalOutcome, EvalResult, macro_average
 
@@ -68,7 +67,7 @@ def settings_of(outcome: EvalOutcome) -> dict[str, Any]:
 
 def prompting_of(outcome: EvalOutcome) -> dict[str, Any]:
     """How the task `math` put its problems, as resolved."""
-    options = validate_section(MathOptions, dict(outcome.job.recipe.task.options))
+    options = MathOptions.model_validate(outcome.job.recipe.task.options)
     return {name: getattr(options, name) for name in ("prompt_template", "chat_template", "system_prompt")}
 
 
