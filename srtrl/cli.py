@@ -140,7 +140,7 @@ def warm_start(recipe: RecipePath, overrides: Overrides = None, overwrite: Overw
 
     summary = run_warm_start(loaded, overwrite=overwrite)
     if summary.held_out is not None:
-        _print_table(eval_table(str(summary.output), summary.held_out))
+        _print_table(eval_table(str(summary.output), {"held-out problems": summary.held_out}))
 
 
 command("eval")(evaluation.command)
@@ -266,7 +266,7 @@ def report(
 ) -> None:
     """Write the report of a run.
 
-    One page, report.html in the run's folder, readable with no network: curves, lengths and samples.
+    One page, report.html in the run's folder, readable with no network: a summary, curves and samples.
     """
     from srtrl.report.page import open_in_browser, write_report
 

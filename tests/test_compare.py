@@ -11,8 +11,7 @@ from typer.testing import CliRunner, Result
 
 from srtrl.cli import app
 from srtrl.metrics import MetricLog
-from srtrl.report.compare import draw_comparison
-from srtrl.report.run_groups import group_runs
+from srtrl.report.compare import draw_comparison, group_runs
 
 RECIPE = """\
 name: {name}
@@ -59,10 +58,10 @@ def test_runs_that_differ_in_the_seed_are_one_line(tmp_path: Path) -> None:
     other = make_run(tmp_path / "gspo", loss="gspo", gain=0.08)
     assert table_rows(compare(ours[2], other, ours[0], ours[1])) == [
         [
-            *("ppo", "3 (0, 1, 2)", "0 to 4", "30.0 (30.0 to 30.0)", "66.0 (50.0 to 78.0)", "+36.0 (+20.0 to +48.0)"),
+            *("ppo", "3 (0, 1, 2)", "0 to 4", "0.3 (0.3 to 0.3)", "0.66 (0.5 to 0.78)", "+0.36 (+0.2 to +0.48)"),
             *("14 (14 to 14)", "400 (400 to 400)"),
         ],
-        ["gspo", "1 (0)", "0 to 4", "30.0", "62.0", "+32.0", "14", "400"],
+        ["gspo", "1 (0)", "0 to 4", "0.3", "0.62", "+0.32", "14", "400"],
     ]
     record = json.loads(compare(*ours, "--json").stdout)
     [group] = record["groups"]
@@ -76,9 +75,10 @@ def test_runs_that_differ_in_the_seed_are_one_line(tmp_path: Path) -> None:
     assert group["runs"][1]["values"] == [[0, 0.3], [2, pytest.approx(0.54)], [4, pytest.approx(0.78)]]
 
 
-def test_a_single_run_has_no_spread(tmp_path: Path) -> None:
+def test_a_single_run_has_no_spread_and_other_metrics_begin_where_they_are_logged(tmp_path: Path) -> None:
     run = make_run(tmp_path / "alone_s0")
-    assert table_rows(compare(run)) == [["alone_s0", "1 (0)", "0 to 4", "30.0", "70.0", "+40.0", "14", "400"]]
+    assert table_rows(compare(run)) == [["alone_s0", "1 (0)", "0 to 4", "0.3", "0.7", "+0.4", "14", "400"]]
+    assert table_rows(compare(run, "--metric", "reward/mean"))[0][2:6] == ["1 to 4", "0.5", "2", "+1.5"]
     [group] = json.loads(compare(run, "--json").stdout)["groups"]
     assert group["after"]["sd"] is None
 
@@ -90,19 +90,14 @@ def test_an_interrupted_run_holds_its_group_back_and_is_named(tmp_path: Path) ->
     result = compare(whole, part)
     assert table_rows(result) == [
         [
-            *("a", "2 (0, 1)", "0 to 2", "30.0 (30.0 to 30.0)", "60.0 (50.0 to 70.0)", "+30.0 (+20.0 to +40.0)"),
+            *("a", "2 (0, 1)", "0 to 2", "0.3 (0.3 to 0.3)", "0.6 (0.5 to 0.7)", "+0.3 (+0.2 to +0.4)"),
             *("7 (7 to 7)", "200 (200 to 200)"),
         ]
     ]
-    note = f"{part} has done 3 of 4 steps: it is still going on, or it was interrupted; the figures of a are those up"
+    note = f"{part} has done 3 steps and is not finished: it is still running, or it was interrupted; the figures of a"
     assert note in result.stdout
     begun = make_run(tmp_path / "b", steps=0)
-    assert table_rows(compare(begun)) == [["b", "1 (0)", "0 to 0", "30.0", "-", "-", "0", "0"]]
-
-
-def test_other_metrics_begin_where_they_are_logged(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a")
-    assert table_rows(compare(run, "--metric", "reward/mean"))[0][2:6] == ["1 to 4", "0.5", "2", "+1.5"]
+    assert table_rows(compare(begun)) == [["b", "1 (0)", "0 to 0", "0.3", "-", "-", "0", "0"]]
 
 
 def test_a_metric_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
@@ -111,7 +106,7 @@ def test_a_metric_that_is_not_there_is_refused_with_those_that_are(tmp_path: Pat
     assert "a has not logged `eval/acuracy`, did you mean `eval/accuracy`? there: eval/accuracy, " in result.stderr
     assert "time/update, tokens/prompt, tokens/response" in result.stderr
     (tmp_path / "a" / "metrics.jsonl").write_text("")
-    assert "it has no complete row yet" in compare(tmp_path / "a").stderr
+    assert "has no complete row yet" in compare(tmp_path / "a").stderr
 
 
 def test_what_is_no_run_or_cannot_be_compared_is_refused(tmp_path: Path) -> None:
@@ -130,23 +125,17 @@ def test_what_is_no_run_or_cannot_be_compared_is_refused(tmp_path: Path) -> None
         assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
 
 
-@pytest.mark.parametrize(
-    ("names", "label"),
-    [
+def test_a_group_is_named_after_its_runs_without_the_seed_else_after_its_folder(tmp_path: Path) -> None:
+    for names, label in (
         (("ppo_s0", "ppo_s1"), "ppo"),
-        (("ppo-seed-10", "ppo-seed-11"), "ppo"),
-        (("ppo.0", "ppo.1"), "ppo"),
+        (("grpo-seed-10", "grpo-seed-11"), "grpo"),
+        (("dapo.0", "dapo.1"), "dapo"),
         (("run1", "run2"), "run"),
         (("x", "y"), "x"),
-    ],
-)
-def test_a_group_is_named_after_its_runs_without_the_seed(tmp_path: Path, names: tuple[str, ...], label: str) -> None:
-    folders = [make_run(tmp_path / name, seed=seed) for seed, name in enumerate(names)]
-    assert [group.label for group in group_runs(folders, "eval/accuracy")] == [label]
-
-
-def test_groups_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
-    folders = [make_run(tmp_path / "x" / "run"), make_run(tmp_path / "y" / "run", loss="gspo")]
+    ):
+        folders = [make_run(tmp_path / name, seed=seed) for seed, name in enumerate(names)]
+        assert [group.label for group in group_runs(folders, "eval/accuracy")] == [label]
+    folders = [make_run(tmp_path / "1" / "run"), make_run(tmp_path / "2" / "run", loss="gspo")]
     assert [group.label for group in group_runs(folders, "eval/accuracy")] == [str(folder) for folder in folders]
 
 
@@ -161,14 +150,9 @@ def test_the_picture_is_small_reproducible_and_shows_every_seed(tmp_path: Path) 
     assert len(text) < 30_000
     assert "date" not in text
     words = [element.text for element in _elements(text, "text")]
-    assert {"ppo (mean of 3)", "gspo", "step", "held-out accuracy"} <= set(words)
+    assert {"ppo (mean of 3)", "gspo", "step", "eval/accuracy"} <= set(words)
     points = [path.get("d", "").count("L") for path in _elements(text, "path")]
     assert points.count(2) >= 5, "three seeds and two means, of three points each"
-
-
-def test_long_curves_are_smoothed_and_say_so(tmp_path: Path) -> None:
-    text = draw_comparison(group_runs([make_run(tmp_path / "a", steps=60)], "reward/mean"), "reward/mean")
-    assert "reward/mean (moving average)" in [element.text for element in _elements(text, "text")]
 
 
 def _elements(svg: str, name: str) -> list[Any]:

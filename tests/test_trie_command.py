@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,10 +13,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from srtrl.cli import app
-from srtrl.recipe_file import load_recipe
-from srtrl.report.prompt_history import PastRollout, PromptHistory
-from srtrl.report.trie_picture import draw_trie
-from srtrl.report.trie_view import Branch, min_score_of, one_line, text_decoder, view_trie
+from srtrl.report.trie import on_one_line
+from srtrl.report.trie_view import Branch, PastRollout, PromptHistory, TrieView, view_trie
 from srtrl.trainer.warm_start import train_tokenizer
 
 RECIPE = """\
@@ -79,7 +76,7 @@ def record(*arguments: object) -> dict[str, Any]:
 def test_the_branches_and_the_decode_steps_are_printed(run: Path) -> None:
     result = show(run, "--prompt", "sum")
     assert result.exit_code == 0, result.output
-    assert "trie of 4 rollouts of steps 1, 3: 68 tokens" in result.stdout
+    assert "trie of the earlier rollouts, 4 of steps 1, 3: 68 tokens" in result.stdout
     assert "* is the way of step 4, sample 0" in result.stdout
     lines = [line.strip(" │├└─") for line in result.stdout.splitlines()]
     assert "* 3  one plus" in lines
@@ -91,7 +88,7 @@ def test_the_branches_and_the_decode_steps_are_printed(run: Path) -> None:
     shown = result.stdout.splitlines()[-2]
     counts = [int(part.partition("]")[0].removeprefix("[")) for part in shown.split(" | ")]
     assert sum(counts) == len("one plus two is four") + 1
-    assert f"21 tokens in {len(counts)} decode steps: {21 / len(counts):.2f} a step" in result.stdout
+    assert f"21 tokens in {len(counts)} decode steps: {21 / len(counts):.2f} per step" in result.stdout
 
 
 def test_json_has_the_same(run: Path) -> None:
@@ -167,11 +164,11 @@ def test_a_run_without_rollouts_is_refused(run: Path, tmp_path: Path) -> None:
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=12)
 
 
-def history_of(earlier: list[list[int]], later: list[int]) -> PromptHistory:
+def view(earlier: list[list[int]], later: list[int], *, num_branches: int, max_depth: int) -> TrieView:
     past = [PastRollout(step=1, sample_index=index, token_ids=text) for index, text in enumerate(earlier)]
-    return PromptHistory(
-        prompt_id="x", prompt="x", earlier=past, later=PastRollout(step=2, sample_index=0, token_ids=later)
-    )
+    last = PastRollout(step=2, sample_index=0, token_ids=later)
+    history = PromptHistory(prompt_id="x", prompt="x", earlier=past, later=last)
+    return view_trie(history, str, num_branches=num_branches, max_depth=max_depth)
 
 
 def walk(branch: Branch, before: list[int]) -> Iterator[tuple[list[int], Branch]]:
@@ -189,8 +186,7 @@ def test_branches_count_what_a_plain_count_finds(
 ) -> None:
     earlier = [[*text, 9] for text in earlier]  # the end token
     later = [*later, 9]
-    view = view_trie(history_of(earlier, later), min_score=0.01, num_branches=num_branches, max_depth=max_depth)
-    branches = list(walk(view.root, []))
+    branches = list(walk(view(earlier, later, num_branches=num_branches, max_depth=max_depth).root, []))
     known = [(path, branch) for path, branch in branches if branch.count]
     assert len(known) <= num_branches
     for path, branch in known:
@@ -210,49 +206,22 @@ def test_branches_count_what_a_plain_count_finds(
 @settings(max_examples=40, deadline=None)
 @given(earlier=st.lists(texts, max_size=6), later=texts)
 def test_the_replay_gives_the_rollout(earlier: list[list[int]], later: list[int]) -> None:
-    view = view_trie(history_of(earlier, later), min_score=0.01, num_branches=4, max_depth=9)
-    assert [token for step in view.steps for token in step.token_ids] == later
-    for step in view.steps:
+    steps = view(earlier, later, num_branches=4, max_depth=9).steps
+    assert [token for step in steps for token in step.token_ids] == later
+    for step in steps:
         assert 1 <= len(step.token_ids) <= step.num_drafted + 1
-    assert draw_trie(view, text_decoder(None)).svg.count("<rect") >= 2
 
 
 def test_a_known_rollout_takes_few_steps() -> None:
     text = list(range(100, 150))
-    view = view_trie(history_of([text] * 4, text), min_score=0.01, num_branches=4, max_depth=60)
-    assert len(view.steps) <= 4
-    (only,) = view.root.children
+    known = view([text] * 4, text, num_branches=4, max_depth=60)
+    assert len(known.steps) <= 4
+    (only,) = known.root.children
     assert (only.token_ids, only.count, only.is_taken, only.children) == (text, 4, True, [])
-    unknown = view_trie(history_of([], text), min_score=0.01, num_branches=4, max_depth=60)
-    assert len(unknown.steps) == 50
-
-
-def test_a_picture_ends_at_the_width_of_a_page_and_counts_what_it_leaves_out() -> None:
-    way = list(range(100, 160))
-    earlier = [[*way[:length], 7, 9] for length in range(60)]  # one leaves the way at each token
-    view = view_trie(history_of(earlier, way), min_score=0.01, num_branches=200, max_depth=99)
-    svg = draw_trie(view, text_decoder(None)).svg
-    root = ElementTree.fromstring(svg)
-    assert float(root.attrib["width"]) < 1300
-    shown = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    (hidden,) = [int(text) for text in shown if text.startswith("+")]
-    left_the_way = sum(text == "<7><9>" for text in shown)
-    assert left_the_way + hidden == len(earlier)
-    assert left_the_way > 5
-
-
-# --- Small things -----------------------------------------------------------------------------------------------------
+    assert len(view([], text, num_branches=4, max_depth=60).steps) == 50
 
 
 def test_labels_stay_on_one_line() -> None:
-    assert one_line("a\nb\tc", 9) == "a⏎b·c"
-    assert one_line("0123456789", 10) == "0123456789"
-    assert one_line("0123456789", 9) == "01234…789"
-
-
-def test_the_smallest_score_is_that_of_the_run(run: Path) -> None:
-    recipe = load_recipe(run / "recipe.yaml")
-    assert min_score_of(recipe) == 0.01
-    options = {"drafter": "srt", "drafter_options": {"min_score": 0.1}}
-    changed = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=options)})
-    assert min_score_of(changed) == 0.1
+    assert on_one_line("a\nb\tc", 9) == "a⏎b·c"
+    assert on_one_line("0123456789", 10) == "0123456789"
+    assert on_one_line("0123456789", 9) == "01234…789"

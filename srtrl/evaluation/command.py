@@ -29,7 +29,7 @@ def command(
         Path | None, typer.Option(metavar="DIR", help="Folder of NAME.jsonl or .parquet; the hub is not asked then.")
     ] = None,
     skip_missing: Annotated[
-        bool, typer.Option("--skip-missing", help="Go on without the benchmarks whose data is not to be had.")
+        bool, typer.Option("--skip-missing", help="Leave out the benchmarks whose data is not available.")
     ] = False,
     step: Annotated[int | None, typer.Option(help="Checkpoint of the run; by default the newest.")] = None,
     samples: Annotated[int | None, typer.Option(help="Samples of each problem.")] = None,
@@ -59,7 +59,9 @@ def command(
     """
     from srtrl.evaluation import run
     from srtrl.evaluation.settings import EvalFlags
+    from srtrl.evaluation.suite import SuiteChoice
 
+    suite_flags = {"--only": only, "--data": data, "--data-dir": data_dir, "--skip-missing": skip_missing}
     flags = EvalFlags(
         task=task,
         samples=samples,
@@ -71,7 +73,11 @@ def command(
         chat=chat,
         overrides=tuple(overrides or ()),
     )
-    chosen = run.SuiteChoice.of(suite, only=only, data=data or (), data_dir=data_dir, skip_missing=skip_missing)
+    chosen = None
+    if suite is not None:
+        chosen = SuiteChoice(name=suite, only=only, data=data or (), data_dir=data_dir, skip_missing=skip_missing)
+    elif given := [flag for flag, value in suite_flags.items() if value]:
+        raise ValueError(f"{given[0]}: it needs --suite")
     if check_grader:
         run.check_graders(model_or_run, recipe, chosen, flags, as_json=as_json)
     else:

@@ -1,30 +1,41 @@
 """What each evaluation runs with: recipes made from the run's own, from a suite, and from the command line.
 
-Whoever says more goes first: the command line, then the recipe of a run on the task `math`, then the suite. So a policy
-is asked as it was trained unless the user says otherwise, and what was used is in the table and in the JSON.
+What is more specific comes first: the command line, then the recipe of a run on the task `math`, then the suite. So a
+policy is prompted as it was trained unless the user chooses otherwise. What was used is in the table and in the JSON.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from srtrl.checks import check_recipe
-from srtrl.evaluation.suite import LocatedBenchmark, Suite
+from srtrl.evaluation.suite import Benchmark, Suite
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import RecipeSource, build_recipe
 from srtrl.trainer.evaluate import EvalJob
 
 PROMPT_OPTIONS = ("prompt_template", "chat_template", "chat_template_options", "system_prompt")
 """Options of the task `math` that say how a policy is asked."""
+KEYS = {
+    "task": "task.name",
+    "samples": "eval.num_samples",
+    "problems": "eval.num_problems",
+    "temperature": "eval.temperature",
+    "max_new_tokens": "rollout.max_new_tokens",
+    "seed": "seed",
+    "prompt_template": "task.options.prompt_template",
+    "chat": "task.options.chat_template",
+}
+"""Flag of the command line -> what it replaces in the recipe."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EvalFlags:
-    """The command line's values; None and False where it says nothing."""
+    """The command line's values; None where it has none."""
 
     task: str | None = None
     samples: int | None = None
@@ -43,26 +54,17 @@ class EvalFlags:
 
     def put(self, source: RecipeSource) -> None:
         """Put the flags into the recipe's data, then the overrides; errors name the flag."""
-        values: Mapping[str, tuple[tuple[str, ...], Any]] = {
-            "--task": (("task", "name"), self.task),
-            "--samples": (("eval", "num_samples"), self.samples),
-            "--problems": (("eval", "num_problems"), self.problems),
-            "--temperature": (("eval", "temperature"), self.temperature),
-            "--max-new-tokens": (("rollout", "max_new_tokens"), self.max_new_tokens),
-            "--seed": (("seed",), self.seed),
-            "--prompt-template": (("task", "options", "prompt_template"), self.prompt_template),
-            "--chat": (("task", "options", "chat_template"), self.chat),
-        }
-        for flag, (key, value) in values.items():
+        for name, key in KEYS.items():
+            value = getattr(self, name)
             if value is not None:
-                source.put(key, value, flag)
+                source.put(key.split("."), value, f"--{name.replace('_', '-')}")
         source.override(self.overrides)
 
 
 def bare_source(model: str, max_prompt_tokens: int = 1024, max_new_tokens: int = 1024) -> RecipeSource:
-    """The least recipe that an evaluation needs; what only training reads is set so that it cannot be in the way.
+    """The smallest recipe that an evaluation needs, with values for training that no length conflicts with.
 
-    Prompts and responses of up to so many tokens each, or half of what the model was made for where that is less.
+    Prompts and responses have up to these numbers of tokens, or half of the model's positions where that is less.
     """
     rollout = {"num_prompts": 1, "num_samples": 2, **_lengths(model, max_prompt_tokens, max_new_tokens)}
     train = {"num_steps": 1, "micro_batch_tokens": 1 << 30}
@@ -81,14 +83,12 @@ def task_job(source: RecipeSource, flags: EvalFlags) -> EvalJob:
     return EvalJob(name=recipe.task.name, recipe=recipe)
 
 
-def suite_job(
-    suite: Suite, located: LocatedBenchmark, model: str, run: RecipeSource | None, flags: EvalFlags
-) -> EvalJob:
+def suite_job(suite: Suite, benchmark: Benchmark, model: str, run: RecipeSource | None, flags: EvalFlags) -> EvalJob:
     """The evaluation of one benchmark of a suite.
 
     Args:
         suite: Its values hold where neither the command line nor `run` has any.
-        located: The benchmark with its data.
+        benchmark: One of its benchmarks, located.
         model: What is evaluated.
         run: The recipe of the run; None for a model.
         flags: The command line.
@@ -96,23 +96,29 @@ def suite_job(
     Raises:
         RecipeError: a value is wrong.
     """
-    benchmark = located.benchmark
     where = f"benchmark {benchmark.name}"
     lengths = (suite.max_prompt_tokens, benchmark.max_new_tokens or suite.max_new_tokens)
+    prompting: dict[str, Any] = {"prompt_template": benchmark.prompt_template or suite.prompt_template}
+    if suite.system_prompt is not None:
+        prompting["system_prompt"] = suite.system_prompt
+    temperature = suite.temperature
     if run is None:
         source = bare_source(model, *lengths)
-        source.put(("eval",), {"temperature": suite.temperature, "top_p": suite.top_p}, where)
+        source.put(("eval",), {"temperature": temperature, "top_p": suite.top_p}, where)
     else:
         source = copy.deepcopy(run)
         source.put(("train", "micro_batch_tokens"), 1 << 30, where)  # only training reads it
-        if not _knows_math(run):
+        trained = build_recipe(run)
+        temperature = trained.eval.temperature
+        if trained.task.name == "math":  # only then its prompts and lengths fit the suite's problems
+            prompting = {name: value for name, value in trained.task.options.items() if name in PROMPT_OPTIONS}
+        else:
             for name, value in _lengths(model, *lengths).items():
                 source.put(("rollout", name), value, where)
-    options = {**located.options, **_prompt_options(suite, located, run)}
-    source.put(("task",), {"name": "math", "options": options}, where)
+    source.put(("task",), {"name": "math", "options": {**benchmark.options, **prompting}}, where)
     source.put(("rewards",), [{"name": "correct"}], where)
-    temperature = flags.temperature if flags.temperature is not None else _value(source, "eval", "temperature")
-    num_samples = 1 if temperature == 0 else benchmark.num_samples or suite.num_samples
+    is_greedy = (temperature if flags.temperature is None else flags.temperature) == 0
+    num_samples = 1 if is_greedy else benchmark.num_samples or suite.num_samples
     source.put(("eval", "num_samples"), num_samples, where)
     source.put(("eval", "num_problems"), None, where)
     flags.put(source)
@@ -127,30 +133,8 @@ def build_checked(source: RecipeSource) -> Recipe:
 
 
 def _lengths(model: str, max_prompt_tokens: int, max_new_tokens: int) -> dict[str, int]:
-    """So many tokens, or half of what the model was made for where that is less."""
+    """These numbers of tokens, or half of the model's positions where that is less."""
     from srtrl.model.weights import read_config
 
     half = read_config(model).max_position_embeddings // 2
     return {"max_prompt_tokens": min(half, max_prompt_tokens), "max_new_tokens": min(half, max_new_tokens)}
-
-
-def _knows_math(run: RecipeSource) -> bool:
-    """Whether the run is about the task `math`: only then do its prompts and lengths fit a suite's problems."""
-    return bool(_value(run, "task", "name") == "math")
-
-
-def _prompt_options(suite: Suite, located: LocatedBenchmark, run: RecipeSource | None) -> dict[str, Any]:
-    """How the run's policy was asked, where that was the task `math`; else the suite's way."""
-    if run is not None and _knows_math(run):
-        trained = _value(run, "task", "options") or {}
-        return {name: trained[name] for name in PROMPT_OPTIONS if name in trained}
-    options: dict[str, Any] = {"prompt_template": located.benchmark.prompt_template or suite.prompt_template}
-    if suite.system_prompt is not None:
-        options["system_prompt"] = suite.system_prompt
-    return options
-
-
-def _value(source: RecipeSource, section: str, name: str) -> Any:
-    """A value of the recipe's data, which has not been checked; None where it is not given."""
-    values = source.data.get(section)
-    return values.get(name) if isinstance(values, dict) else None

@@ -21,8 +21,8 @@ from srtrl.tasks.rows import MissingDataError, RowError, RowSource, check_source
 FOLDER = Path(__file__).parent / "suites"
 FILE_ENDINGS = ("{name}.jsonl", "{name}.parquet", "{name}_test.jsonl", "{name}_test.parquet")
 """What `--data-dir` looks for, in this order."""
-LOOKED_AT_ROWS = 100
-"""Rows looked at, at most, to find one that tells what the fields are called."""
+FIELDS = ("problem_field", "answer_field", "choices_field", "solution_field", "id_field")
+"""Fields of the rows, as in the options of the task `math`."""
 
 
 class Benchmark(Section):
@@ -57,6 +57,21 @@ class Benchmark(Section):
     num_samples: int | None = Field(default=None, ge=1)
     """Instead of the suite's."""
 
+    @property
+    def place(self) -> str:
+        """Where the data is from, for people."""
+        return ", ".join(self.data.files) or f"hub: {self.data.hub} ({self.data.split})"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the task `math` for located rows: source and fields, but not how the prompt reads."""
+        return {
+            "eval": self.data.model_dump(exclude_defaults=True),
+            "answer_pattern": self.answer_pattern,
+            "answer_boxed": self.answer_boxed,
+            **{option: name for option in FIELDS for name in getattr(self, option)},
+        }
+
 
 class Suite(Section):
     """Benchmarks, and what holds for each of them that does not say otherwise."""
@@ -89,20 +104,74 @@ class Suite(Section):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class LocatedBenchmark:
-    """A benchmark with its data found and its fields known."""
+class SuiteChoice:
+    """The suite and its options, as on the command line."""
 
-    benchmark: Benchmark
-    source: RowSource
-    options: dict[str, Any]
-    """Of the task `math`: source and fields, but not how the prompt reads."""
+    name: str
+    only: str | None = None
+    """Names of benchmarks, with commas between them; all of the suite's by default."""
+    data: Sequence[str] = ()
+    """NAME=FILE; these come before `data_dir`."""
+    data_dir: Path | None = None
+    """With a folder the hub is not asked: what is not there is missing."""
+    skip_missing: bool = False
 
-    @property
-    def place(self) -> str:
-        """Where the data is from, for people."""
-        if self.source.hub is None:
-            return ", ".join(self.source.files)
-        return f"hub: {self.source.hub} ({self.source.split})"
+    def open(self) -> OpenSuite:
+        """Read the suite and find the data of its benchmarks.
+
+        Raises:
+            MissingDataError: a benchmark's data is not available, and may not be skipped; or that of none is.
+            ValueError: an option is wrong, or the data does not fit its benchmark.
+        """
+        suite = load_suite(self.name)
+        files, wanted = self._named(suite)
+        if self.data_dir is not None and not self.data_dir.is_dir():
+            raise ValueError(f"--data-dir: there is no folder {self.data_dir}")
+        found: list[Benchmark] = []
+        missing: dict[str, str] = {}
+        for benchmark in suite.benchmarks:
+            if benchmark.name not in wanted:
+                continue
+            try:
+                found.append(locate(benchmark, files.get(benchmark.name), self.data_dir))
+            except MissingDataError as error:
+                if not self.skip_missing:
+                    hint = f"give a file with --data {benchmark.name}=FILE, choose others with --only"
+                    raise MissingDataError(f"benchmark {benchmark.name}: {error}; {hint}, or --skip-missing") from error
+                missing[benchmark.name] = str(error)
+        if not found:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+            raise MissingDataError(f"--skip-missing: no benchmark is left: {reasons}")
+        return OpenSuite(name=self.name, suite=suite, benchmarks=found, missing=missing)
+
+    def _named(self, suite: Suite) -> tuple[dict[str, str], list[str]]:
+        """The files of `--data` by benchmark, and the names of the benchmarks; ValueError for an unknown one."""
+        for text in self.data:
+            if not all(text.partition("=")):
+                raise ValueError(f"--data: expected NAME=FILE, found {text!r}")
+        files = {name: file for name, _, file in (text.partition("=") for text in self.data)}
+        every = [benchmark.name for benchmark in suite.benchmarks]
+        wanted = every if self.only is None else [part.strip() for part in self.only.split(",") if part.strip()]
+        if not wanted:
+            raise ValueError("--only: expected names of benchmarks, such as gsm8k,math500")
+        for flag, names, known in (("--only", wanted, every), ("--data", files, wanted)):
+            for name in names:
+                if name not in known:
+                    near = suggestion(name, known) or ";"
+                    raise ValueError(f"{flag}: no benchmark `{name}`{near} expected one of {', '.join(known)}")
+        return files, wanted
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class OpenSuite:
+    """A suite whose data is found."""
+
+    name: str
+    suite: Suite
+    benchmarks: list[Benchmark]
+    """Those that are wanted, each with its data and the one name that each field has there; see `locate`."""
+    missing: dict[str, str]
+    """Benchmark -> why its data is not available."""
 
 
 def load_suite(name: str) -> Suite:
@@ -125,96 +194,43 @@ def load_suite(name: str) -> Suite:
         raise RecipeError([source.located(problem) for problem in error.problems]) from error
 
 
-def choose(suite: Suite, only: Sequence[str]) -> list[Benchmark]:
-    """The benchmarks named in `only`, in the suite's order; all where it is empty.
+def locate(benchmark: Benchmark, file: str | None, folder: Path | None) -> Benchmark:
+    """The benchmark with its data found, and of the names of each field the first that the first row has.
 
-    Raises:
-        ValueError: a name that the suite does not have.
-    """
-    check_names("--only", only, suite)
-    return [benchmark for benchmark in suite.benchmarks if not only or benchmark.name in only]
-
-
-def check_names(flag: str, names: Sequence[str], suite: Suite) -> None:
-    """Raise ValueError, naming the flag, for a name that is no benchmark of the suite."""
-    known = [benchmark.name for benchmark in suite.benchmarks]
-    for name in names:
-        if name not in known:
-            raise ValueError(
-                f"{flag}: no benchmark `{name}` in this suite{suggestion(name, known) or ';'} known: {', '.join(known)}"
-            )
-
-
-def locate(benchmark: Benchmark, files: Mapping[str, str], folder: Path | None) -> LocatedBenchmark:
-    """Find the benchmark's data and see what its fields are called.
-
-    With a folder nothing is asked of the hub: what is not there is missing.
+    Where it has none of them, the first name stays, which loading the data refuses; a row need not have an id.
 
     Args:
         benchmark: One of a suite.
-        files: Benchmark -> file, of `--data`; it goes before the folder.
+        file: Of `--data`; it comes before the folder.
         folder: Of `--data-dir`.
 
     Raises:
         MissingDataError: there is no such file, or the hub does not give the data.
-        ValueError: the rows have no such fields.
+        ValueError: the file is of an unknown kind.
     """
-    source = _source_of(benchmark, files, folder)
-    fields = _example(benchmark, source)
-    options: dict[str, Any] = {
-        "eval": source.model_dump(exclude_defaults=True),
-        "problem_field": _pick(benchmark, "problem_field", fields),
-        "answer_field": _pick(benchmark, "answer_field", fields),
-        "answer_pattern": benchmark.answer_pattern,
-        "answer_boxed": benchmark.answer_boxed,
-    }
-    if benchmark.choices_field:
-        options["choices_field"] = _pick(benchmark, "choices_field", fields)
-    for option in ("solution_field", "id_field"):
-        present = [name for name in getattr(benchmark, option) if _has(fields, name)]
-        options |= {option: present[0]} if present else {}
-    return LocatedBenchmark(benchmark=benchmark, source=source, options=options)
-
-
-def _source_of(benchmark: Benchmark, files: Mapping[str, str], folder: Path | None) -> RowSource:
-    name = benchmark.name
-    if name in files:
-        source = RowSource(files=[files[name]])
-        check_source(source, f"--data {name}")
-        return source
-    if folder is None:
-        if benchmark.data.files:
-            check_source(benchmark.data, "data")
-        return benchmark.data
-    candidates = [folder / ending.format(name=name) for ending in FILE_ENDINGS]
-    found = [path for path in candidates if path.is_file()]
-    if not found:
-        names = ", ".join(path.name for path in candidates)
-        raise MissingDataError(f"--data-dir: {folder} has no data of benchmark {name}; looked for {names}")
-    return RowSource(files=[str(found[0])])
-
-
-def _example(benchmark: Benchmark, source: RowSource) -> Mapping[str, Any]:
-    """The fields of the first row that is an object."""
-    reason = "there are no rows"
-    for number, row in enumerate(read_rows(source)):
-        if not isinstance(row.fields, RowError):
-            return row.fields
-        reason = f"{row.place}: {row.fields}"
-        if number == LOOKED_AT_ROWS:
-            break
-    raise ValueError(f"benchmark {benchmark.name}: no row can be used; {reason}")
-
-
-def _pick(benchmark: Benchmark, option: str, fields: Mapping[str, Any]) -> str:
-    names: list[str] = getattr(benchmark, option)
-    for name in names:
-        if _has(fields, name):
-            return name
-    raise ValueError(
-        f"benchmark {benchmark.name}: its rows have no field {' or '.join(f'`{name}`' for name in names)} "
-        f"({option}); their fields are {', '.join(fields)}"
-    )
+    source, place = benchmark.data, "data"
+    if file is not None:
+        source, place = RowSource(files=[file]), f"--data {benchmark.name}"
+    elif folder is not None:
+        candidates = [folder / ending.format(name=benchmark.name) for ending in FILE_ENDINGS]
+        found = [str(path) for path in candidates if path.is_file()]
+        if not found:
+            names = ", ".join(path.name for path in candidates)
+            raise MissingDataError(
+                f"--data-dir: {folder} has no data of benchmark {benchmark.name}; looked for {names}"
+            )
+        source, place = RowSource(files=found[:1]), "--data-dir"
+    check_source(source, place)
+    first = next(read_rows(source), None)
+    fields = (
+        {} if first is None or isinstance(first.fields, RowError) else first.fields
+    )  # loading it tells what is wrong
+    chosen: dict[str, list[str]] = {}
+    for option in FIELDS:
+        names = getattr(benchmark, option)
+        present = [name for name in names if _has(fields, name)]
+        chosen[option] = present[:1] if present or option == "id_field" else names[:1]
+    return benchmark.model_copy(update={"data": source, **chosen})
 
 
 def _has(fields: Mapping[str, Any], name: str) -> bool:

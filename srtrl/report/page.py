@@ -1,35 +1,22 @@
-"""`srtrl report`: a run's curves, lengths and samples as one HTML page that needs no network."""
+"""`srtrl report`: a run's summary, curves and samples as one HTML page that needs no network."""
 
 import base64
 import os
 import sys
 import webbrowser
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
+from typing import Any
 
 from srtrl import __version__
-from srtrl.metrics import MetricRow, write_atomic
-from srtrl.report.charts import draw_charts
-from srtrl.report.drawing import Chart
-from srtrl.report.run_data import RunData, StepRollouts, choose_samples, read_run
-from srtrl.report.speculation_charts import NUM_LATEST, draw_speculation
-from srtrl.report.trie_section import look_at_trie
-from srtrl.trainer.run_metrics import HeldOut, RunSummary, summarise_run
+from srtrl.metrics import write_atomic
+from srtrl.report.charts import CHARTS, TIMELINE, Chart, draw
+from srtrl.report.runs import Run, read_rollouts, read_run
+from srtrl.trainer.run_folder import read_timeline
+from srtrl.trainer.run_metrics import summarise_run, summary_table
 
 TEMPLATE = Path(__file__).parent / "page.html"
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """One of the figures at the top of the page."""
-
-    label: str
-    value: str
-    detail: str = ""
-    mood: str = ""
-    """`good` or `bad` colours the value."""
 
 
 def write_report(folder: Path) -> Path:
@@ -51,116 +38,64 @@ def open_in_browser(path: Path) -> None:
         webbrowser.open(path.resolve().as_uri())
 
 
-def render(run: RunData) -> str:
+def render(run: Run) -> str:
     """The page as HTML text."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    is_finished = bool(run.steps) and run.steps[-1]["step"] >= run.recipe.train.num_steps
-    summary = summarise_run(run.recipe.name, run.rows, interrupted=not is_finished)
-    trie = look_at_trie(run) if run.speculates else None
-    sections = {
-        "Curves": draw_charts(run),
-        "Speculation": [*draw_speculation(run), *([trie.picture] if trie is not None else [])],
-    }
+    summary = summarise_run(run.recipe.name, run.rows, interrupted=not run.is_finished)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        summary=summary,
+        num_steps=run.num_steps,
         recipe=run.recipe,
-        recipe_text=run.recipe_text,
-        tiles=_tiles(run, summary),
-        notices=_notices(run, summary),
-        sections=[(name, [_shown(chart) for chart in charts]) for name, charts in sections.items() if charts],
-        trie=trie,
-        samples=[StepRollouts(step=step.step, samples=choose_samples(step)) for step in _ends(run.rollouts)],
+        recipe_text=(run.folder / "recipe.yaml").read_text(encoding="utf-8"),
+        figures=list(zip(*(column.cells for column in summary_table(summary).columns), strict=True)),
+        notices=list(_notices(run)),
+        sections={name: list(charts) for name, charts in _sections(run).items() if charts},
+        samples=list(_samples(run)),
         version=__version__,
     )
 
 
-def _ends(rollouts: Sequence[StepRollouts]) -> list[StepRollouts]:
-    """The first and the last, which may be the same."""
-    return [rollouts[index] for index in sorted({0, len(rollouts) - 1})] if rollouts else []
-
-
-def _tiles(run: RunData, summary: RunSummary) -> list[Tile]:
-    tiles = [Tile("Held-out accuracy before", *_accuracy(summary.before))]
-    gain = None
-    if summary.before is not None and summary.after is not None:
-        gain = 100 * (summary.after.accuracy - summary.before.accuracy)
-    mood = "" if not gain else "good" if gain > 0 else "bad"
-    value, detail = _accuracy(summary.after)
-    tiles.append(Tile("Held-out accuracy after", value, detail, mood))
-    if gain is not None:
-        tiles.append(Tile("Gain", f"{gain:+.1f}", "percentage points", mood))
-    if summary.first_reward is not None and summary.last_reward is not None:
-        tiles.append(
-            Tile("Training reward", f"{summary.last_reward:.3f}", f"{summary.first_reward:.3f} at the first step")
-        )
-    tiles.append(Tile("Steps", f"{summary.num_steps}", f"of {run.recipe.train.num_steps}"))
-    total = sum(summary.seconds.values())
-    share = summary.seconds.get("rollout", 0.0) / total if total else 0.0
-    tiles.append(Tile("Time of all stages", _duration(total), f"{share:.0%} of it rollouts"))
-    tiles.append(Tile("Response tokens", f"{summary.num_response_tokens:,}", "sampled for training"))
-    if run.speculates:
-        tiles += _speculation_tiles(run.steps[-NUM_LATEST:])
-    return tiles
-
-
-def _speculation_tiles(rows: Sequence[MetricRow]) -> list[Tile]:
-    """What drafts bring in the latest steps."""
-    tokens, verified = (
-        fmean(row.get(f"engine/{name}_per_decode_step", 1.0) for row in rows) for name in ("tokens", "verified")
-    )
-    tiles = [Tile("Tokens a decode step", f"{tokens:.2f}", f"{verified:.1f} verified, in the latest steps")]
-    saved = sum(row.get("engine/saved_seconds", 0.0) for row in rows)
-    spent = sum(row.get("time/rollout", 0.0) for row in rows)
-    if saved and spent and saved + spent > 0:
-        share = saved / (saved + spent)
-        tiles.append(Tile("Rollout time saved", f"{share:.0%}", "estimated, in the latest steps"))
-    return tiles
-
-
-def _notices(run: RunData, summary: RunSummary) -> list[str]:
+def _notices(run: Run) -> Iterator[str]:
     """What a reader must know before believing the curves."""
-    notices = []
-    if summary.interrupted:
-        notices.append(
-            f"This run has done {summary.num_steps} of {run.recipe.train.num_steps} steps: it is still going on, or "
-            "it was interrupted (`srtrl train RECIPE --resume` goes on)."
+    if not run.is_finished:
+        yield (
+            f"This run has done {run.num_steps} of {run.recipe.train.num_steps} steps: it is still running, or it was "
+            "interrupted (`srtrl train RECIPE --resume` continues it)."
         )
-    if summary.num_skipped_steps:
-        notices.append(
-            f"{summary.num_skipped_steps} steps had nothing to learn from: the filters dropped all their groups, or "
-            "overlong filtering all that was left."
-        )
-    failed = {
-        kind: int(sum(row.get(f"grading/{kind}", 0) for row in run.rows)) for kind in ("timeout", "crash", "error")
-    }
+    failed = {kind: sum(row.get(f"grading/{kind}", 0) for row in run.rows) for kind in ("timeout", "crash", "error")}
     if any(failed.values()):
-        counts = ", ".join(f"{count} {kind}" for kind, count in failed.items() if count)
-        notices.append(f"Grading failed for some training samples, which count as not correct: {counts}.")
-    return notices
+        counts = ", ".join(f"{count:.0f} {kind}" for kind, count in failed.items() if count)
+        yield f"Grading failed for some training samples, which count as incorrect: {counts}."
 
 
-def _accuracy(held_out: HeldOut | None) -> tuple[str, str]:
-    """Value and detail of a tile."""
-    if held_out is None:
-        return "-", "not evaluated"
-    interval = f"{held_out.accuracy_low:.1%} to {held_out.accuracy_high:.1%}"
-    return f"{held_out.accuracy:.1%}", f"step {held_out.step}, 95% interval {interval}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
-
-
-def _shown(chart: Chart) -> dict[str, object]:
-    """A chart as the template takes it."""
-    return {"title": chart.title, "note": chart.note, "uri": _data_uri(chart.svg), "is_wide": chart.is_wide}
+def _sections(run: Run) -> dict[str, list[tuple[Chart, str]]]:
+    """The charts that there is data for, each with the URI of its picture."""
+    timelines = sorted((run.folder / "timeline").glob("step_*.parquet"))
+    decode_steps = [asdict(step) for path in timelines[-1:] for step in read_timeline(path)]
+    drawn = {name: [(chart, draw(chart, run.rows)) for chart in charts] for name, charts in CHARTS.items()}
+    drawn["Speed and speculation"].append((TIMELINE, draw(TIMELINE, decode_steps, x="seconds")))
+    return {
+        name: [(chart, _data_uri(svg)) for chart, svg in charts if svg is not None] for name, charts in drawn.items()
+    }
 
 
 def _data_uri(svg: str) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode("utf-8")).decode("ascii")
+
+
+def _samples(run: Run) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Samples of the first, the middle and the last step with saved rollouts: the first of each outcome.
+
+    Those of a prompt that was shown before come first, so that a reader sees how its responses change.
+    """
+    files = list(run.rollout_files.items())
+    shown: set[str] = set()
+    for index in sorted({0, len(files) // 2, len(files) - 1}) if files else []:
+        step, path = files[index]
+        table = read_rollouts(path)
+        prompt_ids, outcomes = table["prompt_id"].to_pylist(), table["outcome"].to_pylist()
+        order = sorted(range(len(outcomes)), key=lambda row: prompt_ids[row] not in shown)
+        chosen = {outcomes[row]: row for row in reversed(order)}
+        shown |= {prompt_ids[row] for row in chosen.values()}
+        yield step, table.take([chosen[outcome] for outcome in sorted(chosen)]).to_pylist()

@@ -1,6 +1,8 @@
 """`srtrl trie`: one prompt's trie, and how a later rollout went through it, in text."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,12 +12,13 @@ if TYPE_CHECKING:
     from rich.text import Text
     from rich.tree import Tree
 
-    from srtrl.report.trie_view import Branch, Decode, TrieView
+    from srtrl.report.runs import Run
+    from srtrl.report.trie_view import Branch, Decode, PromptHistory, TrieView
 
 LABEL_CHARACTERS = 72
 """Longest text of a branch; of a longer one the middle is left out."""
-TAKEN, NEW = "bold green", "bold magenta"
-STEP_STYLES = ("", "cyan")
+END_SIGN = "∎"
+"""Stands for special tokens where people read: mostly the end of a response."""
 
 
 def command(
@@ -28,7 +31,7 @@ def command(
         int | None, typer.Option(min=1, help="Step of the later rollout. [default: the last that sampled the prompt]")
     ] = None,
     depth: Annotated[int, typer.Option(min=1, help="How far to look, in tokens from the response's start.")] = 128,
-    nodes: Annotated[int, typer.Option(min=1, help="Most branches to show.")] = 40,
+    nodes: Annotated[int, typer.Option(min=1, help="Maximum number of branches to show.")] = 40,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder or hub name of the tokenizer. [default: the run's]")
     ] = None,
@@ -36,125 +39,119 @@ def command(
 ) -> None:
     """Show the trie of a prompt and what it brings.
 
-    The trie is built from the prompt's rollouts of all steps before STEP (where there is none, from the later rollout's
-    siblings). Its most travelled branches from the start of the response are shown, and the way that the first rollout
-    of STEP took; then that rollout is decoded again with drafts from the trie.
+    The trie is built from the prompt's rollouts of all steps before STEP (where there are none, from the later
+    rollout's siblings). Its most travelled branches from the start of the response are shown, and the way that the
+    first rollout of STEP took; then that rollout is decoded again with drafts from the trie.
     """
-    from srtrl.recipe_file import load_recipe
-    from srtrl.report.prompt_history import open_tokenizer, require_history
-    from srtrl.report.trie_view import END_SIGN, min_score_of, text_decoder, view_trie
+    from srtrl.report.runs import read_run
+    from srtrl.report.trie_view import read_history, view_trie
 
-    history = require_history(run, prompt, step)
-    opened = open_tokenizer(run, tokenizer)
-    min_score = min_score_of(load_recipe(run / "recipe.yaml"))
-    view = view_trie(history, min_score=min_score, num_branches=nodes, max_depth=depth)
+    read = read_run(run)
+    history = read_history(read, prompt, step)
+    decode = text_decoder(read, tokenizer, special=None if as_json else END_SIGN)
+    view = view_trie(history, decode, num_branches=nodes, max_depth=depth)
     if as_json:
-        print(json.dumps(as_record(view, text_decoder(opened))))
+        print(json.dumps(as_record(history, view, decode)))
     else:
-        _print(view, text_decoder(opened, special=END_SIGN))
+        print_view(history, view)
 
 
-def as_record(view: "TrieView", decode: "Decode") -> dict[str, Any]:
+def text_decoder(run: "Run", tokenizer_path: str | None, *, special: str | None) -> "Decode":
+    """How tokens read; special ones become `special`, or stay.
+
+    The tokenizer is that at `tokenizer_path`, else the run's: that of its newest checkpoint, or of its recipe's model.
+
+    Raises:
+        ValueError: It cannot be loaded.
+    """
+    from srtrl.model.weights import load_tokenizer
+    from srtrl.trainer.checkpoint import latest_checkpoint
+
+    own = latest_checkpoint(run.folder / "checkpoints") or run.recipe.model.tokenizer or run.recipe.model.path
+    tokenizer = load_tokenizer(tokenizer_path or str(own))
+    replaced = [] if special is None else sorted(tokenizer.all_special_tokens, key=len, reverse=True)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        text = str(tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        for token in replaced:
+            text = text.replace(token, special or "")
+        return text
+
+    return decode
+
+
+def as_record(history: "PromptHistory", view: "TrieView", decode: "Decode") -> dict[str, Any]:
     """What `--json` prints."""
-    history = view.history
     return {
         "prompt_id": history.prompt_id,
         "prompt": history.prompt,
         "history": [{"step": one.step, "sample_index": one.sample_index} for one in history.earlier],
-        "trie": {"num_tokens": view.num_tokens, "num_states": view.num_states, "num_bytes": view.num_bytes},
-        "root": _branch_record(view.root, decode),
-        "later": {
-            "step": history.later.step,
-            "sample_index": history.later.sample_index,
-            "token_ids": history.later.token_ids,
-            "text": decode(history.later.token_ids),
-        },
-        "decode_steps": [
-            {"token_ids": step.token_ids, "text": decode(step.token_ids), "num_drafted": step.num_drafted}
-            for step in view.steps
-        ],
+        "trie": view.trie,
+        "root": asdict(view.root),
+        "later": {**asdict(history.later), "text": decode(history.later.token_ids)},
+        "decode_steps": [asdict(step) for step in view.steps],
         "tokens_per_step": view.tokens_per_step,
         "verified_per_step": view.verified_per_step,
     }
 
 
-def _branch_record(branch: "Branch", decode: "Decode") -> dict[str, Any]:
-    return {
-        "token_ids": branch.token_ids,
-        "text": decode(branch.token_ids),
-        "count": branch.count,
-        "is_taken": branch.is_taken,
-        "num_hidden": branch.num_hidden,
-        "children": [_branch_record(child, decode) for child in branch.children],
-    }
-
-
-def _print(view: "TrieView", decode: "Decode") -> None:
+def print_view(history: "PromptHistory", view: "TrieView") -> None:
+    """Print the prompt, the branches and the decode steps."""
     from rich.console import Console
     from rich.text import Text
 
-    from srtrl.report.trie_view import DRAFT_NODES, describe_history
+    from srtrl.report.trie_view import DRAFT_NODES
 
-    console = Console(soft_wrap=True)
-    later = view.history.later
+    console = Console(soft_wrap=True, highlight=False)
+    later = history.later
     name = f"step {later.step}, sample {later.sample_index}"
-    console.print(Text(f"prompt {view.history.prompt_id}"), style="bold")
-    console.print(Text(view.history.prompt.rstrip("\n")))
+    console.print(Text(f"prompt {history.prompt_id}"), style="bold")
+    console.print(Text(history.prompt.rstrip("\n")))
+    size = ", ".join(f"{count:,} {what.removeprefix('num_')}" for what, count in view.trie.items())
+    steps = ", ".join(dict.fromkeys(str(rollout.step) for rollout in history.earlier)) or "(none)"
+    console.print(f"\ntrie of the earlier rollouts, {len(history.earlier)} of steps {steps}: {size}", style="bold")
+    console.print(f"Each branch with its number of rollouts; * is the way of {name}.")
+    console.print(_tree(view.root))
+    console.print(f"\n{name}, decoded with drafts of up to {DRAFT_NODES} nodes", style="bold")
+    decoded = [
+        Text.assemble((f"[{len(step.token_ids)}] ", "dim"), (on_one_line(step.text), "cyan" if number % 2 else ""))
+        for number, step in enumerate(view.steps)
+    ]
+    console.print(Text(" | ", "dim").join(decoded))
     console.print(
-        f"\ntrie of {describe_history(view.history)}: {view.num_tokens:,} tokens, {view.num_states:,} states, "
-        f"{view.num_bytes:,} bytes",
-        style="bold",
-        highlight=False,
-    )
-    console.print(f"Each branch with its number of rollouts; * is the way of {name}.", highlight=False)
-    console.print(_tree(view.root, decode))
-    console.print(f"\n{name}, decoded with drafts of up to {DRAFT_NODES} nodes", style="bold", highlight=False)
-    console.print(_steps_text(view, decode))
-    console.print(
-        f"{len(later.token_ids)} tokens in {len(view.steps)} decode steps: {view.tokens_per_step:.2f} a step, "
-        f"{view.verified_per_step:.1f} verified",
-        highlight=False,
+        f"{len(later.token_ids)} tokens in {len(view.steps)} decode steps: {view.tokens_per_step:.2f} per step, "
+        f"{view.verified_per_step:.1f} verified"
     )
 
 
-def _tree(root: "Branch", decode: "Decode") -> "Tree":
+def _tree(root: "Branch") -> "Tree":
     """The branches as rich draws a tree."""
     from rich.tree import Tree
 
     def add(parent: Tree, branch: "Branch") -> None:
         for child in branch.children:
-            add(parent.add(_label(child, decode)), child)
+            add(parent.add(_label(child)), child)
         if branch.num_hidden:
-            parent.add(f"[dim]{branch.num_hidden} more[/dim]", highlight=False)
+            parent.add(f"[dim]{branch.num_hidden} more[/dim]")
 
-    tree = Tree(f"{root.count}  (start of the response)", highlight=False)
+    tree = Tree(f"{root.count}  (start of the response)")
     add(tree, root)
     return tree
 
 
-def _label(branch: "Branch", decode: "Decode") -> "Text":
+def _label(branch: "Branch") -> "Text":
     from rich.text import Text
 
-    from srtrl.report.trie_view import one_line
-
-    line = one_line(decode(branch.token_ids), LABEL_CHARACTERS)
+    line = on_one_line(branch.text, LABEL_CHARACTERS)
     if branch.count == 0:
-        return Text(f"* new: {line}", NEW)
-    label = f"{branch.count}  {line}"
-    return Text(f"* {label}", TAKEN) if branch.is_taken else Text(label)
+        return Text(f"* new: {line}", "bold magenta")
+    return Text(f"* {branch.count}  {line}", "bold green") if branch.is_taken else Text(f"{branch.count}  {line}")
 
 
-def _steps_text(view: "TrieView", decode: "Decode") -> "Text":
-    """`[7] First, we add 12 and 5 | [3] ...`: the tokens of each decode step."""
-    from rich.text import Text
-
-    from srtrl.report.trie_view import one_line
-
-    text = Text()
-    for number, step in enumerate(view.steps):
-        if number:
-            text.append(" | ", "dim")
-        text.append(f"[{len(step.token_ids)}] ", "dim")
-        shown = decode(step.token_ids)
-        text.append(one_line(shown, len(shown)), STEP_STYLES[number % 2])
-    return text
+def on_one_line(text: str, max_characters: int | None = None) -> str:
+    """The text on one line, line ends shown, the middle left out where it is longer than `max_characters`."""
+    line = "".join("⏎" if character == "\n" else character if character.isprintable() else "·" for character in text)
+    if max_characters is None or len(line) <= max_characters:
+        return line
+    tail = max_characters // 3
+    return f"{line[: max_characters - tail - 1]}…{line[-tail:]}"

@@ -4,7 +4,6 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,35 +11,54 @@ from srtrl.drafters.srt import SrtOptions
 from srtrl.drafters.suffix_automaton import START_TOKEN
 from srtrl.drafters.token_trie import TokenTrie, TrieCursors
 from srtrl.drafters.trie_draft import BLEND, TrieDrafts
-from srtrl.recipe import Recipe
-from srtrl.report.prompt_history import PromptHistory
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from srtrl.report.runs import Run, read_rollouts
+from srtrl.resolve import suggestion
 
 DRAFT_NODES = 16
 """Nodes of a draft in the replay of the later rollout."""
+NUM_LISTED = 8
+"""How many prompts or steps a message lists."""
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text."""
 
-END_SIGN = "∎"
-"""Stands for special tokens where people read: mostly the end of a response."""
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PastRollout:
+    """One sample of a prompt."""
+
+    step: int
+    sample_index: int
+    token_ids: list[int]
+    """Response tokens."""
 
 
-@dataclass(slots=True)
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PromptHistory:
+    """Rollouts of one prompt, and a later one."""
+
+    prompt_id: str
+    prompt: str
+    earlier: list[PastRollout]
+    """By step, draw and sample; empty where the prompt has only one rollout."""
+    later: PastRollout
+    """Sampled after all of `earlier`: in a later step, or else their sibling."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Branch:
     """Tokens in a row after which rollouts part, or end."""
 
     token_ids: list[int]
+    text: str
     count: int
-    """Earlier rollouts that have these tokens here; 0 of what only the later rollout has."""
+    """Earlier rollouts that have these tokens here; 0 for what only the later rollout has."""
     is_taken: bool
     """Whether the later rollout went this way."""
+    num_hidden: int = 0
+    """Earlier rollouts that continue in a way that is not shown."""
     children: list["Branch"] = field(default_factory=list)
     """The one that the later rollout took, then the most travelled first."""
-    num_hidden: int = 0
-    """Earlier rollouts that go on in a way that is not shown."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -49,6 +67,7 @@ class DecodedStep:
 
     token_ids: list[int]
     """The accepted tokens of the draft, and the bonus token."""
+    text: str
     num_drafted: int
 
 
@@ -56,11 +75,8 @@ class DecodedStep:
 class TrieView:
     """A prompt's trie and a later rollout's way through it."""
 
-    history: PromptHistory
-    num_tokens: int
-    """In the trie, before the later rollout."""
-    num_states: int
-    num_bytes: int
+    trie: dict[str, int]
+    """`num_tokens`, `num_states` and `num_bytes` before the later rollout."""
     root: Branch
     """No tokens: the start of the response."""
     steps: list[DecodedStep]
@@ -68,7 +84,7 @@ class TrieView:
     @property
     def tokens_per_step(self) -> float:
         """Tokens of the later rollout for each decode step."""
-        return len(self.history.later.token_ids) / max(1, len(self.steps))
+        return sum(len(step.token_ids) for step in self.steps) / max(1, len(self.steps))
 
     @property
     def verified_per_step(self) -> float:
@@ -76,19 +92,71 @@ class TrieView:
         return 1 + sum(step.num_drafted for step in self.steps) / max(1, len(self.steps))
 
 
-def view_trie(
-    history: PromptHistory,
-    *,
-    min_score: float,
-    num_branches: int,
-    max_depth: int,
-) -> TrieView:
-    """Build the trie of the earlier rollouts; look at it, then replay the later rollout with it.
+def read_history(run: Run, prompt_id: str | None = None, step: int | None = None) -> PromptHistory:
+    """Read a prompt's rollouts up to `step`.
+
+    Args:
+        run: The run.
+        prompt_id: The prompt; by default the one with the most rollouts (in the steps that include `step`).
+        step: Whose first sample is the later rollout; by default the last step that sampled the prompt. If no step
+            before it did, its last sample is the later rollout and the others are the earlier ones.
+
+    Raises:
+        ValueError: The run has no rollouts, or none of the prompt (in the step): says what there is.
+    """
+    files = run.rollout_files
+    if not files:
+        raise ValueError(
+            f"{run.folder / 'rollouts'} has no step_*.parquet: no step of the run has ended yet, or its recipe has "
+            "log.save_rollouts: false"
+        )
+    if step is not None and step not in files:
+        raise ValueError(f"--step {step}: {run.folder} has rollouts of the steps {_listing(files)}")
+    steps_of: dict[str, list[int]] = {}
+    for number, path in files.items():
+        for name in read_rollouts(path, ["prompt_id"])["prompt_id"].to_pylist():
+            steps_of.setdefault(name, []).append(number)
+    if prompt_id is None:
+        candidates = [name for name, steps in steps_of.items() if step is None or step in steps]
+        prompt_id = max(candidates, key=lambda name: (len(steps_of[name]), steps_of[name][-1]))
+    if prompt_id not in steps_of:
+        near = suggestion(prompt_id, steps_of)
+        raise ValueError(
+            f"--prompt: {run.folder} has no rollouts of `{prompt_id}`{near}; it has those of {_listing(steps_of)}"
+        )
+    steps = list(dict.fromkeys(steps_of[prompt_id]))
+    if step not in {None, *steps}:
+        raise ValueError(f"--step {step}: prompt {prompt_id} was sampled in the steps {_listing(steps)}")
+    step = steps[-1] if step is None else step
+    rows = []
+    for number in (one for one in steps if one <= step):
+        table = read_rollouts(files[number], prompt_id=prompt_id)
+        order = [("draw_index", "ascending"), ("sample_index", "ascending")]
+        rows += [{**row, "step": number} for row in table.sort_by(order).to_pylist()]
+    rollouts = [PastRollout(**{name: row[name] for name in ("step", "sample_index", "token_ids")}) for row in rows]
+    num_earlier = sum(rollout.step < step for rollout in rollouts) or len(rollouts) - 1
+    return PromptHistory(
+        prompt_id=prompt_id,
+        prompt=rows[0]["prompt"],
+        earlier=rollouts[:num_earlier],
+        later=rollouts[num_earlier],
+    )
+
+
+def _listing(names: Iterable[object]) -> str:
+    """The first few, and how many there are in total."""
+    texts = list(map(str, names))
+    more = f", ... ({len(texts)} in total)" if len(texts) > NUM_LISTED else ""
+    return ", ".join(texts[:NUM_LISTED]) + more
+
+
+def view_trie(history: PromptHistory, decode: Decode, *, num_branches: int, max_depth: int) -> TrieView:
+    """Build the trie of the earlier rollouts, look at it, then replay the later rollout with it.
 
     Args:
         history: The rollouts.
-        min_score: Smallest score of a drafted node.
-        num_branches: Most branches shown: those on the later rollout's way first, as far as half of them, then those
+        decode: How their tokens read.
+        num_branches: Maximum number of branches: those on the later rollout's way first, up to half of them, then those
             that most rollouts took.
         max_depth: Longest way from the start of the response, in tokens.
     """
@@ -96,124 +164,49 @@ def view_trie(
     for rollout in history.earlier:
         trie.insert(rollout.token_ids)
     size = {"num_tokens": trie.num_tokens, "num_states": trie.num_states, "num_bytes": trie.num_bytes}
-    root = _Growth(trie, history, max_depth).grow(num_branches)
-    return TrieView(history=history, root=root, steps=_replay(trie, history.later.token_ids, min_score), **size)
+    root = _grow(history, decode, num_branches, max_depth)
+    return TrieView(trie=size, root=root, steps=_replay(trie, history.later.token_ids, decode))
 
 
-def min_score_of(recipe: Recipe) -> float:
-    """Smallest score of the run's drafter `srt`; that of its defaults where the run has another drafter."""
-    section = recipe.rollout
-    return SrtOptions.model_validate(section.drafter_options if section.drafter == "srt" else {}).min_score
+def _grow(history: PromptHistory, decode: Decode, num_branches: int, max_depth: int) -> Branch:
+    """The root of the branches to show, found by a best-first search; new text of the later rollout always is shown."""
+    way = list(history.later.token_ids)
+    root = Branch(token_ids=[], text="", count=len(history.earlier), is_taken=True)
+    waiting: list[tuple[bool, int, int, Branch, list[list[int]], int, int]] = []
+    order = itertools.count()
+
+    def add_candidates(branch: Branch, rollouts: list[list[int]], depth: int, num_forks: int) -> None:
+        """Queue the ways in which the rollouts of a branch that ends at `depth` continue."""
+        following: dict[int, list[list[int]]] = {}
+        for rollout in rollouts:
+            if len(rollout) > depth:
+                following.setdefault(rollout[depth], []).append(rollout)
+        for group in following.values():
+            is_taken = way in group
+            count = len(group) - is_taken
+            comes_first = is_taken and (count == 0 or num_forks < num_branches // 2)
+            heapq.heappush(waiting, (not comes_first, -count, next(order), branch, group, depth, num_forks + 1))
+
+    add_candidates(root, [*(rollout.token_ids for rollout in history.earlier), way], 0, 0)
+    num_shown = 0
+    while waiting:
+        _, negative_count, _, parent, group, depth, num_forks = heapq.heappop(waiting)
+        count = -negative_count
+        if count and (num_shown == num_branches or depth >= max_depth):
+            parent.num_hidden += count
+            continue
+        num_shown += count > 0
+        first, end, limit = group[0], depth + 1, max_depth if count else len(way)
+        while end < limit and all(rollout[end : end + 1] == first[end : end + 1] != [] for rollout in group):
+            end += 1
+        child = Branch(token_ids=first[depth:end], text=decode(first[depth:end]), count=count, is_taken=way in group)
+        parent.children.append(child)
+        add_candidates(child, group, end, num_forks)
+    return root
 
 
-def text_decoder(tokenizer: "PreTrainedTokenizerBase | None", *, special: str | None = None) -> Decode:
-    """Text of tokens, special ones too, or `special` in their place; numbers where there is no tokenizer."""
-    if tokenizer is None:
-        return lambda token_ids: "".join(f"<{token}>" for token in token_ids)
-    replaced = [] if special is None else sorted(tokenizer.all_special_tokens, key=len, reverse=True)
-
-    def decode(token_ids: Sequence[int]) -> str:
-        text = str(tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        for token in replaced:
-            text = text.replace(token, special or "")
-        return text
-
-    return decode
-
-
-def describe_history(history: PromptHistory) -> str:
-    """How many rollouts the trie is built from, and of which steps."""
-    counts: dict[int, int] = {}
-    for rollout in history.earlier:
-        counts[rollout.step] = counts.get(rollout.step, 0) + 1
-    if not counts:
-        return "no earlier rollout"
-    steps = ", ".join(map(str, counts))
-    num = len(history.earlier)
-    return f"{num} rollout{'s' if num > 1 else ''} of step{'s' if len(counts) > 1 else ''} {steps}"
-
-
-def one_line(text: str, most: int) -> str:
-    """The text on one line, line ends shown, its middle left out where it is longer than `most`."""
-    line = "".join("⏎" if character == "\n" else character if character.isprintable() else "·" for character in text)
-    if len(line) <= most:
-        return line
-    tail = most // 3
-    return f"{line[: most - tail - 1]}…{line[-tail:]}"
-
-
-class _Growth:
-    """Finds the branches to show, the most wanted first."""
-
-    def __init__(self, trie: TokenTrie, history: PromptHistory, max_depth: int) -> None:
-        self._trie = trie
-        self._way = history.later.token_ids
-        self._max_depth = max_depth
-        self._num_rollouts = len(history.earlier)
-        self._wanted: list[tuple[bool, int, int, Branch, list[int], int]] = []
-        self._order = itertools.count()
-
-    def grow(self, num_branches: int) -> Branch:
-        """Return the root of the branches."""
-        root = Branch([], self._num_rollouts, is_taken=True)
-        self._add_candidates(root, [], 1, num_branches)
-        num_shown = 0
-        while self._wanted and num_shown < num_branches:
-            _, _, _, parent, before, forks = heapq.heappop(self._wanted)
-            branch, path = self._follow(before)
-            parent.children.append(branch)
-            self._add_candidates(branch, path, forks + 1, num_branches)
-            num_shown += 1
-        for _, negative_count, _, parent, _, _ in self._wanted:
-            parent.num_hidden -= negative_count
-        self._add_new_text(root)
-        return root
-
-    def _follow(self, path: list[int]) -> tuple[Branch, list[int]]:
-        """The branch that begins with the last token of `path`, and the path to its end."""
-        path = list(path)
-        begin = len(path) - 1
-        count = self._continuations(path[:-1])[path[-1]]
-        is_taken = self._is_taken(path)
-        while len(path) < self._max_depth:
-            following = self._continuations(path)
-            if list(following.values()) != [count]:
-                break
-            (token,) = following
-            if is_taken and not self._is_taken([*path, token]):
-                break
-            path.append(token)
-        return Branch(path[begin:], count, is_taken), path
-
-    def _add_candidates(self, branch: Branch, path: list[int], forks: int, num_branches: int) -> None:
-        """Queue the ways that go on from `path`, where they may be shown."""
-        following = self._continuations(path)
-        if len(path) >= self._max_depth:
-            branch.num_hidden = sum(following.values())
-            return
-        for token, count in following.items():
-            onward = [*path, token]
-            comes_first = self._is_taken(onward) and forks <= num_branches // 2
-            heapq.heappush(self._wanted, (not comes_first, -count, next(self._order), branch, onward, forks))
-
-    def _add_new_text(self, root: Branch) -> None:
-        """What the later rollout alone has, where it leaves the trie and that place is shown."""
-        branch, depth = root, 0
-        while taken := next((child for child in branch.children if child.is_taken), None):
-            branch, depth = taken, depth + len(taken.token_ids)
-        rest = self._way[depth:]
-        if rest and rest[0] not in self._continuations(self._way[:depth]):
-            branch.children.insert(0, Branch(rest, 0, is_taken=True))
-
-    def _is_taken(self, path: Sequence[int]) -> bool:
-        return self._way[: len(path)] == path
-
-    def _continuations(self, path: Iterable[int]) -> dict[int, int]:
-        return self._trie.continuations([START_TOKEN, *path])
-
-
-def _replay(trie: TokenTrie, token_ids: list[int], min_score: float) -> list[DecodedStep]:
-    """Decode steps that would have given these tokens, each of them inserted at once as the drafter does."""
+def _replay(trie: TokenTrie, token_ids: list[int], decode: Decode) -> list[DecodedStep]:
+    """Decode steps that would have given these tokens, each of them inserted at once as the drafter `srt` does."""
     steps = []
     slots = np.zeros(1, np.int64)
     cursors, drafts = TrieCursors(), TrieDrafts()
@@ -221,19 +214,16 @@ def _replay(trie: TokenTrie, token_ids: list[int], min_score: float) -> list[Dec
     cursors.extend(slots, np.array([START_TOKEN], np.int32), np.array([0, 1]))
     done = 0
     while done < len(token_ids):
-        tree = drafts.propose(cursors, slots, np.full(1, DRAFT_NODES), BLEND, min_score)[0]
-        children = {
-            (parent, token): node
-            for node, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True))
-        }
-        end, node = done, -1
-        while end < len(token_ids):
-            node = children.get((node, token_ids[end]), len(children))
+        tree = drafts.propose(cursors, slots, np.full(1, DRAFT_NODES), BLEND, SrtOptions().min_score)[0]
+        edges = zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
+        children = {edge: node for node, edge in enumerate(edges)}
+        end = done
+        node: int | None = -1
+        while node is not None and end < len(token_ids):
+            node = children.get((node, token_ids[end]))  # None: not drafted, this is the bonus token
             end += 1
-            if node == len(children):  # not drafted: the bonus token
-                break
-        step = DecodedStep(token_ids=token_ids[done:end], num_drafted=tree.num_nodes)
-        cursors.extend(slots, np.array(step.token_ids, np.int32), np.array([0, end - done]))
-        steps.append(step)
+        tokens = token_ids[done:end]
+        cursors.extend(slots, np.array(tokens, np.int32), np.array([0, len(tokens)]))
+        steps.append(DecodedStep(token_ids=tokens, text=decode(tokens), num_drafted=tree.num_nodes))
         done = end
     return steps

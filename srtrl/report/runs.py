@@ -1,0 +1,73 @@
+"""The folder of a run, finished or not, as `srtrl report`, `srtrl compare` and `srtrl trie` read it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from srtrl.metrics import MetricRow, read_metrics
+from srtrl.recipe import Recipe
+from srtrl.recipe_file import load_recipe
+from srtrl.trainer.run_folder import step_of
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Run:
+    """A run, finished or not."""
+
+    folder: Path
+    recipe: Recipe
+    rows: Sequence[MetricRow]
+    """All rows of `metrics.jsonl`, at least one; row 0, where there is one, is the evaluation before training."""
+
+    @property
+    def num_steps(self) -> int:
+        """Training steps done."""
+        return sum(row["step"] > 0 for row in self.rows)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all of the recipe's steps are done."""
+        return self.num_steps >= self.recipe.train.num_steps
+
+    @property
+    def rollout_files(self) -> dict[int, Path]:
+        """The files of the saved rollouts by step, in order; empty where there are none."""
+        return {step_of(path): path for path in sorted((self.folder / "rollouts").glob("step_*.parquet"))}
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run's folder.
+
+    Raises:
+        ValueError: it is not a run's folder, or the run has not logged anything yet.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder; expected the folder of a run, such as runs/quickstart")
+    recipe_file, metrics_file = folder / "recipe.yaml", folder / "metrics.jsonl"
+    missing = [path.name for path in (recipe_file, metrics_file) if not path.is_file()]
+    if missing:
+        raise ValueError(f"{folder} is not the folder of a run: it has no {' and no '.join(missing)}")
+    rows = read_metrics(metrics_file)
+    if not rows:
+        raise ValueError(f"{metrics_file} has no complete row yet: there is nothing to show before the first step ends")
+    return Run(folder=folder, recipe=load_recipe(recipe_file), rows=rows)
+
+
+def read_rollouts(path: Path, columns: Sequence[str] | None = None, *, prompt_id: str | None = None) -> "pyarrow.Table":
+    """Rows of a step's rollouts: all of them, or those of one prompt; all columns, or these.
+
+    Raises:
+        ValueError: the file cannot be read; the message names it.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    filters = None if prompt_id is None else [("prompt_id", "=", prompt_id)]
+    try:
+        return pyarrow.parquet.read_table(path, columns=columns, filters=filters)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path}: cannot read these rollouts: {error}") from error
