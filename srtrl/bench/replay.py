@@ -8,17 +8,8 @@ import typer
 
 DEFAULT_BUDGET = 16
 """Nodes of a draft tree where neither `--draft-budget` nor `--min-score` is given."""
-MOST_NODES = 128
+MAX_NODES = 128
 """Nodes of a draft tree where only `--min-score` bounds it."""
-
-
-class Order(StrEnum):
-    """Which samples get a slot first."""
-
-    BREADTH = "breadth"
-    """The first sample of every prompt, then the second, and so on."""
-    DEPTH = "depth"
-    """All samples of a prompt, then those of the next."""
 
 
 class HistoryAs(StrEnum):
@@ -27,7 +18,7 @@ class HistoryAs(StrEnum):
     COMPLETE = "complete"
     """All of it, before the other samples start: an epoch that is over."""
     RUN_AHEAD = "run-ahead"
-    """What slots that the step before leaves idle can decode of it, one token a step."""
+    """What slots that the step before leaves idle can decode of it, one token per step."""
     NONE = "none"
     """Nothing: the same samples are decoded without it, for comparison."""
 
@@ -48,10 +39,13 @@ def replay(
     ] = None,
     draft_budget: Annotated[
         int | None,
-        typer.Option(min=0, help=f"Most nodes of a draft. [default: {DEFAULT_BUDGET}; {MOST_NODES} with --min-score]"),
+        typer.Option(
+            min=0, help=f"Maximum nodes of a draft. [default: {DEFAULT_BUDGET}; {MAX_NODES} with --min-score]"
+        ),
     ] = None,
     min_score: Annotated[
-        float | None, typer.Option(metavar="P", help="Verify only nodes that the drafter gives this chance or more.")
+        float | None,
+        typer.Option(min=0, max=1, metavar="P", help="Verify only nodes that the drafter gives this chance or more."),
     ] = None,
     history: Annotated[
         float, typer.Option(metavar="SHARE", help="Share of each prompt's samples that are known beforehand.")
@@ -69,8 +63,7 @@ def replay(
     slots: Annotated[
         int | None, typer.Option(min=1, help="Sequences decoded at once. [default: one prompt at a time, all of it]")
     ] = None,
-    order: Annotated[Order | None, typer.Option(help="Who gets a slot first. [default: breadth]")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Samples are cut to this many tokens.")] = 4000,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Samples are truncated to this many tokens.")] = 4000,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Count what speculation would bring to recorded rollouts.
@@ -79,33 +72,28 @@ def replay(
     first token of each sample is given, not drafted. The steps of a run follow each other, so that each is history for
     the next; every FILE begins with an empty drafter.
     """
-    from srtrl.bench.replay_loop import ReplaySettings
-    from srtrl.bench.replay_run import print_result, replay_files
+    from srtrl.bench.replay_loop import ReplaySettings, replay_files
 
     if not 0 <= history < 1:
         raise ValueError(f"--history: expected a share of at least 0 and below 1, found {history}")
-    if min_score is not None and not 0 <= min_score <= 1:
-        raise ValueError(f"--min-score: expected a chance from 0 to 1, found {min_score}")
-    if order is not None and slots is None:
-        raise ValueError("--order: it needs --slots, the number of sequences decoded at once")
     if history_as is HistoryAs.RUN_AHEAD and slots is None:
         raise ValueError("--history-as: run-ahead needs --slots, for it takes slots that are idle")
-    default_budget = DEFAULT_BUDGET if min_score is None else MOST_NODES
+    if draft_budget is None:
+        draft_budget = DEFAULT_BUDGET if min_score is None else MAX_NODES
     settings = ReplaySettings(
-        max_nodes=default_budget if draft_budget is None else draft_budget,
+        draft_budget=draft_budget,
         min_score=min_score,
         history=history,
         history_as=history_as.value,
         slots=slots,
-        order="depth" if order is Order.DEPTH else "breadth",
+        max_tokens=max_tokens,
     )
-    result = replay_files(
+    replay_files(
         files,
         settings,
         drafter_name=drafter,
         drafter_options=drafter_options or (),
         tokenizer=tokenizer,
-        max_tokens=max_tokens,
         step_prompts=step_prompts,
+        as_json=as_json,
     )
-    print_result(result, as_json=as_json)
