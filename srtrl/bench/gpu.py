@@ -128,14 +128,8 @@ def command(
         if device.type == "cuda":
             torch.cuda.empty_cache()
     where = "smoke test on a CPU: the figures say nothing" if smoke else environment["processor"]
-    publish(
-        f"The CUDA path: {sizes.shape}, {where}",
-        tables,
-        about=__doc__,
-        environment=environment,
-        json_file=json_file,
-        write_docs=write_docs,
-    )
+    title = f"The CUDA path: {sizes.shape}, {where}"
+    publish(title, tables, __doc__, environment, json_file, write_docs)
     if checked.startswith("FAILED") or any("failed" in rows[0] for rows in tables.values()):
         raise typer.Exit(1)
 

@@ -165,14 +165,8 @@ def command(
             ratios = {f"times_as_fast_{part}": baseline[part] / value for part, value in seconds.items()}
             rows.append({"slots": num_slots, "drafter": name, **median, **ratios, "runs": runs[name]})
     source = f"{trace.name}, samples truncated to {max_tokens} tokens" if trace else "generated tokens"
-    publish(
-        f"Host work per decode step: {source}, {threads} thread{'s' if threads > 1 else ''}",
-        {"rows": rows},
-        about=__doc__,
-        environment=environment,
-        json_file=json_file,
-        write_docs=write_docs,
-    )
+    title = f"Host work per decode step: {source}, {threads} thread{'s' if threads > 1 else ''}"
+    publish(title, {"rows": rows}, __doc__, environment, json_file, write_docs)
 
 
 def decode(engine: Engine, drafter: str, workload: Trace) -> dict[str, Any]:

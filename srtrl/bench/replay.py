@@ -1,8 +1,7 @@
 """`srtrl replay`: what would a drafter have brought to these recorded rollouts?"""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -10,17 +9,6 @@ DEFAULT_BUDGET = 16
 """Nodes of a draft tree where neither `--draft-budget` nor `--min-score` is given."""
 MAX_NODES = 128
 """Nodes of a draft tree where only `--min-score` bounds it."""
-
-
-class HistoryAs(StrEnum):
-    """What the drafter sees of the history."""
-
-    COMPLETE = "complete"
-    """All of it, before the other samples start: an epoch that is over."""
-    RUN_AHEAD = "run-ahead"
-    """What slots that the step before leaves idle can decode of it, one token per step."""
-    NONE = "none"
-    """Nothing: the same samples are decoded without it, for comparison."""
 
 
 def replay(
@@ -51,12 +39,12 @@ def replay(
         float, typer.Option(metavar="SHARE", help="Share of each prompt's samples that are known beforehand.")
     ] = 0.0,
     history_as: Annotated[
-        HistoryAs,
+        Literal["complete", "run-ahead", "none"],
         typer.Option(
             help="What is known of the history: all of it beforehand; what idle slots decoded of it during the step "
             "before (texts on RNG keys of their own); nothing."
         ),
-    ] = HistoryAs.COMPLETE,
+    ] = "complete",
     step_prompts: Annotated[
         int | None, typer.Option(min=1, help="Prompts of a training step. [default: as recorded; JSONL is one step]")
     ] = None,
@@ -76,7 +64,7 @@ def replay(
 
     if not 0 <= history < 1:
         raise ValueError(f"--history: expected a share of at least 0 and below 1, found {history}")
-    if history_as is HistoryAs.RUN_AHEAD and slots is None:
+    if history_as == "run-ahead" and slots is None:
         raise ValueError("--history-as: run-ahead needs --slots, for it takes slots that are idle")
     if draft_budget is None:
         draft_budget = DEFAULT_BUDGET if min_score is None else MAX_NODES
@@ -84,7 +72,7 @@ def replay(
         draft_budget=draft_budget,
         min_score=min_score,
         history=history,
-        history_as=history_as.value,
+        history_as=history_as,
         slots=slots,
         max_tokens=max_tokens,
     )

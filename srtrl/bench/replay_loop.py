@@ -24,7 +24,7 @@ from rich.progress import track
 from srtrl.bench.options import resolve_drafter
 from srtrl.bench.tables import format_table
 from srtrl.bench.workload import make_request, read_rollouts
-from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.base import DrafterBase, end_to_end
 from srtrl.drafters.draft_tree import ROOT, check_trees
 from srtrl.engine.draft_budget import cut_trees
 from srtrl.recipe_errors import RecipeError, validate_section
@@ -130,8 +130,6 @@ class _LiveSample:
     tokens: Tokens
     slot: int = -1
     """While it decodes."""
-    first: int = 0
-    """Where its tokens begin in the array of all tokens of its queue."""
     num_committed: int = 0
 
     @property
@@ -198,8 +196,7 @@ class Replay:
         if self._settings.history_as == "complete" and any(history):
             self.counts.num_history_samples += sum(map(len, history))
             for samples in history:
-                self._start(samples)
-                self._observe(samples, [len(sample.tokens) for sample in samples])
+                self._start(samples, [len(sample.tokens) for sample in samples])
                 self._finish(samples)
             with self._clock("insert_seconds"):
                 self._drafter.on_policy_update()
@@ -215,30 +212,26 @@ class Replay:
         Slots for which no sample is left decode those of `ahead`, until the last sample of `queue` is done.
         """
         self.counts.steps_without_drafts += count_steps([len(one.tokens) - 1 for one in queue], num_slots)
-        recorded = np.concatenate([np.empty(0, np.int32), *(sample.tokens for sample in queue)])
-        for sample, first in zip(queue, np.cumsum([0, *(len(sample.tokens) for sample in queue)]), strict=False):
-            sample.first = int(first)
         waiting, line = deque(queue), deque(ahead)
         live, running = list[_LiveSample](), list[_LiveSample]()
         while waiting or live:
             while waiting and len(live) < num_slots:
                 admitted = [waiting.popleft() for _ in range(min(num_slots - len(live), len(waiting)))]
-                self._start(admitted)
-                self._observe(admitted, [1] * len(admitted))  # given: it comes from the prompt's forward pass
+                self._start(admitted, [1] * len(admitted))  # given: it comes from the prompt's forward pass
                 live = self._finish_done([*live, *admitted])
             if live:
                 # Slots only become free: no sample waits when the first one is.
                 admitted = [line.popleft() for _ in range(min(num_slots - len(live) - len(running), len(line)))]
-                self._start(admitted)
-                running = [*running, *admitted]
                 self._observe(running, [1] * len(running))
+                self._start(admitted, [1] * len(admitted))
+                running = [*running, *admitted]
                 self.counts.num_run_ahead_tokens += len(running)
                 running = self._finish_done(running)
-                self._decode_step(live, recorded)
+                self._decode_step(live)
                 live = self._finish_done(live)
         self._finish(running)
 
-    def _decode_step(self, live: Sequence[_LiveSample], recorded: Tokens) -> None:
+    def _decode_step(self, live: Sequence[_LiveSample]) -> None:
         """All draft, all verify, all commit."""
         slots = np.array([sample.slot for sample in live])
         max_nodes = np.full(len(live), self._settings.draft_budget)
@@ -250,10 +243,9 @@ class Replay:
         num_worthwhile = np.cumsum(np.insert(trees.scores >= self._drafter.min_score, 0, False))
         # Scores fall, so that the nodes of a sufficient score are the first ones of their tree.
         trees = cut_trees(trees, np.diff(num_worthwhile[trees.offsets]), len(live))
-        positions = np.array([sample.first + sample.num_committed for sample in live])
-        ends = np.array([sample.first + len(sample.tokens) for sample in live])
-        num_accepted = count_accepted(trees.token_ids, trees.parents, trees.offsets, recorded, positions, ends)
-        num_emitted = np.minimum(num_accepted + 1, ends - positions)  # no bonus token after the last recorded one
+        following, starts = end_to_end([one.tokens[one.num_committed :][: max_nodes[0] + 1] for one in live])
+        num_accepted = count_accepted(trees.token_ids, trees.parents, trees.offsets, following, starts)
+        num_emitted = np.minimum(num_accepted + 1, np.diff(starts))  # no bonus token after the last recorded one
         counts = self.counts
         counts.steps += 1
         counts.num_sequence_steps += len(live)
@@ -264,13 +256,15 @@ class Replay:
 
     # --- The drafter's calls ---
 
-    def _start(self, samples: Sequence[_LiveSample]) -> None:
+    def _start(self, samples: Sequence[_LiveSample], num_tokens: Sequence[int]) -> None:
+        """Give the samples slots, and commit their first tokens."""
         if not samples:
             return
         for sample in samples:
             sample.slot = heapq.heappop(self._free_slots)
         with self._clock("insert_seconds"):
             self._drafter.start(np.array([sample.slot for sample in samples]), [sample.request for sample in samples])
+        self._observe(samples, num_tokens)
 
     def _observe(self, samples: Sequence[_LiveSample], num_tokens: Sequence[int]) -> None:
         """Commit the next tokens of each sample."""
@@ -280,10 +274,10 @@ class Replay:
         for sample, count in zip(samples, num_tokens, strict=True):
             tokens.append(sample.tokens[sample.num_committed : sample.num_committed + count])
             sample.num_committed += count
-        slots, offsets = np.array([sample.slot for sample in samples]), np.cumsum([0, *num_tokens])
+        token_ids, offsets = end_to_end(tokens)
         with self._clock("insert_seconds"):
-            self._drafter.observe(slots, np.concatenate(tokens), offsets)
-        self.counts.num_observed_tokens += int(offsets[-1])
+            self._drafter.observe(np.array([sample.slot for sample in samples]), token_ids, offsets)
+        self.counts.num_observed_tokens += len(token_ids)
 
     def _finish_done(self, samples: Sequence[_LiveSample]) -> list[_LiveSample]:
         """Finish the samples that are done; returns the others."""
@@ -341,9 +335,8 @@ def count_accepted(
     token_ids: Tokens,
     parents: Tokens,
     offsets: npt.NDArray[np.int64],
-    recorded: Tokens,
-    positions: npt.NDArray[np.int64],
-    ends: npt.NDArray[np.int64],
+    following: Tokens,
+    starts: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.int64]:
     """Length of each tree's path that agrees with the recorded tokens.
 
@@ -353,21 +346,19 @@ def count_accepted(
         token_ids: [total nodes], as in `DraftTrees`, and so are `parents` and `offsets`.
         parents: [total nodes].
         offsets: [B + 1].
-        recorded: Recorded tokens of all sequences.
-        positions: [B], where in `recorded` each sequence's next token is.
-        ends: [B], where its tokens end.
+        following: What was recorded of each sequence from its next token on, end to end.
+        starts: [B + 1], where that of each sequence begins.
     """
-    num_accepted = np.zeros(len(positions), np.int64)
-    for i in range(len(positions)):
-        last = ROOT
-        position = positions[i]
+    num_accepted = np.zeros(len(offsets) - 1, np.int64)
+    for i in range(len(num_accepted)):
+        last, position = ROOT, starts[i]
         for node in range(offsets[i], offsets[i + 1]):
-            if position == ends[i]:
+            if position == starts[i + 1]:
                 break
-            if parents[node] == last and token_ids[node] == recorded[position]:
+            if parents[node] == last and token_ids[node] == following[position]:
                 last = node - offsets[i]
                 position += 1
-        num_accepted[i] = position - positions[i]
+        num_accepted[i] = position - starts[i]
     return num_accepted
 
 
@@ -443,6 +434,5 @@ def find_drafter(name: str, overrides: Sequence[str]) -> tuple[Callable[[], Draf
         source.override(overrides)
         options = validate_section(found.Options, source.data)
     except RecipeError as error:
-        located = RecipeError([source.located(problem) for problem in error.problems])
-        raise ValueError(f"--drafter-options: {located}") from error
+        raise ValueError(f"--drafter-options: {error}") from error
     return lambda: found(options), options.model_dump()

@@ -125,14 +125,8 @@ def command(
     source = f"Drafters on a trace: {trace.name}" if trace else "Rollouts: generated"
     seen = f"{history:g} as history" if history else "no history"
     where = f"{model or model_shape}, {dtype}, {device.type}, {environment['threads']} threads"
-    publish(
-        f"{source}, {seen}, {where}, {', '.join(map(str, counts))} slots",
-        {"rows": rows},
-        about=__doc__,
-        environment=environment,
-        json_file=json_file,
-        write_docs=write_docs,
-    )
+    title = f"{source}, {seen}, {where}, {', '.join(map(str, counts))} slots"
+    publish(title, {"rows": rows}, __doc__, environment, json_file, write_docs)
 
 
 def compare_rollouts(

@@ -55,7 +55,6 @@ def cpu_name(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
 def publish(
     title: str,
     tables: Mapping[str, Sequence[Row]],
-    *,
     about: str | None,
     environment: Mapping[str, Any],
     json_file: Path | None,

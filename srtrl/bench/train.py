@@ -82,14 +82,8 @@ def command(
             for index, name in enumerate(names)
         }
         runs = train_in_turns(recipes, is_same=is_deterministic(plain, device))
-    publish(
-        f"Training with drafters: {recipe.name}, {', '.join(map(str, counts))} slots, {', '.join(names)}",
-        {"rows": rows_of(runs)},
-        about=__doc__,
-        environment=environment,
-        json_file=json_file,
-        write_docs=write_docs,
-    )
+    title = f"Training with drafters: {recipe.name}, {', '.join(map(str, counts))} slots, {', '.join(names)}"
+    publish(title, {"rows": rows_of(runs)}, __doc__, environment, json_file, write_docs)
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
