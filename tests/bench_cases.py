@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from typer.testing import CliRunner, Result
@@ -48,7 +47,7 @@ class Repeater(DrafterBase):
         super().__init__(options)
         assert isinstance(self.options, RepeatOptions)
         self.num_repeats = self.options.num_repeats
-        self.log: list[tuple[Any, ...]] = []
+        self.log: list[str] = []
         self.names: dict[int, str] = {}
         self.last: dict[int, int] = {}
 
@@ -56,10 +55,10 @@ class Repeater(DrafterBase):
         for slot, request in zip(slots.tolist(), requests, strict=True):
             assert slot not in self.names
             self.names[slot] = f"{request.prompt_id}{request.sample_index}" + "*" * request.is_run_ahead
-            self.log.append(("start", self.names[slot]))
+            self.log.append(f"start {self.names[slot]}")
 
     def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
-        self.log.append(("propose", *(self.names[slot] for slot in slots.tolist())))
+        self.log.append(" ".join(["propose", *(self.names[slot] for slot in slots.tolist())]))
         sizes = np.where(np.isin(slots, list(self.last)), np.minimum(max_nodes, self.num_repeats), 0).tolist()
         return DraftTrees.of(
             tree_of([self.last.get(slot, 0)] * size, range(-1, size - 1), [0.5 ** (d + 1) for d in range(size)])
@@ -70,19 +69,23 @@ class Repeater(DrafterBase):
         for row, slot in enumerate(slots.tolist()):
             tokens = token_ids[offsets[row] : offsets[row + 1]].tolist()
             self.last[slot] = tokens[-1]
-            self.log.append(("observe", self.names[slot], *tokens))
+            self.log.append(f"observe {self.names[slot]}: {tokens}")
 
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
         for slot, completion in zip(slots, completions, strict=True):
             name = self.names.pop(slot)
             assert (completion is None) == name.endswith("*"), "run-aheads complete nothing"
-            self.log.append(("finish", name, *(completion.token_ids if completion else ())))
+            self.log.append(f"finish {name}: {completion.token_ids}" if completion else f"finish {name}")
 
     def learn(self, completions: Sequence[Completion]) -> None:
-        self.log += [("learn", completion.request.prompt_id, *completion.token_ids) for completion in completions]
+        self.log += [f"learn {completion.request.prompt_id}: {completion.token_ids}" for completion in completions]
+
+    def calls(self, *kinds: str) -> str:
+        """Those parts of the log that begin with one of these words, in one line."""
+        return ", ".join(entry for entry in self.log if entry.startswith(kinds))
 
     def on_policy_update(self) -> None:
-        self.log.append(("update",))
+        self.log.append("update")
 
     def take_metrics(self) -> dict[str, float]:
         return {"engine/num_calls": float(len(self.log))}

@@ -96,7 +96,7 @@ def test_the_engine_gives_the_trace_with_a_drafter_that_has_seen_the_history(pol
     for _ in range(2):
         prepare(engine, REPEATER, trace)
         assert isinstance(engine.drafter, Repeater)
-        assert engine.drafter.log == [("learn", "3", 5, 6), ("update",)]
+        assert engine.drafter.log == ["learn 3: [5, 6]", "update"]
         completions = list(engine.generate(trace.requests))
         check_completions(completions, trace)
         metrics = engine.take_metrics()
@@ -239,6 +239,12 @@ def test_every_section_of_bench_gpus_smoke_test_finds_something(tmp_path: Path) 
     assert 0 < update["logprob_difference_mean"] < 1e-3
     assert update["share_of_matmul_rate"] > 0
     assert "## The CUDA path: tiny, smoke test on a CPU" in (tmp_path / "docs.md").read_text()
+
+
+def test_bench_gpu_decodes_the_trace_where_it_has_a_sample_for_each_slot(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "trace.jsonl", 2)
+    found = gpu.choose_workloads(gpu.SMOKE, config_from_hf(SHAPES["tiny"]), path, None)
+    assert [(source, len(trace.requests)) for source, trace in found] == [("trace.jsonl", 4), ("generated", 8)]
 
 
 def test_a_section_of_bench_gpu_that_fails_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,6 @@ from typing import Any, Literal
 import numba
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.progress import track
 
 from srtrl.bench.options import resolve_drafter
 from srtrl.bench.tables import format_table
@@ -384,8 +382,7 @@ def replay_files(
         raise ValueError(f"{Counter(files).most_common(1)[0][0]}: given twice")
     make_drafter, options = find_drafter(drafter_name, drafter_options)
     total, rows = ReplayCounts(), []
-    console = Console(stderr=True)
-    for path in track(files, "replay", console=console, transient=True, disable=not console.is_terminal):
+    for path in files:
         recording = in_steps(read_rollouts(path, tokenizer=tokenizer, max_tokens=settings.max_tokens), step_prompts)
         drafter = make_drafter()
         if settings.history_as == "run-ahead" and not drafter.uses_run_aheads:
