@@ -111,9 +111,9 @@ def command(
     checked = run_checks(Path(__file__).resolve().parents[2] / "tests") if checks and not smoke else "not run"
     policy = init_model(config, 0, sizes.dtype, device)
     limits = measure_limits(sizes, device)
-    tables: dict[str, Sequence[Row]] = {"checks": [{"pytest -m gpu": checked}], "limits": [limits]}
+    tables: dict[str, Sequence[Row]] = {"checks": [{"result": checked}], "limits": [limits]}
     sections: dict[str, Callable[[], Sequence[Row]]] = {
-        "decode steps": lambda: measure_steps(sizes, policy, limits["terabytes_per_second"]),
+        "decode_steps": lambda: measure_steps(sizes, policy, limits["terabytes_per_second"]),
         "drafts": lambda: compare_drafters(sizes, policy, workloads),
         "update": lambda: [measure_update(sizes, policy, limits["teraflops"])],
     }

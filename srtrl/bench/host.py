@@ -21,13 +21,7 @@ from srtrl.bench import options
 from srtrl.bench.alternate import alternate, median_of
 from srtrl.bench.shapes import SHAPES
 from srtrl.bench.tables import Row, publish, read_environment
-from srtrl.bench.workload import (
-    Trace,
-    check_completions,
-    load_workload,
-    make_engine,
-    prepare,
-)
+from srtrl.bench.workload import Trace, check_completions, load_workload, make_engine, prepare
 from srtrl.engine.cuda_layouts import H200_MULTIPROCESSORS, LayoutPlanner, StepShape, row_edges
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.rows import Int32Array, StepInputs, StepSize
@@ -42,7 +36,6 @@ SHAPE = "qwen2.5-1.5b"
 """Its vocabulary, context length and head counts; weights are not made."""
 OVERLAPPED = "forward"
 """The stage in which the engine does the bookkeeping of the last step, while a device computes."""
-
 MAX_ELEMENTS = 1 << 25
 """Of the staging buffer; memory is taken only for what is written."""
 

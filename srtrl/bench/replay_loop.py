@@ -22,7 +22,7 @@ import numpy.typing as npt
 from srtrl.bench.options import resolve_drafter
 from srtrl.bench.tables import format_table
 from srtrl.bench.workload import make_request, read_rollouts
-from srtrl.drafters.base import DrafterBase, end_to_end
+from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import ROOT, check_trees
 from srtrl.engine.draft_budget import cut_trees
 from srtrl.recipe_errors import RecipeError, validate_section
@@ -241,8 +241,9 @@ class Replay:
         num_worthwhile = np.cumsum(np.insert(trees.scores >= self._drafter.min_score, 0, False))
         # Scores fall, so that the nodes of a sufficient score are the first ones of their tree.
         trees = cut_trees(trees, np.diff(num_worthwhile[trees.offsets]), len(live))
-        following, starts = end_to_end([one.tokens[one.num_committed :][: max_nodes[0] + 1] for one in live])
-        num_accepted = count_accepted(trees.token_ids, trees.parents, trees.offsets, following, starts)
+        rest = [one.tokens[one.num_committed :][: max_nodes[0] + 1] for one in live]
+        starts = np.cumsum([0, *map(len, rest)])
+        num_accepted = count_accepted(trees.token_ids, trees.parents, trees.offsets, np.concatenate(rest), starts)
         num_emitted = np.minimum(num_accepted + 1, np.diff(starts))  # no bonus token after the last recorded one
         counts = self.counts
         counts.steps += 1
@@ -272,10 +273,10 @@ class Replay:
         for sample, count in zip(samples, num_tokens, strict=True):
             tokens.append(sample.tokens[sample.num_committed : sample.num_committed + count])
             sample.num_committed += count
-        token_ids, offsets = end_to_end(tokens)
+        offsets = np.cumsum([0, *num_tokens])
         with self._clock("insert_seconds"):
-            self._drafter.observe(np.array([sample.slot for sample in samples]), token_ids, offsets)
-        self.counts.num_observed_tokens += len(token_ids)
+            self._drafter.observe(np.array([sample.slot for sample in samples]), np.concatenate(tokens), offsets)
+        self.counts.num_observed_tokens += sum(num_tokens)
 
     def _finish_done(self, samples: Sequence[_LiveSample]) -> list[_LiveSample]:
         """Finish the samples that are done; returns the others."""

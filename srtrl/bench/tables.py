@@ -74,7 +74,7 @@ def publish(
     notes = (about or "").partition("\n")[2].strip()
     lines = [f"## {title}", "", f"`{environment['command']}`", "", f"{machine}.", "", notes]
     for caption, rows in tables.items():
-        lines += ["", *([f"{caption}:", ""] if len(tables) > 1 else []), format_table(rows)]
+        lines += ["", *([f"{caption.replace('_', ' ')}:", ""] if len(tables) > 1 else []), format_table(rows)]
     section = "\n".join(lines) + "\n"
     print(section, end="")
     if json_file is not None:
