@@ -370,6 +370,7 @@ TRACE = ("rollout", "--model-shape", "tiny", "--trace", "TRACE")
         ((*TRACE, "--drafters", "none,none"), "--drafters: expected names, each once"),
         ((*TRACE, "--drafters", "nome"), "--drafters: `nome` is not in srtrl/drafters/, did you mean"),
         ((*TRACE, "--history", 1), "--history: 1 of the samples leaves none to decode"),
+        ((*TRACE, "--prompts-used", 9), "--prompts-used: 9, but there are 2 prompts"),
         ((*TRACE, "--tokenizer", "./nowhere"), "--tokenizer: ./nowhere: "),
         ((*TRACE, "--json", "nowhere/x.json"), "'--json': there is no folder nowhere to write x.json into"),
         ((*TRACE, "--write-docs", "."), "'--write-docs': file '.' is a directory"),

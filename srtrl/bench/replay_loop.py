@@ -232,7 +232,8 @@ class Replay:
     def _decode_step(self, live: Sequence[_LiveSample]) -> None:
         """All draft, all verify, all commit."""
         slots = np.array([sample.slot for sample in live])
-        max_nodes = np.full(len(live), self._settings.draft_budget)
+        budget = self._settings.draft_budget
+        max_nodes = np.full(len(live), budget)
         self._drafter.min_score = self._settings.min_score or 0.0
         with self._clock("draft_seconds"):
             trees = self._drafter.propose(slots, max_nodes)
@@ -241,9 +242,9 @@ class Replay:
         num_worthwhile = np.cumsum(np.insert(trees.scores >= self._drafter.min_score, 0, False))
         # Scores fall, so that the nodes of a sufficient score are the first ones of their tree.
         trees = cut_trees(trees, np.diff(num_worthwhile[trees.offsets]), len(live))
-        rest = [one.tokens[one.num_committed :][: max_nodes[0] + 1] for one in live]
-        starts = np.cumsum([0, *map(len, rest)])
-        num_accepted = count_accepted(trees.token_ids, trees.parents, trees.offsets, np.concatenate(rest), starts)
+        following = [one.tokens[one.num_committed :][: budget + 1] for one in live]
+        starts = np.cumsum([0, *map(len, following)])
+        num_accepted = count_accepted(trees.token_ids, trees.parents, trees.offsets, np.concatenate(following), starts)
         num_emitted = np.minimum(num_accepted + 1, np.diff(starts))  # no bonus token after the last recorded one
         counts = self.counts
         counts.steps += 1

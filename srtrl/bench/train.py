@@ -1,10 +1,10 @@
 """`srtrl bench train`: drafters in whole training steps of a recipe, update included.
 
 Real updates from the same weights; whole steps in turns, whose order changes each time. The first step, in which
-kernels compile, does not count. On a CPU the runs were checked (`==`) to have the same rewards, losses and lengths in
-every step. Rollout seconds are those of decoding until the last sample has ended; step seconds add grading, log-probs,
-advantages and the update. Sums over the steps; `times as fast` is the median over pairs of the same step, with a 95%
-interval (how steps differ is in it, too).
+kernels compile, does not count. In deterministic mode (on a CPU) all runs were checked to have the same rewards, losses
+and lengths in every step (`==`). Rollout seconds are those of decoding until the last sample has ended; step seconds
+add grading, log-probs, advantages and the update. Sums over the steps; `times as fast` is the median over pairs of the
+same step, with a 95% interval (how steps differ is in it, too).
 """
 
 import tempfile

@@ -49,8 +49,17 @@ class Trace:
         return self.first_prompts(self.requests[min(num_samples, len(self.requests)) - 1].draw_index + 1)
 
     def first_prompts(self, num_prompts: int) -> "Trace":
-        """The first prompts alone."""
+        """The first prompts alone.
+
+        Raises:
+            ValueError: There are fewer, or none of their samples is left to decode.
+        """
         requests = tuple(request for request in self.requests if request.draw_index < num_prompts)
+        if num_prompts > len(self.history) or not requests:
+            raise ValueError(
+                f"--prompts-used: {num_prompts}, but there are {len(self.history)} prompts, and the first ones have "
+                f"{len(requests)} samples to decode"
+            )
         return Trace(history=self.history[:num_prompts], requests=requests, responses=self.responses)
 
 
