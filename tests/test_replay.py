@@ -44,7 +44,7 @@ def recording_of(*steps: dict[str, list[list[int]]]) -> Recording:
 
 
 def replay(recording: Recording, drafter: DrafterBase | None = None, **changes: Any) -> ReplayCounts:
-    replaying = Replay(drafter or Repeater(), ReplaySettings(**({"draft_budget": 16} | changes)))
+    replaying = Replay(drafter or Repeater(), ReplaySettings(**changes))
     replaying.run(recording)
     return replaying.counts
 
@@ -371,7 +371,7 @@ def test_a_parquet_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 # --- The command ------------------------------------------------------------------------------------------------------
 
-SETTINGS = {"drafter", "drafter_options", "draft_budget", "min_score", "max_tokens", "history", "history_as", "slots"}
+SETTINGS = set(ReplaySettings.__dataclass_fields__)
 COUNTED = {*ReplayCounts(num_sequence_steps=1, num_observed_tokens=1, steps=1).to_row(), "approximate"}
 
 
@@ -406,6 +406,8 @@ def test_the_command_prints_json(rows_file: Path, tmp_path: Path) -> None:
         "history": 0.0,
         "history_as": "complete",
         "slots": None,
+        "step_prompts": None,
+        "tokenizer": None,
         "max_tokens": 3,
     }
     assert found["approximate"] is False

@@ -69,19 +69,15 @@ def replay(
     if draft_budget is None:
         draft_budget = DEFAULT_BUDGET if min_score is None else MAX_NODES
     settings = ReplaySettings(
+        drafter=drafter,
+        drafter_options=drafter_options or (),
         draft_budget=draft_budget,
         min_score=min_score,
         history=history,
         history_as=history_as,
         slots=slots,
+        step_prompts=step_prompts,
+        tokenizer=tokenizer,
         max_tokens=max_tokens,
     )
-    replay_files(
-        files,
-        settings,
-        drafter_name=drafter,
-        drafter_options=drafter_options or (),
-        tokenizer=tokenizer,
-        step_prompts=step_prompts,
-        as_json=as_json,
-    )
+    replay_files(files, settings, as_json=as_json)

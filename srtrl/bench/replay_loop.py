@@ -9,7 +9,7 @@ import itertools
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from srtrl.bench.workload import make_request, read_rollouts
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import ROOT, check_trees
 from srtrl.engine.draft_budget import cut_trees
+from srtrl.recipe_base import Section
 from srtrl.recipe_errors import RecipeError, validate_section
 from srtrl.recipe_file import RecipeSource
 from srtrl.rollout.recorded import RecordedPrompt, Recording, Tokens
@@ -45,7 +46,10 @@ MAX_VOCAB_SIZE = 1 << 31
 class ReplaySettings:
     """How recorded rollouts are replayed."""
 
-    draft_budget: int
+    drafter: str = "srt"
+    drafter_options: Sequence[str] = ()
+    """Each as KEY=VALUE."""
+    draft_budget: int = 16
     """Maximum nodes of one draft tree."""
     min_score: float | None = None
     """Nodes of a lower score are not verified; None verifies all."""
@@ -57,8 +61,12 @@ class ReplaySettings:
     slots: int | None = None
     """Sequences decoded at once, the first sample of every prompt before the second of any; None replays each prompt
     alone, its samples in lockstep."""
+    step_prompts: int | None = None
+    """Prompts of a training step; None: as recorded."""
+    tokenizer: str | None = None
+    """Folder or hub name, for recordings of texts."""
     max_tokens: int = 4000
-    """Samples were truncated to this many tokens."""
+    """Samples are truncated to this many tokens."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -365,16 +373,7 @@ def count_accepted(
 # --- From files to a table --------------------------------------------------------------------------------------------
 
 
-def replay_files(
-    files: Sequence[Path],
-    settings: ReplaySettings,
-    *,
-    drafter_name: str,
-    drafter_options: Sequence[str] = (),
-    tokenizer: str | None = None,
-    step_prompts: int | None = None,
-    as_json: bool = False,
-) -> None:
+def replay_files(files: Sequence[Path], settings: ReplaySettings, *, as_json: bool = False) -> None:
     """Replay each file with a new drafter, and print a table, or JSON.
 
     Raises:
@@ -382,13 +381,17 @@ def replay_files(
     """
     if len(set(files)) < len(files):
         raise ValueError(f"{Counter(files).most_common(1)[0][0]}: given twice")
-    make_drafter, options = find_drafter(drafter_name, drafter_options)
+    drafter_class, options = find_drafter(settings.drafter, settings.drafter_options)
     total, rows = ReplayCounts(), []
     for path in files:
-        recording = in_steps(read_rollouts(path, tokenizer=tokenizer, max_tokens=settings.max_tokens), step_prompts)
-        drafter = make_drafter()
+        recording = read_rollouts(path, tokenizer=settings.tokenizer, max_tokens=settings.max_tokens)
+        if settings.step_prompts is not None:
+            recording = in_steps(recording, settings.step_prompts)
+        drafter = drafter_class(options)
         if settings.history_as == "run-ahead" and not drafter.uses_run_aheads:
-            raise ValueError(f"--history-as: run-ahead, but the drafter {drafter_name} does not draft from run-aheads")
+            raise ValueError(
+                f"--history-as: run-ahead, but the drafter {settings.drafter} does not draft from run-aheads"
+            )
         if settings.history_as == "run-ahead" and len(recording.steps) < 2:
             raise ValueError(f"{path}: one training step, and nothing to run ahead for; give --step-prompts")
         drafter.warm_up()
@@ -399,12 +402,12 @@ def replay_files(
         row = replay.counts.to_row() | {"approximate": recording.is_retokenised}
         rows.append({"path": str(path), **row, "drafter_metrics": drafter.take_metrics()})
         total.add(replay.counts)
-    result = {"drafter": drafter_name, "drafter_options": options, **asdict(settings), **total.to_row()}
-    result |= {"approximate": any(row["approximate"] for row in rows), "files": rows}
+    used = asdict(settings) | {"drafter_options": options.model_dump()}
+    result = used | total.to_row() | {"approximate": any(row["approximate"] for row in rows), "files": rows}
     if as_json:
         print(json.dumps(result))
         return
-    print(f"Replay with {drafter_name}, {', '.join(f'{name} {value}' for name, value in asdict(settings).items())}\n")
+    print(f"Replay: {', '.join(f'{name} {value}' for name, value in asdict(settings).items() if value)}\n")
     with_total = [*rows, result | {"path": "all"}] if len(rows) > 1 else rows
     table = [{"file": Path(row["path"]).name} | {name: row[name] for name in COLUMNS} for row in with_total]
     print(format_table(table))
@@ -412,26 +415,23 @@ def replay_files(
         print("\nTexts were tokenised again: an approximation of the tokens that were sampled.")
 
 
-def in_steps(recording: Recording, step_prompts: int | None) -> Recording:
-    """The same prompts in the same order, `step_prompts` per step; None leaves the steps as they were recorded."""
-    if step_prompts is None:
-        return recording
+def in_steps(recording: Recording, step_prompts: int) -> Recording:
+    """The same prompts in the same order, `step_prompts` per step."""
     prompts = recording.prompts()
     steps = [prompts[first : first + step_prompts] for first in range(0, len(prompts), step_prompts)]
     return replace(recording, steps=steps)
 
 
-def find_drafter(name: str, overrides: Sequence[str]) -> tuple[Callable[[], DrafterBase], dict[str, Any]]:
-    """A function that makes the drafter, and its options written out.
+def find_drafter(name: str, overrides: Sequence[str]) -> tuple[type[DrafterBase], Section]:
+    """The class of the drafter, and its options.
 
     Raises:
         ValueError: There is no such drafter, or an option of it is incorrect.
     """
-    found = resolve_drafter("--drafter", name)
+    found: type[DrafterBase] = resolve_drafter("--drafter", name)
     source = RecipeSource(Path("--drafter-options"))
     try:
         source.override(overrides)
-        options = validate_section(found.Options, source.data)
+        return found, validate_section(found.Options, source.data)
     except RecipeError as error:
         raise ValueError(f"--drafter-options: {error}") from error
-    return lambda: found(options), options.model_dump()
