@@ -1,6 +1,7 @@
-"""A simple drafter and reward, a trace, and the commands under test, for tests of the benchmarks."""
+"""A simple drafter and reward, a trace, and the commands under test, for tests of the benchmarks and of `replay`."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,10 @@ from typer.testing import CliRunner, Result
 
 from srtrl.cli import app
 from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array
-from srtrl.drafters.draft_tree import EMPTY_TREE, DraftTree, DraftTrees
+from srtrl.drafters.draft_tree import DraftTree, DraftTrees
+from srtrl.recipe_base import Section
 from srtrl.tasks.reward_input import RewardInput
+from srtrl.types import Completion, Request
 
 REPEATER = "bench_cases:Repeater"
 
@@ -19,29 +22,78 @@ def digit_share(sample: RewardInput) -> float:
     return sum(character.isdigit() for character in sample.text) / max(1, len(sample.text))
 
 
-class Repeater(DrafterBase):
-    """Guesses that a sample says the same token again, three times."""
+def tree_of(token_ids: Sequence[int], parents: Sequence[int], scores: Sequence[float]) -> DraftTree:
+    return DraftTree(
+        token_ids=np.array(token_ids, np.int32),
+        parents=np.array(parents, np.int32),
+        scores=np.array(scores, np.float32),
+    )
 
-    def __init__(self, options: object = None) -> None:
-        super().__init__()
+
+class RepeatOptions(Section):
+    """How often."""
+
+    num_repeats: int = 2
+    """Length of the draft."""
+
+
+class Repeater(DrafterBase):
+    """Drafts the last token again and again, with scores 1/2, 1/4, ..., and keeps a log of its calls."""
+
+    Options = RepeatOptions
+    uses_run_aheads = True
+
+    def __init__(self, options: Section | None = None) -> None:
+        super().__init__(options)
+        assert isinstance(self.options, RepeatOptions)
+        self.num_repeats = self.options.num_repeats
+        self.log: list[str] = []
+        self.names: dict[int, str] = {}
         self.last: dict[int, int] = {}
 
+    def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
+        for slot, request in zip(slots.tolist(), requests, strict=True):
+            assert slot not in self.names
+            self.names[slot] = f"{request.prompt_id}{request.sample_index}" + "*" * request.is_run_ahead
+            self.log.append(f"start {self.names[slot]}")
+
     def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+        self.log.append(" ".join(["propose", *(self.names[slot] for slot in slots.tolist())]))
+        sizes = np.where(np.isin(slots, list(self.last)), np.minimum(max_nodes, self.num_repeats), 0).tolist()
         return DraftTrees.of(
-            self._tree(self.last[slot], min(3, most)) if slot in self.last else EMPTY_TREE
-            for slot, most in zip(slots.tolist(), max_nodes.tolist(), strict=True)
+            tree_of([self.last.get(slot, 0)] * size, range(-1, size - 1), [0.5 ** (d + 1) for d in range(size)])
+            for slot, size in zip(slots.tolist(), sizes, strict=True)
         )
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
-        self.last |= dict(zip(slots.tolist(), token_ids[offsets[1:] - 1].tolist(), strict=True))
+        for row, slot in enumerate(slots.tolist()):
+            tokens = token_ids[offsets[row] : offsets[row + 1]].tolist()
+            self.last[slot] = tokens[-1]
+            self.log.append(f"observe {self.names[slot]}: {tokens}")
 
-    @staticmethod
-    def _tree(token: int, num_nodes: int) -> DraftTree:
-        return DraftTree(
-            token_ids=np.full(num_nodes, token, np.int32),
-            parents=np.arange(-1, num_nodes - 1, dtype=np.int32),
-            scores=np.float32(0.9) ** np.arange(1, num_nodes + 1, dtype=np.float32),
-        )
+    def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
+        for slot, completion in zip(slots, completions, strict=True):
+            name = self.names.pop(slot)
+            assert (completion is None) == name.endswith("*"), "run-aheads complete nothing"
+            self.log.append(f"finish {name}: {completion.token_ids}" if completion else f"finish {name}")
+
+    def learn(self, completions: Sequence[Completion]) -> None:
+        self.log += [f"learn {completion.request.prompt_id}: {completion.token_ids}" for completion in completions]
+
+    def calls(self, *kinds: str) -> str:
+        """Those parts of the log that begin with one of these words, in one line."""
+        return ", ".join(entry for entry in self.log if entry.startswith(kinds))
+
+    def on_policy_update(self) -> None:
+        self.log.append("update")
+
+    def take_metrics(self) -> dict[str, float]:
+        return {"engine/num_calls": float(len(self.log))}
+
+
+def write_rows(path: Path, *rows: object) -> Path:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def write_trace(path: Path, num_prompts: int, *, num_samples: int = 4, length: int = 12) -> Path:
@@ -54,9 +106,9 @@ def write_trace(path: Path, num_prompts: int, *, num_samples: int = 4, length: i
         }
         for prompt in range(num_prompts)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(path, *rows)
 
 
-def bench(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["bench", *(str(argument) for argument in arguments)])
+def run(*arguments: object) -> Result:
+    """`srtrl` with these arguments."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])

@@ -2,7 +2,6 @@
 
 import json
 import math
-import statistics
 from pathlib import Path
 
 import numpy as np
@@ -10,101 +9,56 @@ import pytest
 import scipy.stats
 import torch
 import yaml
-from bench_cases import REPEATER, Repeater, bench, write_trace
+from bench_cases import REPEATER, Repeater, run, write_rows, write_trace
 from conftest import REPOSITORY
 from tiny_run import VOCAB_SIZE, make_policy, make_recipe
 
-from srtrl.bench.alternate import EngineRun, make_engine, paired_ratio, take_turns
-from srtrl.bench.environment import Environment, cpu_name
-from srtrl.bench.host import HostRun
-from srtrl.bench.peer_hf import PAD_TOKEN_ID, HuggingFaceGenerate, draw_lengths
+from srtrl.bench import gpu
+from srtrl.bench.alternate import alternate, median_of, paired_ratio
+from srtrl.bench.options import CURVES, parse_curve
+from srtrl.bench.rollout import HuggingFaceGenerate
 from srtrl.bench.shapes import SHAPES
-from srtrl.bench.tables import Document, Grid, put_section
-from srtrl.bench.train import TrainingRun, check_same, seconds_grid
+from srtrl.bench.tables import cpu_name, format_table, publish, put_section
+from srtrl.bench.train import check_same, rows_of
 from srtrl.bench.workload import (
     check_completions,
     generated_prompts,
+    make_engine,
     make_request,
     prepare,
     random_prompts,
     share_out,
 )
-from srtrl.drafters.base import DrafterBase
-from srtrl.engine.options import EngineOptions
 from srtrl.model.attention import PackedPlan
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model
-from srtrl.recipe import Recipe
 from srtrl.rollout.recorded import RecordedPrompt
-from srtrl.types import Completion, Request
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     """A tiny model whose `generation_config.json` asks for what a benchmark must not heed."""
     folder = make_policy(tmp_path_factory.mktemp("models") / "tiny")
     settings = {"do_sample": False, "top_k": 1, "repetition_penalty": 1.5, "eos_token_id": list(range(VOCAB_SIZE))}
     (folder / "generation_config.json").write_text(json.dumps(settings))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def policy(folder: Path) -> Transformer:
     return load_model(folder, dtype=torch.float32, device="cpu")
 
 
-def requests_of(new_tokens: list[int]) -> list[Request]:
-    prompts = random_prompts(len(new_tokens), shortest=2, longest=9, vocab_size=VOCAB_SIZE, seed=3)
-    return [
-        make_request(prompt, draw, 0, length)
-        for draw, (prompt, length) in enumerate(zip(prompts, new_tokens, strict=True))
-    ]
-
-
 def recorded(prompt_id: str, *samples: list[int]) -> RecordedPrompt:
-    return RecordedPrompt(
-        prompt_id=prompt_id,
-        prompt_token_ids=(int(prompt_id), 7),
-        samples=[np.array(sample, np.int32) for sample in samples],
-    )
+    tokens = [np.array(sample, np.int32) for sample in samples]
+    return RecordedPrompt(prompt_id=prompt_id, prompt_token_ids=(int(prompt_id), 7), samples=tokens)
 
 
 # --- What is decoded --------------------------------------------------------------------------------------------------
 
 
-def test_long_tailed_lengths_have_their_median_their_spread_and_their_limit() -> None:
-    lengths = draw_lengths(20_000, 800, seed=1)
-    assert max(lengths) == 800
-    assert min(lengths) >= 1
-    assert statistics.median(lengths) == pytest.approx(100, rel=0.03)
-    logs = [math.log(length) for length in lengths if length < 800]
-    assert statistics.stdev(logs) == pytest.approx(0.8, rel=0.05)
-    assert lengths != draw_lengths(20_000, 800, seed=2)
-
-
 @pytest.mark.parametrize(
-    ("shape", "billions"),
-    [
-        ("llama-3.2-1b", 1.236),
-        ("qwen2.5-0.5b", 0.494),
-        ("qwen2.5-1.5b", 1.544),
-        ("qwen3-4b", 4.022),
-        ("qwen3-8b", 8.191),
-    ],
+    ("shape", "billions"), [("qwen2.5-0.5b", 0.494), ("qwen2.5-1.5b", 1.544), ("qwen3-4b", 4.022), ("qwen3-8b", 8.191)]
 )
 def test_shapes_have_the_published_number_of_parameters(shape: str, billions: float) -> None:
     model = Transformer(config_from_hf(SHAPES[shape]), torch.float32, "meta")
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(billions, abs=5e-4)
-
-
-def test_the_tiny_shape_is_that_of_the_warm_start_recipe() -> None:
-    recipe = yaml.safe_load((REPOSITORY / "recipes" / "warm_start_tiny.yaml").read_text())["warm_start"]
-    expected = recipe["architecture"] | {
-        "vocab_size": recipe["train_tokenizer_vocab_size"],
-        "max_position_embeddings": SHAPES["tiny"]["max_position_embeddings"],
-    }
-    assert {key: SHAPES["tiny"][key] for key in expected} == expected
 
 
 def test_the_first_samples_are_history_and_the_others_are_decoded_on_rng_keys_of_their_own() -> None:
@@ -117,15 +71,16 @@ def test_the_first_samples_are_history_and_the_others_are_decoded_on_rng_keys_of
     ]
     assert found == [(0, (3, 7), [3, 3, 3], 3), (0, (3, 7), [4], 1), (1, (5, 7), [6], 1)]
     assert len(trace.responses) == 3
-    first = trace.first_prompts(1)
+    first = trace.first_samples(1)
     assert (len(first.requests), len(first.history), first.max_sequence_tokens) == (2, 1, 5)
 
 
 def test_generated_samples_repeat_each_other_and_are_the_same_again() -> None:
-    prompts = generated_prompts(3, max_tokens=100, vocab_size=1000)
-    assert len({prompt.prompt_token_ids for prompt in prompts}) == 3
-    for prompt, again in zip(prompts, generated_prompts(3, max_tokens=100, vocab_size=1000), strict=True):
-        assert all((a == b).all() for a, b in zip(prompt.samples, again.samples, strict=True))
+    prompts = generated_prompts(max_tokens=100, vocab_size=1000)
+    assert len({prompt.prompt_token_ids for prompt in prompts}) == len(prompts)
+    again = generated_prompts(max_tokens=100, vocab_size=1000)
+    for prompt, same in zip(prompts[:3], again[:3], strict=True):
+        assert all((a == b).all() for a, b in zip(prompt.samples, same.samples, strict=True))
         assert all(8 <= len(sample) <= 100 and sample.max() < 1000 for sample in prompt.samples)
         a, b = prompt.samples[:2]
         length = min(len(a), len(b))
@@ -135,69 +90,34 @@ def test_generated_samples_repeat_each_other_and_are_the_same_again() -> None:
 # --- How it is decoded ------------------------------------------------------------------------------------------------
 
 
-class Diary(DrafterBase):
-    """Notes what it learned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries: list[object] = []
-
-    def learn(self, completions: list[Completion]) -> None:  # type: ignore[override]
-        self.entries += [(c.request.prompt_token_ids, c.token_ids) for c in completions]
-
-    def on_policy_update(self) -> None:
-        self.entries.append("update")
-
-
 def test_the_engine_gives_the_trace_with_a_drafter_that_has_seen_the_history(policy: Transformer) -> None:
     trace = share_out([recorded("3", [5, 6], [9] * 6, [8, 8, 1])], history=1 / 3)
-    engine = make_engine(policy, EngineOptions(kv_memory_gib=0.1, draft_budget=4), trace.requests, 2)
-    for drafter in (Repeater(), Repeater()):
-        prepare(engine, drafter, trace)
-        ((run, completions),) = take_turns([EngineRun(engine, trace.requests)])
-        check_completions(completions, trace, "x")
-        assert engine.drafter is drafter
-        assert run.seconds > 0
-        assert run.num_tokens == run.metrics["engine/tokens"] == 9
-        assert run.metrics["engine/tokens_per_decode_step"] > 1
+    engine = make_engine(policy, 2, trace.max_sequence_tokens, draft_budget=4)
+    for _ in range(2):
+        prepare(engine, REPEATER, trace)
+        assert isinstance(engine.drafter, Repeater)
+        assert engine.drafter.log == ["learn 3: [5, 6]", "update"]
+        completions = list(engine.generate(trace.requests))
+        check_completions(completions, trace)
+        metrics = engine.take_metrics()
+        assert metrics["engine/tokens"] == trace.num_tokens == 9
+        assert metrics["engine/tokens_per_decode_step"] > 1
     completions[0].token_ids[0] += 1
-    with pytest.raises(AssertionError, match="x did not sample the trace"):
-        check_completions(completions, trace, "x")
-    diary = Diary()
-    prepare(engine, diary, trace)
-    assert diary.entries == [((3, 7), [5, 6]), "update"]
+    with pytest.raises(AssertionError, match="not those of the trace"):
+        check_completions(completions, trace)
 
 
-def test_engines_take_turns_at_every_step_and_the_one_with_the_fewest_tokens_is_next(policy: Transformer) -> None:
-    """Two sequences at a time against one: neither is more than two steps ahead (the last is counted in the next)."""
-    requests = requests_of([20] * 4)
-    journal: list[tuple[int, int]] = []
-
-    class Noted(EngineRun):
-        def step(self) -> None:
-            super().step()
-            journal.append((runs[0].num_tokens, runs[1].num_tokens))
-
-    runs = [Noted(make_engine(policy, EngineOptions(kv_memory_gib=0.1), requests, slots), requests) for slots in (2, 1)]
-    results = take_turns(runs)
-    assert [run.num_tokens for run, _ in results] == [80, 80]
-    assert [run.metrics["engine/decode_steps"] for run, _ in results] == [42, 84]
-    assert all(abs(a - b) <= 4 for a, b in journal)
-
-
-def test_transformers_ends_each_row_at_its_length_and_samples_the_whole_distribution(
-    folder: Path, policy: Transformer
-) -> None:
+def test_transformers_pads_on_the_left_and_samples_the_whole_distribution(policy: Transformer) -> None:
     """Frequencies of the first token against our own model's probabilities, whatever generation_config.json says."""
-    peer = HuggingFaceGenerate(folder, dtype=torch.float32, device=torch.device("cpu"))
-    new_tokens = [3, 9, 1, 6]
-    assert peer.run(requests_of(new_tokens)).num_tokens == 19
-    for row, length in zip(peer.generate(requests_of(new_tokens)).tolist(), new_tokens, strict=True):
-        assert row[length:] == [PAD_TOKEN_ID] * (9 - length)
+    peer = HuggingFaceGenerate(policy)
+    lengths = [3, 9, 1, 6]
+    prompts = random_prompts(4, 2, 9, VOCAB_SIZE)
+    requests = [make_request(p, draw, 0, n) for draw, (p, n) in enumerate(zip(prompts, lengths, strict=True))]
+    assert peer.generate(requests).shape == (4, 9)
     num_draws = 4000
     torch.manual_seed(0)
-    tokens = peer.generate([make_request((5, 6, 7), 0, index, 1) for index in range(num_draws)])
-    counts = torch.bincount(tokens.flatten(), minlength=VOCAB_SIZE)
+    pairs = [make_request(prompt, 0, index, 1) for index in range(num_draws) for prompt in ((5, 6, 7), (8,) * 6)]
+    counts = torch.bincount(peer.generate(pairs)[::2].flatten(), minlength=VOCAB_SIZE)
     with torch.inference_mode():
         hidden = policy(torch.tensor([5, 6, 7]), PackedPlan.from_lengths([3], "cpu"))
         probs = policy.logits(hidden[-1]).double().softmax(-1)
@@ -214,62 +134,49 @@ def test_transformers_ends_each_row_at_its_length_and_samples_the_whole_distribu
 def test_bench_rollout_compares_drafters_on_a_trace(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "trace.jsonl", 3)
     files = ("--json", tmp_path / "bench.json", "--write-docs", tmp_path / "docs.md")
-    settings = ("--slots", "1,4", "--prompts-used", "1,3", "--history", 0.5, "--max-tokens", 9, "--repeats", 2)
-    result = bench(
-        *("rollout", "--trace", path, "--drafters", f"none,{REPEATER}", "--model-shape", "tiny", "--threads", 1),
-        *("--trace-note", "made up", *settings, *files),
+    settings = ("--slots", "1,4", "--prompts-used", 2, "--history", 0.5, "--max-tokens", 9, "--repeats", 2)
+    names = ("none", REPEATER, "transformers")
+    result = run(
+        *("bench", "rollout", "--trace", path, "--drafters", ",".join(names), "--model-shape", "tiny", "--threads", 1),
+        *(*settings, *files),
     )
     assert result.exit_code == 0, result.stderr
     values = json.loads((tmp_path / "bench.json").read_text())
-    assert values["baseline"] == "none"
-    found = [(row["labels"], row["num_tokens"]) for row in values["comparisons"]]
-    assert found == [({"slots": "1", "sequences": "2"}, 18), ({"slots": "4", "sequences": "6"}, 54)]
-    for row in values["comparisons"]:
-        assert {name: len(runs) for name, runs in row["seconds"].items()} == {"none": 2, REPEATER: 2}
-        assert row["ratios"].keys() == {REPEATER}
-        for metrics in row["metrics"]["none"]:
-            assert metrics["engine/tokens_per_decode_step"] == metrics["engine/verified_per_decode_step"] == 1
-        for metrics in row["metrics"][REPEATER]:
-            assert metrics["engine/tokens"] == row["num_tokens"]
+    found = [(row["slots"], row["sequences"], row["drafter"]) for row in values["rows"]]
+    assert found == [(slots, 4, name) for slots in (1, 4) for name in names]
+    for none, repeater, peer in (values["rows"][:3], values["rows"][3:]):
+        assert none["tokens_per_step"] == none["verified_per_step"] == 1
+        assert [run["engine/tokens"] for run in repeater["runs"]] == [36, 36]
+        assert repeater["times_as_fast"].keys() == peer["times_as_fast"].keys() == {"value", "low", "high"}
+        assert peer["tokens_per_second"] == 36 / peer["seconds"]
     text = result.stdout
     assert text.startswith(
-        "## Drafters on a trace: trace.jsonl, 0.5 as history, tiny, float32, cpu, 1 thread, 1, 4 slots"
+        "## Drafters on a trace: trace.jsonl, 0.5 as history, tiny, float32, cpu, 1 threads, 1, 4 slots"
     )
-    assert "What the trace is: made up." in text
-    assert "| 1 | 2 | none | " in text
+    assert "each run was checked to give exactly these" in text
     assert (tmp_path / "docs.md").read_text().endswith(text)
 
 
-def test_bench_rollout_prices_steps_where_a_cost_is_stated(tmp_path: Path) -> None:
-    path = write_trace(tmp_path / "trace.jsonl", 1, num_samples=2, length=5)
-    result = bench(
-        *("rollout", "--trace", path, "--drafters", "none", "--model-shape", "tiny", "--threads", 1, "--repeats", 2),
-        *("--price-as", "1:0.5,1024:0.5", "--json", tmp_path / "bench.json"),
-    )
+def test_without_a_trace_bench_rollout_compares_with_transformers(tmp_path: Path) -> None:
+    model = make_policy(tmp_path / "policy")
+    settings = ("--max-tokens", 8, "--prompts-used", 1, "--history", 0.9, "--repeats", 1, "--threads", 1)
+    result = run("bench", "rollout", "--model-shape", "tiny", *settings, "--json", tmp_path / "bench.json")
     assert result.exit_code == 0, result.stderr
-    (row,) = json.loads((tmp_path / "bench.json").read_text())["comparisons"]
-    num_steps = row["metrics"]["none"][0]["engine/decode_steps"]
-    assert row["seconds"]["none"] == [pytest.approx(num_steps / 2)] * 2
-    assert "Seconds are priced, not measured" in result.stdout
-    assert "priced as 1:0.5,1024:0.5\n" in result.stdout
-
-
-def test_bench_rollout_compares_with_transformers(folder: Path, tmp_path: Path) -> None:
-    settings = ("--sequences", "2,3", "--longest-tokens", 8, "--repeats", 1, "--threads", 1)
-    result = bench("rollout", "--model", folder, *settings, "--json", tmp_path / "bench.json")
-    assert result.exit_code == 0, result.stderr
-    rows = json.loads((tmp_path / "bench.json").read_text())["comparisons"]
-    assert [row["labels"] for row in rows] == [{"sequences": "2"}, {"sequences": "3"}]
-    assert all(list(row["seconds"]) == ["transformers", "srtrl"] for row in rows)
-    assert result.stdout.startswith(f"## Rollouts: {folder}, float32, cpu, 1 thread\n")
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert [(row["slots"], row["sequences"], row["drafter"]) for row in rows] == [
+        (2, 2, "transformers"),
+        (2, 2, "none"),
+    ]
+    result = run("bench", "rollout", "--model", model, "--max-tokens", 64)
+    assert (result.exit_code, "the model was made for 128" in result.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("is_recorded", [True, False])
 def test_bench_host_measures_each_stage_of_full_steps(tmp_path: Path, is_recorded: bool) -> None:
     path = write_trace(tmp_path / "trace.jsonl", 4, num_samples=8, length=60)
     source = ("--trace", path) if is_recorded else ("--max-tokens", 60)
-    result = bench(
-        *("host", "--slots", "4,8", "--drafters", f"none,{REPEATER}", "--repeats", 2, *source),
+    result = run(
+        *("bench", "host", "--slots", "4,8", "--drafters", f"none,{REPEATER}", "--repeats", 2, *source),
         *("--device-ms", "1:0.5,16:0.5,17:99", "--json", tmp_path / "bench.json"),
     )
     assert result.exit_code == 0, result.stderr
@@ -277,104 +184,133 @@ def test_bench_host_measures_each_stage_of_full_steps(tmp_path: Path, is_recorde
     names = [(row["slots"], row["drafter"]) for row in rows]
     assert names == [(4, "none"), (4, REPEATER), (8, "none"), (8, REPEATER)]
     for row in rows:
-        assert row["host_ms_per_step"] > 0
-        for run in row["runs"]:
-            assert sum(run["by_stage"].values()) == pytest.approx(run["seconds"])
-            assert run["by_stage"]["other"] >= 0
-            assert run["seconds"] <= run["host_seconds"]
-            assert 0 < run["overlapped_seconds"] < run["host_seconds"]
+        for one in row["runs"]:
+            assert sum(one["by_stage"].values()) == pytest.approx(one["host_ms_per_step"])
+            assert one["by_stage"]["other"] >= 0
+            assert 0 < one["rollout_seconds"]["on_device"] < one["rollout_seconds"]["with_host"]
+        assert min(one["host_ms_per_step"] for one in row["runs"]) <= row["host_ms_per_step"]
         if row["drafter"] == "none":
-            assert row["tokens_per_step"] == row["verified_per_step"] == 1
+            assert row["tokens_per_step"] == row["verified_per_step"] == row["times_as_fast_with_host"] == 1
             assert row["by_stage"]["propose"] == row["by_stage"]["choose"] == 0
     if is_recorded:  # samples that say one token all the time: the drafts are right
         assert rows[1]["tokens_per_step"] > 1.5
-        device_seconds = [row["runs"][0]["device_seconds"] for row in rows]
-        assert device_seconds[1] < device_seconds[0]
-    assert "| 4 | none | " in result.stdout
-
-
-def test_host_time_is_added_to_the_devices_but_for_what_is_overlapped() -> None:
-    run = HostRun(
-        num_steps=1,
-        seconds=1.0,
-        by_stage={},
-        tokens_per_step=1.0,
-        verified_per_step=1.0,
-        num_tokens=1,
-        host_seconds=4.0,
-        overlapped_seconds=1.5,
-        device_seconds=10.0,
-    )
-    assert run.rollout_seconds(with_host=False) == 10
-    assert run.rollout_seconds(overlap=False) == 14
-    assert run.rollout_seconds() == 12.5
+        assert rows[1]["times_as_fast_on_device"] > 1.5
+    assert "|     4 | none" in result.stdout
 
 
 def test_bench_train_takes_turns_learns_the_same_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """Five steps of 4 prompts from a pool of 8: three epochs, the last a part."""
-    values = make_recipe(make_policy(tmp_path / "policy"), tmp_path / "runs", train__num_steps=5).model_dump(
-        mode="json"
-    )
+    recipe = make_recipe(make_policy(tmp_path / "policy"), tmp_path / "runs", train__num_steps=5)
+    values = recipe.model_dump(mode="json")
     values["task"]["options"]["num_train"] = 8
     values["rewards"] = [{"name": "bench_cases:digit_share"}]
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
     files = ("--json", tmp_path / "bench.json", "--write-docs", tmp_path / "docs.md")
-    result = bench("train", tmp_path / "recipe.yaml", "--drafters", f"none,{REPEATER}", "--slots", "4,2", *files)
+    result = run("bench", "train", tmp_path / "recipe.yaml", "--drafters", f"none,{REPEATER}", "--slots", "4,2", *files)
     assert result.exit_code == 0, result.stderr
-    runs = json.loads((tmp_path / "bench.json").read_text())["runs"]
-    names = ["none", REPEATER]
-    assert [(run["drafter"], run["slots"]) for run in runs] == [(name, slots) for slots in (4, 2) for name in names]
-    for run in runs:
-        assert [row["step"] for row in run["rows"]] == [1, 2, 3, 4, 5]
-        learned = [[row["loss"], row["reward/mean"], row["tokens/response"]] for row in run["rows"]]
-        assert learned == [[row["loss"], row["reward/mean"], row["tokens/response"]] for row in runs[0]["rows"]]
-        assert all(0 < row["time/rollout"] < row["time/step"] for row in run["rows"])
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    keys = [(slots, name) for slots in (4, 2) for name in ("none", REPEATER)]
+    assert [(row["slots"], row["drafter"]) for row in rows] == keys * 4
+    assert [(row["epoch"], row["steps"]) for row in rows[::4]] == [("1", 1), ("2", 2), ("3", 1), ("all", 4)]
+    assert all(0 < row["rollout_seconds"] < row["step_seconds"] for row in rows)
     assert not (tmp_path / "runs").exists()
     assert (tmp_path / "docs.md").read_text().endswith(result.stdout)
-    assert [line for line in result.stdout.splitlines() if line.startswith("| 2 | 3 | none | 1 |")]
-    steps = [line.partition(":")[0].partition(", ")[2] for line in result.stderr.splitlines() if "step" in line]
-    assert steps[4:8] == steps[:4][::-1]
+    turns = [line.partition(":")[0].partition(", warm")[0].partition(", run")[0] for line in result.stderr.splitlines()]
+    turns = [line for line in turns if line.startswith("(")]
+    assert turns[4:8] == turns[:4][::-1]
+
+
+def test_every_section_of_bench_gpus_smoke_test_finds_something(tmp_path: Path) -> None:
+    result = run("bench", "gpu", "--smoke", "--json", tmp_path / "bench.json", "--write-docs", tmp_path / "docs.md")
+    assert result.exit_code == 0, result.output
+    values = json.loads((tmp_path / "bench.json").read_text())
+    assert values["checks"] == [{"result": "not run"}]
+    assert all(limit > 0 for limit in values["limits"][0].values())
+    assert [step["sequences"] for step in values["decode_steps"]] == [1, 4, 8]
+    for step in values["decode_steps"]:
+        assert min(step["step_ms"], step["device_ms"], step["memory_limit_ms"]) > 0
+        assert step["host_ms"] is None, "nothing is waited for on a CPU"
+    found = [(row["slots"], row["drafter"]) for row in values["drafts"]]
+    assert found == [(4, "none"), (4, "srt"), (4, "transformers"), (8, "none"), (8, "srt")]
+    for row in values["drafts"]:
+        assert row["drafter"] != "srt" or row["tokens_per_step"] > 1.1
+        assert row["drafter"] != "none" or row["tokens_per_step"] == 1
+    (update,) = values["update"]
+    assert 0 < update["logprob_difference_mean"] < 1e-3
+    assert update["share_of_matmul_rate"] > 0
+    assert "## The CUDA path: tiny, smoke test on a CPU" in (tmp_path / "docs.md").read_text()
+
+
+def test_bench_gpu_decodes_the_trace_where_it_has_a_sample_for_each_slot(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "trace.jsonl", 2)
+    found = gpu.choose_workloads(gpu.SMOKE, config_from_hf(SHAPES["tiny"]), path, None)
+    assert [(source, len(trace.requests)) for source, trace in found] == [("trace.jsonl", 4), ("generated", 8)]
+
+
+def test_a_section_of_bench_gpu_that_fails_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(gpu, "compare_rollouts", fail)
+    result = run("bench", "gpu", "--smoke")
+    assert result.exit_code == 1
+    assert "| OutOfMemoryError: CUDA out of memory |" in result.stdout
+    assert "| share of matmul rate |" in result.stdout
+
+
+@pytest.mark.parametrize(("test", "found"), [("pass", "1 passed"), ("assert False", "FAILED: 1 failed")])
+def test_the_checks_of_bench_gpu_are_the_repositorys_tests_for_a_gpu(tmp_path: Path, test: str, found: str) -> None:
+    tests = tmp_path / "tests"
+    assert gpu.run_checks(tests).startswith("not run: ")
+    tests.mkdir()
+    (tests / "test_it.py").write_text(f"import pytest\n@pytest.mark.gpu\ndef test_it():\n    {test}\n")
+    assert gpu.run_checks(tests).startswith(found)
+    assert "srtrl bench gpu " in (REPOSITORY / "Makefile").read_text()
 
 
 # --- What is said -----------------------------------------------------------------------------------------------------
 
 
-def run_of(recipe: Recipe, name: str, seconds: list[float], *, loss: float = 1.0) -> TrainingRun:
-    counts = {
-        "tokens/response": 100,
-        "engine/tokens": 100.0,
-        "engine/tokens_per_decode_step": 2.0,
-        "engine/verified_per_decode_step": 3.0,
-    }
-    rows = [
-        {"step": step, "data/epoch": step / 2, "time/rollout": value, "time/step": value + 1, "loss": loss} | counts
-        for step, value in enumerate(seconds)
+def test_candidates_alternate_in_reversed_order_and_the_first_turn_does_not_count() -> None:
+    journal: list[str] = []
+    results = alternate({name: lambda name=name: journal.append(name) or len(journal) for name in "ab"}, 2)  # type: ignore[misc, func-returns-value]
+    assert "".join(journal) == "abbaab"
+    assert results == {"a": [4, 5], "b": [3, 6]}
+    assert median_of([{"x": 1, "y": {"z": 4}}, {"x": 2, "y": {"z": 5}}]) == {"x": 1.5, "y": {"z": 4.5}}
+
+
+def test_tables_of_training_add_up_seconds_and_compare_pairs_of_steps() -> None:
+    def steps(*seconds: float) -> list[dict[str, float]]:
+        counts = {
+            "engine/tokens": 100.0,
+            "engine/tokens_per_decode_step": 2.0,
+            "engine/verified_per_decode_step": 3.0,
+        }
+        rows = [{"time/rollout": value, "time/step": value + 1} | counts for value in seconds]
+        return [row | {"step": step, "data/epoch": step / 2} for step, row in enumerate(rows, start=1)]
+
+    rows = rows_of({(8, "none"): steps(2, 4, 3), (8, "srt"): steps(1, 2, 6)})
+    found = [(*list(row.values())[:8], *map(str, list(row.values())[8:])) for row in rows]
+    assert found == [
+        ("1", 8, "none", 1, 2, 3, 2, 3),
+        ("1", 8, "srt", 1, 1, 2, 2, 3, "2 (2 to 2)", "1.5 (1.5 to 1.5)"),
+        ("2", 8, "none", 2, 7, 9, 2, 3),
+        ("2", 8, "srt", 2, 8, 10, 2, 3, "1.25 (0.5 to 2)", "1.12 (0.571 to 1.67)"),
+        ("all", 8, "none", 3, 9, 12, 2, 3),
+        ("all", 8, "srt", 3, 9, 12, 2, 3, "2 (0.5 to 2)", "1.5 (0.571 to 1.67)"),
     ]
-    return TrainingRun(name, recipe, rows)
 
 
-def test_tables_of_training_add_up_seconds_and_compare_pairs_of_steps(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path, tmp_path, rollout__slots=8)
-    runs = [run_of(recipe, "none", [9.0, 2.0, 4.0, 3.0]), run_of(recipe, "srt", [9.0, 1.0, 2.0, 6.0])]
-    assert seconds_grid(runs, by_epoch=True).rows == (
-        ("8", "1", "none", "1", "2.00", "3.00", "20.000", "2.00", "3.00", "", ""),
-        ("8", "1", "srt", "1", "1.00", "2.00", "10.000", "2.00", "3.00", "2.00x as fast", "1.50x as fast"),
-        ("8", "2", "none", "2", "7.00", "9.00", "35.000", "2.00", "3.00", "", ""),
-        *(
-            ("8", "2", "srt", "2", "8.00", "10.00", "40.000", "2.00", "3.00", ratio, of_steps)
-            for ratio, of_steps in [("1.25x as fast (0.50 to 2.00)", "1.12x as fast (0.57 to 1.67)")]
-        ),
-    )
-    assert seconds_grid(runs, by_epoch=False).rows[1][:4] == ("8", "srt", "3", "9.00")
-    check_same(runs)
-    with pytest.raises(ValueError, match=r"step 0: srt at 8 slots learned something else than none at 8, .*\(loss\)"):
-        check_same([run_of(recipe, "none", [2.0]), run_of(recipe, "srt", [1.0], loss=2.0)])
+def test_runs_that_learn_different_things_are_named() -> None:
+    learned: dict[int, dict[str, float]] = {}
+    check_same((8, "none"), {"step": 1, "loss": 1.0, "time/step": 5.0}, learned)
+    check_same((8, "srt"), {"step": 1, "loss": 1.0, "time/step": 3.0}, learned)
+    with pytest.raises(ValueError, match=r"step 1: srt at 8 slots did not learn what the first run did, .*\(loss\)"):
+        check_same((8, "srt"), {"step": 1, "loss": 2.0}, learned)
 
 
 def test_a_ratio_is_the_median_of_pairs_and_its_interval_covers_as_often_as_it_says() -> None:
-    assert str(paired_ratio([3.0], [2.0])) == "1.50x as fast"
-    assert str(paired_ratio([3.0, 3.6], [2.0, 2.0])) == "1.65x as fast (1.50 to 1.80)"
-    assert str(paired_ratio([1.0, 1.002], [1.0, 1.0])) == "1.001x as fast (1.000 to 1.002)"
+    assert str(paired_ratio([3.0, 3.6], [2.0, 2.0])) == "1.65 (1.5 to 1.8)"
     generator = np.random.default_rng(1)
     for num_pairs in (6, 9, 20, 31):
         noise = generator.lognormal(0, 0.1, (2000, num_pairs))
@@ -385,36 +321,27 @@ def test_a_ratio_is_the_median_of_pairs_and_its_interval_covers_as_often_as_it_s
     assert paired_ratio(sorted(noise[0]), [1.0] * 31).low > min(noise[0])
 
 
-def test_a_document_has_its_table_and_where_it_was_measured() -> None:
-    environment = Environment(
-        command="srtrl bench x",
-        date="2026-01-02",
-        processor="A CPU",
-        num_cores=4,
-        num_threads=2,
-        load=0.1,
-        versions={"torch": "2.11"},
+def test_a_table_is_markdown_with_three_digits_and_columns_of_its_mappings() -> None:
+    rows = [{"n": 1000, "by": {"x_y": 0.12345}, "z": "[a]", "raw": [1]}, {"n": 2, "by": {"x_y": 12345.6}, "ratio": 2.0}]
+    assert format_table(rows) == (
+        "|     n |    x y | z   | ratio |\n|-------|--------|-----|-------|\n"
+        "| 1,000 |  0.123 | [a] |       |\n|     2 | 12,346 |     |     2 |"
     )
-    grid = Grid(columns=("n", "name", "s"), rows=(("1,000", "a", "1.5"), ("2", "b", "-")))
-    document = Document(title="X", environment=environment, notes=("A note.",), grids=(grid,), values={"rows": [1]})
-    assert document.to_markdown() == (
-        "## X\n\n`srtrl bench x`\n\nA CPU, 4 cores, 2 threads; load 0.1 at the start; torch 2.11; 2026-01-02.\n\n"
-        "- A note.\n\n| n | name | s |\n| --: | --- | --: |\n| 1,000 | a | 1.5 |\n| 2 | b | - |\n"
-    )
-    values = json.loads(document.to_json())
-    assert (values["rows"], values["environment"]["num_cores"]) == ([1], 4)
 
 
-def test_a_section_replaces_its_older_self_and_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "benchmarks.md"
-    put_section(path, "## One\n\nold\n")
-    put_section(path, "## Two\n\ntext\n\n### Within two\n\nmore\n")
-    put_section(path, "## One\n\nnew\n")
-    text = path.read_text()
-    assert text.startswith("# Benchmarks\n\n")
-    assert text.endswith("\n\n## One\n\nnew\n\n## Two\n\ntext\n\n### Within two\n\nmore\n")
-    put_section(path, "## One\n\nnew\n")
-    assert path.read_text() == text
+def test_what_is_published_replaces_its_older_self_and_nothing_else(tmp_path: Path) -> None:
+    docs, values = tmp_path / "benchmarks.md", tmp_path / "bench.json"
+    environment = {"command": "srtrl bench x", "processor": "A CPU", "threads": 2}
+    for title, value in (("One", 1), ("Two", 2), ("One", 3)):
+        rows = {"rows": [{"n": value}]}
+        publish(title, rows, "X.\n\nA note.\n", environment, json_file=values, write_docs=docs)
+        put_section(docs, "## Last\n\n### Within\n\nmore\n")
+    assert docs.read_text() == (
+        "# Benchmarks\n\n## One\n\n`srtrl bench x`\n\nprocessor A CPU, threads 2.\n\nA note.\n\n| n |\n|---|\n| 3 |\n\n"
+        "## Last\n\n### Within\n\nmore\n\n"
+        "## Two\n\n`srtrl bench x`\n\nprocessor A CPU, threads 2.\n\nA note.\n\n| n |\n|---|\n| 2 |\n"
+    )
+    assert json.loads(values.read_text()) == {"title": "One", "environment": environment, "rows": [{"n": 3}]}
 
 
 def test_cpu_name(tmp_path: Path) -> None:
@@ -422,3 +349,69 @@ def test_cpu_name(tmp_path: Path) -> None:
     info.write_text("processor\t: 0\nmodel name\t: Some CPU @ 3 GHz: 2\n")
     assert cpu_name(info) == "Some CPU @ 3 GHz: 2"
     assert cpu_name(tmp_path / "none")
+
+
+# --- Options ----------------------------------------------------------------------------------------------------------
+
+
+def test_curves_are_named_or_given() -> None:
+    assert parse_curve("--device-ms", "8:0.25, 64:1") == ((8, 0.25), (64, 1.0))
+    assert all(parse_curve("--device-ms", name)[0][0] == 1 for name in CURVES)
+
+
+TRACE = ("rollout", "--model-shape", "tiny", "--trace", "TRACE")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("rollout", "--model", "./nowhere"), "./nowhere: no local folder"),
+        (("rollout", "--model-shape", "smal"), "--model-shape: no shape 'smal', did you mean `small`"),
+        ((*TRACE, "--drafters", "none,none"), "--drafters: expected names, each once"),
+        ((*TRACE, "--drafters", "nome"), "--drafters: `nome` is not in srtrl/drafters/, did you mean"),
+        ((*TRACE, "--history", 1), "--history: 1 of the samples leaves none to decode"),
+        ((*TRACE, "--prompts-used", 9), "--prompts-used: 9, but there are 2 prompts"),
+        ((*TRACE, "--tokenizer", "./nowhere"), "--tokenizer: ./nowhere: "),
+        ((*TRACE, "--json", "nowhere/x.json"), "'--json': there is no folder nowhere to write x.json into"),
+        ((*TRACE, "--write-docs", "."), "'--write-docs': file '.' is a directory"),
+        (("rollout", "--trace", "TEXTS"), "the row has texts; give --tokenizer DIR"),
+        (("rollout", "--trace", "LARGE"), "--trace: token id 9999 is not in the model's vocabulary of 6400"),
+        ((*TRACE, "--trace", "LONG", "--max-tokens", 5000), "but the model was made for 4096"),
+        (("host", "--slots", "8,0"), "--slots: expected counts like 8,32,128, found '8,0'"),
+        (("host", "--slots", "9", "--trace", "TRACE"), "--slots: 9, but there are 4 samples to decode"),
+        (("host", "--device-ms", "fast"), "--device-ms: expected h200-1.5b, or ROWS:SECONDS"),
+        (("host", "--device-ms", "8:1,8:2"), "rows rising from 1 or more"),
+        (("host", "--device-ms", "8:2,16:1"), "never falling; found '8:2,16:1'"),
+        (("host", "--device-ms", "0:1"), "rows rising from 1 or more"),
+        (("host", "--device-ms", "1:0"), "seconds above 0"),
+        (("train", "RECIPE", "--drafters", "nome"), "--drafters: `nome` is not in srtrl/drafters/, did you mean"),
+        (("train", "RECIPE", "train.num_stpes=2"), "train.num_stpes"),
+        (("train", "RECIPE", "train.num_steps=1"), "train.num_steps: expected at least 2"),
+        (("train", "RECIPE", "rollout.drafter=ngram"), "override `rollout.drafter=ngram`: bench train sets that"),
+        (("train", "RECIPE", "eval.every_steps=2"), "override `eval.every_steps=2`: bench train sets that itself"),
+        pytest.param(
+            ("gpu",),
+            "measures a CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+        ),
+    ],
+)
+def test_mistakes_are_named(files: dict[str, Path], arguments: tuple[object, ...], error: str) -> None:
+    result = run("bench", *(files.get(str(argument), argument) for argument in arguments))
+    assert result.exit_code == 2, result.stdout
+    assert error in " ".join(result.stderr.split())
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Name in the arguments above -> file."""
+    folder = tmp_path_factory.mktemp("bench")
+    paths = {name: folder / f"{name}.jsonl" for name in ("TRACE", "TEXTS", "LARGE", "LONG")}
+    write_trace(paths["TRACE"], 2)
+    write_trace(paths["LONG"], 1, length=5000)
+    write_rows(paths["TEXTS"], {"id": "0", "prompt": "a", "samples": [{"text": "b"}]})
+    write_rows(paths["LARGE"], {"id": "0", "prompt_token_ids": [1], "samples": [{"token_ids": [9999]}]})
+    recipe = make_recipe(make_policy(folder / "policy"), folder / "runs", train__checkpoint_every=1)
+    paths["RECIPE"] = folder / "recipe.yaml"
+    paths["RECIPE"].write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    return paths

@@ -1,45 +1,41 @@
-"""`srtrl bench gpu`: is the CUDA path right (`pytest -m gpu`), and how fast is it? One command, one table."""
+"""`srtrl bench gpu`: is the CUDA path correct (`pytest -m gpu`), and how fast is it?
+
+Random weights; medians. Decode steps: the engine without drafts, sampling and log-probs included. `device ms` is the
+runner alone, from launch to result, `host ms` what the host does but for waiting; the memory limit reads weights and KV
+once. Drafts: one sample for each slot; the drafter has seen the other half of each prompt's samples. Each run of ours
+was checked to give exactly the recorded (or generated) tokens; whole rollouts alternate, and `times as fast` is the
+median over pairs of runs, with the lowest and the highest. Update: sequences that the engine decoded, the final norm
+sharpened so that the log-probs are as uneven as those of a trained policy; AdamW included. The share of the matmul rate
+counts model FLOPs, nothing twice. Differences are absolute, of the log-probs of decoder and trainer with the same
+weights.
+"""
 
 import gc
-import math
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
 import typer
 from accelerate import Accelerator
 
-from srtrl.bench.alternate import EngineRun, paired_ratio, take_turns, tell
-from srtrl.bench.environment import read_environment
-from srtrl.bench.options import JsonFile, TokenizerFolder, TraceFile, WriteDocs, check_output
+from srtrl.bench import options
+from srtrl.bench.rollout import PEER, compare_rollouts
 from srtrl.bench.shapes import SHAPES
-from srtrl.bench.tables import Document, Grid, publish
-from srtrl.bench.workload import (
-    SAMPLES_OF_A_PROMPT,
-    check_completions,
-    drafter_maker,
-    generated_prompts,
-    make_request,
-    prepare,
-    random_prompts,
-    read_trace,
-    share_out,
-)
-from srtrl.engine.engine import Engine, EngineOptions
+from srtrl.bench.tables import Row, publish, read_environment
+from srtrl.bench.workload import Trace, load_workload, make_engine, make_request, random_prompts
 from srtrl.model.hf_config import config_from_hf
-from srtrl.model.transformer import Transformer, model_flops
+from srtrl.model.transformer import ModelConfig, Transformer, model_flops
 from srtrl.model.weights import init_model
 from srtrl.recipe import Recipe
-from srtrl.rollout.recorded import RecordedPrompt
 from srtrl.trainer.optimizer import build_optimizer
 from srtrl.trainer.update import update_policy
 from srtrl.types import Request, TrainSequence
@@ -62,16 +58,17 @@ class Sizes:
     dtype: torch.dtype = torch.bfloat16
     copy_bytes: int = 4 << 30
     matmul_width: int = 8192
-    slots: tuple[int, ...] = (64, 256)
+    slots: tuple[int, ...] = (64, 256, 640)
     """Sequences of a decode step, beside 1; and of the comparison of drafters, one sample for each slot."""
     context: int = 512
     """Tokens of a sequence of decode steps and of the update."""
     num_steps: int = 48
     """Decode steps that are timed."""
-    max_tokens: int = 1024
+    max_tokens: int = 512
     """Of a sample in the comparison of drafters."""
     update_tokens: int = 8192
     """Of a micro-batch."""
+    draft_budget: int | str = "auto"
 
 
 SMOKE = Sizes(
@@ -84,128 +81,56 @@ SMOKE = Sizes(
     num_steps=2,
     max_tokens=16,
     update_tokens=64,
+    draft_budget=4,  # drafts at any cost
 )
-
-
-@dataclass(kw_only=True, slots=True)
-class GpuBench:
-    """What the sections share, and what they found."""
-
-    sizes: Sizes
-    policy: Transformer
-    prompts: list[RecordedPrompt]
-    """Of the comparison of drafters."""
-    bandwidth: float = math.nan
-    """Bytes read per second."""
-    matmul_rate: float = math.nan
-    """Operations per second."""
-    rows: list[tuple[str, str, str]] = field(default_factory=list)
-    """Of the table: section, what, figure."""
-    values: dict[str, Any] = field(default_factory=dict)
-    """For programs."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where everything is measured."""
-        return self.policy.device
-
-    def add(self, section: str, what: str, figure: str, **values: Any) -> None:
-        """One row of the table, and its numbers (None for NaN: JSON has no word for it)."""
-        self.rows.append((section, what, figure))
-        known = {
-            name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()
-        }
-        self.values.setdefault(section, []).append({"what": what, **known})
-        tell(f"{section}: {what}: {figure}")
-
-    def synchronise(self) -> None:
-        """Wait until the device is idle."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def seconds_of(self, work: Callable[[], object], *, warm_up: int = 3, repeats: int = REPEATS) -> float:
-        """Median seconds from an idle device to an idle device."""
-        seconds = []
-        for _ in range(warm_up + repeats):
-            self.synchronise()
-            started = time.perf_counter()
-            work()
-            self.synchronise()
-            seconds.append(time.perf_counter() - started)
-        return median(seconds[warm_up:])
-
-    def engine(self, slots: int, max_sequence_tokens: int) -> Engine:
-        """An engine on the policy."""
-        options = EngineOptions(
-            slots=slots,
-            max_sequence_tokens=max_sequence_tokens,
-            kv_memory_gib=12.0,
-            prefill_chunk_tokens=8192,
-            draft_budget="auto" if self.device.type == "cuda" else 4,  # a smoke test drafts at any cost
-        )
-        return Engine(self.policy, options)
-
-    def requests(self, count: int, num_prompt_tokens: int, num_new_tokens: int) -> list[Request]:
-        """Samples of random prompts."""
-        vocab_size = self.policy.config.vocab_size
-        prompts = random_prompts(
-            count, shortest=num_prompt_tokens, longest=num_prompt_tokens, vocab_size=vocab_size, seed=0
-        )
-        return [make_request(prompt, draw, 0, num_new_tokens) for draw, prompt in enumerate(prompts)]
 
 
 def command(
     *,
-    trace: TraceFile = None,
-    tokenizer: TokenizerFolder = None,
+    trace: options.TraceFile = None,
+    tokenizer: options.TokenizerFolder = None,
     checks: Annotated[bool, typer.Option(help="Run `pytest -m gpu` of the repository first.")] = True,
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny and on the CPU: does every line run?")] = False,
-    json_file: JsonFile = None,
-    write_docs: WriteDocs = None,
+    json_file: options.JsonFile = None,
+    write_docs: options.WriteDocs = None,
 ) -> None:
-    """Check the CUDA path, then measure it: decode steps, drafts, log-probs, the update.
+    """Check the CUDA path, then measure it: limits, decode steps, drafts, log-probs, the update.
 
-    Without --trace the rollouts that drafters are compared on are generated. Exit code 1: a check or a section failed.
+    Drafters are compared on generated rollouts, with --trace on recorded ones where it has one for each slot. Exit code
+    1: a check or a section failed.
     """
-    check_output("--json", json_file)
-    check_output("--write-docs", write_docs)
     if not smoke and not torch.cuda.is_available():
         raise ValueError(
             f"srtrl bench gpu measures a CUDA device, and torch {torch.__version__} sees none; --smoke runs every line "
             "of it on the CPU, tiny"
         )
     sizes, device = (SMOKE, torch.device("cpu")) if smoke else (Sizes(), torch.device("cuda", 0))
-    checked = run_checks(Path(__file__).resolve().parents[2] / "tests") if checks and not smoke else "not run"
+    config = config_from_hf(SHAPES[sizes.shape], sizes.shape)
+    workloads = choose_workloads(sizes, config, None if smoke else trace, tokenizer)
     environment = read_environment(device)
-    config = config_from_hf(SHAPES[sizes.shape] | {"hidden_act": "silu"}, sizes.shape)
-    prompts = (
-        generated_prompts(
-            -(-2 * max(sizes.slots) // SAMPLES_OF_A_PROMPT), max_tokens=sizes.max_tokens, vocab_size=config.vocab_size
-        )
-        if trace is None or smoke
-        else read_trace(trace, tokenizer=tokenizer, max_tokens=sizes.max_tokens)
-    )
-    bench = GpuBench(sizes=sizes, policy=init_model(config, 0, sizes.dtype, device), prompts=prompts)
-    bench.add("checks", "pytest -m gpu", checked, result=checked)
-    for section in (measure_limits, measure_steps, compare_drafters, measure_update):
+    checked = run_checks(Path(__file__).resolve().parents[2] / "tests") if checks and not smoke else "not run"
+    policy = init_model(config, 0, sizes.dtype, device)
+    limits = measure_limits(sizes, device)
+    tables: dict[str, Sequence[Row]] = {"checks": [{"result": checked}], "limits": [limits]}
+    sections: dict[str, Callable[[], Sequence[Row]]] = {
+        "decode_steps": lambda: measure_steps(sizes, policy, limits["terabytes_per_second"]),
+        "drafts": lambda: compare_drafters(sizes, policy, workloads),
+        "update": lambda: [measure_update(sizes, policy, limits["teraflops"])],
+    }
+    for name, section in sections.items():
+        print(f"{name} ...", file=sys.stderr, flush=True)
         try:
-            section(bench)
+            tables[name] = section()
         except (RuntimeError, ValueError, AssertionError) as error:  # time on a GPU is scarce: go on with the others
             traceback.print_exc()
-            failure = f"FAILED: {type(error).__name__}: {error}".splitlines()[0]
-            bench.add(section.__name__, "all of it", failure, result=failure)
+            tables[name] = [{"failed": f"{type(error).__name__}: {error}".splitlines()[0]}]
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    source = "generated rollouts" if trace is None or smoke else trace.name
-    where = "smoke test on a CPU: the figures say nothing" if smoke else environment.processor
-    grid = Grid(columns=("section", "what", "figure"), rows=tuple(bench.rows))
-    notes = _notes(sizes, source)
-    values = {"sections": bench.values}
+    where = "smoke test on a CPU: the figures say nothing" if smoke else environment["processor"]
     title = f"The CUDA path: {sizes.shape}, {where}"
-    document = Document(title=title, environment=environment, notes=notes, grids=(grid,), values=values)
-    publish(document, json_file, write_docs)
-    if any(figure.startswith("FAILED") for _, _, figure in bench.rows):
+    publish(title, tables, __doc__, environment, json_file, write_docs)
+    if checked.startswith("FAILED") or any("failed" in rows[0] for rows in tables.values()):
         raise typer.Exit(1)
 
 
@@ -215,32 +140,51 @@ def run_checks(tests: Path) -> str:
         return "not run: this needs a checkout of the repository with its tests/, and pytest"
     program = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", str(tests)]
     result = subprocess.run(program, cwd=tests.parent, capture_output=True, text=True, check=False)
-    tell(result.stdout + result.stderr)
+    print(result.stdout, result.stderr, file=sys.stderr, flush=True)
     summary = (result.stdout.strip().splitlines() or ["no output"])[-1]
     return summary if result.returncode == 0 else f"FAILED: {summary}"
 
 
-def measure_limits(bench: GpuBench) -> None:
+def seconds_of(work: Callable[[], object], device: torch.device, *, warm_up: int = 3, repeats: int = REPEATS) -> float:
+    """Median seconds from an idle device to an idle device."""
+    seconds = []
+    for _ in range(warm_up + repeats):
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return median(seconds[warm_up:])
+
+
+def random_requests(policy: Transformer, count: int, num_prompt_tokens: int, num_new_tokens: int) -> list[Request]:
+    """Samples of random prompts."""
+    prompts = random_prompts(count, num_prompt_tokens, num_prompt_tokens, policy.config.vocab_size)
+    return [make_request(prompt, draw, 0, num_new_tokens) for draw, prompt in enumerate(prompts)]
+
+
+def measure_limits(sizes: Sizes, device: torch.device) -> dict[str, float]:
     """What the device can do: reading memory, matrix products."""
-    sizes, device = bench.sizes, bench.device
     memory = torch.rand(sizes.copy_bytes // 4, device=device)
-    bench.bandwidth = sizes.copy_bytes / bench.seconds_of(memory.sum)
     left, right = (torch.randn(sizes.matmul_width, sizes.matmul_width, device=device).to(sizes.dtype) for _ in range(2))
     out = torch.empty_like(left)
-    bench.matmul_rate = 2 * sizes.matmul_width**3 / bench.seconds_of(lambda: torch.mm(left, right, out=out))
-    bench.add("limits", "reading memory", f"{bench.bandwidth / 1e12:.3g} TB/s", per_second=bench.bandwidth)
-    what = f"matrix products, {sizes.dtype}".replace("torch.", "")
-    bench.add("limits", what, f"{bench.matmul_rate / 1e12:.3g} TFLOP/s", per_second=bench.matmul_rate)
+    return {
+        "terabytes_per_second": 1e-12 * sizes.copy_bytes / seconds_of(memory.sum, device),
+        "teraflops": 2e-12 * sizes.matmul_width**3 / seconds_of(lambda: torch.mm(left, right, out=out), device),
+    }
 
 
-def measure_steps(bench: GpuBench) -> None:
+def measure_steps(sizes: Sizes, policy: Transformer, terabytes_per_second: float) -> list[Row]:
     """Decode steps without drafts, beside the time in which weights and KV are read once."""
-    sizes, policy = bench.sizes, bench.policy
     new_tokens = 4 * sizes.num_steps
-    engine = bench.engine(max(sizes.slots), sizes.context + new_tokens)
+    engine = make_engine(policy, max(sizes.slots), sizes.context + new_tokens, prefill_chunk_tokens=8192)
+    weight_bytes = sum(weight.numel() * weight.element_size() for weight in policy.parameters())
+    if policy.head is not None:  # else the embedding is the head, and read as such
+        weight_bytes -= policy.embedding.numel() * policy.embedding.element_size()
+    rows: list[Row] = []
     for count in (1, *sizes.slots):
         engine.begin_rollout("train")
-        for request in bench.requests(count, sizes.context, new_tokens):
+        for request in random_requests(policy, count, sizes.context, new_tokens):
             engine.add(request)
         while engine.scheduler.num_waiting or int(engine.batch.is_decoding.sum()) < count:
             engine.step()
@@ -252,64 +196,61 @@ def measure_steps(bench: GpuBench) -> None:
             started = time.perf_counter()
             engine.step()
             seconds.append(time.perf_counter() - started)
-        host = engine.take_metrics().get("engine/host_seconds", math.nan) / sizes.num_steps
+        host = engine.take_metrics().get("engine/host_seconds")  # nothing is waited for on a CPU
         engine.end_rollout()
         device = median(engine.runner.time_step(count, sizes.context, count) for _ in range(REPEATS))
-        num_bytes = sum(weight.numel() * weight.element_size() for weight in policy.parameters())
-        if policy.head is not None:
-            num_bytes -= policy.embedding.numel() * policy.embedding.element_size()
-        num_bytes += count * sizes.context * engine.runner.page_bytes // engine.options.page_size
-        limit = num_bytes / bench.bandwidth
-        values = {"step": median(seconds), "launch_to_result": device, "host": host, "memory_limit": limit}
-        figures = ", ".join(f"{name.replace('_', ' ')} {1e3 * value:.2f}" for name, value in values.items())
-        what = f"{count} sequences of {sizes.context} tokens, ms"
-        bench.add("decode step", what, f"{figures}; {median(seconds) / limit:.2f}x the limit", **values)
-
-
-def compare_drafters(bench: GpuBench) -> None:
-    """`srt` against `none` with half of each prompt's samples as history, side by side step by step."""
-    sizes = bench.sizes
-    whole = share_out(bench.prompts, history=0.5)
-    for slots in sizes.slots:
-        if len(whole.requests) < slots:
-            raise ValueError(
-                f"--trace: {slots} samples are decoded, but half of each prompt's are {len(whole.requests)}"
-            )
-        trace = whole.first_prompts(whole.requests[slots - 1].draw_index + 1)
-        trace.check_model(bench.policy.config)
-        engines = {name: bench.engine(slots, trace.max_sequence_tokens) for name in ("none", "srt")}
-        seconds: dict[str, list[float]] = {name: [] for name in engines}
-        metrics: dict[str, float] = {}
-        for turn in range(1 + TURNS):
-            names = list(engines)[:: 1 if turn % 2 == 0 else -1]
-            for name in names:
-                prepare(engines[name], drafter_maker(name)(), trace)
-            taken = take_turns([EngineRun(engines[name], trace.requests) for name in names])
-            for name, (run, completions) in zip(names, taken, strict=True):
-                check_completions(completions, trace, name)
-                tell(f"{slots} slots, {name}, {f'run {turn}' if turn else 'warm-up'}: {run.seconds:.3f} s")
-                seconds[name] += [run.seconds] if turn else []
-                metrics |= {f"{name}/{key}": value for key, value in run.metrics.items()}
-        ratio = paired_ratio(seconds["none"], seconds["srt"])
-        hosts = [
-            1e3 * metrics.get(f"{name}/engine/host_seconds", math.nan) / metrics[f"{name}/engine/decode_steps"]
-            for name in engines
-        ]
-        figure = (
-            f"{ratio}; {metrics['srt/engine/tokens_per_decode_step']:.2f} tokens and "
-            f"{metrics['srt/engine/verified_per_decode_step']:.2f} verified per step; host {hosts[0]:.2f} and "
-            f"{hosts[1]:.2f} ms per step"
+        kv_bytes = count * sizes.context * engine.runner.page_bytes // engine.options.page_size
+        limit = 1e-12 * (weight_bytes + kv_bytes) / terabytes_per_second
+        rows.append(
+            {
+                "sequences": count,
+                "step_ms": 1000 * median(seconds),
+                "device_ms": 1000 * device,
+                "host_ms": None if host is None else 1000 * host / sizes.num_steps,
+                "memory_limit_ms": 1000 * limit,
+                "times_the_limit": median(seconds) / limit,
+            }
         )
-        bench.add("drafts", f"{slots} slots, srt to none", figure, ratio=ratio.value, seconds=seconds, metrics=metrics)
+    return rows
 
 
-def measure_update(bench: GpuBench) -> None:
+def choose_workloads(
+    sizes: Sizes, config: ModelConfig, trace: Path | None, tokenizer: str | None
+) -> list[tuple[str, Trace]]:
+    """For each number of slots the source of the samples and they themselves, half of each prompt's being history.
+
+    They are those of the trace where it has one for each slot, else generated.
+    """
+    chosen = []
+    for slots in sizes.slots:
+        for source in (trace, None):
+            whole = load_workload(source, config, tokenizer=tokenizer, max_tokens=sizes.max_tokens, history=0.5)
+            if len(whole.requests) >= slots:
+                break
+        chosen.append((source.name if source else "generated", whole.first_samples(slots)))
+    return chosen
+
+
+def compare_drafters(sizes: Sizes, policy: Transformer, workloads: Sequence[tuple[str, Trace]]) -> list[Row]:
+    """`srt` against `none`, and with the fewest slots `transformers`, too."""
+    rows: list[Row] = []
+    for slots, (source, trace) in zip(sizes.slots, workloads, strict=True):
+        names = ("none", "srt", *((PEER,) if slots == min(sizes.slots) else ()))
+        found = compare_rollouts(
+            policy, trace, names, slots, TURNS, draft_budget=sizes.draft_budget, prefill_chunk_tokens=8192
+        )
+        rows += [{"samples": source, **row} for row in found]
+    return rows
+
+
+def measure_update(sizes: Sizes, policy: Transformer, teraflops: float) -> Row:
     """Decode, then learn from it: decoder against trainer with the same weights, and the update's share of the rate."""
-    sizes, policy, random = bench.sizes, bench.policy, np.random.default_rng(0)
+    random = np.random.default_rng(0)
     count, num_prompt = UPDATE_BATCHES * sizes.update_tokens // sizes.context, sizes.context // 4
     with torch.no_grad():
         policy.final_norm.mul_(SHARPNESS)
-    requests = bench.requests(count, num_prompt, sizes.context - num_prompt)
+    engine = make_engine(policy, min(sizes.slots), sizes.context, prefill_chunk_tokens=8192)
+    requests = random_requests(policy, count, num_prompt, sizes.context - num_prompt)
     sequences = [
         TrainSequence(
             token_ids=np.array([*one.request.prompt_token_ids, *one.token_ids], np.int64),
@@ -318,7 +259,7 @@ def measure_update(bench: GpuBench) -> None:
             rollout_logprobs=np.array(one.rollout_logprobs, np.float32),
             advantages=np.full(len(one.token_ids), random.standard_normal(), np.float32),
         )
-        for one in bench.engine(max(sizes.slots), sizes.context).generate(requests)
+        for one in engine.generate(requests)
     ]
     sequences.sort(key=lambda one: one.draw_index)
     train = {"num_steps": 1, "micro_batch_tokens": sizes.update_tokens, "max_logprob_difference": 1e9}
@@ -327,30 +268,18 @@ def measure_update(bench: GpuBench) -> None:
         {"name": "bench", "model": {"path": "-"}, "task": {"name": "-"}, "rollout": rollout, "train": train}
     )
     optimizer = build_optimizer(policy, learning_rate=1e-6, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-8)
-    accelerator = Accelerator(cpu=bench.device.type == "cpu", mixed_precision="no")
+    accelerator = Accelerator(cpu=policy.device.type == "cpu", mixed_precision="no")
 
     def update() -> dict[str, float]:
         return update_policy(policy, optimizer, accelerator, sequences, recipe=recipe, step=1, kl_coefficient=0.0)
 
     found = update()  # both still have the same weights
-    values = {name: found[f"logprob_difference/{name}"] for name in ("mean", "max", "kl")}
-    figure = ", ".join(f"{name} {value:.2g}" for name, value in values.items())
-    bench.add("log-probs", "decoder against trainer, absolute difference", figure, **values)
-    seconds, lengths = bench.seconds_of(update, warm_up=0, repeats=3), [sizes.context] * count
-    rate = model_flops(policy.config, lengths, num_targets=count * (sizes.context - num_prompt)) / seconds
-    values = {"tokens_per_second": sum(lengths) / seconds, "matmul_share": rate / bench.matmul_rate}
-    figure = f"{values['tokens_per_second']:,.0f} tokens/s, {values['matmul_share']:.0%} of the matmul rate"
-    bench.add("update", f"{sum(lengths)} tokens", figure, **values)
-
-
-def _notes(sizes: Sizes, source: str) -> tuple[str, ...]:
-    return (
-        f"Random weights of the shape {sizes.shape}, {sizes.dtype}".replace("torch.", "") + ". Medians.",
-        "Decode step: the engine without drafts, sampling and log-probs included. `launch to result` is the runner "
-        "alone, `host` what the host does but for waiting; the memory limit reads weights and KV once.",
-        f"Drafts: {source}, cut to {sizes.max_tokens} tokens, one sample for each slot; the drafter has seen the other "
-        "half of each prompt's samples. Both engines take turns step by step and give exactly the recorded tokens.",
-        f"Log-probs and update: {UPDATE_BATCHES} micro-batches of {sizes.update_tokens} tokens in sequences of "
-        f"{sizes.context}, which the engine decoded, the final norm times {SHARPNESS:g}; AdamW included. The share "
-        "counts model FLOPs, nothing twice.",
-    )
+    seconds = seconds_of(update, policy.device, warm_up=0, repeats=TURNS)
+    num_tokens, num_targets = count * sizes.context, count * (sizes.context - num_prompt)
+    rate = model_flops(policy.config, [sizes.context] * count, num_targets=num_targets) / seconds
+    return {
+        "tokens": num_tokens,
+        "tokens_per_second": num_tokens / seconds,
+        "share_of_matmul_rate": 1e-12 * rate / teraflops,
+        **{f"logprob_difference_{name}": found[f"logprob_difference/{name}"] for name in ("mean", "max", "kl")},
+    }

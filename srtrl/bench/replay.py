@@ -1,35 +1,14 @@
 """`srtrl replay`: what would a drafter have brought to these recorded rollouts?"""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 DEFAULT_BUDGET = 16
 """Nodes of a draft tree where neither `--draft-budget` nor `--min-score` is given."""
-MOST_NODES = 128
+MAX_NODES = 128
 """Nodes of a draft tree where only `--min-score` bounds it."""
-
-
-class Order(StrEnum):
-    """Which samples get a slot first."""
-
-    BREADTH = "breadth"
-    """The first sample of every prompt, then the second, and so on."""
-    DEPTH = "depth"
-    """All samples of a prompt, then those of the next."""
-
-
-class HistoryAs(StrEnum):
-    """What the drafter sees of the history."""
-
-    COMPLETE = "complete"
-    """All of it, before the other samples start: an epoch that is over."""
-    RUN_AHEAD = "run-ahead"
-    """What slots that the step before leaves idle can decode of it, one token a step."""
-    NONE = "none"
-    """Nothing: the same samples are decoded without it, for comparison."""
 
 
 def replay(
@@ -48,29 +27,31 @@ def replay(
     ] = None,
     draft_budget: Annotated[
         int | None,
-        typer.Option(min=0, help=f"Most nodes of a draft. [default: {DEFAULT_BUDGET}; {MOST_NODES} with --min-score]"),
+        typer.Option(
+            min=0, help=f"Maximum nodes of a draft. [default: {DEFAULT_BUDGET}; {MAX_NODES} with --min-score]"
+        ),
     ] = None,
     min_score: Annotated[
-        float | None, typer.Option(metavar="P", help="Verify only nodes that the drafter gives this chance or more.")
+        float | None,
+        typer.Option(min=0, max=1, metavar="P", help="Verify only nodes that the drafter gives this chance or more."),
     ] = None,
     history: Annotated[
         float, typer.Option(metavar="SHARE", help="Share of each prompt's samples that are known beforehand.")
     ] = 0.0,
     history_as: Annotated[
-        HistoryAs,
+        Literal["complete", "run-ahead", "none"],
         typer.Option(
             help="What is known of the history: all of it beforehand; what idle slots decoded of it during the step "
             "before (texts on RNG keys of their own); nothing."
         ),
-    ] = HistoryAs.COMPLETE,
+    ] = "complete",
     step_prompts: Annotated[
         int | None, typer.Option(min=1, help="Prompts of a training step. [default: as recorded; JSONL is one step]")
     ] = None,
     slots: Annotated[
         int | None, typer.Option(min=1, help="Sequences decoded at once. [default: one prompt at a time, all of it]")
     ] = None,
-    order: Annotated[Order | None, typer.Option(help="Who gets a slot first. [default: breadth]")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Samples are cut to this many tokens.")] = 4000,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Samples are truncated to this many tokens.")] = 4000,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Count what speculation would bring to recorded rollouts.
@@ -79,33 +60,24 @@ def replay(
     first token of each sample is given, not drafted. The steps of a run follow each other, so that each is history for
     the next; every FILE begins with an empty drafter.
     """
-    from srtrl.bench.replay_loop import ReplaySettings
-    from srtrl.bench.replay_run import print_result, replay_files
+    from srtrl.bench.replay_loop import ReplaySettings, replay_files
 
     if not 0 <= history < 1:
         raise ValueError(f"--history: expected a share of at least 0 and below 1, found {history}")
-    if min_score is not None and not 0 <= min_score <= 1:
-        raise ValueError(f"--min-score: expected a chance from 0 to 1, found {min_score}")
-    if order is not None and slots is None:
-        raise ValueError("--order: it needs --slots, the number of sequences decoded at once")
-    if history_as is HistoryAs.RUN_AHEAD and slots is None:
+    if history_as == "run-ahead" and slots is None:
         raise ValueError("--history-as: run-ahead needs --slots, for it takes slots that are idle")
-    default_budget = DEFAULT_BUDGET if min_score is None else MOST_NODES
+    if draft_budget is None:
+        draft_budget = DEFAULT_BUDGET if min_score is None else MAX_NODES
     settings = ReplaySettings(
-        max_nodes=default_budget if draft_budget is None else draft_budget,
+        drafter=drafter,
+        drafter_options=drafter_options or (),
+        draft_budget=draft_budget,
         min_score=min_score,
         history=history,
-        history_as=history_as.value,
+        history_as=history_as,
         slots=slots,
-        order="depth" if order is Order.DEPTH else "breadth",
-    )
-    result = replay_files(
-        files,
-        settings,
-        drafter_name=drafter,
-        drafter_options=drafter_options or (),
+        step_prompts=step_prompts,
         tokenizer=tokenizer,
         max_tokens=max_tokens,
-        step_prompts=step_prompts,
     )
-    print_result(result, as_json=as_json)
+    replay_files(files, settings, as_json=as_json)

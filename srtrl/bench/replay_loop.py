@@ -6,50 +6,67 @@ is sampled is known. So no model is needed to know how many tokens each decode s
 
 import heapq
 import itertools
+import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
+from srtrl.bench.options import resolve_drafter
+from srtrl.bench.tables import format_table
+from srtrl.bench.workload import make_request, read_rollouts
 from srtrl.drafters.base import DrafterBase
-from srtrl.drafters.draft_tree import ROOT, DraftTrees, check_trees
+from srtrl.drafters.draft_tree import ROOT, check_trees
+from srtrl.engine.draft_budget import cut_trees
+from srtrl.recipe_base import Section
+from srtrl.recipe_errors import RecipeError, validate_section
+from srtrl.recipe_file import RecipeSource
 from srtrl.rollout.recorded import RecordedPrompt, Recording, Tokens
-from srtrl.types import Completion, Request, SamplingParams
-
-Order = Literal["breadth", "depth"]
-HistoryAs = Literal["complete", "run-ahead", "none"]
+from srtrl.types import Completion, Request
 
 LOOK_AHEAD_PROMPTS = 1024
 """How many coming prompts a drafter is told of."""
+COLUMNS = (
+    *("num_samples", "num_cut", "tokens_per_step", "verified_per_step", "draft_us", "insert_us_per_token"),
+    *("steps", "steps_without_drafts", "speedup"),
+)
+"""What the table shows."""
 MAX_VOCAB_SIZE = 1 << 31
 """Recordings do not say how many tokens there are."""
-WARM_UP_SAMPLES = 4
-WARM_UP_TOKENS = 64
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ReplaySettings:
     """How recorded rollouts are replayed."""
 
-    max_nodes: int
-    """Most nodes of one draft tree."""
+    drafter: str = "srt"
+    drafter_options: Sequence[str] = ()
+    """Each as KEY=VALUE."""
+    draft_budget: int = 16
+    """Maximum nodes of one draft tree."""
     min_score: float | None = None
     """Nodes of a lower score are not verified; None verifies all."""
     history: float = 0.0
     """Share of each prompt's samples, rounded down, that are earlier than the others and not decoded as samples."""
-    history_as: HistoryAs = "complete"
+    history_as: str = "complete"
     """`complete`: the drafter has seen them before the others start; `run-ahead`: as far as slots that the step before
-    leaves idle can decode them, a token a step; `none`: it never sees them."""
+    leaves idle can decode them, a token per step; `none`: it never sees them."""
     slots: int | None = None
-    """Sequences decoded at once, of whatever prompts; None replays each prompt alone, its samples in lockstep."""
-    order: Order = "breadth"
-    """With `slots`: the first sample of every prompt before the second of any, or prompt by prompt."""
+    """Sequences decoded at once, the first sample of every prompt before the second of any; None replays each prompt
+    alone, its samples in lockstep."""
+    step_prompts: int | None = None
+    """Prompts of a training step; None: as recorded."""
+    tokenizer: str | None = None
+    """Folder or hub name, for recordings of texts."""
+    max_tokens: int = 4000
+    """Samples are truncated to this many tokens."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,21 +75,23 @@ class ReplayCounts:
 
     num_prompts: int = 0
     num_samples: int = 0
-    """Samples that were decoded."""
+    """Samples that were decoded; the history's are not among them."""
     num_history_samples: int = 0
-    num_tokens: int = 0
-    """Tokens that the decoded samples got from decode steps: all but the first token of each."""
     num_run_ahead_tokens: int = 0
-    """Tokens of earlier samples that idle slots decoded."""
+    """Tokens of the history that idle slots decoded, where it is not known beforehand."""
+    num_cut: int = 0
+    """Samples that lost their end to `max_tokens`."""
+    num_tokens: int = 0
+    """Tokens that decode steps gave: all of a sample but its first."""
     num_observed_tokens: int = 0
     """Tokens that the drafter was shown, those of the history too."""
     num_sequence_steps: int = 0
     """Decode steps, each counted once for every sequence in it."""
     num_nodes: int = 0
     """Drafted tokens that were verified."""
-    num_steps: int = 0
+    steps: int = 0
     """Decode steps of the whole batch."""
-    num_steps_without_drafts: int = 0
+    steps_without_drafts: int = 0
     """The same with no drafter."""
     draft_seconds: float = 0.0
     """In `propose`."""
@@ -86,6 +105,28 @@ class ReplayCounts:
         for one in fields(self):
             setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
+    def to_row(self) -> dict[str, Any]:
+        """The counts and their averages, as `srtrl replay --json` prints them.
+
+        `tokens_per_step` is what a sequence gets from a decode step (1 without drafts), `verified_per_step` what it
+        brings into one: its draft's nodes, and one. `draft_us` are microseconds of drafting for one sequence and step,
+        with the nodes that `min_score` takes out again; `insert_us_per_token` those of all the drafter's other work,
+        for one token that it was shown. `acceptance_by_depth` is the share of the sequence-steps in which at least
+        1, 2, 3, ... drafted tokens were accepted. `speedup` is how much faster the decode steps until all samples were
+        done are, if a step takes no longer for what it verifies.
+        """
+        by_depth = [self.accepted[depth] for depth in range(max(self.accepted, default=0) + 1)]
+        num_at_least = self.num_sequence_steps - np.cumsum(by_depth)[:-1]
+        counts = {one.name: getattr(self, one.name) for one in fields(self)}
+        return counts | {
+            "tokens_per_step": self.num_tokens / self.num_sequence_steps,
+            "verified_per_step": 1 + self.num_nodes / self.num_sequence_steps,
+            "draft_us": 1e6 * self.draft_seconds / self.num_sequence_steps,
+            "insert_us_per_token": 1e6 * self.insert_seconds / self.num_observed_tokens,
+            "acceptance_by_depth": (num_at_least / self.num_sequence_steps).tolist(),
+            "speedup": self.steps_without_drafts / self.steps,
+        }
+
 
 @dataclass(slots=True)
 class _LiveSample:
@@ -95,8 +136,6 @@ class _LiveSample:
     tokens: Tokens
     slot: int = -1
     """While it decodes."""
-    first: int = 0
-    """Where its tokens begin in the array of all tokens of its queue."""
     num_committed: int = 0
 
     @property
@@ -112,205 +151,165 @@ class Replay:
         self.counts = ReplayCounts()
         self._drafter = drafter
         self._settings = settings
-        self._numbers = itertools.count()
+        self._draws = itertools.count()
         self._free_slots: list[int] = []
-        self._num_slots = 0
 
-    def run(self, recording: Recording, on_sample: Callable[[], None] = lambda: None) -> None:
+    def run(self, recording: Recording) -> None:
         """Replay one training step after another; the drafter keeps what it learned.
 
         Prompts of a step follow each other in the order of the file, for every drafter alike, since some (`suffix`)
-        learn from other prompts too. With `slots` they share the slots. `on_sample` is called when a sample is done.
+        learn from other prompts too. With `slots` they share the slots.
         """
-        following = [*recording.steps[1:], []]
-        for step, (prompts, next_step) in enumerate(zip(recording.steps, following, strict=True)):
+        largest = max(len(prompt.samples) for prompts in recording.steps for prompt in prompts)
+        self._free_slots = list(range(max(largest, self._settings.slots or 0)))
+        self.counts.num_cut = recording.num_cut
+        for step, prompts in enumerate(recording.steps):
             coming = itertools.islice(itertools.chain.from_iterable(recording.steps[step:]), LOOK_AHEAD_PROMPTS)
-            next_prompts = [prompt.prompt_token_ids for prompt in coming]
             with self._clock("insert_seconds"):
-                self._drafter.set_next_uses(next_prompts)
-            self._replay_step(step, prompts, self._ahead(next_step), on_sample)
+                self._drafter.set_next_uses([prompt.prompt_token_ids for prompt in coming])
+            has_ahead = self._settings.history_as == "run-ahead" and step + 1 < len(recording.steps)
+            ahead, _ = self._samples_of(recording.steps[step + 1] if has_ahead else [], is_run_ahead=True)
+            self._replay_step(prompts, breadth_first(ahead))
             with self._clock("insert_seconds"):
                 self._drafter.on_policy_update()
 
-    def _ahead(self, prompts: Sequence[RecordedPrompt]) -> list[_LiveSample]:
-        """What idle slots may decode for the step of these prompts: one sample of each, then the second, ..."""
-        if self._settings.history_as != "run-ahead":
-            return []
-        share = self._settings.history
-        samples = [
-            [self._sample_of(prompt, draw, index, is_run_ahead=True) for index in range(num_history)]
-            for draw, prompt in enumerate(prompts)
-            if (num_history := num_history_samples_of(len(prompt.samples), share))
-        ]
-        return admission_order(samples, "breadth")
+    def _samples_of(
+        self, prompts: Sequence[RecordedPrompt], *, is_run_ahead: bool = False
+    ) -> tuple[list[list[_LiveSample]], list[list[_LiveSample]]]:
+        """The samples of each prompt that are history, and those that are not."""
+        history, others = [], []
+        for prompt in prompts:
+            longest = max(len(sample) for sample in prompt.samples)
+            number = next(self._draws)
+            requests = [
+                make_request(prompt.prompt_token_ids, number, index, longest, prompt_id=prompt.prompt_id)
+                for index in range(len(prompt.samples))
+            ]
+            samples = [
+                _LiveSample(replace(request, is_run_ahead=is_run_ahead), tokens)
+                for request, tokens in zip(requests, prompt.samples, strict=True)
+            ]
+            num_history = num_history_samples_of(len(samples), self._settings.history)
+            history.append(samples[:num_history])
+            others.append(samples[num_history:])
+        return history, others
 
-    def _replay_step(
-        self, step: int, prompts: Sequence[RecordedPrompt], ahead: Sequence[_LiveSample], on_sample: Callable[[], None]
-    ) -> None:
+    def _replay_step(self, prompts: Sequence[RecordedPrompt], ahead: Sequence[_LiveSample]) -> None:
         """Show the drafter the history of every prompt, then decode the other samples."""
-        live = []
-        num_history_samples = 0
-        for draw, prompt in enumerate(prompts):
-            num_history = num_history_samples_of(len(prompt.samples), self._settings.history)
-            samples = [self._sample_of(prompt, draw, index) for index in range(len(prompt.samples))]
-            live.append(samples[num_history:])
-            if self._settings.history_as == "complete":
-                self._show(samples[:num_history], step)
-                num_history_samples += num_history
-        if num_history_samples:
+        history, groups = self._samples_of(prompts)
+        self.counts.num_prompts += len(prompts)
+        self.counts.num_samples += sum(map(len, groups))
+        if self._settings.history_as == "complete" and any(history):
+            self.counts.num_history_samples += sum(map(len, history))
+            for samples in history:
+                self._start(samples, [len(sample.tokens) for sample in samples])
+                self._finish(samples)
             with self._clock("insert_seconds"):
                 self._drafter.on_policy_update()
-        self.counts.num_prompts += len(prompts)
-        self.counts.num_history_samples += num_history_samples
-        self.counts.num_samples += sum(map(len, live))
         if self._settings.slots is None:
-            for samples in live:
-                self._decode(samples, len(samples), step, on_sample)
+            for samples in groups:
+                self._decode(samples, len(samples))
         else:
-            queue = admission_order(live, self._settings.order)
-            self._decode(queue, self._settings.slots, step, on_sample, ahead)
+            self._decode(breadth_first(groups), self._settings.slots, ahead)
 
-    def _decode(
-        self,
-        queue: Sequence[_LiveSample],
-        num_slots: int,
-        step: int,
-        on_sample: Callable[[], None],
-        ahead: Sequence[_LiveSample] = (),
-    ) -> None:
+    def _decode(self, queue: Sequence[_LiveSample], num_slots: int, ahead: Sequence[_LiveSample] = ()) -> None:
         """Decode the samples of `queue`, `num_slots` at once; one that is done is replaced before the next step.
 
         Slots for which no sample is left decode those of `ahead`, until the last sample of `queue` is done.
         """
-        lengths = [len(sample.tokens) - 1 for sample in queue]
-        self.counts.num_steps_without_drafts += count_steps(lengths, num_slots)
-        recorded = np.concatenate([np.empty(0, np.int32), *(sample.tokens for sample in queue)])
-        for sample, first in zip(queue, np.cumsum([0, *(len(sample.tokens) for sample in queue)]), strict=False):
-            sample.first = int(first)
-        waiting = deque(queue)
-        live: list[_LiveSample] = []
-        line, running = deque(ahead), list[_LiveSample]()
+        self.counts.steps_without_drafts += count_steps([len(one.tokens) - 1 for one in queue], num_slots)
+        waiting, line = deque(queue), deque(ahead)
+        live, running = list[_LiveSample](), list[_LiveSample]()
         while waiting or live:
             while waiting and len(live) < num_slots:
                 admitted = [waiting.popleft() for _ in range(min(num_slots - len(live), len(waiting)))]
-                self._start(admitted)
-                self._observe(
-                    admitted, np.ones(len(admitted), np.int64)
-                )  # given: it comes from the prompt's forward pass
-                live = self._without_done([*live, *admitted], step, on_sample)
+                self._start(admitted, [1] * len(admitted))  # given: it comes from the prompt's forward pass
+                live = self._finish_done([*live, *admitted])
             if live:
-                running = self._run_ahead(running, line, num_slots - len(live))
-                self._decode_step(live, recorded)
-                live = self._without_done(live, step, on_sample)
-        self._finish(running, step)
+                # Slots only become free: no sample waits when the first one is.
+                admitted = [line.popleft() for _ in range(min(num_slots - len(live) - len(running), len(line)))]
+                self._observe(running, [1] * len(running))
+                self._start(admitted, [1] * len(admitted))
+                running = [*running, *admitted]
+                self.counts.num_run_ahead_tokens += len(running)
+                running = self._finish_done(running)
+                self._decode_step(live)
+                live = self._finish_done(live)
+        self._finish(running)
 
-    def _run_ahead(self, running: list[_LiveSample], line: deque[_LiveSample], num_free: int) -> list[_LiveSample]:
-        """One token of each run-ahead, new ones having taken the slots that are free; returns the unfinished ones."""
-        # Slots only become free: nobody waits when the first one is.
-        admitted = [line.popleft() for _ in range(min(num_free - len(running), len(line)))]
-        self._start(admitted)
-        running = [*running, *admitted]
-        self._observe(running, np.ones(len(running), np.int64))
-        self.counts.num_run_ahead_tokens += len(running)
-        self._finish([sample for sample in running if sample.is_done], 0)
-        return [sample for sample in running if not sample.is_done]
-
-    def _decode_step(self, live: Sequence[_LiveSample], recorded: Tokens) -> None:
+    def _decode_step(self, live: Sequence[_LiveSample]) -> None:
         """All draft, all verify, all commit."""
         slots = np.array([sample.slot for sample in live])
-        max_nodes = np.full(len(live), self._settings.max_nodes)
+        budget = self._settings.draft_budget
+        max_nodes = np.full(len(live), budget)
         self._drafter.min_score = self._settings.min_score or 0.0
         with self._clock("draft_seconds"):
             trees = self._drafter.propose(slots, max_nodes)
         who = f"the drafter {type(self._drafter).__module__}.{type(self._drafter).__qualname__}"
         check_trees(trees, max_nodes, MAX_VOCAB_SIZE, who)
-        if self._settings.min_score is not None:
-            trees = above(trees, self._settings.min_score)
-        positions = np.array([sample.first + sample.num_committed for sample in live])
-        ends = np.array([sample.first + len(sample.tokens) for sample in live])
-        num_accepted = count_accepted(trees.token_ids, trees.parents, trees.offsets, recorded, positions, ends)
-        num_emitted = np.minimum(num_accepted + 1, ends - positions)  # no bonus token after the last recorded one
+        num_worthwhile = np.cumsum(np.insert(trees.scores >= self._drafter.min_score, 0, False))
+        # Scores fall, so that the nodes of a sufficient score are the first ones of their tree.
+        trees = cut_trees(trees, np.diff(num_worthwhile[trees.offsets]), len(live))
+        following = [one.tokens[one.num_committed :][: budget + 1] for one in live]
+        starts = np.cumsum([0, *map(len, following)])
+        num_accepted = count_accepted(trees.token_ids, trees.parents, trees.offsets, np.concatenate(following), starts)
+        num_emitted = np.minimum(num_accepted + 1, np.diff(starts))  # no bonus token after the last recorded one
         counts = self.counts
-        counts.num_steps += 1
+        counts.steps += 1
         counts.num_sequence_steps += len(live)
         counts.num_nodes += trees.num_nodes
         counts.num_tokens += int(num_emitted.sum())
         counts.accepted.update(num_accepted.tolist())
-        self._observe(live, num_emitted)
+        self._observe(live, num_emitted.tolist())
 
     # --- The drafter's calls ---
 
-    def _sample_of(self, prompt: RecordedPrompt, draw: int, index: int, *, is_run_ahead: bool = False) -> _LiveSample:
-        request = Request(
-            prompt_id=prompt.prompt_id,
-            prompt_token_ids=prompt.prompt_token_ids,
-            draw_index=draw,
-            sample_index=index,
-            rng_key=next(self._numbers),
-            sampling=SamplingParams(max_new_tokens=max(len(sample) for sample in prompt.samples)),
-            purpose="train",
-            is_run_ahead=is_run_ahead,
-        )
-        return _LiveSample(request=request, tokens=prompt.samples[index])
-
-    def _show(self, samples: Sequence[_LiveSample], step: int) -> None:
-        """Let the drafter see samples of a prompt from beginning to end."""
-        self._start(samples)
-        self._observe(samples, np.array([len(sample.tokens) for sample in samples], np.int64))
-        self._finish(samples, step)
-
-    def _start(self, samples: Sequence[_LiveSample]) -> None:
+    def _start(self, samples: Sequence[_LiveSample], num_tokens: Sequence[int]) -> None:
+        """Give the samples slots, and commit their first tokens."""
         if not samples:
             return
         for sample in samples:
-            if not self._free_slots:
-                self._free_slots.append(self._num_slots)
-                self._num_slots += 1
             sample.slot = heapq.heappop(self._free_slots)
         with self._clock("insert_seconds"):
             self._drafter.start(np.array([sample.slot for sample in samples]), [sample.request for sample in samples])
+        self._observe(samples, num_tokens)
 
-    def _observe(self, samples: Sequence[_LiveSample], num_tokens: npt.NDArray[np.int64]) -> None:
+    def _observe(self, samples: Sequence[_LiveSample], num_tokens: Sequence[int]) -> None:
         """Commit the next tokens of each sample."""
         if not samples:
             return
-        slots = np.array([sample.slot for sample in samples])
         tokens = []
-        for sample, count in zip(samples, num_tokens.tolist(), strict=True):
+        for sample, count in zip(samples, num_tokens, strict=True):
             tokens.append(sample.tokens[sample.num_committed : sample.num_committed + count])
             sample.num_committed += count
-        token_ids = np.concatenate(tokens)
-        offsets = np.concatenate([[0], num_tokens.cumsum()])
+        offsets = np.cumsum([0, *num_tokens])
         with self._clock("insert_seconds"):
-            self._drafter.observe(slots, token_ids, offsets)
-        self.counts.num_observed_tokens += len(token_ids)
+            self._drafter.observe(np.array([sample.slot for sample in samples]), np.concatenate(tokens), offsets)
+        self.counts.num_observed_tokens += sum(num_tokens)
 
-    def _finish(self, samples: Sequence[_LiveSample], step: int) -> None:
+    def _finish_done(self, samples: Sequence[_LiveSample]) -> list[_LiveSample]:
+        """Finish the samples that are done; returns the others."""
+        self._finish([sample for sample in samples if sample.is_done])
+        return [sample for sample in samples if not sample.is_done]
+
+    def _finish(self, samples: Sequence[_LiveSample]) -> None:
         if not samples:
             return
-        completions = [None if sample.request.is_run_ahead else self._completion_of(sample, step) for sample in samples]
+        completions = [
+            Completion(
+                request=sample.request,
+                token_ids=sample.tokens.tolist(),
+                rollout_logprobs=[0.0] * len(sample.tokens),  # not recorded, and of no use to a drafter
+                finish_reason="stop",
+                policy_version=0,
+            )
+            for sample in samples
+        ]
+        slots = [sample.slot for sample in samples]
         with self._clock("insert_seconds"):
-            self._drafter.finish([sample.slot for sample in samples], completions)
-        for sample in samples:
-            heapq.heappush(self._free_slots, sample.slot)
-
-    @staticmethod
-    def _completion_of(sample: _LiveSample, step: int) -> Completion:
-        return Completion(
-            request=sample.request,
-            token_ids=sample.tokens.tolist(),
-            rollout_logprobs=[0.0] * len(sample.tokens),  # not recorded, and of no use to a drafter
-            finish_reason="stop",
-            policy_version=step,
-        )
-
-    def _without_done(self, live: list[_LiveSample], step: int, on_sample: Callable[[], None]) -> list[_LiveSample]:
-        """Finish the samples that are done; returns the others."""
-        done = [sample for sample in live if sample.is_done]
-        self._finish(done, step)
-        for _ in done:
-            on_sample()
-        return [sample for sample in live if not sample.is_done]
+            self._drafter.finish(slots, [None if one.request.is_run_ahead else one for one in completions])
+        for slot in slots:
+            heapq.heappush(self._free_slots, slot)
 
     @contextmanager
     def _clock(self, name: Literal["draft_seconds", "insert_seconds"]) -> Iterator[None]:
@@ -320,27 +319,15 @@ class Replay:
         setattr(self.counts, name, getattr(self.counts, name) + time.perf_counter() - begin)
 
 
-def warm_up(drafter: DrafterBase, settings: ReplaySettings, recording: Recording) -> None:
-    """Replay the beginning of a recording with a drafter of its own, so that no compilation is timed afterwards."""
-    prompt = next(itertools.chain.from_iterable(recording.steps))
-    samples = [sample[:WARM_UP_TOKENS] for sample in prompt.samples[:WARM_UP_SAMPLES]]
-    beginning = replace(recording, steps=[[replace(prompt, samples=samples)]])
-    drafter.warm_up()
-    Replay(drafter, settings).run(beginning)
-
-
 def num_history_samples_of(num_samples: int, share: float) -> int:
     """How many of a prompt's samples are history: `share` of them, rounded down (and 0.29 of 100 is 29)."""
     return int(share * num_samples + 1e-9)
 
 
-def admission_order(prompts: Sequence[Sequence[_LiveSample]], order: Order) -> list[_LiveSample]:
-    """All samples in the order in which they get a slot; see `ReplaySettings.order`."""
-    samples = [sample for prompt in prompts for sample in prompt]
-    if order == "breadth":
-        ranks = [rank for prompt in prompts for rank in range(len(prompt))]
-        samples = [samples[index] for index in np.argsort(ranks, kind="stable")]
-    return samples
+def breadth_first(groups: Sequence[Sequence[_LiveSample]]) -> list[_LiveSample]:
+    """The first sample of every prompt, then the second, and so on."""
+    by_rank = itertools.zip_longest(*groups)
+    return [sample for rank in by_rank for sample in rank if sample is not None]
 
 
 def count_steps(lengths: Sequence[int], num_slots: int) -> int:
@@ -351,28 +338,13 @@ def count_steps(lengths: Sequence[int], num_slots: int) -> int:
     return max(slots, default=0)
 
 
-def above(trees: DraftTrees, min_score: float) -> DraftTrees:
-    """Return the trees without their nodes below `min_score`: scores fall, so that each tree keeps its first nodes."""
-    is_below = np.concatenate([[0], np.cumsum(trees.scores < min_score)])
-    num_below = is_below[1:] - np.repeat(is_below[trees.offsets[:-1]], trees.sizes)
-    keep = num_below == 0
-    num_kept = np.concatenate([[0], np.cumsum(keep)])
-    return DraftTrees(
-        token_ids=trees.token_ids[keep],
-        parents=trees.parents[keep],
-        scores=trees.scores[keep],
-        offsets=num_kept[trees.offsets],
-    )
-
-
 @numba.njit(cache=True, nogil=True)
 def count_accepted(
     token_ids: Tokens,
     parents: Tokens,
     offsets: npt.NDArray[np.int64],
-    recorded: Tokens,
-    positions: npt.NDArray[np.int64],
-    ends: npt.NDArray[np.int64],
+    following: Tokens,
+    starts: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.int64]:
     """Length of each tree's path that agrees with the recorded tokens.
 
@@ -382,19 +354,84 @@ def count_accepted(
         token_ids: [total nodes], as in `DraftTrees`, and so are `parents` and `offsets`.
         parents: [total nodes].
         offsets: [B + 1].
-        recorded: Recorded tokens of all sequences.
-        positions: [B], where in `recorded` each sequence's next token is.
-        ends: [B], where its tokens end.
+        following: What was recorded of each sequence from its next token on, end to end.
+        starts: [B + 1], where that of each sequence begins.
     """
-    num_accepted = np.zeros(len(positions), np.int64)
-    for i in range(len(positions)):
-        last = ROOT
-        position = positions[i]
+    num_accepted = np.zeros(len(offsets) - 1, np.int64)
+    for i in range(len(num_accepted)):
+        last, position = ROOT, starts[i]
         for node in range(offsets[i], offsets[i + 1]):
-            if position == ends[i]:
+            if position == starts[i + 1]:
                 break
-            if parents[node] == last and token_ids[node] == recorded[position]:
+            if parents[node] == last and token_ids[node] == following[position]:
                 last = node - offsets[i]
                 position += 1
-        num_accepted[i] = position - positions[i]
+        num_accepted[i] = position - starts[i]
     return num_accepted
+
+
+# --- From files to a table --------------------------------------------------------------------------------------------
+
+
+def replay_files(files: Sequence[Path], settings: ReplaySettings, *, as_json: bool = False) -> None:
+    """Replay each file with a new drafter, and print a table, or JSON.
+
+    Raises:
+        ValueError: An unknown drafter or option, a file that cannot be used or is given twice, or nothing to decode.
+    """
+    if len(set(files)) < len(files):
+        raise ValueError(f"{Counter(files).most_common(1)[0][0]}: given twice")
+    drafter_class, options = find_drafter(settings.drafter, settings.drafter_options)
+    total, rows = ReplayCounts(), []
+    for path in files:
+        recording = read_rollouts(path, tokenizer=settings.tokenizer, max_tokens=settings.max_tokens)
+        if settings.step_prompts is not None:
+            recording = in_steps(recording, settings.step_prompts)
+        drafter = drafter_class(options)
+        if settings.history_as == "run-ahead" and not drafter.uses_run_aheads:
+            raise ValueError(
+                f"--history-as: run-ahead, but the drafter {settings.drafter} does not draft from run-aheads"
+            )
+        if settings.history_as == "run-ahead" and len(recording.steps) < 2:
+            raise ValueError(f"{path}: one training step, and nothing to run ahead for; give --step-prompts")
+        drafter.warm_up()
+        replay = Replay(drafter, settings)
+        replay.run(recording)
+        if replay.counts.num_sequence_steps == 0:
+            raise ValueError(f"{path}: nothing to decode: each sample has one token, and the first one is given")
+        row = replay.counts.to_row() | {"approximate": recording.is_retokenised}
+        rows.append({"path": str(path), **row, "drafter_metrics": drafter.take_metrics()})
+        total.add(replay.counts)
+    used = asdict(settings) | {"drafter_options": options.model_dump()}
+    result = used | total.to_row() | {"approximate": any(row["approximate"] for row in rows), "files": rows}
+    if as_json:
+        print(json.dumps(result))
+        return
+    print(f"Replay: {', '.join(f'{name} {value}' for name, value in asdict(settings).items() if value)}\n")
+    with_total = [*rows, result | {"path": "all"}] if len(rows) > 1 else rows
+    table = [{"file": Path(row["path"]).name} | {name: row[name] for name in COLUMNS} for row in with_total]
+    print(format_table(table))
+    if result["approximate"]:
+        print("\nTexts were tokenised again: an approximation of the tokens that were sampled.")
+
+
+def in_steps(recording: Recording, step_prompts: int) -> Recording:
+    """The same prompts in the same order, `step_prompts` per step."""
+    prompts = recording.prompts()
+    steps = [prompts[first : first + step_prompts] for first in range(0, len(prompts), step_prompts)]
+    return replace(recording, steps=steps)
+
+
+def find_drafter(name: str, overrides: Sequence[str]) -> tuple[type[DrafterBase], Section]:
+    """The class of the drafter, and its options.
+
+    Raises:
+        ValueError: There is no such drafter, or an option of it is incorrect.
+    """
+    found: type[DrafterBase] = resolve_drafter("--drafter", name)
+    source = RecipeSource(Path("--drafter-options"))
+    try:
+        source.override(overrides)
+        return found, validate_section(found.Options, source.data)
+    except RecipeError as error:
+        raise ValueError(f"--drafter-options: {error}") from error

@@ -1,277 +1,191 @@
-"""`srtrl bench rollout`: drafters on recorded rollouts at the shape of a real model, or our decoder beside another.
+"""`srtrl bench rollout`: drafters, or our decoder beside `transformers`, in whole rollouts.
 
-Time does not depend on the values of the weights and acceptance is that of the recorded text, so the speed-up of a
-drafter is measured without the policy's weights.
+From the prompts to all tokens on the host. Weights are random where a shape is named: time does not depend on their
+values, and acceptance is that of the recorded (or generated) tokens, which the engine takes in place of those that it
+samples; each run was checked to give exactly these. Whole rollouts alternate, after one of each to warm up, each with a
+new drafter; the engines live on, as in training. Seconds are medians, `times as fast` is the median over pairs of runs
+with a 95% interval (from the lowest pair to the highest, where there are few). `transformers` is `generate` of that
+library in static batches padded on the left, with SDPA attention, a dynamic cache and no log-probs: a batch goes on
+until its longest sequence has ended, and only tokens of the samples count.
 """
 
 import statistics
+import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Literal
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
 import typer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig
 
-from srtrl.bench.alternate import Comparison, EngineRun, RunTime, make_engine, take_turns, tell
-from srtrl.bench.environment import read_environment
-from srtrl.bench.options import (
-    JsonFile,
-    StatedCost,
-    Threads,
-    TokenizerFolder,
-    TraceFile,
-    WriteDocs,
-    check_output,
-    parse_counts,
-    parse_curve,
-    parse_draft_budget,
-    parse_names,
-)
-from srtrl.bench.peer_hf import HuggingFaceGenerate, compare_with_peer, describe_peer, draw_lengths
-from srtrl.bench.shapes import write_random_model
-from srtrl.bench.tables import Document, Grid, publish
-from srtrl.bench.workload import (
-    Trace,
-    check_completions,
-    drafter_maker,
-    prepare,
-    read_trace,
-    share_out,
-)
-from srtrl.drafters.base import DrafterBase
-from srtrl.engine.options import EngineOptions
+from srtrl.bench import options
+from srtrl.bench.alternate import alternate, paired_ratio
+from srtrl.bench.shapes import SHAPES
+from srtrl.bench.tables import Row, publish, read_environment
+from srtrl.bench.workload import Trace, check_completions, load_workload, make_engine, prepare
+from srtrl.engine.engine import Engine
 from srtrl.model.cpu_threads import set_cpu_threads
+from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
-from srtrl.model.weights import load_model, locate, read_config
-from srtrl.rollout.recorded import RecordedPrompt
+from srtrl.model.weights import init_model, load_model, save_model
+from srtrl.resolve import suggestion
+from srtrl.types import Request
 
-OF_TRACE = ("tokenizer", "drafters", "history", "prompts_used", "max_tokens", "slots", "draft_budget", "price_as")
-OF_PEER = ("sequences", "longest_tokens")
-"""Parameters that are of use with `--trace` alone, and without it alone."""
+PEER = "transformers"
+"""In place of a drafter: `generate` of that library."""
+PAD_TOKEN_ID = 0
+COUNTED = ("engine/decode_steps", "engine/tokens_per_decode_step", "engine/verified_per_decode_step")
+
+
+class HuggingFaceGenerate:
+    """`generate` with a dynamic cache and SDPA attention; it samples at temperature 1 and computes no log-probs."""
+
+    def __init__(self, policy: Transformer) -> None:
+        """Have the same weights as the policy, on its device and in its type."""
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(policy, folder)
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=policy.dtype, attn_implementation="sdpa")
+        self.model = model.to(policy.device).eval()
+        # In place of the model's own: no end token, no penalty, no top-k or top-p from there.
+        self.model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=None, pad_token_id=PAD_TOKEN_ID
+        )
+
+    @torch.inference_mode()
+    def generate(self, requests: Sequence[Request]) -> Tensor:
+        """New tokens of each sequence, on the host: [B, longest], until the longest has all its `max_new_tokens`.
+
+        Shorter sequences go on beside it, as they do (with padding) in a static batch; that does not make it slower.
+        """
+        prompts = [request.prompt_token_ids for request in requests]
+        width = max(len(prompt) for prompt in prompts)
+        rows = [(PAD_TOKEN_ID,) * (width - len(prompt)) + prompt for prompt in prompts]
+        masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        output: Tensor = self.model.generate(
+            torch.tensor(rows, device=self.model.device),
+            attention_mask=torch.tensor(masks, device=self.model.device),
+            max_new_tokens=max(request.sampling.max_new_tokens for request in requests),
+        )
+        return output[:, width:].cpu()
 
 
 def command(
-    context: typer.Context,
     *,
-    trace: TraceFile = None,
-    tokenizer: TokenizerFolder = None,
-    drafters: Annotated[
-        str, typer.Option(metavar="NAME,NAME,...", help="Compare these with the first of them, on the trace.")
-    ] = "none,srt",
+    trace: options.TraceFile = None,
+    tokenizer: options.TokenizerFolder = None,
+    drafters: options.Drafters = "",
     history: Annotated[
         float, typer.Option(min=0, max=1, help="Share of each prompt's samples that the drafter has seen before.")
     ] = 0.0,
     prompts_used: Annotated[
-        str | None,
-        typer.Option(metavar="N[,N...]", help="The first N prompts; or one N for each number of slots. [default: all]"),
+        int | None, typer.Option(min=1, help="The first prompts only. [default: all of the trace, or 2]")
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Cut samples to this many tokens.")] = None,
-    slots: Annotated[
-        str, typer.Option(metavar="N[,N...]", help="Sequences decoded at once, one comparison each; 0: all.")
-    ] = "0",
-    draft_budget: Annotated[str, typer.Option(metavar="auto|N", help="Draft nodes per sequence and step.")] = "auto",
-    price_as: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CURVE",
-            help="Price decode steps by a stated cost in place of the clock: ROWS:SECONDS,ROWS:SECONDS,... or the name "
-            "of a curve.",
-        ),
+    max_tokens: Annotated[
+        int | None, typer.Option(min=8, help="Truncate samples to this many tokens. [default with no trace: 256]")
     ] = None,
-    trace_note: Annotated[str | None, typer.Option(metavar="TEXT", help="What the trace is, for the report.")] = None,
-    sequences: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Without --trace: sequences of a rollout.")
-    ] = "8,32,128",
-    longest_tokens: Annotated[
-        int, typer.Option(min=8, help="Without --trace: maximum new tokens of a sequence.")
-    ] = 256,
+    slots: options.Slots = "",
     model: Annotated[str | None, typer.Option(help="Hugging Face folder or hub name, in place of a shape.")] = None,
-    model_shape: Annotated[str, typer.Option(help="Random weights of this shape.")] = "small",
+    model_shape: Annotated[str, typer.Option(help=f"Random weights of this shape: {', '.join(SHAPES)}.")] = "small",
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights.")] = "float32",
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")] = "auto",
-    threads: Threads = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each candidate, after one to warm up.")] = 5,
-    json_file: JsonFile = None,
-    write_docs: WriteDocs = None,
+    threads: options.Threads = None,
+    repeats: options.Repeats = 5,
+    json_file: options.JsonFile = None,
+    write_docs: options.WriteDocs = None,
 ) -> None:
     """Measure whole rollouts: prefill, decoding and sampling, from the prompts to the tokens of all sequences.
 
-    With --trace, compare drafters on recorded rollouts; without, compare srtrl with `transformers`' generate.
+    With --trace, recorded rollouts are decoded with the drafters `none` and `srt`; without, generated rollouts with
+    `transformers` (generate of that library, one static batch) and `none`. --drafters names others, --slots is by
+    default the number of samples.
     """
-    _check_given(context, trace)
-    counts = parse_counts("--slots", slots, least=0)
-    num_sequences = parse_counts("--sequences", sequences)
-    makers = {name: drafter_maker(name) for name in parse_names("--drafters", drafters)}
-    curve = parse_curve("--price-as", price_as) if price_as else None
-    check_output("--json", json_file)
-    check_output("--write-docs", write_docs)
-    place = _choose_device(device)
-    options = EngineOptions(
-        deterministic=True if place.type == "cpu" else None,
-        draft_budget=parse_draft_budget(draft_budget),
-        cost_points=curve.points if curve else None,
-    )
-    traces = []
-    if trace is not None:
-        prompts = read_trace(trace, tokenizer=tokenizer, max_tokens=max_tokens)
-        traces = _traces(prompts, history, prompts_used, len(counts))
+    names = options.parse_drafters(drafters or (f"{PEER},none" if trace is None else "none,srt"), PEER)
+    if model_shape not in SHAPES:
+        near = suggestion(model_shape, SHAPES) or ";"
+        raise ValueError(f"--model-shape: no shape {model_shape!r}{near} known: {', '.join(SHAPES)}")
+    counts = options.parse_counts("--slots", slots) if slots else ()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    weights: torch.dtype = getattr(torch, dtype)
     set_cpu_threads(threads)
-    environment = read_environment(place)
-    with tempfile.TemporaryDirectory() as temporary:
-        weights = getattr(torch, dtype)
-        folder = locate(model) if model else write_random_model(model_shape, Path(temporary), weights)
-        for one in traces:
-            one.check_model(read_config(folder))
-        policy = load_model(folder, dtype=weights, device=place)
-        peer = HuggingFaceGenerate(folder, dtype=weights, device=place) if trace is None else None
-    where = f"{model or model_shape}, {dtype}, {place.type}, {environment.threads}"
-    notes = [_describe_model(policy)]
-    if trace is not None:
-        comparisons = [
-            _compare_drafters(policy, options, one, count, makers, repeats)
-            for count, one in zip(counts, traces, strict=True)
-        ]
-        seen = f"{history:g} as history" if history else "no history"
-        priced = f", priced as {price_as}" if price_as else ""
-        at = ", ".join(one.labels["slots"] for one in comparisons)
-        title = f"Drafters on a trace: {trace.name}, {seen}, {where}, {at} slots{priced}"
-        notes += _describe_trace(trace, trace_note, max_tokens, repeats, curve)
+    environment = read_environment(device)
+    if model:
+        policy = load_model(model, dtype=weights, device=device)
     else:
-        assert peer is not None
-        comparisons = [
-            compare_with_peer(policy, peer, options, draw_lengths(count, longest_tokens), repeats)
-            for count in num_sequences
-        ]
-        title = f"Rollouts: {where}"
-        notes += describe_peer(repeats)
-    publish(
-        Document(
-            title=title,
-            environment=environment,
-            notes=tuple(notes),
-            grids=(_grid(comparisons),),
-            values={
-                "baseline": next(iter(comparisons[0].runs)),
-                "comparisons": [one.to_values() for one in comparisons],
-            },
-        ),
-        json_file,
-        write_docs,
-    )
+        policy = init_model(config_from_hf(SHAPES[model_shape], model_shape), 0, weights, device)
+    max_tokens = max_tokens or (sys.maxsize if trace else 256)
+    workload = load_workload(trace, policy.config, tokenizer=tokenizer, max_tokens=max_tokens, history=history)
+    workload = workload.first_prompts(prompts_used or (len(workload.history) if trace else 2))
+    rows: list[Row] = []
+    counts = counts or (len(workload.requests),)
+    for num_slots in counts:
+        rows += compare_rollouts(policy, workload, names, num_slots, repeats)
+    source = f"Drafters on a trace: {trace.name}" if trace else "Rollouts: generated"
+    seen = f"{history:g} as history" if history else "no history"
+    where = f"{model or model_shape}, {dtype}, {device.type}, {environment['threads']} threads"
+    title = f"{source}, {seen}, {where}, {', '.join(map(str, counts))} slots"
+    publish(title, {"rows": rows}, __doc__, environment, json_file, write_docs)
 
 
-def _check_given(context: typer.Context, trace: Path | None) -> None:
-    """Raise ValueError for an option that would be ignored."""
-    for name in OF_PEER if trace is not None else OF_TRACE:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option = f"--{name.replace('_', '-')}"
-            if trace is not None:
-                raise ValueError(f"{option} has no meaning with --trace: it is for comparing srtrl with transformers")
-            raise ValueError(f"{option} needs --trace FILE, recorded rollouts")
-
-
-def _traces(prompts: Sequence[RecordedPrompt], history: float, prompts_used: str | None, num_slots: int) -> list[Trace]:
-    """What is decoded at each number of slots."""
-    counts = (len(prompts),) if prompts_used is None else parse_counts("--prompts-used", prompts_used)
-    if len(counts) not in (1, num_slots):
-        raise ValueError(
-            f"--prompts-used: expected one number, or {num_slots}, one for each of --slots; found {len(counts)}"
-        )
-    if max(counts) > len(prompts):
-        raise ValueError(f"--prompts-used: {max(counts)}, but the trace has {len(prompts)} prompts")
-    whole = share_out(prompts, history=history)
-    return [whole.first_prompts(count) for count in (counts * num_slots if len(counts) == 1 else counts)]
-
-
-def _choose_device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device: cuda, but torch sees no CUDA device here; use cpu or auto")
-    return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
-
-
-# --- Drafters on a trace ----------------------------------------------------------------------------------------------
-
-
-def _compare_drafters(
+def compare_rollouts(
     policy: Transformer,
-    options: EngineOptions,
     trace: Trace,
+    names: Sequence[str],
     num_slots: int,
-    makers: Mapping[str, Callable[[], DrafterBase]],
     repeats: int,
-) -> Comparison:
-    """All drafters on one trace, their engines side by side step by step."""
-    num_slots = num_slots or len(trace.requests)
-    engines = {name: make_engine(policy, options, trace.requests, num_slots) for name in makers}
-    runs: dict[str, list[RunTime]] = {name: [] for name in makers}
-    for turn in range(repeats + 1):
-        names = list(makers)[:: 1 if turn % 2 == 0 else -1]
-        for name in names:
-            prepare(engines[name], makers[name](), trace)
-        taken = take_turns([EngineRun(engines[name], trace.requests) for name in names])
-        for name, (run, completions) in zip(names, taken, strict=True):
-            check_completions(completions, trace, name)
-            tell(f"{num_slots} slots, {name}, {f'run {turn} of {repeats}' if turn else 'warm-up'}: {run.seconds:.3f} s")
-            if turn:
-                runs[name].append(run)
-    num_tokens = sum(request.sampling.max_new_tokens for request in trace.requests)
-    labels = {"slots": str(num_slots), "sequences": str(len(trace.requests))}
-    return Comparison(labels=labels, num_tokens=num_tokens, runs=runs)
+    **changes: Any,
+) -> list[Row]:
+    """Decode the trace with each drafter (or `PEER`) of `names`, whole rollouts in turns; one row for each.
+
+    `changes` are fields of `EngineOptions`.
+    """
+    candidates: dict[str, Callable[[], dict[str, float]]] = {}
+    for name in names:
+        if name == PEER:
+            candidates[name] = partial(run_peer, HuggingFaceGenerate(policy), trace, num_slots)
+        else:
+            engine = make_engine(policy, num_slots, trace.max_sequence_tokens, **changes)
+            candidates[name] = partial(run_engine, engine, name, trace)
+    runs = alternate(candidates, repeats)
+    seconds = {name: [run["seconds"] for run in of_one] for name, of_one in runs.items()}
+    rows: list[Row] = []
+    for name, of_one in runs.items():
+        median = statistics.median(seconds[name])
+        row = {
+            "slots": num_slots,
+            "sequences": len(trace.requests),
+            "drafter": name,
+            "seconds": median,
+            "tokens_per_second": trace.num_tokens / median,
+        }
+        if name != PEER:
+            means = {metric: statistics.fmean(run[metric] for run in of_one) for metric in COUNTED}
+            row |= {
+                "ms_per_step": 1000 * median / means["engine/decode_steps"],
+                "tokens_per_step": means["engine/tokens_per_decode_step"],
+                "verified_per_step": means["engine/verified_per_decode_step"],
+            }
+        if name != names[0]:
+            row["times_as_fast"] = paired_ratio(seconds[names[0]], seconds[name])
+        rows.append(row | {"runs": of_one})
+    return rows
 
 
-def _describe_model(policy: Transformer) -> str:
-    config = policy.config
-    millions = sum(parameter.numel() for parameter in policy.parameters()) / 1e6
-    return (
-        f"Model: {millions:,.1f} million parameters ({config.num_hidden_layers} layers of width {config.hidden_size}, "
-        f"vocabulary {config.vocab_size:,})."
-    )
+def run_engine(engine: Engine, drafter: str, trace: Trace) -> dict[str, float]:
+    """One rollout, from the prompts to all tokens on the host: its seconds, and what the engine counted."""
+    prepare(engine, drafter, trace)
+    started = time.perf_counter()
+    completions = list(engine.generate(trace.requests))
+    seconds = time.perf_counter() - started
+    check_completions(completions, trace)
+    return {"seconds": seconds, **engine.take_metrics()}
 
 
-def _describe_trace(
-    trace: Path, note: str | None, max_tokens: int | None, repeats: int, curve: StatedCost | None
-) -> list[str]:
-    """How it was measured and what the columns mean, in sentences."""
-    cut = f", each cut to {max_tokens} tokens" if max_tokens else ""
-    notes = [
-        f"The engine takes the recorded tokens of `{trace.name}`{cut}, in place of those that it samples; each run was "
-        f"checked to give exactly these.{f' What the trace is: {note}.' if note else ''}",
-        f"All drafters decode side by side: the one with the fewest tokens takes the next step. A warm-up, then "
-        f"{repeats} runs of each with a new drafter; the engines live on, as in training. Seconds are medians, ratios "
-        "medians over pairs of runs with a 95% interval (from the lowest pair to the highest, where there are few).",
-    ]
-    if curve is not None:
-        notes.append(
-            "Seconds are priced, not measured: each decode step costs what this curve states for its rows. "
-            f"{curve.note}. All else costs nothing in it."
-        )
-    return notes
-
-
-def _grid(comparisons: Sequence[Comparison]) -> Grid:
-    """Seconds, and what a decode step took and brought."""
-    rows, first = [], next(iter(comparisons[0].runs))
-    for one in comparisons:
-        for name in one.runs:
-            median = statistics.median(one.seconds(name))
-            rows.append(
-                (
-                    *one.labels.values(),
-                    name,
-                    f"{median:.3f}",
-                    _cell(1000 * median / one.mean(name, "engine/decode_steps")),
-                    f"{1000 * median / one.num_tokens:.3f}",
-                    _cell(one.mean(name, "engine/tokens_per_decode_step")),
-                    _cell(one.mean(name, "engine/verified_per_decode_step")),
-                    "" if name == first else str(one.ratio(name, to=first)),
-                )
-            )
-    columns = ("seconds", "ms/step", "ms/token", "tokens/step", "verified/step", f"against {first}")
-    return Grid(columns=(*comparisons[0].labels, "", *columns), rows=tuple(rows))
-
-
-def _cell(value: float) -> str:
-    return "-" if np.isnan(value) else f"{value:.2f}"
+def run_peer(peer: HuggingFaceGenerate, trace: Trace, num_slots: int) -> dict[str, float]:
+    """One rollout of the same prompts to the same lengths, a batch of `num_slots` after the other: its seconds."""
+    started = time.perf_counter()
+    for first in range(0, len(trace.requests), num_slots):
+        peer.generate(trace.requests[first : first + num_slots])
+    return {"seconds": time.perf_counter() - started}

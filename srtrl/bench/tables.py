@@ -1,92 +1,126 @@
-"""Measurements as text: Markdown for people, JSON for programs."""
+"""Measurements as one table: for the terminal and Markdown (the same text), and for programs as JSON."""
 
+import datetime
+import io
 import json
+import os
+import platform
+import re
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from srtrl.bench.environment import Environment
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from srtrl import __version__
 from srtrl.metrics import write_atomic
 
-_INTRODUCTION = """\
-# Benchmarks
-
-Each section was written by the command it quotes (`--write-docs`), not by hand; running the command again replaces it.
-"""
+Row = Mapping[str, Any]
+"""Column -> value. A mapping in a row is columns of its own; a list is for programs alone and has no column."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Grid:
-    """One table of a document."""
+def read_environment(device: torch.device) -> dict[str, Any]:
+    """What a figure depends on besides the code: the command, the machine, its load, threads and versions.
 
-    caption: str = ""
-    """A line above it."""
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def to_markdown(self) -> list[str]:
-        """Lines of Markdown; columns of numbers are aligned to the right."""
-        cells = zip(*self.rows, strict=True) if self.rows else [()] * len(self.columns)
-        rules = ["--:" if all(_is_number(cell) for cell in column) else "---" for column in cells]
-        before = [f"{self.caption}:", ""] if self.caption else []
-        return [*before, *(_markdown_row(row) for row in (self.columns, rules, *self.rows))]
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Document:
-    """All that one benchmark has to say."""
-
-    title: str
-    """Heading of the section in a file: sections of the same title replace each other."""
-    environment: Environment
-    notes: tuple[str, ...]
-    """What was measured, and how."""
-    grids: tuple[Grid, ...]
-    values: Mapping[str, Any]
-    """What programs get beside title, environment and notes."""
-
-    def to_markdown(self) -> str:
-        """The section of a file, its heading included."""
-        lines = [f"## {self.title}", "", f"`{self.environment.command}`", "", f"{self.environment}.", ""]
-        lines += [f"- {note}" for note in self.notes]
-        for grid in self.grids:
-            lines += ["", *grid.to_markdown()]
-        return "\n".join(lines) + "\n"
-
-    def to_json(self) -> str:
-        """Everything, with each run."""
-        values = {"title": self.title, "environment": asdict(self.environment), "notes": self.notes}
-        return json.dumps(values | dict(self.values), indent=2) + "\n"
+    `load` is the average of the last minute: on a quiet machine well below 1.
+    """
+    libraries = ("torch", "transformers", "numba", *(("triton",) if device.type == "cuda" else ()))
+    gpu = f" and {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
+    return {
+        "command": shlex.join(["srtrl", *sys.argv[1:]]),
+        "processor": f"{cpu_name()}{gpu}",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1),
+        "srtrl": __version__,
+        **{name: version(name) for name in libraries},
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
 
 
-def publish(document: Document, json_file: Path | None, write_docs: Path | None) -> None:
-    """Print it, and write it where the options say."""
-    print(document.to_markdown(), end="")
+def cpu_name(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+    """Model name of the processor: that of Linux where there is one, else what Python knows."""
+    name = re.search(r"^model name\s*: (.+)$", cpu_info.read_text(), re.MULTILINE) if cpu_info.is_file() else None
+    return name[1] if name else platform.processor() or platform.machine()
+
+
+def publish(
+    title: str,
+    tables: Mapping[str, Sequence[Row]],
+    about: str | None,
+    environment: Mapping[str, Any],
+    json_file: Path | None,
+    write_docs: Path | None,
+) -> None:
+    """Print all that one benchmark found, and write it where the options say.
+
+    Args:
+        title: Heading of the section in a Markdown file: sections of the same title replace each other.
+        tables: Key in the JSON file -> rows; where there are several tables, the key is also the caption.
+        about: What was measured, and how: the docstring of the benchmark's module, whose first line is left out.
+        environment: Of `read_environment`, before anything was measured.
+        json_file: Of `--json`.
+        write_docs: Of `--write-docs`.
+    """
+    machine = ", ".join(f"{name} {value}" for name, value in environment.items() if name != "command")
+    notes = (about or "").partition("\n")[2].strip()
+    lines = [f"## {title}", "", f"`{environment['command']}`", "", f"{machine}.", "", notes]
+    for caption, rows in tables.items():
+        lines += ["", *([f"{caption.replace('_', ' ')}:", ""] if len(tables) > 1 else []), format_table(rows)]
+    section = "\n".join(lines) + "\n"
+    print(section, end="")
     if json_file is not None:
-        write_atomic(json_file, document.to_json())
+        values = {"title": title, "environment": environment, **tables}
+        write_atomic(json_file, json.dumps(values, indent=2, default=asdict) + "\n")
     if write_docs is not None:
-        put_section(write_docs, document.to_markdown())
+        put_section(write_docs, section)
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """A Markdown table whose cells are aligned, so that it is one on a terminal, too."""
+    flat = [_flat(row) for row in rows]
+    table = Table(box=box.MARKDOWN)
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    for name in names:
+        is_text = any(isinstance(row.get(name), str) for row in flat)
+        table.add_column(name.replace("_", " "), justify="left" if is_text else "right")
+    for row in flat:
+        table.add_row(*(format_cell(row.get(name)) for name in names))
+    console = Console(file=io.StringIO(), width=1000, markup=False, emoji=False, highlight=False)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line for line in captured.get().splitlines() if line.strip())
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        if not isinstance(value, list):
+            flat |= _flat(value) if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+def format_cell(value: object) -> str:
+    """Three significant digits, but no figure before the point is lost; nothing for None."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def put_section(path: Path, section: str) -> None:
     """Replace the section of the same heading in a Markdown file, or append it; makes the file where there is none."""
-    heading = section.splitlines()[0]
-    text = path.read_text(encoding="utf-8") if path.exists() else _INTRODUCTION
-    before, *sections = ("\n" + text).split("\n## ")
-    parts = [before.strip("\n"), *(f"## {part}".strip("\n") for part in sections)]
-    new = section.strip("\n")
-    indices = [i for i, part in enumerate(parts) if part.splitlines()[:1] == [heading]]
-    if indices:
-        parts[indices[0]] = new
-    else:
-        parts.append(new)
-    write_atomic(path, "\n\n".join(part for part in parts if part) + "\n")
-
-
-def _is_number(cell: str) -> bool:
-    return cell.replace(",", "").replace(".", "").rstrip("%").isdecimal() or cell in ("", "-")
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    text = path.read_text(encoding="utf-8") if path.exists() else "# Benchmarks\n"
+    parts = [part.strip("\n") for part in re.split(r"^(?=## )", text, flags=re.MULTILINE)]
+    headings = [part.partition("\n")[0] for part in parts]
+    heading = section.partition("\n")[0]
+    index = headings.index(heading) if heading in headings else len(parts)
+    parts[index : index + 1] = [section.strip("\n")]
+    write_atomic(path, "\n\n".join(parts) + "\n")

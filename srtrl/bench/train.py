@@ -1,31 +1,41 @@
-"""`srtrl bench train`: drafters in whole training steps of a recipe, update included."""
+"""`srtrl bench train`: drafters in whole training steps of a recipe, update included.
+
+Real updates from the same weights; whole steps in turns, whose order changes each time. The first step, in which
+kernels compile, does not count. In deterministic mode (on a CPU) all runs were checked to have the same rewards, losses
+and lengths in every step (`==`). Rollout seconds are those of decoding until the last sample has ended; step seconds
+add grading, log-probs, advantages and the update. Sums over the steps; `times as fast` is the median over pairs of the
+same step, with a 95% interval (how steps differ is in it, too).
+"""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 from rich.console import Console
 
-from srtrl.bench.alternate import paired_ratio, tell
-from srtrl.bench.environment import read_environment
-from srtrl.bench.options import JsonFile, WriteDocs, check_output, parse_counts, parse_names
-from srtrl.bench.tables import Document, Grid, publish
-from srtrl.bench.workload import drafter_maker
+from srtrl.bench import options
+from srtrl.bench.alternate import alternate, paired_ratio
+from srtrl.bench.tables import Row, publish, read_environment
 from srtrl.metrics import MetricRow, read_metrics
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import load_recipe
 from srtrl.trainer.build import choose_device, is_deterministic
 from srtrl.trainer.run_folder import RunProgress
-from srtrl.trainer.trainer import long_lived_objects_left_alone, open_trainer
+from srtrl.trainer.trainer import Trainer, long_lived_objects_left_alone, open_trainer
 
 ROLLOUT, STEP = "time/rollout", "time/step"
 TIMING = ("engine/", "memory/", "time/")
 """Metrics that may differ between runs that learn the same."""
+TOKENS, TOKENS_PER_STEP = "engine/tokens", "engine/tokens_per_decode_step"
+VERIFIED_PER_STEP = "engine/verified_per_decode_step"
+COLUMNS = (ROLLOUT, STEP, TOKENS, TOKENS_PER_STEP, VERIFIED_PER_STEP)
+"""Metrics that the table is made of."""
 SETTINGS = (
     "eval.before_and_after=false",
     "eval.every_steps=null",
@@ -34,21 +44,10 @@ SETTINGS = (
     "name=bench",
 )
 """Nothing is evaluated or kept."""
+REPLACED = ("output_dir", "rollout.drafter", "rollout.slots", "train.checkpoint_every")
 
-
-@dataclass(slots=True)
-class TrainingRun:
-    """One of the runs."""
-
-    drafter: str
-    recipe: Recipe
-    rows: list[MetricRow] = field(default_factory=list)
-    """Metrics, one row per step."""
-
-    @property
-    def slots(self) -> int:
-        """Its decode slots."""
-        return self.recipe.rollout.slots
+Key = tuple[int, str]
+"""Slots and drafter of one of the runs."""
 
 
 def command(
@@ -57,187 +56,125 @@ def command(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the recipe.")
     ] = None,
-    drafters: Annotated[
-        str, typer.Option(metavar="NAME,NAME,...", help="Compare these drafters with the first of them.")
-    ] = "none,srt",
-    slots: Annotated[
-        str | None, typer.Option(metavar="N[,N...]", help="Decode slots; one comparison each. [default: the recipe's]")
-    ] = None,
-    json_file: JsonFile = None,
-    write_docs: WriteDocs = None,
+    drafters: options.Drafters = "none,srt",
+    slots: options.Slots = "",
+    json_file: options.JsonFile = None,
+    write_docs: options.WriteDocs = None,
 ) -> None:
     """Train the recipe once with each drafter and number of slots, whole steps in turns, and compare the times.
 
     All runs must learn the same: on a CPU that is checked after every step. What they write is thrown away, and nothing
-    is evaluated. Epochs are told apart, for a drafter learns from the epochs before.
+    is evaluated. Epochs have rows of their own, for a drafter learns from the epochs before.
     """
-    names = parse_names("--drafters", drafters)
-    counts = parse_counts("--slots", slots) if slots is not None else None
-    check_output("--json", json_file)
-    check_output("--write-docs", write_docs)
-    for name in names:
-        drafter_maker(name)
-    overrides = overrides or []
-    _check_overrides(overrides, with_slots=counts is not None)
+    names, overrides = options.parse_drafters(drafters), overrides or []
+    _check_overrides(overrides)
     plain = load_recipe(recipe, overrides)
     if plain.train.num_steps < 2:
         raise ValueError("train.num_steps: expected at least 2 for bench train, whose first step does not count")
+    counts = options.parse_counts("--slots", slots) if slots else (plain.rollout.slots,)
     set_cpu_threads(plain.num_threads)
     device = choose_device(plain)
     environment = read_environment(device)
-    is_same = is_deterministic(plain, device)
-    counts = counts or (plain.rollout.slots,)
     with tempfile.TemporaryDirectory() as folder:
-        runs = [
-            TrainingRun(name, _recipe_of(recipe, overrides, name, count, Path(folder) / f"{count}-{number}"))
+        recipes = {
+            (count, name): _recipe_of(recipe, overrides, count, name, f"{folder}/{count}-{index}")
             for count in counts
-            for number, name in enumerate(names)
-        ]
-        train_in_turns(runs, is_same=is_same)
-    publish(
-        Document(
-            title=f"Training with drafters: {recipe.name}, {', '.join(map(str, counts))} slots, {', '.join(names)}",
-            environment=environment,
-            notes=_notes(plain, is_same=is_same),
-            grids=(seconds_grid(runs, by_epoch=True), seconds_grid(runs, by_epoch=False)),
-            values={
-                "runs": [
-                    {"drafter": run.drafter, "slots": run.slots, "rows": [dict(row) for row in run.rows]}
-                    for run in runs
-                ]
-            },
-        ),
-        json_file,
-        write_docs,
-    )
+            for index, name in enumerate(names)
+        }
+        runs = train_in_turns(recipes, is_same=is_deterministic(plain, device))
+    title = f"Training with drafters: {recipe.name}, {', '.join(map(str, counts))} slots, {', '.join(names)}"
+    publish(title, {"rows": rows_of(runs)}, __doc__, environment, json_file, write_docs)
 
 
-def _check_overrides(overrides: Sequence[str], *, with_slots: bool) -> None:
+def _check_overrides(overrides: Sequence[str]) -> None:
     """Raise ValueError for one that would be replaced: whoever gives it must not believe that it counts."""
-    replaced = {setting.partition("=")[0]: "bench train sets that itself" for setting in (*SETTINGS, "output_dir")}
-    replaced["rollout.drafter"] = "the drafters are those of --drafters"
-    replaced["train.checkpoint_every"] = "bench train keeps no checkpoint"
-    if with_slots:
-        replaced["rollout.slots"] = "the slots are those of --slots"
+    own = [setting.partition("=")[0] for setting in SETTINGS]
     for override in overrides:
-        key = override.partition("=")[0]
-        if key in replaced:
-            raise ValueError(f"override `{override}`: {replaced[key]}; leave it out")
+        if override.partition("=")[0] in (*own, *REPLACED):
+            raise ValueError(
+                f"override `{override}`: bench train sets that itself; leave it out (drafters and slots are those of "
+                "--drafters and --slots)"
+            )
 
 
-def _recipe_of(path: Path, overrides: Sequence[str], drafter: str, slots: int, folder: Path) -> Recipe:
-    """The recipe with this drafter and number of slots, which trains into `folder`."""
-    mine = (f"rollout.drafter={drafter}", f"rollout.slots={slots}", f"output_dir={folder}")
+def _recipe_of(path: Path, overrides: Sequence[str], slots: int, drafter: str, output: str) -> Recipe:
+    """The recipe with these slots and this drafter, which trains into the folder `output`."""
+    mine = (f"rollout.drafter={drafter}", f"rollout.slots={slots}", f"output_dir={output}")
     recipe = load_recipe(path, [*overrides, *SETTINGS, *mine])
     # One checkpoint, at the end; set here, for in the recipe it must divide what may not divide the number of steps.
-    return recipe.model_copy(
-        update={"train": recipe.train.model_copy(update={"checkpoint_every": recipe.train.num_steps})}
-    )
+    train = recipe.train.model_copy(update={"checkpoint_every": recipe.train.num_steps})
+    return recipe.model_copy(update={"train": train})
 
 
-def train_in_turns(runs: Sequence[TrainingRun], *, is_same: bool) -> None:
-    """Take all steps, each run's one after the other's, and fill the runs' rows; the order changes at every step.
+def train_in_turns(recipes: Mapping[Key, Recipe], *, is_same: bool) -> dict[Key, list[MetricRow]]:
+    """Take all steps, each run's one after the other's; returns the metrics of all steps but the first.
 
     Raises:
         ValueError: Two runs learned different things where they must not (`is_same`).
     """
-    num_steps = runs[0].recipe.train.num_steps
+    num_steps = next(iter(recipes.values())).train.num_steps
+    learned: dict[int, MetricRow] | None = {} if is_same else None
     with ExitStack() as stack:
         quiet = RunProgress("bench", num_steps, console=Console(quiet=True))
-        trainers = [stack.enter_context(open_trainer(run.recipe, progress=quiet)) for run in runs]
+        steps = {
+            key: partial(take_step, stack.enter_context(open_trainer(recipe, progress=quiet)), key, learned)
+            for key, recipe in recipes.items()
+        }
         stack.enter_context(long_lived_objects_left_alone())
-        for step in range(1, num_steps + 1):
-            pairs = list(zip(runs, trainers, strict=True))
-            for run, trainer in pairs if step % 2 else pairs[::-1]:
-                trainer.train_step(step)
-                run.rows.append(read_metrics(trainer.run.path / "metrics.jsonl")[-1])
-                seconds = f"{run.rows[-1][ROLLOUT]:.3f} s of {run.rows[-1][STEP]:.3f}"
-                tell(f"step {step} of {num_steps}, {run.drafter}, {run.slots} slots: rollouts {seconds}")
-            if is_same:
-                check_same(runs)
+        return alternate(steps, num_steps - 1)
 
 
-def check_same(runs: Sequence[TrainingRun]) -> None:
-    """Check that the last step of each run has the metrics of the first run's, timing apart.
+def take_step(trainer: Trainer, key: Key, learned: dict[int, MetricRow] | None) -> MetricRow:
+    """The next step; returns its metrics, which must be those of `learned` where that is given (see `check_same`)."""
+    trainer.train_step(trainer.step + 1)
+    row = read_metrics(trainer.run.path / "metrics.jsonl")[-1]
+    if learned is not None:
+        check_same(key, row, learned)
+    return row
+
+
+def check_same(key: Key, row: MetricRow, learned: dict[int, MetricRow]) -> None:
+    """Check that the step has the metrics that the first run had in it, timing apart; `learned`: step -> those.
 
     Raises:
-        ValueError: A run has not.
+        ValueError: It has not.
     """
-    first, *others = [
-        {name: value for name, value in run.rows[-1].items() if not name.startswith(TIMING)} for run in runs
-    ]
-    for run, row in zip(runs[1:], others, strict=True):
-        if row != first:
-            different = ", ".join(sorted(name for name in row | first if row.get(name) != first.get(name)))
-            raise ValueError(
-                f"step {first['step']:.0f}: {run.drafter} at {run.slots} slots learned something else than "
-                f"{runs[0].drafter} at {runs[0].slots}, so their times cannot be compared ({different}); does a reward "
-                "or a loss of your own draw random numbers or keep a state?"
-            )
+    row = {name: value for name, value in row.items() if not name.startswith(TIMING)}
+    first = learned.setdefault(int(row["step"]), row)
+    if row != first:
+        different = ", ".join(sorted(name for name in row | first if row.get(name) != first.get(name)))
+        raise ValueError(
+            f"step {row['step']:.0f}: {key[1]} at {key[0]} slots did not learn what the first run did, so their times "
+            f"cannot be compared ({different}); does a reward or loss of your own draw random numbers or keep a state?"
+        )
 
 
-def seconds_grid(runs: Sequence[TrainingRun], *, by_epoch: bool) -> Grid:
-    """One row per epoch (or one in all), number of slots and drafter; ratios are those of pairs of steps.
-
-    The first step, in which kernels compile, is left out.
-    """
-    cells = []
-    for slots in dict.fromkeys(run.slots for run in runs):
-        of_slots = [run for run in runs if run.slots == slots]
-        epochs = sorted({int(row["data/epoch"]) for row in runs[0].rows[1:]}) if by_epoch else [None]
-        for epoch in epochs:
-            first = _rows_of(of_slots[0], epoch)
-            for run in of_slots:
-                rows = _rows_of(run, epoch)
-                rollout = sum(row[ROLLOUT] for row in rows)
-                decodes = [row["engine/tokens"] / row["engine/tokens_per_decode_step"] for row in rows]
-                verified = [row["engine/verified_per_decode_step"] for row in rows]
-                num_verified = sum(a * b for a, b in zip(decodes, verified, strict=True))
-                ratios = [paired_ratio([a[of] for a in first], [b[of] for b in rows]) for of in (ROLLOUT, STEP)]
-                cells.append(
-                    (
-                        str(slots),
-                        *(() if epoch is None else (str(epoch + 1),)),
-                        run.drafter,
-                        str(len(rows)),
-                        f"{rollout:.2f}",
-                        f"{sum(row[STEP] for row in rows):.2f}",
-                        f"{1000 * rollout / sum(row['tokens/response'] for row in rows):.3f}",
-                        f"{sum(row['engine/tokens'] for row in rows) / sum(decodes):.2f}",
-                        f"{num_verified / sum(decodes):.2f}",
-                        *(("", "") if run is of_slots[0] else map(str, ratios)),
-                    )
-                )
-    return Grid(
-        caption="Epoch by epoch, without the first step" if by_epoch else "All steps but the first",
-        columns=(
-            *(("slots", "epoch") if by_epoch else ("slots",)),
-            "drafter",
-            "steps",
-            "rollout seconds",
-            "step seconds",
-            "ms/token",
-            "tokens/decode step",
-            "verified/decode step",
-            f"rollouts against {runs[0].drafter}",
-            f"steps against {runs[0].drafter}",
-        ),
-        rows=tuple(cells),
-    )
-
-
-def _rows_of(run: TrainingRun, epoch: int | None) -> list[MetricRow]:
-    """Its steps of an epoch, or all, without the first."""
-    return [row for row in run.rows[1:] if epoch is None or int(row["data/epoch"]) == epoch]
-
-
-def _notes(recipe: Recipe, *, is_same: bool) -> tuple[str, ...]:
-    checked = " All runs had the same rewards, losses and lengths in every step (checked with `==`)." if is_same else ""
-    return (
-        f"{recipe.train.num_steps} steps of {recipe.rollout.num_prompts} prompts x {recipe.rollout.num_samples} "
-        f"samples, with real updates, from the same weights; whole steps in turns, whose order changes each "
-        f"time.{checked}",
-        "Rollout seconds are those of decoding until the last sample has ended; step seconds add grading, log-probs, "
-        "advantages and the update. Sums over the steps; ratios are medians over pairs of the same step, with a 95% "
-        "interval (how steps differ is in it, too).",
-    )
+def rows_of(runs: Mapping[Key, Sequence[MetricRow]]) -> list[Row]:
+    """One row per epoch (and `all`), number of slots and drafter; ratios are those of pairs of steps."""
+    (_, baseline), steps = next(iter(runs.items()))
+    epochs = [int(step["data/epoch"]) + 1 for step in steps]
+    table: list[Row] = []
+    for epoch in (*sorted(set(epochs)), "all"):
+        chosen = np.array([epoch in (one, "all") for one in epochs])
+        columns = {
+            key: {name: np.array([step[name] for step in steps])[chosen] for name in COLUMNS}
+            for key, steps in runs.items()
+        }
+        for (slots, drafter), of in columns.items():
+            first = columns[slots, baseline]
+            num_decodes = of[TOKENS] / of[TOKENS_PER_STEP]
+            row = {
+                "epoch": str(epoch),
+                "slots": slots,
+                "drafter": drafter,
+                "steps": len(of[STEP]),
+                "rollout_seconds": of[ROLLOUT].sum(),
+                "step_seconds": of[STEP].sum(),
+                "tokens_per_step": of[TOKENS].sum() / num_decodes.sum(),
+                "verified_per_step": (of[VERIFIED_PER_STEP] * num_decodes).sum() / num_decodes.sum(),
+            }
+            if drafter != baseline:
+                row["rollouts_times_as_fast"] = paired_ratio(first[ROLLOUT], of[ROLLOUT])
+                row["steps_times_as_fast"] = paired_ratio(first[STEP], of[STEP])
+            table.append(row)
+    return table

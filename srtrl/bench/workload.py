@@ -1,18 +1,25 @@
 """What the engines of a benchmark decode: prompts, and the tokens that each sample gets."""
 
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from srtrl.drafters.base import DrafterBase
-from srtrl.engine.engine import Engine
+from srtrl.bench.options import resolve_drafter
+from srtrl.engine.engine import Engine, EngineOptions
+from srtrl.engine.runner import Runner
 from srtrl.engine.sampling import make_rng_key
-from srtrl.model.transformer import ModelConfig
-from srtrl.resolve import resolve_class
-from srtrl.rollout.recorded import RecordedPrompt, Tokens, feed_drafter, load_recorded_tokenizer, read_recorded
+from srtrl.model.transformer import ModelConfig, Transformer
+from srtrl.rollout.recorded import (
+    RecordedPrompt,
+    Recording,
+    Tokens,
+    feed_drafter,
+    load_recorded_tokenizer,
+    read_recorded,
+)
 from srtrl.types import Completion, Request, SamplingParams
 
 
@@ -32,44 +39,28 @@ class Trace:
         """The longest prompt and response together."""
         return max(len(request.prompt_token_ids) + request.sampling.max_new_tokens for request in self.requests)
 
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens of one rollout."""
+        return sum(request.sampling.max_new_tokens for request in self.requests)
+
+    def first_samples(self, num_samples: int) -> "Trace":
+        """The prompts of the first `num_samples` samples alone."""
+        return self.first_prompts(self.requests[min(num_samples, len(self.requests)) - 1].draw_index + 1)
+
     def first_prompts(self, num_prompts: int) -> "Trace":
-        """What is left of it with the first prompts alone.
+        """The first prompts alone.
 
         Raises:
-            ValueError: No sample of theirs is left to decode.
+            ValueError: There are fewer, or none of their samples is left to decode.
         """
         requests = tuple(request for request in self.requests if request.draw_index < num_prompts)
-        if not requests:
-            raise ValueError(f"--prompts-used: the first {num_prompts} prompts have no sample to decode; use more")
+        if num_prompts > len(self.history) or not requests:
+            raise ValueError(
+                f"--prompts-used: {num_prompts}, but there are {len(self.history)} prompts, and the first ones have "
+                f"{len(requests)} samples to decode"
+            )
         return Trace(history=self.history[:num_prompts], requests=requests, responses=self.responses)
-
-    def check_model(self, config: ModelConfig) -> None:
-        """Raise ValueError where a token or the length of a sequence is not for the model."""
-        sequences = [(request.prompt_token_ids, self.responses[request.rng_key]) for request in self.requests]
-        largest = max(max(*prompt, int(response.max())) for prompt, response in sequences)
-        if largest >= config.vocab_size:
-            raise ValueError(
-                f"--trace: token id {largest} is not in the model's vocabulary of {config.vocab_size}; choose a "
-                "--model-shape of the family that the tokenizer belongs to"
-            )
-        if self.max_sequence_tokens > config.max_position_embeddings:
-            raise ValueError(
-                f"--max-tokens: the longest prompt and response together are {self.max_sequence_tokens} tokens, but "
-                f"the model was made for {config.max_position_embeddings}; lower it"
-            )
-
-
-def read_trace(path: Path, *, tokenizer: str | None, max_tokens: int | None) -> list[RecordedPrompt]:
-    """The recorded rollouts of `--trace`, cut to `--max-tokens`.
-
-    Raises:
-        ValueError: The file cannot be read, or has texts and no tokenizer was given.
-    """
-    try:
-        loaded = load_recorded_tokenizer(tokenizer) if tokenizer is not None else None
-    except ValueError as error:
-        raise ValueError(f"--tokenizer: {error}") from error
-    return read_recorded(path, tokenizer=loaded, max_tokens=max_tokens or sys.maxsize).prompts()
 
 
 def share_out(prompts: Sequence[RecordedPrompt], *, history: float) -> Trace:
@@ -81,11 +72,7 @@ def share_out(prompts: Sequence[RecordedPrompt], *, history: float) -> Trace:
     seen, requests, responses = [], [], {}
     for draw, prompt in enumerate(prompts):
         num_seen = round(history * len(prompt.samples))
-        seen.append(
-            RecordedPrompt(
-                prompt_id=prompt.prompt_id, prompt_token_ids=prompt.prompt_token_ids, samples=prompt.samples[:num_seen]
-            )
-        )
+        seen.append(replace(prompt, samples=prompt.samples[:num_seen]))
         for index, token_ids in enumerate(prompt.samples[num_seen:]):
             request = make_request(prompt.prompt_token_ids, draw, index, len(token_ids), prompt_id=prompt.prompt_id)
             requests.append(request)
@@ -96,16 +83,11 @@ def share_out(prompts: Sequence[RecordedPrompt], *, history: float) -> Trace:
 
 
 def make_request(
-    prompt: tuple[int, ...],
-    draw_index: int,
-    sample_index: int,
-    max_new_tokens: int,
-    *,
-    prompt_id: str | None = None,
+    prompt: tuple[int, ...], draw_index: int, sample_index: int, max_new_tokens: int, *, prompt_id: str = ""
 ) -> Request:
     """A sample that ends after `max_new_tokens` and nowhere else."""
     return Request(
-        prompt_id=str(draw_index) if prompt_id is None else prompt_id,
+        prompt_id=prompt_id or str(draw_index),
         prompt_token_ids=prompt,
         draw_index=draw_index,
         sample_index=sample_index,
@@ -115,35 +97,31 @@ def make_request(
     )
 
 
-def random_prompts(
-    num_prompts: int, *, shortest: int, longest: int, vocab_size: int, seed: int
-) -> list[tuple[int, ...]]:
+def random_prompts(num_prompts: int, shortest: int, longest: int, vocab_size: int) -> list[tuple[int, ...]]:
     """Prompts of random token ids whose numbers of tokens are uniform from `shortest` to `longest`."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     sizes = generator.integers(shortest, longest + 1, num_prompts)
     return [tuple(generator.integers(0, vocab_size, size).tolist()) for size in sizes]
 
 
-SAMPLES_OF_A_PROMPT = 16
+NUM_PROMPTS, NUM_SAMPLES = 128, 16
 NUM_WORDINGS = 3
 """Of each generated prompt: its samples go along one of them and change at random places."""
 CHANGE, NEW_TOKEN = 0.06, 0.03
 """Chances, at each token of a generated sample, that the wording changes and that nothing before has this token."""
 
 
-def generated_prompts(num_prompts: int, *, max_tokens: int, vocab_size: int, seed: int = 0) -> list[RecordedPrompt]:
-    """Rollouts that repeat each other about as the samples of one prompt do: `SAMPLES_OF_A_PROMPT` for each.
+def generated_prompts(*, max_tokens: int, vocab_size: int) -> list[RecordedPrompt]:
+    """Rollouts that repeat each other about as the samples of one prompt do: `NUM_SAMPLES` of each.
 
     With half of them as history, `srt` reaches about the tokens per step that it reaches on recorded mathematics.
     """
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     made = []
-    for number, prompt in enumerate(
-        random_prompts(num_prompts, shortest=32, longest=128, vocab_size=vocab_size, seed=seed)
-    ):
+    for number, prompt in enumerate(random_prompts(NUM_PROMPTS, 32, 128, vocab_size)):
         wordings = _zipf_tokens(generator, (NUM_WORDINGS, max_tokens), vocab_size)
         samples = []
-        for _ in range(SAMPLES_OF_A_PROMPT):
+        for _ in range(NUM_SAMPLES):
             length = int(np.clip(generator.lognormal(np.log(0.6 * max_tokens), 0.3), 8, max_tokens))
             chosen = generator.integers(0, NUM_WORDINGS, length)
             last_change = np.maximum.accumulate(np.where(generator.random(length) < CHANGE, np.arange(length), 0))
@@ -160,29 +138,62 @@ def _zipf_tokens(generator: np.random.Generator, shape: tuple[int, ...], vocab_s
     return token_ids
 
 
-def drafter_maker(name: str) -> Callable[[], DrafterBase]:
-    """What makes a drafter of that name with its default options.
+def read_rollouts(path: Path, *, tokenizer: str | None, max_tokens: int) -> Recording:
+    """Recorded rollouts, truncated to `--max-tokens`, their texts encoded by the tokenizer of `--tokenizer`.
 
     Raises:
-        ValueError: There is none.
+        ValueError: The file cannot be read, or has texts and no tokenizer was given.
     """
     try:
-        drafter: type[DrafterBase] = resolve_class("srtrl.drafters", name, "Drafter")
+        loaded = load_recorded_tokenizer(tokenizer) if tokenizer is not None else None
     except ValueError as error:
-        raise ValueError(f"--drafters: {error}") from error
-    return drafter
+        raise ValueError(f"--tokenizer: {error}") from error
+    return read_recorded(path, tokenizer=loaded, max_tokens=max_tokens)
 
 
-def prepare(engine: Engine, drafter: DrafterBase, trace: Trace) -> None:
-    """Let the engine sample the trace, with a drafter that has seen the history and nothing else."""
-    feed_drafter(drafter, trace.history, "train")
-    engine.drafter = drafter
+def load_workload(
+    trace: Path | None, config: ModelConfig, *, tokenizer: str | None, max_tokens: int, history: float
+) -> Trace:
+    """What a benchmark decodes: the rollouts of `--trace`, or generated ones where none is given.
+
+    Raises:
+        ValueError: The trace cannot be read, leaves nothing to decode, or is not for the model.
+    """
+    if trace is None:
+        prompts = generated_prompts(max_tokens=max_tokens, vocab_size=config.vocab_size)
+    else:
+        prompts = read_rollouts(trace, tokenizer=tokenizer, max_tokens=max_tokens).prompts()
+    workload = share_out(prompts, history=history)
+    largest = max(max(*prompt.prompt_token_ids, *(int(one.max()) for one in prompt.samples)) for prompt in prompts)
+    if largest >= config.vocab_size:
+        raise ValueError(
+            f"--trace: token id {largest} is not in the model's vocabulary of {config.vocab_size}; choose a "
+            "--model-shape of the family that the tokenizer belongs to"
+        )
+    return workload
+
+
+def make_engine(
+    policy: Transformer, slots: int, max_sequence_tokens: int, *, runner: Runner | None = None, **changes: Any
+) -> Engine:
+    """An engine that has pages for whole sequences with their drafts in all slots; `changes` are `EngineOptions`."""
+    options = EngineOptions(slots=slots, max_sequence_tokens=max_sequence_tokens, **changes)
+    longest = max_sequence_tokens + options.max_draft_nodes
+    return Engine(policy, replace(options, num_pages=slots * -(-longest // options.page_size)), runner=runner)
+
+
+def prepare(engine: Engine, drafter_name: str, trace: Trace) -> None:
+    """Let the engine sample the trace, with a new drafter that has seen the history and nothing else."""
+    engine.drafter = resolve_drafter("--drafters", drafter_name)()
+    feed_drafter(engine.drafter, trace.history, "train")
     engine.trace = trace.responses
+    engine.take_metrics()
+    engine.take_timeline()
 
 
-def check_completions(completions: Sequence[Completion], trace: Trace, name: str) -> None:
+def check_completions(completions: Sequence[Completion], trace: Trace) -> None:
     """Assert that each completion is the recorded one, token for token."""
-    assert len(completions) == len(trace.requests), f"{name} did not decode all samples"
+    assert len(completions) == len(trace.requests), "not all samples were decoded"
     for completion in completions:
         expected = trace.responses[completion.request.rng_key].tolist()
-        assert completion.token_ids == expected, f"{name} did not sample the trace"
+        assert completion.token_ids == expected, "the tokens are not those of the trace"
