@@ -11,14 +11,15 @@ import pytest
 from drafter_cases import OTHER, TEXT, chain_of, completion, decode, observe, propose, request, run, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trie_reference import ReferenceTrie
 
 from srtrl.drafters.base import DrafterBase
-from srtrl.drafters.draft_tree import DraftTrees, check_trees
+from srtrl.drafters.draft_tree import EMPTY_TREE, DraftTrees, check_trees
 from srtrl.drafters.history import Drafter as HistoryDrafter
 from srtrl.drafters.ngram import Drafter as NgramDrafter
 from srtrl.drafters.ngram import NgramOptions
 from srtrl.drafters.none import Drafter as NoDrafter
-from srtrl.drafters.prompt_tries import TrieOptions
+from srtrl.drafters.prompt_tries import TrieDrafter
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.drafters.srt import SrtOptions
 from srtrl.drafters.suffix import Drafter as SuffixDrafter
@@ -35,8 +36,8 @@ BY_CHANCE = 1
 DRAFTERS: dict[str, Callable[[], DrafterBase]] = {
     "none": NoDrafter,
     "ngram": lambda: NgramDrafter(NgramOptions(min_ngram=1)),
-    "suffix": lambda: SuffixDrafter(SuffixOptions(max_tokens=64, min_score=0.01)),
-    "history": lambda: HistoryDrafter(TrieOptions(max_rollouts=2, max_trie_tokens=64)),
+    "suffix": lambda: SuffixDrafter(SuffixOptions(max_trie_tokens=64, min_score=0.01)),
+    "history": lambda: HistoryDrafter(SrtOptions(max_rollouts=2, max_trie_tokens=64)),
     "srt": lambda: SrtDrafter(SrtOptions(max_trie_tokens=64)),
 }
 Samples = st.lists(
@@ -77,7 +78,7 @@ def test_random_texts_give_proper_trees_and_leave_nothing_behind(
             ]
             drafter.finish(done, completions)
         drafter.on_policy_update()
-    if isinstance(drafter, SrtDrafter | HistoryDrafter):
+    if isinstance(drafter, TrieDrafter):
         assert drafter.num_trie_bytes == 0
         assert drafter.cursors.tries == [None] * len(drafter.cursors.tries)
 
@@ -117,9 +118,7 @@ def test_what_is_learned_from_elsewhere_is_as_good_as_decoded(name: str) -> None
 
 
 @pytest.mark.parametrize("make", [SrtDrafter, HistoryDrafter, SuffixDrafter])
-def test_what_is_saved_is_loaded(
-    make: Callable[[], SrtDrafter | HistoryDrafter | SuffixDrafter], tmp_path: Path
-) -> None:
+def test_what_is_saved_is_loaded(make: type[TrieDrafter], tmp_path: Path) -> None:
     drafter = make()
     run(drafter, request(), TEXT)
     run(drafter, request((7,), purpose="eval"), OTHER)
@@ -136,7 +135,7 @@ def test_what_is_saved_is_loaded(
     assert run(read, request(), TEXT) <= BY_CHANCE
 
 
-@pytest.mark.parametrize("options", [SrtOptions, TrieOptions, SuffixOptions, NgramOptions])
+@pytest.mark.parametrize("options", [SrtOptions, SuffixOptions, NgramOptions])
 def test_every_option_is_documented(options: type[Section]) -> None:
     assert all(field.description for field in options.model_fields.values())
 
@@ -335,8 +334,8 @@ def test_idle_tries_are_freed_where_memory_is_short_and_rebuilt_when_needed() ->
 
 
 @pytest.mark.parametrize("make", [SrtDrafter, HistoryDrafter])
-def test_a_trie_is_built_from_the_newest_texts_that_fit(make: type[SrtDrafter] | type[HistoryDrafter]) -> None:
-    drafter = make(make.Options(max_trie_tokens=512))
+def test_a_trie_is_built_from_the_newest_texts_that_fit(make: type[SrtDrafter]) -> None:
+    drafter = make(SrtOptions(max_trie_tokens=512))
     rng = np.random.default_rng(3)
     texts = [rng.integers(0, 50, 100).tolist() for _ in range(6)]
     for text in texts:
@@ -450,19 +449,40 @@ def test_suffix_drafts_from_all_prompts_and_from_the_own_text() -> None:
     assert run(drafter, request((1,), purpose="eval"), TEXT) == 0, "evaluation learns from itself alone"
 
 
-def test_suffix_takes_the_larger_sum_of_scores() -> None:
+@settings(max_examples=40, deadline=None)
+@given(
+    responses=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=20), max_size=4),
+    texts=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=20), min_size=1, max_size=3),
+    max_nodes=st.integers(0, 60),
+)
+def test_suffix_is_the_published_rule(responses: list[list[int]], texts: list[list[int]], max_nodes: int) -> None:
+    """Of the trees after each suffix of both matches, the first with the largest sum of scores."""
     drafter = SuffixDrafter()
-    run(drafter, request((1,)), [10, 11, 12, 13])
-    run(drafter, request((1,)), [10, 11, 12, 14])
-    start(drafter, {2: request((10, 11, 20, 21, 22, 23, 30, 10, 11, 20, 21, 22, 23)), 3: request((1,))})
-    observe(drafter, {2: [10, 11], 3: [10, 11]})
-    own, from_all = propose(drafter, [2, 3])
-    assert chain_of(own)[:4] == [20, 21, 22, 23]
-    assert chain_of(from_all)[0] == 12
+    everything = ReferenceTrie()
+    for number, response in enumerate(responses):
+        run(drafter, request((number,)), response)
+        everything.start(inserts=True)
+        everything.extend(number, response)
+    for slot, text in enumerate(texts):
+        start(drafter, {slot: request(text[:1])})
+        observe(drafter, {slot: text[1:]})
+    for text, tree in zip(texts, propose(drafter, list(range(len(texts))), max_nodes), strict=True):
+        own = ReferenceTrie()
+        everything.start(inserts=False)
+        everything.extend(len(everything.cursors) - 1, text[1:])
+        own.start(inserts=True)
+        own.extend(0, text)
+        candidates = [EMPTY_TREE]
+        for trie in (everything, own):
+            candidates += trie.propose_for_suffixes(len(trie.cursors) - 1, max_nodes, drafter.options.min_score)
+        best = max(candidates, key=lambda one: sum(one.scores.tolist()))
+        assert tree.token_ids.tolist() == best.token_ids.tolist()
+        assert tree.parents.tolist() == best.parents.tolist()
+        assert tree.scores.tolist() == best.scores.tolist()
 
 
 def test_suffix_keeps_the_newest_responses() -> None:
-    drafter = SuffixDrafter(SuffixOptions(max_tokens=256))
+    drafter = SuffixDrafter(SuffixOptions(max_trie_tokens=256))
     rng = np.random.default_rng(4)
     texts = [rng.integers(0, 50, 100).tolist() for _ in range(8)]
     for index, text in enumerate(texts):

@@ -11,9 +11,8 @@ import torch
 
 from srtrl.bench.environment import read_environment
 from srtrl.bench.tables import Document, Grid
-from srtrl.drafters.suffix_automaton import START_TOKEN
-from srtrl.drafters.token_trie import TokenTrie, TrieCursors
-from srtrl.drafters.trie_draft import BLEND, TrieDrafts
+from srtrl.drafters.suffix_automaton import START_TOKEN, TokenTrie, TrieCursors
+from srtrl.drafters.trie_draft import BLEND, draft_trees
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.rollout.recorded import RecordedPrompt, Tokens, load_recorded_tokenizer, read_recorded
 
@@ -109,24 +108,24 @@ def _draft_row(name: str, prompts: Sequence[RecordedPrompt], repeats: int) -> tu
             tries.append(trie)
             starts.append(np.insert(sample[:32], 0, START_TOKEN))
     slots = np.arange(len(tries))
-    cursors, drafts = TrieCursors(), TrieDrafts()
+    cursors = TrieCursors()
     cursors.start(slots, tries, inserts=True)
     cursors.extend(slots, np.concatenate(starts), np.cumsum([0, *map(len, starts)]))
     nodes = np.full(len(tries), NUM_NODES)
-    seconds = _median(lambda: drafts.propose(cursors, slots, nodes, BLEND, 0.01), 20 * repeats)
+    seconds = _median(lambda: draft_trees(cursors.arrays, slots, nodes, BLEND, 0.01), 20 * repeats)
     mean_tokens = sum(trie.num_tokens for trie in tries) // len(tries)
     return name, f"{mean_tokens:,}", "", f"{1e3 * seconds:.2f}", ""
 
 
 def _insert_in_steps(tokens: Tokens, *, drafts: bool) -> None:
     slots = np.zeros(1, np.int64)
-    cursors, maker = TrieCursors(), TrieDrafts()
+    cursors = TrieCursors()
     cursors.start(slots, [TokenTrie()], inserts=True)
     for first in range(0, len(tokens), STEP_TOKENS):
         part = tokens[first : first + STEP_TOKENS]
         cursors.extend(slots, part, np.array([0, len(part)]))
         if drafts:
-            maker.propose(cursors, slots, np.full(1, NUM_NODES), BLEND, 0.01)
+            draft_trees(cursors.arrays, slots, np.full(1, NUM_NODES), BLEND, 0.01)
 
 
 def _median(work: Callable[[], object], repeats: int) -> float:
