@@ -8,7 +8,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, end_to_end
-from srtrl.drafters.rollout_cache import RolloutCache, RolloutCaches
+from srtrl.drafters.rollout_cache import RolloutCache
 from srtrl.drafters.suffix_automaton import START_TOKEN, TokenTrie, TrieCursors
 from srtrl.recipe_base import Section
 from srtrl.types import Completion, Request, SamplingParams
@@ -49,17 +49,17 @@ class TrieDrafter(DrafterBase):
         super().__init__(options)
         self._max_bytes = int(self.options.cache_memory_gib * 2**30)
         self.cursors = TrieCursors()
-        self.caches = RolloutCaches(
-            max_rollouts=self.options.max_rollouts, max_bytes=self._max_bytes, file_stem=self.file_stem
-        )
-        """Completed rollouts."""
+        self.caches: dict[str, RolloutCache] = {}
+        """Completed rollouts, for each purpose: evaluation never learns from training."""
         self._tries: dict[PromptKey, TokenTrie] = {}
         """The least recently started from first."""
         self._num_samples = self._num_with_history = 0
 
     def cache(self, purpose: str) -> RolloutCache:
         """Return the completed rollouts of samples of one purpose: to start from some, or to look at them."""
-        return self.caches.of(purpose)
+        if purpose not in self.caches:
+            self.caches[purpose] = RolloutCache(max_rollouts=self.options.max_rollouts, max_bytes=self._max_bytes)
+        return self.caches[purpose]
 
     def key_of(self, request: Request) -> PromptKey:
         """Return what the request's trie is found by."""
@@ -68,12 +68,12 @@ class TrieDrafter(DrafterBase):
     def history(self, key: PromptKey) -> list[npt.NDArray[np.int32]]:
         """Texts that a trie is built from, the most useful last."""
         purpose, prompt = key
-        return self.caches.of(purpose).rollouts(prompt)
+        return self.cache(purpose).rollouts(prompt)
 
     def keep(self, key: PromptKey, text: npt.NDArray[np.int32]) -> None:
         """A response becomes history."""
         purpose, prompt = key
-        self.caches.of(purpose).add(prompt, text)
+        self.cache(purpose).add(prompt, text)
 
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
         """Give the samples cursors in their tries; the first cursor in a new trie inserts the history before it."""
@@ -111,14 +111,14 @@ class TrieDrafter(DrafterBase):
 
     def expected_tokens(self, request: Request) -> float | None:
         """Mean length of the prompt's rollouts, those of finished siblings included."""
-        mean_tokens = self.caches.of(request.purpose).mean_tokens(request.prompt_token_ids)
+        mean_tokens = self.cache(request.purpose).mean_tokens(request.prompt_token_ids)
         self._num_samples += 1
         self._num_with_history += mean_tokens is not None
         return mean_tokens
 
     def set_next_uses(self, prompts: Sequence[tuple[int, ...]]) -> None:
         """Prompts of training in the order in which they come."""
-        self.caches.of("train").set_next_uses(prompts)
+        self.cache("train").set_next_uses(prompts)
 
     def on_policy_update(self) -> None:
         """Free the tries that nobody uses: they are built again from the newest rollouts."""
@@ -130,7 +130,11 @@ class TrieDrafter(DrafterBase):
 
     def take_metrics(self) -> dict[str, float]:
         """See docs/metrics.md for each metric."""
-        metrics = self.caches.take_metrics()
+        metrics: dict[str, float] = {}
+        for name in ("tokens", "bytes", "prompts", "dropped_rollouts", "dropped_prompts", "dropped_tokens"):
+            metrics[f"engine/cache_{name}"] = sum(getattr(cache, f"num_{name}") for cache in self.caches.values())
+        for cache in self.caches.values():
+            cache.num_dropped_rollouts = cache.num_dropped_prompts = cache.num_dropped_tokens = 0
         metrics["engine/cache_bytes"] += self.num_trie_bytes
         if self._num_samples:
             metrics["engine/cache_hit_rate"] = self._num_with_history / self._num_samples
@@ -138,14 +142,16 @@ class TrieDrafter(DrafterBase):
         return metrics
 
     def save(self, folder: Path) -> None:
-        """Write the completed rollouts."""
-        self.caches.save(folder)
+        """Write the completed rollouts: a file for each purpose that has been seen."""
+        for purpose, cache in self.caches.items():
+            cache.save(folder / f"{self.file_stem}_{purpose}.safetensors")
 
     def load(self, folder: Path) -> None:
         """Read the completed rollouts; raises ValueError naming a damaged file."""
         assert not any(self.cursors.tries), "no sample may be live"
-        self._tries = {}
-        self.caches.load(folder)
+        self._tries, self.caches = {}, {}
+        for path in sorted(folder.glob(f"{self.file_stem}_*.safetensors")):
+            self.cache(path.stem.removeprefix(f"{self.file_stem}_")).load(path)
 
     @property
     def num_trie_bytes(self) -> int:

@@ -155,44 +155,6 @@ class RolloutCache:
                         self.num_dropped_prompts += 1
 
 
-class RolloutCaches:
-    """One cache for each purpose of a sample, with equal bounds: evaluation never learns from training."""
-
-    def __init__(self, *, max_rollouts: int, max_bytes: int, file_stem: str = "rollouts") -> None:
-        """`file_stem` begins the names of the files: caches with other keys have another one."""
-        self.max_rollouts = max_rollouts
-        self.max_bytes = max_bytes
-        self.by_purpose: dict[str, RolloutCache] = {}
-        self._file_stem = file_stem
-
-    def of(self, purpose: str) -> RolloutCache:
-        """Return the cache of samples of one purpose (`train`, `eval`, `generate`)."""
-        if purpose not in self.by_purpose:
-            self.by_purpose[purpose] = RolloutCache(max_rollouts=self.max_rollouts, max_bytes=self.max_bytes)
-        return self.by_purpose[purpose]
-
-    def save(self, folder: Path) -> None:
-        """Write `<file_stem>_<purpose>.safetensors` for each purpose that has been seen."""
-        for purpose, cache in self.by_purpose.items():
-            cache.save(folder / f"{self._file_stem}_{purpose}.safetensors")
-
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote in place of what is there; raises ValueError naming a damaged file."""
-        self.by_purpose = {}
-        for path in sorted(folder.glob(f"{self._file_stem}_*.safetensors")):
-            self.of(path.stem.removeprefix(f"{self._file_stem}_")).load(path)
-
-    def take_metrics(self) -> dict[str, float]:
-        """Sizes of all caches, and what was dropped since the last call."""
-        caches = self.by_purpose.values()
-        metrics: dict[str, float] = {}
-        for name in ("tokens", "bytes", "prompts", "dropped_rollouts", "dropped_prompts", "dropped_tokens"):
-            metrics[f"engine/cache_{name}"] = sum(getattr(cache, f"num_{name}") for cache in caches)
-        for cache in caches:
-            cache.num_dropped_rollouts = cache.num_dropped_prompts = cache.num_dropped_tokens = 0
-        return metrics
-
-
 def _bytes_of(rollout: Tokens) -> int:
     return ROLLOUT_BYTES + TOKEN_BYTES * len(rollout)
 

@@ -87,7 +87,7 @@ class Drafter(TrieDrafter):
         """Read the completed rollouts; raises ValueError naming a damaged file."""
         super().load(folder)
         self._shared = {}
-        for purpose, cache in self.caches.by_purpose.items():
+        for purpose, cache in self.caches.items():
             for prompt in cache.prompts():
                 for text in cache.rollouts(prompt):
                     self._learn_ngrams(purpose, text)

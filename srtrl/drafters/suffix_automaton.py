@@ -40,9 +40,6 @@ NUM_STATES = 1
 NUM_TOKENS = 2
 MAX_TOKENS = 3
 """With this many tokens nothing more is inserted: cursors only follow."""
-FREE_BLOCKS = 4
-"""For each size class, the first of the blocks that were outgrown; each holds the index of the next, or `NONE`."""
-NUM_CLASSES = 28
 
 # Record of a state.
 LENGTH = 0
@@ -66,7 +63,7 @@ TARGET, COUNT, EDGE = 1, 2, 3
 LINEAR_CLASS = 3
 """Blocks up to this size class are searched from the front; larger ones are hash tables."""
 
-ROOT = FREE_BLOCKS + NUM_CLASSES
+ROOT = 4
 """State of the empty string."""
 INITIAL_SIZE = 1024
 INTEGERS_PER_TOKEN = 10
@@ -166,10 +163,6 @@ def _is_full(memory: Int32Array, state: int) -> bool:
 @numba.njit(cache=True, nogil=True)
 def _allocate(memory: Int32Array, size_class: int) -> int:
     """Index of a block for 2**size_class edges; there is room."""
-    block = memory[FREE_BLOCKS + size_class]
-    if block != NONE:
-        memory[FREE_BLOCKS + size_class] = memory[block]
-        return int(block)
     block = memory[USED]
     memory[USED] += EDGE << size_class
     return int(block)
@@ -208,9 +201,6 @@ def _add_edge(memory: Int32Array, state: int, token: int, target: int) -> None:
         for edge in range(old, end, EDGE):
             if memory[edge] != EMPTY:
                 _put_edge(memory, state, memory[edge], memory[edge + TARGET], memory[edge + COUNT])
-        if size_class > 1:
-            memory[old] = memory[FREE_BLOCKS + size_class - 1]
-            memory[FREE_BLOCKS + size_class - 1] = old
     _put_edge(memory, state, token, target, 1)
     memory[state + TOTAL] += 1
 
@@ -234,8 +224,7 @@ def _new_state(memory: Int32Array, length: int) -> int:
 @numba.njit(cache=True, nogil=True)
 def _format(memory: Int32Array, max_tokens: int) -> None:
     """Make an empty trie."""
-    memory[:FREE_BLOCKS] = 0
-    memory[FREE_BLOCKS : FREE_BLOCKS + NUM_CLASSES] = NONE
+    memory[:ROOT] = 0
     memory[MAX_TOKENS] = max_tokens
     memory[USED] = ROOT
     _new_state(memory, 0)
