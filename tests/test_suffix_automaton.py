@@ -13,7 +13,7 @@ from srtrl.drafters.base import end_to_end
 from srtrl.drafters.draft_tree import DraftTree
 from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_ngrams, make_table
 from srtrl.drafters.suffix_automaton import MATCH, MAX_COUNTED, START_TOKEN, TokenTrie, TrieCursors
-from srtrl.drafters.trie_draft import BLEND, SUFFIX, Rule, draft_trees
+from srtrl.drafters.trie_draft import BLEND, Rule, draft_trees
 
 VOCAB = 5
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=8)
@@ -166,26 +166,6 @@ def test_repetition_is_counted_in_linear_time(step: int) -> None:
     assert all(MAX_COUNTED <= count <= 4000 for count in counts[:3])
 
 
-def test_a_match_is_kept_while_states_are_cloned() -> None:
-    trie = TokenTrie()
-    trie.insert([1, 2, 3, 4])
-    follower = Player([trie], inserts=[False])
-    follower.extend({0: [2, 3]})
-    trie.insert([5, 2, 3, 6])  # parts (2, 3) from (1, 2, 3)
-    follower.cursors.refresh(trie)
-    assert follower.cursors.arrays.rows[0, MATCH] == 2
-    assert sorted(follower.propose([4])[0].token_ids.tolist()) == [4, 6]
-
-
-def test_other_prompts_fill_in_for_a_prompt_without_texts() -> None:
-    shared = table_of([[5, 6, 7, 8]])
-    player = Player([TokenTrie()], inserts=[True])
-    assert player.propose([8], shared=shared)[0].token_ids.tolist() == [5, 6, 7, 8]
-    player.extend({0: [1, 6]})  # the last token alone is known
-    assert player.propose([8], shared=shared)[0].token_ids.tolist() == [7, 8]
-    assert player.propose([8])[0].num_nodes == 0
-
-
 def test_a_new_text_begins_in_a_cursor_that_has_inserted_another() -> None:
     trie = TokenTrie()
     player = Player([trie], inserts=[True])
@@ -203,11 +183,3 @@ def test_a_full_trie_is_followed_only() -> None:
     assert trie.count([9]) == 0
     player.extend({1: [2]})
     assert player.propose([0, 2])[1].token_ids.tolist() == [3, 4]
-
-
-def test_nothing_to_draft_from() -> None:
-    player = Player([TokenTrie()] * 2, inserts=[True, False])
-    for rule in (BLEND, SUFFIX):
-        assert [tree.num_nodes for tree in player.propose([4, 4], rule)] == [0, 0]
-    player.slots = player.slots[:0]
-    assert player.propose([]) == []
