@@ -48,7 +48,8 @@ def propose(drafter: DrafterBase, slots: Sequence[int], max_nodes: int | Sequenc
     trees = drafter.propose(np.array(slots, np.int64), most)
     check_trees(trees, most, VOCAB, "the drafter")
     for tree in trees:
-        tree.check(VOCAB)
+        siblings = list(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True))
+        assert len(set(siblings)) == len(siblings), "two children of a node carry the same token"
         scores = tree.scores.tolist()
         assert scores == sorted(scores, reverse=True)
         above = [1.0 if parent == ROOT else scores[parent] for parent in tree.parents]

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -79,24 +78,6 @@ def test_a_rollout_larger_than_the_whole_cache_drops_nothing_else() -> None:
     assert (cache.num_dropped_rollouts, cache.num_dropped_tokens, cache.num_dropped_prompts) == (1, 5000, 0)
 
 
-def test_an_epoch_larger_than_the_bound() -> None:
-    """512 prompts x 16 rollouts x 1,000 tokens; with room for 80% of them every prompt still has history."""
-    rollout = np.arange(1000, dtype=np.int32)
-    whole = 512 * size_of(3, *[1000] * 16)
-    cache = RolloutCache(max_rollouts=16, max_bytes=int(0.8 * whole))
-    prompts = [(prompt, 1, 2) for prompt in range(512)]
-    for prompt in prompts:
-        for _ in range(16):
-            cache.add(prompt, rollout)
-    assert KEPT_SHARE * 0.79 * whole < cache.num_bytes <= 0.8 * whole
-    counts = [len(cache.rollouts(prompt)) for prompt in prompts]
-    assert set(counts) <= {12, 13, 16}
-    assert 16 not in counts[:-25], "only what was added since memory was short is not trimmed"
-    assert cache.num_dropped_prompts == 0
-    assert cache.num_dropped_rollouts == 512 * 16 - cache.num_rollouts
-    assert cache.num_dropped_tokens == 512 * 16000 - cache.num_tokens
-
-
 Additions = st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 9), max_size=30)), max_size=60)
 
 
@@ -146,16 +127,12 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert as_lists(read) == as_lists(cache)
     assert read.prompts() == cache.prompts()
     assert (read.num_bytes, read.num_tokens) == (cache.num_bytes, cache.num_tokens)
+    RolloutCache(max_rollouts=3, max_bytes=ROOMY).save(tmp_path / "empty.safetensors")
+    read.load(tmp_path / "empty.safetensors")
+    assert as_lists(read) == as_lists(cache)
     narrower = RolloutCache(max_rollouts=1, max_bytes=ROOMY)
     narrower.load(tmp_path / "a.safetensors")
     assert as_lists(narrower) == {(5,): [[6]], (): [[7, 8, 9]], (1, 2): [[5, 6, 7]]}
-
-
-def test_an_empty_cache_is_a_file_too(tmp_path: Path) -> None:
-    RolloutCache(max_rollouts=3, max_bytes=ROOMY).save(tmp_path / "empty.safetensors")
-    cache = filled()
-    cache.load(tmp_path / "empty.safetensors")
-    assert as_lists(cache) == as_lists(filled())
 
 
 def test_damaged_and_foreign_files_are_named(tmp_path: Path) -> None:

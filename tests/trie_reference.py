@@ -1,11 +1,13 @@
 """The slow twin of the token trie in plain Python: no automaton, every string is looked for in every text."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from srtrl.drafters.draft_tree import DraftTree
-from srtrl.drafters.trie_draft import MAX_MATCH, MAX_TREE, NEGLIGIBLE, NODES_PER_MATCH, SMALLEST_SCORE, Rule
+from srtrl.drafters.suffix import MAX_MATCH, MAX_TREE, NODES_PER_MATCH
+from srtrl.drafters.trie_draft import NEGLIGIBLE, SMALLEST_SCORE, SUFFIX, Rule
 
 START = -1
 Text = tuple[int, ...]
@@ -21,7 +23,7 @@ class ReferenceTrie:
         self.last: list[Text] = []
         """The last two tokens of each cursor."""
         self.rollouts: list[list[int]] = []
-        """Completed ones of all prompts: what `SharedNgrams` knows as long as nothing is full."""
+        """Completed ones of all prompts: what the table of shared n-grams knows as long as nothing is full."""
 
     def start(self, *, inserts: bool) -> None:
         text = [START]
@@ -73,22 +75,20 @@ class ReferenceTrie:
         return counts
 
     def propose(self, cursor: int, max_nodes: int, rule: Rule, min_score: float) -> DraftTree:
-        context, last, min_score = tuple(self.cursors[cursor][0]), self.last[cursor], max(min_score, SMALLEST_SCORE)
-        if not rule.tries_suffixes:
-            return self.grow(context, last, max_nodes, rule, min_score)[0]
-        trees = [self.grow(context, last, 0, rule, min_score)]
-        for string in self.contexts(context[-MAX_MATCH:]):
-            if self.continuations(string):
-                room = min(max_nodes, MAX_TREE, NODES_PER_MATCH * len(string))
-                trees.append(self.grow(string, last, room, rule, min_score))
-        return max(trees, key=lambda tree: tree[1])[0]
+        return self.grow(tuple(self.cursors[cursor][0]), self.last[cursor], max_nodes, rule, min_score)
 
-    def grow(self, context: Text, last: Text, max_nodes: int, rule: Rule, min_score: float) -> tuple[DraftTree, float]:
-        """The tree, and the sum of its scores, added up in order before they are rounded to 32 bits."""
+    def propose_for_suffixes(self, cursor: int, max_nodes: int, min_score: float) -> Iterator[DraftTree]:
+        """A tree for each suffix of the match, as SuffixDecoding wants it."""
+        for string in self.contexts(tuple(self.cursors[cursor][0])[-MAX_MATCH:]):
+            room = min(max_nodes, MAX_TREE, NODES_PER_MATCH * len(string))
+            yield self.grow(string, self.last[cursor], room, SUFFIX, min_score)
+
+    def grow(self, context: Text, last: Text, max_nodes: int, rule: Rule, min_score: float) -> DraftTree:
+        min_score = max(min_score, SMALLEST_SCORE)
         behind: dict[int, tuple[Text, Text]] = {-1: (context, last)}
         nodes: list[tuple[int, int, float]] = []
         frontier: list[tuple[float, int, int, Text]] = []
-        score, total = 1.0, 0.0
+        score = 1.0
         while len(nodes) < max_nodes:
             parent = len(nodes) - 1
             for token, (weight, string) in self.children(*behind[parent], score, rule, min_score).items():
@@ -101,14 +101,12 @@ class ReferenceTrie:
             score, token, parent, string = -best[0], *best[1:]
             behind[len(nodes)] = (string, (behind[parent][1][1], token))
             nodes.append((token, parent, score))
-            total += score
         tokens, parents, scores = zip(*nodes, strict=True) if nodes else ((), (), ())
-        tree = DraftTree(
+        return DraftTree(
             token_ids=np.array(tokens, np.int32),
             parents=np.array(parents, np.int32),
             scores=np.array(scores, np.float32),
         )
-        return tree, total
 
     def children(
         self, string: Text, last: Text, score: float, rule: Rule, min_score: float
@@ -139,10 +137,7 @@ class ReferenceTrie:
                     if token in weights:
                         weights[token] += share
                     elif share >= negligible:
-                        longest = [one for one in self.contexts(string) if token in self.continuations(one)]
-                        is_known = self.count((token,)) > 0
-                        behind[token] = (*longest[0], token) if longest else (token,) * is_known
-                        weights[token] = share
+                        weights[token], behind[token] = share, (token,) * (self.count((token,)) > 0)
                 mass *= 1.0 - trust
         return {token: (weight, behind[token]) for token, weight in weights.items()}
 
@@ -150,8 +145,8 @@ class ReferenceTrie:
         """The contexts that are blended, with what an occurrence is worth, the longest first; and what mass is left."""
         levels: list[tuple[float, Text]] = []
         before, mass = 0, 1.0
-        for context in self.contexts(string):
-            if len(levels) == rule.max_contexts or mass < negligible:
+        for context in itertools.islice(self.contexts(string), rule.max_contexts):
+            if mass < negligible:
                 break
             following = self.continuations(context)
             total, match = sum(following.values()), len(context)
@@ -161,6 +156,4 @@ class ReferenceTrie:
                 levels.append((mass * trust / more, context))
                 mass *= 1.0 - trust
                 before = total
-            elif rule.tries_suffixes:
-                break
         return levels, mass

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.recipe_base import Section
-from srtrl.types import Completion, Request, SamplingParams
+from srtrl.types import Completion, Request
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -87,46 +87,7 @@ class DrafterBase:
         """Read what `save` wrote; a folder without it (of another drafter) leaves the drafter empty."""
 
 
-def end_to_end(texts: Sequence[Sequence[int]]) -> tuple[Int32Array, Int64Array]:
+def end_to_end(texts: Sequence[Sequence[int] | Int32Array]) -> tuple[Int32Array, Int64Array]:
     """Texts end to end, and where each begins and the last one ends, as `DrafterBase.observe` takes them."""
     parts = [np.array(text, np.int32) for text in texts]
     return np.concatenate([np.zeros(0, np.int32), *parts]), np.cumsum([0, *map(len, parts)], dtype=np.int64)
-
-
-def run_warm_up(drafter: DrafterBase) -> None:
-    """Run a short rollout with a drafter that is thrown away afterwards, so that all of its kernels are compiled."""
-    text = np.array([4, 5, 6, 7] * 16, np.int32)  # long enough for arrays to grow
-    slots = np.arange(2)
-    for is_run_ahead in (True, False):  # samples follow the run-aheads on their RNG keys, and leave them
-        requests = [
-            Request(
-                prompt_id="warm-up",
-                prompt_token_ids=(1, 2 + index),
-                draw_index=0,
-                sample_index=index,
-                rng_key=index,
-                sampling=SamplingParams(max_new_tokens=len(text)),
-                purpose="train",
-                is_run_ahead=is_run_ahead,
-            )
-            for index in range(2)
-        ]
-        completions = [
-            Completion(
-                request=request,
-                token_ids=text.tolist(),
-                rollout_logprobs=[0.0] * len(text),
-                finish_reason="stop",
-                policy_version=0,
-            )
-            for request in requests
-        ]
-        drafter.start(slots, requests)
-        for step in range(4):
-            tokens = text[16 * step : 16 * step + 16] + (step > 1 and not is_run_ahead)
-            drafter.propose(slots, np.full(2, 8))
-            drafter.observe(slots, np.concatenate([tokens, tokens]), np.array([0, 16, 32]))
-        drafter.propose(slots, np.full(2, 8))
-        drafter.finish(slots.tolist(), [None] * 2 if is_run_ahead else completions)
-        drafter.learn(completions)
-        drafter.on_policy_update()

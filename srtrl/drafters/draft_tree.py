@@ -40,16 +40,6 @@ class DraftTree:
             token_ids=self.token_ids[:num_nodes], parents=self.parents[:num_nodes], scores=self.scores[:num_nodes]
         )
 
-    def check(self, vocab_size: int) -> None:
-        """Assert what the engine relies on: order, distinct siblings, known tokens."""
-        assert len(self.parents) == len(self.scores) == self.num_nodes
-        seen: set[tuple[int, int]] = set()
-        for node, (token, parent) in enumerate(zip(self.token_ids.tolist(), self.parents.tolist(), strict=True)):
-            assert ROOT <= parent < node, f"node {node} has parent {parent}: parents come before their children"
-            assert 0 <= token < vocab_size, f"node {node} drafts token {token} of a vocabulary of {vocab_size}"
-            assert (parent, token) not in seen, f"two children of node {parent} carry token {token}"
-            seen.add((parent, token))
-
 
 EMPTY_TREE = DraftTree(token_ids=np.empty(0, np.int32), parents=np.empty(0, np.int32), scores=np.empty(0, np.float32))
 """No draft: the step decodes one token, on the same code path."""

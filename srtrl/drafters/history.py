@@ -1,4 +1,4 @@
-"""Tries of rollouts that were completed in earlier steps, and of nothing newer.
+"""As `srt`, but from rollouts that were completed in earlier steps, and from nothing newer.
 
 What RhymeRL (He et al. 2025, "History Rhymes: Accelerating LLM Reinforcement Learning with RhymeRL") drafts from;
 beside `srt` it shows what online insertion brings.
@@ -7,26 +7,20 @@ beside `srt` it shows what online insertion brings.
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
-from srtrl.drafters.prompt_tries import TrieDrafter, key_of
+from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.recipe_base import Section
 from srtrl.types import Completion
 
 
-class Drafter(TrieDrafter):
+class Drafter(SrtDrafter):
     """See `srtrl.drafters.base.DrafterBase`."""
 
+    uses_run_aheads = False
     inserts = False
 
     def __init__(self, options: Section | None = None) -> None:
         super().__init__(options)
         self._completed: list[Completion] = []  # since the policy update: not history yet
-
-    def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
-        """Set completed rollouts aside, until the policy is updated."""
-        self.stop(slots)
-        self.learn([completion for completion in completions if completion is not None])
 
     def learn(self, completions: Sequence[Completion]) -> None:
         """Set completed rollouts aside, until the policy is updated."""
@@ -35,9 +29,7 @@ class Drafter(TrieDrafter):
     def on_policy_update(self) -> None:
         """What was completed before is history now."""
         super().on_policy_update()
-        for completion in self._completed:
-            purpose, prompt = key_of(completion.request)
-            self.caches.of(purpose).add(prompt, np.array(completion.token_ids, np.int32))
+        super().learn(self._completed)
         self._completed = []
 
     def save(self, folder: Path) -> None:

@@ -1,30 +1,20 @@
 """Tries of the prompts that are being decoded, and what the drafters that use them share."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, run_warm_up
-from srtrl.drafters.draft_tree import DraftTrees
-from srtrl.drafters.rollout_cache import RolloutCache, RolloutCaches
-from srtrl.drafters.shared_ngrams import NO_TABLE, Table
-from srtrl.drafters.suffix_automaton import START_TOKEN
-from srtrl.drafters.token_trie import TokenTrie, TrieCursors, insert_texts
-from srtrl.drafters.trie_draft import BLEND, TrieDrafts
+from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, end_to_end
+from srtrl.drafters.rollout_cache import RolloutCache
+from srtrl.drafters.suffix_automaton import START_TOKEN, TokenTrie, TrieCursors
 from srtrl.recipe_base import Section
-from srtrl.types import Request
+from srtrl.types import Completion, Request, SamplingParams
 
 PromptKey = tuple[str, tuple[int, ...]]
 """Purpose and token ids of a prompt: samples with the same key share a trie."""
-
-
-def key_of(request: Request) -> PromptKey:
-    """Return what the request's trie is found by."""
-    return request.purpose, request.prompt_token_ids
 
 
 class TrieOptions(Section):
@@ -45,63 +35,90 @@ class TrieOptions(Section):
     rollouts as fill half of it; when it is full, running samples follow it and enter no more tokens."""
 
 
-@dataclass(slots=True)
-class _PromptTrie:
-    trie: TokenTrie
-    num_live: int = 0
-    """Slots that draft from it."""
-
-
 class TrieDrafter(DrafterBase):
-    """Drafts from a trie for each prompt, which is built when its first sample starts and freed after its last one."""
+    """Drafts from a trie for each prompt, which is built when a sample starts and freed after a policy update."""
 
     Options = TrieOptions
     options: TrieOptions
     inserts: bool
     """Whether running samples enter their tokens."""
+    file_stem = "rollouts"
+    """How the names of the files in a checkpoint begin; another one for caches with other keys."""
 
     def __init__(self, options: Section | None = None) -> None:
         super().__init__(options)
+        self._max_bytes = int(self.options.cache_memory_gib * 2**30)
         self.cursors = TrieCursors()
-        self.caches = RolloutCaches(max_rollouts=self.options.max_rollouts, max_bytes=self._max_bytes)
-        self._tries: dict[PromptKey, _PromptTrie] = {}
-        """Of the prompts with live slots, and of idle ones: the longest idle first."""
-        self._keys: dict[int, PromptKey] = {}
-        """Of the live slots."""
-        self._drafts = TrieDrafts()
+        self.caches: dict[str, RolloutCache] = {}
+        """Completed rollouts, for each purpose: evaluation never learns from training."""
+        self._tries: dict[PromptKey, TokenTrie] = {}
+        """The least recently started from first."""
+        self._num_samples = self._num_with_history = 0
 
     def cache(self, purpose: str) -> RolloutCache:
         """Return the completed rollouts of samples of one purpose: to start from some, or to look at them."""
-        return self.caches.of(purpose)
+        if purpose not in self.caches:
+            self.caches[purpose] = RolloutCache(max_rollouts=self.options.max_rollouts, max_bytes=self._max_bytes)
+        return self.caches[purpose]
+
+    def key_of(self, request: Request) -> PromptKey:
+        """Return what the request's trie is found by."""
+        return request.purpose, request.prompt_token_ids
+
+    def history(self, key: PromptKey) -> list[npt.NDArray[np.int32]]:
+        """Texts that a trie is built from, the most useful last."""
+        purpose, prompt = key
+        return self.cache(purpose).rollouts(prompt)
+
+    def keep(self, key: PromptKey, text: npt.NDArray[np.int32]) -> None:
+        """A response becomes history."""
+        purpose, prompt = key
+        self.cache(purpose).add(prompt, text)
 
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
-        """Give the samples cursors in their prompts' tries."""
-        keys = [key_of(request) for request in requests]
-        self._build({key for key in keys if key not in self._tries})
-        for slot, key in zip(slots.tolist(), keys, strict=True):
-            self._keys[slot] = key
-            self._tries[key].num_live += 1
+        """Give the samples cursors in their tries; the first cursor in a new trie inserts the history before it."""
+        start, max_tokens = np.array([START_TOKEN], np.int32), self.options.max_trie_tokens
+        tries, texts = [], []
+        for request in requests:
+            key = self.key_of(request)
+            trie, text = self._tries.pop(key, None), start
+            if trie is None:
+                history = newest(self.history(key), max_tokens // 2)
+                trie = TokenTrie(expected_tokens=sum(map(len, history)), max_tokens=max_tokens)
+                text = np.concatenate([*(part for own in history for part in (start, own)), start])
+            self._tries[key] = trie
+            tries.append(trie)
+            texts.append(text)
+        self.cursors.start(slots, tries, inserts=True)
+        self.cursors.extend(slots, *end_to_end(texts))
+        if not self.inserts:
+            self.cursors.stop_inserting(slots)
         self._free_idle(self._max_bytes)
-        self.cursors.start(slots, [self._tries[key].trie for key in keys], inserts=self.inserts)
-        self.cursors.extend(slots, np.full(len(slots), START_TOKEN, np.int32), np.arange(len(slots) + 1))
-
-    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
-        """Draft from the prompts' tries."""
-        min_score = max(self.options.min_score, self.min_score)
-        shared = self.shared_table(self._keys[int(slots[0])][0]) if len(slots) else NO_TABLE
-        return self._drafts.propose(self.cursors, slots, max_nodes, BLEND, min_score, shared)
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
         """Insert or follow the committed tokens."""
         self.cursors.extend(slots, token_ids, offsets)
 
+    def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
+        """Keep completed rollouts."""
+        self.cursors.stop(slots)
+        self.learn([completion for completion in completions if completion is not None])
+
+    def learn(self, completions: Sequence[Completion]) -> None:
+        """Keep completed rollouts, for the tries that are built from now on."""
+        for completion in completions:
+            self.keep(self.key_of(completion.request), np.array(completion.token_ids, np.int32))
+
     def expected_tokens(self, request: Request) -> float | None:
-        """Mean length of the prompt's rollouts."""
-        return self.caches.of(request.purpose).mean_tokens(request.prompt_token_ids)
+        """Mean length of the prompt's rollouts, those of finished siblings included."""
+        mean_tokens = self.cache(request.purpose).mean_tokens(request.prompt_token_ids)
+        self._num_samples += 1
+        self._num_with_history += mean_tokens is not None
+        return mean_tokens
 
     def set_next_uses(self, prompts: Sequence[tuple[int, ...]]) -> None:
         """Prompts of training in the order in which they come."""
-        self.caches.of("train").set_next_uses(prompts)
+        self.cache("train").set_next_uses(prompts)
 
     def on_policy_update(self) -> None:
         """Free the tries that nobody uses: they are built again from the newest rollouts."""
@@ -109,81 +126,47 @@ class TrieDrafter(DrafterBase):
 
     def warm_up(self) -> None:
         """Compile the kernels, once: they are cached for other drafters."""
-        run_warm_up(type(self)(self.options))
+        _run_warm_up(type(self)(self.options))
 
     def take_metrics(self) -> dict[str, float]:
-        """Sizes of the caches and tries, and what was dropped."""
-        metrics = self.caches.take_metrics()
+        """See docs/metrics.md for each metric."""
+        metrics: dict[str, float] = {}
+        for name in ("tokens", "bytes", "prompts", "dropped_rollouts", "dropped_prompts", "dropped_tokens"):
+            metrics[f"engine/cache_{name}"] = sum(getattr(cache, f"num_{name}") for cache in self.caches.values())
+        for cache in self.caches.values():
+            cache.num_dropped_rollouts = cache.num_dropped_prompts = cache.num_dropped_tokens = 0
         metrics["engine/cache_bytes"] += self.num_trie_bytes
+        if self._num_samples:
+            metrics["engine/cache_hit_rate"] = self._num_with_history / self._num_samples
+        self._num_samples = self._num_with_history = 0
         return metrics
 
     def save(self, folder: Path) -> None:
-        """Write the completed rollouts."""
-        self.caches.save(folder)
+        """Write the completed rollouts: a file for each purpose that has been seen."""
+        for purpose, cache in self.caches.items():
+            cache.save(folder / f"{self.file_stem}_{purpose}.safetensors")
 
     def load(self, folder: Path) -> None:
         """Read the completed rollouts; raises ValueError naming a damaged file."""
-        assert not self._keys, "no sample may be live"
-        self.caches.load(folder)
-        self._tries = {}
-
-    def shared_table(self, purpose: str) -> Table:
-        """What is known of all prompts of a purpose."""
-        return NO_TABLE
-
-    def history(self, key: PromptKey) -> list[npt.NDArray[np.int32]]:
-        """Texts that a prompt's trie is built from, the most useful last."""
-        purpose, prompt = key
-        return self.caches.of(purpose).rollouts(prompt)
-
-    def stop(self, slots: Sequence[int]) -> list[PromptKey]:
-        """Take samples out of their tries; returns their prompts."""
-        self.cursors.stop(slots)
-        keys = [self._keys.pop(slot) for slot in slots]
-        for key in keys:
-            prompt = self._tries.pop(key)
-            prompt.num_live -= 1
-            self._tries[key] = prompt  # last
-        return keys
-
-    def insert(self, key: PromptKey, text: npt.NDArray[np.int32]) -> None:
-        """Add a text to a prompt's trie, if it has one."""
-        prompt = self._tries.get(key)
-        if prompt is not None:
-            prompt.trie.insert(text)
-            self.cursors.refresh(prompt.trie)
+        assert not any(self.cursors.tries), "no sample may be live"
+        self._tries, self.caches = {}, {}
+        for path in sorted(folder.glob(f"{self.file_stem}_*.safetensors")):
+            self.cache(path.stem.removeprefix(f"{self.file_stem}_")).load(path)
 
     @property
     def num_trie_bytes(self) -> int:
         """Memory of all tries."""
-        return sum(prompt.trie.num_bytes for prompt in self._tries.values())
-
-    @property
-    def _max_bytes(self) -> int:
-        return int(self.options.cache_memory_gib * 2**30)
-
-    def _build(self, keys: Iterable[PromptKey]) -> None:
-        """Make the prompts' tries from their histories, all in one call."""
-        max_tokens = self.options.max_trie_tokens
-        tries, texts = [], []
-        for key in keys:
-            text = newest(self.history(key), max_tokens // 2)
-            trie = TokenTrie(expected_tokens=sum(map(len, text)), max_tokens=max_tokens)
-            self._tries[key] = _PromptTrie(trie)
-            if text:
-                tries.append(trie)
-                texts.append(text)
-        if tries:
-            insert_texts(tries, texts)
+        return sum(trie.num_bytes for trie in self._tries.values())
 
     def _free_idle(self, max_bytes: int) -> None:
         """Free tries that nobody uses, the longest idle first, until the others take no more than `max_bytes`."""
         num_bytes = self.num_trie_bytes
-        for key, prompt in list(self._tries.items()):
-            if num_bytes <= max_bytes:
-                return
-            if not prompt.num_live:
-                num_bytes -= prompt.trie.num_bytes
+        if num_bytes <= max_bytes:
+            return
+        live = set(self.cursors.tries)
+        for key, trie in list(self._tries.items()):
+            if trie not in live and num_bytes > max_bytes:
+                num_bytes -= trie.num_bytes
                 del self._tries[key]
 
 
@@ -193,6 +176,35 @@ def newest(texts: Sequence[npt.NDArray[np.int32]], max_tokens: int) -> list[npt.
     for text in reversed(texts):
         if len(text) > max_tokens and kept:
             break
-        kept.append(text[-max_tokens:] if max_tokens else text[:0])
+        kept.append(text[-max_tokens:])
         max_tokens -= len(kept[-1])
     return kept[::-1]
+
+
+def _run_warm_up(drafter: TrieDrafter) -> None:
+    """Run a short rollout with a drafter that is thrown away afterwards, so that all of its kernels are compiled."""
+    slots, tokens = np.arange(1), np.array([4, 5, 6, 7], np.int32)
+    for is_run_ahead in (True, False):  # the sample follows the run-ahead on its RNG key, and leaves it
+        request = Request(
+            prompt_id="warm-up",
+            prompt_token_ids=(1, 2),
+            draw_index=0,
+            sample_index=0,
+            rng_key=0,
+            sampling=SamplingParams(max_new_tokens=8),
+            purpose="train",
+            is_run_ahead=is_run_ahead,
+        )
+        completion = Completion(
+            request=request,
+            token_ids=[4, 5, 6, 7, 8],
+            rollout_logprobs=[0.0] * 5,
+            finish_reason="stop",
+            policy_version=0,
+        )
+        drafter.start(slots, [request])
+        for some in (tokens[:2], tokens[2:], tokens[:1] + 4):
+            drafter.propose(slots, np.full(1, 8))
+            drafter.observe(slots, some, np.array([0, len(some)]))
+        drafter.finish([0], [None if is_run_ahead else completion])
+        drafter.on_policy_update()

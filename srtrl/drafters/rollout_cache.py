@@ -3,8 +3,7 @@
 Rollouts are plain int32 arrays (checkpoints hold these); tries are built from them for the prompts that decode.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,6 @@ ARRAYS = ("prompt_tokens", "prompt_lengths", "rollout_counts", "rollout_tokens",
 """The arrays of a file: prompts and rollouts laid end to end, their lengths, and the rollouts of each prompt."""
 
 
-@dataclass(slots=True)
-class _Prompt:
-    """What the cache holds of one prompt."""
-
-    added: int
-    """When its last rollout was added, counted in rollouts."""
-    rollouts: list[Tokens] = field(default_factory=list)
-    """Newest last."""
-
-
 class RolloutCache:
     """The newest rollouts of each prompt, at most `max_rollouts` per prompt and `max_bytes` in total.
 
@@ -53,9 +42,6 @@ class RolloutCache:
         assert max_bytes >= 0
         self.max_rollouts = max_rollouts
         self.max_bytes = max_bytes
-        self.num_tokens = 0
-        """Tokens of all rollouts, prompts not counted."""
-        self.num_rollouts = 0
         self.num_bytes = 0
         """Memory by the constants above: 4 bytes per token, of prompts too, and an overhead per rollout and prompt."""
         self.num_dropped_rollouts = 0
@@ -63,14 +49,24 @@ class RolloutCache:
         self.num_dropped_prompts = 0
         self.num_dropped_tokens = 0
         """Tokens of the dropped rollouts."""
-        self._prompts: dict[tuple[int, ...], _Prompt] = {}
+        self._rollouts: dict[tuple[int, ...], list[Tokens]] = {}
+        """Of each prompt, newest last; the prompt that was added to last comes last."""
         self._coming: Sequence[tuple[int, ...]] = ()
-        self._num_added = 0
 
     @property
     def num_prompts(self) -> int:
         """Prompts that have at least one rollout."""
-        return len(self._prompts)
+        return len(self._rollouts)
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts of all prompts."""
+        return sum(map(len, self._rollouts.values()))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rollouts, prompts not counted."""
+        return sum(len(rollout) for rollouts in self._rollouts.values() for rollout in rollouts)
 
     def add(self, prompt: tuple[int, ...], rollout: Sequence[int] | Tokens) -> None:
         """Append a completed rollout of a prompt; older ones go where a bound requires it. An empty one is nothing.
@@ -84,32 +80,30 @@ class RolloutCache:
             self.num_dropped_rollouts += 1  # no others need to go for one that cannot stay
             self.num_dropped_tokens += len(rollout)
             return
-        self._num_added += 1
-        known = self._prompts.get(prompt)
-        if known is None:
-            known = self._prompts[prompt] = _Prompt(self._num_added)
+        rollouts = self._rollouts.pop(prompt, None)
+        if rollouts is None:
+            rollouts = []
             self.num_bytes += PROMPT_BYTES + TOKEN_BYTES * len(prompt)
-        known.added = self._num_added
-        known.rollouts.append(rollout)
-        self._count(rollout, 1)
-        if len(known.rollouts) > self.max_rollouts:
-            self._count(known.rollouts.pop(0), -1)
+        self._rollouts[prompt] = rollouts
+        rollouts.append(rollout)
+        self.num_bytes += _bytes_of(rollout)
+        if len(rollouts) > self.max_rollouts:
+            self.num_bytes -= _bytes_of(rollouts.pop(0))
         if self.num_bytes > self.max_bytes:
             self._make_room(int(KEPT_SHARE * self.max_bytes))
 
     def rollouts(self, prompt: tuple[int, ...]) -> list[Tokens]:
         """Return the prompt's rollouts, newest last; an empty list if there are none."""
-        known = self._prompts.get(prompt)
-        return list(known.rollouts) if known else []
+        return list(self._rollouts.get(prompt, ()))
 
     def mean_tokens(self, prompt: tuple[int, ...]) -> float | None:
         """Mean length of the prompt's rollouts; None if there are none."""
-        known = self._prompts.get(prompt)
-        return sum(map(len, known.rollouts)) / len(known.rollouts) if known else None
+        rollouts = self._rollouts.get(prompt)
+        return sum(map(len, rollouts)) / len(rollouts) if rollouts else None
 
     def prompts(self) -> list[tuple[int, ...]]:
-        """Token ids of all prompts, the least recently added first."""
-        return sorted(self._prompts, key=lambda prompt: self._prompts[prompt].added)
+        """Token ids of all prompts, the least recently added to first."""
+        return list(self._rollouts)
 
     def set_next_uses(self, prompts: Sequence[tuple[int, ...]]) -> None:
         """Prompts that come next, in order; those not named are the first to be dropped."""
@@ -117,14 +111,12 @@ class RolloutCache:
 
     def save(self, path: Path) -> None:
         """Write all rollouts into one file, whole or not at all. Equal contents give equal bytes."""
-        prompts = self.prompts()
-        counts = [len(self._prompts[prompt].rollouts) for prompt in prompts]
-        rollouts = [rollout for prompt in prompts for rollout in self._prompts[prompt].rollouts]
+        rollouts = [rollout for of_prompt in self._rollouts.values() for rollout in of_prompt]
         arrays: dict[str, npt.NDArray[Any]] = {
-            "prompt_tokens": _joined(np.array(prompt, np.int32) for prompt in prompts),
-            "prompt_lengths": np.array([len(prompt) for prompt in prompts], np.int64),
-            "rollout_counts": np.array(counts, np.int64),
-            "rollout_tokens": _joined(rollouts),
+            "prompt_tokens": np.array([token for prompt in self._rollouts for token in prompt], np.int32),
+            "prompt_lengths": np.array([len(prompt) for prompt in self._rollouts], np.int64),
+            "rollout_counts": np.array([len(of_prompt) for of_prompt in self._rollouts.values()], np.int64),
+            "rollout_tokens": np.concatenate([np.empty(0, np.int32), *rollouts]),
             "rollout_lengths": np.array([len(rollout) for rollout in rollouts], np.int64),
         }
         write_atomic(path, to_safetensors(arrays, metadata={"format": FORMAT}))
@@ -143,72 +135,28 @@ class RolloutCache:
             for _ in range(count):
                 self.add(tuple(prompt.tolist()), next(rollouts).copy())
 
-    def _count(self, rollout: Tokens, sign: int) -> None:
-        self.num_rollouts += sign
-        self.num_tokens += sign * len(rollout)
-        self.num_bytes += sign * (ROLLOUT_BYTES + TOKEN_BYTES * len(rollout))
-
     def _make_room(self, max_bytes: int) -> None:
         """Trim all prompts to k rollouts, k falling, those whose next use is farthest first, until the rest fits."""
         next_uses = {prompt: -index for index, prompt in reversed(list(enumerate(self._coming)))}
-        never = -len(self._coming)
-        order = sorted(self._prompts, key=lambda prompt: (next_uses.get(prompt, never), self._prompts[prompt].added))
+        order = sorted(self._rollouts, key=lambda prompt: next_uses.get(prompt, -len(self._coming)))
         for most in range(self.max_rollouts, 0, -1):
             for prompt in order:
                 if self.num_bytes <= max_bytes:
                     return
-                rollouts = self._prompts[prompt].rollouts
+                rollouts = self._rollouts[prompt]
                 if len(rollouts) == most:
                     dropped = rollouts.pop(0)
-                    self._count(dropped, -1)
+                    self.num_bytes -= _bytes_of(dropped)
                     self.num_dropped_rollouts += 1
                     self.num_dropped_tokens += len(dropped)
                     if not rollouts:
-                        del self._prompts[prompt]
+                        del self._rollouts[prompt]
                         self.num_bytes -= PROMPT_BYTES + TOKEN_BYTES * len(prompt)
                         self.num_dropped_prompts += 1
 
 
-class RolloutCaches:
-    """One cache for each purpose of a sample, with equal bounds: evaluation never learns from training."""
-
-    def __init__(self, *, max_rollouts: int, max_bytes: int, file_stem: str = "rollouts") -> None:
-        """`file_stem` begins the names of the files: caches with other keys have another one."""
-        self.max_rollouts = max_rollouts
-        self.max_bytes = max_bytes
-        self.by_purpose: dict[str, RolloutCache] = {}
-        self._file_stem = file_stem
-
-    def of(self, purpose: str) -> RolloutCache:
-        """Return the cache of samples of one purpose (`train`, `eval`, `generate`)."""
-        if purpose not in self.by_purpose:
-            self.by_purpose[purpose] = RolloutCache(max_rollouts=self.max_rollouts, max_bytes=self.max_bytes)
-        return self.by_purpose[purpose]
-
-    def save(self, folder: Path) -> None:
-        """Write `<file_stem>_<purpose>.safetensors` for each purpose that has been seen."""
-        for purpose, cache in self.by_purpose.items():
-            cache.save(folder / f"{self._file_stem}_{purpose}.safetensors")
-
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote in place of what is there; raises ValueError naming a damaged file."""
-        self.by_purpose = {}
-        for path in sorted(folder.glob(f"{self._file_stem}_*.safetensors")):
-            self.of(path.stem.removeprefix(f"{self._file_stem}_")).load(path)
-
-    def take_metrics(self) -> dict[str, float]:
-        """Sizes of all caches, and what was dropped since the last call."""
-        caches = self.by_purpose.values()
-        metrics: dict[str, float] = {}
-        for name in ("tokens", "bytes", "prompts", "dropped_rollouts", "dropped_prompts", "dropped_tokens"):
-            metrics[f"engine/cache_{name}"] = sum(getattr(cache, f"num_{name}") for cache in caches)
-        for cache in caches:
-            cache.num_dropped_rollouts = cache.num_dropped_prompts = cache.num_dropped_tokens = 0
-        return metrics
-
-
-def _joined(parts: Iterable[Tokens]) -> Tokens:
-    return np.concatenate([np.empty(0, np.int32), *parts])
+def _bytes_of(rollout: Tokens) -> int:
+    return ROLLOUT_BYTES + TOKEN_BYTES * len(rollout)
 
 
 def _read(path: Path) -> dict[str, npt.NDArray[Any]]:

@@ -11,12 +11,12 @@ import numpy.typing as npt
 from srtrl.drafters.base import Int32Array, Int64Array
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.prompt_tries import PromptKey
+from srtrl.types import Request
 
 NOT_FOLLOWING, RECORDING = -1, -2
 """In place of a position: the slot follows nothing; it is a run-ahead, and its tokens are kept."""
 PRIOR_CORRECT, PRIOR_INCORRECT = 9.0, 1.0
 """Guess at the chance of the next token of a run-ahead, as outcomes."""
-NO_TEXT = np.zeros(0, np.int32)
 MAX_OUTCOMES = 20_000
 """With more, old outcomes lose half of their weight: the policy moves."""
 
@@ -25,8 +25,10 @@ class RunAheads:
     """What was decoded early, by prompt and RNG key, and how far the slots have followed it."""
 
     def __init__(self) -> None:
-        self._texts: list[dict[tuple[PromptKey, int], Int32Array]] = [{}, {}]
-        """Made before the last policy update, and since."""
+        self._texts: list[dict[PromptKey, dict[int, Int32Array]]] = [{}, {}]
+        """Made before the last policy update, and since: of each prompt, by RNG key."""
+        self._requests: dict[int, tuple[PromptKey, Request]] = {}
+        """Of the live slots."""
         self._slot_texts = np.zeros((0, 0), np.int32)
         """[slots, capacity], of a run-ahead what it has decoded, else what the slot follows."""
         self._lengths = np.zeros(0, np.int64)
@@ -35,8 +37,7 @@ class RunAheads:
         """[slots], where in the text the next token is, or one of the constants above."""
         self._outcomes = np.array([PRIOR_CORRECT, PRIOR_INCORRECT])
         """Tokens of run-aheads that were correct, and that were not."""
-        self._num_made = self._num_followed = 0
-        self._num_used = 0.0
+        self._num_made = self._num_followed = self._num_used = 0
 
     @property
     def chance(self) -> float:
@@ -45,19 +46,18 @@ class RunAheads:
 
     def texts(self, key: PromptKey) -> list[Int32Array]:
         """Return all remembered texts of a prompt."""
-        return [text for made in self._texts for (other, _), text in made.items() if other == key]
+        return [text for made in self._texts for text in made.get(key, {}).values()]
 
-    def start(self, slot: int, key: PromptKey, rng_key: int, *, is_run_ahead: bool) -> None:
+    def start(self, slot: int, key: PromptKey, request: Request) -> None:
         """Begin to record a run-ahead, or to follow the one on the sample's RNG key if there is one."""
-        text = next((made[key, rng_key] for made in self._texts if (key, rng_key) in made), NO_TEXT)
+        found = [made[key][request.rng_key] for made in self._texts if request.rng_key in made.get(key, {})]
+        text = found[0] if found and not request.is_run_ahead else np.zeros(0, np.int32)
+        self._requests[slot] = key, request
         self._resize(slot, len(text))
-        self._positions[slot], self._lengths[slot] = NOT_FOLLOWING, 0
-        if is_run_ahead:
-            self._positions[slot] = RECORDING
-        elif len(text):
-            self._slot_texts[slot, : len(text)] = text
-            self._positions[slot], self._lengths[slot] = 0, len(text)
-            self._num_followed += 1
+        self._slot_texts[slot, : len(text)] = text
+        self._lengths[slot] = len(text)
+        self._positions[slot] = RECORDING if request.is_run_ahead else 0 if len(text) else NOT_FOLLOWING
+        self._num_followed += len(text) > 0
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
         """Compare committed tokens with what their slots follow, or record them."""
@@ -70,15 +70,16 @@ class RunAheads:
         if self._outcomes.sum() > MAX_OUTCOMES:
             self._outcomes /= 2
 
-    def finish(self, slot: int, key: PromptKey, rng_key: int, *, is_run_ahead: bool, is_complete: bool) -> None:
+    def finish(self, slot: int, *, is_complete: bool) -> None:
         """Remember what a run-ahead decoded; forget what a completed sample followed."""
-        if is_run_ahead:
+        key, request = self._requests.pop(slot)
+        if request.is_run_ahead:
             text = self._slot_texts[slot, : self._lengths[slot]].copy()
             self._num_made += len(text)
-            self._texts[1][key, rng_key] = text
+            self._texts[1].setdefault(key, {})[request.rng_key] = text
         elif is_complete:
             for made in self._texts:
-                made.pop((key, rng_key), None)
+                made.get(key, {}).pop(request.rng_key, None)
         self._positions[slot] = NOT_FOLLOWING
 
     def on_policy_update(self) -> None:
@@ -115,8 +116,7 @@ class RunAheads:
                 "engine/run_ahead_followed": self._num_followed,
                 "engine/run_ahead_confidence": self.chance,
             }
-        self._num_made = self._num_followed = 0
-        self._num_used = 0.0
+        self._num_made = self._num_followed = self._num_used = 0
         return metrics
 
     def _resize(self, slot: int, length: int) -> None:

@@ -30,17 +30,9 @@ NO_TABLE: Table = np.zeros((0, ENTRIES + 2 * WAYS), np.int32)
 """Nothing is known."""
 
 
-class SharedNgrams:
-    """The table, made with the first text."""
-
-    def __init__(self) -> None:
-        self.table = NO_TABLE
-
-    def learn(self, text: npt.NDArray[np.int32]) -> None:
-        """Learn from a completed rollout."""
-        if not len(self.table):
-            self.table = np.zeros((NUM_CONTEXTS, ENTRIES + 2 * WAYS), np.int32)
-        _learn(self.table, text)
+def make_table() -> Table:
+    """A table that knows nothing yet."""
+    return np.zeros((NUM_CONTEXTS, ENTRIES + 2 * WAYS), np.int32)
 
 
 @numba.njit(cache=True, nogil=True, forceinline=True)
@@ -61,7 +53,8 @@ def find_context(table: Table, first: int, second: int) -> int:
 
 
 @numba.njit(cache=True, nogil=True)
-def _learn(table: Table, text: npt.NDArray[np.int32]) -> None:
+def learn_ngrams(table: Table, text: npt.NDArray[np.int32]) -> None:
+    """Learn from a completed rollout."""
     before_last, last = START_TOKEN, START_TOKEN
     for token in text:
         _count(table, before_last, last, token)
@@ -75,13 +68,11 @@ def _count(table: Table, first: int, second: int, token: int) -> None:
     index, mark = _row_of(table, first, second)
     row = table[index]
     if row[MARK] != mark:
-        if row[TOTAL] > 1:  # another context's row: it is taken when that one has been missed for long enough
-            _halve(row)
-            return
-        row[:] = 0
+        row[:] = 0  # it was another context's
         row[MARK] = mark
     if row[TOTAL] >= MAX_TOTAL:
-        _halve(row)
+        row[ENTRIES + 1 :: 2] >>= 1
+        row[TOTAL] = row[ENTRIES + 1 :: 2].sum()
     rarest = ENTRIES
     for entry in range(ENTRIES, len(row), 2):
         if row[entry] == token and row[entry + 1] > 0:
@@ -97,12 +88,3 @@ def _count(table: Table, first: int, second: int, token: int) -> None:
     row[TOTAL] += 1 - row[rarest + 1]
     row[rarest] = token
     row[rarest + 1] = 1
-
-
-@numba.njit(cache=True, nogil=True)
-def _halve(row: npt.NDArray[np.int32]) -> None:
-    """Forget half of what is known of a context; what has occurred once is forgotten entirely."""
-    row[TOTAL] = 0
-    for entry in range(ENTRIES, len(row), 2):
-        row[entry + 1] >>= 1
-        row[TOTAL] += row[entry + 1]

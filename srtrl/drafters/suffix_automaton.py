@@ -9,9 +9,10 @@ The array begins with a header; records of states and blocks of edges follow in 
 are known by their index. An edge is a triple (token, target, count). The only edge of a state lies in its record; up to
 8 lie in the order of arrival in a block; more are an open-addressing hash table. Kernels get addresses of arrays, not
 arrays: a decode step has sequences of many tries. They cannot enlarge an array: where there is no room they stop, the
-array is doubled here, and they are called again.
+array is doubled, and they are called again.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numba
@@ -19,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
+
+from srtrl.model.cpu_threads import use_kernel_threads
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -37,9 +40,6 @@ NUM_STATES = 1
 NUM_TOKENS = 2
 MAX_TOKENS = 3
 """With this many tokens nothing more is inserted: cursors only follow."""
-FREE_BLOCKS = 4
-"""For each size class, the first of the blocks that were outgrown; each holds the index of the next, or `NONE`."""
-NUM_CLASSES = 28
 
 # Record of a state.
 LENGTH = 0
@@ -63,7 +63,7 @@ TARGET, COUNT, EDGE = 1, 2, 3
 LINEAR_CLASS = 3
 """Blocks up to this size class are searched from the front; larger ones are hash tables."""
 
-ROOT = FREE_BLOCKS + NUM_CLASSES
+ROOT = 4
 """State of the empty string."""
 INITIAL_SIZE = 1024
 INTEGERS_PER_TOKEN = 10
@@ -82,6 +82,9 @@ LAST, BEFORE_LAST = 2, 3
 INSERTS = 4
 """Whether its tokens enter the trie; if not, they are only followed there."""
 CURSOR = 5
+
+WORK_PER_TOKEN = 20
+"""What inserting a token costs, in the unit of `use_kernel_threads`: about 0.1 microseconds."""
 
 
 def _address_to_pointer(typing_context: Any, address: Any) -> Any:
@@ -160,10 +163,6 @@ def _is_full(memory: Int32Array, state: int) -> bool:
 @numba.njit(cache=True, nogil=True)
 def _allocate(memory: Int32Array, size_class: int) -> int:
     """Index of a block for 2**size_class edges; there is room."""
-    block = memory[FREE_BLOCKS + size_class]
-    if block != NONE:
-        memory[FREE_BLOCKS + size_class] = memory[block]
-        return int(block)
     block = memory[USED]
     memory[USED] += EDGE << size_class
     return int(block)
@@ -202,9 +201,6 @@ def _add_edge(memory: Int32Array, state: int, token: int, target: int) -> None:
         for edge in range(old, end, EDGE):
             if memory[edge] != EMPTY:
                 _put_edge(memory, state, memory[edge], memory[edge + TARGET], memory[edge + COUNT])
-        if size_class > 1:
-            memory[old] = memory[FREE_BLOCKS + size_class - 1]
-            memory[FREE_BLOCKS + size_class - 1] = old
     _put_edge(memory, state, token, target, 1)
     memory[state + TOTAL] += 1
 
@@ -226,10 +222,9 @@ def _new_state(memory: Int32Array, length: int) -> int:
 
 
 @numba.njit(cache=True, nogil=True)
-def format_memory(memory: Int32Array, max_tokens: int) -> None:
+def _format(memory: Int32Array, max_tokens: int) -> None:
     """Make an empty trie."""
-    memory[:FREE_BLOCKS] = 0
-    memory[FREE_BLOCKS : FREE_BLOCKS + NUM_CLASSES] = NONE
+    memory[:ROOT] = 0
     memory[MAX_TOKENS] = max_tokens
     memory[USED] = ROOT
     _new_state(memory, 0)
@@ -337,7 +332,7 @@ def _advance(memory: Int32Array, cursor: Int32Array, token_ids: Int32Array, begi
     while done < len(token_ids):
         token = token_ids[done]
         if token == START_TOKEN:
-            state, match = ROOT, 0
+            state, match, cursor[LAST] = ROOT, 0, START_TOKEN
         if memory[NUM_TOKENS] >= memory[MAX_TOKENS]:
             cursor[INSERTS] = 0
         if cursor[INSERTS]:
@@ -373,11 +368,16 @@ class Cursors(NamedTuple):
     """[slots, CURSOR]."""
 
 
-@numba.njit(cache=True, nogil=True)
-def advance_rows(
-    cursors: Cursors, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array, progress: Int64Array
-) -> int:
-    """Advance the cursors of some slots, in order; returns the first row for which there was no room, or their number.
+@numba.njit(parallel=True, cache=True, nogil=True)
+def _advance_rows(
+    cursors: Cursors,
+    slots: Int64Array,
+    token_ids: Int32Array,
+    offsets: Int64Array,
+    progress: Int64Array,
+    num_parts: int,
+) -> None:
+    """Advance the cursors of some slots as far as there is room: those of a trie in order, several tries in parallel.
 
     Args:
         cursors: Of all slots.
@@ -385,29 +385,19 @@ def advance_rows(
         token_ids: Tokens of all rows, end to end.
         offsets: [B + 1], where those of each row begin.
         progress: [B], number of tokens that are in; brought forward.
+        num_parts: Tries are dealt to this number of threads by their address.
     """
-    for row in range(len(slots)):
-        slot = slots[row]
-        tokens = token_ids[offsets[row] : offsets[row + 1]]
-        if progress[row] < len(tokens):
-            memory = open_memory(cursors.addresses[slot], cursors.sizes[slot])
-            progress[row] = _advance(memory, cursors.rows[slot], tokens, progress[row])
-            if progress[row] < len(tokens):
-                return row
-    return len(slots)
-
-
-@numba.njit(parallel=True, cache=True, nogil=True)
-def advance_tries(cursors: Cursors, token_ids: Int32Array, offsets: Int64Array, progress: Int64Array) -> None:
-    """As `advance_rows` for the slots 0, 1, ..., each with a trie of its own: in parallel."""
-    for row in numba.prange(len(offsets) - 1):
-        memory = open_memory(cursors.addresses[row], cursors.sizes[row])
-        tokens = token_ids[offsets[row] : offsets[row + 1]]
-        progress[row] = _advance(memory, cursors.rows[row], tokens, progress[row])
+    for part in numba.prange(num_parts):
+        for row in range(len(slots)):
+            address = cursors.addresses[slots[row]]
+            if _home(address >> 12, 16) % num_parts == part:
+                memory = open_memory(address, cursors.sizes[slots[row]])
+                tokens = token_ids[offsets[row] : offsets[row + 1]]
+                progress[row] = _advance(memory, cursors.rows[slots[row]], tokens, progress[row])
 
 
 @numba.njit(cache=True, nogil=True)
-def find_last_edge(memory: Int32Array, token_ids: Int32Array) -> int:
+def _find_last_edge(memory: Int32Array, token_ids: Int32Array) -> int:
     """Edge by which a string of one token or more ends, or `NONE` where it does not occur."""
     state, edge = ROOT, NONE
     for token in token_ids:
@@ -419,3 +409,111 @@ def find_last_edge(memory: Int32Array, token_ids: Int32Array) -> int:
 
 
 # --- Tries ------------------------------------------------------------------------------------------------------------
+
+
+class TokenTrie:
+    """All suffixes of some texts, with the number of times that each was followed by each token."""
+
+    def __init__(self, *, expected_tokens: int = 0, max_tokens: int = 1 << 30) -> None:
+        """Make an empty trie; `max_tokens`: it takes no more."""
+        least = INITIAL_SIZE + INTEGERS_PER_TOKEN * expected_tokens
+        self.memory: Int32Array = np.empty(1 << (least - 1).bit_length(), np.int32)
+        _format(self.memory, max_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Inserted tokens."""
+        return int(self.memory[NUM_TOKENS])
+
+    @property
+    def num_states(self) -> int:
+        """States of the automaton."""
+        return int(self.memory[NUM_STATES])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the array, its unused end included."""
+        return self.memory.nbytes
+
+    def insert(self, text: Sequence[int] | Int32Array) -> None:
+        """Insert a whole text."""
+        cursors = TrieCursors()
+        cursors.start(np.zeros(1, np.int64), [self], inserts=True)
+        cursors.extend(np.zeros(1, np.int64), np.array([START_TOKEN, *text], np.int32), np.array([0, 1 + len(text)]))
+
+    def count(self, token_ids: Sequence[int]) -> int:
+        """Return how often tokens (at least one) occur in a row in all texts."""
+        edge = _find_last_edge(self.memory, np.asarray(token_ids, np.int32))
+        return 0 if edge == NONE else int(self.memory[edge + COUNT])
+
+    def continuations(self, token_ids: Sequence[int]) -> dict[int, int]:
+        """Tokens that follow the given ones somewhere, with the number of times, the most frequent first."""
+        edge = _find_last_edge(self.memory, np.asarray(token_ids, np.int32))
+        if edge == NONE:
+            return {}
+        state = self.memory[edge + TARGET]
+        edges = self.memory[self.memory[state + BLOCK] : edges_end(self.memory, state)].reshape(-1, EDGE).tolist()
+        counts = {token: count for token, _, count in edges if token >= 0}
+        return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+    def grow(self) -> None:
+        """Double the array."""
+        memory = np.empty(2 * len(self.memory), np.int32)
+        used = self.memory[USED]
+        memory[:used] = self.memory[:used]
+        self.memory = memory
+
+
+class TrieCursors:
+    """A cursor for each slot, in a trie that it may share with others."""
+
+    def __init__(self) -> None:
+        self.arrays = Cursors(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, CURSOR), np.int32))
+        self.tries: list[TokenTrie | None] = []
+        """Of each slot; None: it is free."""
+
+    def start(self, slots: Int64Array, tries: Sequence[TokenTrie], *, inserts: bool) -> None:
+        """Put cursors before a text, whose first token is to be `START_TOKEN`."""
+        more = int(slots.max(initial=-1)) + 1 - len(self.tries)
+        if more > 0:
+            self.tries += [None] * more
+            self.arrays = Cursors(
+                np.pad(self.arrays.addresses, (0, more)),
+                np.pad(self.arrays.sizes, (0, more)),
+                np.pad(self.arrays.rows, ((0, more), (0, 0))),
+            )
+        self.arrays.rows[slots] = (ROOT, 0, START_TOKEN, START_TOKEN, inserts)
+        self.arrays.addresses[slots] = [trie.memory.ctypes.data for trie in tries]
+        self.arrays.sizes[slots] = [len(trie.memory) for trie in tries]
+        for slot, trie in zip(slots.tolist(), tries, strict=True):
+            self.tries[slot] = trie
+
+    def stop_inserting(self, slots: Int64Array) -> None:
+        """From now on the tokens of these slots are only followed."""
+        self.arrays.rows[slots, INSERTS] = False
+
+    def stop(self, slots: Sequence[int]) -> None:
+        """Free slots; what they inserted stays."""
+        for slot in slots:
+            self.tries[slot] = None
+
+    def extend(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
+        """Next tokens of some slots: those of row b are `token_ids[offsets[b] : offsets[b + 1]]`."""
+        progress, sizes = np.zeros(len(slots), np.int64), offsets[1:] - offsets[:-1]
+        use_kernel_threads(WORK_PER_TOKEN * len(token_ids))
+        num_parts = numba.get_num_threads()
+        while True:
+            _advance_rows(self.arrays, slots, token_ids, offsets, progress, num_parts)
+            waiting = slots[progress < sizes].tolist()
+            if not waiting:
+                return
+            for trie in {id(trie): trie for trie in map(self.tries.__getitem__, waiting)}.values():
+                assert trie is not None, "a slot was not started"
+                trie.grow()
+                self.refresh(trie)
+
+    def refresh(self, trie: TokenTrie) -> None:
+        """A trie has grown: its array is another one."""
+        slots = [slot for slot, other in enumerate(self.tries) if other is trie]
+        self.arrays.addresses[slots] = trie.memory.ctypes.data
+        self.arrays.sizes[slots] = len(trie.memory)

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from srtrl.drafters.srt import SrtOptions
-from srtrl.drafters.suffix_automaton import START_TOKEN
-from srtrl.drafters.token_trie import TokenTrie, TrieCursors
-from srtrl.drafters.trie_draft import BLEND, TrieDrafts
+from srtrl.drafters.suffix_automaton import START_TOKEN, TokenTrie, TrieCursors
+from srtrl.drafters.trie_draft import BLEND, draft_trees
 from srtrl.report.runs import Run, read_rollouts
 from srtrl.resolve import suggestion
 
@@ -209,12 +208,12 @@ def _replay(trie: TokenTrie, token_ids: list[int], decode: Decode) -> list[Decod
     """Decode steps that would have given these tokens, each of them inserted at once as the drafter `srt` does."""
     steps = []
     slots = np.zeros(1, np.int64)
-    cursors, drafts = TrieCursors(), TrieDrafts()
+    cursors = TrieCursors()
     cursors.start(slots, [trie], inserts=True)
     cursors.extend(slots, np.array([START_TOKEN], np.int32), np.array([0, 1]))
     done = 0
     while done < len(token_ids):
-        tree = drafts.propose(cursors, slots, np.full(1, DRAFT_NODES), BLEND, SrtOptions().min_score)[0]
+        tree = draft_trees(cursors.arrays, slots, np.full(1, DRAFT_NODES), BLEND, SrtOptions().min_score)[0]
         edges = zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
         children = {edge: node for node, edge in enumerate(edges)}
         end = done
