@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_cases import KnowingDrafter, decode, options, outputs, requests_for
+from engine_cases import Completions, FakeDrafter, Letters, decode, options, outputs, requests_for
 from kernel_cases import KERNEL_DEVICE
 from runner_cases import FakeGraphs, compute_by_reference, runner_policy
 
@@ -22,10 +22,9 @@ from srtrl.engine.engine import Engine, EngineOptions, make_runner
 from srtrl.engine.runner import SampledRows, page_bytes_of
 from srtrl.engine.stopping import Tokenizer
 from srtrl.model.transformer import Transformer
-from srtrl.types import Completion, Request
+from srtrl.types import Request
 
 PROMPTS = ((5,), (1, 2, 3, 4, 5, 6, 7), (3, 3, 3, 3))
-Completions = dict[tuple[int, int], Completion]
 
 
 def cuda_engine(
@@ -83,7 +82,7 @@ def test_drafts_change_no_token(accuracy: float) -> None:
     requests, policy = cuda_requests(num_samples=3), runner_policy()
     expected = sequential(requests)
     for slots, num_pages in ((1, None), (9, None), (9, 12)):
-        drafter = KnowingDrafter(expected, accuracy=accuracy)
+        drafter = FakeDrafter(expected, accuracy=accuracy)
         engine = cuda_engine(policy, drafter=drafter, slots=slots, num_pages=num_pages)
         assert_same_text(decode(engine, requests), expected)
         metrics = engine.take_metrics()
@@ -96,7 +95,7 @@ def test_drafts_change_no_token(accuracy: float) -> None:
 def test_kernels_decode_drafts_as_the_cpu_path() -> None:
     requests = cuda_requests(((1, 2, 3),), max_new_tokens=3)
     expected = sequential(requests)
-    for drafter in (None, KnowingDrafter(expected, accuracy=1.0)):
+    for drafter in (None, FakeDrafter(expected, accuracy=1.0)):
         engine = cuda_engine(runner_policy(), by_kernels=True, drafter=drafter)
         assert_same_text(decode(engine, requests), expected)
     assert engine.take_metrics()["engine/tokens_per_decode_step"] > 1.2
@@ -108,15 +107,8 @@ def test_top_k_and_top_p_requests_beside_others() -> None:
     requests = [*filtered, *others[2:]]
     expected, unfiltered = sequential(requests), sequential(others)
     assert any(expected[key].token_ids != unfiltered[key].token_ids for key in unfiltered)
-    engine = cuda_engine(runner_policy(), drafter=KnowingDrafter(expected, accuracy=0.7))
+    engine = cuda_engine(runner_policy(), drafter=FakeDrafter(expected, accuracy=0.7))
     assert_same_text(decode(engine, requests), expected)
-
-
-class Letters:
-    """A tokenizer: a letter for each token."""
-
-    def decode(self, token_ids: list[int]) -> str:
-        return "".join(chr(ord("A") + token) for token in token_ids)
 
 
 def test_stop_strings_end_samples() -> None:
@@ -127,7 +119,7 @@ def test_stop_strings_end_samples() -> None:
     stopped = [replace(one, sampling=replace(one.sampling, stop_strings=(stop,))) for one in requests]
     expected = sequential(stopped, tokenizer=Letters())
     assert expected != whole
-    drafter = KnowingDrafter(expected, accuracy=1.0)
+    drafter = FakeDrafter(expected, accuracy=1.0)
     assert_same_text(decode(cuda_engine(runner_policy(), tokenizer=Letters(), drafter=drafter), stopped), expected)
 
 
@@ -137,7 +129,7 @@ def test_trace_tokens_replace_the_sampled_ones() -> None:
     cpu = Engine(runner_policy().cpu(), options(slots=1, max_sequence_tokens=32))
     cpu.trace = trace
     expected = decode(cpu, requests)
-    engine = cuda_engine(runner_policy(), drafter=KnowingDrafter(expected, accuracy=0.5))
+    engine = cuda_engine(runner_policy(), drafter=FakeDrafter(expected, accuracy=0.5))
     engine.trace = trace
     assert_same_text(decode(engine, requests), expected)
     for completion in expected.values():
@@ -245,7 +237,7 @@ def test_the_cost_of_a_step_is_measured_at_the_edges_of_the_buckets(monkeypatch:
         return 1e-3 * self.row_edges(num_rows)[-1]
 
     monkeypatch.setattr(CudaRunner, "time_step", time_step)
-    drafter = KnowingDrafter({}, accuracy=1.0)
+    drafter = FakeDrafter({}, accuracy=1.0)
     engine = cuda_engine(runner_policy(), draft_budget="auto", max_draft_nodes=15, drafter=drafter)
     engine.begin_rollout("train")
     assert timed[:4] == [1, 1, 2, 2]
@@ -260,7 +252,7 @@ def test_graphs_and_single_launches_give_the_same_text() -> None:
     requests, policy = cuda_requests(num_samples=8), runner_policy()
     expected = decode(cuda_engine(policy, cuda_graphs=False), requests)
     for max_graphs in (1, 2, 512):
-        engine = cuda_engine(policy, drafter=KnowingDrafter(expected, accuracy=0.7))
+        engine = cuda_engine(policy, drafter=FakeDrafter(expected, accuracy=0.7))
         graphs = StepGraphs(policy.device, max_graphs=max_graphs)
         runner_of(engine)._graphs = graphs
         found = decode(engine, requests)
