@@ -50,7 +50,9 @@ def make_drafter(name: str, history: Texts, **options: object) -> DrafterBase:
     drafter_class = resolve_class("srtrl.drafters", name, "Drafter")
     drafter: DrafterBase = drafter_class(drafter_class.Options(**options))
     recorded = [
-        RecordedPrompt(prompt_id=str(number), prompt_token_ids=prompt, samples=[text.astype(np.int32) for text in texts])
+        RecordedPrompt(
+            prompt_id=str(number), prompt_token_ids=prompt, samples=[text.astype(np.int32) for text in texts]
+        )
         for number, (prompt, texts) in enumerate(history.items())
     ]
     feed_drafter(drafter, recorded, "train")
