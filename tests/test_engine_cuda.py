@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine_cases import Completions, FakeDrafter, Letters, decode, options, outputs, requests_for
 from kernel_cases import KERNEL_DEVICE
-from runner_cases import FakeGraphs, compute_by_reference, runner_policy
+from runner_cases import runner_policy, use_reference
 
 from srtrl.drafters.base import DrafterBase
 from srtrl.engine.cuda_graphs import StepGraphs
@@ -39,8 +39,7 @@ def cuda_engine(
     wanted = options(**({"max_sequence_tokens": 32, "slots": 4} | changes))
     runner = CudaRunner(policy, wanted, 32)
     if KERNEL_DEVICE == "cpu" and not by_kernels:
-        runner.compute = compute_by_reference(runner)
-        runner._graphs = FakeGraphs()
+        use_reference(runner)
     return Engine(policy, wanted, drafter=drafter, tokenizer=tokenizer, runner=runner)
 
 

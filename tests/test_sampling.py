@@ -158,7 +158,7 @@ def test_a_filtered_request_changes_nothing_for_the_others(dtype: torch.dtype, m
     runner.allocate_pages(100)
     batch, slots = make_batch(random, texts, page_size=4, num_pages=100, most_nodes=8, temperature=0.5)
     prefill(runner, batch, slots, chunk_tokens=9)
-    trees = random_trees(random, 8, 8, vocab_size=61)
+    trees = random_trees(random, random.integers(0, 9, 8), vocab_size=61)
     logits = record_logits(policy, monkeypatch)
     plain = launch(runner, batch, slots, trees)
     owners = np.repeat(np.arange(8), 1 + trees.sizes)

@@ -33,7 +33,7 @@ from srtrl.types import Completion
 Texts = dict[tuple[int, ...], list[np.ndarray]]
 """Prompt -> responses."""
 
-NONSENSE: Texts = dict.fromkeys(PROMPTS, [np.full(40, 7), np.zeros(40), np.tile([3, 4], 20), np.arange(40) * 7 % 61])
+NONSENSE: Texts = {prompt: [np.full(40, 7), np.zeros(40), np.tile([3, 4], 20), np.arange(40)] for prompt in PROMPTS}
 """History that no policy would write: long repetitions, end tokens in the middle, anything."""
 
 
