@@ -3,20 +3,13 @@
 from itertools import pairwise
 
 import numpy as np
-import pytest
-import torch
-from engine_cases import tiny_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_cases import branch, kv_index, make_batch, random_trees, size_of
 
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.batch import Batch
-from srtrl.engine.cpu_runner import CpuRunner
-from srtrl.engine.options import EngineOptions
 from srtrl.engine.rows import NO_KV_INDEX, PrefillChunk, StepInputs, StepShape, fill_inputs
-from srtrl.engine.runner import SampledRows
-from srtrl.engine.verify import plan_moves, verify
 
 Row = tuple[int, int, int, int, int, list[int]]
 """Token, rotary position, KV index, context length, page table, and the draft nodes that it sees."""
@@ -121,70 +114,3 @@ def test_addresses_are_aligned_apart_and_do_not_depend_on_the_number_of_sequence
         array = getattr(inputs, name)
         assert (array.dtype, array.shape, array.flags.c_contiguous) == (dtype, size, True)
         array[...] = 1  # a view: it writes into the buffer
-
-
-def runner_of(num_pages: int, page_size: int, most_nodes: int = 12) -> CpuRunner:
-    runner = CpuRunner(tiny_policy(), EngineOptions(page_size=page_size, max_draft_nodes=most_nodes))
-    runner.allocate_pages(num_pages)
-    return runner
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("seed", range(6))
-def test_accepted_paths_are_moved_as_by_plain_loops(page_size: int, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    trees = random_trees(random, random.integers(0, 13, 12))
-    texts = [random.integers(0, 50, int(random.integers(1, 20))).tolist() for _ in range(12)]
-    batch, slots = make_batch(random, texts, page_size=page_size, num_pages=500, most_nodes=12)
-    runner = runner_of(500, page_size)
-    runner.cache.key_pages.normal_()
-    runner.cache.value_pages.normal_()
-    keys, values = runner.cache.key_pages.clone(), runner.cache.value_pages.clone()
-    expected_keys, expected_values = keys.clone(), values.clone()
-    sampled, paths, num_moved = [], [], 0
-    for slot, tree in zip(slots.tolist(), trees, strict=True):
-        node = int(random.integers(tree.num_nodes)) if tree.num_nodes and random.random() < 0.9 else ROOT
-        # The first of equal siblings is the one that is accepted.
-        tokens = np.full(1 + tree.num_nodes, 60)
-        for child in branch(tree, node):
-            tokens[1 + int(tree.parents[child])] = tree.token_ids[child]
-        path, node = [], ROOT
-        while True:
-            carriers = np.flatnonzero((tree.parents == node) & (tree.token_ids == tokens[1 + node]))
-            if not len(carriers):
-                break
-            node = int(carriers[0])
-            path.append(node)
-        root = int(batch.num_tokens[slot]) - 1
-        for depth, accepted in enumerate(path, start=1):
-            source = kv_index(batch.pages(slot), root + 1 + accepted, page_size)
-            target = kv_index(batch.pages(slot), root + depth, page_size)
-            num_moved += source != target
-            (to_page, to), (from_page, at) = divmod(target, page_size), divmod(source, page_size)
-            expected_keys[:, to_page, ..., to] = keys[:, from_page, ..., at]
-            expected_values[:, to_page, :, to] = values[:, from_page, :, at]
-        sampled.append(tokens.astype(np.int32))
-        paths.append(path)
-    assert num_moved > 0
-    token_ids = np.concatenate(sampled)
-    verified = verify(
-        batch, slots, trees, SampledRows(token_ids=token_ids, logprobs=np.zeros(len(token_ids), np.float32))
-    )
-    assert verified.num_new.tolist() == [len(path) + 1 for path in paths]
-    sources, targets = plan_moves(batch, verified, page_size)
-    assert len(sources) == num_moved
-    runner.move_kv(sources, targets)
-    assert torch.equal(runner.cache.key_pages, expected_keys)
-    assert torch.equal(runner.cache.value_pages, expected_values)
-    assert batch.num_computed[slots].tolist() == (batch.num_tokens[slots] - 1).tolist()
-
-
-def test_pages_are_copied_before_any_is_written() -> None:
-    runner = runner_of(9, 4)
-    for pages in (runner.cache.key_pages, runner.cache.value_pages):
-        pages.copy_(torch.arange(pages.numel()).view(pages.shape))
-    before = runner.cache.key_pages.clone(), runner.cache.value_pages.clone()
-    runner.copy_pages([0, 0, 2, 3], [3, 4, 1, 0])
-    for now, old in zip((runner.cache.key_pages, runner.cache.value_pages), before, strict=True):
-        assert torch.equal(now[:, [3, 4, 1, 0]], old[:, [0, 0, 2, 3]])
-        assert torch.equal(now[:, [2, 5, 6, 7, 8]], old[:, [2, 5, 6, 7, 8]])
