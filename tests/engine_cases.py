@@ -1,6 +1,7 @@
-"""Tiny random policies, requests and drafters for the engine's tests."""
+"""Tiny random policies, requests, a tokenizer and a drafter for the engine's tests."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,11 @@ from srtrl.model.weights import init_model
 from srtrl.types import Completion, Request, SamplingParams
 
 PROMPTS = ((5,), (1, 2, 3, 4, 5, 6, 7, 8, 9), tuple(range(10, 27)), (3, 3, 3, 3), tuple(range(20, 36)))
+
+Completions = dict[tuple[int, int], Completion]
+"""By (draw, sample)."""
+Outputs = dict[tuple[int, int], tuple[list[int], list[float], str]]
+"""Tokens, log-probs and finish reason by (draw, sample)."""
 
 
 def tiny_policy(
@@ -32,9 +38,7 @@ def tiny_policy(
     """
     config = {
         "model_type": model_type,
-        "architectures": [
-            {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[model_type]
-        ],
+        "architectures": [f"{model_type.capitalize()}ForCausalLM"],
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": 2 * hidden_size + 5,
@@ -57,6 +61,35 @@ def tiny_policy(
     return model.to(dtype)
 
 
+class Letters:
+    """A tokenizer of one letter for each token; token 0 is "A"."""
+
+    def decode(self, token_ids: list[int], /) -> str:
+        return "".join(chr(ord("A") + token) for token in token_ids)
+
+
+def make_request(
+    draw: int = 0,
+    sample: int = 0,
+    prompt: Iterable[int] = (1, 2),
+    *,
+    rng_key: int = 0,
+    is_run_ahead: bool = False,
+    **sampling: Any,
+) -> Request:
+    """A request; `sampling` are the fields of its `SamplingParams`."""
+    return Request(
+        prompt_id=str(draw),
+        prompt_token_ids=tuple(prompt),
+        draw_index=draw,
+        sample_index=sample,
+        rng_key=rng_key,
+        sampling=SamplingParams(**sampling),
+        purpose="train",
+        is_run_ahead=is_run_ahead,
+    )
+
+
 def requests_for(
     prompts: Sequence[tuple[int, ...]] = PROMPTS,
     *,
@@ -65,40 +98,48 @@ def requests_for(
     temperature: float = 1.0,
     seed: int = 0,
 ) -> list[Request]:
-    """`num_samples` requests a prompt, of various length limits; token 0 ends a sample."""
+    """`num_samples` requests for each prompt, of various length limits; token 0 ends a sample."""
     return [
-        Request(
-            prompt_id=str(draw),
-            prompt_token_ids=prompt,
-            draw_index=draw,
-            sample_index=sample,
+        make_request(
+            draw,
+            sample,
+            prompt,
             rng_key=make_rng_key(seed, "train", draw, sample),
-            sampling=SamplingParams(
-                max_new_tokens=max(1, max_new_tokens - 3 * draw), temperature=temperature, end_token_ids=(0,)
-            ),
+            max_new_tokens=max(1, max_new_tokens - 3 * draw),
+            temperature=temperature,
+            end_token_ids=(0,),
         )
         for draw, prompt in enumerate(prompts)
         for sample in range(num_samples)
     ]
 
 
-def decode(engine: Engine, requests: Sequence[Request]) -> dict[tuple[int, int], Completion]:
-    """Completions by (draw, sample); integrity is checked after every step."""
-    completions: dict[tuple[int, int], Completion] = {}
-    for request in requests:
-        engine.add(request)
-    while engine.scheduler.has_work:
-        for completion in engine.step():
-            completions[completion.request.draw_index, completion.request.sample_index] = completion
+def decode(
+    engine: Engine,
+    requests: Sequence[Request],
+    *,
+    run_ahead: Sequence[Request] = (),
+    before_step: Callable[[], None] = lambda: None,
+) -> Completions:
+    """A rollout, with integrity checked before every step; nothing is left after it."""
+
+    def check_and_call() -> None:
         engine.scheduler.check_integrity()
-    assert len(completions) == len(requests)
+        before_step()
+
+    completions: Completions = {}
+    for completion in engine.generate(requests, run_ahead=run_ahead, before_step=check_and_call):
+        key = completion.request.draw_index, completion.request.sample_index
+        assert key not in completions
+        completions[key] = completion
+    assert len(completions) >= len(requests)
+    assert not engine.has_work
+    assert engine.pool.num_used == 0
     return completions
 
 
-def outputs(
-    completions: dict[tuple[int, int], Completion],
-) -> dict[tuple[int, int], tuple[list[int], list[float], str]]:
-    """What must be equal, bit by bit, whatever the engine did to get there."""
+def outputs(completions: Completions) -> Outputs:
+    """What must be equal, bit by bit, no matter how the engine decoded it."""
     return {key: (c.token_ids, c.rollout_logprobs, c.finish_reason) for key, c in sorted(completions.items())}
 
 
@@ -115,109 +156,85 @@ def options(**changes: object) -> EngineOptions:
     return EngineOptions(**(values | changes))  # type: ignore[arg-type]
 
 
-class KnowingDrafter(DrafterBase):
-    """Drafts trees around the tokens that will be sampled (known from an earlier run): right, wrong and in between.
+class FakeDrafter(DrafterBase):
+    """Checks all that the engine says to a drafter; drafts around the tokens that will be sampled where it knows them.
 
-    `accuracy` 1 drafts the truth on a branch that is not the first; 0 drafts nonsense; between, the truth for a while.
+    `truth`: completions of an earlier run; without it all trees are empty. `accuracy` 1 drafts the truth on a branch
+    that is not the first; 0 drafts nonsense; between, the truth for a while.
     """
 
-    def __init__(self, truth: dict[tuple[int, int], Completion], *, accuracy: float, vocab_size: int = 61) -> None:
+    def __init__(
+        self,
+        truth: Mapping[tuple[int, int], Completion] | None = None,
+        *,
+        accuracy: float = 1.0,
+        uses_run_aheads: bool = False,
+    ) -> None:
         super().__init__()
         self.truth = truth
         self.accuracy = accuracy
-        self.vocab_size = vocab_size
+        self.uses_run_aheads = uses_run_aheads
         self.random = np.random.default_rng(0)
-        self.requests: dict[int, Request] = {}
+        self.live: dict[int, Request] = {}
         self.committed: dict[int, list[int]] = {}
+        """Slot -> tokens."""
+        self.said: dict[int, list[int]] = {}
+        """RNG key -> tokens of its run-ahead."""
+        self.coupled: set[int] = set()
+        """RNG keys of the samples whose run-aheads had said something when they came."""
+        self.ends: list[Completion] = []
+        self.num_proposals = 0
 
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
         for slot, request in zip(slots.tolist(), requests, strict=True):
-            assert slot not in self.requests
-            self.requests[slot], self.committed[slot] = request, []
+            assert slot not in self.live
+            self.committed[slot] = []
+            if request.is_run_ahead:
+                self.said[request.rng_key] = self.committed[slot]
+            else:
+                assert all(one.rng_key != request.rng_key for one in self.live.values()), "its run-ahead has not ended"
+                if self.said.get(request.rng_key):
+                    self.coupled.add(request.rng_key)
+            self.live[slot] = request
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
+        assert len(token_ids) == offsets[-1]
         for b, slot in enumerate(slots.tolist()):
             self.committed[slot] += token_ids[offsets[b] : offsets[b + 1]].tolist()
 
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
         for slot, completion in zip(slots, completions, strict=True):
-            assert completion is None or completion.token_ids == self.committed[slot]
-            del self.requests[slot], self.committed[slot]
+            request, committed = self.live.pop(slot), self.committed.pop(slot)
+            if completion is not None:
+                assert not request.is_run_ahead
+                assert (completion.request, completion.token_ids) == (request, committed)
+                self.ends.append(completion)
 
     def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+        self.num_proposals += 1
+        assert not any(self.live[slot].is_run_ahead for slot in slots.tolist())
         return DraftTrees.of(self._tree(*pair) for pair in zip(slots.tolist(), max_nodes.tolist(), strict=True))
 
     def _tree(self, slot: int, max_nodes: int) -> DraftTree:
-        request = self.requests[slot]
+        if self.truth is None:
+            return EMPTY_TREE
+        request = self.live[slot]
         ahead = self.truth[request.draw_index, request.sample_index].token_ids[len(self.committed[slot]) :]
         tokens: list[int] = []
         parents: list[int] = []
         on_truth = ROOT
         for right in ahead[: int(self.random.integers(0, 6))]:
-            wrong = int(self.random.integers(0, self.vocab_size))
+            wrong = int(self.random.integers(0, 60))
             if wrong != right:  # the wrong sibling comes first, and has a child of its own
-                tokens += [wrong, (wrong + 1) % self.vocab_size]
+                tokens += [wrong, wrong + 1]
                 parents += [on_truth, len(tokens) - 2]
             if self.random.random() >= self.accuracy:
                 break
             tokens.append(right)
             parents.append(on_truth)
             on_truth = len(tokens) - 1
-        if not tokens:
-            return EMPTY_TREE
         return DraftTree(
             token_ids=np.array(tokens, np.int32),
             parents=np.array(parents, np.int32),
             scores=np.ones(len(tokens), np.float32),
         ).first(max_nodes)
-
-
-class Listener(DrafterBase):
-    """Drafts nothing; checks that it hears of each sample once, from start to finish, and before it is asked."""
-
-    uses_run_aheads = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: dict[int, Request] = {}
-        self.heard: dict[int, list[int]] = {}
-        """Slot -> tokens."""
-        self.said: dict[int, list[int]] = {}
-        """RNG key of a run-ahead -> what it has said."""
-        self.said_before: dict[int, list[int]] = {}
-        """RNG key of a sample -> what its run-ahead had said when the sample came."""
-        self.ends: list[Completion] = []
-        self.num_asked = 0
-
-    def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
-        for slot, request in zip(slots.tolist(), requests, strict=True):
-            assert slot not in self.live
-            if request.is_run_ahead:
-                assert request.rng_key not in self.said
-                self.said[request.rng_key] = []
-            elif request.rng_key in self.said:
-                assert all(one.rng_key != request.rng_key for one in self.live.values()), "the run-ahead goes on"
-                self.said_before.setdefault(request.rng_key, list(self.said[request.rng_key]))
-            self.live[slot], self.heard[slot] = request, []
-
-    def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
-        assert len(token_ids) == offsets[-1]
-        for b, slot in enumerate(slots.tolist()):
-            tokens = token_ids[offsets[b] : offsets[b + 1]].tolist()
-            self.heard[slot] += tokens
-            if self.live[slot].is_run_ahead:
-                self.said[self.live[slot].rng_key] += tokens
-
-    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
-        self.num_asked += 1
-        assert not any(self.live[slot].is_run_ahead for slot in slots.tolist())
-        return DraftTrees.empty(len(slots))
-
-    def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
-        for slot, completion in zip(slots, completions, strict=True):
-            request, heard = self.live.pop(slot), self.heard.pop(slot)
-            if completion is not None:
-                assert completion.request == request
-                assert completion.token_ids == heard
-                assert not request.is_run_ahead
-                self.ends.append(completion)

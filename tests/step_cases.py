@@ -1,19 +1,18 @@
 """Random decode steps without an engine: batches, draft trees, and what a runner makes of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
+from engine_cases import make_request
 from torch import Tensor
 
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.engine.batch import Batch, PromptPages, Sample
-from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.page_pool import PagePool
-from srtrl.engine.rows import Int64Array, PrefillChunk, StepInputs, StepSize, fill_inputs
-from srtrl.engine.runner import RowFilters, SampledRows
+from srtrl.engine.rows import Int32Array, Int64Array, PrefillChunk, StepSize, fill_inputs
+from srtrl.engine.runner import RowFilters, Runner, SampledRows
 from srtrl.model.transformer import Transformer
-from srtrl.types import Request, SamplingParams
 
 
 def random_tree(random: np.random.Generator, num_nodes: int, vocab_size: int = 50) -> DraftTree:
@@ -25,11 +24,9 @@ def random_tree(random: np.random.Generator, num_nodes: int, vocab_size: int = 5
     )
 
 
-def random_trees(random: np.random.Generator, num_trees: int, most_nodes: int, vocab_size: int = 50) -> DraftTrees:
-    """Trees of up to `most_nodes` nodes."""
-    return DraftTrees.of(
-        random_tree(random, int(random.integers(0, most_nodes + 1)), vocab_size) for _ in range(num_trees)
-    )
+def random_trees(random: np.random.Generator, sizes: Iterable[int], vocab_size: int = 50) -> DraftTrees:
+    """Trees of these sizes."""
+    return DraftTrees.of(random_tree(random, int(size), vocab_size) for size in sizes)
 
 
 def branch(tree: DraftTree, node: int) -> list[int]:
@@ -39,6 +36,11 @@ def branch(tree: DraftTree, node: int) -> list[int]:
         path.insert(0, node)
         node = int(tree.parents[node])
     return path
+
+
+def kv_index(page_ids: Int32Array, position: int, page_size: int) -> int:
+    """Where the KV of a position lies."""
+    return int(page_ids[position // page_size]) * page_size + position % page_size
 
 
 def make_batch(
@@ -56,13 +58,12 @@ def make_batch(
     slots = []
     for index, text in enumerate(texts):
         num_prompt = int(random.integers(1, len(text) + 1))
-        asked = Request(
-            prompt_id=str(index),
-            prompt_token_ids=tuple(text[:num_prompt]),
-            draw_index=index,
-            sample_index=0,
+        asked = make_request(
+            index,
+            prompt=text[:num_prompt],
             rng_key=int(random.integers(0, 2**64, dtype=np.uint64)),
-            sampling=SamplingParams(max_new_tokens=20, temperature=temperature + index / 8),
+            max_new_tokens=20,
+            temperature=temperature + index / 8,
         )
         prompt = PromptPages(np.array(text[:num_prompt], np.int32))
         rest = np.array(text[num_prompt:], np.int32)
@@ -72,18 +73,6 @@ def make_batch(
         batch.set_pages(sample.slot, np.array([free.pop() for _ in range(count)], np.int32))
         slots.append(sample.slot)
     return batch, random.permutation(np.array(slots, np.int64))
-
-
-def fill(
-    inputs: StepInputs,
-    batch: Batch,
-    slots: Int64Array,
-    trees: DraftTrees,
-    chunks: list[PrefillChunk],
-    page_size: int,
-) -> None:
-    """Write a step of the batch into `inputs`."""
-    fill_inputs(inputs, batch.arrays, slots, trees, chunks, page_size)
 
 
 def size_of(batch: Batch, slots: Int64Array, trees: DraftTrees, chunks: list[PrefillChunk], page_size: int) -> StepSize:
@@ -99,7 +88,7 @@ def size_of(batch: Batch, slots: Int64Array, trees: DraftTrees, chunks: list[Pre
 
 
 def launch(
-    runner: CpuRunner,
+    runner: Runner,
     batch: Batch,
     slots: Int64Array,
     trees: DraftTrees,
@@ -108,7 +97,7 @@ def launch(
 ) -> SampledRows:
     """Compute a step of the batch."""
     inputs = runner.inputs_for(size_of(batch, slots, trees, list(chunks), runner.page_size))
-    fill(inputs, batch, slots, trees, list(chunks), runner.page_size)
+    fill_inputs(inputs, batch.arrays, slots, trees, list(chunks), runner.page_size)
     runner.launch(inputs, filters)
     return runner.wait(len(slots) + trees.num_nodes)
 
@@ -126,7 +115,7 @@ def record_logits(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> list[
     return found
 
 
-def prefill(runner: CpuRunner, batch: Batch, slots: Int64Array, chunk_tokens: int) -> None:
+def prefill(runner: Runner, batch: Batch, slots: Int64Array, chunk_tokens: int) -> None:
     """Compute the KV before the roots, in chunks of several samples per step."""
     while True:
         chunks = []

@@ -10,14 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import KERNEL_DEVICE
-from runner_cases import (
-    FakeGraphs,
-    Samples,
-    compute_by_reference,
-    cuda_runner,
-    random_trees,
-    runner_policy,
-)
+from runner_cases import Samples, cuda_runner, runner_policy, use_reference
+from step_cases import random_trees
 
 from srtrl.bench.shapes import SHAPES
 from srtrl.engine import cuda_runner as cuda_runner_module
@@ -45,7 +39,6 @@ PLANNER = ShapePlanner(
     max_sequence_tokens=4095,
     num_multiprocessors=132,
 )
-PROMPTS = ([5], [1, 2, 3, 4, 5, 6, 7, 8, 9], [3, 3, 3, 3, 10, 11])
 
 
 def size_of(*rows_per_sequence: int, num_sampled: int | None = None, max_keys: int = 100) -> StepSize:
@@ -54,19 +47,14 @@ def size_of(*rows_per_sequence: int, num_sampled: int | None = None, max_keys: i
     return StepSize(rows_per_sequence=rows, num_sampled=sampled, max_keys=max_keys, page_size=16)
 
 
-def test_row_edges_begin_fine_and_grow_coarser() -> None:
+def test_padding_of_rows_is_bounded_and_its_edges_begin_fine_and_grow_coarser() -> None:
     edges = row_edges(2048)
     assert edges[:8] == [1, 2, 4, 8, 16, 24, 32, 40]
-    assert edges[-2:] == [1920, 2048]
     assert len(edges) < 60
-    assert edges == sorted({padded_rows(count) for count in range(1, 2049)})
-
-
-@given(st.integers(1, 100_000))
-def test_padding_of_rows_is_bounded_and_monotone(num_rows: int) -> None:
-    padded = padded_rows(num_rows)
-    assert 0 <= padded - num_rows < max(8, num_rows / 8)
-    assert padded_rows(padded) == padded <= padded_rows(num_rows + 1)
+    for num_rows in range(1, 2049):
+        padded = padded_rows(num_rows)
+        assert padded == min(edge for edge in edges if edge >= num_rows)
+        assert padded - num_rows < max(8, num_rows / 8)
 
 
 @given(num_rows=st.integers(1, 5000), data=st.data())
@@ -112,24 +100,22 @@ def test_shapes_are_few() -> None:
     assert len({PLANNER.shape(size_of(*[1] * 64, max_keys=keys)) for keys in range(1, 4224, 50)}) == 1
 
 
-def graphed_runner(**changes: Any) -> CudaRunner:
-    """A runner that captures graphs; on a CPU by a stand-in, of steps in plain PyTorch, which are faster there."""
+def graphed_samples(**changes: Any) -> tuple[CudaRunner, Samples]:
+    """Samples, and their runner, which captures graphs; on a CPU by a stand-in, of steps in plain PyTorch."""
     runner = cuda_runner(runner_policy(), **changes)
     if KERNEL_DEVICE == "cpu":
-        runner._graphs = FakeGraphs()
-        runner.compute = compute_by_reference(runner)
-    return runner
+        use_reference(runner)
+    return runner, Samples(runner, runner.policy)
 
 
 def test_graphs_compute_what_single_launches_do() -> None:
     """In the third round all shapes are replayed over new tokens, trees and numbers of sequences."""
-    runner = graphed_runner()
-    samples = Samples(runner, runner.policy, PROMPTS)
+    runner, samples = graphed_samples()
     samples.prefill()
     was_prepared = []
     for seed, slots in ((0, [0, 1, 2]), (1, [2, 0, 1]), (2, [0, 1, 2]), (3, [1, 2])):
         trees = random_trees(np.random.default_rng(seed), [5, 2, 4] if len(slots) == 3 else [8, 3])
-        samples.check(samples.step(slots, trees), slots, trees)
+        samples.check_step(slots, trees)
         was_prepared.append(runner.was_prepared)
         samples.accept(slots, trees, [[]] * len(slots))
     assert was_prepared == [False, False, True, True]
@@ -137,28 +123,24 @@ def test_graphs_compute_what_single_launches_do() -> None:
 
 
 def test_inputs_are_made_once_and_lie_at_the_same_addresses() -> None:
-    runner = graphed_runner()
-    samples = Samples(runner, runner.policy, PROMPTS)
-    trees = random_trees(np.random.default_rng(0), [5, 2, 4])
-    first = samples.inputs(np.arange(3), trees)
-    fewer = samples.inputs(np.arange(2), random_trees(np.random.default_rng(0), [8, 4]))
-    assert samples.inputs(np.arange(3), trees) is first
+    runner, _ = graphed_samples()
+    first, fewer = runner.inputs_for(size_of(6, 3, 5, max_keys=20)), runner.inputs_for(size_of(9, 5, max_keys=20))
+    assert runner.inputs_for(size_of(6, 3, 5, max_keys=20)) is first
     assert fewer.shape.num_tables < first.shape.num_tables
     for name in first.shape.fields():
         assert getattr(first, name).ctypes.data == getattr(fewer, name).ctypes.data, name
 
 
 def test_graphs_are_dropped_when_weights_or_pages_move_and_only_then() -> None:
-    runner = graphed_runner()
-    samples = Samples(runner, runner.policy, PROMPTS)
+    runner, samples = graphed_samples()
     samples.prefill()
 
     def has_graph() -> bool:
         """Whether the next step is replayed; afterwards it is."""
-        samples.check(samples.step([0, 1, 2]), [0, 1, 2])
+        samples.check_step()
         is_replayed = runner.was_prepared and len(runner._graphs) > 0
-        samples.step([0, 1, 2])
-        samples.step([0, 1, 2])
+        samples.step()
+        samples.step()
         return is_replayed
 
     assert not has_graph()
@@ -171,21 +153,18 @@ def test_graphs_are_dropped_when_weights_or_pages_move_and_only_then() -> None:
     runner.policy.final_norm.data = runner.policy.final_norm.data.clone()
     runner.refresh_weights()
     assert not has_graph()
-    num_pages = runner.num_pages
-    runner.allocate_pages(num_pages + 1)
+    runner.allocate_pages(runner.num_pages + 1)
     samples.prefill()
     assert not has_graph()
 
 
 def test_larger_steps_than_graphs_are_for_are_never_captured() -> None:
-    runner = graphed_runner()
-    runner.allocate_pages(50)
+    runner, samples = graphed_samples()
     for _ in range(3):
         assert runner.time_step(MAX_GRAPH_ROWS + 100, 9, 100) > 0
     assert len(runner._graphs) == 0
-    samples = Samples(runner, runner.policy, PROMPTS)
     samples.prefill()
-    samples.check(samples.step([0, 1, 2]), [0, 1, 2])
+    samples.check_step()
 
 
 @pytest.mark.parametrize("is_filtered", [False, True])
@@ -193,25 +172,22 @@ def test_logits_go_through_small_buffers(monkeypatch: pytest.MonkeyPatch, is_fil
     monkeypatch.setattr(cuda_runner_module, "LOGITS_AT_ONCE", 4)
     monkeypatch.setattr(cuda_runner_module, "FILTERED_AT_ONCE", 3)
     runner = cuda_runner(runner_policy())
-    samples = Samples(runner, runner.policy, PROMPTS)
+    samples = Samples(runner, runner.policy)
     samples.prefill()
-    trees = random_trees(np.random.default_rng(0), [4, 0, 2])
-    keep_all = RowFilters(top_k=np.zeros(9, np.int64), top_p=np.ones(9))
-    found = samples.step([0, 1, 2], trees, filters=keep_all if is_filtered else None)
-    samples.check(found, [0, 1, 2], trees)
+    keep_all = RowFilters(top_k=np.zeros(9, np.int64), top_p=np.ones(9)) if is_filtered else None
+    samples.check_step([0, 1, 2], random_trees(np.random.default_rng(0), [4, 0, 2]), filters=keep_all)
 
 
 def test_the_rest_of_a_step_that_nobody_waited_for_is_not_the_next_ones_time() -> None:
-    runner = graphed_runner()
-    samples = Samples(runner, runner.policy, PROMPTS)
+    runner, samples = graphed_samples()
     prepared = []
     for _ in range(4):
-        samples.step([0, 1, 2])
+        samples.step()
         prepared.append(runner.was_prepared)
         samples.prefill()
     assert prepared == [False] * 4
-    samples.step([0, 1, 2])
-    samples.step([0, 1, 2])
+    samples.step()
+    samples.step()
     assert runner.was_prepared
 
 
@@ -225,8 +201,7 @@ def test_deterministic_mode_and_a_missing_triton_are_refused(monkeypatch: pytest
 
 
 def test_a_step_without_memory_names_the_options_that_help() -> None:
-    runner = graphed_runner()
-    samples = Samples(runner, runner.policy, PROMPTS)
+    runner, samples = graphed_samples()
 
     def fail(step: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -237,8 +212,7 @@ def test_a_step_without_memory_names_the_options_that_help() -> None:
 
 
 def test_timed_steps_are_chains_of_as_many_sequences() -> None:
-    runner = graphed_runner()
-    runner.allocate_pages(30)
+    runner, _ = graphed_samples()
     assert runner.time_step(12, 20, num_sequences=3) > 0
     assert runner._step is not None
     rows = runner._step.inputs

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import groupby, product
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from srtrl.engine.draft_budget import (
     cut_trees,
     slowdown_of,
 )
+from srtrl.types import Purpose
 
 FloatArray = npt.NDArray[np.float64]
 EDGES = range(8, MAX_ROWS + 8, 8)
@@ -42,87 +43,81 @@ def probed(seconds: Callable[[int], float], num_slots: int = 64) -> StepCost:
     return cost
 
 
+def chains(scores: FloatArray) -> DraftTrees:
+    """[B, D] scores of chains."""
+    batch, depth = scores.shape
+    return DraftTrees(
+        token_ids=np.tile(np.arange(depth, dtype=np.int32), batch),
+        parents=np.tile(np.arange(-1, depth - 1, dtype=np.int32), batch),
+        scores=scores.astype(np.float32).ravel(),
+        offsets=np.arange(batch + 1, dtype=np.int64) * depth,
+    )
+
+
 # StepCost
 
 
-def test_a_probe_takes_doubling_row_counts_and_the_faster_of_two_steps() -> None:
+@pytest.mark.parametrize(
+    ("seconds", "num_slots", "most_probed"),
+    [(lambda rows: 1e-3 + 1e-6 * rows, 64, 2048), (lambda rows: 1e-4 * rows, 20, 64)],
+    ids=["all sizes", "up to where steps are proportional to their rows"],
+)
+def test_a_probe_takes_doubling_row_counts_and_the_faster_of_two_steps(
+    seconds: Callable[[int], float], num_slots: int, most_probed: int
+) -> None:
     timed: list[int] = []
 
     def time_step(rows: int) -> float:
         timed.append(rows)
-        disturbed = 5.0 if len(timed) % 2 else 1.0
-        return disturbed * (1e-3 + 1e-6 * padded(rows))
+        disturbed = 1.5 if len(timed) % 2 else 1.0
+        return disturbed * seconds(padded(rows))
 
     cost = StepCost(EDGES)
-    assert not cost.is_known
-    cost.probe(time_step, num_slots=64)
+    cost.record(8, 1.0)
+    assert not cost.is_known, "until it is probed"
+    cost.probe(time_step, num_slots=num_slots)
     assert cost.is_known
-    assert timed == [rows for power in range(12) for rows in [1 << power] * 2]
-    for rows in (1, 8, 16, 64, 100, 1000, MAX_ROWS):
-        assert cost.seconds(rows) == pytest.approx(1e-3 + 1e-6 * rows, rel=0.01)
-
-
-def test_a_probe_ends_where_steps_become_proportional_to_their_rows() -> None:
-    timed: list[int] = []
-
-    def time_step(rows: int) -> float:
-        timed.append(rows)
-        return 1e-4 * padded(rows)
-
-    cost = StepCost(EDGES)
-    cost.probe(time_step, num_slots=20)
-    assert max(timed) == 64
-    assert cost.seconds(1024) == pytest.approx(0.1024, rel=0.01)
+    assert timed == [rows for power in range(most_probed.bit_length()) for rows in [1 << power] * 2]
+    for rows in (8, 16, 64, 104, 1000, MAX_ROWS):
+        assert cost.seconds(rows) == pytest.approx(seconds(rows), rel=0.01)
     assert cost.seconds(2 * MAX_ROWS) == pytest.approx(2 * cost.seconds(MAX_ROWS))
 
 
 def test_stated_points_are_kept_whatever_steps_take() -> None:
     cost = StepCost(points=[(4, 1.0), (8, 2.0), (16, 2.0)])
-    before = cost.table.copy()
     for _ in range(100):
         cost.record(4, 50.0)
     assert cost.is_known
-    assert (cost.table == before).all()
     assert [cost.seconds(rows) for rows in (1, 4, 6, 8, 16, 32)] == [1, 1, 1.5, 2, 2, 2]
     assert StepCost(points=[(1, 3.0)]).seconds(10) == 30
 
 
-def test_an_unknown_cost_stays_unknown_until_it_is_probed() -> None:
-    cost = StepCost(EDGES)
-    cost.record(8, 1.0)
-    assert not cost.is_known
+@pytest.mark.parametrize(
+    ("factor", "extra", "from_rows", "recorded", "tolerances"),
+    [
+        # Host work comes on top of what was probed; sizes that are not used follow.
+        (1.5, 0.0, 0, (6, 13, 60), {8: 0.06, 16: 0.06, 64: 0.06, 32: 0.15, 256: 0.15}),
+        (1.3, 2e-4, 25, (8, 16, 24, 32, 48, 64), {8: 0.06, 24: 0.06, 32: 0.06, 64: 0.06}),
+        (1.0, 0.0, 0, (16,), {16: 0.1, 64: 0.1, 256: 0.1}),
+    ],
+)
+def test_what_real_steps_take_is_learned_and_disturbed_steps_change_little(
+    factor: float, extra: float, from_rows: int, recorded: tuple[int, ...], tolerances: dict[int, float]
+) -> None:
+    def without_host_work(rows: int) -> float:
+        return 1e-3 + 1e-5 * padded(rows)
 
-
-def test_what_real_steps_take_is_learned_and_sizes_that_are_not_used_follow() -> None:
-    """Host work comes on top of what was probed: steps take 1.5 times as long."""
-    cost = probed(lambda rows: 1e-3 + 1e-5 * padded(rows))
-    random = np.random.default_rng(0)
-    for _ in range(600):
-        for rows in (6, 13, 60):  # in the middle of their buckets
-            cost.record(rows, 1.5 * (1e-3 + 1e-5 * padded(rows)) * (1 + 0.05 * random.standard_normal()))
-    for rows, tolerance in ((8, 0.06), (16, 0.06), (64, 0.06), (32, 0.15), (256, 0.15)):
-        assert cost.seconds(rows) == pytest.approx(1.5 * (1e-3 + 1e-5 * rows), rel=tolerance)
-
-
-def test_sizes_that_the_probe_missed_are_learned_apart() -> None:
     def true(rows: int) -> float:
-        return 1e-3 + 1e-5 * padded(rows) * (1.3 if rows > 24 else 1.0) + (2e-4 if rows > 24 else 0)
+        return factor * without_host_work(rows) + extra if rows >= from_rows else without_host_work(rows)
 
-    cost = probed(lambda rows: 1e-3 + 1e-5 * padded(rows))
-    for _ in range(300):
-        for rows in (8, 16, 24, 32, 48, 64):
-            cost.record(rows, true(rows))
-    for rows in (8, 24, 32, 64):
-        assert cost.seconds(rows) == pytest.approx(true(rows), rel=0.04)
-
-
-def test_disturbed_steps_change_little() -> None:
-    cost = probed(lambda rows: 1e-3 + 1e-5 * padded(rows))
-    before = cost.table.copy()
-    for step in range(320):
-        seconds = float(before[16])
-        cost.record(16, 1000 * seconds if step % 160 == 80 else seconds)
-    assert np.abs(cost.table / before - 1).max() < 0.1
+    cost = probed(without_host_work)
+    random = np.random.default_rng(0)
+    for step in range(600):
+        for rows in recorded:
+            disturbed = 1000 if step % 160 == 80 and rows == 16 else 1
+            cost.record(rows, disturbed * true(rows) * (1 + 0.05 * random.standard_normal()))
+    for rows, tolerance in tolerances.items():
+        assert cost.seconds(rows) == pytest.approx(true(rows), rel=tolerance)
 
 
 @settings(deadline=None, max_examples=50)
@@ -143,7 +138,7 @@ def test_cost_never_falls_with_the_rows_and_rows_within_is_its_inverse(records: 
 # choose_nodes and Calibration
 
 
-def random_trees(random: np.random.Generator, num_trees: int, most_nodes: int, levels: int = 0) -> DraftTrees:
+def scored_trees(random: np.random.Generator, num_trees: int, most_nodes: int, levels: int = 0) -> DraftTrees:
     """Trees whose nodes come in order of falling score; with `levels` many scores are equal."""
     trees = []
     for _ in range(num_trees):
@@ -201,7 +196,7 @@ def test_the_choice_is_the_best_of_all_numbers_of_nodes(
     draft_seconds: float,
     ratios: tuple[float, float],
 ) -> None:
-    trees = random_trees(np.random.default_rng(seed), num_trees, 6, levels)
+    trees = scored_trees(np.random.default_rng(seed), num_trees, 6, levels)
     calibration = Calibration(accepted=np.array(ratios), expected=np.ones(2), score_floor=0.25)
     sizes = choose_nodes(
         trees, calibration, cost.table, num_other_rows=num_other_rows, draft_seconds=draft_seconds
@@ -225,52 +220,12 @@ def test_the_choice_is_the_best_of_all_numbers_of_nodes(
         assert calibration.score_floor == 0.25
 
 
-@pytest.mark.parametrize(
-    ("points", "scores", "other_rows", "expected"),
-    [
-        # One more row costs 60% more than none, but then 15 more are free: a later edge pays.
-        ([(1, 1.0), (2, 1.6), (16, 1.6), (17, 9.0), (64, 9.0)], np.full((1, 30), 0.5), 0, 15),
-        ([(1, 1.0), (16, 1.0), (17, 3.0), (64, 12.0)], np.full((4, 8), 0.5), 0, 12),
-        ([(1, 1.0), (16, 1.0), (17, 3.0), (64, 12.0)], np.full((4, 8), 0.5), 10, 2),  # prompt rows take room
-        ([(1, 1.0), (64, 1.0)], np.full((2, 8), 0.01), 0, 16),
-        ([(1, 1.0), (64, 64.0)], np.full((2, 8), 0.9), 0, 0),
-        ([(1, 1.0), (MAX_ROWS, 1.0)], np.full((2, 8), 0.9), MAX_ROWS - 5, 3),
-        ([(1, 1.0), (MAX_ROWS, 1.0)], np.full((2, 8), 0.9), MAX_ROWS, 0),
-    ],
-)
-def test_steps_are_filled_as_far_as_rows_pay(
-    points: list[tuple[int, float]], scores: FloatArray, other_rows: int, expected: int
-) -> None:
-    table = StepCost(points=points).table
-    found = choose_nodes(chains(scores), Calibration(), table, num_other_rows=other_rows, draft_seconds=0.0)
-    assert found.sum() == expected
-    assert found.max() - found.min() <= 8
-
-
-def chains(scores: FloatArray) -> DraftTrees:
-    """[B, D] scores of chains."""
-    batch, depth = scores.shape
-    return DraftTrees(
-        token_ids=np.tile(np.arange(depth, dtype=np.int32), batch),
-        parents=np.tile(np.arange(-1, depth - 1, dtype=np.int32), batch),
-        scores=scores.astype(np.float32).ravel(),
-        offsets=np.arange(batch + 1, dtype=np.int64) * depth,
-    )
-
-
-def test_a_straggler_gets_many_nodes_and_a_full_batch_few_and_a_slow_drafter_more() -> None:
-    table = StepCost(points=[(1, 1.0), (128, 1.0), (256, 2.0), (1024, 8.0)]).table
-
-    def nodes_each(batch: int, draft_seconds: float = 0.0) -> float:
-        trees = chains(np.cumprod(np.full((batch, 32), 0.8), axis=1))
-        sizes = choose_nodes(trees, Calibration(), table, num_other_rows=0, draft_seconds=draft_seconds)
-        return float(sizes.mean())
-
-    each = [nodes_each(batch) for batch in (1, 8, 64, 256)]
-    assert each == sorted(each, reverse=True)
-    assert each[0] > 15
-    assert each[3] < 0.5
-    assert nodes_each(64, draft_seconds=1.0) > nodes_each(64)
+@pytest.mark.parametrize(("num_other_rows", "expected"), [(MAX_ROWS - 5, 3), (MAX_ROWS, 0)])
+def test_a_step_has_no_more_rows_than_its_cost_is_known_for(num_other_rows: int, expected: int) -> None:
+    table = StepCost(points=[(1, 1.0), (MAX_ROWS, 1.0)]).table
+    trees = chains(np.full((2, 8), 0.9))
+    sizes = choose_nodes(trees, Calibration(), table, num_other_rows=num_other_rows, draft_seconds=0.0)
+    assert sizes.sum() == expected
 
 
 @pytest.mark.parametrize("truth", [(0.5, 0.9), (1.3, 0.4), (1.0, 1.0)])
@@ -293,7 +248,7 @@ def test_chances_become_the_true_ones(truth: tuple[float, float]) -> None:
 @given(seed=st.integers(0, 2**32), num_trees=st.integers(0, 6), more=st.integers(0, 3))
 def test_cut_trees_are_the_first_nodes_of_each(seed: int, num_trees: int, more: int) -> None:
     random = np.random.default_rng(seed)
-    trees = random_trees(random, num_trees, 8)
+    trees = scored_trees(random, num_trees, 8)
     sizes = random.integers(0, trees.sizes + 1)
     found = cut_trees(trees, sizes, num_trees + more)
     assert found.sizes.tolist() == sizes.tolist() + [0] * more
@@ -305,11 +260,12 @@ def test_cut_trees_are_the_first_nodes_of_each(seed: int, num_trees: int, more: 
 # DraftGate
 
 
-def drive(gate: DraftGate, num_steps: int, gain: Callable[[int], float], *, is_late: bool = False) -> list[bool]:
+def drive(num_steps: int, gain: Callable[[int], float], *, is_late: bool = False) -> list[bool]:
     """Which steps are drafted for, where drafts give `gain` times the tokens per second.
 
     `is_late`: as in an engine, a step is recorded when the next one has been drafted for.
     """
+    gate = DraftGate()
     drafted: list[bool] = []
     for step in range(num_steps):
         drafted.append(gate.wants_drafts())
@@ -318,33 +274,28 @@ def drive(gate: DraftGate, num_steps: int, gain: Callable[[int], float], *, is_l
     return drafted
 
 
-def runs(drafted: list[bool]) -> list[tuple[bool, int]]:
-    """Lengths of equal stretches."""
-    found: list[tuple[bool, int]] = []
-    for wants in drafted:
-        count = found.pop()[1] if found and found[-1][0] == wants else 0
-        found.append((wants, count + 1))
-    return found
+PAUSES = (2, 16, 32, 64, 128, 256, 512, 1024, 1024, 1024)
 
 
-def test_where_drafts_never_pay_pauses_double_up_to_their_limit() -> None:
-    pauses = [2, 16, 32, 64, 128, 256, 512, 1024, 1024, 1024]
-    for late in (0, 1):
-        found = runs(drive(DraftGate(), 5000, lambda step: 1.04, is_late=late == 1))
+@pytest.mark.parametrize(
+    ("gain", "is_late", "stretches"),
+    [
+        (1.04, False, [length for pause in PAUSES for length in (pause, 4)]),
         # A late record makes each stretch one step longer, and no more.
-        pairs = [pair for pause in pauses for pair in ((False, pause + late), (True, 4 + late))]
-        assert found[: 2 * len(pauses)] == pairs
-
-
-def test_where_drafts_pay_one_step_in_64_goes_without() -> None:
-    found = runs(drive(DraftGate(), 1000, lambda step: 1.1))
-    assert found[0] == (False, 2)
-    assert found[1] == (True, 4 + CHECK_EVERY - 1)
-    assert set(found[2:-1]) == {(False, 1), (True, CHECK_EVERY - 1)}
+        (1.04, True, [length for pause in PAUSES for length in (pause + 1, 5)]),
+        (1.1, False, [2, 4 + CHECK_EVERY - 1, *[1, CHECK_EVERY - 1] * 20]),
+    ],
+    ids=["drafts never pay", "drafts never pay, late", "drafts pay"],
+)
+def test_pauses_between_trials_double_and_while_drafts_pay_one_step_in_64_goes_without(
+    gain: float, is_late: bool, stretches: list[int]
+) -> None:
+    found = [len(list(steps)) for _, steps in groupby(drive(5000, lambda step: gain, is_late=is_late))]
+    assert found[: len(stretches)] == stretches
 
 
 def test_a_gain_that_comes_or_goes_is_noticed() -> None:
-    drafted = drive(DraftGate(), 3000, lambda step: 0.5 if step < 500 else 2.0 if step < 1500 else 0.5)
+    drafted = drive(3000, lambda step: 2.0 if 500 <= step < 1500 else 0.5)
     assert np.mean(drafted[:500]) < 0.1
     assert np.mean(drafted[1100:1500]) > 0.95
     assert np.mean(drafted[1520:]) < 0.1
@@ -359,35 +310,25 @@ def control_of(cost: StepCost, **changes: Any) -> DraftControl:
     return DraftControl(cost, **(values | changes))
 
 
-def wants_after_failures(control: DraftControl, begin: Callable[[], None], num_sequences: int) -> list[bool]:
-    """Teach the class of 32 training samples without history that drafts fail; then begin something else."""
-    control.begin_rollout("train")
-    control.add_request(has_history=False)
-    for _ in range(300):
-        asked = control.max_nodes(32, 8) > 0
+def fail(control: DraftControl, purpose: Purpose, num_known: int, num_sequences: int, num_steps: int) -> list[bool]:
+    """A rollout of 20 samples, `num_known` with history, whose drafts all fail; returns which steps were drafted."""
+    control.begin_rollout(purpose)
+    for index in range(20):
+        control.add_request(has_history=index < num_known)
+    drafted = []
+    for _ in range(num_steps):
+        drafted.append(control.max_nodes(num_sequences, 8) > 0)
+        trees = chains(np.full((num_sequences, 2), 0.9)) if drafted[-1] else DraftTrees.empty(num_sequences)
         control.record(
-            trees=chains(np.full((32, 2), 0.9)) if asked else DraftTrees.empty(32),
-            num_accepted=np.zeros(32, np.int64),
-            num_sequences=32,
-            num_rows=96 if asked else 32,
-            drafted=asked,
-            draft_seconds=0.0,
-            seconds=3.0 if asked else 1.0,
-        )
-    begin()
-    found = []
-    for _ in range(6):
-        found.append(control.max_nodes(num_sequences, 8) > 0)
-        control.record(
-            trees=DraftTrees.empty(num_sequences),
+            trees=trees,
             num_accepted=np.zeros(num_sequences, np.int64),
             num_sequences=num_sequences,
-            num_rows=num_sequences,
-            drafted=found[-1],
+            num_rows=num_sequences + trees.num_nodes,
+            drafted=drafted[-1],
             draft_seconds=0.0,
-            seconds=1.0,
+            seconds=3.0 if drafted[-1] else 1.0,
         )
-    return found
+    return drafted
 
 
 @pytest.mark.parametrize(
@@ -399,38 +340,25 @@ def wants_after_failures(control: DraftControl, begin: Callable[[], None], num_s
         ("train", 20, 32, True),
         ("train", 0, 8, True),
         ("eval", 0, 32, True),
-        ("generate", 0, 32, True),
     ],
 )
 def test_what_is_learned_is_kept_apart_by_purpose_history_and_size(
-    purpose: Any, num_known: int, num_sequences: int, is_new: bool
+    purpose: Purpose, num_known: int, num_sequences: int, is_new: bool
 ) -> None:
     control = control_of(probed(lambda rows: 1.0 + rows / 1000))
-
-    def begin() -> None:
-        control.begin_rollout(purpose)
-        for index in range(20):
-            control.add_request(has_history=index < num_known)
-
-    found = wants_after_failures(control, begin, num_sequences)
+    assert any(fail(control, "train", 0, 32, 300))
+    found = fail(control, purpose, num_known, num_sequences, 6)
     assert found == ([False, False, True, True, True, True] if is_new else [False] * 6)
-    begin()
-    trees = chains(np.full((num_sequences, 2), 0.02))  # too little, where the chance is known to be even lower
-    ratios = control._calibration(num_sequences).ratios
-    assert (ratios[0] == 1) == is_new
-    assert control.choose(trees, num_sequences, 0).sum() == 0 or is_new
-    control.begin_rollout("train")
-    control.add_request(has_history=False)
-    assert control._calibration(32).ratios[0] < 0.3, "an evaluation has erased nothing"
+    assert not any(fail(control, "train", 0, 32, 6)), "nothing is forgotten"
 
 
-@pytest.mark.parametrize("fixed", [0, 1, 3, 100])
-def test_a_fixed_budget_is_the_first_nodes_of_each_tree_whatever_they_cost(fixed: int) -> None:
-    control = control_of(StepCost(EDGES), fixed=fixed)  # a cost that is not known
-    assert control.max_nodes(12, 64) == min(fixed, 64)
-    assert control.score_floor(12) == 0
-    trees = random_trees(np.random.default_rng(fixed), 12, 10)
-    assert control.choose(trees, 12, 5).tolist() == trees.sizes.tolist()
+def test_a_fixed_budget_is_the_first_nodes_of_each_tree_whatever_they_cost() -> None:
+    for fixed in (0, 1, 3, 100):
+        control = control_of(StepCost(EDGES), fixed=fixed)  # a cost that is not known
+        assert control.max_nodes(12, 64) == min(fixed, 64)
+        assert control.score_floor(12) == 0
+        trees = scored_trees(np.random.default_rng(fixed), 12, 10)
+        assert control.choose(trees, 12, 5).tolist() == trees.sizes.tolist()
 
 
 def test_nothing_is_asked_without_sequences_or_a_known_cost() -> None:
@@ -469,15 +397,11 @@ def test_run_aheads_have_the_rows_that_are_nearly_free(
 
 
 DEPTH = 12
-TEMPLATE = np.array([ROOT, ROOT, 0, *range(2, DEPTH)])
-"""Parents of a chain whose second node is a sibling of the first."""
-LEVELS = np.array([1, 1, *range(2, DEPTH + 1)])
-SIBLING = 1
 
 
 @dataclass(slots=True)
 class World:
-    """A drafter whose scores are off in a known way, and steps of a known cost.
+    """A drafter of chains whose scores are off in a known way, and steps of a known cost.
 
     In each step a sequence's draft has a quality of its own; a node is accepted with `acceptance` times its conditional
     score.
@@ -489,83 +413,56 @@ class World:
     draft_seconds: float = 0.0
     quality: float = 1.0
     """Factor of the conditional scores."""
-    noise: float = 0.0
+    noise: float = 0.03
     """Standard deviation of a measured step's seconds, as a share."""
     acceptance: float = 0.75
     """True chance of a node, by its conditional score."""
-    spent: float = 0.0
-    tokens: float = 0.0
-    """Expected ones, by the true chances of what was verified: less noisy than those emitted."""
     num_drafted: int = 0
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
-    def propose(self, most: int, floor: float) -> tuple[DraftTrees, FloatArray, FloatArray]:
-        """Trees in order of falling score, whose tokens say which node of `TEMPLATE` it is.
-
-        Also the true chance of each such node, [B, nodes], and that of a main node after its parent, [B, DEPTH].
-        """
+    def scores(self) -> FloatArray:
+        """[B, DEPTH], conditional scores of a step's chains."""
         means = self.random.beta(2, 1, (self.batch, 1))
-        noise = self.random.uniform(-0.2, 0.2, (self.batch, DEPTH))
-        raw = np.clip(means + noise, 0.02, 0.98)
-        siblings = self.quality * (1 - raw[:, :1]) / 3
-        paths = np.cumprod(self.quality * raw, axis=1)
-        scores = np.concatenate([paths[:, :1], siblings, paths[:, 1:]], axis=1)  # [B, nodes]
-        order = np.argsort(-scores, axis=1, kind="stable")
-        parents = np.where(TEMPLATE[order] == ROOT, ROOT, np.take_along_axis(order.argsort(1), TEMPLATE[order], 1))
-        ordered = np.take_along_axis(scores, order, 1)
-        keep = (ordered >= floor) & (np.arange(scores.shape[1]) < most)
-        trees = DraftTrees(
-            token_ids=order[keep].astype(np.int32),
-            parents=parents[keep].astype(np.int32),
-            scores=ordered[keep].astype(np.float32),
-            offsets=np.append(0, keep.sum(axis=1).cumsum()).astype(np.int64),
-        )
-        return trees, scores * self.acceptance**LEVELS, self.acceptance * self.quality * raw
+        return self.quality * np.clip(means + self.random.uniform(-0.2, 0.2, (self.batch, DEPTH)), 0.02, 0.98)
 
-    def step(self, control: DraftControl) -> None:
-        """One step of an engine: ask, choose, emit, learn."""
+    def step(self, control: DraftControl) -> tuple[float, float]:
+        """One step of an engine: propose, choose, emit, learn; returns its expected tokens and its seconds."""
         batch = self.batch
-        most = control.max_nodes(batch, DEPTH + 1)
-        trees, chances, conditionals = self.propose(most, control.score_floor(batch))
+        most, floor = control.max_nodes(batch, DEPTH), control.score_floor(batch)
+        conditional = self.scores()
+        path = conditional.cumprod(axis=1)
+        trees = cut_trees(chains(path), ((path >= floor) & (np.arange(DEPTH) < most)).sum(axis=1), batch)
         if most:
             trees = cut_trees(trees, control.choose(trees, batch, 0), batch)
-        owners = np.repeat(np.arange(batch), trees.sizes)
-        num_main = np.bincount(owners[trees.token_ids != SIBLING], minlength=batch)
-        has_sibling = np.bincount(owners[trees.token_ids == SIBLING], minlength=batch) > 0
-        draws = self.random.random((batch, DEPTH))
-        reached = np.cumprod(draws < conditionals, axis=1).sum(axis=1)
-        by_sibling = (reached == 0) & (draws[:, 0] < conditionals[:, 0] + chances[:, SIBLING]) & has_sibling
-        num_accepted = np.minimum(reached, num_main) + by_sibling
+        true = self.acceptance * conditional
+        num_reached = (self.random.random((batch, DEPTH)) < true).cumprod(axis=1).sum(axis=1)
         seconds = self.seconds(batch + trees.num_nodes)
         draft_seconds = self.draft_seconds if most else 0.0
         measured = seconds * max(1 + self.noise * self.random.standard_normal(), 0.2)
         control.record(
             trees=trees,
-            num_accepted=num_accepted,
+            num_accepted=np.minimum(num_reached, trees.sizes),
             num_sequences=batch,
             num_rows=batch + trees.num_nodes,
             drafted=most > 0,
             draft_seconds=draft_seconds,
             seconds=measured + draft_seconds,
         )
-        self.spent += seconds + draft_seconds
-        self.tokens += batch + float(chances[owners, trees.token_ids].sum())
         self.num_drafted += most > 0
+        is_verified = np.arange(DEPTH) < trees.sizes[:, None]
+        # Expected ones, by the true chances of what was verified, are less noisy than those emitted.
+        return batch + float((true.cumprod(axis=1) * is_verified).sum()), seconds + draft_seconds
 
     def run(self, control: DraftControl, num_steps: int) -> float:
         """Do as many steps; returns their expected tokens per second."""
-        self.spent = self.tokens = 0.0
         self.num_drafted = 0
-        for _ in range(num_steps):
-            self.step(control)
-        return self.tokens / self.spent
+        tokens, seconds = np.sum([self.step(control) for _ in range(num_steps)], axis=0)
+        return float(tokens / seconds)
 
     def best_fixed_rate(self) -> float:
         """Tokens per second of the best fixed number of nodes; none at all costs no drafting either."""
         wide = replace(self, batch=2000, random=np.random.default_rng(1))
-        trees, chances, _ = wide.propose(DEPTH + 1, 0.0)
-        in_order = chances[np.repeat(np.arange(2000), DEPTH + 1), trees.token_ids].reshape(2000, -1)
-        gains = in_order.mean(axis=0).cumsum()
+        gains = (self.acceptance * wide.scores()).cumprod(axis=1).mean(axis=0).cumsum()
         rates = [self.rate_without_drafts]
         for num_nodes, gain in enumerate(gains.tolist(), 1):
             seconds = self.seconds(self.batch * (1 + num_nodes)) + self.draft_seconds
@@ -591,36 +488,30 @@ COSTS: dict[str, Callable[[int], float]] = {
 
 
 @pytest.mark.parametrize("name", COSTS)
-@pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("batch", [1, 4, 16, 64, 256])
 def test_no_fixed_budget_is_much_better_and_none_is_hardly_better(name: str, batch: int) -> None:
-    world = World(batch=batch, seconds=COSTS[name], draft_seconds=0.005 * COSTS[name](batch), noise=0.03)
-    control = world.control()
-    world.run(control, 150)  # costs and chances are learned
-    rate = world.run(control, 400)
-    assert rate > 0.95 * world.best_fixed_rate()
-    assert rate > 0.97 * world.rate_without_drafts
-
-
-@pytest.mark.parametrize("name", COSTS)
-@pytest.mark.parametrize("batch", [1, 16, 128])
-def test_where_drafts_never_pay_trying_them_costs_little(name: str, batch: int) -> None:
-    """From the first step on, with drafts that are nearly always wrong and slow to make."""
+    """Bad and slow drafts from the first step on, good and quick ones once costs and chances are learned."""
     cost = COSTS[name]
-    world = World(batch=batch, seconds=cost, draft_seconds=0.05 * cost(batch), quality=0.1, noise=0.03)
-    assert world.run(world.control(), 400) > 0.97 * world.rate_without_drafts
+    good = World(batch, cost, draft_seconds=0.005 * cost(batch))
+    control = good.control()
+    good.run(control, 150)
+    rate = good.run(control, 300)
+    assert rate > 0.95 * good.best_fixed_rate()
+    assert rate > 0.97 * good.rate_without_drafts
+    bad = World(batch, cost, draft_seconds=0.05 * cost(batch), quality=0.1)
+    assert bad.run(bad.control(), 400) > 0.97 * bad.rate_without_drafts
 
 
 @pytest.mark.parametrize("quality", [0.02, 0.3])
 def test_drafts_that_come_to_pay_are_found(quality: float) -> None:
     cost = COSTS["a CPU"]
-    world = World(batch=4, seconds=cost, draft_seconds=0.05 * cost(4), quality=quality)
+    world = World(4, cost, draft_seconds=0.05 * cost(4), quality=quality, noise=0.0)
     control = world.control()
     world.run(control, 600)
     world.quality = 1.0
     world.run(control, 1500)
-    world.run(control, 100)
+    assert world.run(control, 100) > 0.95 * world.best_fixed_rate()
     assert world.num_drafted > 90
-    assert world.tokens / world.spent > 0.95 * world.best_fixed_rate()
 
 
 def test_a_floor_that_leaves_no_node_falls_until_it_leaves_some() -> None:

@@ -1,18 +1,48 @@
-"""The decoder: exactness whatever the slots, pages, order, drafts and threads; ends, errors and metrics."""
+"""The decoder: exactness for any slots, pages, order, drafts and threads; arrivals, ends, errors and metrics."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from engine_cases import PROMPTS, KnowingDrafter, decode, options, outputs, requests_for, tiny_policy
+from engine_cases import (
+    PROMPTS,
+    Completions,
+    FakeDrafter,
+    Letters,
+    Outputs,
+    decode,
+    make_request,
+    options,
+    outputs,
+    requests_for,
+    tiny_policy,
+)
 
 from srtrl.engine.engine import Engine
 from srtrl.model.attention import PackedPlan
 from srtrl.model.logprobs import token_logprobs
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model, load_tokenizer
-from srtrl.types import Completion, Request, SamplingParams
+from srtrl.types import Request
+
+
+def sequential(policy: Transformer, requests: list[Request]) -> Completions:
+    """The reference: one slot, so one sample after the other and one token at a time."""
+    return decode(Engine(policy, options(slots=1)), requests)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Transformer:
+    return tiny_policy()
+
+
+@pytest.fixture(scope="module")
+def expected(policy: Transformer) -> Outputs:
+    """Of `requests_for()`."""
+    return outputs(sequential(policy, requests_for()))
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
@@ -23,39 +53,24 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def sequential(policy: Transformer, requests: list[Request]) -> dict[tuple[int, int], Completion]:
-    """The reference: one slot, so one sample after the other and one token at a time."""
-    return decode(Engine(policy, options(slots=1)), requests)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_same_bits_at_any_slots_pages_and_order(dtype: torch.dtype, threads: int) -> None:
+def test_same_bits_at_any_slots_pages_order_and_drafts(dtype: torch.dtype, threads: int) -> None:
+    """With two threads, which are slow for matrices as small as these, only what differs most."""
     policy = tiny_policy(dtype)
-    requests = requests_for()
-    expected = outputs(sequential(policy, requests))
-    assert len({tuple(tokens) for tokens, _, _ in expected.values()}) > len(expected) // 2
-    for slots in (7, 64):
-        assert outputs(decode(Engine(policy, options(slots=slots)), requests)) == expected
-    reordered = requests[::-1]
-    assert outputs(decode(Engine(policy, options(slots=7)), reordered)) == expected
-    tight = Engine(policy, options(slots=7, num_pages=12))  # a longest sequence needs 9
-    assert outputs(decode(tight, requests)) == expected
-    assert tight.take_metrics()["engine/preemptions"] > 3
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("accuracy", [0.0, 0.7, 1.0])
-def test_draft_trees_change_nothing(dtype: torch.dtype, accuracy: float, threads: int) -> None:
-    policy = tiny_policy(dtype)
-    requests = requests_for()
-    expected = sequential(policy, requests)
-    for slots, num_pages in ((1, None), (7, None), (64, None), (7, 12)):
-        drafter = KnowingDrafter(expected, accuracy=accuracy)
+    requests = requests_for(num_samples=3 if threads == 1 else 2, max_new_tokens=24 if threads == 1 else 14)
+    truth = sequential(policy, requests)
+    assert len({tuple(c.token_ids) for c in truth.values()}) > len(truth) // 2
+    cases: list[tuple[int, int | None, float | None]] = [(64, None, None), (7, 12, 0.7)]
+    if threads == 1:
+        cases += [(7, 12, None), (1, None, 0.7), (7, None, 0.0), (64, None, 1.0)]
+    for slots, num_pages, accuracy in cases:  # a longest sequence needs 9 pages
+        drafter = None if accuracy is None else FakeDrafter(truth, accuracy=accuracy)
         engine = Engine(policy, options(slots=slots, num_pages=num_pages), drafter=drafter)
-        assert outputs(decode(engine, requests)) == outputs(expected)
+        assert outputs(decode(engine, requests if drafter else requests[::-1])) == outputs(truth)
         metrics = engine.take_metrics()
-        assert metrics["engine/verified_per_decode_step"] > 1.3
-        assert (metrics["engine/tokens_per_decode_step"] > 1.2) == (accuracy > 0.5)
+        assert (metrics["engine/preemptions"] > 0) == (num_pages is not None)
+        assert (metrics["engine/verified_per_decode_step"] > 1.3) == (accuracy is not None)
+        assert (metrics["engine/tokens_per_decode_step"] > 1.2) == ((accuracy or 0.0) > 0.5)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
@@ -72,19 +87,14 @@ def test_rollout_logprobs_are_the_trainers(model_type: str) -> None:
             assert torch.allclose(logprobs, torch.tensor(completion.rollout_logprobs), atol=1e-5, rtol=0)
 
 
-def test_outside_deterministic_mode_greedy_text_is_the_same() -> None:
-    policy = tiny_policy()
-    requests = requests_for(temperature=0.0)
-    expected = {k: c.token_ids for k, c in sequential(policy, requests).items()}
-    found = decode(Engine(policy, options(slots=5, deterministic=False)), requests)
-    assert {k: c.token_ids for k, c in found.items()} == expected
-
-
-def test_float64_decodes_through_the_reference() -> None:
-    policy = tiny_policy(torch.float64)
+@pytest.mark.parametrize(("dtype", "deterministic"), [(torch.float32, False), (torch.float64, None)])
+def test_greedy_text_is_the_same_outside_deterministic_mode_and_by_the_float64_reference(
+    policy: Transformer, dtype: torch.dtype, deterministic: bool | None
+) -> None:
     requests = requests_for(num_samples=1, temperature=0.0)
-    single = {k: c.token_ids for k, c in sequential(tiny_policy(), requests).items()}
-    assert {k: c.token_ids for k, c in decode(Engine(policy, options()), requests).items()} == single
+    expected = {key: c.token_ids for key, c in sequential(policy, requests).items()}
+    found = decode(Engine(tiny_policy(dtype), options(slots=5, deterministic=deterministic)), requests)
+    assert {key: c.token_ids for key, c in found.items()} == expected
 
 
 def test_a_cast_copy_decodes_in_its_own_type_and_follows_updates() -> None:
@@ -103,12 +113,7 @@ def test_a_cast_copy_decodes_in_its_own_type_and_follows_updates() -> None:
     assert {completion.policy_version for completion in after.values()} == {1}
 
 
-def test_ends_by_end_token_length_and_stop_string() -> None:
-    class Letters:
-        def decode(self, token_ids: list[int]) -> str:
-            return "".join(chr(ord("A") + token) for token in token_ids)
-
-    policy = tiny_policy()
+def test_ends_by_end_token_length_and_stop_string(policy: Transformer) -> None:
     plain = decode(Engine(policy, options()), requests_for(num_samples=8))
     assert {c.finish_reason for c in plain.values()} == {"stop", "length"}
     for completion in plain.values():
@@ -117,55 +122,122 @@ def test_ends_by_end_token_length_and_stop_string() -> None:
         assert len(completion.token_ids) == len(completion.rollout_logprobs)
     whole = max(plain.values(), key=lambda completion: len(completion.token_ids))
     stop = Letters().decode(whole.token_ids[3:5])
-    sampling = SamplingParams(max_new_tokens=24, end_token_ids=(0,), stop_strings=("no such text", stop))
-    request = Request(
-        prompt_id="0",
-        prompt_token_ids=whole.request.prompt_token_ids,
-        draw_index=0,
-        sample_index=0,
-        rng_key=whole.request.rng_key,
-        sampling=sampling,
-    )
-    (stopped,) = decode(Engine(policy, options(), tokenizer=Letters()), [request]).values()
+    sampling = replace(whole.request.sampling, stop_strings=("no such text", stop))
     end = Letters().decode(whole.token_ids).index(stop) + len(stop)
-    assert stopped.token_ids == whole.token_ids[:end]
-    assert stopped.finish_reason == "stop"
-
-
-def bad_request(**changes: object) -> Request:
-    sampling = SamplingParams(max_new_tokens=int(str(changes.pop("max_new_tokens", 4))))
-    values: dict[str, object] = {"prompt_token_ids": (1, 2), "draw_index": 3, "sample_index": 1, "rng_key": 0}
-    return Request(prompt_id="the-prompt", sampling=sampling, **(values | changes))  # type: ignore[arg-type]
+    for drafter in (None, FakeDrafter({(0, 0): whole})):  # whose accepted paths go on after the stop string
+        engine = Engine(policy, options(), tokenizer=Letters(), drafter=drafter)
+        request = replace(whole.request, draw_index=0, sample_index=0, sampling=sampling)
+        (stopped,) = decode(engine, [request]).values()
+        assert stopped.token_ids == whole.token_ids[:end]
+        assert stopped.finish_reason == "stop"
 
 
 @pytest.mark.parametrize(
-    ("request_", "message"),
+    ("changes", "message"),
     [
-        (bad_request(prompt_token_ids=()), "the prompt is empty"),
-        (bad_request(prompt_token_ids=(1, 61)), "token id 61 is not in the vocabulary of 61"),
-        (bad_request(prompt_token_ids=(-1,)), "token id -1"),
-        (bad_request(max_new_tokens=63), "2 prompt tokens and max_new_tokens 63 exceed the limit of 64"),
-        (bad_request(max_new_tokens=60), "need 16 pages of 4, but there are 12"),
-        (bad_request(max_new_tokens=0), "expected at least 1"),
+        ({"prompt": ()}, "the prompt is empty"),
+        ({"prompt": (1, 61)}, "token id 61 is not in the vocabulary of 61"),
+        ({"prompt": (-1,)}, "token id -1"),
+        ({"max_new_tokens": 63}, "2 prompt tokens and max_new_tokens 63 exceed the limit of 64"),
+        ({"max_new_tokens": 60}, "need 16 pages of 4, but there are 12"),
+        ({"max_new_tokens": 0}, "expected at least 1"),
+        ({"top_p": 0.0}, "expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1, found 1.0, 0 and 0.0"),
+        ({"stop_strings": ("x",)}, "stop strings need a tokenizer"),
     ],
 )
-def test_impossible_requests_are_refused_by_name_and_the_others_go_on(request_: Request, message: str) -> None:
-    engine = Engine(tiny_policy(), options(num_pages=12))
+def test_impossible_requests_are_refused_by_name(policy: Transformer, changes: dict[str, Any], message: str) -> None:
+    """Before the rollout, and in the middle of it; the engine is usable afterwards."""
+    engine = Engine(policy, options(num_pages=12))
+    bad = make_request(3, 1, **({"max_new_tokens": 4} | changes))
     good = requests_for(num_samples=1, max_new_tokens=5)
-    expected = outputs(sequential(tiny_policy(), good))
-    with pytest.raises(ValueError, match="'the-prompt', sample 1.*" + message):
-        engine.add(request_)
-    assert outputs(decode(engine, good)) == expected
+    with pytest.raises(ValueError, match="prompt '3', sample 1: .*" + message):
+        list(engine.generate([*good, bad]))
+    with pytest.raises(ValueError, match="prompt '3', sample 1: .*" + message):
+        decode(engine, good, before_step=lambda: engine.add(bad))
+    assert outputs(decode(engine, good)) == outputs(sequential(policy, good))
 
 
-def test_a_consumer_that_stops_early_leaves_nothing_behind() -> None:
-    engine = Engine(tiny_policy(), options())
-    requests = requests_for()
-    next(iter(engine.generate(requests)))
+def test_a_consumer_that_stops_early_leaves_nothing_behind(policy: Transformer, expected: Outputs) -> None:
+    engine = Engine(policy, options(slots=4), drafter=(drafter := FakeDrafter()))
+    completions = engine.generate(requests_for())
+    next(completions)
+    completions.close()  # type: ignore[attr-defined]
     engine.scheduler.check_integrity()
     assert engine.pool.num_used == 0
-    again = {(c.request.draw_index, c.request.sample_index): c for c in engine.generate(requests)}
-    assert outputs(again) == outputs(sequential(tiny_policy(), requests))
+    assert not drafter.live
+    assert outputs(decode(engine, requests_for())) == expected
+
+
+def test_a_consumer_adds_between_two_completions_the_last_one_included(policy: Transformer, expected: Outputs) -> None:
+    late = requests_for()
+    engine = Engine(policy, options(slots=3))
+    completions: Completions = {}
+    for completion in engine.generate([late.pop()]):
+        completions[completion.request.draw_index, completion.request.sample_index] = completion
+        if late:  # each time nothing else is decoding: this completion was the last
+            assert not engine.has_work
+            engine.add(late.pop())
+    assert outputs(completions) == expected
+
+
+def test_before_step_is_called_until_nothing_is_left(policy: Transformer) -> None:
+    engine = Engine(policy, options())
+    had_work: list[bool] = []
+    for requests in ([], requests_for(PROMPTS[:1], num_samples=1, max_new_tokens=3, temperature=0)):
+        had_work.clear()
+        decode(engine, requests, before_step=lambda: had_work.append(engine.has_work))
+        assert had_work == [*[True] * engine.stats.num_steps, False]
+
+
+@pytest.mark.parametrize(("slots", "num_pages"), [(5, None), (12, 40)])
+def test_a_sample_that_comes_late_ends_its_run_ahead(
+    policy: Transformer, expected: Outputs, slots: int, num_pages: int | None
+) -> None:
+    requests = requests_for()
+    first, late = requests[:3], requests[3:]
+    drafter = FakeDrafter()
+    unlimited = options(slots=slots, num_pages=num_pages, run_ahead_max_slowdown=float("inf"))
+    engine = Engine(policy, unlimited, drafter=drafter)
+
+    def before_step() -> None:
+        if late and (engine.stats.num_steps % 4 == 3 or not engine.has_work):
+            engine.add(late.pop(0))
+
+    ahead = [replace(request, is_run_ahead=True) for request in late]
+    assert outputs(decode(engine, first, before_step=before_step, run_ahead=ahead)) == expected
+    assert not drafter.live
+    assert len(drafter.coupled) >= 3
+
+
+def test_a_step_of_run_aheads_alone_asks_for_no_drafts(policy: Transformer) -> None:
+    """The primaries' prompts may still be on their way."""
+    drafter = FakeDrafter()
+    engine = Engine(policy, options(slots=4, run_ahead_max_slowdown=float("inf")), drafter=drafter)
+    engine.add(make_request(0, 0, range(20), max_new_tokens=40))
+    engine.scheduler.add(make_request(1, 0, (5,), rng_key=1, max_new_tokens=40, is_run_ahead=True))
+    for _ in range(3):  # 7, 7 and 5 of the prompt's tokens
+        engine.step()
+    timeline = engine.take_timeline()
+    assert all(step.num_primaries == 0 for step in timeline)
+    assert timeline[-1].num_run_ahead == 1
+    assert drafter.num_proposals == 0
+
+
+def test_run_aheads_are_wanted_where_somebody_drafts_from_them_and_steps_have_the_rows(policy: Transformer) -> None:
+    free, dear = (1, 1.0), (1000, 1000.0)
+    for budget, uses_run_aheads, points, wanted in (
+        ("auto", True, (free, (1000, 1.0)), True),
+        ("auto", True, (free, dear), False),
+        ("auto", False, (free, (1000, 1.0)), False),
+        (0, True, (free, (1000, 1.0)), False),
+    ):
+        chosen = options(draft_budget=budget, cost_points=points)
+        engine = Engine(policy, chosen, drafter=FakeDrafter(uses_run_aheads=uses_run_aheads))
+        assert engine.wants_run_aheads() == wanted
+    for uses_run_aheads in (True, False):  # with a fixed budget the cost is measured only where run-aheads need it
+        engine = Engine(policy, options(slots=4), drafter=FakeDrafter(uses_run_aheads=uses_run_aheads))
+        engine.begin_rollout("train")
+        assert engine.control.cost.is_known == uses_run_aheads
 
 
 def test_broken_weights_are_reported_not_sampled() -> None:
@@ -176,15 +248,15 @@ def test_broken_weights_are_reported_not_sampled() -> None:
         list(Engine(policy, options()).generate(requests_for()))
 
 
-def test_memory_too_small_for_one_sequence_and_sequences_too_long_for_the_model() -> None:
+def test_memory_too_small_for_one_sequence_and_sequences_too_long_for_the_model(policy: Transformer) -> None:
     with pytest.raises(ValueError, match=r"kv_memory_gib \(1e-06\) holds"):
-        Engine(tiny_policy(), options(kv_memory_gib=1e-6))
+        Engine(policy, options(kv_memory_gib=1e-6))
     with pytest.raises(ValueError, match="max_position_embeddings"):
-        Engine(tiny_policy(), options(max_sequence_tokens=257))
+        Engine(policy, options(max_sequence_tokens=257))
 
 
-def test_metrics_count_what_was_done() -> None:
-    engine = Engine(tiny_policy(), options(slots=100))
+def test_metrics_count_what_was_done(policy: Transformer) -> None:
+    engine = Engine(policy, options(slots=100))
     completions = decode(engine, requests_for(num_samples=2))
     metrics = engine.take_metrics()
     assert metrics["engine/tokens"] == sum(len(c.token_ids) for c in completions.values())
@@ -195,16 +267,8 @@ def test_metrics_count_what_was_done() -> None:
 
 def test_golden_story(shared_data: Path) -> None:
     folder = shared_data / "models/stories260K"
-    request = Request(
-        prompt_id="bos",
-        prompt_token_ids=(1,),
-        draw_index=0,
-        sample_index=0,
-        rng_key=0,
-        sampling=SamplingParams(max_new_tokens=120, temperature=0.0),
-    )
     engine = Engine(load_model(folder, dtype=torch.float32, device="cpu"), options(max_sequence_tokens=256))
-    (completion,) = engine.generate([request])
+    (completion,) = engine.generate([make_request(prompt=(1,), max_new_tokens=120, temperature=0.0)])
     text = load_tokenizer(folder).decode(completion.token_ids)
     assert isinstance(text, str)
     assert text.strip().startswith(

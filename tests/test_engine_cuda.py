@@ -4,28 +4,27 @@ Without a GPU most steps are computed in plain PyTorch from the inputs of the ke
 interpreted kernels. With one all tests run on it, as part of `pytest -m gpu`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from engine_cases import KnowingDrafter, decode, options, outputs, requests_for
+from engine_cases import Completions, FakeDrafter, Letters, decode, options, outputs, requests_for
 from kernel_cases import KERNEL_DEVICE
-from runner_cases import FakeGraphs, compute_by_reference, runner_policy
+from runner_cases import runner_policy, use_reference
 
-from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.base import DrafterBase, Int32Array
 from srtrl.engine.cuda_graphs import StepGraphs
 from srtrl.engine.cuda_runner import CudaRunner
 from srtrl.engine.engine import Engine, EngineOptions, make_runner
 from srtrl.engine.runner import SampledRows, page_bytes_of
 from srtrl.engine.stopping import Tokenizer
 from srtrl.model.transformer import Transformer
-from srtrl.types import Completion, Request
+from srtrl.types import Request
 
 PROMPTS = ((5,), (1, 2, 3, 4, 5, 6, 7), (3, 3, 3, 3))
-Completions = dict[tuple[int, int], Completion]
 
 
 def cuda_engine(
@@ -40,8 +39,7 @@ def cuda_engine(
     wanted = options(**({"max_sequence_tokens": 32, "slots": 4} | changes))
     runner = CudaRunner(policy, wanted, 32)
     if KERNEL_DEVICE == "cpu" and not by_kernels:
-        runner.compute = compute_by_reference(runner)
-        runner._graphs = FakeGraphs()
+        use_reference(runner)
     return Engine(policy, wanted, drafter=drafter, tokenizer=tokenizer, runner=runner)
 
 
@@ -54,9 +52,13 @@ def runner_of(engine: Engine) -> CudaRunner:
     return engine.runner
 
 
-def sequential(requests: list[Request], **changes: Any) -> Completions:
+def sequential(
+    requests: list[Request], *, tokenizer: Tokenizer | None = None, trace: Mapping[int, Int32Array] | None = None
+) -> Completions:
     """The reference: the CPU path, one sample after the other and one token at a time."""
-    return decode(Engine(runner_policy().cpu(), options(slots=1, max_sequence_tokens=32), **changes), requests)
+    engine = Engine(runner_policy().cpu(), options(slots=1, max_sequence_tokens=32), tokenizer=tokenizer)
+    engine.trace = trace
+    return decode(engine, requests)
 
 
 def assert_same_text(found: Completions, expected: Completions) -> None:
@@ -68,80 +70,55 @@ def assert_same_text(found: Completions, expected: Completions) -> None:
         np.testing.assert_allclose(completion.rollout_logprobs, expected[key].rollout_logprobs, atol=2e-4, rtol=0)
 
 
-def test_tokens_are_those_of_the_cpu_path() -> None:
+def test_tokens_are_those_of_the_cpu_path_with_any_drafts() -> None:
     requests, policy = cuda_requests(num_samples=3, temperature=0.8), runner_policy()
     expected = sequential(requests)
     assert len({tuple(c.token_ids) for c in expected.values()}) > len(expected) // 2
-    for slots, chunk, num_pages in ((9, 7, None), (2, 2, None), (9, 7, 8)):
-        engine = cuda_engine(policy, slots=slots, prefill_chunk_tokens=chunk, num_pages=num_pages)
-        assert_same_text(decode(engine, requests), expected)
-    assert engine.take_metrics()["engine/preemptions"] > 0
-
-
-@pytest.mark.parametrize("accuracy", [0.0, 0.7, 1.0])
-def test_drafts_change_no_token(accuracy: float) -> None:
-    requests, policy = cuda_requests(num_samples=3), runner_policy()
-    expected = sequential(requests)
-    for slots, num_pages in ((1, None), (9, None), (9, 12)):
-        drafter = KnowingDrafter(expected, accuracy=accuracy)
-        engine = cuda_engine(policy, drafter=drafter, slots=slots, num_pages=num_pages)
+    cases: list[tuple[int, int, int | None, float | None]] = [
+        (2, 2, None, None),
+        (9, 7, 8, None),
+        (9, 7, None, 0.0),
+        (1, 7, None, 0.7),
+        (9, 7, 12, 0.7),
+        (9, 7, None, 1.0),
+    ]
+    for slots, chunk, num_pages, accuracy in cases:
+        drafter = None if accuracy is None else FakeDrafter(expected, accuracy=accuracy)
+        engine = cuda_engine(policy, drafter=drafter, slots=slots, prefill_chunk_tokens=chunk, num_pages=num_pages)
         assert_same_text(decode(engine, requests), expected)
         metrics = engine.take_metrics()
-        assert metrics["engine/verified_per_decode_step"] > 1.2
-        assert (metrics["engine/tokens_per_decode_step"] > 1.2) == (accuracy > 0.5)
-        assert len(runner_of(engine)._steps) > 3
-        assert len(runner_of(engine)._graphs) > 1 or accuracy == 1, "few steps come twice"
+        assert metrics["engine/preemptions"] > 0 or num_pages != 8
+        assert (metrics["engine/verified_per_decode_step"] > 1.2) == (accuracy is not None)
+        assert (metrics["engine/tokens_per_decode_step"] > 1.2) == ((accuracy or 0.0) > 0.5)
+        assert len(runner_of(engine)._graphs) > 0 or accuracy, "with drafts few steps come twice"
 
 
 def test_kernels_decode_drafts_as_the_cpu_path() -> None:
     requests = cuda_requests(((1, 2, 3),), max_new_tokens=3)
     expected = sequential(requests)
-    for drafter in (None, KnowingDrafter(expected, accuracy=1.0)):
-        engine = cuda_engine(runner_policy(), by_kernels=True, drafter=drafter)
-        assert_same_text(decode(engine, requests), expected)
+    engine = cuda_engine(runner_policy(), by_kernels=True, drafter=FakeDrafter(expected))
+    assert_same_text(decode(engine, requests), expected)
     assert engine.take_metrics()["engine/tokens_per_decode_step"] > 1.2
 
 
-def test_top_k_and_top_p_requests_beside_others() -> None:
-    others = cuda_requests(num_samples=1, max_new_tokens=10, temperature=1.3)
-    filtered = [replace(one, sampling=replace(one.sampling, top_k=5, top_p=0.7)) for one in others[:2]]
-    requests = [*filtered, *others[2:]]
-    expected, unfiltered = sequential(requests), sequential(others)
-    assert any(expected[key].token_ids != unfiltered[key].token_ids for key in unfiltered)
-    engine = cuda_engine(runner_policy(), drafter=KnowingDrafter(expected, accuracy=0.7))
-    assert_same_text(decode(engine, requests), expected)
-
-
-class Letters:
-    """A tokenizer: a letter for each token."""
-
-    def decode(self, token_ids: list[int]) -> str:
-        return "".join(chr(ord("A") + token) for token in token_ids)
-
-
-def test_stop_strings_end_samples() -> None:
-    requests = cuda_requests(num_samples=1)
-    whole = sequential(requests)
-    longest = max(whole.values(), key=lambda completion: len(completion.token_ids))
-    stop = Letters().decode(longest.token_ids[2:4])
-    stopped = [replace(one, sampling=replace(one.sampling, stop_strings=(stop,))) for one in requests]
-    expected = sequential(stopped, tokenizer=Letters())
-    assert expected != whole
-    drafter = KnowingDrafter(expected, accuracy=1.0)
-    assert_same_text(decode(cuda_engine(runner_policy(), tokenizer=Letters(), drafter=drafter), stopped), expected)
-
-
-def test_trace_tokens_replace_the_sampled_ones() -> None:
-    requests = cuda_requests(num_samples=1)
-    trace = {one.rng_key: np.arange(1, 1 + one.sampling.max_new_tokens, dtype=np.int32) for one in requests}
-    cpu = Engine(runner_policy().cpu(), options(slots=1, max_sequence_tokens=32))
-    cpu.trace = trace
-    expected = decode(cpu, requests)
-    engine = cuda_engine(runner_policy(), drafter=KnowingDrafter(expected, accuracy=0.5))
+def test_filtered_stopping_and_recorded_samples_beside_others() -> None:
+    plain = cuda_requests(max_new_tokens=10, temperature=1.3)
+    whole = sequential(plain)
+    stop = Letters().decode(whole[2, 0].token_ids[1:3])
+    changes: list[dict[str, Any]] = [{"top_k": 5, "top_p": 0.7}, {"top_p": 0.5}, {}, {"stop_strings": (stop,)}]
+    requests = [
+        replace(one, sampling=replace(one.sampling, **changes[min(number, 3)])) for number, one in enumerate(plain)
+    ]
+    trace = {requests[2].rng_key: np.arange(1, 11, dtype=np.int32)}
+    expected = sequential(requests, trace=trace, tokenizer=Letters())
+    changed = [whole[key].token_ids != completion.token_ids for key, completion in sorted(expected.items())]
+    assert any(changed[:2])
+    assert expected[1, 0].token_ids == trace[requests[2].rng_key][: len(expected[1, 0].token_ids)].tolist()
+    assert any(changed[3:])
+    drafter = FakeDrafter(expected, accuracy=0.7)
+    engine = cuda_engine(runner_policy(), tokenizer=Letters(), drafter=drafter)
     engine.trace = trace
     assert_same_text(decode(engine, requests), expected)
-    for completion in expected.values():
-        assert completion.token_ids == trace[completion.request.rng_key].tolist()
 
 
 def test_prompts_are_not_waited_for_and_spoil_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +222,7 @@ def test_the_cost_of_a_step_is_measured_at_the_edges_of_the_buckets(monkeypatch:
         return 1e-3 * self.row_edges(num_rows)[-1]
 
     monkeypatch.setattr(CudaRunner, "time_step", time_step)
-    drafter = KnowingDrafter({}, accuracy=1.0)
+    drafter = FakeDrafter({}, accuracy=1.0)
     engine = cuda_engine(runner_policy(), draft_budget="auto", max_draft_nodes=15, drafter=drafter)
     engine.begin_rollout("train")
     assert timed[:4] == [1, 1, 2, 2]
@@ -260,7 +237,7 @@ def test_graphs_and_single_launches_give_the_same_text() -> None:
     requests, policy = cuda_requests(num_samples=8), runner_policy()
     expected = decode(cuda_engine(policy, cuda_graphs=False), requests)
     for max_graphs in (1, 2, 512):
-        engine = cuda_engine(policy, drafter=KnowingDrafter(expected, accuracy=0.7))
+        engine = cuda_engine(policy, drafter=FakeDrafter(expected, accuracy=0.7))
         graphs = StepGraphs(policy.device, max_graphs=max_graphs)
         runner_of(engine)._graphs = graphs
         found = decode(engine, requests)

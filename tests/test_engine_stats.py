@@ -42,7 +42,7 @@ def test_paths_are_counted_as_one_by_one(most_nodes: int) -> None:
     tries, accepted = np.zeros(MAX_DEPTH, np.int64), np.zeros(MAX_DEPTH, np.int64)
     num_tokens = num_hits = num_drafts = num_nodes = num_decodes = 0
     for _ in range(20):
-        trees = random_trees(generator, 6, most_nodes)
+        trees = random_trees(generator, generator.integers(0, most_nodes + 1, 6))
         paths = [random_path(rng, tree) for tree in trees]
         num_primaries = rng.randint(0, 6)
         found = stats.add_verified(verified_of(paths), trees, num_primaries)

@@ -3,27 +3,16 @@
 from itertools import pairwise
 
 import numpy as np
-import pytest
-import torch
-from engine_cases import tiny_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from step_cases import branch, fill, make_batch, random_trees, size_of
+from step_cases import branch, kv_index, make_batch, random_trees, size_of
 
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.batch import Batch
-from srtrl.engine.cpu_runner import CpuRunner
-from srtrl.engine.options import EngineOptions
-from srtrl.engine.rows import NO_KV_INDEX, Int32Array, PrefillChunk, StepInputs, StepShape
-from srtrl.engine.runner import SampledRows
-from srtrl.engine.verify import plan_moves, verify
+from srtrl.engine.rows import NO_KV_INDEX, PrefillChunk, StepInputs, StepShape, fill_inputs
 
 Row = tuple[int, int, int, int, int, list[int]]
 """Token, rotary position, KV index, context length, page table, and the draft nodes that it sees."""
-
-
-def index_at(pages: Int32Array, position: int, page_size: int) -> int:
-    return int(pages[position // page_size]) * page_size + position % page_size
 
 
 def expected_rows(
@@ -39,12 +28,12 @@ def expected_rows(
             seen = branch(tree, node)
             token = text[-1] if node == ROOT else int(tree.token_ids[node])
             position = root + 1 + node
-            own = index_at(pages, position, page_size)
+            own = kv_index(pages, position, page_size)
             rows.append((token, root + len(seen), own, root + 1, table, seen))
             written.append(position)
     for table, chunk in enumerate(chunks, len(slots)):
         for position, token in enumerate(chunk.token_ids.tolist(), chunk.start):
-            own = index_at(chunk.page_ids, position, page_size)
+            own = kv_index(chunk.page_ids, position, page_size)
             rows.append((token, position, own, position + 1, table, []))
             written.append(position)
     return rows, written
@@ -65,7 +54,7 @@ def test_rows_are_those_of_plain_loops_and_padding_does_nothing(
 ) -> None:
     random = np.random.default_rng(seed)
     num_chunks = max(num_chunks, 1 - num_trees)  # a step is never empty
-    trees = random_trees(random, num_trees, most_nodes)
+    trees = random_trees(random, random.integers(0, most_nodes + 1, num_trees))
     texts = [random.integers(0, 50, int(random.integers(1, 20))).tolist() for _ in range(num_trees)]
     batch, slots = make_batch(random, texts, page_size=page_size, num_pages=1000, most_nodes=most_nodes)
     chunks = []
@@ -88,7 +77,7 @@ def test_rows_are_those_of_plain_loops_and_padding_does_nothing(
     )
     garbage = random.integers(-(2**31), 2**31, shape.num_elements).astype(np.int32)  # what an earlier step left there
     inputs = StepInputs.of(garbage, shape)
-    fill(inputs, batch, slots, trees, chunks, page_size)
+    fill_inputs(inputs, batch.arrays, slots, trees, chunks, page_size)
     bits = np.unpackbits(inputs.ancestors.view(np.uint8).reshape(shape.num_rows, -1), axis=1, bitorder="little")
     columns = (inputs.token_ids, inputs.positions, inputs.kv_indices, inputs.context_lengths, inputs.row_tables)
     found = list(zip(*(column.tolist() for column in columns), (np.flatnonzero(b).tolist() for b in bits), strict=True))
@@ -125,78 +114,3 @@ def test_addresses_are_aligned_apart_and_do_not_depend_on_the_number_of_sequence
         array = getattr(inputs, name)
         assert (array.dtype, array.shape, array.flags.c_contiguous) == (dtype, size, True)
         array[...] = 1  # a view: it writes into the buffer
-
-
-def runner_of(num_pages: int, page_size: int, most_nodes: int = 12) -> CpuRunner:
-    runner = CpuRunner(tiny_policy(), EngineOptions(page_size=page_size, max_draft_nodes=most_nodes))
-    runner.allocate_pages(num_pages)
-    return runner
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("seed", range(6))
-def test_accepted_paths_are_moved_as_by_plain_loops(page_size: int, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    trees = random_trees(random, 12, 12)
-    texts = [random.integers(0, 50, int(random.integers(1, 20))).tolist() for _ in range(12)]
-    batch, slots = make_batch(random, texts, page_size=page_size, num_pages=500, most_nodes=12)
-    runner = runner_of(500, page_size)
-    runner.cache.key_pages.normal_()
-    runner.cache.value_pages.normal_()
-    keys, values = runner.cache.key_pages.clone(), runner.cache.value_pages.clone()
-    expected_keys, expected_values = keys.clone(), values.clone()
-    sampled, paths, num_moved = [], [], 0
-    for slot, tree in zip(slots.tolist(), trees, strict=True):
-        node = int(random.integers(tree.num_nodes)) if tree.num_nodes and random.random() < 0.9 else ROOT
-        # The first of equal siblings is the one that is accepted.
-        tokens = np.full(1 + tree.num_nodes, 60)
-        for child in branch(tree, node):
-            tokens[1 + int(tree.parents[child])] = tree.token_ids[child]
-        path, node = [], ROOT
-        while True:
-            carriers = np.flatnonzero((tree.parents == node) & (tree.token_ids == tokens[1 + node]))
-            if not len(carriers):
-                break
-            node = int(carriers[0])
-            path.append(node)
-        root = int(batch.num_tokens[slot]) - 1
-        for depth, accepted in enumerate(path, start=1):
-            source = index_at(batch.pages(slot), root + 1 + accepted, page_size)
-            target = index_at(batch.pages(slot), root + depth, page_size)
-            num_moved += source != target
-            (to_page, to), (from_page, at) = divmod(target, page_size), divmod(source, page_size)
-            expected_keys[:, to_page, ..., to] = keys[:, from_page, ..., at]
-            expected_values[:, to_page, :, to] = values[:, from_page, :, at]
-        sampled.append(tokens.astype(np.int32))
-        paths.append(path)
-    assert num_moved > 0
-    token_ids = np.concatenate(sampled)
-    verified = verify(
-        batch, slots, trees, SampledRows(token_ids=token_ids, logprobs=np.zeros(len(token_ids), np.float32))
-    )
-    assert verified.num_new.tolist() == [len(path) + 1 for path in paths]
-    sources, targets = plan_moves(batch, verified, page_size)
-    assert len(sources) == num_moved
-    runner.move_kv(sources, targets)
-    assert torch.equal(runner.cache.key_pages, expected_keys)
-    assert torch.equal(runner.cache.value_pages, expected_values)
-    assert batch.num_computed[slots].tolist() == (batch.num_tokens[slots] - 1).tolist()
-
-
-def test_timing_a_forward_pass_needs_no_sequence_and_spoils_none() -> None:
-    runner = runner_of(20, 4)
-    assert runner.time_step(1, 1, 1) > 0
-    assert runner.time_step(37, 50, 20) > 0  # more than there are pages: they are shared
-    assert bool(runner.cache.key_pages.isfinite().all())
-    assert bool(runner.cache.key_pages.any())
-
-
-def test_pages_are_copied_before_any_is_written() -> None:
-    runner = runner_of(9, 4)
-    for pages in (runner.cache.key_pages, runner.cache.value_pages):
-        pages.copy_(torch.arange(pages.numel()).view(pages.shape))
-    before = runner.cache.key_pages.clone(), runner.cache.value_pages.clone()
-    runner.copy_pages([0, 0, 2, 3], [3, 4, 1, 0])
-    for now, old in zip((runner.cache.key_pages, runner.cache.value_pages), before, strict=True):
-        assert torch.equal(now[:, [3, 4, 1, 0]], old[:, [0, 0, 2, 3]])
-        assert torch.equal(now[:, [2, 5, 6, 7, 8]], old[:, [2, 5, 6, 7, 8]])

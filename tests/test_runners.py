@@ -9,22 +9,19 @@ from kernel_cases import KERNEL_DEVICE
 from runner_cases import (
     MAX_NODES,
     PAGE_SIZE,
+    PROMPTS,
     RunnerFactory,
     Samples,
     cuda_runner,
-    path_to,
-    random_trees,
     runner_options,
     runner_policy,
 )
+from step_cases import branch, random_trees
 
-from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.runner import RowFilters, Runner, kv_cache_for
 from srtrl.engine.sampling import filter_top_k_top_p
 from srtrl.model.transformer import Transformer
-
-PROMPTS = ([5], [1, 2, 3, 4, 5, 6, 7, 8, 9], [3, 3, 3, 3, 10, 11])
 
 
 def by_kernels(policy: Transformer, decode_dtype: torch.dtype | None) -> Runner:
@@ -57,44 +54,36 @@ def test_rows_of_trees_and_chunks_are_sampled_as_the_model_says(
 ) -> None:
     """Prompts in chunks, beside a sample that decodes; trees of one and two words of bits; accepted paths."""
     random = np.random.default_rng(0)
-    samples = Samples(make_runner(policy, None), policy, PROMPTS)
-    samples.check(samples.step([0], chunks=[samples.chunk(1, 0, 5), samples.chunk(2, 0, 5)]), [0])
-    trees = random_trees(random, [4])
-    samples.check(samples.step([0], trees, [samples.chunk(1, 5, 8)]), [0], trees)
+    samples = Samples(make_runner(policy, None), policy)
+    samples.check_step([0], chunks=[samples.chunk(1, 0, 5), samples.chunk(2, 0, 5)])
+    samples.check_step([0], random_trees(random, [4]), [samples.chunk(1, 5, 8)])
     for sizes in ([2, 0, 7], [0, MAX_NODES, 5], [6, 3, 1]):
         trees = random_trees(random, sizes)
-        samples.check(samples.step([0, 1, 2], trees), [0, 1, 2], trees)
-        paths = [path_to(tree, tree.num_nodes - 1) for tree in trees]
-        samples.accept([0, 1, 2], trees, paths)
-    samples.check(samples.step([2, 0]), [2, 0])
-    samples.check(samples.step([1]), [1])
-
-
-def test_steps_of_prompts_alone_are_not_waited_for(make_runner: RunnerFactory, policy: Transformer) -> None:
-    samples = Samples(make_runner(policy, None), policy, PROMPTS)
-    found = samples.prefill()
-    assert len(found.token_ids) == len(found.logprobs) == 0
-    samples.check(samples.step([0, 1, 2]), [0, 1, 2])
+        samples.check_step([0, 1, 2], trees)
+        samples.accept([0, 1, 2], trees, [branch(tree, tree.num_nodes - 1) for tree in trees])
+    samples.check_step([2, 0])
+    samples.check_step([1])
 
 
 def test_top_k_and_top_p_decide_the_token_and_not_the_log_prob(make_runner: RunnerFactory, policy: Transformer) -> None:
-    samples = Samples(make_runner(policy, None), policy, PROMPTS)
+    samples = Samples(make_runner(policy, None), policy)
     samples.prefill()
     trees = random_trees(np.random.default_rng(0), [3, 0, 2])
     top_k, top_p = np.array([2, 2, 0, 1, 0, 5, 0, 0]), np.array([1.0, 0.3, 1.0, 1.0, 0.2, 1.0, 1.0, 0.01])
-    filters = RowFilters(top_k=top_k, top_p=top_p)
-    found = samples.step([0, 1, 2], trees, filters=filters)
+    found = samples.step([0, 1, 2], trees, filters=RowFilters(top_k=top_k, top_p=top_p))
     logits = samples.expected_logits([0, 1, 2], trees)
-    temperatures = torch.from_numpy(samples.temperatures[[0, 0, 0, 0, 1, 2, 2, 2]])
+    temperatures = torch.from_numpy(samples.batch.temperatures[[0, 0, 0, 0, 1, 2, 2, 2]])
     filtered = filter_top_k_top_p(logits, temperatures, torch.from_numpy(top_k), torch.from_numpy(top_p))
     tokens, logprobs = samples.sample(logits, [0, 1, 2], trees, filtered)
     assert found.token_ids.tolist() == tokens.tolist()
     assert found.token_ids.tolist() != samples.sample(logits, [0, 1, 2], trees)[0].tolist()
     np.testing.assert_allclose(found.logprobs, logprobs, atol=2e-4)
-    samples.check(samples.step([0, 1, 2]), [0, 1, 2])
+    samples.check_step()
 
 
-def test_new_weights_are_decoded_with_after_a_refresh(make_runner: RunnerFactory, policy: Transformer) -> None:
+def test_new_weights_are_decoded_with_after_a_refresh_and_broken_ones_show(
+    make_runner: RunnerFactory, policy: Transformer
+) -> None:
     runner, in_half = make_runner(policy, None), make_runner(policy, torch.bfloat16)
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -104,68 +93,71 @@ def test_new_weights_are_decoded_with_after_a_refresh(make_runner: RunnerFactory
     assert runner.model is policy
     for parameter, half in zip(policy.parameters(), in_half.model.parameters(), strict=True):
         assert torch.equal(parameter.bfloat16(), half)
-    samples = Samples(runner, policy, PROMPTS)
+    samples = Samples(runner, policy)
     samples.prefill()
-    samples.check(samples.step([0, 1, 2]), [0, 1, 2])
+    samples.check_step()
+    with torch.no_grad():
+        policy.final_norm.fill_(torch.nan)
+    runner.refresh_weights()
+    with np.errstate(all="ignore"):
+        assert not np.isfinite(samples.step().logprobs).any()
 
 
 def test_a_copied_page_serves_another_sample(make_runner: RunnerFactory, policy: Transformer) -> None:
     """Two samples of a prompt share its full pages, and each goes on in a copy of the partial one."""
-    samples = Samples(make_runner(policy, None), policy, [PROMPTS[1], PROMPTS[1][:-1]])
-    samples.token_ids[1, :9] = PROMPTS[1]
-    samples.num_tokens[1] = 9
+    samples = Samples(make_runner(policy, None), policy, [PROMPTS[1], PROMPTS[1]])
     samples.step([], chunks=[samples.chunk(0, 0, 7)])
-    full = 7 // PAGE_SIZE
-    samples.page_table[1, :full] = samples.page_table[0, :full]
-    samples.runner.copy_pages([int(samples.page_table[0, full])], [int(samples.page_table[1, full])])
+    full, pages = 7 // PAGE_SIZE, samples.batch.page_table
+    pages[1, :full] = pages[0, :full]
+    samples.runner.copy_pages([int(pages[0, full])], [int(pages[1, full])])
     samples.step([], chunks=[samples.chunk(slot, 7, 8) for slot in (0, 1)])
-    samples.check(samples.step([0, 1]), [0, 1])
+    samples.check_step([0, 1])
 
 
 def test_pages_come_and_go(make_runner: RunnerFactory, policy: Transformer) -> None:
     runner = make_runner(policy, None)
-    samples = Samples(runner, policy, PROMPTS)
+    samples = Samples(runner, policy)
     num_pages = runner.num_pages
-    assert num_pages == samples.page_table.size
+    assert num_pages > 0
     assert runner.page_bytes == 2 * 2 * PAGE_SIZE * 2 * 16 * 4
-    samples.prefill()
     runner.release_pages()
     assert runner.num_pages == 0
     runner.allocate_pages(num_pages)
     samples.prefill()
-    samples.check(samples.step([0, 1, 2]), [0, 1, 2])
+    samples.check_step()
 
 
-def test_steps_are_timed_up_to_the_edges_of_their_padding(make_runner: RunnerFactory, policy: Transformer) -> None:
-    runner = make_runner(policy, None)
-    runner.allocate_pages(10)
+def test_steps_are_timed_up_to_the_edges_of_their_padding_and_break_no_page(
+    make_runner: RunnerFactory, policy: Transformer
+) -> None:
+    samples = Samples(runner := make_runner(policy, None), policy)
     edges = runner.row_edges(20)
     assert edges == sorted(set(edges))
     assert edges[-1] >= 20
     assert 0 < runner.time_step(edges[2], 9, 1) < 60
+    num_pages = runner.num_pages
+    runner.allocate_pages(3)
+    assert 0 < runner.time_step(edges[2], 15, 2) < 60  # more pages than there are: they are shared
     assert runner.was_prepared
-
-
-def test_weights_that_are_broken_show_in_the_log_probs(make_runner: RunnerFactory, policy: Transformer) -> None:
-    with torch.no_grad():
-        policy.final_norm.fill_(torch.nan)
-    samples = Samples(make_runner(policy, None), policy, PROMPTS)
+    runner.allocate_pages(num_pages)
     samples.prefill()
-    with np.errstate(all="ignore"):
-        found = samples.step([0, 1, 2], DraftTrees.empty(3))
-    assert not np.isfinite(found.logprobs).any()
+    samples.check_step()
 
 
 @pytest.mark.parametrize("token_major", [False, True])
-def test_moves_are_as_if_all_sources_were_read_first(token_major: bool) -> None:
+def test_pages_and_positions_are_copied_as_if_all_sources_were_read_first(token_major: bool) -> None:
     cache = kv_cache_for(runner_policy(), 6, PAGE_SIZE, token_major=token_major)
-    by_index = [cache.key_pages.permute(0, 1, 4, 2, 3), cache.value_pages.transpose(2, 3)]  # [layers, P, S, K, E]
-    for pages in by_index:
+    by_page = [cache.key_pages.permute(0, 1, 4, 2, 3), cache.value_pages.transpose(2, 3)]  # [layers, P, S, K, E]
+    for pages in by_page:
         pages.copy_(torch.randn(pages.shape, generator=torch.Generator().manual_seed(len(pages))))
-    expected = [pages.flatten(1, 2).clone() for pages in by_index]
+    expected = [pages.clone(memory_format=torch.contiguous_format) for pages in by_page]
+    for pages in expected:
+        pages[:, [3, 4, 1, 0]] = pages[:, [0, 0, 2, 3]]
+    cache.copy_pages([0, 0, 2, 3], [3, 4, 1, 0])
     sources, targets = np.array([3, 5, 6, 17], np.int32), np.array([2, 3, 5, 16], np.int32)
-    for heads in expected:
+    for pages in expected:
+        heads = pages.flatten(1, 2)  # a view
         heads[:, targets] = heads[:, sources]
     cache.move_indices(sources, targets)
-    for pages, heads in zip(by_index, expected, strict=True):
-        assert torch.equal(pages.flatten(1, 2), heads)
+    for pages, wanted in zip(by_page, expected, strict=True):
+        assert torch.equal(pages, wanted)

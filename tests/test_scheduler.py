@@ -1,40 +1,252 @@
 """The scheduler without a model: a fake runner computes what was scheduled, and knows what each page holds."""
 
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+from engine_cases import make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_cases import FakeRunner, make, names, request
 
 from srtrl.engine.batch import Batch, PromptPages, Sample
 from srtrl.engine.page_pool import PagePool
-from srtrl.engine.scheduler import Scheduler, WaitingLine
+from srtrl.engine.rows import Int32Array
+from srtrl.engine.scheduler import ScheduledStep, Scheduler, WaitingLine
+from srtrl.types import Request
+
+Name = tuple[int, int, bool]
+"""Draw, sample, and whether it is a run-ahead."""
+
+
+def request(
+    draw: int,
+    sample: int,
+    prompt_length: int,
+    max_new_tokens: int,
+    *,
+    rng_key: int | None = None,
+    is_run_ahead: bool = False,
+) -> Request:
+    """A sample of a prompt of its draw's own, which ends at its length limit; run-aheads have keys of their own."""
+    own_key = 10**6 * is_run_ahead + 1000 * draw + sample
+    return make_request(
+        draw,
+        sample,
+        range(100 * draw, 100 * draw + prompt_length),
+        rng_key=own_key if rng_key is None else rng_key,
+        is_run_ahead=is_run_ahead,
+        max_new_tokens=max_new_tokens,
+    )
+
+
+def name_of(sample: Sample) -> Name:
+    """What a sample is called in these tests."""
+    return sample.request.draw_index, sample.request.sample_index, sample.request.is_run_ahead
+
+
+def names(samples: Iterable[Sample]) -> list[tuple[int, int]]:
+    """(draw, sample) of each."""
+    return [name_of(sample)[:2] for sample in samples]
+
+
+def make(
+    num_pages: int = 100, page_size: int = 4, *, num_slots: int = 4, chunk: int = 100, nodes: int = 0
+) -> tuple[Scheduler, "FakeRunner"]:
+    """A scheduler for sequences of up to 120 tokens, and the runner of its steps; `nodes`: draft nodes of a sample."""
+    batch = Batch(num_slots, 120, PagePool(num_pages, page_size), nodes)
+    scheduler = Scheduler(batch, prefill_chunk_tokens=chunk, max_draft_nodes=nodes)
+    return scheduler, FakeRunner(scheduler)
+
+
+class FakeRunner:
+    """Keeps for each position of each page what a KV cache would: which prefix it was computed from.
+
+    A sample's next tokens depend on its RNG key and its prefix alone, as a policy's do, and so does the number of its
+    accepted drafts, up to the room that it got. Without drafts each sample gets one token per step.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.batch = scheduler.batch
+        self.kv: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.live: dict[int, Name] = {}
+        """Slot -> sample: as a drafter hears of them."""
+
+    def step(self, max_run_ahead: int = 0) -> ScheduledStep:
+        """Schedule a step, check it, and compute it."""
+        step = self.schedule(max_run_ahead)
+        self.run(step)
+        return step
+
+    def schedule(self, max_run_ahead: int = 0) -> ScheduledStep:
+        """The next step, checked, but not computed."""
+        scheduler, batch = self.scheduler, self.batch
+        step = scheduler.schedule(max_run_ahead)
+        scheduler.check_integrity()
+        for slot in step.ended:
+            del self.live[slot]
+        for sample in step.started:
+            assert sample.slot not in self.live, "a slot is started twice"
+            self.live[sample.slot] = name_of(sample)
+        running = [*scheduler.running, *scheduler.run_aheads.running]
+        assert self.live == {sample.slot: name_of(sample) for sample in running}
+        assert sum(len(chunk.token_ids) for chunk in step.chunks) <= scheduler.prefill_chunk_tokens
+        assert len({id(holder) for holder in step.holders}) == len(step.holders) == len(step.chunks)
+        assert batch.is_run_ahead[step.slots].tolist() == [i >= step.num_primaries for i in range(len(step.slots))]
+        of_run_aheads = [
+            len(chunk.token_ids)
+            for holder, chunk in zip(step.holders, step.chunks, strict=True)
+            if holder in scheduler.run_aheads.running
+        ]
+        assert len(step.slots) - step.num_primaries + sum(of_run_aheads) <= max_run_ahead
+        return step
+
+    def run(self, step: ScheduledStep) -> dict[Name, tuple[int, int, bool]]:
+        """Compute the step; returns room for drafts, new tokens, and whether it finished, of each decoding sample."""
+        size = self.scheduler.pool.page_size
+        assert len({target for _, target in step.page_copies}) == len(step.page_copies)
+        self.kv |= {
+            (target, offset): self.kv[source, offset]
+            for source, target in step.page_copies
+            for offset in range(size)
+            if (source, offset) in self.kv
+        }
+        for holder, chunk in zip(step.holders, step.chunks, strict=True):
+            end = chunk.start + len(chunk.token_ids)
+            tokens = holder.token_ids if isinstance(holder, PromptPages) else self.batch.token_ids[holder.slot]
+            assert chunk.token_ids.tolist() == tokens[chunk.start : end].tolist()
+            self._check(chunk.page_ids, tokens, chunk.start)
+            self._write(chunk.page_ids, tokens, chunk.start, end)
+        most = self.scheduler.max_draft_nodes
+        primaries = step.slots[: step.num_primaries]
+        wanted = np.array([self._hash(slot, 1) % (most + 1) for slot in primaries.tolist()], np.int64)
+        rooms = self.scheduler.grow_for_drafts(primaries, wanted)
+        assert (rooms >= 0).all()
+        assert (rooms <= wanted).all()
+        self.scheduler.check_integrity()
+        rooms = np.append(rooms, np.zeros(len(step.slots) - step.num_primaries, np.int64))
+        return dict(self._decode(slot, room) for slot, room in zip(step.slots.tolist(), rooms.tolist(), strict=True))
+
+    def _decode(self, slot: int, room: int) -> tuple[Name, tuple[int, int, bool]]:
+        batch = self.batch
+        sample = batch.samples[slot]
+        assert sample is not None
+        size, first = self.scheduler.pool.page_size, int(batch.num_tokens[slot])
+        pages, tokens = batch.pages(slot), batch.token_ids[slot]
+        assert batch.num_computed[slot] == first - 1
+        self._check(pages, tokens, first - 1)
+        num_new = min(1 + self._hash(slot, 2) % (room + 1), int(batch.max_tokens[slot]) - first)
+        for position in range(first, first + num_new):
+            tokens[position] = self._hash(slot, 3 + position) % 50
+        batch.num_tokens[slot] = first + num_new
+        batch.num_computed[slot] = first + num_new - 1
+        self._write(pages, tokens, first - 1, first + num_new - 1)
+        for position in range(first + num_new - 1, first + room):  # rejected drafts
+            self.kv[int(pages[position // size]), position % size] = ()
+        finished = bool(batch.num_tokens[slot] == batch.max_tokens[slot])
+        if finished:
+            self.scheduler.finish(sample)
+            del self.live[slot]
+            self.scheduler.check_integrity()
+        return name_of(sample), (room, num_new, finished)
+
+    def _hash(self, slot: int, what: int) -> int:
+        return hash((int(self.batch.rng_keys[slot]), int(self.batch.num_tokens[slot]), what)) // 7
+
+    def _check(self, pages: Int32Array, tokens: Int32Array, count: int) -> None:
+        size = self.scheduler.pool.page_size
+        for position in range(count):
+            found = self.kv[int(pages[position // size]), position % size]
+            assert found == tuple(tokens[: position + 1].tolist())
+
+    def _write(self, pages: Int32Array, tokens: Int32Array, first: int, end: int) -> None:
+        size = self.scheduler.pool.page_size
+        for position in range(first, end):
+            self.kv[int(pages[position // size]), position % size] = tuple(tokens[: position + 1].tolist())
+
+
+class Run:
+    """One scheduler with its fake runner; primaries come as (step of arrival, request)."""
+
+    def __init__(
+        self, primaries: list[tuple[int, Request]], run_aheads: list[Request], options: dict[str, int]
+    ) -> None:
+        self.scheduler, self.runner = make(**options)
+        for asked in run_aheads:
+            self.scheduler.add(asked)
+        self.arriving = primaries
+        self.num_steps = 0
+        self.finished: list[Name] = []
+
+    def step(self, max_run_ahead: int) -> tuple[object, ...]:
+        """One decode step; returns what concerns primaries."""
+        scheduler = self.scheduler
+        for arrival, asked in self.arriving:
+            if arrival == self.num_steps:
+                scheduler.add(asked)
+                assert all(one.request.rng_key != asked.rng_key for one in scheduler.run_aheads.running)
+                scheduler.check_integrity()
+        self.num_steps += 1
+        waits = scheduler.num_waiting > 0
+        # The runner hears of those that were ended by their samples with the next step's, as a drafter does.
+        step = self.runner.schedule(max_run_ahead)
+        assert not (waits and scheduler.num_waiting and any(one.request.is_run_ahead for one in step.started))
+        chunks = [
+            (name_of(h) if isinstance(h, Sample) else h.token_ids.tolist(), c.start, c.token_ids.tolist())
+            for h, c in zip(step.holders, step.chunks, strict=True)
+            if h not in scheduler.run_aheads.running
+        ]
+        results = self.runner.run(step)
+        self.finished += [name for name, (_, _, has_finished) in results.items() if has_finished]
+        assert all(room == 0 for name, (room, _, _) in results.items() if name[2])
+        return (
+            [(name_of(sample), sample.admission) for sample in scheduler.running],
+            chunks,
+            {name: result for name, result in results.items() if not name[2]},
+            scheduler.num_preemptions,
+            sorted(p.token_ids.tolist() for p in scheduler._prompts.values() if len(p.page_ids)),
+        )
 
 
 @settings(deadline=None, max_examples=200)
 @given(data=st.data())
-def test_everything_finishes_and_pages_stay_consistent(data: st.DataObject) -> None:
-    page_size = data.draw(st.integers(1, 8), "page_size")
-    lengths = data.draw(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=5), "lengths")
-    num_samples = data.draw(st.integers(1, 4), "num_samples")
-    largest = max(-(-(prompt + new) // page_size) for prompt, new in lengths)
-    scheduler, runner = make(
-        largest + data.draw(st.integers(0, 10), "spare pages"),
-        page_size,
-        num_slots=data.draw(st.integers(1, 8), "slots"),
-        chunk=data.draw(st.integers(1, 16), "chunk"),
-        nodes=data.draw(st.integers(0, 3), "nodes"),
-    )
-    requests = [request(d, s, prompt, new) for d, (prompt, new) in enumerate(lengths) for s in range(num_samples)]
-    for one in requests:
-        scheduler.add(one)
-    finished: list[tuple[int, int]] = []
-    num_steps = 0
-    while scheduler.has_work:
-        results = runner.run(runner.schedule())
-        finished += [name[:2] for name, (_, _, has_finished) in results.items() if has_finished]
-        num_steps += 1
-        assert num_steps < 10_000
-    assert sorted(finished) == sorted((one.draw_index, one.sample_index) for one in requests)
-    assert scheduler.pool.num_used == 0
+def test_all_primaries_finish_exactly_as_without_run_aheads(data: st.DataObject) -> None:
+    """Also that pages hold what they should after every step: see `FakeRunner`."""
+    shape = st.tuples(st.integers(1, 14), st.integers(1, 20))
+    shapes = data.draw(st.lists(shape, min_size=1, max_size=5), "primaries")
+    ahead = data.draw(st.lists(st.tuples(st.integers(0, 6), shape), max_size=8), "run-aheads")
+    page_size = data.draw(st.integers(1, 8), "page size")
+    primaries = [
+        request(draw, sample, prompt, new)
+        for draw, (prompt, new) in enumerate(shapes)
+        for sample in range(data.draw(st.integers(1, 4), "samples"))
+    ]
+    run_aheads = []
+    for number, (draw, (prompt, new)) in enumerate(ahead):
+        # Of some the sample comes in this rollout. Draws below len(shapes) have a primary's prompt.
+        key = data.draw(st.sampled_from([None, *(one.rng_key for one in primaries)]), "rng_key")
+        length = shapes[draw][0] if draw < len(shapes) else prompt
+        run_aheads.append(request(draw, number, length, new, rng_key=key, is_run_ahead=True))
+    largest = max(-(-(prompt + new) // page_size) for prompt, new in shapes)
+    options = {
+        "num_pages": largest + data.draw(st.integers(0, 30), "spare pages"),
+        "page_size": page_size,
+        "num_slots": data.draw(st.integers(1, 8), "slots"),
+        "chunk": data.draw(st.integers(1, 16), "chunk"),
+        "nodes": data.draw(st.integers(0, 7), "nodes"),
+    }
+    late = st.one_of(st.just(0), st.integers(0, 30))
+    arriving = [(data.draw(late, "arrival"), asked) for asked in primaries]
+    alone, crowded = Run(arriving, [], options), Run(arriving, run_aheads, options)
+    while alone.scheduler.has_work or alone.num_steps <= max(step for step, _ in arriving):
+        assert crowded.scheduler.has_work == alone.scheduler.has_work
+        limit = data.draw(st.integers(0, 12), "max_run_ahead")
+        assert crowded.step(limit) == alone.step(limit)
+        assert alone.num_steps < 2000
+    assert not crowded.scheduler.has_work
+    assert sorted(alone.finished) == sorted((one.draw_index, one.sample_index, False) for one in primaries)
+    assert sorted(crowded.scheduler.clear()) == sorted(crowded.runner.live)
+    assert crowded.scheduler.pool.num_used == alone.scheduler.pool.num_used == 0
 
 
 def admitted(scheduler: Scheduler, runner: FakeRunner) -> list[tuple[int, int]]:
@@ -55,11 +267,11 @@ def test_admission_is_breadth_first() -> None:
     assert names(scheduler.running) == [(0, 0), (1, 0), (2, 0)]
 
 
-def test_what_a_drafter_expects_orders_the_first_wave() -> None:
+def test_what_a_drafter_expects_orders_the_first_wave_and_unknown_prompts_pass_for_average_ones() -> None:
     scheduler, runner = make(num_slots=1)
-    for draw, tokens in enumerate([10.0, 20.0, 30.0]):
-        scheduler.add(request(draw, 0, 5, 12), expected_tokens=tokens)
-    assert [draw for draw, _ in admitted(scheduler, runner)] == [2, 1, 0]
+    for draw, tokens in enumerate([10.0, None, 30.0, 15.0, None, 21.0]):
+        scheduler.add(request(draw, 0, 5, 20), expected_tokens=tokens)
+    assert [draw for draw, _ in admitted(scheduler, runner)] == [2, 5, 1, 4, 3, 0]
 
 
 def test_scouts_that_finished_long_or_still_run_call_their_siblings_early() -> None:
@@ -74,59 +286,21 @@ def test_scouts_that_finished_long_or_still_run_call_their_siblings_early() -> N
     assert order[4:] == [(0, 1), (1, 1), (3, 1), (2, 1)]
 
 
-class Line(WaitingLine):
-    """A waiting line beside an empty batch."""
+def test_a_long_wave_is_not_sorted_for_each_sample_that_finishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sort, sizes = WaitingLine._sort, []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-        """Of the line, at each sort."""
+    def counted(self: WaitingLine, running: list[Sample], batch: Batch) -> None:
+        sizes.append(len(self))
+        sort(self, running, batch)
 
-    def put(self, draw: int, sample: int, admission: int = -1) -> None:
-        asked = request(draw, sample, 5, 8)
-        self.add(Sample(asked, PromptPages(Batch(1, 8, PagePool(1, 4), 0).token_ids[0]), admission=admission))
-
-    def expect_draw(self, draw: int, num_tokens: float) -> None:
-        self.expect(request(draw, 0, 5, 8).prompt_token_ids, num_tokens)
-
-    def take(self) -> int:
-        draw = self.first([], Batch(1, 8, PagePool(1, 4), 0)).request.draw_index
-        self.pop()
-        return draw
-
-    def _sort(self, running: list[Sample], batch: Batch) -> None:
-        self.sizes.append(len(self))
-        super()._sort(running, batch)
-
-
-def test_unknown_prompts_wait_where_an_average_one_would() -> None:
-    line = Line()
-    for draw in range(6):
-        line.put(draw, 0)
-    for draw, expected in ((0, 10.0), (2, 30.0), (3, 19.0), (5, 21.0)):
-        line.expect_draw(draw, expected)
-    assert [line.take() for _ in range(6)] == [2, 5, 1, 4, 3, 0]
-    assert len(line) == 0
-
-
-def test_a_long_wave_is_not_sorted_for_each_sample_that_finishes() -> None:
-    line = Line()
-    for draw in range(640):
-        line.put(draw, 0)
-    while line:
-        line.expect_draw(line.take(), 5.0)
-    assert sum(line.sizes) < 30 * 640
-    assert line.sizes[-1] == 1  # a short wave follows each change
-
-
-def test_a_preempted_sample_comes_before_an_expected_long_one() -> None:
-    line = Line()
-    line.put(0, 0)
-    line.expect_draw(0, 1000.0)
-    line.put(1, 3, admission=7)
-    line.put(2, 3, admission=4)
-    assert len(line) == 3
-    assert [line.take() for _ in range(3)] == [2, 1, 0]
+    monkeypatch.setattr(WaitingLine, "_sort", counted)
+    scheduler, runner = make(num_slots=1)
+    for draw in range(200):
+        scheduler.add(request(draw, 0, 1, 1))
+    while scheduler.has_work:
+        runner.step()
+    assert sum(sizes) < 30 * 200
+    assert sizes[-1] == 1  # a short wave follows each change
 
 
 def test_siblings_share_the_prompts_full_pages_and_it_is_computed_once() -> None:
@@ -156,20 +330,23 @@ def test_the_last_of_a_group_takes_the_prompts_pages_without_a_copy() -> None:
     assert step.page_copies == []
 
 
-def test_preemption_takes_the_newest_and_it_comes_back_first() -> None:
+def test_preemption_takes_the_newest_and_it_comes_back_before_an_expected_long_one() -> None:
     scheduler, runner = make(6, 2, num_slots=3)
     for draw in range(3):
         scheduler.add(request(draw, 0, 1, 8))
-    order: list[tuple[int, int]] = []
-    preempted = False
+    order = names(runner.step().started)
+    scheduler.add(request(3, 0, 1, 8), expected_tokens=1000.0)
+    finished: list[Name] = []
     while scheduler.has_work:
         step = runner.schedule()
-        if scheduler.num_preemptions and not preempted:
-            preempted = True
+        order += names(step.started)
+        if scheduler.num_preemptions == 1 and len(order) == 3:
             assert names(scheduler.running) == [(0, 0), (1, 0)]
-        order += [name[:2] for name, (_, _, finished) in runner.run(step).items() if finished]
-    assert preempted
-    assert order[0] == (0, 0)
+        finished += [name for name, (_, _, has_finished) in runner.run(step).items() if has_finished]
+    assert scheduler.num_preemptions > 0
+    assert finished[0] == (0, 0, False)
+    assert order[:3] == [(0, 0), (1, 0), (2, 0)]
+    assert order.index((3, 0)) > 3, "preempted samples come first"
     assert scheduler.pool.num_used == 0
 
 
@@ -202,3 +379,87 @@ def test_where_pages_are_short_the_oldest_samples_get_room_for_drafts_whatever_t
     assert rooms[1] == 8
     assert rooms[0] < 8
     scheduler.check_integrity()
+
+
+def started_ahead(step: ScheduledStep) -> list[tuple[int, int]]:
+    return names(sample for sample in step.started if sample.request.is_run_ahead)
+
+
+def running_ahead(scheduler: Scheduler) -> list[int]:
+    """Draws of the running run-aheads, in the order of admission."""
+    return [sample.request.draw_index for sample in scheduler.run_aheads.running]
+
+
+def test_run_aheads_take_only_slots_that_no_primary_wants() -> None:
+    scheduler, runner = make(num_slots=3)
+    scheduler.add(request(7, 0, 5, 50, is_run_ahead=True))
+    scheduler.add(request(8, 0, 5, 50, is_run_ahead=True))
+    assert not scheduler.has_work
+    for draw in range(3):
+        scheduler.add(request(draw, 0, 5, 2 + 6 * draw))
+    seen: list[int] = []
+    while scheduler.has_work:
+        seen.append(len(started_ahead(runner.step(100))))
+    assert seen == [0, 0, 0, 1, 0, 0, 0, 0, 0, 1, *[0] * 5]  # a step for the prompts, then a slot after 2 and 8 tokens
+    assert running_ahead(scheduler) == [7, 8]
+    assert len(scheduler.clear()) == 2
+    assert scheduler.pool.num_used == 0
+
+
+def test_a_sample_ends_the_run_aheads_on_its_rng_key_running_or_waiting() -> None:
+    scheduler, runner = make(num_slots=4)
+    scheduler.add(request(0, 0, 5, 30))
+    for draw in (1, 2, 3, 1):  # on the key of 1 once more: that one waits, for there is no slot left
+        scheduler.add(request(draw, 0, 5, 30, is_run_ahead=True))
+    for _ in range(3):
+        runner.step(12)
+    assert running_ahead(scheduler) == [1, 2, 3]
+    num_free = scheduler.pool.num_free
+    ended = scheduler.run_aheads.running[0].slot
+    num_pages = int(scheduler.batch.num_pages[ended])
+    assert scheduler.run_aheads.end_rng_key(7) == []
+    sample = request(1, 5, 5, 30, rng_key=request(1, 0, 5, 30, is_run_ahead=True).rng_key)
+    scheduler.add(sample)
+    scheduler.check_integrity()
+    assert scheduler.pool.num_free == num_free + num_pages > num_free
+    assert running_ahead(scheduler) == [2, 3]
+    step = runner.step(12)
+    assert step.ended == [ended]
+    assert runner.live[ended] == (1, 5, False), "the sample has the slot of its run-ahead"
+    for _ in range(3):
+        runner.step(12)
+        assert running_ahead(scheduler) == [2, 3], "the second run-ahead on its key is gone as well"
+
+
+def test_rows_bound_roots_and_prompt_tokens_and_the_newest_pause() -> None:
+    scheduler, runner = make()
+    scheduler.add(request(0, 0, 1, 90))
+    for draw in (1, 2):
+        scheduler.add(request(draw, 0, 8, 90, is_run_ahead=True))  # 7 prompt tokens before the root
+    work = []
+    for limit in (3, 3, 3, 3, 3, 3, 1, 2, 0, 4):
+        step = runner.schedule(limit)
+        rows = [runner.live[slot][0] for slot in step.slots[step.num_primaries :].tolist()]
+        work.append((sorted(rows), [len(chunk.token_ids) for chunk in step.chunks]))
+        runner.run(step)
+        assert step.ended == []
+    assert work[:6] == [([], [3]), ([], [3]), ([], [1, 2]), ([1], [2]), ([1], [2]), ([1], [1])]
+    assert work[6:] == [([1], []), ([1, 2], []), ([], []), ([1, 2], [])]
+
+
+def test_pages_go_to_primaries_first_and_what_is_dropped_does_not_come_back() -> None:
+    scheduler, runner = make(num_pages=20, nodes=4)
+    scheduler.add(request(0, 0, 1, 70))  # up to 18 pages
+    for draw in (1, 2, 3):
+        scheduler.add(request(draw, 0, 5, 60, is_run_ahead=True))
+    dropped: list[int] = []
+    most = 0
+    while scheduler.has_work:
+        before = dict(runner.live)
+        step = runner.step(3)
+        dropped += [before[slot][0] for slot in step.ended if before[slot][2]]
+        assert not set(running_ahead(scheduler)) & set(dropped)
+        most = max(most, len(scheduler.run_aheads.running))
+    assert most == 3
+    assert dropped == [3, 2, 1]  # the newest first
+    assert scheduler.num_preemptions == 0

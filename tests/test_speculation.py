@@ -2,111 +2,87 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
-from engine_cases import PROMPTS, Listener, decode, options, outputs, requests_for, tiny_policy
+from engine_cases import (
+    PROMPTS,
+    Completions,
+    FakeDrafter,
+    decode,
+    make_request,
+    options,
+    outputs,
+    requests_for,
+    tiny_policy,
+)
 from scipy.stats import chisquare
 
 from srtrl.drafters.base import DrafterBase, Int64Array
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.engine.engine import Engine
 from srtrl.engine.sampling import make_rng_key
+from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import Transformer
 from srtrl.resolve import resolve_class
 from srtrl.rollout.recorded import RecordedPrompt, feed_drafter
-from srtrl.types import Completion, Request, SamplingParams
+from srtrl.types import Completion
 
-DRAFTERS = ("ngram", "suffix", "history", "srt")
+Texts = dict[tuple[int, ...], list[np.ndarray]]
+"""Prompt -> responses."""
+
+NONSENSE: Texts = {prompt: [np.full(40, 7), np.zeros(40), np.tile([3, 4], 20), np.arange(40)] for prompt in PROMPTS}
+"""History that no policy would write: long repetitions, end tokens in the middle, anything."""
 
 
-def make_drafter(name: str, **options: object) -> DrafterBase:
+def texts_of(completions: Completions) -> Texts:
+    """The completions as history."""
+    texts: Texts = {}
+    for completion in completions.values():
+        texts.setdefault(completion.request.prompt_token_ids, []).append(np.array(completion.token_ids))
+    return texts
+
+
+def make_drafter(name: str, history: Texts, **options: object) -> DrafterBase:
+    """A drafter of the package that has seen these responses."""
     drafter_class = resolve_class("srtrl.drafters", name, "Drafter")
     drafter: DrafterBase = drafter_class(drafter_class.Options(**options))
+    recorded = [
+        RecordedPrompt(
+            prompt_id=str(number), prompt_token_ids=prompt, samples=[text.astype(np.int32) for text in texts]
+        )
+        for number, (prompt, texts) in enumerate(history.items())
+    ]
+    feed_drafter(drafter, recorded, "train")
     return drafter
 
 
-def rollouts_of(completions: dict[tuple[int, int], Completion]) -> list[RecordedPrompt]:
-    """The completions as history, prompt by prompt."""
-    prompts = {c.request.prompt_token_ids for c in completions.values()}
-    return [
-        RecordedPrompt(
-            prompt_id=str(number),
-            prompt_token_ids=prompt,
-            samples=[
-                np.array(c.token_ids, np.int32) for c in completions.values() if c.request.prompt_token_ids == prompt
-            ],
-        )
-        for number, prompt in enumerate(sorted(prompts))
-    ]
-
-
-def nonsense(seed: int = 0) -> list[RecordedPrompt]:
-    """History that no policy would write: random tokens, long repetitions, end tokens in the middle."""
-    random = np.random.default_rng(seed)
-    texts = [random.integers(0, 61, 40), np.full(40, 7), np.zeros(40), np.tile([3, 4], 20)]
-    samples = [text.astype(np.int32) for text in texts]
-    return [
-        RecordedPrompt(prompt_id=str(number), prompt_token_ids=prompt, samples=samples)
-        for number, prompt in enumerate(PROMPTS)
-    ]
-
-
-def generate(
-    engine: Engine, requests: Sequence[Request], run_ahead: Sequence[Request] = ()
-) -> dict[tuple[int, int], Completion]:
-    """Completions by (draw, sample)."""
-    completions = {
-        (c.request.draw_index, c.request.sample_index): c for c in engine.generate(requests, run_ahead=run_ahead)
-    }
-    engine.scheduler.check_integrity()
-    assert engine.pool.num_used == 0
-    return completions
-
-
-def train_requests(seed: int = 0, max_new_tokens: int = 24) -> list[Request]:
-    return [replace(r, purpose="train") for r in requests_for(seed=seed, max_new_tokens=max_new_tokens)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_every_drafter_gives_the_bits_of_none(name: str, dtype: torch.dtype, num_threads: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
+@pytest.mark.parametrize("name", ["ngram", "suffix", "history", "srt"])
+def test_every_drafter_gives_the_bits_of_none(name: str, dtype: torch.dtype) -> None:
     policy = tiny_policy(dtype)
-    requests = train_requests()
+    requests = requests_for()
     truth = decode(Engine(policy, options(slots=1)), requests)
-    histories = ([], rollouts_of(truth), nonsense()) if num_threads == 1 else (rollouts_of(truth),)
-    sizes = ((1, None), (4, None), (16, None), (64, None), (7, 12)) if num_threads == 1 else ((9, None),)
-    for history, (slots, num_pages) in product(histories, sizes):
-        drafter = make_drafter(name)
-        feed_drafter(drafter, history, "train")
+    cases: list[tuple[Texts, int, int | None]] = [
+        ({}, 16, None),
+        (texts_of(truth), 64, None),
+        (texts_of(truth), 7, 12),
+        (NONSENSE, 4, None),
+    ]
+    for history, slots, num_pages in cases:
+        drafter = make_drafter(name, history)
         engine = Engine(policy, options(slots=slots, num_pages=num_pages), drafter=drafter)
         assert outputs(decode(engine, requests)) == outputs(truth)
         assert engine.runner.model.dtype == dtype
         metrics = engine.take_metrics()
+        assert (metrics["engine/preemptions"] > 0) == (num_pages is not None)
         if history and name in ("history", "srt"):
             assert metrics["engine/verified_per_decode_step"] > 1.1
-        if num_pages is not None:
-            assert metrics["engine/preemptions"] > 0
-    torch.set_num_threads(before)
-
-
-def test_a_full_cache_saves_steps() -> None:
-    policy = tiny_policy()
-    requests = train_requests()
-    truth = decode(Engine(policy, options(slots=64)), requests)
-    drafter = make_drafter("srt")
-    feed_drafter(drafter, rollouts_of(truth), "train")
-    engine = Engine(policy, options(slots=64), drafter=drafter)
-    assert outputs(decode(engine, requests)) == outputs(truth)
-    metrics = engine.take_metrics()
-    assert metrics["engine/tokens_per_decode_step"] > 1.5
-    assert metrics["engine/acceptance_depth_1"] > 0.5
+        if slots == 64 and name == "srt":  # a full cache saves steps
+            assert metrics["engine/tokens_per_decode_step"] > 1.5
+            assert metrics["engine/acceptance_depth_1"] > 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -114,18 +90,18 @@ def test_a_full_cache_saves_steps() -> None:
 def test_run_ahead_changes_no_bit_and_is_followed(dtype: torch.dtype, is_drawn: bool) -> None:
     """Step 1 runs ahead of step 2, or of draws that never come; a sample repeats its run-ahead word for word."""
     policy = tiny_policy(dtype)
-    first, second = train_requests(), train_requests(seed=5)
+    first, second = requests_for(), requests_for(seed=5)
     ahead = [replace(request, is_run_ahead=True) for request in second]
     if not is_drawn:
         ahead = [replace(request, rng_key=request.rng_key ^ 1) for request in ahead]
     expected = [outputs(decode(Engine(policy, options(slots=1)), requests)) for requests in (first, second)]
-    for slots, num_pages in ((16, None), (64, None), (20, 40)):
+    for slots, num_pages in ((64, None), (20, 40)):
         unlimited = options(slots=slots, num_pages=num_pages, run_ahead_max_slowdown=float("inf"))
-        engine = Engine(policy, unlimited, drafter=make_drafter("srt"))
-        assert outputs(generate(engine, first, ahead)) == expected[0]
+        engine = Engine(policy, unlimited, drafter=make_drafter("srt", {}))
+        assert outputs(decode(engine, first, run_ahead=ahead)) == expected[0]
         assert engine.take_metrics()["engine/run_ahead_tokens_made"] > 0
         engine.on_policy_update()
-        assert outputs(generate(engine, second)) == expected[1]
+        assert outputs(decode(engine, second)) == expected[1]
         metrics = engine.take_metrics()
         if is_drawn:
             assert metrics["engine/run_ahead_followed"] > 0
@@ -135,67 +111,51 @@ def test_run_ahead_changes_no_bit_and_is_followed(dtype: torch.dtype, is_drawn: 
 
 
 def test_the_measured_budget_changes_no_bit() -> None:
-    policy = tiny_policy()
-    requests = train_requests()
+    policy, requests = tiny_policy(), requests_for()
     truth = decode(Engine(policy, options(slots=1)), requests)
     for curve in (None, ((1, 1.0), (512, 1.0)), ((1, 1.0), (512, 512.0))):  # measured; rows are free; rows are dear
-        drafter = make_drafter("srt")
-        feed_drafter(drafter, rollouts_of(truth), "train")
+        drafter = make_drafter("srt", texts_of(truth))
         engine = Engine(policy, options(slots=7, draft_budget="auto", cost_points=curve), drafter=drafter)
-        assert outputs(generate(engine, requests)) == outputs(truth)
+        assert outputs(decode(engine, requests)) == outputs(truth)
         verified = engine.take_metrics()["engine/verified_per_decode_step"]
         if curve is not None:
             assert (verified > 2) == (curve[-1][1] == 1.0)
-
-
-def test_an_interrupted_rollout_leaves_nothing_behind() -> None:
-    policy = tiny_policy()
-    requests = train_requests()
-    engine = Engine(policy, options(slots=4), drafter=make_drafter("srt"))
-    completions = engine.generate(requests)
-    next(completions)
-    completions.close()  # type: ignore[attr-defined]
-    assert engine.pool.num_used == 0
-    expected = outputs(decode(Engine(policy, options(slots=1)), requests))
-    assert outputs(generate(engine, requests)) == expected
 
 
 @pytest.mark.parametrize("draft_budget", ["auto", 2])
 def test_a_drafter_has_heard_of_all_ends_when_it_is_asked_and_after_a_rollout(
     draft_budget: Literal["auto"] | int,
 ) -> None:
-    curve = ((8, 1.0), (16, 2.0))
-    chosen = options(slots=4, draft_budget=draft_budget, cost_points=curve)
-    engine = Engine(tiny_policy(), chosen, drafter=(listener := Listener()))
+    chosen = options(slots=4, draft_budget=draft_budget, cost_points=((8, 1.0), (16, 2.0)))
+    engine = Engine(tiny_policy(), chosen, drafter=(drafter := FakeDrafter()))
     for rollout in range(3):
         completions: list[Completion] = []
-        for completion in engine.generate(train_requests(rollout)):
+        for completion in engine.generate(requests_for(seed=rollout)):
             completions.append(completion)
-            assert set(map(id, completions)) <= set(map(id, listener.ends))
-        assert listener.ends == completions
-        assert not listener.live, "no sample is believed to be live"
-        listener.ends.clear()
+            assert set(map(id, completions)) <= set(map(id, drafter.ends))
+        assert drafter.ends == completions
+        assert not drafter.live, "no sample is believed to be live"
+        drafter.ends.clear()
     num_steps = engine.take_metrics()["engine/decode_steps"]
-    assert (listener.num_asked < num_steps) == (draft_budget == "auto")
+    assert (drafter.num_proposals < num_steps) == (draft_budget == "auto")
 
 
 @pytest.mark.parametrize("draft_budget", [0, 2])
 def test_a_drafter_that_fails_at_an_end_says_so_and_the_next_rollout_is_whole(draft_budget: int) -> None:
-    class Grumpy(Listener):
+    class Failing(FakeDrafter):
         def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
             super().finish(slots, completions)
             if 3 <= len(self.ends) < 10:
                 self.ends += [self.ends[0]] * 10  # once
                 raise OSError("no room for what it said")
 
-    drafter = Grumpy()
-    engine = Engine(tiny_policy(), options(slots=4, draft_budget=draft_budget), drafter=drafter)
+    engine = Engine(tiny_policy(), options(slots=4, draft_budget=draft_budget), drafter=(drafter := Failing()))
     with pytest.raises(OSError, match="no room"):
-        generate(engine, train_requests())
+        decode(engine, requests_for())
     assert engine.pool.num_used == 0
     assert not drafter.live
-    found = generate(engine, train_requests())
-    assert outputs(found) == outputs(decode(Engine(tiny_policy(), options(slots=1)), train_requests()))
+    expected = decode(Engine(tiny_policy(), options(slots=1)), requests_for())
+    assert outputs(decode(engine, requests_for())) == outputs(expected)
 
 
 @pytest.mark.parametrize(
@@ -220,45 +180,24 @@ def test_a_drafter_that_breaks_its_promises_is_named(changes: dict[str, list[Any
 
     engine = Engine(tiny_policy(), options(), drafter=Wild())
     with pytest.raises(ValueError, match=r"test_speculation\..*Wild proposed .*" + message):
-        generate(engine, train_requests())
+        decode(engine, requests_for())
     assert engine.pool.num_used == 0
 
 
 def test_recorded_tokens_are_taken_while_there_is_a_trace() -> None:
-    requests = train_requests()
-    engine = Engine(tiny_policy(), options(slots=4), drafter=make_drafter("ngram"))
-    expected = outputs(generate(engine, requests))
+    requests = requests_for()
+    engine = Engine(tiny_policy(), options(slots=4), drafter=make_drafter("ngram", {}))
+    expected = outputs(decode(engine, requests))
     engine.trace = {one.rng_key: np.array([7, 8] * 3, np.int32) for one in requests[:9]}
-    for one, completion in zip(requests, sorted(generate(engine, requests).items()), strict=True):
+    for one, completion in zip(requests, sorted(decode(engine, requests).items()), strict=True):
         num_recorded = min(6, one.sampling.max_new_tokens) if one in requests[:9] else 0
         assert completion[1].token_ids[:num_recorded] == [7, 8, 7, 8, 7, 8][:num_recorded]
     engine.trace = None
-    assert outputs(generate(engine, requests)) == expected
-
-
-def test_stop_strings_and_limits_inside_an_accepted_path() -> None:
-    class Letters:
-        def decode(self, token_ids: list[int], /) -> str:
-            return "".join(chr(60 + token) for token in token_ids)
-
-    policy = tiny_policy()
-    requests = train_requests()
-    truth = decode(Engine(policy, options(slots=1)), requests)
-    stops = tuple({Letters().decode(c.token_ids[3:5]) for c in truth.values() if len(c.token_ids) > 8})
-    stopping = [replace(r, sampling=replace(r.sampling, stop_strings=stops)) for r in requests]
-    expected = outputs(decode(Engine(policy, options(slots=1), tokenizer=Letters()), stopping))
-    assert any(reason == "stop" for _, _, reason in expected.values())
-    drafter = make_drafter("srt")
-    feed_drafter(drafter, rollouts_of(truth), "train")  # the texts go on after the stop strings
-    engine = Engine(policy, options(slots=16), tokenizer=Letters(), drafter=drafter)
-    assert outputs(decode(engine, stopping)) == expected
-    assert engine.take_metrics()["engine/tokens_per_decode_step"] > 1.5
+    assert outputs(decode(engine, requests)) == expected
 
 
 def exact_distribution(policy: Transformer, prompt: tuple[int, ...], length: int) -> np.ndarray:
     """[V ** length] float64: probability of each continuation, by the policy's softmax in float64."""
-    from srtrl.model.attention import PackedPlan
-
     vocab_size = policy.config.vocab_size
     probabilities = np.ones(1)
     contexts: list[tuple[int, ...]] = [()]
@@ -282,22 +221,13 @@ def test_a_million_samples_with_a_full_wrong_cache_have_the_exact_distribution()
     policy = tiny_policy(scale=3.0, vocab_size=vocab_size)
     exact = exact_distribution(policy, prompt, length)
     assert abs(exact.sum() - 1) < 1e-6
-    texts = np.random.default_rng(0).integers(0, vocab_size, (64, length)).astype(np.int32)
-    drafter = make_drafter("history", max_rollouts=64)
-    feed_drafter(drafter, [RecordedPrompt(prompt_id="0", prompt_token_ids=prompt, samples=list(texts))], "train")
+    texts = np.random.default_rng(0).integers(0, vocab_size, (64, length))
+    drafter = make_drafter("history", {prompt: list(texts)}, max_rollouts=64)
     engine = Engine(policy, options(slots=256, deterministic=False, draft_budget=6), drafter=drafter)
     counts = np.zeros(len(exact), np.int64)
     for first in range(0, num_samples, 20_000):
         requests = [
-            Request(
-                prompt_id="0",
-                prompt_token_ids=prompt,
-                draw_index=0,
-                sample_index=index,
-                rng_key=make_rng_key(0, "train", 0, index),
-                sampling=SamplingParams(max_new_tokens=length),
-                purpose="train",
-            )
+            make_request(0, index, prompt, rng_key=make_rng_key(0, "train", 0, index), max_new_tokens=length)
             for index in range(first, first + 20_000)
         ]
         for completion in engine.generate(requests):
