@@ -16,8 +16,8 @@ from srtrl.engine.runner import RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import row_logprobs_reference, sample_rows_reference
 from srtrl.model.attention import PackedPlan
 from srtrl.model.hf_config import config_from_hf
+from srtrl.model.paged_attention import ReferencePlan
 from srtrl.model.transformer import Transformer
-from srtrl.model.tree_attention import ReferencePlan
 from srtrl.model.weights import init_model
 
 PAGE_SIZE = 4
@@ -77,7 +77,7 @@ def compute_by_reference(runner: CudaRunner) -> Callable[[CudaStep], None]:
 
     @torch.inference_mode()
     def compute(step: CudaStep) -> None:
-        plan = ReferencePlan(runner.cache, step.rows, runner.planner.max_positions)
+        plan = ReferencePlan(runner.cache, step.rows)
         step.hidden.copy_(runner.model(step.rows.token_ids.long(), plan))
         if step.shape.num_sampled:
             logits = runner.model.logits(step.hidden[: step.shape.num_sampled])

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from srtrl.model.fused_forward import fused_forward
 from srtrl.model.hf_config import config_from_hf
-from srtrl.model.paged_attention import KVCache
+from srtrl.model.paged_attention import KVCache, ReferencePlan
 from srtrl.model.transformer import Transformer
-from srtrl.model.tree_attention import AttentionScratch, ReferencePlan
+from srtrl.model.tree_attention import AttentionScratch
 from srtrl.model.weights import init_model
 
 NUM_POSITIONS = 40
@@ -26,7 +26,9 @@ def step_of() -> TreeStep:
 
 def cache_for(model: Transformer, step: TreeStep) -> KVCache:
     config = model.config
-    return make_cache(step.num_pages, 4, config.num_key_value_heads, config.head_dim, model.dtype, model.num_layers)
+    return make_cache(
+        step.num_pages, 4, config.num_key_value_heads, config.head_dim, model.dtype, num_layers=model.num_layers
+    )
 
 
 def run(model: Transformer, cache: KVCache, step: TreeStep) -> Tensor:
@@ -50,7 +52,7 @@ def run(model: Transformer, cache: KVCache, step: TreeStep) -> Tensor:
 
 @torch.inference_mode()
 def expected_of(model: Transformer, cache: KVCache, step: TreeStep) -> Tensor:
-    hidden: Tensor = model(step.rows.token_ids.long(), ReferencePlan(cache, step.rows, NUM_POSITIONS))
+    hidden: Tensor = model(step.rows.token_ids.long(), ReferencePlan(cache, step.rows))
     return hidden[: step.num_real]
 
 

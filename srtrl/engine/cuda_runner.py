@@ -31,8 +31,9 @@ from srtrl.engine.runner import (
 )
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference
 from srtrl.model.attention import copy_to_device
+from srtrl.model.paged_attention import TreeRows
 from srtrl.model.transformer import Transformer
-from srtrl.model.tree_attention import AttentionScratch, TreeRows, choose_split_keys
+from srtrl.model.tree_attention import AttentionScratch, choose_split_keys
 
 LOGITS_AT_ONCE = 1024
 """Rows whose logits exist at the same time: with a vocabulary of 152 thousand in bfloat16 they take 0.3 GB."""

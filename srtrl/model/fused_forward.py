@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from srtrl.model.paged_attention import KVCache
+from srtrl.model.paged_attention import KVCache, TreeRows
 from srtrl.model.transformer import Layer, Transformer
-from srtrl.model.tree_attention import AttentionScratch, TreeRows
+from srtrl.model.tree_attention import AttentionScratch
 from srtrl.model.triton_attention import attend_tree
 from srtrl.model.triton_layers import add_rms_norm, rope_and_store, silu_and_mul
 

@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from srtrl.model.tree_attention import AttentionScratch, TreeRows, keys_at_once
+from srtrl.model.paged_attention import TreeRows
+from srtrl.model.tree_attention import AttentionScratch, keys_at_once
 from srtrl.model.triton_jit import jit, jit_unspecialised
 
 LOG2_E = 1.4426950408889634
