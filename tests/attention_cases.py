@@ -140,6 +140,6 @@ def attend_by_reference(step: TreeStep, cache: KVCache, q: Tensor) -> Tensor:
 def random_queries(
     num_rows: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: str = KERNEL_DEVICE
 ) -> Tensor:
-    """[N, H, E], a view of wider rows, as after the fused projection."""
-    wide = torch.randn(num_rows, num_heads + 3, head_dim, generator=torch.Generator().manual_seed(7))
-    return wide.to(device, dtype)[:, :num_heads]
+    """[N, H, E]."""
+    heads = torch.randn(num_rows, num_heads, head_dim, generator=torch.Generator().manual_seed(7))
+    return heads.to(device, dtype)

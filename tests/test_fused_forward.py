@@ -9,11 +9,11 @@ from kernel_cases import KERNEL_DEVICE
 from model_cases import CASES, ModelCase, load_ours, make_hf_model
 from torch import Tensor
 
-from srtrl.model.fused_forward import fused_forward
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.paged_attention import KVCache, ReferencePlan
 from srtrl.model.transformer import Transformer
 from srtrl.model.tree_attention import AttentionScratch
+from srtrl.model.triton_layers import fused_forward
 from srtrl.model.weights import init_model
 
 NUM_POSITIONS = 40
@@ -66,11 +66,12 @@ def test_hidden_states_are_those_of_the_eager_model(case: ModelCase, dtype: torc
     cache, eager_cache = cache_for(model, step), cache_for(model, step)
     hidden, expected = run(model, cache, step), expected_of(model, eager_cache, step)
     assert float(expected.float().std()) > 0.1
-    # Sums of the norms differ in their order; in bfloat16 a sum that rounds the other way is carried through layers.
+    # Sums of the norms differ in their order, and the kernel rounds the weights of the attention to bfloat16; a number
+    # that rounds the other way is carried through layers.
     tolerance = 2e-5 if dtype == torch.float32 else 0.12
     torch.testing.assert_close(hidden, expected, rtol=0, atol=tolerance)
     if dtype == torch.bfloat16:
-        assert float((hidden - expected).float().pow(2).mean().sqrt()) < 0.01
+        assert float((hidden - expected).float().pow(2).mean().sqrt()) < 0.02
     torch.testing.assert_close(cache.key_pages, eager_cache.key_pages, rtol=0, atol=tolerance)
     torch.testing.assert_close(cache.value_pages, eager_cache.value_pages, rtol=0, atol=tolerance)
 

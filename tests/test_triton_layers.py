@@ -39,9 +39,9 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
 
 
 @jit
-def _round_all(values: tl.tensor, out: tl.tensor, LENGTH: tl.constexpr, BY_BITS: tl.constexpr) -> None:
+def _round_all(values: tl.tensor, out: tl.tensor, LENGTH: tl.constexpr) -> None:
     lanes = tl.arange(0, LENGTH)
-    tl.store(out + lanes, rounded(tl.load(values + lanes), tl.bfloat16, BY_BITS))
+    tl.store(out + lanes, rounded(tl.load(values + lanes), tl.bfloat16))
 
 
 def test_rounding_is_to_the_nearest_and_ties_go_to_even() -> None:
@@ -52,7 +52,7 @@ def test_rounding_is_to_the_nearest_and_ties_go_to_even() -> None:
     values[:3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
     values = values.to(KERNEL_DEVICE)
     out = torch.empty(4096, dtype=torch.bfloat16, device=KERNEL_DEVICE)
-    _round_all[(1,)](values, out, LENGTH=4096, BY_BITS=KERNEL_DEVICE == "cpu")
+    _round_all[(1,)](values, out, LENGTH=4096)
     assert torch.equal(out.nan_to_num(7.0), values.bfloat16().nan_to_num(7.0))
 
 
@@ -125,7 +125,6 @@ def test_rotation_and_store_round_as_the_eager_model(
     rope = Rope(*shape, dtype, qk_norm)
     q, keys, values = rope.expected()
     rotated = rope.run()
-    assert rotated.data_ptr() == rope.qkv.data_ptr()
     if qk_norm:
         assert_same(rotated, q)
         assert_same(rope.keys, keys)

@@ -311,7 +311,7 @@ class CudaRunner:
 
         It asks the device nothing and allocates nothing whose size depends on data: a graph can hold it.
         """
-        from srtrl.model.fused_forward import fused_forward
+        from srtrl.model.triton_layers import fused_forward
 
         fused_forward(
             self.model,
