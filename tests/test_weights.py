@@ -224,56 +224,44 @@ def test_damaged_folders_are_refused(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "named", "supported"),
+    ("fields", "named", "expected"),
     [
-        ({"model_type": "mixtral"}, "model_type is 'mixtral'", "llama, qwen2, qwen3"),
-        ({"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe'", "llama, qwen2, qwen3"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'", "silu"),
+        ({"model_type": "mixtral"}, "model_type is 'mixtral'", "'llama', 'qwen2' or 'qwen3'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'", "'silu'"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1", "0"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is True", "false"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is", "full_attention"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is {'quant_method'", "unquantised"),
-        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map is", "without code of its own"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters.rope_type is 'yarn'", "llama3"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.rope_type is 'dynamic'", "linear"),
-        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling.rope_type is 'longrope'", "default"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is True", "False"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.1 is 'sliding", "'full_attention'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is {'quant_method'", "None"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map is", "code of its own"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters: rope_type is 'yarn'", "'llama3'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling: rope_type is 'dynamic'", "'linear'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5", "1"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25", "1"),
-        ({"rope_parameters": {"mrope_section": [1, 2]}}, "rope_parameters.mrope_section is [1, 2]", "rope_theta"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads is 3", "a divisor of num_attention_heads (4)"),
-        ({"head_dim": 7}, "head_dim is 7", "even"),
+        ({"rope_parameters": {"mrope_section": [1, 2]}}, "rope_parameters has mrope_section", "rope_theta"),
+        ({"rope_parameters": []}, "rope_parameters is []", "a mapping"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3", "num_attention_heads (4)"),
+        ({"head_dim": 7}, "head_dim is 7", "multiple of 2"),
         ({"rope_parameters": LLAMA3 | {"rope_type": "llama3", "high_freq_factor": 1.0}}, "high_freq_factor", "more"),
+        ({"vocab_size": None}, "vocab_size is missing", "required"),
+        ({"hidden_size": 24.5}, "hidden_size is 24.5", "integer"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True", "integer"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0", "greater than 0"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'", "number"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf", "finite number"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'", "boolean"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling has", "factor"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value,
 )
-def test_unsupported_options_are_refused_by_name(
-    fields: dict[str, Any], named: str, supported: str, folder: Path
+def test_what_a_config_asks_for_in_vain_is_refused_by_name(
+    fields: dict[str, Any], named: str, expected: str, folder: Path
 ) -> None:
     _edit_json(folder / "config.json", **fields)
-    with pytest.raises(ValueError, match="which srtrl does not support") as refusal:
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011 - the message is checked here
         _load(folder)
-    message = str(refusal.value)
-    assert message.startswith(f"{folder / 'config.json'}: ")
-    assert named in message
-    assert supported in message.split("supported: ")[1]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"vocab_size": None}, "vocab_size is missing"),
-        ({"hidden_size": 24.5}, "hidden_size is 24.5; expected a positive integer"),
-        ({"num_hidden_layers": True}, "num_hidden_layers is True; expected a positive integer"),
-        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; expected a positive number"),
-        ({"rope_theta": float("nan")}, "rope_theta is nan; expected a positive number"),
-        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; expected true or false"),
-        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is None; expected a positive number"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_nonsense_in_a_config_is_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        config_from_hf(FIELDS | fields)
+    before, _, after = str(refusal.value).partition(named)
+    assert before.startswith(f"{folder / 'config.json'}: ")
+    assert expected in after
 
 
 @pytest.mark.parametrize("rope", [{"type": "llama3", **LLAMA3}, {"rope_type": "linear", "factor": 2.0}, None])
