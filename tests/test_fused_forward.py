@@ -27,7 +27,7 @@ def step_of() -> TreeStep:
 def cache_for(model: Transformer, step: TreeStep) -> KVCache:
     config = model.config
     return make_cache(
-        step.num_pages, 4, config.num_key_value_heads, config.head_dim, model.dtype, num_layers=model.num_layers
+        step.num_pages, 4, config.num_key_value_heads, config.head_dim, model.dtype, num_layers=len(model.layers)
     )
 
 

@@ -200,7 +200,7 @@ def test_damaged_folders_are_refused(folder: Path, tmp_path: Path) -> None:
     save_model(_load(folder), tmp_path / "sharded", max_shard_bytes=20_000)
     shard = min((tmp_path / "sharded").glob("*.safetensors"))
     shard.unlink()
-    with pytest.raises(ValueError, match=f"index.json: names {shard.name}, which is not in the folder"):
+    with pytest.raises(ValueError, match=f"{shard.name}: no readable safetensors file .*is the download complete"):
         _load(tmp_path / "sharded")
     weight_file = folder / "model.safetensors"
     weight_file.write_bytes(weight_file.read_bytes()[:-100])

@@ -246,11 +246,6 @@ class Transformer(nn.Module):
         self.rotary = RotaryTable(config.rope, config.head_dim)
 
     @property
-    def num_layers(self) -> int:
-        """Number of layers, each with its own keys and values."""
-        return self.config.num_hidden_layers
-
-    @property
     def dtype(self) -> torch.dtype:
         """Type of the weights."""
         return self.embedding.dtype

@@ -1,7 +1,7 @@
 """The decoder's forward pass on a CUDA device: `Transformer.forward` with fused kernels between the matrix products.
 
-Nine launches per layer: four matrix products, two residual adds with their norms, rotation and store, attention, and
-the gated activation. All that is read lies at fixed addresses and nothing here asks the device anything, so a CUDA
+Ten launches per layer: four matrix products, two residual adds with their norms, rotation and store, attention, and two
+for the gated activation. All that is read lies at fixed addresses and nothing here asks the device anything, so a CUDA
 graph can hold it.
 
 Each kernel rounds where `transformer.py` rounds: half types are computed in float32 and rounded after every operation
@@ -23,7 +23,6 @@ from srtrl.model.tree_attention import AttentionScratch
 from srtrl.model.triton_attention import attend_tree
 from srtrl.model.triton_jit import jit
 
-_PIECE = 1024  # elements of a row that one program of `silu_and_mul` takes
 _HEADS_AT_ONCE = 16  # heads of a row that one program of `rope_and_store` takes
 
 
@@ -67,7 +66,8 @@ def fused_forward(
         attend_tree(q, keys, values, rows, attended, scratch=scratch, block_m=block_m, num_splits=num_splits)
         update = layer.o_proj(attended.flatten(1))
         normed = add_rms_norm(hidden, update, layer.mlp_norm, eps)
-        update = layer.down_proj(silu_and_mul(layer.gate_up_proj(normed)))
+        gate, up = layer.gate_up_proj(normed).chunk(2, dim=-1)
+        update = layer.down_proj(functional.silu(gate) * up)
     add_rms_norm(hidden, update, model.final_norm, eps, out=out)
 
 
@@ -236,27 +236,3 @@ def normed_heads(
     of_queries = tl.load(q_weights, mask=inside & is_query, other=0.0)
     of_keys = tl.load(k_weights, mask=inside & ~is_query, other=0.0)
     return rounded(rounded(scaled, DTYPE) * (of_queries + of_keys).to(tl.float32), DTYPE)
-
-
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of the fused projection's rows [N, 2 I], each gate and then up: [N, I]."""
-    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    assert gate_up.is_contiguous()
-    out = gate_up.new_empty(num_rows, width)
-    block = min(_PIECE, triton.next_power_of_2(width))
-    silu_and_mul_rows[(num_rows, triton.cdiv(width, block))](
-        gate_up, out, WIDTH=width, BLOCK=block, num_warps=4, enable_fp_fusion=False
-    )
-    return out
-
-
-@jit
-def silu_and_mul_rows(gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """One program per row and piece of it."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < WIDTH
-    gate = tl.load(gate_up + row * (2 * WIDTH) + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-    activated = rounded(tl.div_rn(gate, 1.0 + tl.exp(-gate)), gate_up.dtype.element_ty)
-    tl.store(out + row * WIDTH + columns, activated * up, mask=inside)

@@ -33,8 +33,8 @@ def locate(path: str | Path) -> Path:
     if name.startswith("bundled:"):
         folder = BUNDLED_FOLDER / name.removeprefix("bundled:")
         if not folder.is_dir() or folder.parent != BUNDLED_FOLDER:
-            bundled = sorted(entry.name for entry in BUNDLED_FOLDER.glob("*/")) if BUNDLED_FOLDER.is_dir() else []
-            raise ValueError(f"{name}: no such bundled model; bundled are: {', '.join(bundled) or 'none'}")
+            bundled = sorted(entry.name for entry in BUNDLED_FOLDER.glob("*/"))
+            raise ValueError(f"{name}: no such bundled model; bundled are: {', '.join(bundled)}")
         return folder
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -258,11 +258,7 @@ def _weight_files(folder: Path) -> Sequence[Path]:
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"{index}: no weight_map from tensors to files")
-    files = [folder / name for name in sorted(set(weight_map.values()))]
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"{index}: names {file.name}, which is not in the folder; is the download complete?")
-    return files
+    return [folder / name for name in sorted(set(weight_map.values()))]
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
@@ -281,7 +277,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
                         "(float32, bfloat16, float16, float64)"
                     )
                 yield name, tensor
-    except SafetensorError as error:
+    except (SafetensorError, FileNotFoundError) as error:
         raise ValueError(f"{file}: no readable safetensors file ({error}); is the download complete?") from error
 
 
