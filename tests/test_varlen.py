@@ -79,13 +79,6 @@ def test_the_kernel_is_given_what_it_needs(lengths: list[int], counts: tuple[int
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, (q, k, v), slope), rtol=1e-11, atol=1e-11)
 
 
-def test_starts_are_those_of_the_sequences() -> None:
-    plan = PackedPlan.from_lengths([3, 1, 5], CPU)
-    assert plan.starts.tolist() == [0, 3, 4, 9]
-    assert plan.starts.dtype == torch.int32
-    assert plan.starts is plan.starts, "made once for all layers"
-
-
 @pytest.mark.usefixtures("_kernel")
 def test_float32_queries_of_autocast_are_cast_to_the_values_type() -> None:
     """The rotary table is float32 where the weights are, so queries and keys are; values come out of a product."""
