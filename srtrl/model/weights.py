@@ -208,7 +208,6 @@ def save_model(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5 * 1000**3,
 ) -> None:
     """Write a folder in Hugging Face layout: weights, config and, if given, the tokenizer.
 
@@ -220,7 +219,6 @@ def save_model(
         folder: Made if it does not exist.
         tokenizer: Saved beside the weights.
         dtype: Type of the saved weights; by default the model's.
-        max_shard_bytes: Weights beyond this go to several files with an index (a single larger tensor has its own).
 
     Raises:
         ValueError: The folder already holds weights: files of two models must not mix.
@@ -231,7 +229,7 @@ def save_model(
     folder.mkdir(parents=True, exist_ok=True)
     dtype = dtype or model.dtype
     copies = {name: tensor.to(device="cpu", dtype=dtype, copy=True) for name, tensor in named_tensors(model).items()}
-    huggingface_hub.save_torch_state_dict(copies, folder, max_shard_size=max_shard_bytes)
+    huggingface_hub.save_torch_state_dict(copies, folder)  # in several files where they are many
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors makes it readable for its owner only
     config = model.config
