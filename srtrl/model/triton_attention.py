@@ -78,6 +78,7 @@ def attend_tree(
         SPLIT=num_splits > 1,
         num_warps=4,
         num_stages=NUM_STAGES,
+        maxnreg=255,  # else the assembler gives float32 heads 32 registers and keeps the rest in memory
     )
     if num_splits > 1:
         grid = (num_programs, block_m // group * group)
