@@ -140,9 +140,12 @@ def test_gradient_checkpointing_changes_no_gradient(monkeypatch: pytest.MonkeyPa
     sequences = random_sequences(97, LENGTHS)
     attended: list[int] = []
     attend = PackedPlan.attend
-    monkeypatch.setattr(
-        PackedPlan, "attend", lambda plan, layer, *heads: attended.append(layer) or attend(plan, layer, *heads)
-    )
+
+    def recorded(plan: PackedPlan, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        attended.append(layer)
+        return attend(plan, layer, q, k, v)
+
+    monkeypatch.setattr(PackedPlan, "attend", recorded)
     gradients = []
     for recompute, layers in ((False, [0, 1]), (True, [0, 1, 1, 0])):
         model.gradient_checkpointing = recompute

@@ -140,7 +140,9 @@ def test_hidden_states_are_those_of_the_eager_model_at_real_widths() -> None:
     """Three layers of Qwen2.5-1.5B."""
     heads = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128}
     sizes = {"vocab_size": 1024, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 3}
-    model = init_model(config_from_hf(CASES[8].fields | heads | sizes | {"model_type": "qwen2"}), 0, torch.bfloat16, "cpu").to("cuda")
+    model = init_model(
+        config_from_hf(CASES[8].fields | heads | sizes | {"model_type": "qwen2"}), 0, torch.bfloat16, "cpu"
+    ).to("cuda")
     (hidden, _), (expected, _) = forward_both(model, step_of())
     error = (hidden - expected).float()
     assert float(error.pow(2).mean().sqrt()) < 0.02 * float(expected.float().std())
