@@ -11,8 +11,8 @@ from step_cases import random_trees
 from torch import Tensor
 
 from srtrl.engine.rows import PrefillChunk, StepInputs, StepShape, fill_inputs
-from srtrl.model.paged_attention import KVCache
-from srtrl.model.tree_attention import AttentionScratch, TreeRows, attend_tree_reference
+from srtrl.model.paged_attention import KVCache, ReferencePlan, TreeRows
+from srtrl.model.tree_attention import AttentionScratch
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,6 +37,7 @@ def make_step(
     rows_per_tile: int = 4,
     split_keys: int = 1 << 20,
     padding: int = 0,
+    device: str = KERNEL_DEVICE,
 ) -> TreeStep:
     """Sequences of `contexts` tokens with trees of `sizes` nodes, and prefill `chunks` (start, length)."""
     random = np.random.default_rng(seed)
@@ -74,16 +75,22 @@ def make_step(
         for table, (start, count) in enumerate(chunks, len(contexts))
     ]
     fill_inputs(inputs, batch, np.arange(len(contexts)), trees, prefill, page_size)
-    tensors = {
-        field.name: torch.from_numpy(getattr(inputs, field.name)).to(KERNEL_DEVICE) for field in fields(TreeRows)
-    }
+    tensors = {field.name: torch.from_numpy(getattr(inputs, field.name)).to(device) for field in fields(TreeRows)}
     return TreeStep(rows=TreeRows(**tensors), num_real=num_real, num_pages=num_tables * width, lengths=lengths)
 
 
 def make_cache(
-    num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, num_layers: int = 1
+    num_pages: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    num_layers: int = 1,
+    token_major: bool = True,
+    device: str = KERNEL_DEVICE,
 ) -> KVCache:
-    """Token-major pages of random numbers."""
+    """Pages of random numbers."""
     cache = KVCache(
         num_layers=num_layers,
         num_pages=num_pages,
@@ -91,8 +98,8 @@ def make_cache(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=dtype,
-        device=KERNEL_DEVICE,
-        token_major=True,
+        device=device,
+        token_major=token_major,
     )
     generator = torch.Generator().manual_seed(num_pages)
     for pages in (cache.key_pages, cache.value_pages):
@@ -127,12 +134,14 @@ def attend_by_kernel(
 
 def attend_by_reference(step: TreeStep, cache: KVCache, q: Tensor) -> Tensor:
     """What `attend_by_kernel` should give."""
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    attend_tree_reference(q, cache.kernel_keys(0), cache.kernel_values(0), step.rows, out)
-    return out
+    indices = step.rows.kv_indices.long()
+    k, v = (pages.flatten(0, 1)[indices] for pages in (cache.kernel_keys(0), cache.kernel_values(0)))
+    return ReferencePlan(cache, step.rows).attend(0, q, k, v)
 
 
-def random_queries(num_rows: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """[N, H, E], a view of wider rows, as after the fused projection."""
-    wide = torch.randn(num_rows, num_heads + 3, head_dim, generator=torch.Generator().manual_seed(7))
-    return wide.to(KERNEL_DEVICE, dtype)[:, :num_heads]
+def random_queries(
+    num_rows: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: str = KERNEL_DEVICE
+) -> Tensor:
+    """[N, H, E]."""
+    heads = torch.randn(num_rows, num_heads, head_dim, generator=torch.Generator().manual_seed(7))
+    return heads.to(device, dtype)

@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 
 if find_spec("triton") is None:  # there is none for macOS, and no CUDA path to test
     collect_ignore_glob = [
-        *("test_triton_*", "test_gpu_*", "test_fused_forward*", "test_cuda_runner*"),
+        *("test_triton_*", "test_gpu_*", "test_cuda_runner*"),
         "test_engine_cuda*",
     ]
 

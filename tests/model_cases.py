@@ -112,10 +112,10 @@ def _widen_norms(model: nn.Module) -> None:
             module.register_forward_hook(norm_in_float64)
 
 
-def load_ours(hf_model: nn.Module, folder: Path, dtype: torch.dtype) -> Transformer:
+def load_ours(hf_model: nn.Module, folder: Path, dtype: torch.dtype, max_shard_size: int = 10**9) -> Transformer:
     """Save a `transformers` model to `folder` and load it as ours."""
     save_pretrained: Any = hf_model.save_pretrained
-    save_pretrained(folder)
+    save_pretrained(folder, max_shard_size=max_shard_size)
     return load_model(folder, dtype=dtype, device="cpu")
 
 

@@ -19,8 +19,8 @@ from srtrl.engine.rows import BatchArrays, PrefillChunk
 from srtrl.engine.runner import RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import row_logprobs_reference, sample_rows_reference
 from srtrl.model.attention import PackedPlan
+from srtrl.model.paged_attention import ReferencePlan
 from srtrl.model.transformer import Transformer
-from srtrl.model.tree_attention import ReferencePlan
 
 PAGE_SIZE = 4
 MAX_TOKENS = 48
@@ -33,7 +33,7 @@ RunnerFactory = Callable[[Transformer, torch.dtype | None], Runner]
 
 def runner_policy() -> Transformer:
     """Two layers, with query heads that share key-value heads and norms of heads."""
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     return tiny_policy(hidden_size=32, model_type="qwen3", scale=4.0, **heads).to(KERNEL_DEVICE)
 
 
@@ -53,7 +53,7 @@ def compute_by_reference(runner: CudaRunner) -> Callable[[CudaStep], None]:
 
     @torch.inference_mode()
     def compute(step: CudaStep) -> None:
-        plan = ReferencePlan(runner.cache, step.rows, runner.planner.max_positions)
+        plan = ReferencePlan(runner.cache, step.rows)
         step.hidden.copy_(runner.model(step.rows.token_ids.long(), plan))
         if step.shape.num_sampled:
             logits = runner.model.logits(step.hidden[: step.shape.num_sampled])

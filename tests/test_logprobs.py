@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from srtrl.model import logprobs as logprobs_module
 from srtrl.model.logprobs import (
     MAX_CHUNK_BYTES,
     MAX_CHUNK_TOKENS,
@@ -19,15 +18,6 @@ from srtrl.model.logprobs import (
 )
 
 R, V, D = 37, 53, 11
-
-
-@pytest.fixture(params=["keeps the distributions", "computes them again"])
-def memory_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways through the backward pass."""
-    name: str = request.param
-    if name == "computes them again":
-        monkeypatch.setattr(logprobs_module, "MAX_SAVED_ELEMENTS", 0)
-    return name
 
 
 def make_inputs(num_tokens: int = R, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,7 +43,7 @@ def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], kinds: str) -
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 @pytest.mark.parametrize(("num_tokens", "chunk_size"), [(R, 8), (R, 1), (R, 37), (R, 1024), (1, 8)])
 def test_values_and_gradients_equal_the_reference(
-    num_tokens: int, chunk_size: int, temperature: float, kinds: str, memory_path: str
+    num_tokens: int, chunk_size: int, temperature: float, kinds: str
 ) -> None:
     hidden, weight, target_ids = make_inputs(num_tokens)
     ours = token_logprobs(hidden, weight, target_ids, temperature=temperature, chunk_size=chunk_size)
@@ -63,25 +53,13 @@ def test_values_and_gradients_equal_the_reference(
     torch.testing.assert_close(our_gradients, gradients(reference, (hidden, weight), kinds), rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_equal_finite_differences(memory_path: str) -> None:
+def test_gradients_equal_finite_differences() -> None:
     hidden, weight, target_ids = make_inputs(5)
 
     def function(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return token_logprobs(hidden, weight, target_ids, temperature=0.7, chunk_size=2)
 
     assert torch.autograd.gradcheck(function, (hidden, weight))
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_kept_and_recomputed_distributions_give_the_same_bits(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, weight, target_ids = make_inputs(dtype=torch.float32)
-    found = []
-    for limit in (0, 2**24):
-        monkeypatch.setattr(logprobs_module, "MAX_SAVED_ELEMENTS", limit)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            outputs = token_logprobs(hidden, weight, target_ids, temperature=0.9, chunk_size=8)
-        found.append((*outputs, *gradients(outputs, (hidden, weight), "logprobs and entropy")))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_a_frozen_input_gets_no_gradient() -> None:
@@ -100,30 +78,6 @@ def test_no_tokens_give_empty_outputs_and_zero_gradients() -> None:
     grad_hidden, grad_weight = torch.autograd.grad(logprobs.sum(), (hidden, weight))
     assert grad_hidden.shape == (0, D)
     assert torch.equal(grad_weight, torch.zeros(V, D, dtype=torch.float64))
-
-
-class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remembers the most elements that any operator returned."""
-
-    num_elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, Tensor):
-                self.num_elements = max(self.num_elements, value.numel())
-        return result
-
-
-def test_no_tensor_is_larger_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs_module, "MAX_SAVED_ELEMENTS", 0)
-    num_tokens, chunk_size = 400, 16
-    hidden, weight, target_ids = make_inputs(num_tokens)
-    with LargestTensor() as largest:  # type: ignore[no-untyped-call]
-        logprobs, entropy = token_logprobs(hidden, weight, target_ids, temperature=0.5, chunk_size=chunk_size)
-        (logprobs + entropy).sum().backward()  # type: ignore[no-untyped-call]
-    assert largest.num_elements == max(num_tokens * D, chunk_size * V, V * D)
-    assert largest.num_elements < num_tokens * V
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -146,8 +100,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("kinds", ["logprobs", "logprobs and entropy"])
-def test_two_chunks_of_logits_are_the_most_that_is_held(kinds: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs_module, "MAX_SAVED_ELEMENTS", 0)
+def test_two_chunks_of_logits_are_the_most_that_is_held(kinds: str) -> None:
     num_tokens, chunk_size, vocab_size = 300, 32, 4096
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(num_tokens, 2, generator=generator).requires_grad_()
@@ -171,15 +124,6 @@ def test_chunks_are_bounded_by_rows_and_by_bytes() -> None:
     assert chunk_tokens(10**9) == 64, "a chunk holds a tile of rows whatever the vocabulary"
 
 
-def test_distributions_beyond_the_limit_are_not_kept() -> None:
-    for num_tokens, kept in ((2**14, True), (2**14 + 1, False)):
-        hidden = torch.zeros(num_tokens, 1, requires_grad=True)
-        target_ids = torch.zeros(num_tokens, dtype=torch.int64)
-        logprobs, _ = token_logprobs(hidden, torch.zeros(2**10, 1), target_ids, temperature=1.0)
-        assert logprobs.grad_fn is not None
-        assert (logprobs.grad_fn.saved_distributions is not None) == kept  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_have_the_type_of_the_weights_and_the_rest_is_float32(dtype: torch.dtype) -> None:
     hidden, weight, target_ids = make_inputs(dtype=dtype)
@@ -195,7 +139,7 @@ def test_logits_have_the_type_of_the_weights_and_the_rest_is_float32(dtype: torc
     torch.testing.assert_close((grad_hidden, grad_weight), exact_gradients, rtol=tolerance, atol=10 * tolerance)
 
 
-def test_autocast_computes_logits_in_its_type_and_sums_gradients_in_the_weights_type(memory_path: str) -> None:
+def test_autocast_computes_logits_in_its_type_and_sums_gradients_in_the_weights_type() -> None:
     hidden, weight, target_ids = make_inputs(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         ours = token_logprobs(hidden, weight, target_ids, temperature=1.3, chunk_size=8)

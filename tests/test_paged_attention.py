@@ -1,10 +1,12 @@
 """The paged decode path: against `transformers` for every family, and the kernel against its plain PyTorch twin."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from attention_cases import make_cache, make_step, random_queries
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_cases import CASES, ModelCase, hf_logits, load_ours, make_hf_model, random_sequences
@@ -13,7 +15,7 @@ from step_cases import branch, launch, make_batch, prefill, random_tree, record_
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.options import EngineOptions
-from srtrl.model.paged_attention import KVCache, PagedPlan, PagedRows, ReferenceRows
+from srtrl.model.paged_attention import PagedPlan, ReferencePlan
 
 PAGE_SIZE = 4
 
@@ -47,102 +49,49 @@ def test_logits_of_roots_and_tree_nodes_are_those_of_transformers(
     torch.testing.assert_close(logits, torch.stack(expected), rtol=0, atol=tolerance)
 
 
-def random_rows(random: np.random.Generator, num_rows: int, longest: int, page_size: int) -> tuple[PagedRows, int]:
-    """Rows of as many sequences, some of them draft nodes with ancestors anywhere in two words; and their pages."""
-    pages_each = (longest + 64) // page_size + 1
-    num_pages = num_rows * pages_each
-    tables = random.permutation(num_pages).astype(np.int32).reshape(num_rows, pages_each)
-    contexts = random.integers(1, longest + 1, num_rows).astype(np.int32)
-    depths = random.integers(0, 6, num_rows)
-    seen = np.zeros((num_rows, 64), np.uint8)
-    for n in range(num_rows):
-        seen[n, random.permutation(64)[: depths[n]]] = 1
-    last = np.where(depths > 0, 63 - seen[:, ::-1].argmax(axis=1), -1)  # the row's own node
-    own = contexts + last
-    rows = PagedRows(
-        positions=(contexts - 1 + depths).astype(np.int32),
-        kv_indices=tables[np.arange(num_rows), own // page_size] * np.int32(page_size) + (own % page_size).astype("i4"),
-        context_lengths=contexts,
-        ancestors=np.packbits(seen, axis=1, bitorder="little").view(np.int32),
-        row_tables=np.arange(num_rows, dtype=np.int32),
-        page_tables=tables,
-    )
-    return rows, num_pages
-
-
 @settings(deadline=None, max_examples=40)
 @given(
-    num_rows=st.integers(1, 20),
-    longest=st.integers(1, 90),
+    contexts=st.lists(st.integers(1, 90), min_size=1, max_size=4),
+    sizes=st.lists(st.integers(0, 40), min_size=4, max_size=4),
+    chunk=st.tuples(st.integers(0, 30), st.integers(1, 5)),
     page_size=st.sampled_from([1, 5, 16]),
-    heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (7, 7)]),
-    head_dim=st.sampled_from([2, 9, 16]),
-    half=st.booleans(),
+    heads=st.sampled_from([(1, 1, 2), (4, 2, 16), (6, 1, 9), (7, 7, 24)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 1000),
 )
-def test_kernel_agrees_with_the_reference(
-    num_rows: int, longest: int, page_size: int, heads: tuple[int, int], head_dim: int, half: bool, seed: int
+def test_kernel_agrees_with_the_reference_and_a_rows_bits_do_not_depend_on_the_batch(
+    contexts: list[int],
+    sizes: list[int],
+    chunk: tuple[int, int],
+    page_size: int,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    seed: int,
 ) -> None:
-    random = np.random.default_rng(seed)
-    rows, num_pages = random_rows(random, num_rows, longest, page_size)
-    dtype = torch.bfloat16 if half else torch.float32
-    cache = KVCache(
-        num_layers=2,
-        num_pages=num_pages,
-        page_size=page_size,
-        num_kv_heads=heads[1],
-        head_dim=head_dim,
-        dtype=dtype,
-        device="cpu",
+    sizes = sizes[: len(contexts)]
+    step = make_step(seed, contexts=contexts, sizes=sizes, chunks=[chunk], page_size=page_size, padding=3, device="cpu")
+    num_heads, num_kv_heads, head_dim = heads
+    cache = make_cache(
+        step.num_pages, page_size, num_kv_heads, head_dim, dtype, num_layers=2, token_major=False, device="cpu"
     )
-    generator = torch.Generator().manual_seed(seed)
-    cache.key_pages.normal_(generator=generator)
-    cache.value_pages.normal_(generator=generator)
-    q = (3 * torch.randn(num_rows + 3, heads[0], head_dim, generator=generator)).to(dtype)
-    k, v = torch.randn(2, num_rows + 3, heads[1], head_dim, generator=generator).to(dtype)
-    padded = PagedRows(
-        **{
-            name: np.concatenate([getattr(rows, name), np.zeros((3, *getattr(rows, name).shape[1:]), np.int32)])
-            for name in ("positions", "kv_indices", "context_lengths", "ancestors", "row_tables")
-        },
-        page_tables=rows.page_tables,
-    )
-    found = PagedPlan(cache, padded, num_rows).attend(1, q, k, v)
-    expected = ReferenceRows(cache, rows).attend(1, q[:num_rows], k[:num_rows], v[:num_rows])
-    assert not found[num_rows:].any()
-    tolerance = 0.02 if half else 1e-5
-    torch.testing.assert_close(found[:num_rows], expected, rtol=tolerance, atol=tolerance)
+    heads_of_rows = random_queries(len(step.rows.positions), num_heads + 2 * num_kv_heads, head_dim, dtype, "cpu")
+    q, k, v = heads_of_rows.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    found = PagedPlan(cache, step.rows).attend(1, q, k, v)
+    assert found.dtype == dtype
+    assert not found[step.num_real :].any()
+    expected = ReferencePlan(cache, step.rows).attend(1, q, k, v)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    by_row = ("positions", "kv_indices", "context_lengths", "row_tables", "ancestors")
+    for row in range(0, step.num_real, 7):
+        one = slice(row, row + 1)
+        alone = replace(step.rows, **{name: getattr(step.rows, name)[one] for name in by_row})
+        assert torch.equal(PagedPlan(cache, alone).attend(1, q[one], k[one], v[one])[0], found[row])
 
 
-def test_a_row_has_the_same_bits_in_every_batch() -> None:
-    random = np.random.default_rng(1)
-    rows, num_pages = random_rows(random, 12, 70, 16)
-    cache = KVCache(
-        num_layers=1, num_pages=num_pages, page_size=16, num_kv_heads=2, head_dim=24, dtype=torch.float32, device="cpu"
-    )
-    cache.key_pages.normal_()
-    cache.value_pages.normal_()
-    q, k, v = torch.randn(12, 6, 24), torch.randn(12, 2, 24), torch.randn(12, 2, 24)
-    together = PagedPlan(cache, rows).attend(0, q, k, v)
-    for n in range(12):
-        one = slice(n, n + 1)
-        alone = PagedRows(
-            positions=rows.positions[one],
-            kv_indices=rows.kv_indices[one],
-            context_lengths=rows.context_lengths[one],
-            ancestors=rows.ancestors[one],
-            row_tables=np.zeros(1, np.int32),
-            page_tables=rows.page_tables[one],
-        )
-        assert torch.equal(PagedPlan(cache, alone).attend(0, q[one], k[one], v[one])[0], together[n])
-
-
-def test_moving_indices_reads_all_sources_before_it_writes() -> None:
-    cache = KVCache(
-        num_layers=2, num_pages=3, page_size=4, num_kv_heads=1, head_dim=2, dtype=torch.float32, device="cpu"
-    )
-    cache.key_pages.normal_()
-    cache.value_pages.normal_()
+@pytest.mark.parametrize("token_major", [False, True])
+def test_moving_indices_reads_all_sources_before_it_writes(token_major: bool) -> None:
+    cache = make_cache(3, 4, 1, 2, torch.float32, num_layers=2, token_major=token_major)
     keys, values = cache.key_pages.clone(), cache.value_pages.clone()
     cache.move_indices(np.array([5, 6, 9], np.int32), np.array([4, 5, 6], np.int32))
     for source, target in ((5, 4), (6, 5), (9, 6)):

@@ -18,7 +18,7 @@ SHARED_MEMORY_LIMITS = {80: 99 * 1024, 90: 227 * 1024}
 """Bytes a program may have by compute capability; the smaller Ampere chips have 99 KiB."""
 
 KERNELS = {
-    *("attend_tiles", "combine_splits", "add_rms_norm_rows", "rope_and_store_heads", "silu_and_mul_rows"),
+    *("attend_tiles", "combine_splits", "add_rms_norm_rows", "rope_and_store_heads"),
     *("rank_blocks", "finish_rows"),
 }
 

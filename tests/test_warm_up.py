@@ -23,7 +23,8 @@ from srtrl.engine.engine import Engine
 torch.set_num_threads(1)
 names = [found.name for found in pkgutil.iter_modules(srtrl.engine.__path__)]
 names = ["srtrl.engine." + name for name in names if "triton" not in name and "cuda" not in name]
-modules = [importlib.import_module(name) for name in [*names, "srtrl.model.paged_kernel", "srtrl.drafters.draft_tree"]]
+names += ["srtrl.model.paged_attention", "srtrl.drafters.draft_tree"]
+modules = [importlib.import_module(name) for name in names]
 
 def compiled():
     kernels = {one for module in modules for one in vars(module).values() if isinstance(one, Dispatcher)}

@@ -29,7 +29,6 @@ from srtrl.model.weights import (
     save_model,
 )
 
-TIED, UNTIED = CASES[0], CASES[1]
 LENGTHS = (30, 7)
 FIELDS: dict[str, Any] = {
     "model_type": "llama",
@@ -67,15 +66,15 @@ def _edit_json(file: Path, **fields: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
-@pytest.mark.parametrize("max_shard_bytes", [5 * 1000**3, 3000], ids=["one file", "shards"])
+@pytest.mark.parametrize("max_shard_size", [10**9, 3000], ids=["one file", "shards"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_saved_models_are_the_same_in_transformers_and_here(
-    case: ModelCase, max_shard_bytes: int, tmp_path: Path
+    case: ModelCase, max_shard_size: int, tmp_path: Path
 ) -> None:
     hf_model = make_hf_model(case, torch.float32)
-    model = load_ours(hf_model, tmp_path / "hf", torch.float32)
-    save_model(model, tmp_path / "ours", max_shard_bytes=max_shard_bytes)
-    assert (tmp_path / "ours" / "model.safetensors.index.json").exists() == (max_shard_bytes == 3000)
+    model = load_ours(hf_model, tmp_path / "hf", torch.float32, max_shard_size)
+    assert (tmp_path / "hf" / "model.safetensors.index.json").exists() == (max_shard_size == 3000)
+    save_model(model, tmp_path / "ours")
 
     loading: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     loaded, info = loading
@@ -89,18 +88,6 @@ def test_saved_models_are_the_same_in_transformers_and_here(
     assert all(name == other and torch.equal(weight, same) for (name, weight), (other, same) in pairs)
 
 
-def test_shards_are_small_and_indexed(folder: Path, tmp_path: Path) -> None:
-    save_model(_load(folder), tmp_path / "sharded", max_shard_bytes=20_000)
-    index = json.loads((tmp_path / "sharded" / "model.safetensors.index.json").read_text())
-    files = sorted((tmp_path / "sharded").glob("*.safetensors"))
-    assert len(files) > 3
-    held = {name: file.name for file in files for name in load_file(file)}
-    assert held == index["weight_map"]
-    sizes = [sum(tensor.nbytes for tensor in load_file(file).values()) for file in files]
-    assert max(sizes) <= 20_000
-    assert sum(sizes) == index["metadata"]["total_size"]
-
-
 def test_saving_in_another_dtype_rounds_and_says_so(folder: Path, tmp_path: Path) -> None:
     _edit_json(folder / "config.json", torch_dtype="float32")  # as before transformers 5
     model = _load(folder)
@@ -109,6 +96,8 @@ def test_saving_in_another_dtype_rounds_and_says_so(folder: Path, tmp_path: Path
     assert AutoConfig.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
     saved = load_file(tmp_path / "half" / "model.safetensors")
     assert all(torch.equal(saved[name], tensor.bfloat16()) for name, tensor in named_tensors(model).items())
+    with pytest.raises(ValueError, match="already holds weights"):
+        save_model(model, tmp_path / "half")
     rounded = _load(folder, torch.bfloat16)
     assert all(torch.equal(saved[name], tensor) for name, tensor in named_tensors(rounded).items())
 
@@ -132,11 +121,6 @@ def test_new_model_saves_its_tokenizers_special_tokens(shared_data: Path, tmp_pa
     assert end_token_ids(tmp_path, None) == (tokenizer.eos_token_id,)
 
 
-def test_saving_over_a_model_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="already holds weights"):
-        save_model(_load(folder), folder)
-
-
 def test_end_tokens_are_the_union_of_all_sources(folder: Path, shared_data: Path) -> None:
     tokenizer = load_tokenizer(shared_data / "models" / "stories260K")
     assert end_token_ids(folder, None) == ()
@@ -151,18 +135,17 @@ def test_end_tokens_are_the_union_of_all_sources(folder: Path, shared_data: Path
 
 def test_tied_head_in_the_file_is_read_only_if_it_is_the_embedding(folder: Path) -> None:
     before = _load(folder)
+    _edit_tensors(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}))
     _edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert torch.equal(_load(folder).head_weight, before.embedding)
     assert torch.equal(_load(folder, torch.bfloat16).head_weight, before.embedding.bfloat16())
     _edit_tensors(folder, lambda t: t["lm_head.weight"].add_(1e-3))
     with pytest.raises(ValueError, match=r"model\.safetensors: tensor lm_head\.weight differs"):
         _load(folder)
-
-
-def test_old_files_with_rotary_buffers_are_read(folder: Path) -> None:
-    before = _load(folder)
-    _edit_tensors(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}))
-    assert all(map(torch.equal, before.parameters(), _load(folder).parameters()))
+    _edit_tensors(folder, lambda t: t.pop("lm_head.weight"))
+    _edit_json(folder / "config.json", tie_word_embeddings=False)
+    with pytest.raises(ValueError, match=r"lack 1 of 75 tensors: lm_head\.weight"):
+        _load(folder)
 
 
 @pytest.mark.parametrize(
@@ -190,17 +173,11 @@ def test_wrong_tensors_are_refused(folder: Path, edit: Callable[[dict[str, Tenso
         _load(folder)
 
 
-def test_missing_head_of_an_untied_model_is_refused(folder: Path) -> None:
-    _edit_json(folder / "config.json", tie_word_embeddings=False)
-    with pytest.raises(ValueError, match=r"lack 1 of 75 tensors: lm_head\.weight"):
-        _load(folder)
-
-
 def test_damaged_folders_are_refused(folder: Path, tmp_path: Path) -> None:
-    save_model(_load(folder), tmp_path / "sharded", max_shard_bytes=20_000)
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "sharded", max_shard_size=20_000)
     shard = min((tmp_path / "sharded").glob("*.safetensors"))
     shard.unlink()
-    with pytest.raises(ValueError, match=f"index.json: names {shard.name}, which is not in the folder"):
+    with pytest.raises(ValueError, match=f"{shard.name}: no readable safetensors file .*is the download complete"):
         _load(tmp_path / "sharded")
     weight_file = folder / "model.safetensors"
     weight_file.write_bytes(weight_file.read_bytes()[:-100])
@@ -224,56 +201,44 @@ def test_damaged_folders_are_refused(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "named", "supported"),
+    ("fields", "named", "expected"),
     [
-        ({"model_type": "mixtral"}, "model_type is 'mixtral'", "llama, qwen2, qwen3"),
-        ({"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe'", "llama, qwen2, qwen3"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'", "silu"),
+        ({"model_type": "mixtral"}, "model_type is 'mixtral'", "'llama', 'qwen2' or 'qwen3'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'", "'silu'"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1", "0"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is True", "false"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is", "full_attention"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is {'quant_method'", "unquantised"),
-        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map is", "without code of its own"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters.rope_type is 'yarn'", "llama3"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.rope_type is 'dynamic'", "linear"),
-        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling.rope_type is 'longrope'", "default"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is True", "False"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.1 is 'sliding", "'full_attention'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is {'quant_method'", "None"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map is", "code of its own"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters: rope_type is 'yarn'", "'llama3'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling: rope_type is 'dynamic'", "'linear'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5", "1"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25", "1"),
-        ({"rope_parameters": {"mrope_section": [1, 2]}}, "rope_parameters.mrope_section is [1, 2]", "rope_theta"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads is 3", "a divisor of num_attention_heads (4)"),
-        ({"head_dim": 7}, "head_dim is 7", "even"),
+        ({"rope_parameters": {"mrope_section": [1, 2]}}, "rope_parameters has mrope_section", "rope_theta"),
+        ({"rope_parameters": []}, "rope_parameters is []", "a mapping"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3", "num_attention_heads (4)"),
+        ({"head_dim": 7}, "head_dim is 7", "multiple of 2"),
         ({"rope_parameters": LLAMA3 | {"rope_type": "llama3", "high_freq_factor": 1.0}}, "high_freq_factor", "more"),
+        ({"vocab_size": None}, "vocab_size is missing", "required"),
+        ({"hidden_size": 24.5}, "hidden_size is 24.5", "integer"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True", "integer"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0", "greater than 0"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'", "number"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf", "finite number"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'", "boolean"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling has", "factor"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value,
 )
-def test_unsupported_options_are_refused_by_name(
-    fields: dict[str, Any], named: str, supported: str, folder: Path
+def test_what_a_config_asks_for_in_vain_is_refused_by_name(
+    fields: dict[str, Any], named: str, expected: str, folder: Path
 ) -> None:
     _edit_json(folder / "config.json", **fields)
-    with pytest.raises(ValueError, match="which srtrl does not support") as refusal:
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011 - the message is checked here
         _load(folder)
-    message = str(refusal.value)
-    assert message.startswith(f"{folder / 'config.json'}: ")
-    assert named in message
-    assert supported in message.split("supported: ")[1]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"vocab_size": None}, "vocab_size is missing"),
-        ({"hidden_size": 24.5}, "hidden_size is 24.5; expected a positive integer"),
-        ({"num_hidden_layers": True}, "num_hidden_layers is True; expected a positive integer"),
-        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; expected a positive number"),
-        ({"rope_theta": float("nan")}, "rope_theta is nan; expected a positive number"),
-        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; expected true or false"),
-        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is None; expected a positive number"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_nonsense_in_a_config_is_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        config_from_hf(FIELDS | fields)
+    before, _, after = str(refusal.value).partition(named)
+    assert before.startswith(f"{folder / 'config.json'}: ")
+    assert expected in after
 
 
 @pytest.mark.parametrize("rope", [{"type": "llama3", **LLAMA3}, {"rope_type": "linear", "factor": 2.0}, None])

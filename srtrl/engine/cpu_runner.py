@@ -1,5 +1,7 @@
 """Decode steps on a CPU: the model in PyTorch, attention and sampling in one Numba kernel each."""
 
+from dataclasses import fields
+
 import numpy as np
 import torch
 
@@ -7,7 +9,7 @@ from srtrl.engine.options import EngineOptions
 from srtrl.engine.rows import Int32Array, StepInputs, StepShape, StepSize, num_ancestor_words
 from srtrl.engine.runner import RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference, sample_rows_on_cpu
-from srtrl.model.paged_attention import PagedPlan, PagedRows
+from srtrl.model.paged_attention import PagedPlan, ReferencePlan, TreeRows
 from srtrl.model.transformer import Transformer
 
 ROW_MULTIPLE = 8
@@ -46,16 +48,9 @@ class CpuRunner(Runner):
     @torch.inference_mode()
     def launch(self, inputs: StepInputs, filters: RowFilters | None) -> None:
         """See `Runner`."""
-        num_rows = int(np.count_nonzero(inputs.context_lengths))  # padding sees nothing, and comes last
-        rows = PagedRows(
-            positions=inputs.positions,
-            kv_indices=inputs.kv_indices,
-            context_lengths=inputs.context_lengths,
-            ancestors=inputs.ancestors,
-            row_tables=inputs.row_tables,
-            page_tables=inputs.page_tables,
-        )
-        hidden = self.model(torch.from_numpy(inputs.token_ids).long(), PagedPlan(self.cache, rows, num_rows))  # [N, D]
+        rows = TreeRows(**{field.name: torch.from_numpy(getattr(inputs, field.name)) for field in fields(TreeRows)})
+        make_plan = ReferencePlan if self.model.dtype == torch.float64 else PagedPlan  # tests compute in float64
+        hidden = self.model(rows.token_ids.long(), make_plan(self.cache, rows))  # [N, D]
         num_sampled = inputs.shape.num_sampled
         logits = self.model.logits(hidden[: self._padded(num_sampled)])[:num_sampled]  # [L, V]
         keys, positions = inputs.rng_keys.view(np.uint64), inputs.sample_positions.astype(np.int64)

@@ -23,9 +23,10 @@ from srtrl.engine.runner import RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference
 from srtrl.engine.triton_sampling import SamplingScratch, sample_rows_triton
 from srtrl.model.attention import copy_to_device
-from srtrl.model.fused_forward import fused_forward
+from srtrl.model.paged_attention import TreeRows
 from srtrl.model.transformer import Transformer
-from srtrl.model.tree_attention import AttentionScratch, TreeRows, choose_split_keys
+from srtrl.model.tree_attention import AttentionScratch, choose_split_keys
+from srtrl.model.triton_layers import fused_forward
 
 LOGITS_AT_ONCE = 1024
 """Rows whose logits exist at the same time: with a vocabulary of 152 thousand in bfloat16 they take 0.3 GB."""

@@ -151,7 +151,8 @@ def page_bytes_of(model: Transformer, page_size: int) -> int:
     """Memory of one page of the KV of `model`, all layers, keys and values."""
     config = model.config
     num_numbers = config.num_hidden_layers * page_size * config.num_key_value_heads * config.head_dim
-    return 2 * num_numbers * model.dtype.itemsize
+    dtype = torch.promote_types(model.dtype, torch.float32) if model.device.type == "cpu" else model.dtype
+    return 2 * num_numbers * dtype.itemsize
 
 
 def timed_step(runner: Runner, num_rows: int, context_tokens: int, num_sequences: int, page_size: int) -> StepInputs:

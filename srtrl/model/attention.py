@@ -5,7 +5,6 @@ update); `paged_attention.py` has the decoder's plan. Dimension letters: see `sr
 """
 
 import functools
-import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
@@ -13,6 +12,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import varlen
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -59,6 +59,8 @@ class PackedPlan:
         starts = counts.cumsum(0) - counts  # [B]
         positions = torch.arange(sum(lengths)) - starts.repeat_interleave(counts)  # [T]
         self.positions = copy_to_device(positions, device)
+        self.starts = copy_to_device(torch.tensor((*starts, sum(lengths)), dtype=torch.int32), device)
+        """Packed position of each sequence's first token, then T: [B + 1] int32."""
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device | str) -> Self:
@@ -80,15 +82,8 @@ class PackedPlan:
         return self._padded.attend(q, k, v)
 
     @functools.cached_property
-    def starts(self) -> Tensor:
-        """Packed position of each sequence's first token, then T: [B + 1] int32."""
-        with torch.inference_mode(False):  # the plan may serve an update after a pass in inference mode
-            starts = torch.tensor((0, *self.lengths)).cumsum(0).to(torch.int32)
-            return copy_to_device(starts, self.device)
-
-    @functools.cached_property
     def _padded(self) -> "PaddedBuckets":
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # the plan may serve an update after a pass in inference mode
             return PaddedBuckets(self.lengths, self.device)
 
 
@@ -109,31 +104,19 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: i
         ValueError: see `check_packed_attention`.
     """
     check_packed_attention(v.device, v.dtype, v.shape[-1])
-    return varlen_function()(q.to(v.dtype), k.to(v.dtype), v, starts, longest)
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    if not _takes_shared_heads(varlen.varlen_attn):
+        k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))  # [T, H, E]
+    options: dict[str, Any] = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
+    out = varlen.varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **options)
+    assert isinstance(out, Tensor)
+    return out
 
 
 @functools.cache
-def varlen_function() -> Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]:
-    """flash-attn's function where it is installed, else torch's: (q, k, v, starts, longest) -> [T, H, E]."""
-    if importlib.util.find_spec("flash_attn") is not None:
-        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
-
-        return lambda q, k, v, starts, longest: flash_attn_varlen_func(
-            q, k, v, starts, starts, longest, longest, causal=True
-        )
-    from torch.nn.attention.varlen import varlen_attn
-
-    has_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 and later
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
-        options: dict[str, Any] = {"enable_gqa": True} if has_gqa else {}
-        if not has_gqa:
-            k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))  # [T, H, E]
-        out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **options)
-        assert isinstance(out, Tensor)
-        return out
-
-    return attend
+def _takes_shared_heads(function: Callable[..., Any]) -> bool:
+    """Whether query heads may share key-value heads: torch 2.12 and later."""
+    return "enable_gqa" in inspect.signature(function).parameters
 
 
 def check_packed_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:

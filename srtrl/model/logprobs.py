@@ -13,13 +13,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-MAX_SAVED_ELEMENTS = 2**24
-"""Up to this many elements of [R, V] (64 MiB of float32) are kept for the backward pass; beyond, it computes the logits
-again, chunk by chunk. Keeping them makes a small vocabulary as fast as plain `log_softmax`."""
 MAX_CHUNK_TOKENS = 1024
-"""Tokens of a chunk at most: enough to keep the matrix products busy."""
+"""Tokens of a chunk: enough to keep the matrix products busy."""
 MAX_CHUNK_BYTES = 2**29
-"""Bytes of one chunk's [C, V] in float32 at most; forward and backward hold two of them at their peak. At V = 151,936 a
+"""Bytes of one chunk's [C, V] in float32; forward and backward hold two of them at their peak. At V = 151,936 a
 chunk is 832 tokens, and the peak 0.94 GiB."""
 _CHUNK_MULTIPLE = 64  # rows of a tile of a matrix product
 
@@ -29,11 +26,11 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target token and entropy of its distribution, both differentiable.
 
-    Beyond `MAX_SAVED_ELEMENTS` the memory of forward and backward is two float32 tensors [chunk_size, V], whatever R
-    is, and the gradient of the head. That is summed over the chunks in the head's own type; in bfloat16 four chunks
-    raised its rounding error from 0.45% to 0.49%. Under autocast the logits have autocast's type, like those of any
-    other linear layer; a copy of the head in that type comes on top, and in the backward pass each chunk's share of the
-    head's gradient, [V, D] in that type too.
+    The backward pass computes the logits again: the memory of both passes is two float32 tensors [chunk_size, V],
+    whatever R is, and the gradient of the head. That is summed over the chunks in the head's own type; in bfloat16 four
+    chunks raised its rounding error from 0.45% to 0.49%. Under autocast the logits have autocast's type, like those of
+    any other linear layer; a copy of the head in that type comes on top, and in the backward pass each chunk's share of
+    the head's gradient, [V, D] in that type too.
 
     Args:
         hidden: final hidden states at the positions whose next tokens are the targets, [R, D].
@@ -82,11 +79,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.logits_dtype = torch.get_autocast_dtype(device_type) if autocast else head_weight.dtype
         ctx.temperature, ctx.chunk_size = temperature, chunk_size
         ctx.set_materialize_grads(False)
-        saved: list[Tensor] | None = [] if len(hidden) * len(head_weight) <= MAX_SAVED_ELEMENTS else None
-        ctx.saved_distributions = saved
-
-        dtype = torch.float64 if head_weight.dtype == torch.float64 else torch.float32
-        logprobs = hidden.new_empty(len(hidden), dtype=dtype)  # [R]
+        logprobs = hidden.new_empty(len(hidden), dtype=torch.promote_types(head_weight.dtype, torch.float32))  # [R]
         entropy = torch.empty_like(logprobs)  # [R]
         weight = head_weight.to(ctx.logits_dtype)
         for start in range(0, len(hidden), chunk_size):
@@ -94,8 +87,6 @@ class _TokenLogprobs(torch.autograd.Function):
             distribution = _log_distribution(hidden[chunk].to(ctx.logits_dtype), weight, temperature)  # [C, V]
             logprobs[chunk] = distribution.gather(-1, target_ids[chunk, None]).squeeze(-1)
             entropy[chunk] = -distribution.exp().mul_(distribution).sum(dim=-1)
-            if saved is not None:
-                saved.append(distribution)
             del distribution  # before the next chunk's is made
         ctx.save_for_backward(hidden, head_weight, target_ids, entropy)
         return logprobs, entropy
@@ -106,33 +97,31 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor, Tensor, None, None, None]:
         hidden, head_weight, target_ids, entropy = ctx.saved_tensors
+        grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
         weight = head_weight.to(ctx.logits_dtype)
         grad_hidden = torch.zeros_like(hidden)  # [R, D]
         grad_weight = torch.zeros_like(head_weight)  # [V, D]
-        for index, start in enumerate(range(0, len(hidden), ctx.chunk_size)):
+        for start in range(0, len(hidden), ctx.chunk_size):
             chunk = slice(start, start + ctx.chunk_size)
             hidden_chunk = hidden[chunk].to(ctx.logits_dtype)  # [C, D]
-            saved = ctx.saved_distributions
-            if saved is not None:
-                distribution = saved[index]  # [C, V]
+            # d logprob / d logit_v = 1[v is the target] - p_v; d entropy / d logit_v = -p_v (log p_v + entropy).
+            grad = _log_distribution(hidden_chunk, weight, ctx.temperature)  # [C, V]
+            row_factor = -grad_logprobs[chunk]  # [C]
+            if grad_entropy is None:
+                grad.exp_().mul_(row_factor[:, None])
             else:
-                distribution = _log_distribution(hidden_chunk, weight, ctx.temperature)
-            grad_logits = _grad_logits(
-                distribution,
-                target_ids[chunk],
-                entropy[chunk],
-                None if grad_logprobs is None else grad_logprobs[chunk],
-                None if grad_entropy is None else grad_entropy[chunk],
-                overwrite=saved is None,
-            )
-            del distribution
-            grad_logits = _divide(grad_logits, ctx.temperature).to(ctx.logits_dtype)  # [C, V]
-            grad_hidden[chunk] = grad_logits @ weight
+                probs = grad.exp()
+                row_factor -= grad_entropy[chunk] * entropy[chunk]
+                grad.mul_(-grad_entropy[chunk, None]).add_(row_factor[:, None]).mul_(probs)
+                del probs
+            grad.scatter_add_(-1, target_ids[chunk, None], grad_logprobs[chunk, None])
+            grad = _divide(grad, ctx.temperature).to(ctx.logits_dtype)
+            grad_hidden[chunk] = grad @ weight
             if grad_weight.dtype == ctx.logits_dtype:
-                grad_weight.addmm_(grad_logits.T, hidden_chunk)  # no second [V, D]
+                grad_weight.addmm_(grad.T, hidden_chunk)  # no second [V, D]
             else:
-                grad_weight += grad_logits.T @ hidden_chunk
-            del grad_logits
+                grad_weight += grad.T @ hidden_chunk
+            del grad
         return grad_hidden, grad_weight, None, None, None
 
 
@@ -146,30 +135,3 @@ def _log_distribution(hidden: Tensor, weight: Tensor, temperature: float) -> Ten
 def _divide(values: Tensor, temperature: float) -> Tensor:
     """`values` divided in place; a temperature of 1 spares the pass over [C, V]."""
     return values if temperature == 1 else values.div_(temperature)
-
-
-def _grad_logits(
-    distribution: Tensor,
-    target_ids: Tensor,
-    entropy: Tensor,
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    *,
-    overwrite: bool,
-) -> Tensor:
-    """Gradient with respect to the tempered logits, [C, V]; may `overwrite` the log-probs `distribution`, [C, V].
-
-    d logprob / d logit_v = 1[v is the target] - p_v; d entropy / d logit_v = -p_v (log p_v + entropy).
-    """
-    row_factor = torch.zeros_like(entropy) if grad_logprobs is None else -grad_logprobs  # [C]
-    if grad_entropy is None:
-        probs = distribution.exp_() if overwrite else distribution.exp()  # [C, V]
-        grad = probs.mul_(row_factor.unsqueeze(-1))
-    else:
-        probs = distribution.exp()
-        row_factor = row_factor - grad_entropy * entropy
-        factors = distribution if overwrite else distribution.clone()
-        grad = factors.mul_(-grad_entropy.unsqueeze(-1)).add_(row_factor.unsqueeze(-1)).mul_(probs)
-    if grad_logprobs is not None:
-        grad.scatter_add_(-1, target_ids.unsqueeze(-1), grad_logprobs.unsqueeze(-1))
-    return grad

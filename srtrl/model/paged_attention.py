@@ -2,26 +2,45 @@
 
 A *KV index*, a place in the cache, is `page * page_size + offset`. A row sees the committed positions of its sequence
 (through the page table) and the draft nodes on its own branch, itself included (as bits); a prompt token or a root sees
-committed positions only. One token and one tree are the same code path. Letters: see `srtrl/types.py`; W words of
-ancestor bits.
+committed positions only. One token and one tree are the same code path. Here are the cache, the rows of a step, the
+reference in plain PyTorch and the kernel for CPUs; `triton_attention.py` has the one for CUDA devices.
+
+In the CPU kernel each (row, key-value head) is one task that computes alone, in one fixed order: keys by absolute
+position, then the row's own branch of the draft tree by depth. So the output bits of a row do not depend on the batch
+around it, on how many rows were computed together, or on whether a key was committed or drafted: tree verification
+equals sequential decoding with `==`. Gathering pages for `scaled_dot_product_attention` promises none of this and is
+slower.
+
+Letters: see `srtrl/types.py`; N rows, B page tables of P pages, W words of ancestor bits, all with padding.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from srtrl.model.cpu_threads import use_kernel_threads
+from srtrl.model.vector_exp import exp_parts
+
+Array = npt.NDArray[Any]
 Int32Array = npt.NDArray[np.int32]
+
+BITS_PER_WORD = 32
+
+NUM_LANES = 16
+"""The CPU kernel sums the softmax denominator in this number of lanes, by position modulo it."""
 
 
 class KVCache:
     """Keys and values of all layers in pages.
 
-    Two layouts in memory, one way to index. On a CPU keys lie dimension by dimension within a head's page, values token
-    by token: what the Numba kernel's vector loops want. *Token-major* (other devices): all heads of a token together,
-    as attention kernels with page tables want it (`kernel_keys`); `key_pages` and `value_pages` are permuted views.
+    Two layouts in memory, one way to index. For the CPU kernel's vector loops keys lie dimension by dimension within a
+    head's page, values token by token, and both are at least float32. *Token-major* (CUDA): all heads of a token
+    together, in the dtype of the model (`kernel_keys`); `key_pages` and `value_pages` are permuted views.
     """
 
     def __init__(
@@ -34,17 +53,18 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
-        token_major: bool | None = None,
+        token_major: bool = False,
     ) -> None:
-        """Allocate; `token_major` chooses the layout, None the one of the device (see the class)."""
+        """Allocate; `token_major` chooses the layout (see the class)."""
         self.page_size = page_size
-        self.token_major = torch.device(device).type != "cpu" if token_major is None else token_major
+        self.token_major = token_major
 
         # Zeros, for masked keys have weight 0 and 0 * NaN is NaN.
         def allocate(*page_shape: int) -> Tensor:
-            return torch.zeros((num_layers, num_pages, *page_shape), dtype=dtype, device=device)
+            cache_dtype = dtype if token_major else torch.promote_types(dtype, torch.float32)
+            return torch.zeros((num_layers, num_pages, *page_shape), dtype=cache_dtype, device=device)
 
-        if self.token_major:
+        if token_major:
             token_shape = (page_size, num_kv_heads, head_dim)
             key_pages = allocate(*token_shape).permute(0, 1, 3, 4, 2)
             value_pages = allocate(*token_shape).transpose(2, 3)
@@ -75,148 +95,259 @@ class KVCache:
 
     def move_indices(self, sources: Int32Array, targets: Int32Array) -> None:
         """Copy single KV indices in all layers, [M] each; every source is read before any target is written."""
-        moves = torch.from_numpy(np.stack([sources, targets]).astype(np.int64)).to(self.key_pages.device)
-        source, target = moves  # [M] each
-        if self.token_major:
-            for pages in (self.key_pages.permute(0, 1, 4, 2, 3), self.value_pages.transpose(2, 3)):
-                flat = pages.flatten(1, 2)  # [num_layers, KV indices, K, E], a view
-                flat.index_copy_(1, target, flat.index_select(1, source))
-            return
-        size = self.page_size
-        keys = self.key_pages[:, source // size, :, :, source % size]  # [M, num_layers, K, E]
-        values = self.value_pages[:, source // size, :, source % size]
-        self.key_pages[:, target // size, :, :, target % size] = keys
-        self.value_pages[:, target // size, :, target % size] = values
+        moves = np.stack(np.divmod(np.stack([sources, targets]).astype(np.int64), self.page_size))
+        (source_page, target_page), (source, target) = torch.from_numpy(moves).to(self.key_pages.device)  # [M] each
+        keys = self.key_pages[:, source_page, :, :, source]  # [M, num_layers, K, E]
+        values = self.value_pages[:, source_page, :, source]
+        self.key_pages[:, target_page, :, :, target] = keys
+        self.value_pages[:, target_page, :, target] = values
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class PagedRows:
-    """Where the rows of one decode step write and what they see; arrays on the host, N rows, padding included."""
+class TreeRows:
+    """The rows of a step as int32 tensors where it is computed; `srtrl.engine.rows.StepInputs` documents each field."""
 
-    positions: Int32Array
+    token_ids: Tensor
+    """[N]."""
+    positions: Tensor
     """[N], rotary positions."""
-    kv_indices: Int32Array
-    """[N], where the row's own key and value go; -1 for padding."""
-    context_lengths: Int32Array
-    """[N], committed positions the row sees (its own included where it is no draft node); 0 for padding."""
-    ancestors: Int32Array
-    """[N, W], bits of the draft nodes the row sees, itself included: bit i % 32 of word i // 32 for node i of its tree,
-    whose key lies at position context_length + i of the sequence."""
-    row_tables: Int32Array
+    kv_indices: Tensor
+    """[N], where the row's own key and value go; -1 for padding: nothing is written."""
+    context_lengths: Tensor
+    """[N], committed positions that the row sees (its own included where it is no draft node); 0 for padding."""
+    row_tables: Tensor
     """[N], row of `page_tables`."""
-    page_tables: Int32Array
+    ancestors: Tensor
+    """[N, W], bits of the draft nodes that the row sees, itself included: bit i % 32 of word i // 32 for node i of its
+    tree, whose key lies at position context_length + i of the sequence."""
+    tiles: Tensor
+    """[M, 4], read by the CUDA kernel alone: first row, number of rows, row of `page_tables`, number of positions that
+    its rows see at most."""
+    split_keys: Tensor
+    """[1], see `tree_attention.choose_split_keys`."""
+    page_tables: Tensor
     """[B, P], pages of each sequence in order of position; entries after its last page are never read."""
 
 
-class PagedPlan:
-    """Plan of one decode step (`srtrl.model.attention.AttentionPlan`).
+class ReferencePlan:
+    """The plan of a decode step (`srtrl.model.attention.AttentionPlan`) in plain PyTorch, one row at a time.
 
-    On a CPU one Numba kernel attends; elsewhere, and for float64, the plain PyTorch reference does.
+    It states what the kernels compute, on any device, in any dtype and cache layout.
     """
 
-    def __init__(self, cache: KVCache, rows: PagedRows, num_rows: int | None = None) -> None:
-        """`num_rows`: rows without padding, which come first; by default all."""
+    def __init__(self, cache: KVCache, rows: TreeRows) -> None:
         self.cache = cache
-        self.rows = rows
-        self.num_rows = len(rows.positions) if num_rows is None else num_rows
-        device = cache.key_pages.device
-        self.num_positions = int(rows.positions.max(initial=0)) + 1
-        self.positions = torch.from_numpy(rows.positions.astype(np.int64)).to(device)  # [N]
-        dtype = cache.key_pages.dtype
-        use_kernel = device.type == "cpu" and not cache.token_major and dtype in (torch.float32, torch.bfloat16)
-        self._reference = None if use_kernel else ReferenceRows(cache, rows, self.num_rows)
+        self.num_positions = int(rows.positions.max()) + 1
+        self.positions = rows.positions.long()
+        self.real = (rows.kv_indices >= 0).nonzero().squeeze(1)
+        self.targets = page_and_offset(rows.kv_indices[self.real], cache.page_size)
+        self.seen = [self._seen_by(rows, row) for row in self.real.tolist()]
+        """For each real row the pages and offsets of all keys that it sees."""
+
+    def _seen_by(self, rows: TreeRows, row: int) -> tuple[Tensor, Tensor]:
+        context = int(rows.context_lengths[row])
+        bit = torch.arange(BITS_PER_WORD, device=rows.ancestors.device)
+        nodes = ((rows.ancestors[row, :, None] >> bit) & 1).flatten().nonzero().squeeze(1)
+        positions = torch.cat((torch.arange(context, device=nodes.device), context + nodes))
+        pages, offsets = page_and_offset(positions, self.cache.page_size)
+        return rows.page_tables[rows.row_tables[row]][pages].long(), offsets
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store the rows' keys and values, then attend, softmax in at least float32; padding comes out as zeros."""
+        key_pages, value_pages = self.cache.key_pages[layer], self.cache.value_pages[layer]
+        pages, offsets = self.targets
+        key_pages[pages, :, :, offsets] = k[self.real].to(key_pages.dtype)
+        value_pages[pages, :, offsets] = v[self.real].to(value_pages.dtype)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        for row, (pages, offsets) in zip(self.real.tolist(), self.seen, strict=True):
+            keys = key_pages[pages, :, :, offsets].to(wide)  # [n, K, E]
+            values = value_pages[pages, :, offsets].to(wide)  # [n, K, E]
+            grouped = q[row].to(wide).reshape(keys.shape[1], -1, q.shape[-1])  # [K, H / K, E]
+            scores = torch.einsum("kge,nke->kgn", grouped, keys) * q.shape[-1] ** -0.5
+            out[row] = torch.einsum("kgn,nke->kge", scores.softmax(-1), values).flatten(0, 1).to(q.dtype)
+        return out
+
+
+def page_and_offset(indices: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    """Page and offset of each KV index; of positions: the entry of the page table and the offset. int64."""
+    return indices.long() // page_size, indices.long() % page_size
+
+
+class PagedPlan:
+    """The plan of a decode step on a CPU (`srtrl.model.attention.AttentionPlan`), by one Numba kernel in float32."""
+
+    def __init__(self, cache: KVCache, rows: TreeRows) -> None:
+        assert cache.key_pages.dtype == torch.float32, "the kernel reads float32"
+        self.cache = cache
+        self.positions = rows.positions.long()
+        self.num_positions = int(rows.positions.max()) + 1
+        self._kv_indices, self._contexts = rows.kv_indices.numpy(), rows.context_lengths.numpy()
+        self._row_tables, self._page_tables = rows.row_tables.numpy(), rows.page_tables.numpy()
+        bits = np.unpackbits(rows.ancestors.numpy().view(np.uint8), axis=1, bitorder="little")  # [N, 32 W]
+        owners, nodes = np.nonzero(bits)  # by row, then by depth: a node's ancestors come before it
+        positions = self._contexts[owners] + nodes
+        pages = self._page_tables[self._row_tables[owners], positions // cache.page_size]
+        self._branches = pages * cache.page_size + positions % cache.page_size
+        """KV indices of the draft nodes that the rows see, one row after the other."""
+        self._branch_starts = np.searchsorted(owners, np.arange(len(bits) + 1))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the rows' keys and values, then attend; see `AttentionPlan.attend`. Padding rows come out as zeros."""
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        if self._reference is not None:
-            num = self.num_rows
-            out[:num] = self._reference.attend(layer, q[:num], k[:num], v[:num])
-            return out
-        self._attend_on_cpu(layer, q, k, v, out)
-        return out
-
-    def _attend_on_cpu(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        from srtrl.model.cpu_threads import use_kernel_threads
-        from srtrl.model.paged_kernel import attend_paged, write_kv
-
-        rows, num_rows = self.rows, self.num_rows
-        keys, values = _as_array(self.cache.key_pages[layer]), _as_array(self.cache.value_pages[layer])
-        # Contiguous whatever the number of rows: a slice of one row would be another type, and compile once more.
-        write_kv(
-            _as_array(k[:num_rows].contiguous()),
-            _as_array(v[:num_rows].contiguous()),
-            rows.kv_indices[:num_rows],
-            keys,
-            values,
-        )
-        num_keys = int(rows.context_lengths[:num_rows].sum())
-        use_kernel_threads(2 * num_keys * q.shape[1] * q.shape[2])
-        wide_out = out if out.dtype == torch.float32 else out.float()
+        keys, values = self.cache.key_pages[layer].numpy(), self.cache.value_pages[layer].numpy()
+        # Contiguous whatever the number of rows: other strides would be another type, and compile once more.
+        q_rows, k_rows, v_rows = (heads.float().contiguous().numpy() for heads in (q, k, v))
+        write_kv(k_rows, v_rows, self._kv_indices, keys, values)
+        use_kernel_threads(2 * int(self._contexts.sum()) * q.shape[1] * q.shape[2])
+        out = torch.zeros(q.shape)
         attend_paged(
-            q[:num_rows].float().contiguous().numpy(),
+            q_rows,
             keys,
             values,
-            rows.page_tables,
-            rows.row_tables[:num_rows],
-            rows.context_lengths[:num_rows],
-            rows.ancestors[:num_rows],
+            self._page_tables,
+            self._row_tables,
+            self._contexts,
+            self._branches,
+            self._branch_starts,
             np.float32(q.shape[-1] ** -0.5),
-            wide_out.numpy(),
+            out.numpy(),
         )
-        if wide_out is not out:
-            out.copy_(wide_out)
+        return out.to(q.dtype)
 
 
-class ReferenceRows:
-    """The slow twin of the kernels: gather every key a row sees, masked softmax. Any device, any dtype."""
-
-    num_rows_at_once = 64
-    """Bounds the gathered keys: rows x keys x heads."""
-
-    def __init__(self, cache: KVCache, rows: PagedRows, num_rows: int | None = None) -> None:
-        self.cache = cache
-        num_rows = len(rows.positions) if num_rows is None else num_rows
-        device, size = cache.key_pages.device, cache.page_size
-        seen_positions = [_seen_positions(rows, row) for row in range(num_rows)]
-        num_keys = max(map(len, seen_positions), default=1)
-        indices = np.zeros((num_rows, num_keys), dtype=np.int64)  # [N, M]
-        for row, positions in enumerate(seen_positions):
-            pages = rows.page_tables[rows.row_tables[row], positions // size]
-            indices[row, : len(positions)] = pages * size + positions % size
-        counts = np.array([len(positions) for positions in seen_positions])
-        self.indices = torch.from_numpy(indices).to(device)
-        self.seen = torch.from_numpy(np.arange(num_keys) < counts[:, None]).to(device)  # [N, M]
-        self.kv_indices = torch.from_numpy(rows.kv_indices[:num_rows].astype(np.int64)).to(device)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[N, H, E] for real rows only; softmax in at least float32."""
-        size = self.cache.page_size
-        key_pages, value_pages = self.cache.key_pages[layer], self.cache.value_pages[layer]
-        key_pages[self.kv_indices // size, :, :, self.kv_indices % size] = k
-        value_pages[self.kv_indices // size, :, self.kv_indices % size] = v
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        outputs = []
-        for first in range(0, len(q), self.num_rows_at_once):
-            rows = slice(first, first + self.num_rows_at_once)
-            indices = self.indices[rows]  # [N, M]
-            keys = key_pages[indices // size, :, :, indices % size].to(wide)  # [N, M, K, E]
-            values = value_pages[indices // size, :, indices % size].to(wide)  # [N, M, K, E]
-            grouped = q[rows].to(wide).reshape(len(indices), keys.shape[2], -1, q.shape[-1])  # [N, K, H / K, E]
-            scores = torch.einsum("nkge,nmke->nkgm", grouped, keys) * q.shape[-1] ** -0.5
-            scores = scores.masked_fill(~self.seen[rows][:, None, None], -torch.inf)
-            outputs.append(torch.einsum("nkgm,nmke->nkge", scores.softmax(-1), values).flatten(1, 2).to(q.dtype))
-        return torch.cat(outputs)
+@numba.njit(cache=True, nogil=True)
+def write_kv(k: Array, v: Array, kv_indices: Array, key_pages: Array, value_pages: Array) -> None:
+    """Store the keys and values of the rows, `k` and `v` [N, K, E], at `kv_indices` [N] int32; -1 stores nothing."""
+    page_size = key_pages.shape[3]
+    for n in range(len(kv_indices)):
+        if kv_indices[n] < 0:
+            continue
+        page, offset = kv_indices[n] // page_size, kv_indices[n] % page_size
+        for head in range(k.shape[1]):
+            for e in range(k.shape[2]):
+                key_pages[page, head, e, offset] = k[n, head, e]
+                value_pages[page, head, offset, e] = v[n, head, e]
 
 
-def _seen_positions(rows: PagedRows, row: int) -> npt.NDArray[np.int64]:
-    """Positions of its sequence, in order, that a row sees: the committed ones, then its branch of the draft tree."""
-    context = int(rows.context_lengths[row])
-    bits = np.unpackbits(rows.ancestors[row].view(np.uint8), bitorder="little")
-    return np.concatenate([np.arange(context), context + np.flatnonzero(bits)])
+@numba.njit(parallel=True, cache=True, nogil=True)
+def attend_paged(
+    q: Array,
+    key_pages: Array,
+    value_pages: Array,
+    page_tables: Array,
+    row_tables: Array,
+    context_lengths: Array,
+    branches: Array,
+    branch_starts: Array,
+    scale: np.float32,
+    out: Array,
+) -> None:
+    """Attention of each row to its committed context and its branch of the draft tree.
+
+    Args:
+        q: [N, H, E] float32.
+        key_pages: [num_pages, K, E, page_size] float32.
+        value_pages: [num_pages, K, page_size, E] float32.
+        page_tables: [B, P] int32, the pages of each sequence.
+        row_tables: [N] int32, which page table a row reads.
+        context_lengths: [N] int32, positions 0 to this of the page table are seen; rows of 0 are left out.
+        branches: KV indices of the draft nodes that the rows see, row by row, each row's by depth.
+        branch_starts: [N + 1], where in `branches` those of a row begin.
+        scale: Factor of the scores.
+        out: [N, H, E] float32, written.
+    """
+    num_rows, num_heads, width = q.shape
+    num_kv_heads, page_size = key_pages.shape[1], key_pages.shape[3]
+    group = num_heads // num_kv_heads
+    longest = np.max(context_lengths) + np.max(branch_starts[1:] - branch_starts[:-1]) + page_size + NUM_LANES
+    for task in numba.prange(num_rows * num_kv_heads):
+        n, head = task // num_kv_heads, task % num_kv_heads
+        context = context_lengths[n]
+        if context > 0:
+            pages = page_tables[row_tables[n]]
+            branch = branches[branch_starts[n] : branch_starts[n + 1]]
+            queries = np.empty((group, width), np.float32)
+            for g in range(group):
+                for e in range(width):
+                    queries[g, e] = q[n, head * group + g, e] * scale
+            scores = np.empty((group, longest), np.float32)
+            powers = np.empty(longest, np.int32)
+            sums = np.zeros((group, width), np.float32)
+            _score_keys(queries, key_pages, head, pages, context, branch, scores)
+            inverse = np.empty(group, np.float32)
+            for g in range(group):
+                inverse[g] = np.float32(1) / _softmax(scores[g], powers, context + len(branch))
+            _sum_values(scores, value_pages, head, pages, context, branch, sums)
+            for g in range(group):
+                for e in range(width):
+                    out[n, head * group + g, e] = sums[g, e] * inverse[g]
 
 
-def _as_array(tensor: Tensor) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16]:
-    """A NumPy view of the tensor's memory; bfloat16, which NumPy lacks, as uint16."""
-    array: npt.NDArray[np.float32] = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-    return array
+@numba.njit(inline="always")
+def _score_keys(
+    queries: Array, key_pages: Array, head: int, pages: Array, context: int, branch: Array, scores: Array
+) -> None:
+    """scores[g, i] = queries[g] . key, over the context's pages and then the KV indices `branch`."""
+    page_size = key_pages.shape[3]
+    for p in range((context + page_size - 1) // page_size):
+        keys = key_pages[pages[p], head]  # [E, page_size]
+        for g in range(queries.shape[0]):
+            page_scores = scores[g, p * page_size : (p + 1) * page_size]
+            for j in range(page_size):
+                page_scores[j] = 0
+            for e in range(keys.shape[0]):
+                factor = queries[g, e]
+                for j in range(page_size):
+                    page_scores[j] += factor * keys[e, j]
+    for i in range(len(branch)):
+        keys = key_pages[branch[i] // page_size, head]
+        for g in range(queries.shape[0]):
+            score = np.float32(0)
+            for e in range(queries.shape[1]):
+                score += queries[g, e] * keys[e, branch[i] % page_size]
+            scores[g, context + i] = score
+
+
+@numba.njit(inline="always")
+def _softmax(scores: Array, powers: Array, length: int) -> np.float32:
+    """Replace `scores[:length]` by e**(score - max); returns their sum. `powers` is int32 scratch as long."""
+    highest = scores[0]
+    for t in range(1, length):
+        highest = max(highest, scores[t])
+    for t in range(length):
+        scores[t], powers[t] = exp_parts(scores[t] - highest)
+    factors = powers.view(np.float32)
+    for t in range(length):
+        scores[t] *= factors[t]
+    padded = (length + NUM_LANES - 1) // NUM_LANES * NUM_LANES
+    for t in range(length, padded):
+        scores[t] = 0
+    lanes = np.zeros(NUM_LANES, np.float32)
+    for start in range(0, padded, NUM_LANES):
+        for j in range(NUM_LANES):
+            lanes[j] += scores[start + j]
+    total = np.float32(0)
+    for j in range(NUM_LANES):
+        total += lanes[j]
+    return total
+
+
+@numba.njit(inline="always")
+def _sum_values(
+    scores: Array, value_pages: Array, head: int, pages: Array, context: int, branch: Array, sums: Array
+) -> None:
+    """sums[g] += scores[g, i] * value, in the order of `_score_keys`."""
+    page_size = value_pages.shape[2]
+    for p in range((context + page_size - 1) // page_size):
+        values = value_pages[pages[p], head]  # [page_size, E]
+        for g in range(sums.shape[0]):
+            for j in range(min(page_size, context - p * page_size)):
+                weight = scores[g, p * page_size + j]
+                for e in range(sums.shape[1]):
+                    sums[g, e] += weight * values[j, e]
+    for i in range(len(branch)):
+        values = value_pages[branch[i] // page_size, head]
+        for g in range(sums.shape[0]):
+            weight = scores[g, context + i]
+            for e in range(sums.shape[1]):
+                sums[g, e] += weight * values[branch[i] % page_size, e]

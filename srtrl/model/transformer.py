@@ -7,13 +7,15 @@ compute; `weights.py` splits and merges them. Numerics (float32 rotary table and
 Dimension letters: see `srtrl/types.py`; here T is the tokens of one forward pass, packed or of a decode step.
 """
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
+from pydantic import ConfigDict, Field, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import skip_init
@@ -21,45 +23,49 @@ from torch.utils.checkpoint import checkpoint
 
 from srtrl.model.attention import AttentionPlan, PackedPlan
 
-ModelType = Literal["llama", "qwen2", "qwen3"]
-RopeType = Literal["default", "linear", "llama3"]
-
 _ONE_THREAD_NUMEL = 32768  # torch's `at::internal::GRAIN_SIZE`: smaller elementwise operations stay on one thread
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
+_STRICT = ConfigDict(strict=True)
+PositiveFiniteFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@dataclass(kw_only=True, frozen=True, config=_STRICT)
 class RopeConfig:
     """Rotary embedding; the names are those of a Hugging Face config's `rope_parameters`."""
 
-    rope_theta: float
+    rope_theta: PositiveFiniteFloat
     """Base of the frequencies."""
-    rope_type: RopeType = "default"
-    factor: float = 1.0
+    rope_type: Literal["default", "linear", "llama3"] = "default"
+    partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] = 1.0
+    """The whole head is rotated."""
+    factor: PositiveFiniteFloat = 1.0
     """`linear` and `llama3`: how much longer the context is than in pre-training."""
-    low_freq_factor: float = 1.0
+    low_freq_factor: PositiveFiniteFloat = 1.0
     """`llama3`: wavelengths above `original_max_position_embeddings / low_freq_factor` are stretched by `factor`."""
-    high_freq_factor: float = 4.0
+    high_freq_factor: PositiveFiniteFloat = 4.0
     """`llama3`: wavelengths below `original_max_position_embeddings / high_freq_factor` are left alone."""
-    original_max_position_embeddings: float = 8192
+    original_max_position_embeddings: PositiveFiniteFloat = 8192
     """`llama3`: context length of pre-training, in tokens."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
+@dataclass(kw_only=True, frozen=True, config=_STRICT)
 class ModelConfig:
     """Shape of a model; made by `hf_config.config_from_hf`, which refuses what is not supported."""
 
-    model_type: ModelType
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
+    model_type: Literal["llama", "qwen2", "qwen3"]
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    head_dim: Annotated[int, Field(gt=0, multiple_of=2)]
+    """Even, for rotary embeddings work on pairs."""
+    max_position_embeddings: PositiveInt
+    rms_norm_eps: PositiveFiniteFloat = 1e-6
     rope: RopeConfig
-    tie_word_embeddings: bool
+    tie_word_embeddings: bool = False
     qkv_bias: bool
     """Biases of the query, key and value projections."""
     output_bias: bool
@@ -68,9 +74,9 @@ class ModelConfig:
     """Biases of gate, up and down projections."""
     qk_norm: bool
     """RMS norm of each query and key head before the rotary embedding (Qwen3)."""
-    hf_config: Mapping[str, Any] = field(repr=False, compare=False)
+    hf_config: dict[str, Any] = dataclasses.field(repr=False, compare=False)
     """The Hugging Face config this was read from; written back by `save_model`."""
-    hf_generation_config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
+    hf_generation_config: dict[str, Any] | None = dataclasses.field(default=None, repr=False, compare=False)
     """The `generation_config.json` beside it, where there is one; written back likewise."""
 
 
@@ -238,11 +244,6 @@ class Transformer(nn.Module):
         self.final_norm = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype, device=device))
         self.head = None if config.tie_word_embeddings else nn.Parameter(torch.empty_like(self.embedding))
         self.rotary = RotaryTable(config.rope, config.head_dim)
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers, each with its own keys and values."""
-        return self.config.num_hidden_layers
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,21 +1,14 @@
-"""Tree attention of a decode step on a CUDA device: what the kernel reads, how it is launched, and its slow reference.
+"""How the tree attention of a decode step is launched on a CUDA device: arithmetic on the host, without Triton.
 
-No Triton here. Rows are grouped in *tiles*: up to R rows of one sequence, whose query heads together fill one block of
+Rows are grouped in *tiles*: up to R rows of one sequence, whose query heads together fill one block of
 the kernel (`triton_attention.py`), so that the sequence's keys are read once for all of them. Long contexts are split:
 several programs share the keys of a tile. How many is part of a captured graph, so it depends on padded sizes only; the
 keys of one split are read from the device.
 
-Letters: see `srtrl/types.py`; N rows, M tiles, B page tables of P pages, W words of ancestor bits, all with padding.
+What the kernel reads is `paged_attention.TreeRows`; the reference in plain PyTorch is `ReferencePlan` there.
 """
 
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
-
-from srtrl.model.paged_attention import KVCache
-
-BITS_PER_WORD = 32
 
 KEY_BLOCK = 64
 """Keys that the kernel reads at once; blocks begin at multiples of it."""
@@ -31,28 +24,6 @@ MAX_NUM_SPLITS = 64
 LARGEST_BLOCK_M = 64
 WIDE_BLOCK_M = 32
 """The same for heads of more than 128 numbers: with 64 lanes these would need more shared memory than Ampere has."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class TreeRows:
-    """The rows of a step as int32 tensors on the device; `srtrl.engine.rows.StepInputs` documents each field."""
-
-    token_ids: Tensor
-    """[N]."""
-    positions: Tensor
-    """[N]."""
-    kv_indices: Tensor
-    """[N], -1 for padding: nothing is written."""
-    context_lengths: Tensor
-    """[N], 0 for padding."""
-    ancestors: Tensor
-    """[N, W]: node i of the draft tree is bit i % 32 of word i // 32, its key lies at position context_length + i."""
-    tiles: Tensor
-    """[M, 4]: first row, number of rows, row of `page_tables`, number of positions that its rows see at most."""
-    split_keys: Tensor
-    """[1], see `choose_split_keys`."""
-    page_tables: Tensor
-    """[B, P]; entries after the last page of a sequence are not read."""
 
 
 def choose_block_m(*, rows_per_sequence: float, group: int, head_dim: int) -> int:
@@ -122,45 +93,3 @@ class AttentionScratch:
         """Lanes that no launch with splits exceeds: `choose_num_splits` makes no more programs than run together."""
         block_m = max(LARGEST_BLOCK_M, next_power_of_two(group))
         return max(programs_per_device(block, num_multiprocessors) * block for block in (16, block_m))
-
-
-class ReferencePlan:
-    """The plan of a decode step in plain PyTorch (`srtrl.model.attention.AttentionPlan`), from the kernel's inputs."""
-
-    def __init__(self, cache: KVCache, rows: TreeRows, num_positions: int) -> None:
-        self.cache = cache
-        self.rows = rows
-        self.num_positions = num_positions
-        self.positions = rows.positions
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store the rows' keys and values, then attend; padding rows come out as zeros."""
-        keys, values = self.cache.kernel_keys(layer), self.cache.kernel_values(layer)
-        real = self.rows.kv_indices >= 0
-        indices = self.rows.kv_indices[real].long()
-        keys.flatten(0, 1)[indices] = k[real]
-        values.flatten(0, 1)[indices] = v[real]
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        attend_tree_reference(q, keys, values, self.rows, out)
-        return out
-
-
-def attend_tree_reference(q: Tensor, keys: Tensor, values: Tensor, rows: TreeRows, out: Tensor) -> None:
-    """What `triton_attention.attend_tree` computes, one row at a time; softmax in at least float32.
-
-    q and out [N, H, E]; keys and values of one layer, [num_pages, page_size, K, E].
-    """
-    page_size, num_kv_heads, head_dim = keys.shape[1:]
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    for first, count, table, num_keys in rows.tiles.tolist():
-        positions = torch.arange(num_keys, device=q.device)
-        indices = rows.page_tables[table, positions // page_size] * page_size + positions % page_size
-        tile_keys, tile_values = (pages.flatten(0, 1)[indices.long()].to(wide) for pages in (keys, values))  # [n, K, E]
-        for row in range(first, first + count):
-            node = positions - rows.context_lengths[row]
-            word = (node // BITS_PER_WORD).clamp(0, rows.ancestors.shape[1] - 1)
-            is_ancestor = (rows.ancestors[row, word] >> (node % BITS_PER_WORD)) & 1 != 0
-            seen = (node < 0) | (is_ancestor & (node < BITS_PER_WORD * rows.ancestors.shape[1]))
-            grouped = q[row].to(wide).view(num_kv_heads, -1, head_dim)  # [K, G, E]
-            scores = torch.einsum("kge,nke->kgn", grouped, tile_keys[seen]) * head_dim**-0.5
-            out[row] = torch.einsum("kgn,nke->kge", scores.softmax(-1), tile_values[seen]).flatten(0, 1).to(out.dtype)

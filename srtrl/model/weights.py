@@ -33,8 +33,8 @@ def locate(path: str | Path) -> Path:
     if name.startswith("bundled:"):
         folder = BUNDLED_FOLDER / name.removeprefix("bundled:")
         if not folder.is_dir() or folder.parent != BUNDLED_FOLDER:
-            bundled = sorted(entry.name for entry in BUNDLED_FOLDER.glob("*/")) if BUNDLED_FOLDER.is_dir() else []
-            raise ValueError(f"{name}: no such bundled model; bundled are: {', '.join(bundled) or 'none'}")
+            bundled = sorted(entry.name for entry in BUNDLED_FOLDER.glob("*/"))
+            raise ValueError(f"{name}: no such bundled model; bundled are: {', '.join(bundled)}")
         return folder
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -208,7 +208,6 @@ def save_model(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5 * 1000**3,
 ) -> None:
     """Write a folder in Hugging Face layout: weights, config and, if given, the tokenizer.
 
@@ -220,7 +219,6 @@ def save_model(
         folder: Made if it does not exist.
         tokenizer: Saved beside the weights.
         dtype: Type of the saved weights; by default the model's.
-        max_shard_bytes: Weights beyond this go to several files with an index (a single larger tensor has its own).
 
     Raises:
         ValueError: The folder already holds weights: files of two models must not mix.
@@ -231,7 +229,7 @@ def save_model(
     folder.mkdir(parents=True, exist_ok=True)
     dtype = dtype or model.dtype
     copies = {name: tensor.to(device="cpu", dtype=dtype, copy=True) for name, tensor in named_tensors(model).items()}
-    huggingface_hub.save_torch_state_dict(copies, folder, max_shard_size=max_shard_bytes)
+    huggingface_hub.save_torch_state_dict(copies, folder)  # in several files where they are many
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors makes it readable for its owner only
     config = model.config
@@ -258,11 +256,7 @@ def _weight_files(folder: Path) -> Sequence[Path]:
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"{index}: no weight_map from tensors to files")
-    files = [folder / name for name in sorted(set(weight_map.values()))]
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"{index}: names {file.name}, which is not in the folder; is the download complete?")
-    return files
+    return [folder / name for name in sorted(set(weight_map.values()))]
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
@@ -281,7 +275,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
                         "(float32, bfloat16, float16, float64)"
                     )
                 yield name, tensor
-    except SafetensorError as error:
+    except (SafetensorError, FileNotFoundError) as error:
         raise ValueError(f"{file}: no readable safetensors file ({error}); is the download complete?") from error
 
 
