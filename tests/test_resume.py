@@ -76,7 +76,7 @@ def kill_in_update() -> None:
 
 def kill_in_checkpoint() -> None:
     """The second checkpoint has its weights and optimizer, but not yet its state."""
-    die_at_call(checkpoint, "_random_states", 2)
+    die_at_call(checkpoint, "write_atomic", 4)  # each save writes generation_config.json and state.json
 
 
 def kill_before_checkpoint() -> None:

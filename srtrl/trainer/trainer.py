@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import signal
 import threading
 import time
@@ -162,6 +161,8 @@ class Trainer:
         self.timer = StageTimer()
         self.memory = PeakMemory(parts.policy.device)
         self.interrupt = Interrupt(progress.say)
+        self.num_warmup_steps = recipe.critic.warmup_steps if recipe.critic is not None else 0
+        """The first steps, in which only the critic learns."""
 
     def train(self) -> None:
         """All steps that are left, or as many as until an interrupt; the last one done has a checkpoint.
@@ -178,10 +179,17 @@ class Trainer:
 
     def train_step(self, step: int) -> None:
         """Training step `step` (the first is 1): DESIGN.md, "One training step"."""
+        seed_generators(self.recipe.seed, step)
         rollouts = self.sample(step)
         credit = self.assign_credit(step, rollouts)
-        metrics = rollouts.metrics | credit.metrics | self.update_critic(step, credit)
-        metrics = merge_metrics(metrics, self.update_policy(step, credit))
+        metrics = rollouts.metrics | credit.metrics
+        if credit.sequences and self.parts.critic is not None:
+            with self._stage("critic", step):
+                metrics |= self.update_critic(step, credit)
+        if credit.sequences and step > self.num_warmup_steps:
+            with self._stage("update", step):
+                metrics = merge_metrics(metrics, self.update_policy(step, credit))
+                self.parts.engine.on_policy_update()
         self.save_rollouts(step, rollouts, credit)
         metrics |= self.evaluate_if_due(step)
         self.step = step
@@ -201,7 +209,7 @@ class Trainer:
             return Credit(sequences=[], advantages={}, sampled_kl=None, metrics={})
         sequences = train_sequences(rollouts.kept)
         if parts.reference is not None:
-            with self._stage("reference", f"step {step}, the reference's log-probs"):
+            with self._stage("reference", step):
                 ref_logprobs = compute_logprobs(
                     parts.reference,
                     sequences,
@@ -211,7 +219,7 @@ class Trainer:
                 )
             sequences = with_numbers(sequences, "ref_logprobs", ref_logprobs)
         if parts.critic is not None:
-            with self._stage("values", f"step {step}, the critic's values"):
+            with self._stage("values", step):
                 values = compute_values(
                     parts.critic.model,
                     sequences,
@@ -223,33 +231,22 @@ class Trainer:
         return assign_credit(rollouts.kept, sequences, self.recipe, kl_coefficient=self.kl_coefficient)
 
     def update_critic(self, step: int, credit: Credit) -> dict[str, float]:
-        """Teach the critic, where there is one, the step's returns."""
-        if self.parts.critic is None or not credit.sequences:
-            return {}
-        with self._stage("critic", f"step {step}, update of the critic"):
-            return update_critic(
-                self.parts.critic, self.parts.accelerator, credit.sequences, recipe=self.recipe, step=step
-            )
+        """Teach the critic the step's returns."""
+        assert self.parts.critic is not None
+        return update_critic(self.parts.critic, self.parts.accelerator, credit.sequences, recipe=self.recipe, step=step)
 
     def update_policy(self, step: int, credit: Credit) -> dict[str, float]:
-        """Change the policy, tell the decoder, and adapt the KL coefficient where the recipe wants that.
-
-        In the first `critic.warmup_steps` steps nothing of this is done: only the critic learns.
-        """
+        """Change the policy, and adapt the KL coefficient where the recipe asks for that."""
         recipe, parts = self.recipe, self.parts
-        if not credit.sequences or (recipe.critic is not None and step <= recipe.critic.warmup_steps):
-            return {}
-        with self._stage("update", f"step {step}, update"):
-            metrics = update_policy(
-                parts.policy,
-                parts.optimizer,
-                parts.accelerator,
-                credit.sequences,
-                recipe=recipe,
-                step=step,
-                kl_coefficient=self.kl_coefficient,
-            )
-            parts.engine.on_policy_update()
+        metrics = update_policy(
+            parts.policy,
+            parts.optimizer,
+            parts.accelerator,
+            credit.sequences,
+            recipe=recipe,
+            step=step,
+            kl_coefficient=self.kl_coefficient,
+        )
         num_tokens = sum(len(sequence.token_ids) for sequence in credit.sequences)
         metrics["tokens/update"] = recipe.train.num_epochs * num_tokens
         if recipe.algorithm.kl.target is not None:
@@ -328,8 +325,9 @@ class Trainer:
         self.parts.accelerator.log(dict(metrics), step=self.step)
 
     @contextmanager
-    def _stage(self, name: str, where: str) -> Iterator[None]:
+    def _stage(self, name: str, step: int) -> Iterator[None]:
         """Time a stage, and say what was in use and what helps where it runs out of the device's memory."""
+        where = f"step {step}, {name}"
         with self.timer.stage(name), explain_out_of_memory(where, self.recipe, self.memory, self._bytes_in_use):
             yield
 
@@ -377,7 +375,13 @@ def open_trainer(
         run = stack.enter_context(open_run_folder(recipe, resume=resume, overwrite=overwrite))
         if run.checkpoint != checkpoint:
             raise ValueError(f"{run.path} has changed while the model was loading: another process trains there")
-        build.start_trackers(parts.accelerator, recipe, state.step)
+        parts.accelerator.init_trackers(
+            "srtrl",
+            init_kwargs={
+                "wandb": {"name": recipe.name},
+                "tensorboard": {"purge_step": state.step + 1},  # hides what a killed run logged after its checkpoint
+            },
+        )
         counts = ", ".join(f"{name} {count:,}" for name, count in parts.task.load_report.items())
         progress.say(f"task {recipe.task.name}: {counts}")
         if resume and checkpoint is None:
@@ -397,10 +401,7 @@ def _build_parts(recipe: Recipe, checkpoint: Path | None, stack: ExitStack) -> t
         The parts, and where the run is.
     """
     set_cpu_threads(recipe.num_threads)
-    # Nothing of ours draws from the global generators; rewards and losses of the user's own may.
-    random.seed(recipe.seed)
-    np.random.seed(recipe.seed % 2**32)
-    torch.manual_seed(recipe.seed)
+    seed_generators(recipe.seed, 0)
     tokenizer = build.build_tokenizer(recipe)
     task = load_task(recipe, tokenizer)
     has_eval = recipe.eval.before_and_after or recipe.eval.every_steps is not None
@@ -436,22 +437,35 @@ def _build_parts(recipe: Recipe, checkpoint: Path | None, stack: ExitStack) -> t
     return parts, state
 
 
+def seed_generators(seed: int, step: int) -> None:
+    """Seed the global generators for one step, so that a resumed run repeats it.
+
+    Nothing of ours draws from them; rewards and losses of the user's own may.
+    """
+    from accelerate.utils import set_seed
+
+    set_seed(int(np.random.SeedSequence((seed, step)).generate_state(1)[0]))
+
+
 def how_to_resume(checkpoints: Path, error: Exception) -> str:
     """Which checkpoint is the last and what can be done with it after `error`."""
     checkpoint = latest_checkpoint(checkpoints)
     if checkpoint is None:
         return "There is no checkpoint yet. Change the recipe and start again with --overwrite"
-    intact = f"The last checkpoint is intact: {checkpoint}. --resume"
+    new_run = f"a run of another name with model.path={checkpoint}"
+    if (checkpoint / CRITIC_FOLDER).is_dir():
+        new_run += f" and critic.path={checkpoint / CRITIC_FOLDER}"
     if isinstance(error, UpdateMemoryError):
-        return (
-            f"{intact} goes on from it, on CUDA with other values of these options too; rollout.max_new_tokens and "
-            f"model.dtype alone need a run of another name with model.path={checkpoint}"
+        advice = (
+            "continues from it, on CUDA with other values of these options too; rollout.max_new_tokens and model.dtype "
+            f"alone need {new_run}"
         )
-    critic = f" and critic.path={checkpoint / CRITIC_FOLDER}" if (checkpoint / CRITIC_FOLDER).is_dir() else ""
-    return (
-        f"{intact} would go on from it with the same numbers, and so stop at the same place; to go on otherwise, start "
-        f"a run of another name with model.path={checkpoint}{critic}, for example with a lower train.learning_rate"
-    )
+    else:
+        advice = (
+            "would continue from it with the same numbers and stop at the same place; to continue in another way, "
+            f"start {new_run}, for example with a lower train.learning_rate"
+        )
+    return f"The last checkpoint is intact: {checkpoint}. --resume {advice}"
 
 
 @contextmanager
