@@ -231,22 +231,3 @@ def test_a_run_on_cuda_may_go_on_with_a_smaller_micro_batch(tmp_path: Path, monk
         run_folder.check_run_folder(smaller, resume=True, overwrite=False)
     monkeypatch.setattr(run_folder, "choose_device", lambda _: torch.device("cuda"))
     run_folder.check_run_folder(smaller, resume=True, overwrite=False)
-
-
-@pytest.mark.parametrize(("before", "after", "fits"), [(4.0, "auto", True), ("auto", 4.0, True), (3.0, "auto", False)])
-def test_auto_pages_are_those_of_the_old_default_on_a_cpu(
-    before: float | str, after: float | str, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run begun before `auto` goes on, though not deterministic."""
-    first, later = (
-        tiny_run.make_recipe(tmp_path / "policy", tmp_path, rollout__kv_memory_gib=size, rollout__deterministic=False)
-        for size in (before, after)
-    )
-    with run_folder.open_run_folder(first):
-        pass
-    if fits:
-        run_folder.check_run_folder(later, resume=True, overwrite=False)
-        monkeypatch.setattr(run_folder, "choose_device", lambda _: CUDA)
-        monkeypatch.setattr(run_folder, "FREE_KEYS_ON_CUDA", ())
-    with pytest.raises(ValueError, match=r"rollout\.kv_memory_gib: the run has"):
-        run_folder.check_run_folder(later, resume=True, overwrite=False)
