@@ -16,7 +16,7 @@ from srtrl.model.weights import load_model, load_tokenizer
 from srtrl.recipe import Recipe
 from srtrl.rollout.packing import pack
 from srtrl.tasks.base import load_task
-from srtrl.trainer import warm_start
+from srtrl.trainer import build, warm_start
 from srtrl.trainer.out_of_memory import UpdateMemoryError
 from srtrl.trainer.run_folder import RunProgress
 from srtrl.trainer.warm_start import (
@@ -24,7 +24,7 @@ from srtrl.trainer.warm_start import (
     WarmStartSummary,
     run_warm_start,
     solution_sequence,
-    supervised_backward,
+    supervised_step,
     train_tokenizer,
 )
 
@@ -115,39 +115,36 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
-def test_sequences_are_what_rl_will_see(policy: Path, tmp_path: Path) -> None:
-    """Prompt tokens as the task gives them, then the solution encoded alone, then the end token."""
-    recipe = make_recipe(tmp_path)
-    tokenizer = load_tokenizer(str(policy))
-    task = load_task(recipe, tokenizer)
-    prompt = task.train_prompts[7]
-    sequence = solution_sequence(task, tokenizer, prompt)
-    solution = tokenizer.encode(task.solution(prompt), add_special_tokens=False)
-    assert sequence.token_ids.tolist() == [*prompt.token_ids, *solution, tokenizer.eos_token_id]
-    assert sequence.num_prompt_tokens == len(prompt.token_ids)
-
-
 def test_loss_is_the_mean_over_answer_and_end_tokens(policy: Path, tmp_path: Path) -> None:
+    """Of sequences as RL will see them: prompt tokens as the task gives them, the solution encoded alone, an end token.
+
+    Loss and gradient norm are those of the peer in `transformers`.
+    """
     recipe = make_recipe(tmp_path)
     tokenizer = load_tokenizer(str(policy))
     task = load_task(recipe, tokenizer)
-    sequences = [solution_sequence(task, tokenizer, task.train_prompts[index]) for index in range(5)]
-    assert len(list(pack(sequences, 100, "cpu"))) > 1  # several micro-batches
-
     peer = AutoModelForCausalLM.from_pretrained(policy).double()
-    logprobs = []
-    for sequence in sequences:
-        token_ids = torch.from_numpy(sequence.token_ids)
+    sequences, logprobs = [], []
+    for prompt in task.train_prompts[:5]:
+        solution = tokenizer.encode(task.solution(prompt), add_special_tokens=False)
+        sequences.append(solution_sequence(task, tokenizer, prompt))
+        assert sequences[-1].token_ids.tolist() == [*prompt.token_ids, *solution, tokenizer.eos_token_id]
+        token_ids = torch.from_numpy(sequences[-1].token_ids)
         rows = peer(token_ids[None]).logits[0].log_softmax(-1)  # [L, V]
-        positions = torch.arange(sequence.num_prompt_tokens, len(token_ids))
+        positions = torch.arange(len(prompt.token_ids), len(token_ids))
         logprobs.append(rows[positions - 1, token_ids[positions]])
     loss = -torch.cat(logprobs).mean()
     loss.backward()  # type: ignore[no-untyped-call]
+    norm = torch.cat([parameter.grad.flatten() for parameter in peer.parameters()]).norm()
 
+    assert len(list(pack(sequences, 100, "cpu"))) > 1  # several micro-batches
     model = load_model(str(policy), dtype=torch.float64, device="cpu")
-    assert supervised_backward(model, sequences, micro_batch_tokens=100) == pytest.approx(loss.item(), rel=1e-6)
-    assert model.embedding.grad is not None
-    torch.testing.assert_close(model.embedding.grad, peer.get_input_embeddings().weight.grad, rtol=1e-5, atol=1e-7)
+    assert recipe.warm_start is not None
+    optimizer = build.make_optimizer(model, recipe.warm_start, recipe)
+    accelerator = build.build_accelerator(recipe, tmp_path)
+    found = supervised_step(model, optimizer, accelerator, sequences, recipe, learning_rate=0.1, where="")
+    assert found["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
 
 
 # --- The run ----------------------------------------------------------------------------------------------------------
@@ -208,10 +205,10 @@ def with_model(recipe: Recipe, **changes: Any) -> Recipe:
 
 
 def test_a_device_that_is_too_small_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_out(*_: Any) -> float:
+    def run_out(*_: Any, **__: Any) -> float:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(warm_start, "supervised_backward", run_out)
+    monkeypatch.setattr(warm_start, "supervised_step", run_out)
     with pytest.raises(UpdateMemoryError) as caught:
         run(make_recipe(tmp_path / "out"))
     text = str(caught.value)
@@ -242,8 +239,7 @@ def test_overlong_solutions_are_counted(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"architecture": None}, r"train_tokenizer_vocab_size needs warm_start\.architecture"),
-        ({"max_new_tokens": 70}, r"max_position_embeddings: at least 100 are needed.*found 96"),
-        ({"learning_rate": 1e30, "max_grad_norm": 1e30}, "nothing was saved"),
+        ({"learning_rate": 1e30, "max_grad_norm": 1e30}, r"warm start step \d+, .* is (nan|inf)"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
