@@ -322,7 +322,7 @@ def test_progress_in_lines_and_in_bars(terminal: bool) -> None:
     console = Console(file=output, force_terminal=terminal, width=100)
     with RunProgress("a run", 3, console=console, plain_every=2) as progress:
         for step in range(1, 4):
-            progress.stage("rollout", 5, 10, "123 tokens/s")
+            progress.stage("rollout", 5, 10)
             progress.step(step, f"reward {step}")
         progress.say("done [not markup]")
     text = output.getvalue()

@@ -27,7 +27,7 @@ from srtrl.tasks.final_answer import extractor
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.trainer.checkpoint import checkpoint_name, latest_checkpoint, list_checkpoints
-from srtrl.types import GradeOutcome, Prompt, RolloutGroup, SamplingParams
+from srtrl.types import GradeOutcome, Prompt, RolloutGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,17 +118,16 @@ def held_out_prompts(task: Task, recipe: Recipe) -> list[Prompt]:
 
 
 def evaluate(
+    recipe: Recipe,
+    prompts: Sequence[Prompt],
     engine: Engine,
     grader: Grader,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
+    end_ids: tuple[int, ...],
     *,
-    num_samples: int,
-    sampling: SamplingParams,
-    seed: int,
     on_progress: Callable[[CollectProgress], None] | None = None,
 ) -> tuple[list[RolloutGroup], EvalResult]:
-    """Sample every problem `num_samples` times and grade; the groups, one a problem in order, and their figures.
+    """Sample every problem `eval.num_samples` times and grade; the groups, one a problem in order, and their figures.
 
     The RNG keys are those of purpose `eval`, whatever the training step: training noise is untouched, and two policies
     are compared on the same noise (common random numbers: their difference varies less than each accuracy). The
@@ -142,9 +141,9 @@ def evaluate(
     collector = Collector(
         grader,
         tokenizer,
-        num_samples=num_samples,
-        sampling=sampling,
-        seed=seed,
+        num_samples=recipe.eval.num_samples,
+        sampling=build.eval_sampling(recipe, end_ids),
+        seed=recipe.seed,
         purpose="eval",
         on_progress=on_progress,
     )
@@ -275,16 +274,9 @@ def run_evals(
     engine = build.build_engine(base, policy, tokenizer)
     for job, recipe, task, problems in zip(jobs, recipes, tasks, prompts, strict=True):
         with Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens) as grader:
-            groups, result = evaluate(
-                engine,
-                grader,
-                tokenizer,
-                problems,
-                num_samples=recipe.eval.num_samples,
-                sampling=build.eval_sampling(recipe, build.response_end_ids(model, tokenizer)),
-                seed=recipe.seed,
-                on_progress=None if on_progress is None else functools.partial(on_progress, job),
-            )
+            show = None if on_progress is None else functools.partial(on_progress, job)
+            end_ids = build.response_end_ids(model, tokenizer)
+            groups, result = evaluate(recipe, problems, engine, grader, tokenizer, end_ids, on_progress=show)
         extract = extractor(task.verifier)
         if extract is not None and recipe.eval.num_samples > 1:
             result = replace(result, majority=estimate(majority_scores(groups, extract)))

@@ -339,11 +339,9 @@ class RunProgress:
         if self._bars.disable and (step % self._plain_every == 0 or step == self._num_steps):
             self.say(f"{self._title} step {step}/{self._num_steps}  {text}")
 
-    def stage(self, name: str, num_done: int, num_total: int, text: str = "") -> None:
+    def stage(self, name: str, num_done: int, num_total: int) -> None:
         """Show how far the running stage is (a terminal only)."""
-        self._bars.update(
-            self._inner, description=f"  {name}", completed=num_done, total=num_total, text=text, visible=True
-        )
+        self._bars.update(self._inner, description=f"  {name}", completed=num_done, total=num_total, visible=True)
 
     def say(self, text: str) -> None:
         """Print one line, above the bars."""

@@ -19,8 +19,12 @@ from srtrl.trainer.run_metrics import rollout_metrics
 from srtrl.types import Prompt, Request, RolloutGroup
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from srtrl.engine.engine import Engine
     from srtrl.engine.stats import DecodeStep
-    from srtrl.trainer.trainer import TrainerParts
+    from srtrl.tasks.base import Task
+    from srtrl.tasks.grading import Grader
 
 MAX_NEXT_USES = 4096
 """Draws, from the current step's on, that a drafter is told of: what is needed later may all be forgotten first."""
@@ -71,13 +75,27 @@ class DataOrder:
 class StepSampler:
     """Takes each step's groups from the data order and knows how far it has come."""
 
-    def __init__(self, recipe: Recipe, parts: TrainerParts, num_draws: int) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        task: Task,
+        engine: Engine,
+        grader: Grader,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: tuple[int, ...],
+        *,
+        num_draws: int,
+    ) -> None:
         """Begin after the first `num_draws` draws of the run: 0 for a new one."""
         self.recipe = recipe
-        self.parts = parts
+        self.task = task
+        self.engine = engine
+        self.grader = grader
+        self.tokenizer = tokenizer
+        self.sampling = train_sampling(recipe, end_ids)
         self.num_draws = num_draws
         """Draws that the steps so far have used."""
-        self.order = DataOrder(len(parts.task.train_prompts), recipe.seed)
+        self.order = DataOrder(len(task.train_prompts), recipe.seed)
         self._next_ahead = num_draws  # the first draw that no run-ahead of this step has been made for
         rollout = recipe.rollout
         self._max_draws = rollout.num_prompts  # of one step
@@ -89,14 +107,14 @@ class StepSampler:
 
         The step has the next `rollout.num_prompts` draws; with dynamic sampling as many as it takes to keep that many.
         """
-        engine, rollout, filters = self.parts.engine, self.recipe.rollout, self.recipe.algorithm.filters
+        engine, rollout, filters = self.engine, self.recipe.rollout, self.recipe.algorithm.filters
         first = self._next_ahead = self.num_draws
         engine.drafter.set_next_uses(self.next_uses(step))
         collector = Collector(
-            self.parts.grader,
-            self.parts.tokenizer,
+            self.grader,
+            self.tokenizer,
             num_samples=rollout.num_samples,
-            sampling=train_sampling(self.recipe, self.parts.end_ids),
+            sampling=self.sampling,
             seed=self.recipe.seed,
             purpose="train",
             on_progress=on_progress,
@@ -138,7 +156,7 @@ class StepSampler:
 
     def prompt_of(self, draw: int) -> Prompt:
         """The prompt of one draw of the run."""
-        return self.parts.task.train_prompts[self.order.prompt_of(draw)]
+        return self.task.train_prompts[self.order.prompt_of(draw)]
 
     def next_uses(self, step: int) -> list[tuple[int, ...]]:
         """Token ids of the prompts that are drawn from this step on, in order, as far as a drafter's cache cares."""
@@ -152,7 +170,7 @@ class StepSampler:
         They come as replacements in this step, or in the next step. Nothing where nobody would draft from it.
         """
         rollout = self.recipe.rollout
-        if rollout.run_ahead == "off" or not self.parts.engine.wants_run_aheads():
+        if rollout.run_ahead == "off" or not self.engine.wants_run_aheads():
             return []
         end = opened.stop + rollout.num_prompts
         if step == self.recipe.train.num_steps:  # no step comes after it
@@ -162,6 +180,6 @@ class StepSampler:
         return run_ahead_requests(
             self.draws(ahead),
             num_samples=rollout.num_samples,
-            sampling=train_sampling(self.recipe, self.parts.end_ids),
+            sampling=self.sampling,
             seed=self.recipe.seed,
         )
