@@ -122,12 +122,10 @@ def describe_step(metrics: Mapping[str, float]) -> str:
         parts.append(f"{metrics['groups/kept']:.0f} of {metrics['data/draws']:.0f} groups kept")
     if metrics["groups/short"]:
         parts.append(f"{metrics['groups/short']:.0f} groups too few: rollout.max_draws reached")
-    if metrics["groups/kept"] == 0:
-        parts.append("no group left by the filters: no update")
-    elif "grad_norm" not in metrics and "critic/grad_norm" in metrics:
-        parts.append("critic warm-up: the policy rests")
+    if "critic/grad_norm" in metrics and "grad_norm" not in metrics:
+        parts.append("critic warm-up: no update of the policy")
     elif "grad_norm" not in metrics:
-        parts.append("all samples cut at the length limit (algorithm.overlong_filtering): no update")
+        parts.append("no update: the filters left no sample")
     return "  ".join(parts)
 
 
