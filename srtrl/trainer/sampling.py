@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import Collector, CollectProgress, StageTimer, collect_rollouts
-from srtrl.rollout.dynamic_sampling import BatchLimits, sample_until_full
+from srtrl.rollout.dynamic_sampling import sample_until_full
 from srtrl.rollout.run_ahead import run_ahead_requests
 from srtrl.trainer.build import train_sampling
 from srtrl.trainer.credit import filter_groups
@@ -154,20 +154,17 @@ class StepSampler:
             looked_at = max(looked_at, coming.stop)
             return self._run_ahead(unseen)
 
-        batch = sample_until_full(
+        return sample_until_full(
             self.parts.engine,
             collector,
             self.prompt_of,
             first_draw=self.num_draws,
-            limits=BatchLimits(
-                num_prompts=rollout.num_prompts,
-                max_open_prompts=rollout.max_open_prompts or rollout.num_prompts,
-                max_draws=self._max_draws,
-            ),
+            num_prompts=rollout.num_prompts,
+            max_open_prompts=rollout.max_open_prompts or rollout.num_prompts,
+            max_draws=self._max_draws,
             keeps=lambda group: bool(filter_groups([group], self.recipe.algorithm.filters)),
             run_ahead=run_ahead,
         )
-        return batch.groups, batch.kept
 
     def _coming(self, step: int, opened: range) -> range:
         """The draws after the opened ones, which come next: as replacements in this step, or in the next step."""
