@@ -33,15 +33,8 @@ from srtrl.trainer.checkpoint import (
 from srtrl.trainer.credit import Credit, assign_credit, train_sequences, with_numbers
 from srtrl.trainer.critic import Critic, compute_values, update_critic
 from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
-from srtrl.trainer.out_of_memory import (
-    KV_CACHE,
-    PeakMemory,
-    UpdateMemoryError,
-    explain_out_of_memory,
-    gradient_bytes,
-    optimizer_bytes,
-    tensor_bytes,
-)
+from srtrl.trainer.optimizer import gradient_bytes
+from srtrl.trainer.out_of_memory import UpdateMemoryError, explain_out_of_memory
 from srtrl.trainer.run_folder import (
     RunFolder,
     RunProgress,
@@ -160,7 +153,6 @@ class Trainer:
         self.kl_coefficient = state.kl_coefficient
         self.sampler = StepSampler(recipe, parts, state.num_draws)
         self.timer = StageTimer()
-        self.memory = PeakMemory(parts.policy.device)
         self.interrupt = Interrupt(progress.say)
 
     def train(self) -> None:
@@ -295,7 +287,7 @@ class Trainer:
         """One row of `metrics.jsonl`, the trackers, and a line for people; the row is on disk when this returns."""
         num_flops = update_flops(self.recipe, self.parts.policy.config, credit.sequences)
         timed = time_metrics(self.timer.take(), metrics, num_flops, peak_tflops=self.recipe.train.peak_tflops)
-        row = {**metrics, **timed, **memory_metrics(self.memory)}
+        row = {**metrics, **timed, **memory_metrics(self.parts.policy.device)}
         self._write_row(row)
         self.progress.step(self.step, describe_step(row))
 
@@ -329,24 +321,9 @@ class Trainer:
 
     @contextmanager
     def _stage(self, name: str, where: str) -> Iterator[None]:
-        """Time a stage, and say what was in use and what helps where it runs out of the device's memory."""
-        with self.timer.stage(name), explain_out_of_memory(where, self.recipe, self.memory, self._bytes_in_use):
+        """Time a stage, and say what helps where it runs out of the device's memory."""
+        with self.timer.stage(name), explain_out_of_memory(where, self.recipe):
             yield
-
-    def _bytes_in_use(self) -> dict[str, int]:
-        """Bytes of what stays in the device's memory, by name."""
-        parts = self.parts
-        in_use = {
-            "the policy": tensor_bytes(parts.policy.parameters()),
-            "its optimizer": optimizer_bytes(parts.optimizer),
-            KV_CACHE: parts.engine.kv_bytes(),
-        }
-        if parts.reference is not None:
-            in_use["the reference"] = tensor_bytes(parts.reference.parameters())
-        if parts.critic is not None:
-            in_use["the critic"] = tensor_bytes(parts.critic.model.parameters())
-            in_use["its optimizer (critic)"] = optimizer_bytes(parts.critic.optimizer)
-        return in_use
 
     def _show(self, stage: str) -> Callable[[CollectProgress], None]:
         """Feeds the inner progress bar of one stage."""
