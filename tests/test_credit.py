@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from padded_update import gradient_of, pad_all, reduce, token_losses
 from torch import Tensor
-from update_cases import RecordingSGD, fresh_accelerator, make_policy, make_recipe, make_sequences, update
+from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences, update
 
 from srtrl.algorithms.advantages import token_level
 from srtrl.trainer.credit import Credit, assign_credit, filter_groups, train_sequences, with_numbers
@@ -321,18 +321,12 @@ def test_a_wrong_kl_estimator_is_a_users_error() -> None:
     groups = random_groups(5)
     kl = {"coefficient": KL, "estimator": "test_credit:one_a_sequence", "placement": "reward"}
     with pytest.raises(
-        ValueError, match=r"algorithm\.kl\.estimator: .* must return one number a token, \(\d+,\); .* \(\)"
+        ValueError, match=r"algorithm\.kl\.estimator must return one number per token, \(\d+,\); .* \(\)"
     ):
         credit_of(groups, random_sequences(groups, 5), algorithm__kl=kl)
 
 
 # ---- overlong filtering ----
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    with fresh_accelerator() as accelerator:
-        yield accelerator
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean_token_mean"])

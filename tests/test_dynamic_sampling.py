@@ -12,13 +12,14 @@ from transformers import PreTrainedTokenizerBase
 
 from srtrl.engine.engine import Engine
 from srtrl.rollout.collect import Collector, StageTimer
-from srtrl.rollout.dynamic_sampling import BatchLimits, SampledBatch, sample_until_full
+from srtrl.rollout.dynamic_sampling import sample_until_full
 from srtrl.rollout.run_ahead import run_ahead_requests
 from srtrl.tasks.grading import Grader
 from srtrl.types import Completion, FinishReason, Grade, Prompt, Request, RolloutGroup, SamplingParams
 
 NUM_SAMPLES = 2
 FIRST_DRAW = 5
+SMALL = {"num_prompts": 2, "max_open_prompts": 2, "max_draws": 2}
 
 
 class FakeEngine:
@@ -111,7 +112,7 @@ def prompt_of(draw: int) -> Prompt:
 class Case:
     """One batch over fakes; `pattern` says which draws the filters keep, from FIRST_DRAW on."""
 
-    def __init__(self, pattern: Sequence[bool], limits: BatchLimits, seed: int) -> None:
+    def __init__(self, pattern: Sequence[bool], limits: dict[str, int], seed: int) -> None:
         self.pattern = pattern
         self.limits = limits
         self.engine = FakeEngine(seed)
@@ -134,7 +135,7 @@ class Case:
         self.undecided.remove(group.draw_index)
         return group.rollouts[0].grade.reward > 0
 
-    def run(self, timer: StageTimer | None = None) -> SampledBatch:
+    def run(self, timer: StageTimer | None = None) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
         collector = Collector(
             cast(Grader, self.grader),
             cast(PreTrainedTokenizerBase, FakeTokenizer()),
@@ -149,16 +150,16 @@ class Case:
             collector,
             prompt_of,
             first_draw=FIRST_DRAW,
-            limits=self.limits,
+            **self.limits,
             keeps=self.keeps,
             run_ahead=self.opened,
         )
 
 
-def shortest_prefix(pattern: Sequence[bool], limits: BatchLimits) -> list[bool]:
+def shortest_prefix(pattern: Sequence[bool], limits: dict[str, int]) -> list[bool]:
     """The definition, without any engine: go through the draws one by one until the batch is full."""
     prefix: list[bool] = []
-    while sum(prefix) < limits.num_prompts and len(prefix) < limits.max_draws:
+    while sum(prefix) < limits["num_prompts"] and len(prefix) < limits["max_draws"]:
         prefix.append(pattern[len(prefix)])
     return prefix
 
@@ -167,24 +168,24 @@ def shortest_prefix(pattern: Sequence[bool], limits: BatchLimits) -> list[bool]:
 @given(data=st.data())
 def test_the_batch_is_the_shortest_prefix_that_fills_it(data: st.DataObject) -> None:
     num_prompts = data.draw(st.integers(1, 6), "num_prompts")
-    limits = BatchLimits(
-        num_prompts=num_prompts,
-        max_open_prompts=data.draw(st.integers(1, 8), "max_open_prompts"),
-        max_draws=data.draw(st.integers(num_prompts, 25), "max_draws"),
-    )
+    limits = {
+        "num_prompts": num_prompts,
+        "max_open_prompts": data.draw(st.integers(1, 8), "max_open_prompts"),
+        "max_draws": data.draw(st.integers(num_prompts, 25), "max_draws"),
+    }
     pattern = data.draw(st.lists(st.booleans(), min_size=25, max_size=25), "kept")
     prefix = shortest_prefix(pattern, limits)
     draws = list(range(FIRST_DRAW, FIRST_DRAW + len(prefix)))
     for seed in data.draw(st.lists(st.integers(0, 10**6), min_size=2, max_size=2), "timing"):
         case = Case(pattern, limits, seed)
-        batch = case.run()
-        assert [group.draw_index for group in batch.groups] == draws
-        assert [group.draw_index for group in batch.kept] == [d for d, kept in zip(draws, prefix, strict=True) if kept]
-        for group in batch.groups:
+        groups, kept_groups = case.run()
+        assert [group.draw_index for group in groups] == draws
+        assert [group.draw_index for group in kept_groups] == [d for d, kept in zip(draws, prefix, strict=True) if kept]
+        for group in groups:
             assert group.prompt == prompt_of(group.draw_index)
             assert [(r.draw_index, r.sample_index) for r in group.rollouts] == [(group.draw_index, i) for i in (0, 1)]
             assert [r.text for r in group.rollouts] == [str(group.draw_index)] * 2
-        assert case.most_open <= min(limits.max_open_prompts, num_prompts)
+        assert case.most_open <= min(limits["max_open_prompts"], num_prompts)
         assert sorted(request.draw_index for request in case.engine.added) == sorted(draws * NUM_SAMPLES)
         assert case.grader.num_batches == len(draws)  # each group by itself
         assert case.undecided == set()
@@ -192,27 +193,17 @@ def test_the_batch_is_the_shortest_prefix_that_fills_it(data: st.DataObject) -> 
         assert left == {draw for draw in case.seen_ahead if draw not in draws}  # opened draws end theirs
 
 
-def test_as_many_are_open_as_may_be() -> None:
+@pytest.mark.parametrize(("max_open_prompts", "most_open"), [(4, 4), (9, 6)])
+def test_as_many_are_open_as_may_be(max_open_prompts: int, most_open: int) -> None:
     """The bound is no more than a bound: where all are kept, all of a batch are open at once."""
-    case = Case([True] * 10, BatchLimits(num_prompts=6, max_open_prompts=4, max_draws=10), seed=0)
+    case = Case([True] * 10, {"num_prompts": 6, "max_open_prompts": max_open_prompts, "max_draws": 10}, seed=0)
     case.run()
-    assert case.most_open == 4
-    case = Case([True] * 10, BatchLimits(num_prompts=6, max_open_prompts=9, max_draws=10), seed=0)
-    case.run()
-    assert case.most_open == 6
-
-
-def test_max_draws_ends_a_batch_that_does_not_fill() -> None:
-    limits = BatchLimits(num_prompts=3, max_open_prompts=3, max_draws=7)
-    batch = Case([False, True] + [False] * 20, limits, seed=1).run()
-    assert [group.draw_index for group in batch.groups] == list(range(FIRST_DRAW, FIRST_DRAW + 7))
-    assert [group.draw_index for group in batch.kept] == [FIRST_DRAW + 1]
-    assert Case([False] * 20, limits, seed=1).run().kept == []
+    assert case.most_open == most_open
 
 
 def test_waiting_for_graders_while_nothing_decodes_is_counted_apart() -> None:
     timer = StageTimer()
-    case = Case([True] * 3, BatchLimits(num_prompts=2, max_open_prompts=2, max_draws=2), seed=0)
+    case = Case([True] * 3, SMALL, seed=0)
     case.grader.delays = (10**9,)  # done when it is waited for, not before
     case.run(timer)
     seconds = timer.take()
@@ -235,7 +226,7 @@ def test_a_stage_inside_another_pauses_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_an_error_of_a_filter_ends_the_step() -> None:
-    case = Case([True] * 3, BatchLimits(num_prompts=2, max_open_prompts=2, max_draws=2), seed=0)
+    case = Case([True] * 3, SMALL, seed=0)
 
     def keeps(group: RolloutGroup) -> bool:
         raise ValueError("algorithm.filters: mine must return a bool")

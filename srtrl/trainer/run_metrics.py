@@ -11,12 +11,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import get_args
 
+import torch
 from rich.table import Table
 
 from srtrl.metrics import MetricRow, read_metrics, write_atomic
 from srtrl.model.transformer import ModelConfig, model_flops
 from srtrl.recipe import Recipe
-from srtrl.trainer.out_of_memory import GIB, PeakMemory
 from srtrl.types import GradeOutcome, RolloutGroup, TrainSequence
 
 NO_STAGES = frozenset({"step", "tokens_per_second", "update_tokens_per_second", "update_mfu"})
@@ -76,9 +76,13 @@ def update_flops(recipe: Recipe, config: ModelConfig, sequences: Sequence[TrainS
     return num_passes * flops
 
 
-def memory_metrics(memory: PeakMemory) -> dict[str, float]:
+def memory_metrics(device: torch.device) -> dict[str, float]:
     """`memory/peak_gib`: most that tensors took since the last call; nothing where the device is no CUDA device."""
-    return {"memory/peak_gib": memory.take() / GIB} if memory.device.type == "cuda" else {}
+    if device.type != "cuda":
+        return {}
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {"memory/peak_gib": peak / 2**30}
 
 
 def time_metrics(

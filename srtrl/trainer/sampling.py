@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import Collector, CollectProgress, StageTimer, collect_rollouts
-from srtrl.rollout.dynamic_sampling import BatchLimits, sample_until_full
+from srtrl.rollout.dynamic_sampling import sample_until_full
 from srtrl.rollout.run_ahead import run_ahead_requests
 from srtrl.trainer.build import train_sampling
 from srtrl.trainer.credit import filter_groups
@@ -121,20 +121,17 @@ class StepSampler:
             timer=timer,
         )
         if rollout.dynamic_sampling:
-            batch = sample_until_full(
+            groups, kept = sample_until_full(
                 engine,
                 collector,
                 self.prompt_of,
                 first_draw=first,
-                limits=BatchLimits(
-                    num_prompts=rollout.num_prompts,
-                    max_open_prompts=rollout.max_open_prompts or rollout.num_prompts,
-                    max_draws=self._max_draws,
-                ),
+                num_prompts=rollout.num_prompts,
+                max_open_prompts=rollout.max_open_prompts or rollout.num_prompts,
+                max_draws=self._max_draws,
                 keeps=lambda group: bool(filter_groups([group], filters)),
                 run_ahead=lambda opened: self.run_ahead(step, opened),
             )
-            groups, kept = batch.groups, batch.kept
         else:
             draws = range(first, first + rollout.num_prompts)
             groups = collect_rollouts(engine, collector, self.draws(draws), run_ahead=self.run_ahead(step, draws))

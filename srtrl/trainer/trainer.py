@@ -30,15 +30,8 @@ from srtrl.trainer.checkpoint import (
 from srtrl.trainer.credit import Credit, assign_credit, train_sequences, with_numbers
 from srtrl.trainer.critic import compute_values, update_critic
 from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
-from srtrl.trainer.out_of_memory import (
-    KV_CACHE,
-    PeakMemory,
-    UpdateMemoryError,
-    explain_out_of_memory,
-    gradient_bytes,
-    optimizer_bytes,
-    tensor_bytes,
-)
+from srtrl.trainer.optimizer import gradient_bytes
+from srtrl.trainer.out_of_memory import UpdateMemoryError, explain_out_of_memory
 from srtrl.trainer.run_folder import (
     RunFolder,
     RunProgress,
@@ -136,8 +129,6 @@ class Trainer:
         self.optimizer = build.make_optimizer(self.policy, recipe.train, recipe)
         self.reference = build.build_reference(recipe, device)
         self.critic = build.build_critic(recipe, checkpoint, self.policy, self.tokenizer)
-        self.num_warmup_steps = recipe.critic.warmup_steps if recipe.critic is not None else 0
-        """The first steps, in which only the critic learns."""
         optimizers = [self.optimizer, *([self.critic.optimizer] if self.critic is not None else [])]
         gradients = max(map(gradient_bytes, optimizers))  # one after the other has gradients
         # After all that takes memory for good: on CUDA the engine takes its share of what is left.
@@ -152,7 +143,6 @@ class Trainer:
         self.step = state.step
         self.kl_coefficient = state.kl_coefficient
         self.timer = StageTimer()
-        self.memory = PeakMemory(device)
         self.interrupt = Interrupt(progress.say)
         self.grader = Grader(self.task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)
         self.sampler = StepSampler(
@@ -181,7 +171,7 @@ class Trainer:
         if credit.sequences and self.critic is not None:
             with self._stage("critic", step):
                 metrics |= update_critic(self.critic, self.accelerator, credit.sequences, recipe=self.recipe, step=step)
-        if credit.sequences and step > self.num_warmup_steps:
+        if credit.sequences and step > self.recipe.policy_updates.num_skipped:  # at first only the critic learns
             with self._stage("update", step):
                 metrics = merge_metrics(metrics, self.update_policy(step, credit))
                 self.engine.on_policy_update()
@@ -281,7 +271,7 @@ class Trainer:
         """One row of `metrics.jsonl`, the trackers, and a line for people; the row is on disk when this returns."""
         num_flops = update_flops(self.recipe, self.policy.config, credit.sequences)
         timed = time_metrics(self.timer.take(), metrics, num_flops, peak_tflops=self.recipe.train.peak_tflops)
-        row = {**metrics, **timed, **memory_metrics(self.memory)}
+        row = {**metrics, **timed, **memory_metrics(self.policy.device)}
         self._write_row(row)
         self.progress.step(self.step, describe_step(row))
 
@@ -315,24 +305,9 @@ class Trainer:
 
     @contextmanager
     def _stage(self, name: str, step: int) -> Iterator[None]:
-        """Time a stage, and say what was in use and what helps where it runs out of the device's memory."""
-        where = f"step {step}, {name}"
-        with self.timer.stage(name), explain_out_of_memory(where, self.recipe, self.memory, self._bytes_in_use):
+        """Time a stage, and say what helps where it runs out of the device's memory."""
+        with self.timer.stage(name), explain_out_of_memory(f"step {step}, {name}", self.recipe):
             yield
-
-    def _bytes_in_use(self) -> dict[str, int]:
-        """Bytes of what stays in the device's memory, by name."""
-        in_use = {
-            "the policy": tensor_bytes(self.policy.parameters()),
-            "its optimizer": optimizer_bytes(self.optimizer),
-            KV_CACHE: self.engine.kv_bytes(),
-        }
-        if self.reference is not None:
-            in_use["the reference"] = tensor_bytes(self.reference.parameters())
-        if self.critic is not None:
-            in_use["the critic"] = tensor_bytes(self.critic.model.parameters())
-            in_use["its optimizer (critic)"] = optimizer_bytes(self.critic.optimizer)
-        return in_use
 
     def _show(self, stage: str) -> Callable[[CollectProgress], None]:
         """Moves the inner progress bar of one stage."""

@@ -18,16 +18,17 @@ from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.weights import init_model
 from srtrl.recipe import Recipe, WarmStartSection
+from srtrl.recipe_base import UpdatePlan
 from srtrl.rollout.packing import PackedBatch
 from srtrl.tasks.base import Task, load_task, task_texts
 from srtrl.trainer import build
 from srtrl.trainer.checkpoint import save_policy, written_beside
 from srtrl.trainer.evaluate import EvalJob, EvalResult, held_out_prompts, run_evals
-from srtrl.trainer.optimizer import MasterWeightAdamW, learning_rate_at
-from srtrl.trainer.out_of_memory import PeakMemory, explain_out_of_memory, optimizer_bytes, tensor_bytes
+from srtrl.trainer.optimizer import MasterWeightAdamW
+from srtrl.trainer.out_of_memory import explain_out_of_memory
 from srtrl.trainer.run_folder import RunProgress
 from srtrl.trainer.sampling import DataOrder
-from srtrl.trainer.update import MiniBatch, response_logprobs, run_optimizer_steps
+from srtrl.trainer.update import response_logprobs, run_optimizer_steps
 from srtrl.types import Prompt, TrainSequence
 
 if TYPE_CHECKING:
@@ -168,26 +169,16 @@ def _fine_tune(
     was learned to the last bit.
     """
     optimizer = build.make_optimizer(model, section, recipe)
-    memory = PeakMemory(model.device)
     losses: list[float] = []
-
-    def in_use() -> dict[str, int]:
-        return {"the policy": tensor_bytes(model.parameters()), "its optimizer": optimizer_bytes(optimizer)}
-
     for step in range(1, section.num_steps + 1):
-        rate = learning_rate_at(
-            step - 1,
-            peak=section.learning_rate,
-            warmup_steps=section.warmup_steps,
-            num_steps=section.num_steps,
-            schedule="cosine",
-        )
         batch = solutions.batch(section.batch_tokens)
-        where = f"warm start step {step}"
-        with explain_out_of_memory(where, recipe, memory, in_use):
-            metrics = supervised_step(model, optimizer, accelerator, batch, recipe, learning_rate=rate, where=where)
+        metrics = supervised_step(model, optimizer, accelerator, batch, recipe, step)
         losses.append(metrics["loss"])
-        progress.step(step, f"loss {losses[-1]:.4f}  grad norm {metrics['grad_norm']:.2f}  learning rate {rate:.2e}")
+        progress.step(
+            step,
+            f"loss {losses[-1]:.4f}  grad norm {metrics['grad_norm']:.2f}  "
+            f"learning rate {metrics['learning_rate']:.2e}",
+        )
     if isinstance(optimizer, MasterWeightAdamW):
         optimizer.hand_over_masters()
     return losses
@@ -199,36 +190,48 @@ def supervised_step(
     accelerator: Accelerator,
     batch: list[TrainSequence],
     recipe: Recipe,
-    *,
-    learning_rate: float,
-    where: str,
+    step: int,
 ) -> dict[str, float]:
-    """One optimizer step on the mean negative log-prob of the batch's response tokens.
+    """Optimizer step `step` (from 1), on the mean negative log-prob of the batch's response tokens.
 
     Returns:
-        `loss`, that mean in nats, and `grad_norm` before clipping.
+        `loss`, that mean in nats, `grad_norm` before clipping, and `learning_rate`.
 
     Raises:
-        NonFiniteError: one of the two is not finite; `where` begins the message.
+        NonFiniteError: loss or gradient norm is not finite.
+        UpdateMemoryError: the device's memory is too small.
     """
-    assert recipe.warm_start is not None
+    section = recipe.warm_start
+    assert section is not None
+    updates = UpdatePlan(
+        mini_batch_prompts=1,  # all sequences have one draw index
+        num_epochs=1,
+        steps_per_batch=1,
+        num_skipped=0,
+        num_steps=section.num_steps,
+        learning_rate=section.learning_rate,
+        warmup_steps=section.warmup_steps,
+        schedule="cosine",
+    )
 
     def micro_batch_loss(packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs, _ = response_logprobs(model, packed, accelerator, temperature=1.0)  # [R]
         return -logprobs.sum() / sequence_lengths.sum(), {}
 
-    return run_optimizer_steps(
-        model,
-        optimizer,
-        accelerator,
-        [MiniBatch(epoch=0, number=0, sequences=batch)],
-        micro_batch_loss,
-        micro_batch_tokens=recipe.train.micro_batch_tokens,
-        max_grad_norm=recipe.warm_start.max_grad_norm,
-        learning_rate=lambda _: learning_rate,
-        loss_option="warm_start",
-        where=where,
-    )
+    where = f"warm start step {step}"
+    with explain_out_of_memory(where, recipe, has_engine=False):
+        return run_optimizer_steps(
+            model,
+            optimizer,
+            accelerator,
+            batch,
+            micro_batch_loss,
+            updates=updates,
+            recipe=recipe,
+            step=step,
+            max_grad_norm=section.max_grad_norm,
+            where=where,
+        )
 
 
 def _evaluate(recipe: Recipe, output: Path) -> EvalResult:
