@@ -178,16 +178,17 @@ def _open_and_expect_refusal(recipe: Any) -> None:
 
 def test_resume_takes_the_folder_back_to_its_checkpoint(policy: Path, tmp_path: Path) -> None:
     recipe = make_recipe(policy, tmp_path)
+    rollouts = tmp_path / "run" / "rollouts"
     with open_run_folder(recipe) as run:
         _Parts(policy, torch.float32).save(run.checkpoints, 2)
         (run.checkpoints / ".step_000003.writing").mkdir()
         for step in (0, 1, 2, 3):
             run.log.write(step, {"loss": 1.0})
-            (run.rollouts / f"step_{step:06d}.parquet").touch()
+            (rollouts / f"step_{step:06d}.parquet").touch()
     with open_run_folder(recipe, resume=True) as run:
         assert run.checkpoint == run.checkpoints / "step_000002"
         assert [row["step"] for row in read_metrics(run.path / "metrics.jsonl")] == [0, 1, 2]
-        assert sorted(path.name for path in run.rollouts.iterdir())[-1] == "step_000002.parquet"
+        assert sorted(path.name for path in rollouts.iterdir())[-1] == "step_000002.parquet"
         assert [path.name for path in run.checkpoints.iterdir()] == ["step_000002"]
 
 

@@ -228,7 +228,8 @@ def test_a_missing_compiler_is_told(tmp_path: Path) -> None:
 
 def test_overlong_solutions_are_counted(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path / "out", max_new_tokens=20, num_steps=4)
-    assert run(recipe).num_overlong > 0  # solutions have 17 to 26 tokens
+    record = json.loads((run(recipe).output / "warm_start.json").read_text())
+    assert record["num_overlong"] > 0  # solutions have 17 to 26 tokens
     with pytest.raises(ValueError, match=r"every solution is longer than rollout\.max_new_tokens \(3\)"):
         run(make_recipe(tmp_path / "none", max_new_tokens=3))
     assert not (tmp_path / "none").exists()

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
 from typing import Self
@@ -24,29 +25,23 @@ from srtrl.types import RolloutGroup
 
 FREE_KEYS = (
     "output_dir",
-    "log.",
+    "log.*",
     "grading.num_workers",
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.peak_tflops",
 )
-"""Options that a resumed run may change: they do not touch what is learned."""
+"""Options, as patterns, that a resumed run may change: they do not touch what is learned."""
 
 FREE_KEYS_IF_DETERMINISTIC = (
     "rollout.slots",
     "rollout.max_open_prompts",
     "rollout.num_pages",
-    "rollout.kv_memory_gib",
-    "rollout.kv_memory_share",
-    "rollout.kv_across_update",
+    "rollout.kv_*",
     "rollout.cuda_graphs",
     "rollout.prefill_chunk_tokens",
-    "rollout.drafter",
-    "rollout.drafter_options",
-    "rollout.drafter_options.",
-    "rollout.draft_budget",
-    "rollout.run_ahead",
-    "rollout.run_ahead_max_slowdown",
+    "rollout.draft*",
+    "rollout.run_ahead*",
 )
 """Options that change nothing learned in the decoder's deterministic mode (`rollout.deterministic`)."""
 
@@ -57,8 +52,8 @@ FREE_KEYS_ON_CUDA = (
     "rollout.kv_memory_share",
     "rollout.kv_across_update",
 )
-"""What a run that ran out of memory may change to go on. It changes what is learned by rounding alone, and the backward
-pass of attention on CUDA adds up in no fixed order anyway."""
+"""What a run that ran out of memory may change. It changes what is learned by rounding alone, and the backward pass of
+attention on CUDA adds up in no fixed order anyway."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -69,16 +64,6 @@ class RunFolder:
     checkpoint: Path | None
     """What to resume from; None starts from the recipe's model."""
     log: MetricLog
-
-    @property
-    def rollouts(self) -> Path:
-        """Folder of the Parquet files."""
-        return self.path / "rollouts"
-
-    @property
-    def timeline(self) -> Path:
-        """Folder of the decode steps' Parquet files."""
-        return self.path / "timeline"
 
     @property
     def checkpoints(self) -> Path:
@@ -183,7 +168,7 @@ def _check_same_run(old: Recipe, new: Recipe, folder: Path) -> None:
     changed = []
     for key in sorted(old_values.keys() | new_values.keys()):
         before, after = old_values.get(key), new_values.get(key)
-        if before == after or any(key == one or (one.endswith(".") and key.startswith(one)) for one in free):
+        if before == after or any(fnmatchcase(key, pattern) for pattern in free):
             continue
         if key == "train.num_steps" and new.train.schedule == "constant" and new.train.num_steps > old.train.num_steps:
             continue

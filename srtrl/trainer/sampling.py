@@ -145,6 +145,7 @@ class StepSampler:
             "groups/short": rollout.num_prompts - len(kept) if rollout.dynamic_sampling else 0,
         }
         metrics |= engine.take_metrics()
+        engine.release_kv()
         return StepRollouts(groups=groups, kept=kept, metrics=metrics, timeline=engine.take_timeline())
 
     def draws(self, which: range) -> list[tuple[int, Prompt]]:

@@ -165,7 +165,7 @@ class Trainer:
     def train_step(self, step: int) -> None:
         """Training step `step` (the first is 1): DESIGN.md, "One training step"."""
         seed_generators(self.recipe.seed, step)
-        rollouts = self.sample(step)
+        rollouts = self.sampler.sample(step, on_progress=self._show("rollout"), timer=self.timer)
         credit = self.assign_credit(step, rollouts)
         metrics = rollouts.metrics | credit.metrics
         if credit.sequences and self.critic is not None:
@@ -180,12 +180,6 @@ class Trainer:
         self.step = step
         self.log(metrics, credit)
         self.checkpoint_if_due()
-
-    def sample(self, step: int) -> StepRollouts:
-        """Decode and grade the step's draws; the KV cache is given back where the recipe says so."""
-        rollouts = self.sampler.sample(step, on_progress=self._show("rollout"), timer=self.timer)
-        self.engine.release_kv()
-        return rollouts
 
     def assign_credit(self, step: int, rollouts: StepRollouts) -> Credit:
         """Advantages of the kept samples; with a reference also its log-probs, with a critic its values."""
@@ -264,8 +258,9 @@ class Trainer:
         """Write `rollouts/step_N.parquet` and `timeline/step_N.parquet`."""
         if self.recipe.log.save_rollouts:
             with self.timer.stage("save_rollouts"):
-                write_rollouts(self.run.rollouts / step_file_name(step), rollouts.groups, credit.advantages)
-                write_timeline(self.run.timeline / step_file_name(step), rollouts.timeline)
+                name = step_file_name(step)
+                write_rollouts(self.run.path / "rollouts" / name, rollouts.groups, credit.advantages)
+                write_timeline(self.run.path / "timeline" / name, rollouts.timeline)
 
     def log(self, metrics: Mapping[str, float], credit: Credit) -> None:
         """One row of `metrics.jsonl`, the trackers, and a line for people; the row is on disk when this returns."""

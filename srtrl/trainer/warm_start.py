@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -55,10 +54,6 @@ class WarmStartSummary:
     """Mean negative log-prob of an answer token at each optimizer step, in nats."""
     held_out: EvalResult | None
     """None where `eval.before_and_after` is false."""
-    num_parameters: int
-    num_overlong: int
-    """Draws left out because the solution is longer than `rollout.max_new_tokens`."""
-    seconds: float
 
 
 def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProgress | None = None) -> WarmStartSummary:
@@ -77,7 +72,6 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
         raise ValueError("this recipe has no `warm_start` section (at least `warm_start.output` must be given)")
     output = Path(section.output)
     _check_output(output, overwrite)
-    start = time.perf_counter()
     set_cpu_threads(recipe.num_threads)
     build.check_compiler(recipe)
     accelerator = build.build_accelerator(recipe, output)
@@ -102,16 +96,19 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
     progress.say(f"saved {output}: loss {losses[-1]:.4f}")
     if solutions.num_overlong:
         progress.say(f"left out {solutions.num_overlong} draws: solution longer than rollout.max_new_tokens")
-    summary = WarmStartSummary(
-        output=output,
-        losses=losses,
-        held_out=_evaluate(recipe, output) if recipe.eval.before_and_after else None,
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        num_overlong=solutions.num_overlong,
-        seconds=time.perf_counter() - start,
-    )
-    write_atomic(output / "warm_start.json", _record(recipe, summary))
-    return summary
+    held_out = _evaluate(recipe, output) if recipe.eval.before_and_after else None
+    figures = held_out.metrics() if held_out is not None else {}
+    every = max(1, len(losses) // 20)
+    record = {  # no times, so that the same recipe writes the same file
+        "recipe": recipe.model_dump(mode="json"),
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "num_overlong": solutions.num_overlong,
+        "final_loss": losses[-1],
+        "loss_by_step": {step: loss for step, loss in enumerate(losses, start=1) if step % every == 0},
+        "held_out": {name: value for name, value in figures.items() if name != "time/eval"},
+    }
+    write_atomic(output / "warm_start.json", json.dumps(record, indent=2) + "\n")
+    return WarmStartSummary(output=output, losses=losses, held_out=held_out)
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
@@ -239,21 +236,6 @@ def _evaluate(recipe: Recipe, output: Path) -> EvalResult:
     model = recipe.model.model_copy(update={"tokenizer": None})  # the one that was saved
     [outcome] = run_evals(str(output), [EvalJob(name="warm start", recipe=recipe.model_copy(update={"model": model}))])
     return outcome.result
-
-
-def _record(recipe: Recipe, summary: WarmStartSummary) -> str:
-    """The provenance kept with the policy, as JSON; no times, so that the same recipe writes the same file."""
-    every = max(1, len(summary.losses) // 20)
-    held_out = summary.held_out.metrics() if summary.held_out is not None else {}
-    record = {
-        "recipe": recipe.model_dump(mode="json"),
-        "num_parameters": summary.num_parameters,
-        "num_overlong": summary.num_overlong,
-        "final_loss": summary.losses[-1],
-        "loss_by_step": {step: loss for step, loss in enumerate(summary.losses, start=1) if step % every == 0},
-        "held_out": {name: value for name, value in held_out.items() if name != "time/eval"},
-    }
-    return json.dumps(record, indent=2) + "\n"
 
 
 def solution_sequence(task: Task, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> TrainSequence:
