@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 """The only special token of a trained tokenizer: ends a response, and pads."""
-NUM_BYTES = 256
 TOKENIZER_PROBLEMS = 10_000
 """Most problems whose texts train a tokenizer, from the first; merges of a larger sample hardly differ."""
 
@@ -318,19 +317,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
     Args:
         texts: What to learn the merges from.
-        vocab_size: Most tokens, the bytes and the end token included; fewer where no pair is left to merge.
-
-    Raises:
-        ValueError: `vocab_size` has no room for the bytes and the end token.
+        vocab_size: Most tokens, the 256 bytes and the end token included; fewer where no pair is left to merge.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    if vocab_size < NUM_BYTES + 1:
-        raise ValueError(
-            f"warm_start.train_tokenizer_vocab_size ({vocab_size}) must be at least {NUM_BYTES + 1}: "
-            f"{NUM_BYTES} bytes and {END_OF_TEXT}"
-        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
