@@ -11,12 +11,10 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import torch
-from tiny_run import make_policy, make_recipe
+from tiny_run import assert_same_run, learned_rows, make_policy, make_recipe
 
-from srtrl.metrics import read_metrics
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.tasks.grading import Grader
@@ -103,22 +101,8 @@ def finish(process: ForkServerProcess) -> int:
     return process.exitcode
 
 
-def equal_rows(folder: Path) -> list[dict[str, float]]:
-    """The rows of a run without what depends on timing."""
-    rows = read_metrics(folder / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "engine/"))} for row in rows]
-
-
-def assert_same_run(folder: Path, expected: Path) -> None:
-    assert equal_rows(folder) == equal_rows(expected)
-    for name in ("model.safetensors", "state.json", "config.json"):
-        mine, other = (run / "checkpoints" / "step_000004" / name for run in (folder, expected))
-        assert mine.read_bytes() == other.read_bytes(), name
-    states = [torch.load(run / "checkpoints/step_000004/optimizer.pt") for run in (folder, expected)]
-    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
-    for step in range(1, 5):
-        tables = [pq.read_table(run / "rollouts" / f"step_{step:06d}.parquet") for run in (folder, expected)]
-        assert tables[0].equals(tables[1]), f"rollouts of step {step}"
+def assert_same_end(folder: Path, expected: Path) -> None:
+    assert_same_run(folder, expected)
     left_over = [path.name for path in folder.rglob(".*") if path.name != ".lock"]
     assert left_over == []
     assert (folder / "summary.json").is_file()
@@ -138,7 +122,7 @@ def uninterrupted(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def test_the_run_learns_something(uninterrupted: Path) -> None:
     """Otherwise equality would be cheap."""
-    rows = [row for row in equal_rows(uninterrupted) if row["step"] > 0]
+    rows = [row for row in learned_rows(uninterrupted) if row["step"] > 0]
     assert all(row["grad_norm"] > 0 for row in rows)
     assert rows[-1]["kl/ref"] > 1e-4  # the policy has moved away from the reference
     assert len({row["reward/mean"] for row in rows}) == 4
@@ -151,7 +135,7 @@ def test_killed_and_resumed_equals_uninterrupted(kill: str, policy: Path, uninte
     assert finish(start(recipe, kill=kill)) == -signal.SIGKILL
     assert not (tmp_path / "run" / "summary.json").exists()
     assert finish(start(recipe, resume=True)) == 0
-    assert_same_run(tmp_path / "run", uninterrupted)
+    assert_same_end(tmp_path / "run", uninterrupted)
 
 
 @pytest.mark.slow
@@ -162,7 +146,7 @@ def test_resume_with_other_slots_and_pages_equals_uninterrupted(
     assert finish(start(recipe, kill="in update")) == -signal.SIGKILL
     crowded = make_recipe(policy, tmp_path, rollout__slots=3, rollout__num_pages=9)  # so few that preemption happens
     assert finish(start(crowded, resume=True)) == 0
-    assert_same_run(tmp_path / "run", uninterrupted)
+    assert_same_end(tmp_path / "run", uninterrupted)
 
 
 @pytest.mark.slow
@@ -175,4 +159,4 @@ def test_killed_at_random_times_again_and_again(policy: Path, uninterrupted: Pat
         process.kill()
         process.join()
     assert finish(start(recipe, resume=True)) == 0
-    assert_same_run(tmp_path / "run", uninterrupted)
+    assert_same_end(tmp_path / "run", uninterrupted)

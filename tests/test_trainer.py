@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from rich.console import Console
-from tiny_run import make_policy, make_recipe
+from tiny_run import learned_rows, make_policy, make_recipe, train
 from torch import Tensor
 
 from srtrl.engine.cpu_runner import CpuRunner
@@ -22,7 +22,7 @@ from srtrl.trainer import build, sampling, trainer
 from srtrl.trainer.evaluate import EvalJob, resolve_eval_source, run_evals
 from srtrl.trainer.run_folder import RunProgress, open_run_folder
 from srtrl.trainer.run_metrics import describe_step, summary_table
-from srtrl.trainer.trainer import TrainingResult, TrainingStoppedError, run_training
+from srtrl.trainer.trainer import TrainingResult, TrainingStoppedError
 from srtrl.trainer.update import update_policy
 
 
@@ -42,14 +42,9 @@ def run(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingResul
     )
 
 
-def train(recipe: Recipe, **options: Any) -> TrainingResult:
-    return run_training(recipe, progress=RunProgress("test", recipe.train.num_steps, plain_every=1000), **options)
-
-
 def learned(folder: Path) -> list[dict[str, float]]:
     """Rows of the training steps without timing and evaluation."""
-    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "engine/", "eval/"))} for row in rows]
+    return [row for row in learned_rows(folder, beside=("eval/",)) if row["step"] > 0]
 
 
 def weights(folder: Path, step: int) -> bytes:
