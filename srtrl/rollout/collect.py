@@ -7,6 +7,7 @@ never in the order in which they finished.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
@@ -30,31 +31,25 @@ class StageTimer:
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._running: str | None = None
-        self._since = 0.0
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._inside = 0.0
+        """Seconds of the stages inside the one that is open."""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Count the seconds inside the `with` block as `name`; also where the block raises."""
-        outer = self._running
-        self._switch_to(name)
+        start, outside, self._inside = time.perf_counter(), self._inside, 0.0
         try:
             yield
         finally:
-            self._switch_to(outer)
+            seconds = time.perf_counter() - start
+            self._seconds[name] += seconds - self._inside
+            self._inside = outside + seconds
 
     def take(self) -> dict[str, float]:
         """Seconds by stage since the last call, no stage being open; starts again from nothing."""
-        assert self._running is None, f"taken inside stage {self._running}"
-        seconds, self._seconds = self._seconds, {}
+        seconds, self._seconds = dict(self._seconds), defaultdict(float)
         return seconds
-
-    def _switch_to(self, name: str | None) -> None:
-        now = time.perf_counter()
-        if self._running is not None:
-            self._seconds[self._running] = self._seconds.get(self._running, 0.0) + now - self._since
-        self._running, self._since = name, now
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
