@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from srtrl.engine.sampling import make_rng_key
@@ -56,11 +56,11 @@ class StageTimer:
 class CollectProgress:
     """How far a collection is, for progress bars."""
 
-    num_done: int
+    num_done: int = 0
     """Completions so far."""
-    num_total: int
+    num_total: int = 0
     """Completions that are asked for; with dynamic sampling it may grow."""
-    num_tokens: int
+    num_tokens: int = 0
     """Response tokens so far, of finished completions."""
 
 
@@ -121,15 +121,13 @@ class Collector:
     timer: StageTimer = field(default_factory=StageTimer)
     """Counts decoding as `rollout` and waiting for graders while nothing decodes as `grading`."""
     _draws: dict[int, _OpenDraw] = field(default_factory=dict, init=False)
-    _num_opened: int = field(default=0, init=False)
-    _num_done: int = field(default=0, init=False)
-    _num_tokens: int = field(default=0, init=False)
+    _progress: CollectProgress = field(default=CollectProgress(), init=False)
 
     def open(self, draw_index: int, prompt: Prompt) -> list[Request]:
         """The samples of one more draw, which the engine shall decode."""
         assert draw_index not in self._draws, f"draw {draw_index} is opened twice"
         self._draws[draw_index] = _OpenDraw(prompt)
-        self._num_opened += 1
+        self._progress = replace(self._progress, num_total=self._progress.num_total + self.num_samples)
         return sample_requests(
             [(draw_index, prompt)],
             num_samples=self.num_samples,
@@ -148,11 +146,10 @@ class Collector:
         num_tokens = len(completion.token_ids)
         ticket = self.grader.submit(draw.prompt, text, completion.finish_reason, num_tokens)
         draw.samples[sample_index] = _Sample(completion, text, ticket)
-        self._num_done += 1
-        self._num_tokens += num_tokens
+        done = self._progress
+        self._progress = replace(done, num_done=done.num_done + 1, num_tokens=done.num_tokens + num_tokens)
         if self.on_progress is not None:
-            total = self._num_opened * self.num_samples
-            self.on_progress(CollectProgress(num_done=self._num_done, num_total=total, num_tokens=self._num_tokens))
+            self.on_progress(self._progress)
 
     def is_graded(self, draw_index: int) -> bool:
         """Whether all samples of an open draw are decoded and graded: `take` would not wait."""
