@@ -40,7 +40,7 @@ class _Parts:
         generator = torch.Generator().manual_seed(seed)
         for _ in range(count):
             for parameter in self.model.parameters():
-                parameter.grad = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.grad_dtype)
             self.optimizer.step()
 
     def save(self, folder: Path, step: int, keep: int = 2, critic: Critic | None = None) -> Path:
@@ -140,7 +140,7 @@ def test_run_folder_is_not_overwritten_unasked(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path / "policy", tmp_path)
     with open_run_folder(recipe) as run:
         run.log.write(1, {"loss": 1.0})
-    with pytest.raises(ValueError, match=r"--resume goes on .*--overwrite deletes"):
+    with pytest.raises(ValueError, match=r"--resume continues .*--overwrite deletes"):
         check_run_folder(recipe, resume=False, overwrite=False)
     with pytest.raises(ValueError, match="exclude each other"):
         check_run_folder(recipe, resume=True, overwrite=True)

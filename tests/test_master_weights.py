@@ -1,5 +1,6 @@
 """Training of a bfloat16 model: float32 masters, moments and gradient sums, against a plain loop; resume to the bit."""
 
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,18 +11,17 @@ import tiny_run
 import torch
 from accelerate import Accelerator
 from critic_cases import make_critic_recipe, make_value_model, with_random_targets
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from update_cases import make_policy, make_recipe, make_sequences, update
+from update_cases import make_policy, make_recipe, make_sequences
 
-from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.metrics import read_metrics
 from srtrl.model.attention import PackedPlan
 from srtrl.model.logprobs import token_logprobs
 from srtrl.model.transformer import Transformer
-from srtrl.model.weights import load_model, load_tokenizer
+from srtrl.model.weights import load_model
 from srtrl.rollout.packing import PackedBatch, pack
-from srtrl.trainer.checkpoint import TrainerState, load_training_state, save_checkpoint
+from srtrl.trainer.checkpoint import load_training_state
 from srtrl.trainer.critic import Critic, update_critic
 from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer, gradient_bytes
 from srtrl.trainer.run_folder import RunProgress
@@ -192,104 +192,59 @@ def test_a_float32_model_is_trained_by_plain_adamw_with_the_same_bits(accelerato
 # --- Checkpoints ------------------------------------------------------------------------------------------------------
 
 
-class _Run:
-    """A bfloat16 policy and critic with their optimizers."""
-
-    def __init__(self, policy: Transformer) -> None:
-        self.policy = policy
-        self.optimizer = optimizer_of(policy)
-        value_model = make_value_model(dtype=torch.bfloat16)
-        self.critic_optimizer = optimizer_of(value_model)
-        self.critic = Critic(model=value_model, optimizer=self.critic_optimizer)
-
-    def step(self, number: int, accelerator: Accelerator) -> None:
-        sequences = with_random_targets(make_sequences(make_policy(), noise=0.1, seed=number))
-        update(self.policy, self.optimizer, accelerator, sequences, make_recipe(train__num_steps=9), step=number)
-        recipe = make_critic_recipe(train__num_steps=9)
-        update_critic(self.critic, accelerator, sequences, recipe=recipe, step=number)
-
-    def save(self, folder: Path, tokenizer: Path) -> Path:
-        return save_checkpoint(
-            folder,
-            TrainerState(step=2, policy_version=2, num_draws=6, kl_coefficient=0.0),
-            model=self.policy,
-            optimizer=self.optimizer,
-            tokenizer=load_tokenizer(str(tokenizer)),
-            end_ids=[0],
-            drafter=NoDrafter(),
-            keep=1,
-            critic=self.critic,
-        )
-
-    def tensors(self) -> list[Tensor]:
-        models: tuple[nn.Module, ...] = (self.policy, self.critic.model)
-        masters = [*self.optimizer.master_of.values(), *self.critic_optimizer.master_of.values()]
-        return [*(parameter for model in models for parameter in model.parameters()), *masters]
-
-
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run.make_policy(tmp_path_factory.mktemp("model") / "policy")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Run folders of PPO with a bfloat16 policy and critic: uninterrupted, and resumed after the first of two steps."""
+    folder = tmp_path_factory.mktemp("runs")
+    tiny = tiny_run.make_policy(folder / "policy")
+
+    def train(name: str, num_steps: int, *, resume: bool = False) -> Path:
+        recipe = tiny_run.make_recipe(
+            tiny,
+            folder,
+            name=name,
+            model__dtype="bfloat16",
+            algorithm={"advantage": "gae"},
+            critic={"learning_rate": 1e-4},
+            train__num_steps=num_steps,
+            train__learning_rate=1e-4,
+            eval={"before_and_after": False},
+        )
+        return run_training(recipe, resume=resume, progress=RunProgress("test", num_steps, plain_every=1000)).folder
+
+    train("resumed", 1)
+    return [train("whole", 2), train("resumed", 2, resume=True)]
 
 
-def test_policy_and_critic_go_on_from_a_checkpoint_with_the_same_bits(
-    tiny: Path, tmp_path: Path, accelerator: Accelerator
-) -> None:
-    run = _Run(half_policy())
-    for number in (1, 2):
-        run.step(number, accelerator)
-    folder = run.save(tmp_path, tiny)
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
-    resumed = _Run(load_model(folder, dtype=torch.bfloat16, device="cpu"))
-    load_training_state(folder, resumed.optimizer, resumed.critic)
-    assert all(map(torch.equal, run.tensors(), resumed.tensors()))
-    assert any(not torch.equal(master, master.bfloat16().float()) for master in run.optimizer.master_of.values()), (
-        "the masters hold no more than the weights: the checkpoint's own files would do"
+def test_a_bfloat16_run_that_is_resumed_learns_what_one_that_is_not_learns(runs: list[Path]) -> None:
+    whole, resumed = (
+        [
+            {name: value for name, value in row.items() if not name.startswith(("time/", "engine/"))}
+            for row in read_metrics(folder / "metrics.jsonl")
+        ]
+        for folder in runs
     )
-    for number in (3, 4):
-        run.step(number, accelerator)
-        resumed.step(number, accelerator)
-    assert all(map(torch.equal, run.tensors(), resumed.tensors()))
-    torch.testing.assert_close(run.optimizer.state_dict(), resumed.optimizer.state_dict(), rtol=0, atol=0)
+    assert whole == resumed
+    assert min(whole[-1]["grad_norm"], whole[-1]["critic/grad_norm"]) > 0
+    first, second = (folder / "checkpoints" / "step_000002" for folder in runs)
+    for file in ("model.safetensors", "optimizer.pt", "critic/model.safetensors", "critic_optimizer.pt"):
+        assert (first / file).read_bytes() == (second / file).read_bytes(), file
+    weights = load_file(first / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    masters = torch.load(first / "optimizer.pt", weights_only=True)["masters"]
+    assert not all(torch.equal(master, master.bfloat16().float()) for master in masters), "they hold no more"
 
 
-def test_a_state_without_masters_is_refused_with_its_file(tiny: Path, tmp_path: Path) -> None:
-    run = _Run(half_policy())
-    folder = run.save(tmp_path, tiny)
+def test_a_state_without_masters_is_refused_with_its_file(runs: list[Path], tmp_path: Path) -> None:
+    folder = tmp_path / "step_000002"
+    shutil.copytree(runs[0] / "checkpoints" / "step_000002", folder)
+    optimizer = optimizer_of(load_model(folder, dtype=torch.bfloat16, device="cpu"))
     state = torch.load(folder / "optimizer.pt", weights_only=True)
     masters = state.pop("masters")
     torch.save(state, folder / "optimizer.pt")
     message = r"optimizer\.pt: .* holds no float32 master weights: .* written before srtrl.*name=OTHER model\.path="
     with pytest.raises(ValueError, match=message):
-        load_training_state(folder, run.optimizer)
+        load_training_state(folder, optimizer)
     torch.save({**state, "masters": masters[:-1]}, folder / "optimizer.pt")
     with pytest.raises(ValueError, match=r"optimizer\.pt: the master weights have shapes"):
-        load_training_state(folder, run.optimizer)
-
-
-def test_a_bfloat16_run_that_is_resumed_learns_what_one_that_is_not_learns(tiny: Path, tmp_path: Path) -> None:
-    def train(name: str, num_steps: int, resume: bool) -> None:
-        changes = {"model__dtype": "bfloat16", "train__learning_rate": 1e-4, "eval__every_steps": None}
-        recipe = tiny_run.make_recipe(
-            tiny, tmp_path, name=name, train__num_steps=num_steps, eval__before_and_after=False, **changes
-        )
-        run_training(recipe, resume=resume, progress=RunProgress("test", num_steps, plain_every=1000))
-
-    train("whole", 2, resume=False)
-    train("resumed", 1, resume=False)
-    train("resumed", 2, resume=True)
-    whole, resumed = (
-        [
-            {name: value for name, value in row.items() if not name.startswith(("time/", "engine/"))}
-            for row in read_metrics(tmp_path / name / "metrics.jsonl")
-        ]
-        for name in ("whole", "resumed")
-    )
-    assert whole == resumed
-    assert whole[-1]["grad_norm"] > 0
-    for file in ("model.safetensors", "optimizer.pt"):
-        contents = [
-            (tmp_path / name / "checkpoints" / "step_000002" / file).read_bytes() for name in ("whole", "resumed")
-        ]
-        assert contents[0] == contents[1], file
+        load_training_state(folder, optimizer)

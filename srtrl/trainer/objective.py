@@ -109,16 +109,17 @@ class CheckedLoss:
         self.metric_names: set[str] | None = None  # of the first micro-batch
 
     def __call__(self, values: Tensor, *arguments: Tensor | None, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss [R] and metrics [R] of one micro-batch; `values` [R] are what learns.
+        """Loss [R] and metrics [R] of one micro-batch, from what the model computes, `values` [R].
 
         Raises:
-            ValueError: one of them has another shape, or a metric a name of the trainer's or none that all share.
+            ValueError: the loss or a metric has another shape, a metric has a name of the trainer's, or the metrics are
+                not those of the first micro-batch.
         """
         token_loss, metrics = self.function(values, *arguments, **options)
         for name in metrics:
             if is_reserved_metric(name):
                 raise ValueError(f"{self.option} returns a metric named `{name}`, which is srtrl's own: rename it")
-        self.metric_names = metrics.keys() if self.metric_names is None else self.metric_names
+        self.metric_names = set(metrics) if self.metric_names is None else self.metric_names
         if unequal := sorted(self.metric_names ^ metrics.keys()):  # a mean over some tokens would pass for one of all
             raise ValueError(
                 f"{self.option} must return the same metrics for every micro-batch, and returned `{unequal[0]}` for "

@@ -34,11 +34,9 @@ def build_optimizer(
         {"params": matrices, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    optimizer: torch.optim.AdamW
-    if any(parameter.dtype in HALF_DTYPES for parameter in model.parameters()):
-        optimizer = MasterWeightAdamW(groups, lr=learning_rate, betas=betas, eps=eps)
-    else:
-        optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
+    is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())
+    kind = MasterWeightAdamW if is_half else torch.optim.AdamW
+    optimizer = kind(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
     _allocate_state(optimizer)
     return optimizer
 
@@ -111,12 +109,12 @@ class MasterWeightAdamW(torch.optim.AdamW):
     A parameter that is wider than a half type (a critic's head) is its own master.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
-        """`groups` as of `torch.optim.AdamW`, over the model's own parameters."""
+    def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
+        """Arguments of `torch.optim.AdamW`; the groups are of the model's own parameters."""
         self.master_of: dict[nn.Parameter, Tensor] = {}
         """The float32 master of each parameter of a half type."""
         masters = [{**group, "params": [self._make_master(one) for one in group["params"]]} for group in groups]
-        super().__init__(masters, lr=lr, betas=betas, eps=eps, fused=True)
+        super().__init__(masters, **options)
 
     def hand_over_masters(self) -> None:
         """Make the masters the model's own tensors, as when training is over and what is not rounded is to be saved."""

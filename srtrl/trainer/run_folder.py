@@ -85,14 +85,14 @@ def check_run_folder(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
     """
     folder = run_path(recipe)
     if resume and overwrite:
-        raise ValueError("--resume and --overwrite exclude each other: go on with the run, or begin it again")
+        raise ValueError("--resume and --overwrite exclude each other: continue the run, or begin it again")
     if not folder.exists():
         return
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file; the run's folder would be there: change `name` or `output_dir`")
     if not (resume or overwrite) and any(folder.iterdir()):
         raise ValueError(
-            f"{folder} exists: --resume goes on with that run, --overwrite deletes it and begins again, "
+            f"{folder} exists: --resume continues that run, --overwrite deletes it and begins again, "
             "name=OTHER starts a run of its own"
         )
     if (folder / "recipe.yaml").is_file():
@@ -160,7 +160,7 @@ def _drop_later_files(folder: Path, step: int) -> None:
 
 
 def _check_same_run(old: Recipe, new: Recipe, folder: Path) -> None:
-    """Refuse to go on with a recipe that would not have learned what the run has learned so far."""
+    """Refuse to continue with a recipe that would not have learned what the run has learned so far."""
     device = choose_device(old)
     free = FREE_KEYS + (FREE_KEYS_IF_DETERMINISTIC if is_deterministic(old, device) else ())
     free += FREE_KEYS_ON_CUDA if device.type == "cuda" else ()
@@ -175,7 +175,7 @@ def _check_same_run(old: Recipe, new: Recipe, folder: Path) -> None:
         changed.append(f"  {key}: the run has {before!r}, now {after!r}")
     if changed:
         raise ValueError(
-            f"--resume: the recipe differs from that of {folder / 'recipe.yaml'}, so the run would not go on as it "
+            f"--resume: the recipe differs from that of {folder / 'recipe.yaml'}, so the run would not continue as it "
             "began:\n" + "\n".join(changed) + "\nUndo the change, or start a run of its own with name=OTHER"
         )
 

@@ -62,7 +62,7 @@ from srtrl.trainer.update import (
 
 
 class TrainingStoppedError(RuntimeError):
-    """Training cannot go on; the message says why, which checkpoint is the last, and how to go on."""
+    """Training cannot continue; the message says why, which checkpoint is the last, and what to do with it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -72,7 +72,7 @@ class TrainingResult:
     folder: Path
     summary: RunSummary
     interrupted: bool
-    """An interrupt ended the run before its last step; `--resume` goes on."""
+    """An interrupt ended the run before its last step; `--resume` continues it."""
 
 
 def run_training(
@@ -80,12 +80,12 @@ def run_training(
 ) -> TrainingResult:
     """Train as the recipe says, into `<output_dir>/<name>`.
 
-    What can be wrong is checked from cheap to dear: flags, trackers and task before any weight is loaded. The run's
+    Cheap checks come first: flags, trackers and task before any weight is loaded. The run's
     folder is touched last, so that a run which cannot start neither leaves one behind nor deletes one.
 
     Args:
         recipe: Everything that decides the run.
-        resume: Go on from the last checkpoint of the run's folder; a run that is not there is begun.
+        resume: Continue from the last checkpoint of the run's folder; a run that is not there is begun.
         overwrite: Delete the run's folder and begin again.
         progress: Where to report; bars or lines on standard output by default.
 
