@@ -1,13 +1,18 @@
 """Fixtures and paths that several test files use."""
 
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from srtrl.model.cpu_threads import set_cpu_threads
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: tests of kernels run them on the CPU
@@ -43,3 +48,12 @@ def shared_data() -> Path:
 def _one_thread() -> None:
     """Tiny tensors gain nothing from threads, and lose much on a busy machine; tests of threads set their own."""
     set_cpu_threads(1)
+
+
+@pytest.fixture
+def accelerator() -> Iterator["Accelerator"]:
+    """Accelerate's, on the CPU without mixed precision."""
+    from update_cases import fresh_accelerator  # a second that most tests need not take
+
+    with fresh_accelerator() as fresh:
+        yield fresh

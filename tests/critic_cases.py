@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from update_cases import make_policy, make_recipe, make_sequences
+from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences
 
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import Transformer
@@ -78,26 +78,9 @@ def padded_targets(arrays: Sequence[Any], mask: Tensor) -> Tensor:
     return padded
 
 
-class RecordedSGD(torch.optim.SGD):
-    """Plain gradient descent that keeps copies of the gradients and learning rates it was given."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model.parameters(), lr=0.0)
-        self.gradients: list[list[Tensor]] = []
-        self.rates: list[float] = []
-
-    def step(self, closure: Any = None) -> Any:
-        """Record, then run_optimizer_steps."""
-        parameters = self.param_groups[0]["params"]
-        assert all(parameter.grad is not None for parameter in parameters), "every weight of a critic learns"
-        self.gradients.append([parameter.grad.clone() for parameter in parameters])
-        self.rates.append(self.param_groups[0]["lr"])
-        return super().step(closure)
-
-
-def make_critic(model: ValueModel) -> tuple[Critic, RecordedSGD]:
+def make_critic(model: ValueModel) -> tuple[Critic, RecordingSGD]:
     """A critic that descends plainly, and its optimizer's records."""
-    optimizer = RecordedSGD(model)
+    optimizer = RecordingSGD(model)
     return Critic(model=model, optimizer=optimizer), optimizer
 
 

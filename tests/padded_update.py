@@ -39,7 +39,7 @@ class Padded:
 def padded_logprobs(policy: Transformer, sequences: Sequence[TrainSequence]) -> Tensor:
     """Log-probs [B, L] float64 of each response's tokens, from one batch of equally long rows; garbage in the padding.
 
-    What stands behind a response is token 1: the attention is causal, so it reaches no token before it.
+    What follows a response is token 1: the attention is causal, so it reaches no token before it.
     """
     longest = max(len(sequence.token_ids) for sequence in sequences)
     token_ids = torch.ones(len(sequences), longest, dtype=torch.int64)
@@ -119,9 +119,10 @@ def reduce(name: str, losses: Tensor, mask: Tensor, max_new_tokens: int) -> Tens
     return of_sequences.mean()
 
 
-def k3(p: Padded) -> Tensor:
+def kl_estimate(name: str, p: Padded) -> Tensor:
     """The estimate of each token, [B, L]."""
-    return (p.ref - p.new).exp() - 1 - (p.ref - p.new)
+    log_ratio = p.new - p.ref
+    return {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": (-log_ratio).exp() - 1 + log_ratio}[name]
 
 
 def gradient_of(policy: Transformer, loss: Tensor) -> list[Tensor]:

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from update_cases import RecordingSGD, fresh_accelerator, make_policy, make_recipe, make_sequences, update
+from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences, update
 
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import CompiledLayers, Transformer
@@ -27,12 +27,6 @@ def _no_graphs_of_other_tests() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    with fresh_accelerator() as accelerator:
-        yield accelerator
 
 
 def gradients(

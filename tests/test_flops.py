@@ -9,7 +9,6 @@ from update_cases import make_policy, make_recipe, make_sequences
 from srtrl.model.attention import PackedPlan
 from srtrl.model.logprobs import token_logprobs_reference
 from srtrl.model.transformer import model_flops
-from srtrl.trainer.out_of_memory import PeakMemory
 from srtrl.trainer.run_metrics import memory_metrics, time_metrics, update_flops
 
 LENGTHS = [5, 1, 8]
@@ -78,14 +77,14 @@ def test_speeds_are_logged_where_there_was_an_update() -> None:
 
 
 def test_peak_memory_is_logged_since_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also that of a stage before the last one."""
-    gib = 2**30
-    peaks = iter([3 * gib, 2 * gib, gib, 0])
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: next(peaks))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
-    memory = PeakMemory(torch.device("cuda"))
-    memory.begin_stage()
-    memory.begin_stage()
-    assert memory_metrics(memory) == {"memory/peak_gib": 3.0}
-    assert memory_metrics(memory) == {"memory/peak_gib": 0.0}
-    assert memory_metrics(PeakMemory(torch.device("cpu"))) == {}
+    peak = 3 * 2**30
+
+    def reset(_: torch.device) -> None:
+        nonlocal peak
+        peak = 0
+
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    assert memory_metrics(torch.device("cuda")) == {"memory/peak_gib": 3.0}
+    assert memory_metrics(torch.device("cuda")) == {"memory/peak_gib": 0.0}
+    assert memory_metrics(torch.device("cpu")) == {}

@@ -17,8 +17,8 @@ from srtrl.model.hf_config import config_from_hf
 from srtrl.model.logprobs import MAX_CHUNK_BYTES, token_logprobs, token_logprobs_reference
 from srtrl.model.transformer import CompiledLayers, Transformer
 from srtrl.model.weights import init_model
-from srtrl.trainer.optimizer import build_optimizer, gradient_holders
-from srtrl.trainer.out_of_memory import PeakMemory, UpdateMemoryError, explain_out_of_memory
+from srtrl.trainer.optimizer import build_optimizer
+from srtrl.trainer.out_of_memory import UpdateMemoryError, explain_out_of_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -131,9 +131,11 @@ def test_a_training_step_changes_the_weights_as_on_the_cpu(dtype: torch.dtype, a
     for device in ("cpu", CUDA):
         policy = _copy(make_tiny_policy(dtype=torch.float32, scale=4, hidden_size=16), dtype, device)  # heads of 8
         optimizer = build_optimizer(policy, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-3)
-        before = [one.detach().cpu().clone() for one in gradient_holders(policy, optimizer)]
+        master_of = getattr(optimizer, "master_of", {})
+        learned = [master_of.get(parameter, parameter) for parameter in policy.parameters()]
+        before = [one.detach().cpu().clone() for one in learned]
         update(policy, optimizer, accelerator, make_sequences(make_tiny_policy()), recipe)
-        after = [one.detach().cpu() for one in gradient_holders(policy, optimizer)]
+        after = [one.detach().cpu() for one in learned]
         masters.append([new - old for new, old in zip(after, before, strict=True)])
         assert all(parameter.dtype == dtype for parameter in policy.parameters())
     tolerance = 1e-3 if dtype == torch.float32 else 0.2
@@ -169,11 +171,8 @@ def test_an_update_that_does_not_fit_says_what_helps() -> None:
         return torch.empty(1 << 50, device=CUDA)
 
     with (
-        pytest.raises(UpdateMemoryError, match=r"(?s)step 1, update: .*Tried to allocate.*What helps:") as caught,
-        explain_out_of_memory(
-            "step 1, update", make_recipe(), PeakMemory(policy.device), lambda: {"the policy": 2**20}
-        ),
+        pytest.raises(UpdateMemoryError, match=r"(?s)step 1, update: .*Tried to allocate.*What helps:"),
+        explain_out_of_memory("step 1, update", make_recipe()),
     ):
         too_much()
-    assert "gradients, activations and logits" in str(caught.value)
     assert math.isfinite(float(policy.embedding.sum()))

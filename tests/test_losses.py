@@ -1,4 +1,7 @@
-"""Policy losses against the papers' formulas in loops (`algorithm_reference.py`): values and gradients."""
+"""Policy losses, value losses and importance weights: what they promise, and edge cases by hand.
+
+Their values and gradients are compared with other code in `test_update.py` (padded batches) and `test_trl_parity.py`.
+"""
 
 import inspect
 import math
@@ -6,23 +9,16 @@ import math
 import numpy as np
 import pytest
 import torch
-from algorithm_reference import (
-    LOSSES,
-    RaggedBatch,
-    central_differences,
-    dual_clip_of,
-    packed,
-    random_batch,
-    reduction_weights,
-    weighted,
-)
+from algorithm_reference import RaggedBatch, packed, random_batch
+from padded_update import LOSSES
 from torch import Tensor
 
 from srtrl.algorithms import losses
+from srtrl.algorithms.losses import sequence_means, sequence_sums
 from srtrl.resolve import list_parts, resolve_part
 
 F64 = torch.float64
-CLIP_LOW, CLIP_HIGH, MAX_NEW_TOKENS = 0.2, 0.3, 12
+CLIP_LOW, CLIP_HIGH = 0.2, 0.3
 
 
 def our_losses(
@@ -35,103 +31,27 @@ def our_losses(
     return token_loss, metrics
 
 
-def test_every_loss_has_a_formula_here() -> None:
+def sequence_weights(batch: RaggedBatch) -> Tensor:
+    """Weight of each token in GRPO's mean over sequences of the mean over tokens, [R]."""
+    return packed([np.full(length, 1 / (length * len(batch.lengths))) for length in batch.lengths])
+
+
+def test_every_loss_has_a_formula_in_the_padded_update() -> None:
     assert set(list_parts("algorithm.loss")) == set(LOSSES)
-
-
-@pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("spread", [0.02, 0.4, 1.5])
-@pytest.mark.parametrize("name", LOSSES)
-def test_loss_and_gradient_equal_the_formula(name: str, spread: float, per_token: bool) -> None:
-    """The gradient of a sum with random weights: no token's derivative can hide behind another's."""
-    for seed in range(6):
-        batch = random_batch(seed, spread=spread, per_token=per_token)
-        generator = np.random.default_rng(seed)
-        weights = [generator.standard_normal(length) for length in batch.lengths]
-
-        def formula(new: list[np.ndarray], batch: RaggedBatch = batch) -> list[np.ndarray]:
-            return LOSSES[name](new, batch.new, batch.old, batch.advantages, CLIP_LOW, CLIP_HIGH)
-
-        new = packed(batch.new).requires_grad_()
-        token_loss, _ = our_losses(name, batch, new)
-        torch.testing.assert_close(token_loss.detach(), packed(formula(batch.new)), rtol=1e-12, atol=1e-14)
-        (gradient,) = torch.autograd.grad((token_loss * packed(weights)).sum(), new)
-        expected = central_differences(lambda new: weighted(formula(new), weights), batch.new)  # noqa: B023
-        torch.testing.assert_close(gradient, packed(expected), rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("reduction", list_parts("algorithm.reduction"))
-@pytest.mark.parametrize("name", LOSSES)
-def test_reduced_loss_and_gradient_equal_the_formula(name: str, reduction: str) -> None:
-    batch = random_batch(7, spread=0.5)
-    weights = reduction_weights(reduction, batch.lengths, MAX_NEW_TOKENS)
-
-    def formula(new: list[np.ndarray]) -> float:
-        return weighted(LOSSES[name](new, batch.new, batch.old, batch.advantages, CLIP_LOW, CLIP_HIGH), weights)
-
-    new = packed(batch.new).requires_grad_()
-    token_loss, _ = our_losses(name, batch, new)
-    reduced = resolve_part("algorithm.reduction", reduction)(
-        token_loss, batch.sequence_index, sequence_lengths=torch.tensor(batch.lengths), max_new_tokens=MAX_NEW_TOKENS
-    )
-    assert reduced.item() == pytest.approx(formula(batch.new), rel=1e-12)
-    expected = central_differences(formula, batch.new)
-    torch.testing.assert_close(torch.autograd.grad(reduced, new)[0], packed(expected), rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", ["ppo_clip", "dual_clip", "gspo", "policy_gradient"])
-def test_autograd_agrees_with_its_own_differences(name: str) -> None:
-    """Losses without a stop-gradient: PyTorch's own check of every entry of the Jacobian."""
-    batch = random_batch(3, spread=0.6)
-    assert torch.autograd.gradcheck(lambda new: our_losses(name, batch, new)[0], packed(batch.new).requires_grad_())
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_order_and_packing_of_sequences_do_not_matter(name: str) -> None:
-    """Tokens of a sequence in any place, its number any number: the same loss and gradient for each token."""
-    batch = random_batch(11, spread=0.5)
-    new = packed(batch.new).requires_grad_()
-    token_loss, _ = our_losses(name, batch, new)
-    (gradient,) = torch.autograd.grad(token_loss.square().sum(), new)
-
-    order = torch.randperm(len(new), generator=torch.Generator().manual_seed(0))
-    shuffled = packed(batch.new)[order].requires_grad_()
-    function = resolve_part("algorithm.loss", name)
-    again, _ = function(
-        shuffled,
-        packed(batch.old)[order],
-        packed(batch.advantages)[order],
-        3 * batch.sequence_index[order] + 2,
-        clip_low=CLIP_LOW,
-        clip_high=CLIP_HIGH,
-    )
-    torch.testing.assert_close(again, token_loss[order], rtol=1e-13, atol=0.0)
-    shuffled_gradient = torch.autograd.grad(again.square().sum(), shuffled)[0]
-    torch.testing.assert_close(shuffled_gradient, gradient[order], rtol=1e-12, atol=0.0)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_unchanged_weights_give_the_policy_gradient(name: str) -> None:
-    """At ratio 1 every loss has REINFORCE's gradient under GRPO's reduction, whatever the clip range."""
+    """At ratio 1 every loss has REINFORCE's gradient under GRPO's reduction, for any clip range."""
     batch = random_batch(5)
     batch.new = batch.old
-    weights = packed(reduction_weights("sequence_mean_token_mean", batch.lengths, MAX_NEW_TOKENS))
+    weights = sequence_weights(batch)
     new = packed(batch.new).requires_grad_()
     for low, high in ((0.2, 0.3), (0.0, 0.0), (1.0, 4.0)):
         token_loss, metrics = our_losses(name, batch, new, low=low, high=high)
         (gradient,) = torch.autograd.grad((token_loss * weights).sum(), new)
         torch.testing.assert_close(gradient, -packed(batch.advantages) * weights, rtol=1e-12, atol=0.0)
         assert all(not bool(metric.any()) for metric in metrics.values())
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_zero_advantages_give_a_zero_gradient(name: str) -> None:
-    batch = random_batch(2, spread=1.0)
-    batch.advantages = [np.zeros(length) for length in batch.lengths]
-    new = packed(batch.new).requires_grad_()
-    token_loss, _ = our_losses(name, batch, new)
-    assert bool((token_loss == 0).all())
-    assert bool((torch.autograd.grad(token_loss.sum(), new)[0] == 0).all())
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -163,9 +83,8 @@ def test_a_ratio_exactly_at_the_clip_keeps_its_gradient() -> None:
 def test_clip_metrics_mark_exactly_the_tokens_without_gradient(name: str) -> None:
     batch = random_batch(9, spread=1.5)
     new = packed(batch.new).requires_grad_()
-    token_loss, metrics = (
-        our_losses(name, batch, new, ratio_cap=1.5) if name == "dual_clip" else our_losses(name, batch, new)
-    )
+    options = {"ratio_cap": 1.5} if name == "dual_clip" else {}
+    token_loss, metrics = our_losses(name, batch, new, **options)
     (gradient,) = torch.autograd.grad(token_loss.sum(), new)
     marked = torch.stack(list(metrics.values())).sum(dim=0)
     assert 0 < marked.sum() < len(marked)
@@ -185,14 +104,6 @@ def test_the_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
     assert torch.autograd.grad(token_loss.sum(), new)[0].tolist() == pytest.approx([0.0, 0.0, 2 * np.exp(0.5)])
 
 
-@pytest.mark.parametrize("cap", [1.2, 3.0, 10.0])
-def test_the_dual_clip_at_several_caps(cap: float) -> None:
-    batch = random_batch(4, spread=1.5, per_token=True)
-    token_loss, _ = our_losses("dual_clip", batch, packed(batch.new), ratio_cap=cap)
-    expected = dual_clip_of(cap)(batch.new, batch.new, batch.old, batch.advantages, CLIP_LOW, CLIP_HIGH)
-    torch.testing.assert_close(token_loss, packed(expected), rtol=1e-12, atol=0.0)
-
-
 @pytest.mark.parametrize("cap", [1.0, 0.5, -3.0, float("nan")])
 def test_a_cap_of_at_most_one_is_refused(cap: float) -> None:
     batch = random_batch(0)
@@ -201,17 +112,16 @@ def test_a_cap_of_at_most_one_is_refused(cap: float) -> None:
 
 
 def test_gspo_and_its_token_variant_agree_where_the_paper_says_so() -> None:
-    """Equal values always; equal gradients with one advantage a sequence and GRPO's reduction, and not without."""
+    """Equal values always; equal gradients with one advantage per sequence and GRPO's reduction, and not without."""
     gradients = {}
     for per_token in (False, True):
         batch = random_batch(8, spread=0.3, per_token=per_token)
-        weights = packed(reduction_weights("sequence_mean_token_mean", batch.lengths, MAX_NEW_TOKENS))
         values = {}
         for name in ("gspo", "gspo_token"):
             new = packed(batch.new).requires_grad_()
             token_loss, _ = our_losses(name, batch, new)
             values[name] = token_loss.detach()
-            (gradients[name, per_token],) = torch.autograd.grad((token_loss * weights).sum(), new)
+            (gradients[name, per_token],) = torch.autograd.grad((token_loss * sequence_weights(batch)).sum(), new)
         torch.testing.assert_close(values["gspo"], values["gspo_token"], rtol=1e-13, atol=0.0)
     torch.testing.assert_close(gradients["gspo", False], gradients["gspo_token", False], rtol=1e-12, atol=1e-16)
     assert not torch.allclose(gradients["gspo", True], gradients["gspo_token", True], rtol=1e-3)
@@ -249,3 +159,95 @@ def test_losses_of_the_recipe_have_one_signature() -> None:
         parameters = list(inspect.signature(getattr(losses, name)).parameters.values())
         assert parameters[: len(expected)] == expected
         assert all(parameter.default is not parameter.empty for parameter in parameters[len(expected) :])
+
+
+# --- What the critic minimises ----------------------------------------------------------------------------------------
+
+
+def hand_value_loss(name: str, value: float, old: float, target: float, clip: float) -> tuple[float, float]:
+    """Value and derivative of one token's loss."""
+    clipped = min(max(value, old - clip), old + clip)
+    error, clipped_error = (value - target) ** 2, (clipped - target) ** 2
+    if name == "clipped_value" and clipped_error > error:
+        return clipped_error / 2, 0.0
+    return error / 2, value - target
+
+
+@pytest.mark.parametrize("clip", [0.05, 0.2, 10.0])
+@pytest.mark.parametrize("name", list_parts("critic.value_loss"))
+def test_value_loss_and_gradient_equal_the_formula(name: str, clip: float) -> None:
+    generator = np.random.default_rng(0)
+    old, target = generator.standard_normal((2, 200))
+    value = old + 0.2 * generator.standard_normal(200)
+    values = torch.from_numpy(value).requires_grad_()
+    loss, metrics = getattr(losses, name)(
+        values, torch.from_numpy(old), torch.from_numpy(target), torch.arange(200), value_clip=clip
+    )
+    expected = [
+        hand_value_loss(name, *row, clip) for row in zip(value.tolist(), old.tolist(), target.tolist(), strict=True)
+    ]
+    assert loss.tolist() == pytest.approx([value for value, _ in expected], rel=1e-12)
+    (gradient,) = torch.autograd.grad(loss.sum(), values)
+    assert gradient.tolist() == pytest.approx([slope for _, slope in expected], rel=1e-12)
+    if name == "clipped_value":
+        assert torch.equal(metrics["clip_share/value"] == 1, gradient == 0)
+        assert (0 < metrics["clip_share/value"].sum().item() < 200) == (clip < 1)
+
+
+def test_the_value_clip_at_its_edges() -> None:
+    """Old value 0, clip 0.5, return 2: moving towards the return loses the gradient beyond 0.5, away never."""
+    values = torch.tensor([0.5, 0.5 + 1e-9, -3.0, 0.0], dtype=F64, requires_grad=True)
+    zeros = torch.zeros(4, dtype=F64)
+    loss, metrics = losses.clipped_value(values, zeros, zeros + 2, torch.arange(4), value_clip=0.5)
+    assert torch.autograd.grad(loss.sum(), values)[0].tolist() == [-1.5, 0.0, -5.0, -2.0]
+    assert metrics["clip_share/value"].tolist() == [0, 1, 0, 0]
+    assert loss.tolist() == pytest.approx([1.125, 1.125, 12.5, 2.0], rel=1e-12)
+
+
+# --- Importance weights -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cap", [0.5, 2.0, 1e9])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_importance_weights_equal_the_formula(level: str, cap: float) -> None:
+    """`old` as the trainer's log-probs, `new` as the decoder's."""
+    for seed in range(5):
+        batch = random_batch(seed, spread=0.6)
+        old = packed(batch.old).requires_grad_()
+        found = losses.truncated_weights(
+            old,
+            packed(batch.new),
+            batch.sequence_index,
+            cap=cap,
+            level="sequence" if level == "sequence" else "token",
+        )
+        expected = []
+        for trainer, decoder in zip(batch.old, batch.new, strict=True):
+            ratios = [math.exp(a) / math.exp(b) for a, b in zip(trainer, decoder, strict=True)]
+            if level == "sequence":
+                ratios = [math.prod(ratios)] * len(ratios)
+            expected += [min(ratio, cap) for ratio in ratios]
+        assert found.tolist() == pytest.approx(expected, rel=1e-11)
+        assert not found.requires_grad
+
+
+def test_importance_weights_of_equal_logprobs_are_one_and_overflow_is_capped() -> None:
+    logprobs, index = torch.tensor([-1.0, -2.0, -300.0]), torch.tensor([0, 0, 1])
+    for level in ("token", "sequence"):
+        weights = losses.truncated_weights(logprobs, logprobs, index, cap=2.0, level=level)
+        assert torch.equal(weights, torch.ones(3))
+        far = losses.truncated_weights(logprobs + 1000, logprobs, index, cap=2.0, level=level)
+        assert torch.equal(far, torch.full((3,), 2.0))
+
+
+def test_sums_and_means_of_sequences() -> None:
+    """Tokens of a sequence stand anywhere, and its number is any number."""
+    numbers = torch.tensor([1.0, 2.0, 3.0, 10.0], requires_grad=True)
+    index = torch.tensor([5, 2, 5, 0])
+    assert sequence_sums(numbers, index).tolist() == [4.0, 2.0, 4.0, 10.0]
+    means = sequence_means(numbers, index)
+    assert means.tolist() == [2.0, 2.0, 2.0, 10.0]
+    assert means.dtype == F64
+    (gradient,) = torch.autograd.grad((means * torch.tensor([1.0, 10.0, 3.0, 5.0])).sum(), numbers)
+    assert gradient.tolist() == [2, 10, 2, 5]
+    assert sequence_sums(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)

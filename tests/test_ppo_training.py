@@ -241,5 +241,5 @@ def save_critic(folder: Path, policy: Path, **changes: int) -> Path:
 def test_a_checkpoint_without_its_critic_is_no_place_to_go_on_from(policy: Path, tmp_path: Path) -> None:
     folder = run_training(make_ppo_recipe(policy, tmp_path, train__num_steps=2)).folder
     shutil.rmtree(folder / "checkpoints" / "step_000002" / "critic")
-    with pytest.raises(ValueError, match=r"step_000002: no folder `critic`, but the recipe has a critic"):
+    with pytest.raises(ValueError, match="step_000002/critic: no local folder"):
         run_training(make_ppo_recipe(policy, tmp_path, train__num_steps=3), resume=True)

@@ -321,18 +321,21 @@ def test_a_run_is_read_step_by_step(tmp_path: Path) -> None:
     ("row", "error"),
     [
         ('{"prompt": ', "rows.jsonl:2: not JSON: "),
-        ({"prompt": "x", "sample": []}, "rows.jsonl:2: samples: expected a list of at least one {'text': ...}, "),
-        ({"prompt": "x", "sample": []}, "no such field, did you mean `sample`?"),
-        ({"prompt": "x", "samples": []}, "rows.jsonl:2: samples: expected a list of at least one {'text': ...}, found"),
-        ({"samples": [{"token_ids": [1]}]}, "rows.jsonl:2: expected an object with `prompt` or `prompt_token_ids`"),
-        ({"prompt": "", "samples": [{"token_ids": [1]}]}, "rows.jsonl:2: prompt: expected a text that is not empty"),
-        ({"prompt_token_ids": [1], "samples": [{"text": ""}]}, "rows.jsonl:2: samples.0: text: expected a text that"),
-        ({"prompt_token_ids": [1], "samples": [{"token_ids": []}]}, "rows.jsonl:2: samples.0: token_ids: expected a"),
-        ({"prompt_token_ids": [1], "samples": [{"token_ids": [True]}]}, "at least one token id, found '[True]'"),
-        ({"prompt_token_ids": [1], "samples": [{"token_ids": [-1]}]}, "at least one token id, found '[-1]'"),
-        ({"prompt_token_ids": [1], "samples": [{"token_ids": [2**31]}]}, "at least one token id, found '[2147483648]'"),
-        ({"prompt_token_ids": [1], "samples": ["text"]}, "rows.jsonl:2: samples.0: expected an object with `text` or"),
-        ({"prompt": "x", "samples": [{"text": "y"}]}, "rows.jsonl:2: the row has texts; give --tokenizer DIR"),
+        ({"prompt": "x", "sample": []}, 'rows.jsonl:2: samples: is missing (A list of {"text": ...}'),
+        ({"prompt": "x", "samples": []}, "rows.jsonl:2: samples: expected at least 1 items, found the list []"),
+        ({"samples": [{"token_ids": [1]}]}, "rows.jsonl:2: prompt: expected a text (`prompt`, `text`) or token ids"),
+        ({"prompt": "", "samples": [{"token_ids": [1]}]}, "rows.jsonl:2: prompt: expected a text of at least 1 char"),
+        ({"prompt_token_ids": [1], "samples": [{"text": ""}]}, "rows.jsonl:2: samples.0.text: expected a text of at"),
+        ({"prompt_token_ids": [1], "samples": [{"token_ids": []}]}, "samples.0.token_ids: expected at least 1 items"),
+        (
+            {"prompt_token_ids": [1], "samples": [{"token_ids": [True]}]},
+            "samples.0.token_ids: expected an integer, found",
+        ),
+        ({"prompt_token_ids": [1], "samples": [{"token_ids": [-1]}]}, "expected a number of at least 0, found the int"),
+        ({"prompt_token_ids": [1], "samples": [{"token_ids": [2**31]}]}, "found the integer 2147483648"),
+        ({"prompt_token_ids": [1], "samples": ["text"]}, "rows.jsonl:2: samples.0: expected a section (key: value)"),
+        ({"prompt_token_ids": [1], "samples": [{}]}, "rows.jsonl:2: samples.0: expected a text (`prompt`, `text`) or"),
+        ({"prompt": "x", "samples": [{"text": "y"}]}, "rows.jsonl:2: prompt is a text; give --tokenizer DIR"),
     ],
 )
 def test_rows_that_cannot_be_used_are_named(tmp_path: Path, row: object, error: str) -> None:
@@ -365,7 +368,7 @@ def test_a_parquet_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 
     path = tmp_path / "other.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt_id": ["a"], "draw_index": [0]}), path)
-    with pytest.raises(ValueError, match=r"other.parquet: no column `sample_index`; expected those of a run's"):
+    with pytest.raises(ValueError, match=r"other.parquet:1: sample_index: is missing"):
         read_recorded(path, tokenizer=None, max_tokens=10)
 
 

@@ -11,12 +11,10 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import torch
-from tiny_run import make_policy, make_recipe
+from tiny_run import assert_same_run, learned_rows, make_policy, make_recipe
 
-from srtrl.metrics import read_metrics
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.tasks.grading import Grader
@@ -64,56 +62,35 @@ def kill_in_rollout() -> None:
     setattr(sampling, "collect_rollouts", collect)  # noqa: B010
 
 
-def kill_in_grading() -> None:
-    """All of step 3 is decoded. `collect` is called by the evaluations before and after step 2 too."""
-    die_at_call(Grader, "collect", 5)
+KILLS: dict[str, Callable[[], None]] = {
+    "in rollout": kill_in_rollout,
+    # all of step 3 is decoded; the evaluations before and after step 2 call `collect` too
+    "in grading": lambda: die_at_call(Grader, "collect", 5),
+    # in step 3, after the second of its four optimizer steps
+    "in update": lambda: die_at_call(torch.optim.AdamW, "step", 2 * 4 + 2, after=True),
+    # the second has its weights and optimizer, but not yet its state; each writes generation_config.json before that
+    "in checkpoint": lambda: die_at_call(checkpoint, "write_atomic", 4),
+}
+MORE_KILLS: dict[str, Callable[[], None]] = {
+    "between row and checkpoint": lambda: die_at_call(trainer, "save_checkpoint", 2),
+    "in the first step": lambda: die_at_call(torch.optim.AdamW, "step", 3),  # there is no checkpoint yet
+    # the last checkpoint is complete; each clears its place first, the second deletes the first
+    "in deletion": lambda: die_at_call(shutil, "rmtree", 3),
+    "in the rollout file": lambda: die_at_call(trainer, "write_rollouts", 3),
+}
 
 
-def kill_in_update() -> None:
-    """In step 3, after the second of its four optimizer steps."""
-    die_at_call(torch.optim.AdamW, "step", 2 * 4 + 2, after=True)
-
-
-def kill_in_checkpoint() -> None:
-    """The second checkpoint has its weights and optimizer, but not yet its state."""
-    die_at_call(checkpoint, "_random_states", 2)
-
-
-def kill_before_checkpoint() -> None:
-    """The row of step 4 is written, its checkpoint is not begun."""
-    die_at_call(trainer, "save_checkpoint", 2)
-
-
-def kill_in_the_first_step() -> None:
-    """There is no checkpoint yet."""
-    die_at_call(torch.optim.AdamW, "step", 3)
-
-
-def kill_in_deletion() -> None:
-    """The last checkpoint is complete; the one before is being deleted (`keep_checkpoints` is 1)."""
-    die_at_call(shutil, "rmtree", 3)  # each save clears its place first, the second deletes the first
-
-
-def kill_in_rollout_file() -> None:
-    """The rollouts of step 3 are being written."""
-    die_at_call(trainer, "write_rollouts", 3)
-
-
-KILLS = [kill_in_rollout, kill_in_grading, kill_in_update, kill_in_checkpoint]
-MORE_KILLS = [kill_before_checkpoint, kill_in_the_first_step, kill_in_deletion, kill_in_rollout_file]
-
-
-def run_child(recipe: Recipe, resume: bool, prepare: Callable[[], None] | None) -> None:
+def run_child(recipe: Recipe, resume: bool, kill: str | None) -> None:
     """Body of the child process."""
     torch.set_num_threads(1)
-    if prepare is not None:
-        prepare()
+    if kill is not None:
+        (KILLS | MORE_KILLS)[kill]()
     trainer.run_training(recipe, resume=resume, progress=RunProgress("run", recipe.train.num_steps))
 
 
-def start(recipe: Recipe, *, resume: bool = False, prepare: Callable[[], None] | None = None) -> ForkServerProcess:
+def start(recipe: Recipe, *, resume: bool = False, kill: str | None = None) -> ForkServerProcess:
     """Train in a process of its own, forked from a server that has imported everything."""
-    process = CONTEXT.Process(target=run_child, args=(recipe, resume, prepare))
+    process = CONTEXT.Process(target=run_child, args=(recipe, resume, kill))
     process.start()
     return process
 
@@ -124,22 +101,8 @@ def finish(process: ForkServerProcess) -> int:
     return process.exitcode
 
 
-def equal_rows(folder: Path) -> list[dict[str, float]]:
-    """The rows of a run without what depends on timing."""
-    rows = read_metrics(folder / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "engine/"))} for row in rows]
-
-
-def assert_same_run(folder: Path, expected: Path) -> None:
-    assert equal_rows(folder) == equal_rows(expected)
-    for name in ("model.safetensors", "state.json", "config.json"):
-        mine, other = (run / "checkpoints" / "step_000004" / name for run in (folder, expected))
-        assert mine.read_bytes() == other.read_bytes(), name
-    states = [torch.load(run / "checkpoints/step_000004/optimizer.pt") for run in (folder, expected)]
-    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
-    for step in range(1, 5):
-        tables = [pq.read_table(run / "rollouts" / f"step_{step:06d}.parquet") for run in (folder, expected)]
-        assert tables[0].equals(tables[1]), f"rollouts of step {step}"
+def assert_same_end(folder: Path, expected: Path) -> None:
+    assert_same_run(folder, expected)
     left_over = [path.name for path in folder.rglob(".*") if path.name != ".lock"]
     assert left_over == []
     assert (folder / "summary.json").is_file()
@@ -159,26 +122,20 @@ def uninterrupted(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def test_the_run_learns_something(uninterrupted: Path) -> None:
     """Otherwise equality would be cheap."""
-    rows = [row for row in equal_rows(uninterrupted) if row["step"] > 0]
+    rows = [row for row in learned_rows(uninterrupted) if row["step"] > 0]
     assert all(row["grad_norm"] > 0 for row in rows)
     assert rows[-1]["kl/ref"] > 1e-4  # the policy has moved away from the reference
     assert len({row["reward/mean"] for row in rows}) == 4
 
 
-@pytest.mark.parametrize(
-    "kill",
-    [*KILLS, *(pytest.param(kill, marks=pytest.mark.slow) for kill in MORE_KILLS)],
-    ids=lambda kill: str(kill.__name__),
-)
-def test_killed_and_resumed_equals_uninterrupted(
-    kill: Callable[[], None], policy: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
-    changes = {"train__keep_checkpoints": 1} if kill is kill_in_deletion else {}
+@pytest.mark.parametrize("kill", [*KILLS, *(pytest.param(kill, marks=pytest.mark.slow) for kill in MORE_KILLS)])
+def test_killed_and_resumed_equals_uninterrupted(kill: str, policy: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    changes = {"train__keep_checkpoints": 1} if kill == "in deletion" else {}
     recipe = make_recipe(policy, tmp_path, **changes)
-    assert finish(start(recipe, prepare=kill)) == -signal.SIGKILL
+    assert finish(start(recipe, kill=kill)) == -signal.SIGKILL
     assert not (tmp_path / "run" / "summary.json").exists()
     assert finish(start(recipe, resume=True)) == 0
-    assert_same_run(tmp_path / "run", uninterrupted)
+    assert_same_end(tmp_path / "run", uninterrupted)
 
 
 @pytest.mark.slow
@@ -186,10 +143,10 @@ def test_resume_with_other_slots_and_pages_equals_uninterrupted(
     policy: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     recipe = make_recipe(policy, tmp_path)
-    assert finish(start(recipe, prepare=kill_in_update)) == -signal.SIGKILL
+    assert finish(start(recipe, kill="in update")) == -signal.SIGKILL
     crowded = make_recipe(policy, tmp_path, rollout__slots=3, rollout__num_pages=9)  # so few that preemption happens
     assert finish(start(crowded, resume=True)) == 0
-    assert_same_run(tmp_path / "run", uninterrupted)
+    assert_same_end(tmp_path / "run", uninterrupted)
 
 
 @pytest.mark.slow
@@ -202,4 +159,4 @@ def test_killed_at_random_times_again_and_again(policy: Path, uninterrupted: Pat
         process.kill()
         process.join()
     assert finish(start(recipe, resume=True)) == 0
-    assert_same_run(tmp_path / "run", uninterrupted)
+    assert_same_end(tmp_path / "run", uninterrupted)

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from rich.console import Console
-from tiny_run import make_policy, make_recipe
+from tiny_run import learned_rows, make_policy, make_recipe, train
 from torch import Tensor
 
 from srtrl.engine.cpu_runner import CpuRunner
@@ -22,7 +22,7 @@ from srtrl.trainer import build, sampling, trainer
 from srtrl.trainer.evaluate import EvalJob, resolve_eval_source, run_evals
 from srtrl.trainer.run_folder import RunProgress, open_run_folder
 from srtrl.trainer.run_metrics import describe_step, summary_table
-from srtrl.trainer.trainer import TrainingResult, TrainingStoppedError, run_training
+from srtrl.trainer.trainer import TrainingResult, TrainingStoppedError
 from srtrl.trainer.update import update_policy
 
 
@@ -42,14 +42,9 @@ def run(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingResul
     )
 
 
-def train(recipe: Recipe, **options: Any) -> TrainingResult:
-    return run_training(recipe, progress=RunProgress("test", recipe.train.num_steps, plain_every=1000), **options)
-
-
 def learned(folder: Path) -> list[dict[str, float]]:
     """Rows of the training steps without timing and evaluation."""
-    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "engine/", "eval/"))} for row in rows]
+    return [row for row in learned_rows(folder, beside=("eval/",)) if row["step"] > 0]
 
 
 def weights(folder: Path, step: int) -> bytes:
@@ -103,25 +98,22 @@ def test_rollout_file_is_what_was_learned_from(run: TrainingResult, policy: Path
         assert [r["advantage"] for r in group] == pytest.approx(expected.tolist(), abs=1e-3)
 
 
-def test_run_folder_and_summary(run: TrainingResult) -> None:
-    rows = read_metrics(run.folder / "metrics.jsonl")
+def test_summary_is_read_off_the_rows(run: TrainingResult) -> None:
+    before, *steps = read_metrics(run.folder / "metrics.jsonl")
     summary = json.loads((run.folder / "summary.json").read_text())
-    assert summary["num_steps"] == 2
-    assert not summary["interrupted"]
-    assert summary["before"]["accuracy"] == rows[0]["eval/accuracy"]
+    assert (summary["num_steps"], summary["interrupted"]) == (2, False)
+    assert summary["before"]["accuracy"] == before["eval/accuracy"]
     assert (summary["after"]["step"], summary["after"]["num_problems"]) == (2, 6)
-    assert summary["seconds"]["update"] == pytest.approx(sum(row.get("time/update", 0) for row in rows))
-    assert {"time/update_tokens_per_second", "time/update_mfu", "time/checkpoint"} <= rows[2].keys()
+    assert summary["num_response_tokens"] == sum(row["tokens/response"] for row in steps)
+    assert {"time/update_tokens_per_second", "time/update_mfu", "time/checkpoint"} <= steps[1].keys()
     assert sum(summary["seconds"].values()) == pytest.approx(
-        rows[0]["time/eval"] + sum(row["time/step"] for row in rows[1:])
+        before["time/eval"] + sum(row["time/step"] for row in steps)
     )
-    assert summary["num_response_tokens"] == sum(row["tokens/response"] for row in rows[1:])
     assert list((run.folder / "tensorboard").rglob("events.out.tfevents.*"))
     output = io.StringIO()
     Console(width=80, file=output).print(summary_table(run.summary))
-    text = output.getvalue()
     for part in ("held-out accuracy before", "held-out accuracy after", "gain", "time: rollout", "time: update"):
-        assert part in text
+        assert part in output.getvalue()
 
 
 def test_checkpoint_evaluates_as_the_run_did(run: TrainingResult) -> None:
@@ -131,13 +123,10 @@ def test_checkpoint_evaluates_as_the_run_did(run: TrainingResult) -> None:
     assert source.recipe_path == run.folder / "recipe.yaml"
     recipe = make_recipe(Path(source.model), run.folder, train__num_steps=2)
     [outcome] = run_evals(source.model, [EvalJob(name="it", recipe=recipe)])
-    again = outcome.result.metrics()
     row = read_metrics(run.folder / "metrics.jsonl")[-1]
-    equal = [name for name in again if name.startswith("eval/") and name != "eval/reward"]  # that one draws at random
-    assert {name: again[name] for name in equal} == {name: row[name] for name in equal}
-
-
-def test_eval_source_errors(run: TrainingResult) -> None:
+    again = {name: value for name, value in outcome.result.metrics().items() if name.startswith("eval/")}
+    del again["eval/reward"]  # that one draws at random
+    assert again == {name: row[name] for name in again}
     with pytest.raises(ValueError, match=r"no checkpoint of step 1; there: step_000002"):
         resolve_eval_source(str(run.folder), step=1)
     with pytest.raises(ValueError, match="not a run folder"):
@@ -165,7 +154,7 @@ def test_evaluation_logging_slots_and_released_pages_do_not_disturb_training(
 
     monkeypatch.setattr(CpuRunner, "allocate_pages", counted)
     loud = train(make_recipe(policy, tmp_path / "loud", log__trackers=["tensorboard"], **busy))
-    assert allocated == 3 * allocated[:1], "at first, and behind each update"
+    assert allocated == 3 * allocated[:1], "at first, and after each update"
     assert learned(quiet.folder) == learned(loud.folder)
     assert weights(quiet.folder, 2) == weights(loud.folder, 2)
     assert list((quiet.folder / "rollouts").iterdir()) == []
@@ -261,28 +250,27 @@ def drop_all(rewards: Tensor, correct: Tensor) -> Tensor:
     return torch.zeros(len(rewards), dtype=torch.bool)
 
 
-def test_step_without_a_group_is_logged_and_learns_nothing(policy: Path, tmp_path: Path) -> None:
-    recipe = make_recipe(policy, tmp_path, algorithm__filters=["test_trainer:drop_all"], train__num_steps=2)
-    result = train(recipe)
-    rows = learned(result.folder)
-    assert [(row["groups/kept"], row["groups/dropped"]) for row in rows] == [(0, 4), (0, 4)]
-    assert all("grad_norm" not in row for row in rows)
-    assert result.summary.num_skipped_steps == 2
+@pytest.mark.parametrize(
+    ("changes", "num_kept"),
+    [
+        ({"algorithm__filters": ["test_trainer:drop_all"]}, 0),
+        ({"rollout__max_new_tokens": 1, "algorithm__overlong_filtering": True}, 4),
+    ],
+)
+def test_step_without_a_sample_left_is_logged_and_learns_nothing(
+    policy: Path, tmp_path: Path, changes: dict[str, Any], num_kept: int
+) -> None:
+    result = train(make_recipe(policy, tmp_path, train__num_steps=2, **changes))
+    rows = [row for row in read_metrics(result.folder / "metrics.jsonl") if row["step"] > 0]
+    for row in rows:
+        assert (row["groups/kept"], row["groups/dropped"]) == (num_kept, 4 - num_kept)
+        assert "grad_norm" not in row
+        assert describe_step(row).endswith("no update: the filters left no sample")
+    assert result.summary.num_skipped_steps == len(rows) == 2
     table = pq.read_table(result.folder / "rollouts" / "step_000002.parquet").to_pylist()
     assert {(r["advantage"], r["policy_version"]) for r in table} == {(None, 0)}
     state = json.loads((result.folder / "checkpoints/step_000002/state.json").read_text())
     assert (state["step"], state["policy_version"]) == (2, 0)
-
-
-def test_step_whose_samples_were_all_cut_says_so_and_learns_nothing(policy: Path, tmp_path: Path) -> None:
-    changes = {"rollout__max_new_tokens": 1, "algorithm__overlong_filtering": True, "train__num_steps": 1}
-    result = train(make_recipe(policy, tmp_path, **changes))
-    row = read_metrics(result.folder / "metrics.jsonl")[-1]
-    assert row["groups/kept"] == 4
-    assert row["samples/overlong_dropped"] == row["tokens/response"]  # one token each
-    assert "grad_norm" not in row
-    assert describe_step(row).endswith("all samples cut at the length limit (algorithm.overlong_filtering): no update")
-    assert result.summary.num_skipped_steps == 1
 
 
 @pytest.mark.parametrize(
@@ -322,7 +310,7 @@ def test_progress_in_lines_and_in_bars(terminal: bool) -> None:
     console = Console(file=output, force_terminal=terminal, width=100)
     with RunProgress("a run", 3, console=console, plain_every=2) as progress:
         for step in range(1, 4):
-            progress.stage("rollout", 5, 10, "123 tokens/s")
+            progress.stage("rollout", 5, 10)
             progress.step(step, f"reward {step}")
         progress.say("done [not markup]")
     text = output.getvalue()
@@ -333,9 +321,9 @@ def test_progress_in_lines_and_in_bars(terminal: bool) -> None:
         assert text.splitlines() == ["a run step 2/3  reward 2", "a run step 3/3  reward 3", "done [not markup]"]
 
 
-def test_the_line_of_a_step_says_what_was_dropped_and_that_the_policy_rests() -> None:
+def test_the_line_of_a_step_says_what_was_dropped_and_that_only_the_critic_learned() -> None:
     names = ("reward/mean", "accuracy", "length/mean", "time/tokens_per_second", "time/step", "groups/short")
     row = dict.fromkeys(names, 0.0) | {f"grading/{outcome}": 0.0 for outcome in ("timeout", "crash", "error")}
     row |= {"groups/kept": 32.0, "groups/dropped": 6.0, "data/draws": 38.0, "critic/grad_norm": 1.0}
-    assert describe_step(row).endswith("32 of 38 groups kept  critic warm-up: the policy rests")
+    assert describe_step(row).endswith("32 of 38 groups kept  critic warm-up: no update of the policy")
     assert describe_step(row | {"grad_norm": 1.0}).endswith("32 of 38 groups kept")

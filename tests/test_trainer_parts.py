@@ -1,5 +1,7 @@
-"""Data order and learning rate: parts of a training step that are plain functions."""
+"""Parts of a training run that are plain functions, or small enough to test alone."""
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +16,26 @@ from srtrl.trainer.build import build_critic, build_policy, build_tokenizer, is_
 from srtrl.trainer.optimizer import learning_rate_at
 from srtrl.trainer.run_metrics import merge_metrics
 from srtrl.trainer.sampling import DataOrder
+from srtrl.trainer.trainer import long_lived_objects_left_alone
 
 
-@given(st.integers(1, 40), st.integers(0, 5), st.integers(1, 50), st.integers(1, 30))
-def test_data_order_is_a_permutation_an_epoch(num_prompts: int, seed: int, batch: int, steps: int) -> None:
+@given(st.integers(2, 40), st.integers(0, 5), st.integers(1, 500))
+def test_data_order_is_a_permutation_in_each_epoch(num_prompts: int, seed: int, num_draws: int) -> None:
     order = DataOrder(num_prompts, seed)
-    drawn = [order.prompt_of(draw) for draw in range(steps * batch)]
-    for epoch in range(len(drawn) // num_prompts):
-        assert sorted(drawn[epoch * num_prompts : (epoch + 1) * num_prompts]) == list(range(num_prompts))
-    # any step may be asked for, in any order: what resume and look-ahead need
-    fresh = DataOrder(num_prompts, seed)
-    for step in (steps - 1, 0, steps // 2):
-        assert [fresh.prompt_of(draw) for draw in range(step * batch, (step + 1) * batch)] == drawn[
-            step * batch : (step + 1) * batch
-        ]
+    drawn = [order.prompt_of(draw) for draw in range(num_draws)]
+    for start in range(0, num_draws - num_prompts, num_prompts):
+        assert sorted(drawn[start : start + num_prompts]) == list(range(num_prompts))
+    fresh = DataOrder(num_prompts, seed)  # in any order: what resume and look-ahead need
+    assert [fresh.prompt_of(draw) for draw in reversed(range(num_draws))] == drawn[::-1]
 
 
 def test_data_order_depends_on_seed_and_epoch() -> None:
-    def epoch(number: int, seed: int) -> list[int]:
-        order = DataOrder(50, seed)
-        return [order.prompt_of(draw) for draw in range(50 * number, 50 * (number + 1))]
-
-    assert epoch(0, 0) != epoch(1, 0)
-    assert epoch(0, 0) != epoch(0, 1)
+    epochs = [
+        [order.prompt_of(draw) for draw in range(start, start + 50)]
+        for order in (DataOrder(50, 0), DataOrder(50, 1))
+        for start in (0, 50)
+    ]
+    assert len(set(map(tuple, epochs))) == 4
     with pytest.raises(ValueError, match="no training prompts"):
         DataOrder(0, 0)
 
@@ -99,3 +98,22 @@ def test_an_update_that_has_no_attention_for_its_heads_is_refused(
         build.make_optimizer(policy, recipe.train, recipe)
     width = policy.config.head_dim
     assert refused == [(torch.float32, width), (torch.bfloat16, width)]
+
+
+class Node:
+    """Garbage that only the collector finds."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_the_garbage_collector_leaves_alone_what_was_there_and_takes_what_comes() -> None:
+    old = weakref.ref(Node())
+    with long_lived_objects_left_alone():
+        new = weakref.ref(Node())
+        gc.collect()
+        assert new() is None
+        assert old() is not None
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert old() is None

@@ -1,35 +1,20 @@
 """What stops an update, and that it stops before the weights change."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from update_cases import (
-    RecordingSGD,
-    fresh_accelerator,
-    make_policy,
-    make_recipe,
-    make_sequences,
-    naive_logprobs,
-    update,
-)
+from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences, naive_logprobs, update
 
-from srtrl.model.transformer import Transformer
 from srtrl.trainer.update import LogprobDifferenceError, NonFiniteError, logprob_difference
 from srtrl.types import TrainSequence
 
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    with fresh_accelerator() as accelerator:
-        yield accelerator
+LossResult = tuple[Tensor, dict[str, Tensor]]
 
 
 def shift_logprob(sequences: list[TrainSequence], index: int, token: int, by: float) -> list[TrainSequence]:
@@ -38,15 +23,11 @@ def shift_logprob(sequences: list[TrainSequence], index: int, token: int, by: fl
     return [*sequences[:index], replace(sequences[index], rollout_logprobs=logprobs), *sequences[index + 1 :]]
 
 
-def weights_of(policy: Transformer) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in policy.parameters()]
-
-
 @pytest.mark.parametrize("old_logprobs", ["rollout", "recompute"])
 def test_a_large_logprob_difference_stops_before_any_change(old_logprobs: str, accelerator: Accelerator) -> None:
     policy = make_policy()
     sequences = shift_logprob(make_sequences(policy), 4, 1, by=-0.5)
-    before = weights_of(policy)
+    before = [parameter.detach().clone() for parameter in policy.parameters()]
     limits = {"train__max_logprob_difference": 0.4, "train__micro_batch_tokens": 16}
     recipe = make_recipe(algorithm__old_logprobs=old_logprobs, **limits)
     token = sequences[4].token_ids[sequences[4].num_prompt_tokens + 1]
@@ -64,10 +45,9 @@ def test_a_large_logprob_difference_stops_before_any_change(old_logprobs: str, a
 
 def test_mini_batches_after_the_first_are_not_compared(accelerator: Accelerator) -> None:
     """Their weights have moved; a difference there says nothing of the decoder."""
-    options: dict[str, Any] = {"train__mini_batch_prompts": 1, "train__max_logprob_difference": 1e-3}
     policy = make_policy()
     sequences = make_sequences(policy)
-    recipe = make_recipe(**options, train__learning_rate=1e-2)
+    recipe = make_recipe(train__mini_batch_prompts=1, train__max_logprob_difference=1e-3, train__learning_rate=1e-2)
     metrics = update(policy, RecordingSGD(policy), accelerator, sequences, recipe)
     assert metrics["logprob_difference/max"] < 1e-5
     moved = [np.abs(naive_logprobs(policy, s) - s.rollout_logprobs).max() for s in sequences]
@@ -76,54 +56,98 @@ def test_mini_batches_after_the_first_are_not_compared(accelerator: Accelerator)
 
 def test_logprob_difference_of_a_nan_is_non_finite() -> None:
     sequences = make_sequences(make_policy())
-    trainer: list[npt.NDArray[np.float32]] = [sequence.rollout_logprobs.copy() for sequence in sequences]
+    trainer = [sequence.rollout_logprobs.copy() for sequence in sequences]
     trainer[2][0] = np.nan
     with pytest.raises(NonFiniteError, match=r"step 3: sequence 2 .*, response token 0 .* nan by the trainer"):
-        logprob_difference(sequences, trainer, max_difference=1.0, where="step 3")
+        logprob_difference(sequences, np.concatenate(trainer), max_difference=1.0, where="step 3")
 
 
-def nan_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_index: Tensor, **_: float
-) -> tuple[Tensor, dict[str, Tensor]]:
+# --- Functions of a user's own ----------------------------------------------------------------------------------------
+
+
+def nan_loss(logprobs: Tensor, *_: Tensor, **options: float) -> LossResult:
     return logprobs * math.nan, {}
 
 
-def infinite_slope_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_index: Tensor, **_: float
-) -> tuple[Tensor, dict[str, Tensor]]:
+def infinite_slope_loss(logprobs: Tensor, *_: Tensor, **options: float) -> LossResult:
     return (logprobs - logprobs.detach()).sqrt(), {}
 
 
-def nan_after_a_change_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_index: Tensor, **_: float
-) -> tuple[Tensor, dict[str, Tensor]]:
+def nan_after_a_change_loss(logprobs: Tensor, old_logprobs: Tensor, *_: Tensor, **options: float) -> LossResult:
     """Finite while the weights are those of the rollouts, as in a first mini-batch."""
     moved = (logprobs - old_logprobs).abs().max() > 1e-4
     return logprobs * (math.nan if moved else 1.0), {}
 
 
-def mean_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_index: Tensor, **_: float
-) -> tuple[Tensor, dict[str, Tensor]]:
+def mean_loss(logprobs: Tensor, *_: Tensor, **options: float) -> LossResult:
     return -logprobs.mean(), {}
 
 
+def loss_with_a_scalar_metric(logprobs: Tensor, *_: Tensor, **options: float) -> LossResult:
+    return -logprobs, {"mine": logprobs.detach().mean()}
+
+
+def loss_with_a_rare_metric(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, *_: Tensor, **options: float
+) -> LossResult:
+    """A metric for micro-batches of positive advantages alone."""
+    return -logprobs, {"rare": logprobs.detach()} if bool((advantages > 0).any()) else {}
+
+
+def loss_with_an_entropy(logprobs: Tensor, *_: Tensor, **options: float) -> LossResult:
+    return -logprobs, {"clip_share/mine": logprobs.detach(), "entropy": logprobs.detach()}
+
+
+def loss_with_a_weight(logprobs: Tensor, *_: Tensor, **options: float) -> LossResult:
+    return -logprobs, {"importance/weight": logprobs.detach()}
+
+
+def mean_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    return (logprobs - ref_logprobs).mean()
+
+
+def no_reduction(token_loss: Tensor, sequence_index: Tensor, **_: Any) -> Tensor:
+    return token_loss
+
+
 @pytest.mark.parametrize(
-    ("loss", "message"),
+    ("options", "message"),
     [
-        ("nan_loss", "step 4, epoch 1, mini-batch 1: the loss is nan"),
-        ("infinite_slope_loss", "step 4, epoch 1, mini-batch 1: the gradient norm is (nan|inf)"),
+        ({"loss": "*nan_loss"}, "step 4, epoch 1, mini-batch 1: the loss is nan"),
+        ({"loss": "*infinite_slope_loss"}, "step 4, epoch 1, mini-batch 1: the gradient norm is (nan|inf)"),
+        (
+            {"loss": "*mean_loss"},
+            r"algorithm\.loss must return one number per token, \(\d+,\); its loss has shape \(\)",
+        ),
+        ({"loss": "*loss_with_a_scalar_metric"}, r"algorithm\.loss .* \(\d+,\); mine has shape \(\)"),
+        ({"loss": "*loss_with_a_rare_metric"}, r"algorithm\.loss must return the same metrics .* `rare` for some only"),
+        ({"loss": "*loss_with_an_entropy"}, "algorithm.loss returns a metric named `entropy`, which is srtrl's own"),
+        ({"loss": "*loss_with_a_weight"}, "a metric named `importance/weight`, which is srtrl's own"),
+        (
+            {"kl": {"coefficient": 0.1, "estimator": "*mean_kl"}},
+            r"algorithm\.kl\.estimator must .* \(\d+,\); its estimate has shape \(\)",
+        ),
+        ({"reduction": "*no_reduction"}, r"algorithm\.reduction must return one number, found shape \(\d+,\)"),
+        ({"loss": "ppo_clipp"}, "`ppo_clipp` is not in srtrl/algorithms/losses.py, did you mean `ppo_clip`"),
+        ({"reduction": "mean"}, "`mean` is not in srtrl/algorithms/reductions.py"),
     ],
+    ids=str,
 )
-def test_a_non_finite_loss_or_gradient_stops_before_any_change(
-    loss: str, message: str, accelerator: Accelerator
+def test_a_wrong_function_stops_before_any_change(
+    options: dict[str, Any], message: str, accelerator: Accelerator
 ) -> None:
+    """A star is for this module."""
+    named: dict[str, Any] = {
+        key: value.replace("*", f"{__name__}:") for key, value in options.items() if isinstance(value, str)
+    }
+    if "kl" in options:
+        named["kl"] = {**options["kl"], "estimator": f"{__name__}:mean_kl"}
     policy = make_policy()
-    sequences = make_sequences(policy)
-    before = weights_of(policy)
-    recipe = make_recipe(algorithm__loss=f"{__name__}:{loss}")
-    with pytest.raises(NonFiniteError, match=message):
-        update(policy, RecordingSGD(policy), accelerator, sequences, recipe, step=4)
+    before = [parameter.detach().clone() for parameter in policy.parameters()]
+    recipe = make_recipe(algorithm=named, train__micro_batch_tokens=16)
+    expected = NonFiniteError if message.startswith("step") else ValueError
+    with pytest.raises(expected, match=message):
+        update(policy, RecordingSGD(policy), accelerator, make_sequences(policy), recipe, step=4)
     assert all(map(torch.equal, before, policy.parameters()))
 
 
@@ -138,112 +162,10 @@ def test_a_later_mini_batch_that_is_not_finite_is_named(accelerator: Accelerator
     assert len(optimizer.gradients) == 1
 
 
-def test_a_loss_of_the_wrong_shape_is_a_users_error(accelerator: Accelerator) -> None:
-    policy = make_policy()
-    recipe = make_recipe(algorithm__loss=f"{__name__}:mean_loss")
-    with pytest.raises(ValueError, match=r"one number a token, \(\d+,\); its loss has shape \(\)"):
-        update(policy, RecordingSGD(policy), accelerator, make_sequences(policy), recipe)
-
-
-def loss_with_an_entropy(*args: torch.Tensor, **options: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    return args[0], {"entropy": args[0].detach()}
-
-
-def test_a_loss_may_not_log_under_a_name_of_the_trainers(accelerator: Accelerator) -> None:
-    policy = make_policy()
-    recipe = make_recipe(algorithm__loss=f"{__name__}:loss_with_an_entropy")
-    with pytest.raises(ValueError, match="a metric named `entropy`, which is srtrl's own"):
-        update(policy, RecordingSGD(policy), accelerator, make_sequences(policy), recipe)
-
-
-LOGGED = [
-    *("reward/mean", "reward/kl_penalty", "accuracy", "length/mean", "groups/kept", "samples/overlong_dropped"),
-    *("data/epoch", "tokens/response", "grading/correct", "kl/ref", "kl/coefficient", "importance/weight"),
-    *("logprob_difference/max", "critic/loss", "eval/accuracy", "time/update", "engine/tokens", "learning_rate"),
-]
-
-
-@pytest.mark.parametrize("name", LOGGED)
-def test_a_loss_may_not_replace_what_another_part_logs(
-    name: str, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def greedy(logprobs: Tensor, *_: Tensor, **options: float) -> tuple[Tensor, dict[str, Tensor]]:
-        return -logprobs, {"clip_share/mine": logprobs.detach(), name: logprobs.detach()}
-
-    monkeypatch.setitem(globals(), "greedy", greedy)
-    policy = make_policy()
-    before = weights_of(policy)
-    with pytest.raises(ValueError, match=f"algorithm.loss returns a metric named `{name}`, which is srtrl's own"):
-        update(
-            policy,
-            RecordingSGD(policy),
-            accelerator,
-            make_sequences(policy),
-            make_recipe(algorithm__loss=f"{__name__}:greedy"),
-        )
-    assert all(map(torch.equal, before, policy.parameters()))
-
-
-def loss_with_a_rare_metric(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, *_: Tensor, **options: float
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Wrong: a metric for micro-batches of positive advantages alone."""
-    metrics = {"rare": logprobs.detach()} if bool((advantages > 0).any()) else {}
-    return -logprobs, metrics
-
-
-def test_a_metric_of_some_micro_batches_only_is_a_users_error(accelerator: Accelerator) -> None:
-    policy = make_policy()
-    recipe = make_recipe(algorithm__loss=f"{__name__}:loss_with_a_rare_metric", train__micro_batch_tokens=16)
-    with pytest.raises(ValueError, match=r"algorithm\.loss must return the same metrics .* `rare` for some only"):
-        update(policy, RecordingSGD(policy), accelerator, make_sequences(policy), recipe)
-
-
-def loss_with_a_wrong_metric(logprobs: Tensor, *_: Tensor, **options: float) -> tuple[Tensor, dict[str, Tensor]]:
-    return -logprobs, {"mine": logprobs.detach().mean()}
-
-
-def loss_with_a_weight(logprobs: Tensor, *_: Tensor, **options: float) -> tuple[Tensor, dict[str, Tensor]]:
-    return -logprobs, {"importance/weight": logprobs.detach()}
-
-
 def loss_with_an_option(
     logprobs: Tensor, *_: Tensor, clip_low: float, clip_high: float, factor: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     return -factor * logprobs, {}
-
-
-def mean_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    return (logprobs - ref_logprobs).mean()
-
-
-def no_reduction(token_loss: Tensor, sequence_index: Tensor, **_: Any) -> Tensor:
-    return token_loss
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"loss": f"{__name__}:loss_with_a_wrong_metric"}, r"algorithm\.loss .* \(\d+,\); mine has shape \(\)"),
-        ({"loss": f"{__name__}:loss_with_a_weight"}, "a metric named `importance/weight`, which is srtrl's own"),
-        (
-            {"kl": {"coefficient": 0.1, "estimator": f"{__name__}:mean_kl"}},
-            r"algorithm\.kl\.estimator must .* \(\d+,\); its estimate has shape \(\)",
-        ),
-        (
-            {"reduction": f"{__name__}:no_reduction"},
-            r"algorithm\.reduction must return one number, found shape \(\d+,\)",
-        ),
-        ({"loss": "ppo_clipp"}, "`ppo_clipp` is not in srtrl/algorithms/losses.py, did you mean `ppo_clip`"),
-        ({"reduction": "mean"}, "`mean` is not in srtrl/algorithms/reductions.py"),
-    ],
-)
-def test_a_wrong_function_is_a_users_error(options: dict[str, Any], message: str, accelerator: Accelerator) -> None:
-    policy = make_policy()
-    before = weights_of(policy)
-    with pytest.raises(ValueError, match=message):
-        update(policy, RecordingSGD(policy), accelerator, make_sequences(policy), make_recipe(algorithm=options))
-    assert all(map(torch.equal, before, policy.parameters()))
 
 
 def test_a_loss_gets_its_options(accelerator: Accelerator) -> None:

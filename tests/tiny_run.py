@@ -4,13 +4,17 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import torch
 
+from srtrl.metrics import read_metrics
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.weights import init_model
 from srtrl.recipe import Recipe
 from srtrl.tasks.reward_input import RewardInput
-from srtrl.trainer.checkpoint import save_policy
+from srtrl.trainer.checkpoint import latest_checkpoint, save_policy
+from srtrl.trainer.run_folder import RunProgress
+from srtrl.trainer.trainer import TrainingResult, run_training
 from srtrl.trainer.warm_start import train_tokenizer
 
 VOCAB_SIZE = 257
@@ -93,3 +97,29 @@ def make_recipe(policy: Path, output_dir: Path, **changes: Any) -> Recipe:
             place = place.setdefault(section, {})
         place[last] = value
     return Recipe.model_validate(values)
+
+
+def train(recipe: Recipe, **options: Any) -> TrainingResult:
+    """A run that prints next to nothing."""
+    return run_training(recipe, progress=RunProgress("test", recipe.train.num_steps, plain_every=1000), **options)
+
+
+def learned_rows(folder: Path, *, beside: tuple[str, ...] = ()) -> list[dict[str, float]]:
+    """The rows of a run without what depends on timing, and without metrics whose names begin as in `beside`."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "engine/", *beside))} for row in rows]
+
+
+def assert_same_run(folder: Path, expected: Path) -> None:
+    """Two runs learned the same, bit for bit: metrics, the last checkpoint and all rollouts."""
+    assert learned_rows(folder) == learned_rows(expected)
+    mine, other = (latest_checkpoint(run / "checkpoints") for run in (folder, expected))
+    assert mine is not None
+    assert other is not None
+    for name in ("model.safetensors", "state.json", "config.json"):
+        assert (mine / name).read_bytes() == (other / name).read_bytes(), name
+    torch.testing.assert_close(torch.load(mine / "optimizer.pt"), torch.load(other / "optimizer.pt"), rtol=0, atol=0)
+    files = sorted((expected / "rollouts").iterdir())
+    assert [file.name for file in files] == sorted(file.name for file in (folder / "rollouts").iterdir())
+    for file in files:
+        assert pq.read_table(folder / "rollouts" / file.name).equals(pq.read_table(file)), file.name

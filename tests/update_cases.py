@@ -160,14 +160,15 @@ def update(
 class RecordingSGD(torch.optim.SGD):
     """Plain gradient descent that keeps the gradients and learning rates it was given."""
 
-    def __init__(self, policy: Transformer) -> None:
-        super().__init__(policy.parameters(), lr=0.0)
-        self.parameters = list(policy.parameters())
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.0)
         self.gradients: list[list[Tensor]] = []
         self.rates: list[float] = []
 
     def step(self, closure: Any = None) -> Any:
-        """Record, then run_optimizer_steps."""
-        self.gradients.append([parameter.grad.clone() for parameter in self.parameters if parameter.grad is not None])
+        """Record, then descend."""
+        parameters = self.param_groups[0]["params"]
+        assert all(parameter.grad is not None for parameter in parameters), "every weight learns"
+        self.gradients.append([parameter.grad.clone() for parameter in parameters])
         self.rates.append(self.param_groups[0]["lr"])
         return super().step(closure)

@@ -7,9 +7,10 @@ never in the order in which they finished.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from srtrl.engine.sampling import make_rng_key
@@ -30,42 +31,36 @@ class StageTimer:
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._running: str | None = None
-        self._since = 0.0
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._inside = 0.0
+        """Seconds of the stages inside the one that is open."""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Count the seconds inside the `with` block as `name`; also where the block raises."""
-        outer = self._running
-        self._switch_to(name)
+        start, outside, self._inside = time.perf_counter(), self._inside, 0.0
         try:
             yield
         finally:
-            self._switch_to(outer)
+            seconds = time.perf_counter() - start
+            self._seconds[name] += seconds - self._inside
+            self._inside = outside + seconds
 
     def take(self) -> dict[str, float]:
         """Seconds by stage since the last call, no stage being open; starts again from nothing."""
-        assert self._running is None, f"taken inside stage {self._running}"
-        seconds, self._seconds = self._seconds, {}
+        seconds, self._seconds = dict(self._seconds), defaultdict(float)
         return seconds
-
-    def _switch_to(self, name: str | None) -> None:
-        now = time.perf_counter()
-        if self._running is not None:
-            self._seconds[self._running] = self._seconds.get(self._running, 0.0) + now - self._since
-        self._running, self._since = name, now
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class CollectProgress:
     """How far a collection is, for progress bars."""
 
-    num_done: int
+    num_done: int = 0
     """Completions so far."""
-    num_total: int
+    num_total: int = 0
     """Completions that are asked for; with dynamic sampling it may grow."""
-    num_tokens: int
+    num_tokens: int = 0
     """Response tokens so far, of finished completions."""
 
 
@@ -126,15 +121,13 @@ class Collector:
     timer: StageTimer = field(default_factory=StageTimer)
     """Counts decoding as `rollout` and waiting for graders while nothing decodes as `grading`."""
     _draws: dict[int, _OpenDraw] = field(default_factory=dict, init=False)
-    _num_opened: int = field(default=0, init=False)
-    _num_done: int = field(default=0, init=False)
-    _num_tokens: int = field(default=0, init=False)
+    _progress: CollectProgress = field(default=CollectProgress(), init=False)
 
     def open(self, draw_index: int, prompt: Prompt) -> list[Request]:
         """The samples of one more draw, which the engine shall decode."""
         assert draw_index not in self._draws, f"draw {draw_index} is opened twice"
         self._draws[draw_index] = _OpenDraw(prompt)
-        self._num_opened += 1
+        self._progress = replace(self._progress, num_total=self._progress.num_total + self.num_samples)
         return sample_requests(
             [(draw_index, prompt)],
             num_samples=self.num_samples,
@@ -153,11 +146,10 @@ class Collector:
         num_tokens = len(completion.token_ids)
         ticket = self.grader.submit(draw.prompt, text, completion.finish_reason, num_tokens)
         draw.samples[sample_index] = _Sample(completion, text, ticket)
-        self._num_done += 1
-        self._num_tokens += num_tokens
+        done = self._progress
+        self._progress = replace(done, num_done=done.num_done + 1, num_tokens=done.num_tokens + num_tokens)
         if self.on_progress is not None:
-            total = self._num_opened * self.num_samples
-            self.on_progress(CollectProgress(num_done=self._num_done, num_total=total, num_tokens=self._num_tokens))
+            self.on_progress(self._progress)
 
     def is_graded(self, draw_index: int) -> bool:
         """Whether all samples of an open draw are decoded and graded: `take` would not wait."""

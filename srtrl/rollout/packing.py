@@ -1,7 +1,9 @@
 """Sequences -> micro-batches of whole sequences laid end to end, without padding."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +12,9 @@ from torch import Tensor
 
 from srtrl.model.attention import copy_to_device
 from srtrl.types import TrainSequence
+
+PER_TOKEN = ("advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "returns")
+"""Fields of a sequence, and of a micro-batch, with one number for each response token."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -50,8 +55,8 @@ def pack(sequences: Sequence[TrainSequence], max_tokens: int, device: torch.devi
     Raises:
         ValueError: a sequence alone is longer than `max_tokens`.
     """
-    ranges: list[tuple[int, int]] = []  # first sequence of a micro-batch, and the first after it
-    first, num_tokens = 0, 0
+    starts: list[int] = []  # the first sequence of each micro-batch
+    num_tokens = max_tokens  # so that the first sequence opens one
     for index, sequence in enumerate(sequences):
         _check(sequence)
         length = len(sequence.token_ids)
@@ -61,64 +66,43 @@ def pack(sequences: Sequence[TrainSequence], max_tokens: int, device: torch.devi
                 f"raise train.micro_batch_tokens to at least {length}"
             )
         if num_tokens + length > max_tokens:
-            ranges.append((first, index))
-            first, num_tokens = index, 0
+            starts.append(index)
+            num_tokens = 0
         num_tokens += length
-    if sequences:
-        ranges.append((first, len(sequences)))
-    return (_pack_range(sequences, first, last, device) for first, last in ranges)
+    return (_pack_range(sequences[first:end], first, device) for first, end in pairwise([*starts, len(sequences)]))
 
 
-def _pack_range(sequences: Sequence[TrainSequence], first: int, last: int, device: torch.device | str) -> PackedBatch:
-    """The micro-batch of sequences `first` to `last` - 1."""
-    chosen = sequences[first:last]
-    lengths = np.array([len(sequence.token_ids) for sequence in chosen])  # [B]
-    num_prompt_tokens = np.array([sequence.num_prompt_tokens for sequence in chosen])  # [B]
-    num_response_tokens = lengths - num_prompt_tokens  # [B]
-    starts = np.cumsum(lengths) - lengths  # [B] packed position of each first token
+def _pack_range(chosen: Sequence[TrainSequence], first: int, device: torch.device | str) -> PackedBatch:
+    """The micro-batch of these sequences; `first` is the index of the first one."""
     token_ids = np.concatenate([sequence.token_ids for sequence in chosen])  # [T]
-    within = _count_up(num_response_tokens)  # [R] 0, 1, ... within each response
-    target_index = np.repeat(starts + num_prompt_tokens, num_response_tokens) + within  # [R]
+    lengths = [len(sequence.token_ids) for sequence in chosen]
+    ends = np.cumsum(lengths)
+    targets = [np.arange(end - len(one.advantages), end) for end, one in zip(ends, chosen, strict=True)]
+    target_index = np.concatenate(targets)  # [R] packed position of each response token
 
     def tensor(array: npt.NDArray[np.generic]) -> Tensor:
         return copy_to_device(torch.from_numpy(array), device)
 
-    def optional(field: Callable[[TrainSequence], npt.NDArray[np.float32] | None]) -> Tensor | None:
-        arrays = [array for array in map(field, chosen) if array is not None]
-        assert len(arrays) in (0, len(chosen)), "either all sequences have these numbers or none"
-        return tensor(np.concatenate(arrays)) if arrays else None
+    def joined(field: str) -> Tensor | None:
+        arrays = [getattr(sequence, field) for sequence in chosen]
+        absent = [array is None for array in arrays]
+        assert all(absent) or not any(absent), "either all sequences have these numbers or none"
+        return None if absent[0] else tensor(np.concatenate(arrays))
 
+    per_token: dict[str, Any] = {field: joined(field) for field in PER_TOKEN}
     return PackedBatch(
         token_ids=tensor(token_ids),
-        lengths=tuple(lengths.tolist()),
+        lengths=tuple(lengths),
         hidden_index=tensor(target_index - 1),
         target_ids=tensor(token_ids[target_index]),
-        sequence_index=tensor(np.repeat(np.arange(first, last), num_response_tokens)),
-        advantages=tensor(np.concatenate([sequence.advantages for sequence in chosen])),
-        rollout_logprobs=tensor(np.concatenate([sequence.rollout_logprobs for sequence in chosen])),
-        old_logprobs=optional(lambda sequence: sequence.old_logprobs),
-        ref_logprobs=optional(lambda sequence: sequence.ref_logprobs),
-        values=optional(lambda sequence: sequence.values),
-        returns=optional(lambda sequence: sequence.returns),
+        sequence_index=tensor(np.repeat(np.arange(first, first + len(chosen)), [len(one) for one in targets])),
+        **per_token,
     )
-
-
-def _count_up(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """0, 1, ..., counts[0] - 1, then 0, 1, ..., counts[1] - 1, and so on: [sum of counts]."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _check(sequence: TrainSequence) -> None:
     num_response_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
     assert sequence.num_prompt_tokens >= 1, "the first response token needs a token before it"
     assert num_response_tokens >= 1, "a sequence without response tokens"
-    arrays = (
-        sequence.advantages,
-        sequence.rollout_logprobs,
-        sequence.old_logprobs,
-        sequence.ref_logprobs,
-        sequence.values,
-        sequence.returns,
-    )
-    lengths = {len(array) for array in arrays if array is not None}
+    lengths = {len(array) for field in PER_TOKEN if (array := getattr(sequence, field)) is not None}
     assert lengths == {num_response_tokens}, f"{num_response_tokens} response tokens, but per-token arrays of {lengths}"

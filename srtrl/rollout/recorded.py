@@ -7,19 +7,20 @@ filled with before they start.
 from __future__ import annotations
 
 import gzip
-import itertools
-import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
-from srtrl.resolve import suggestion
+from srtrl.recipe_base import Section
+from srtrl.recipe_errors import RecipeError, validate_section
 from srtrl.tasks.rows import RowError, RowSource, read_rows
 from srtrl.types import Completion, Purpose, Request, SamplingParams
 
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
     from srtrl.drafters.base import DrafterBase
 
 Tokens = npt.NDArray[np.int32]
-
-PARQUET_COLUMNS = ("prompt_id", "draw_index", "sample_index", "prompt_token_ids", "token_ids")
-"""The columns that are read of a run's files; see `srtrl.trainer.run_folder`."""
-_STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -60,34 +57,35 @@ class Recording:
 
     def prompts(self) -> list[RecordedPrompt]:
         """All prompts, each once, with its samples of all steps, the earliest first."""
-        return _merge(itertools.chain.from_iterable(self.steps))
+        return _merge(chain.from_iterable(self.steps))
 
 
 def feed_drafter(drafter: DrafterBase, prompts: Iterable[RecordedPrompt], purpose: Purpose) -> None:
-    """Let a drafter learn recorded rollouts as completed samples, before it drafts for others."""
+    """Let a drafter learn recorded rollouts as completed samples, before it drafts for others.
+
+    The samples are as the engine would have given them, but for what was not recorded and no drafter needs.
+    """
     for prompt in prompts:
-        drafter.learn([_completion_of(prompt, index, purpose) for index in range(len(prompt.samples))])
+        completions = [
+            Completion(
+                request=Request(
+                    prompt_id=prompt.prompt_id,
+                    prompt_token_ids=prompt.prompt_token_ids,
+                    draw_index=0,
+                    sample_index=index,
+                    rng_key=0,
+                    sampling=SamplingParams(max_new_tokens=len(sample)),
+                    purpose=purpose,
+                ),
+                token_ids=sample.tolist(),
+                rollout_logprobs=[0.0] * len(sample),
+                finish_reason="stop",
+                policy_version=0,
+            )
+            for index, sample in enumerate(prompt.samples)
+        ]
+        drafter.learn(completions)
     drafter.on_policy_update()
-
-
-def _completion_of(prompt: RecordedPrompt, sample_index: int, purpose: Purpose) -> Completion:
-    """A recorded sample as the engine would have given it, but for what was not recorded and no drafter needs."""
-    token_ids = prompt.samples[sample_index].tolist()
-    return Completion(
-        request=Request(
-            prompt_id=prompt.prompt_id,
-            prompt_token_ids=prompt.prompt_token_ids,
-            draw_index=0,
-            sample_index=sample_index,
-            rng_key=0,
-            sampling=SamplingParams(max_new_tokens=len(token_ids)),
-            purpose=purpose,
-        ),
-        token_ids=token_ids,
-        rollout_logprobs=[0.0] * len(token_ids),
-        finish_reason="stop",
-        policy_version=0,
-    )
 
 
 def load_recorded_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -119,43 +117,34 @@ def read_recorded(path: Path, *, tokenizer: PreTrainedTokenizerBase | None, max_
             `rollouts/`; that folder, or the run's. In a JSONL file `prompt_token_ids` may stand for `prompt` and
             `token_ids` for `text`; they are taken as they are.
         tokenizer: Encodes texts, and its end token is appended to each sample's; needed where there are texts.
-        max_tokens: Samples are cut to this many tokens.
+        max_tokens: Samples are cut to this number of tokens.
 
     Raises:
         ValueError: No such file, or a row that cannot be used, by file and line.
     """
+    is_retokenised = False
     if path.is_dir():
-        return _read_run(path, max_tokens)
-    if not path.is_file():
+        inner = path / "rollouts" if (path / "rollouts").is_dir() else path
+        files = sorted(inner.glob("step_*.parquet"))
+        if not files:
+            raise ValueError(f"{path}: no recorded rollouts in this folder; expected rollouts/step_000001.parquet, ...")
+        steps = [_read_step(file) for file in files]
+    elif not path.is_file():
         raise ValueError(f"{path}: no such file or folder; expected rollouts as .jsonl or .parquet, or a run's folder")
-    if path.suffix == ".parquet":
-        return _cut(path, [_read_step(path)], max_tokens)
-    if path.suffix != ".jsonl":
+    elif path.suffix == ".parquet":
+        steps = [_read_step(path)]
+    elif path.suffix == ".jsonl":
+        prompts, is_retokenised = _read_jsonl(path, tokenizer)
+        steps = [prompts]
+    else:
         raise ValueError(f"{path}: expected a .jsonl or .parquet file, or the folder of a run")
-    rows = [_parse_row(row.place, row.fields) for row in read_rows(RowSource(files=[str(path)]))]
-    encoder = _Encoder(tokenizer)
-    prompts = [
-        RecordedPrompt(
-            prompt_id=row.prompt_id or str(index),
-            prompt_token_ids=tuple(encoder.encode_prompt(row)),
-            samples=encoder.encode_samples(row),
-        )
-        for index, row in enumerate(rows)
-    ]
-    return _cut(path, [_merge(prompts)], max_tokens, is_retokenised=encoder.has_encoded)
-
-
-def _cut(
-    path: Path, steps: Sequence[list[RecordedPrompt]], max_tokens: int, *, is_retokenised: bool = False
-) -> Recording:
-    """The recording, its samples cut to `max_tokens`; refuses an empty one."""
     if not any(steps):
         raise ValueError(f"{path}: no rows in it; expected recorded rollouts")
     num_cut = 0
-    for prompt in itertools.chain.from_iterable(steps):
+    for prompt in chain.from_iterable(steps):
         num_cut += sum(len(sample) > max_tokens for sample in prompt.samples)
         prompt.samples[:] = [sample[:max_tokens] for sample in prompt.samples]
-    return Recording(path=path, steps=list(steps), is_retokenised=is_retokenised, num_cut=num_cut)
+    return Recording(path=path, steps=steps, is_retokenised=is_retokenised, num_cut=num_cut)
 
 
 def _merge(prompts: Iterable[RecordedPrompt]) -> list[RecordedPrompt]:
@@ -170,141 +159,99 @@ def _merge(prompts: Iterable[RecordedPrompt]) -> list[RecordedPrompt]:
     return list(merged.values())
 
 
-# --- JSONL ------------------------------------------------------------------------------------------------------------
+# --- Rows of files ----------------------------------------------------------------------------------------------------
+
+Text = Annotated[str, Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=np.iinfo(np.int32).max)]], Field(min_length=1)]
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class _Row:
-    """One row of a JSONL file, checked; texts are not encoded yet."""
-
-    place: str
-    prompt_id: str | None
-    prompt: str | Tokens
-    samples: list[str | Tokens]
+class _TextSample(Section, extra="ignore"):
+    text: Text | None = None
+    token_ids: TokenIds | None = None
 
 
-class _Encoder:
-    """Turns the texts of rows into tokens, and remembers whether it had to."""
+class _TextRow(Section, extra="ignore"):
+    """A row of a JSONL file."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self.tokenizer = tokenizer
-        self.has_encoded = False
-
-    def encode_prompt(self, row: _Row) -> list[int]:
-        """Token ids of the prompt."""
-        if not isinstance(row.prompt, str):
-            return [int(token) for token in row.prompt]
-        token_ids: list[int] = self._tokenizer_for(row).encode(row.prompt)
-        if not token_ids:
-            raise ValueError(f"{row.place}: the prompt gives no tokens")
-        return token_ids
-
-    def encode_samples(self, row: _Row) -> list[Tokens]:
-        """Tokens of the samples: the end token is appended to those that come as text."""
-        texts = [sample for sample in row.samples if isinstance(sample, str)]
-        if not texts:
-            return [np.asarray(sample, np.int32) for sample in row.samples]
-        tokenizer = self._tokenizer_for(row)
-        end = tokenizer.eos_token_id
-        if end is None:
-            raise ValueError(f"{row.place}: the tokenizer has no end token to put after the samples' texts (eos_token)")
-        encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
-        return [
-            _ended(next(encoded), end) if isinstance(sample, str) else np.asarray(sample, np.int32)
-            for sample in row.samples
-        ]
-
-    def _tokenizer_for(self, row: _Row) -> PreTrainedTokenizerBase:
-        if self.tokenizer is None:
-            raise ValueError(f"{row.place}: the row has texts; give --tokenizer DIR, the tokenizer to encode them with")
-        self.has_encoded = True
-        return self.tokenizer
+    id: Any = None
+    prompt: Text | None = None
+    prompt_token_ids: TokenIds | None = None
+    samples: Annotated[list[_TextSample], Field(min_length=1)]
+    """A list of {"text": ...} or {"token_ids": ...}."""
 
 
-def _ended(token_ids: Sequence[int], end: int) -> Tokens:
-    """The tokens with `end` last, once."""
-    return np.array(token_ids if token_ids and token_ids[-1] == end else [*token_ids, end], np.int32)
+class _RunRow(Section, extra="ignore"):
+    """A row of a run's file; see `write_rollouts` of `srtrl.trainer.run_folder`."""
+
+    prompt_id: str
+    draw_index: int
+    sample_index: int
+    prompt_token_ids: TokenIds
+    token_ids: TokenIds
 
 
-def _parse_row(place: str, fields: Mapping[str, Any] | RowError) -> _Row:
-    """Check one row.
-
-    Raises:
-        ValueError: It cannot be used; the message begins with `place`.
-    """
-    if isinstance(fields, RowError):
-        raise ValueError(f"{place}: {fields}") from fields
-    samples = fields.get("samples")
-    if not isinstance(samples, list) or not samples:
-        found = "no such field" if "samples" not in fields else f"found {str(samples)[:40]!r}"
-        near = "" if "samples" in fields else suggestion("samples", fields)
-        raise ValueError(f"{place}: samples: expected a list of at least one {{'text': ...}}, {found}{near}")
-    prompt_id = fields.get("id")
-    return _Row(
-        place=place,
-        prompt_id=None if prompt_id is None else str(prompt_id),
-        prompt=_text_or_tokens(place, fields, "prompt", "prompt_token_ids"),
-        samples=[
-            _text_or_tokens(f"{place}: samples.{index}", sample, "text", "token_ids")
-            for index, sample in enumerate(samples)
-        ],
-    )
+RowT = TypeVar("RowT", bound=Section)
 
 
-def _text_or_tokens(place: str, fields: object, text_name: str, tokens_name: str) -> str | Tokens:
-    """The token ids in `fields`, or else the text."""
-    if not isinstance(fields, Mapping) or not (text_name in fields or tokens_name in fields):
-        names = f"; its fields are {', '.join(fields)}" if isinstance(fields, Mapping) else ""
-        raise ValueError(f"{place}: expected an object with `{text_name}` or `{tokens_name}`{names}")
-    if tokens_name in fields:
-        return _checked_tokens(f"{place}: {tokens_name}", fields[tokens_name])
-    text = fields[text_name]
-    if not isinstance(text, str) or not text:
-        raise ValueError(f"{place}: {text_name}: expected a text that is not empty, found {str(text)[:40]!r}")
-    return text
-
-
-def _checked_tokens(place: str, value: object) -> Tokens:
-    most = np.iinfo(np.int32).max
-    valid = isinstance(value, list) and all(type(token) is int and 0 <= token <= most for token in value)
-    if not valid or not value:
-        raise ValueError(f"{place}: expected a list of at least one token id, found {str(value)[:40]!r}")
-    return np.array(value, np.int32)
-
-
-# --- Parquet ----------------------------------------------------------------------------------------------------------
-
-
-def _read_run(folder: Path, max_tokens: int) -> Recording:
-    """All steps of a run, in order."""
-    inner = folder / "rollouts" if (folder / "rollouts").is_dir() else folder
-    numbered = [(int(match[1]), path) for path in inner.iterdir() if (match := _STEP_FILE.fullmatch(path.name))]
-    if not numbered:
-        raise ValueError(f"{folder}: no recorded rollouts in this folder; expected rollouts/step_000001.parquet, ...")
-    return _cut(folder, [_read_step(path) for _, path in sorted(numbered)], max_tokens)
+def _read(path: Path, row_type: type[RowT]) -> Iterator[tuple[str, RowT]]:
+    """The rows of a file, checked, each with its place."""
+    for row in read_rows(RowSource(files=[str(path)])):
+        if isinstance(row.fields, RowError):
+            raise ValueError(f"{row.place}: {row.fields}") from row.fields
+        try:
+            yield row.place, validate_section(row_type, dict(row.fields))
+        except RecipeError as error:
+            raise ValueError(f"{row.place}: {error.problems[0]}") from error
 
 
 def _read_step(path: Path) -> list[RecordedPrompt]:
-    """The rollouts of one training step, ordered by draw and sample."""
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        names = pyarrow.parquet.read_schema(path).names
-        missing = [name for name in PARQUET_COLUMNS if name not in names]
-        if missing:
-            raise ValueError(f"{path}: no column `{missing[0]}`; expected those of a run's rollouts/*.parquet")
-        rows = pyarrow.parquet.read_table(path, columns=list(PARQUET_COLUMNS)).to_pylist()
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{path}: cannot read this Parquet file: {error}") from error
-    return _merge(_parquet_prompts(path, rows))
+    """The rollouts of one training step of a run, ordered by draw and sample."""
+    rows = sorted((row for _, row in _read(path, _RunRow)), key=lambda row: (row.draw_index, row.sample_index))
+    return _merge(
+        RecordedPrompt(
+            prompt_id=row.prompt_id,
+            prompt_token_ids=tuple(row.prompt_token_ids),
+            samples=[np.array(row.token_ids, np.int32)],
+        )
+        for row in rows
+    )
 
 
-def _parquet_prompts(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[RecordedPrompt]:
-    """One prompt of a single sample for each row, sorted."""
-    places = sorted((row["draw_index"], row["sample_index"], number) for number, row in enumerate(rows, start=1))
-    for _, _, number in places:
-        row = rows[number - 1]
-        tokens = _checked_tokens(f"{path}:{number}: token_ids", row["token_ids"])
-        prompt = _checked_tokens(f"{path}:{number}: prompt_token_ids", row["prompt_token_ids"])
-        yield RecordedPrompt(prompt_id=str(row["prompt_id"]), prompt_token_ids=tuple(prompt.tolist()), samples=[tokens])
+def _read_jsonl(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> tuple[list[RecordedPrompt], bool]:
+    """The prompts of a JSONL file, and whether tokens were made from texts."""
+    rows = list(_read(path, _TextRow))
+    prompts = [
+        RecordedPrompt(
+            prompt_id=str(index if row.id is None else row.id),
+            prompt_token_ids=tuple(row.prompt_token_ids or _encode(f"{place}: prompt", row.prompt, tokenizer)),
+            samples=[
+                np.array(
+                    sample.token_ids or _encode(f"{place}: samples.{number}", sample.text, tokenizer, is_sample=True),
+                    np.int32,
+                )
+                for number, sample in enumerate(row.samples)
+            ],
+        )
+        for index, (place, row) in enumerate(rows)
+    ]
+    has_texts = any(None in (row.prompt_token_ids, *(one.token_ids for one in row.samples)) for _, row in rows)
+    return _merge(prompts), has_texts
+
+
+def _encode(
+    place: str, text: str | None, tokenizer: PreTrainedTokenizerBase | None, *, is_sample: bool = False
+) -> list[int]:
+    """The tokens of a text; those of a sample end with the end token, once."""
+    if text is None:
+        raise ValueError(f"{place}: expected a text (`prompt`, `text`) or token ids (`prompt_token_ids`, `token_ids`)")
+    if tokenizer is None:
+        raise ValueError(f"{place} is a text; give --tokenizer DIR, the tokenizer to encode it with")
+    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=not is_sample)
+    end = tokenizer.eos_token_id
+    if is_sample and end is None:
+        raise ValueError(f"{place}: the tokenizer has no end token to put after the text (eos_token)")
+    if is_sample and token_ids[-1:] != [end]:
+        token_ids.append(end)
+    if not token_ids:
+        raise ValueError(f"{place} gives no tokens")
+    return token_ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,24 +55,19 @@ def check_compiler(recipe: Recipe) -> None:
     """
     if not recipe.model.compile:
         return
-    if choose_device(recipe).type == "cuda":
-        try:
-            importlib.import_module("triton")
-        except ImportError as error:
-            raise ValueError(
-                f"model.compile: true needs Triton on CUDA, which cannot be imported here ({error}): "
-                "`pip install triton`, or leave model.compile out"
-            ) from error
-        return
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
+    needed, advice = "a C++ compiler on a CPU", "install g++ or name one in the environment variable CXX"
     try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler as error:
+        if choose_device(recipe).type == "cuda":
+            needed, advice = "Triton on CUDA", "`pip install triton`"
+            importlib.import_module("triton")
+        else:
+            get_cpp_compiler()
+    except (ImportError, InvalidCxxCompiler) as error:
         raise ValueError(
-            f"model.compile: true needs a C++ compiler on a CPU, and torch finds none ({error}): install g++ or name "
-            "one in the environment variable CXX, or leave model.compile out"
+            f"model.compile: true needs {needed} ({error}): {advice}, or leave model.compile out"
         ) from error
 
 
@@ -111,25 +107,12 @@ def build_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
             f"srtrl trains in one process, but this one is one of {num_processes} (WORLD_SIZE): "
             "start it without `accelerate launch` or `torchrun`"
         )
-    device = choose_device(recipe)
-    accelerator = Accelerator(
-        cpu=device.type == "cpu",
+    return Accelerator(
+        cpu=choose_device(recipe).type == "cpu",
         mixed_precision=recipe.model.mixed_precision,
         log_with=list(recipe.log.trackers) or None,
         project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "tensorboard")),
     )
-    assert accelerator.num_processes == 1
-    return accelerator
-
-
-def start_trackers(accelerator: Accelerator, recipe: Recipe, step: int) -> None:
-    """Begin to log after training step `step`; TensorBoard hides what a killed run logged beyond it."""
-    if not recipe.log.trackers:
-        return
-    options: dict[str, dict[str, object]] = {"wandb": {"name": recipe.name}}
-    if step > 0:
-        options["tensorboard"] = {"purge_step": step + 1}
-    accelerator.init_trackers("srtrl", init_kwargs=options)
 
 
 def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -189,18 +172,14 @@ def build_critic(
     gets one that is zero.
 
     Raises:
-        ValueError: the checkpoint has no critic, or `critic.path` does not fit the policy.
+        ValueError: the weights are not there, or `critic.path` does not fit the policy.
     """
     section = recipe.critic
     if section is None:
         return None
-    path = section.path or recipe.model.path
-    if checkpoint is not None:
-        path = str(checkpoint / CRITIC_FOLDER)
-        if not Path(path).is_dir():
-            raise ValueError(f"{checkpoint}: no folder `{CRITIC_FOLDER}`, but the recipe has a critic to go on with")
-    elif section.path is not None:
+    if checkpoint is None and section.path is not None:
         check_critic(recipe, policy.config.vocab_size, tokenizer)
+    path = section.path or recipe.model.path if checkpoint is None else checkpoint / CRITIC_FOLDER
     model = load_value_model(path, dtype=DTYPES[recipe.model.dtype], device=policy.device)
     set_update_options(model.body, recipe)
     return Critic(model=model, optimizer=make_optimizer(model, section, recipe))
@@ -222,15 +201,15 @@ def check_critic(recipe: Recipe, vocab_size: int, tokenizer: PreTrainedTokenizer
         own_tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
     except ValueError as error:
         raise ValueError(f"critic.path: {error}") from error
+    problem = None
     if config.vocab_size < vocab_size or (own_tokenizer is None and config.vocab_size != vocab_size):
+        problem = f"has a vocabulary of {config.vocab_size} tokens, the policy one of {vocab_size}"
+    elif own_tokenizer is not None and own_tokenizer.get_vocab() != tokenizer.get_vocab():
+        problem = "has a tokenizer that gives other ids than the policy's"
+    if problem:
         raise ValueError(
-            f"critic.path: {path} has a vocabulary of {config.vocab_size} tokens, the policy one of {vocab_size}; the "
-            "critic reads the policy's tokens: take a critic of the policy's family, or leave critic.path out"
-        )
-    if own_tokenizer is not None and own_tokenizer.get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
-            f"critic.path: the tokenizer in {path} gives other ids than the policy's; the critic reads the policy's "
-            "tokens: take a critic of the policy's family, or leave critic.path out"
+            f"critic.path: {path} {problem}; the critic reads the policy's tokens: take a critic of the policy's "
+            "family, or leave critic.path out"
         )
     longest = recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens
     if longest > config.max_position_embeddings:
@@ -301,14 +280,10 @@ def train_sampling(recipe: Recipe, end_ids: tuple[int, ...]) -> SamplingParams:
 
 
 def eval_sampling(recipe: Recipe, end_ids: tuple[int, ...]) -> SamplingParams:
-    """How held-out samples are drawn: the `eval` section's temperature, top-k and top-p."""
-    return SamplingParams(
-        max_new_tokens=recipe.rollout.max_new_tokens,
-        temperature=recipe.eval.temperature,
-        top_k=recipe.eval.top_k,
-        top_p=recipe.eval.top_p,
-        end_token_ids=end_ids,
-        stop_strings=tuple(recipe.rollout.stop_strings),
+    """How held-out samples are drawn: with the `eval` section's temperature, top-k and top-p."""
+    section = recipe.eval
+    return replace(
+        train_sampling(recipe, end_ids), temperature=section.temperature, top_k=section.top_k, top_p=section.top_p
     )
 
 

@@ -1,25 +1,21 @@
 """Checkpoints: written beside, made durable, then renamed; a killed run finds the last one whole.
 
-A checkpoint is a folder `step_000010` that `transformers` loads as a model, with `optimizer.pt`, `rng.pt` and
-`state.json` for the trainer, `critic/` and `critic_optimizer.pt` where there is a critic, and the drafter's files (its
-rollouts: speculation goes on as well as it did). The learning rate is a function of the step and is not
-stored; sampling noise is a hash of (seed, draw, sample), so the global random states are kept only for the user's own
-reward and loss functions.
+A checkpoint is a folder `step_000010` that `transformers` loads as a model, with `optimizer.pt` and `state.json` for
+the trainer, `critic/` and `critic_optimizer.pt` where there is a critic, and the drafter's files (its rollouts, so that
+speculation resumes as good as it was). Nothing random is stored: learning rate, data order, sampling noise and the
+seed of the global generators are functions of (seed, step).
 """
 
 from __future__ import annotations
 
 import json
-import os
-import random
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from srtrl.metrics import sync_folder, write_atomic
@@ -43,7 +39,7 @@ CRITIC_OPTIMIZER = "critic_optimizer.pt"
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TrainerState:
-    """What a run must know, beside the weights, to go on."""
+    """What a run must know, beside the weights, to resume."""
 
     step: int
     """Training steps done."""
@@ -105,7 +101,6 @@ def save_checkpoint(
         if critic is not None:
             save_value_model(critic.model, temporary / CRITIC_FOLDER)
             torch.save(critic.optimizer.state_dict(), temporary / CRITIC_OPTIMIZER)
-        torch.save(_random_states(), temporary / "rng.pt")
         drafter.save(temporary)
         write_atomic(temporary / "state.json", json.dumps(asdict(state), indent=2) + "\n")
     for old in list_checkpoints(folder)[:-keep]:
@@ -123,7 +118,8 @@ def written_beside(final: Path) -> Iterator[Path]:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     yield temporary
-    _sync_files(temporary)
+    for path in (*temporary.rglob("*"), temporary):
+        sync_folder(path)  # files as well
     if final.exists():
         _delete(final)
     temporary.rename(final)
@@ -163,7 +159,7 @@ def read_state(checkpoint: Path) -> TrainerState:
 def load_training_state(
     checkpoint: Path, optimizer: torch.optim.Optimizer, critic: Critic | None = None
 ) -> TrainerState:
-    """Put the optimizers and the global random states back; the weights are loaded like any model's.
+    """Put the optimizers' states back; the weights are loaded like any model's.
 
     Raises:
         ValueError: written by another version of the layout, or for another model.
@@ -171,7 +167,6 @@ def load_training_state(
     _load_optimizer(optimizer, checkpoint / OPTIMIZER)
     if critic is not None:
         _load_optimizer(critic.optimizer, checkpoint / CRITIC_OPTIMIZER)
-    _restore_random_states(torch.load(checkpoint / "rng.pt", map_location="cpu", weights_only=True))
     return read_state(checkpoint)
 
 
@@ -183,42 +178,6 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, file: Path) -> None:
         raise ValueError(
             f"{file}: {error}; begin a new run from its weights with name=OTHER model.path={file.parent}"
         ) from error
-
-
-def _random_states() -> dict[str, Any]:
-    """The global generators' states, of types that `torch.load(weights_only=True)` reads."""
-    numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
-    generator = numpy_state.pop("state")
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": {**numpy_state, "key": torch.from_numpy(generator["key"].astype(np.int64)), "pos": generator["pos"]},
-        "python": random.getstate(),
-    }
-
-
-def _restore_random_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
-    numpy_state = dict(states["numpy"])
-    generator = {"key": numpy_state.pop("key").numpy().astype(np.uint32), "pos": numpy_state.pop("pos")}
-    np.random.set_state({**numpy_state, "state": generator})
-    random.setstate(states["python"])
-
-
-def _sync_files(folder: Path) -> None:
-    """Make the files' contents survive a power failure before the rename announces them."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        elif path.is_dir():
-            sync_folder(path)
-    sync_folder(folder)
 
 
 def _delete(folder: Path) -> None:

@@ -1,12 +1,12 @@
 """From graded groups to training sequences with an advantage on every response token.
 
 Dimension letters: G groups of S samples each, B = G x S sequences, L the longest response (shorter ones are padded on
-the right). Everything is float64 until it is stored in a sequence.
+the right), R response tokens in total. Everything is float64 until it is stored in a sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from srtrl.algorithms.advantages import is_token_level, needs_critic, whiten
 from srtrl.recipe import Recipe
 from srtrl.recipe_algorithm import AlgorithmSection
 from srtrl.resolve import resolve_part
+from srtrl.trainer.objective import check_per_token
 from srtrl.types import RolloutGroup, TrainSequence
 
 
@@ -44,27 +45,19 @@ def filter_groups(groups: Sequence[RolloutGroup], filters: Sequence[str]) -> lis
     """
     kept = list(groups)
     for name in filters:
-        if kept:
-            keeps = resolve_part("algorithm.filters", name)
-            mask: Tensor = keeps(group_rewards(kept), group_correct(kept))  # [G]
-            if mask.shape != (len(kept),) or mask.dtype != torch.bool:
-                raise ValueError(
-                    f"algorithm.filters: {name} must return a bool for each of the {len(kept)} groups, "
-                    f"it returned {mask.dtype} of shape {tuple(mask.shape)}"
-                )
-            kept = [group for group, keep in zip(kept, mask.tolist(), strict=True) if keep]
+        if not kept:
+            break
+        grades = [[rollout.grade for rollout in group.rollouts] for group in kept]  # [G, S]
+        rewards = torch.tensor([[grade.reward for grade in group] for group in grades], dtype=torch.float64)
+        correct = torch.tensor([[grade.outcome == "correct" for grade in group] for group in grades])
+        mask: Tensor = resolve_part("algorithm.filters", name)(rewards, correct)  # [G]
+        if mask.shape != (len(kept),) or mask.dtype != torch.bool:
+            raise ValueError(
+                f"algorithm.filters: {name} must return a bool for each of the {len(kept)} groups, "
+                f"it returned {mask.dtype} of shape {tuple(mask.shape)}"
+            )
+        kept = [group for group, keep in zip(kept, mask.tolist(), strict=True) if keep]
     return kept
-
-
-def group_rewards(groups: Sequence[RolloutGroup]) -> Tensor:
-    """Rewards [G, S] float64 of groups of equal size."""
-    rewards = [[rollout.grade.reward for rollout in group.rollouts] for group in groups]
-    return torch.tensor(rewards, dtype=torch.float64)
-
-
-def group_correct(groups: Sequence[RolloutGroup]) -> Tensor:
-    """Which samples were graded correct, [G, S] bool; a failed grading is not correct."""
-    return torch.tensor([[rollout.grade.outcome == "correct" for rollout in group.rollouts] for group in groups])
 
 
 def train_sequences(groups: Sequence[RolloutGroup]) -> list[TrainSequence]:
@@ -115,78 +108,66 @@ def assign_credit(
     Raises:
         ValueError: the advantage function returns another shape than it must, or a number that is not finite.
     """
-    algorithm = recipe.algorithm
+    algorithm, kl = recipe.algorithm, recipe.algorithm.kl
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    assert len(rollouts) == len(sequences), "one sequence a rollout"
-    lengths = torch.tensor([len(sequence.rollout_logprobs) for sequence in sequences])  # [B]
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]  # [B, L], true at each response token
+    assert len(rollouts) == len(sequences), "one sequence for each rollout"
+    lengths = [len(sequence.rollout_logprobs) for sequence in sequences]
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # [B, L], true at each response token
     rewards = torch.zeros(mask.shape, dtype=torch.float64)  # [B, L], the graders' on each response's last token
-    rewards[torch.arange(len(rollouts)), lengths - 1] = torch.tensor(
-        [rollout.grade.reward for rollout in rollouts], dtype=torch.float64
-    )
+    for row, length, rollout in zip(rewards, lengths, rollouts, strict=True):
+        row[length - 1] = rollout.grade.reward
     metrics: dict[str, float] = {}
     sampled_kl: float | None = None
-    if algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward":
-        estimates = _kl_estimates(sequences, mask, algorithm.kl.estimator)  # [B, L]
-        sampled_kl = float(estimates[mask].mean())
-        penalty = kl_coefficient * estimates
+    if kl.coefficient > 0 and kl.placement == "reward":
+        estimates = _kl_estimates(sequences, kl.estimator)  # [R]
+        sampled_kl = float(estimates.mean())
+        penalty = kl_coefficient * _padded(estimates, mask)  # [B, L]
         metrics["reward/kl_penalty"] = float(penalty.sum(dim=1).mean())
         rewards = rewards - penalty
-    values = _padded([sequence.values for sequence in sequences], mask)  # [B, L]
+    has_values = sequences[0].values is not None
+    values = _padded(_joined([sequence.values for sequence in sequences]), mask) if has_values else None  # [B, L]
     advantages = _advantages(rewards, values, mask, groups, algorithm)  # [B, L]
     if values is not None:
-        returns = (advantages + values).float()  # [B, L]
-        sequences = with_numbers(sequences, "returns", _unpadded(returns, mask))
+        returns = torch.split((advantages + values).float()[mask], lengths)
+        sequences = with_numbers(sequences, "returns", [row.numpy() for row in returns])
     if algorithm.whiten_advantages:
         advantages = whiten(advantages, mask)
-    learned = list(zip(rollouts, sequences, _unpadded(advantages, mask), strict=True))
+    learned = list(zip(rollouts, sequences, torch.split(advantages[mask], lengths), strict=True))
     if algorithm.overlong_filtering:
         learned = [one for one in learned if one[0].finish_reason != "length"]
         metrics["samples/overlong_dropped"] = len(rollouts) - len(learned)
     return Credit(
-        sequences=[replace(sequence, advantages=row.astype(np.float32)) for _, sequence, row in learned],
-        advantages={(rollout.draw_index, rollout.sample_index): _mean(row) for rollout, _, row in learned},
+        sequences=[replace(sequence, advantages=row.float().numpy()) for _, sequence, row in learned],
+        advantages={(rollout.draw_index, rollout.sample_index): _mean(row.numpy()) for rollout, _, row in learned},
         sampled_kl=sampled_kl,
         metrics=metrics,
     )
 
 
-def _padded(arrays: Sequence[npt.NDArray[np.float32] | None], mask: Tensor) -> Tensor | None:
-    """One array a sequence -> [B, L] float64, zero where the mask is false; None where no sequence has one."""
+def _joined(arrays: Sequence[npt.NDArray[np.float32] | None]) -> Tensor:
+    """The numbers of the response tokens of all sequences, [R] float64."""
     present = [array for array in arrays if array is not None]
-    assert len(present) in (0, len(arrays)), "either all sequences have these numbers or none"
-    if not present:
-        return None
-    padded = torch.zeros(mask.shape, dtype=torch.float64)
-    padded[mask] = torch.from_numpy(np.concatenate(present)).double()
-    return padded
+    assert len(present) == len(arrays), "either all sequences have these numbers or none"
+    return torch.from_numpy(np.concatenate(present)).double()
 
 
-def _unpadded(padded: Tensor, mask: Tensor) -> list[npt.NDArray[Any]]:
-    """[B, L] -> the numbers of each sequence's response tokens."""
-    return [row[used].numpy() for row, used in zip(padded, mask, strict=True)]
+def _padded(numbers: Tensor, mask: Tensor) -> Tensor:
+    """[R] -> [B, L] float64, zero where the mask is false."""
+    return torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, numbers)
 
 
-def _kl_estimates(sequences: Sequence[TrainSequence], mask: Tensor, name: str) -> Tensor:
-    """Estimate of KL(policy || reference) at each token, [B, L], zero where the mask is false.
+def _kl_estimates(sequences: Sequence[TrainSequence], name: str) -> Tensor:
+    """Estimate of KL(policy || reference) at each response token, [R] float64.
 
     Its multiple is what the reward of each token loses, as in equation 2 of InstructGPT (arXiv 2203.02155; its reward
     of a sample has the sum). The policy's log-probs are the decoder's: the samples are from that policy.
     """
-    estimator: Callable[[Tensor, Tensor], Tensor] = resolve_part("algorithm.kl.estimator", name)
-    logprobs = _padded([sequence.rollout_logprobs for sequence in sequences], mask)  # [B, L]
-    references = _padded([sequence.ref_logprobs for sequence in sequences], mask)  # [B, L]
-    assert logprobs is not None
-    assert references is not None, "KL in the reward needs ref_logprobs"
-    found = estimator(logprobs[mask], references[mask])  # [R]
-    if found.shape != (int(mask.sum()),):
-        raise ValueError(
-            f"algorithm.kl.estimator: {name} must return one number a token, {(int(mask.sum()),)}; "
-            f"it returned shape {tuple(found.shape)}"
-        )
-    estimates = torch.zeros(mask.shape, dtype=torch.float64)
-    estimates[mask] = found.double()
-    return estimates
+    logprobs = _joined([sequence.rollout_logprobs for sequence in sequences])
+    estimates: Tensor = resolve_part("algorithm.kl.estimator", name)(
+        logprobs, _joined([sequence.ref_logprobs for sequence in sequences])
+    )
+    check_per_token("algorithm.kl.estimator", {"its estimate": estimates}, logprobs)
+    return estimates.double()
 
 
 def _advantages(
@@ -198,6 +179,7 @@ def _advantages(
     sizes = [len(group.rollouts) for group in groups]
     if is_token_level(function):
         assert values is not None or not needs_critic(function), f"{name} needs the critic's values"
+        shape, of_what = mask.shape, "the padded tokens"  # [B, L]
         advantages = function(
             rewards,
             torch.zeros_like(rewards) if values is None else values,
@@ -206,14 +188,17 @@ def _advantages(
             gamma=algorithm.gamma,
             lam=algorithm.lam,
         )
-        _check_shape(name, advantages, mask.shape, "the padded tokens")  # [B, L]
     else:
         assert len(set(sizes)) == 1, f"a sequence-level advantage needs groups of one size, found {sizes}"
-        by_group = rewards.sum(dim=1).reshape(len(groups), sizes[0])  # [G, S]
+        by_group = rewards.sum(dim=1).reshape(len(groups), sizes[0])
+        shape, of_what = by_group.shape, "the rewards"  # [G, S]
         advantages = function(by_group)
-        _check_shape(name, advantages, by_group.shape, "the rewards")
-        advantages = advantages.reshape(-1, 1)  # [B, 1]
-    on_tokens = torch.where(mask, advantages.double(), 0.0)  # [B, L]
+    if advantages.shape != shape:
+        raise ValueError(
+            f"algorithm.advantage: {name} must return shape {tuple(shape)}, that of {of_what}; "
+            f"it returned {tuple(advantages.shape)}"
+        )
+    on_tokens = torch.where(mask, advantages.double().reshape(len(mask), -1), 0.0)  # [B, L] or [B, 1] to [B, L]
     if not bool(on_tokens.isfinite().all()):
         raise ValueError(f"algorithm.advantage: {name} returned a number that is not finite")
     return on_tokens
@@ -222,11 +207,3 @@ def _advantages(
 def _mean(numbers: npt.NDArray[np.float64]) -> float:
     """The mean; that of equal numbers is exactly theirs."""
     return float(numbers[0] + (numbers - numbers[0]).mean())
-
-
-def _check_shape(name: str, found: Tensor, expected: torch.Size, of_what: str) -> None:
-    if found.shape != expected:
-        raise ValueError(
-            f"algorithm.advantage: {name} must return shape {tuple(expected)}, that of {of_what}; "
-            f"it returned {tuple(found.shape)}"
-        )

@@ -13,20 +13,15 @@ from torch import Tensor
 
 from srtrl.model.attention import PackedPlan
 from srtrl.recipe import Recipe
-from srtrl.resolve import resolve_part
 from srtrl.rollout.packing import PackedBatch
-from srtrl.trainer.objective import check_per_token
-from srtrl.trainer.optimizer import planned_learning_rate
-from srtrl.trainer.update import MicroBatchLoss, NonFiniteError, by_sequence, mini_batches, run_optimizer_steps
+from srtrl.trainer.objective import CheckedLoss
+from srtrl.trainer.update import NonFiniteError, by_sequence, describe_token, run_optimizer_steps
 from srtrl.types import TrainSequence
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from srtrl.model.value_model import ValueModel
-
-RESERVED_METRICS = frozenset({"loss", "grad_norm", "learning_rate", "value_mean", "return_mean", "explained_variance"})
-"""Names that a value loss' metrics may not have: the trainer logs them itself, under `critic/`."""
 
 MIN_RELATIVE_VARIANCE = 1e-12
 """Returns that vary by less, against the mean square of returns and values, are equal but for rounding to float32."""
@@ -63,7 +58,7 @@ def compute_values(
     """Values of the response tokens of each sequence, without gradient.
 
     Returns:
-        One array [L - num_prompt_tokens] a sequence, in their order.
+        One array [L - num_prompt_tokens] for each sequence, in their order.
 
     Raises:
         NonFiniteError: a value is not finite; names the sequence, after `where` ("step 3").
@@ -72,13 +67,13 @@ def compute_values(
     values = by_sequence(
         lambda packed: response_values(model, packed, accelerator), sequences, micro_batch_tokens, model.device
     )
-    for index, one in enumerate(values):
-        if not np.isfinite(one).all():
-            row = int(np.argmin(np.isfinite(one)))
-            raise NonFiniteError(
-                f"{where}: sequence {index} (in order of draw and sample), response token {row}: the critic's value is "
-                f"{one[row]}; no weights of this step were changed"
-            )
+    everything = np.concatenate(values)  # [R]
+    if not np.isfinite(everything).all():
+        row = int(np.isfinite(everything).argmin())
+        raise NonFiniteError(
+            f"{where}: {describe_token(sequences, row)}: the critic's value is {everything[row]}; no weights of this "
+            "step were changed"
+        )
     return values
 
 
@@ -107,24 +102,27 @@ def update_critic(
         NonFiniteError: a loss or a gradient norm is not finite; raised before that optimizer step.
         ValueError: `critic.value_loss` is unknown or returns the wrong shape, or a sequence exceeds the micro-batch.
     """
-    section, updates = recipe.critic, recipe.critic_updates
+    section = recipe.critic
     assert section is not None, "the recipe has no critic"
+    value_loss = CheckedLoss("critic.value_loss", section.value_loss)
+
+    def micro_batch_loss(packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        values = response_values(critic.model, packed, accelerator)  # [R]
+        token_loss, metrics = value_loss(
+            values, packed.values, packed.returns, packed.sequence_index, value_clip=section.value_clip
+        )
+        return token_loss.sum() / sequence_lengths.sum(), metrics
+
     metrics = run_optimizer_steps(
         critic.model,
         critic.optimizer,
         accelerator,
-        mini_batches(
-            sequences,
-            size=updates.mini_batch_prompts,
-            num_epochs=updates.num_epochs,
-            seed=recipe.seed,
-            step=step,
-        ),
-        _micro_batch_loss(critic.model, accelerator, recipe),
-        micro_batch_tokens=recipe.train.micro_batch_tokens,
+        sequences,
+        micro_batch_loss,
+        updates=recipe.critic_updates,
+        recipe=recipe,
+        step=step,
         max_grad_norm=section.max_grad_norm,
-        learning_rate=lambda number: planned_learning_rate(updates, step, number),
-        loss_option="critic.value_loss",
         where=f"step {step}, critic",
     )
     metrics |= value_metrics(sequences)
@@ -146,26 +144,3 @@ def value_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
     if variance > MIN_RELATIVE_VARIANCE * max(np.square(returns).mean(), np.square(values).mean()):
         metrics["explained_variance"] = float(1 - (returns - values).var() / variance)
     return metrics
-
-
-def _micro_batch_loss(model: ValueModel, accelerator: Accelerator, recipe: Recipe) -> MicroBatchLoss:
-    """The share of a micro-batch in the mean over its mini-batch's response tokens, and the value loss' metrics [R]."""
-    section = recipe.critic
-    assert section is not None, "the recipe has no critic"
-    value_loss = resolve_part("critic.value_loss", section.value_loss)
-
-    def loss_of(packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        assert packed.values is not None
-        assert packed.returns is not None
-        values = response_values(model, packed, accelerator)  # [R]
-        token_loss: Tensor
-        token_loss, metrics = value_loss(
-            values, packed.values, packed.returns, packed.sequence_index, value_clip=section.value_clip
-        )
-        taken = sorted(RESERVED_METRICS & metrics.keys())
-        if taken:
-            raise ValueError(f"critic.value_loss returns a metric named `{taken[0]}`, which is srtrl's own: rename it")
-        check_per_token(f"critic.value_loss: {section.value_loss}", {"token loss": token_loss, **metrics}, values)
-        return token_loss.sum() / sequence_lengths.sum(), metrics
-
-    return loss_of

@@ -13,8 +13,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -27,25 +25,18 @@ from srtrl.rollout.collect import Collector, CollectProgress, collect_rollouts
 from srtrl.tasks.base import Task, check_task, load_task
 from srtrl.tasks.final_answer import extractor
 from srtrl.tasks.grading import Grader
-from srtrl.tasks.reward_input import RewardInput
-from srtrl.tasks.worker import Caught, Failure, Graded, IsolatedFunctions
-from srtrl.tasks.worker_pool import WorkerPool
 from srtrl.trainer import build
 from srtrl.trainer.checkpoint import checkpoint_name, latest_checkpoint, list_checkpoints
-from srtrl.types import GradeOutcome, Prompt, RolloutGroup, SamplingParams
+from srtrl.types import GradeOutcome, Prompt, RolloutGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from srtrl.engine.engine import Engine
-    from srtrl.recipe import GradingSection
-    from srtrl.tasks.base import Verifier
 
 Z_95 = 1.959963984540054
 """The 97.5% quantile of the normal distribution."""
 INTEGER = re.compile(r"-?[0-9]{1,18}")
-Same = Callable[[str, Sequence[str]], list[bool]]
-"""(text of a completion, answers) -> for each answer, whether the completion gives it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -118,28 +109,25 @@ def held_out_prompts(task: Task, recipe: Recipe) -> list[Prompt]:
     Raises:
         ValueError: the task has none.
     """
-    available = len(task.eval_prompts)
-    if available == 0:
+    if not task.eval_prompts:
         raise ValueError(
             f"task {recipe.task.name} has no held-out problems: name some in task.options, or train without evaluation "
             "(eval.before_and_after=false, no eval.every_steps)"
         )
-    count = available if recipe.eval.num_problems is None else min(recipe.eval.num_problems, available)
-    return [task.eval_prompts[index] for index in range(count)]
+    return list(task.eval_prompts[: recipe.eval.num_problems])
 
 
 def evaluate(
+    recipe: Recipe,
+    prompts: Sequence[Prompt],
     engine: Engine,
     grader: Grader,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
+    end_ids: tuple[int, ...],
     *,
-    num_samples: int,
-    sampling: SamplingParams,
-    seed: int,
     on_progress: Callable[[CollectProgress], None] | None = None,
 ) -> tuple[list[RolloutGroup], EvalResult]:
-    """Sample every problem `num_samples` times and grade; the groups, one a problem in order, and their figures.
+    """Sample every problem `eval.num_samples` times and grade; the groups, one a problem in order, and their figures.
 
     The RNG keys are those of purpose `eval`, whatever the training step: training noise is untouched, and two policies
     are compared on the same noise (common random numbers: their difference varies less than each accuracy). The
@@ -153,9 +141,9 @@ def evaluate(
     collector = Collector(
         grader,
         tokenizer,
-        num_samples=num_samples,
-        sampling=sampling,
-        seed=seed,
+        num_samples=recipe.eval.num_samples,
+        sampling=build.eval_sampling(recipe, end_ids),
+        seed=recipe.seed,
         purpose="eval",
         on_progress=on_progress,
     )
@@ -225,10 +213,7 @@ def resolve_eval_source(model_or_run: str, *, step: int | None = None) -> EvalSo
             raise ValueError(f"--step: {model_or_run} is not a run folder (it has no recipe.yaml)")
         return EvalSource(model=model_or_run, recipe_path=None)
     checkpoints = folder / "checkpoints"
-    if step is not None:
-        chosen: Path | None = checkpoints / checkpoint_name(step)
-    else:
-        chosen = latest_checkpoint(checkpoints)
+    chosen = latest_checkpoint(checkpoints) if step is None else checkpoints / checkpoint_name(step)
     if chosen is None or not chosen.is_dir():
         known = ", ".join(path.name for path in list_checkpoints(checkpoints)) or "none"
         raise ValueError(f"{folder} has no checkpoint{'' if step is None else f' of step {step}'}; there: {known}")
@@ -289,19 +274,13 @@ def run_evals(
     engine = build.build_engine(base, policy, tokenizer)
     for job, recipe, task, problems in zip(jobs, recipes, tasks, prompts, strict=True):
         with Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens) as grader:
-            groups, result = evaluate(
-                engine,
-                grader,
-                tokenizer,
-                problems,
-                num_samples=recipe.eval.num_samples,
-                sampling=build.eval_sampling(recipe, build.response_end_ids(model, tokenizer)),
-                seed=recipe.seed,
-                on_progress=None if on_progress is None else functools.partial(on_progress, job),
-            )
-        scores = vote(groups, task.verifier, recipe.grading)
-        majority = None if scores is None else estimate(scores)
-        yield EvalOutcome(job=job, task=task, groups=groups, result=replace(result, majority=majority))
+            show = None if on_progress is None else functools.partial(on_progress, job)
+            end_ids = build.response_end_ids(model, tokenizer)
+            groups, result = evaluate(recipe, problems, engine, grader, tokenizer, end_ids, on_progress=show)
+        extract = extractor(task.verifier)
+        if extract is not None and recipe.eval.num_samples > 1:
+            result = replace(result, majority=estimate(majority_scores(groups, extract)))
+        yield EvalOutcome(job=job, task=task, groups=groups, result=result)
 
 
 # --- Statistics -------------------------------------------------------------------------------------------------------
@@ -318,8 +297,8 @@ def confidence_interval(scores: Sequence[float]) -> tuple[float, float]:
 
     Where every score is 0 or 1 (one sample a problem, pass@N of N samples): the Wilson score interval (Wilson 1927;
     Brown, Cai and DasGupta 2001, section 3.1.1). Else mean +- z s / sqrt(n) over the n problems' scores, the standard
-    error clustered by problem of Miller 2024, "Adding Error Bars to Evals" (arXiv 2411.00640), section 2.2, cut to
-    [0, 1]. Where the scores do not vary (or there is one problem) s says nothing, and Wilson's interval for n problems
+    error clustered by problem of Miller 2024, "Adding Error Bars to Evals" (arXiv 2411.00640), section 2.2,
+    clipped to [0, 1]. Where the scores do not vary (or there is one problem) s says nothing, and Wilson's interval for n problems
     is used, which is the wider one.
     """
     mean, n = fmean(scores), len(scores)
@@ -368,83 +347,25 @@ def macro_average(estimates: Sequence[Estimate]) -> Estimate:
     return Estimate(value=value, low=max(0.0, value - below), high=min(1.0, value + above))
 
 
-def majority_scores(groups: Sequence[RolloutGroup], extract: Callable[[str], str | None], same: Same) -> list[float]:
+def majority_scores(groups: Sequence[RolloutGroup], extract: Callable[[str], str | None]) -> list[float]:
     """For each problem, the chance that its most frequent answer is right.
 
     The votes are the samples with a final answer whose grading did not fail; the others abstain. Samples that the
-    verifier accepted equal the reference and so each other: they are one cluster, and a vote is right where it is the
-    largest. The answers of wrong samples are clustered one after the other: each joins the first cluster whose first
-    member the verifier finds it equal to. Of n largest clusters of equal size each is taken with chance 1/n, so a tie
-    that the right one is in counts 1/n; where nobody votes, the score is 0.
+    verifier accepted give the same answer, the reference; wrong samples vote for the text that `extract` returns. Of n
+    most frequent answers each is taken with chance 1/n, so a tie that the right one is in counts 1/n; where nobody
+    votes, the score is 0.
     """
-    return [_score(group, extract, same) for group in groups]
-
-
-def _score(group: RolloutGroup, extract: Callable[[str], str | None], same: Same) -> float:
-    num_right = sum(rollout.grade.outcome == "correct" for rollout in group.rollouts)
-    wrong = [rollout.text for rollout in group.rollouts if rollout.grade.outcome == "wrong"]
-    votes = [(text, _plain(answer)) for text in wrong if (answer := extract(text)) is not None]
-    if num_right == 0 or num_right > len(votes):
-        return float(num_right > 0)  # for any clusters of the wrong ones
-    sizes = _cluster_sizes(votes, same)
-    if max(sizes) > num_right:
-        return 0.0
-    return 1 / (1 + sizes.count(num_right))
-
-
-def _cluster_sizes(votes: Sequence[tuple[str, str]], same: Same) -> list[int]:
-    """Sizes of the clusters of equal answers among (text, answer) pairs."""
-    texts = {answer: text for text, answer in reversed(votes)}
-    sizes: dict[str, int] = {}
-    for answer, count in Counter(answer for _, answer in votes).items():
-        candidates = [first for first in sizes if not (INTEGER.fullmatch(answer) and INTEGER.fullmatch(first))]
-        equal = [first for first, found in zip(candidates, same(texts[answer], candidates), strict=True) if found]
-        known = equal[0] if equal else answer
-        sizes[known] = sizes.get(known, 0) + count
-    return list(sizes.values())
+    scores = []
+    for group in groups:
+        num_right = sum(rollout.grade.outcome == "correct" for rollout in group.rollouts)
+        answers = [extract(rollout.text) for rollout in group.rollouts if rollout.grade.outcome == "wrong"]
+        sizes = list(Counter(_plain(answer) for answer in answers if answer is not None).values())
+        wins = num_right > 0 and num_right >= max(sizes, default=0)
+        scores.append(wins / (1 + sizes.count(num_right)))
+    return scores
 
 
 def _plain(answer: str) -> str:
-    """An integer without leading zeros, so that two integers are equal where their texts are, without the verifier."""
+    """An answer without spaces, an integer without leading zeros: what is written differently alone is equal."""
+    answer = "".join(answer.split())
     return str(int(answer)) if INTEGER.fullmatch(answer) else answer
-
-
-def vote(groups: Sequence[RolloutGroup], verifier: Verifier, grading: GradingSection) -> list[float] | None:
-    """`majority_scores` by the task's verifier; None with one sample a problem, or a verifier without `extract`."""
-    extract = extractor(verifier)
-    if extract is None or len(groups[0].rollouts) == 1:
-        return None
-    with ExitStack() as stack:
-        return majority_scores(groups, extract, _comparer(verifier, grading, stack))
-
-
-def _comparer(verifier: Verifier, grading: GradingSection, stack: ExitStack) -> Same:
-    """Compares completions with answers by a task's verifier, in worker processes where it is `isolated`.
-
-    A comparison that fails (an answer that cannot be read as a reference, a timeout) counts as not the same. `stack`
-    ends the workers; most votes are decided without a comparison, so that none are started.
-    """
-
-    def is_same(text: str, answer: str) -> bool:
-        with Caught():
-            return bool(verifier(text, answer))
-        return False
-
-    @functools.cache
-    def pool() -> WorkerPool:
-        functions = IsolatedFunctions(verifier=verifier, rewards=())
-        return stack.enter_context(closing(WorkerPool(functions, grading.num_workers, grading.timeout_seconds)))
-
-    def same(text: str, answers: Sequence[str]) -> list[bool]:
-        if not getattr(verifier, "isolated", False):
-            return [is_same(text, answer) for answer in answers]
-        waiting: list[Future[Graded | Failure]] = [pool().submit(_as_input(text, answer)) for answer in answers]
-        verdicts = [future.result() for future in waiting]
-        return [isinstance(verdict, Graded) and bool(verdict.correct) for verdict in verdicts]
-
-    return same
-
-
-def _as_input(text: str, answer: str) -> RewardInput:
-    prompt = Prompt(prompt_id="vote", text="", token_ids=(0,), answer=answer)
-    return RewardInput(prompt=prompt, text=text, correct=None, finish_reason="stop", num_tokens=1, max_new_tokens=1)

@@ -4,22 +4,17 @@ The learning rate is a pure function of the optimizer step: nothing of it is sav
 """
 
 import math
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from srtrl.model.attention import HALF_DTYPES
 from srtrl.recipe_base import Schedule, UpdatePlan
 
 MASTERS = "masters"
 """Key of the master weights in `state_dict`, in the order of the groups' parameters."""
-
-_OWNERS = WeakTensorKeyDictionary()
-"""Parameter -> weak reference to the optimizer that takes its gradients."""
 
 
 def build_optimizer(
@@ -39,19 +34,11 @@ def build_optimizer(
         {"params": matrices, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    optimizer: torch.optim.AdamW
-    if any(parameter.dtype in HALF_DTYPES for parameter in model.parameters()):
-        optimizer = MasterWeightAdamW(groups, lr=learning_rate, betas=betas, eps=eps)
-    else:
-        optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
+    is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())
+    kind = MasterWeightAdamW if is_half else torch.optim.AdamW
+    optimizer = kind(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
     _allocate_state(optimizer)
     return optimizer
-
-
-def gradient_holders(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The tensors whose `.grad` the optimizer will use, in the order of `model.parameters()`: what is clipped."""
-    parameters = list(model.parameters())
-    return optimizer.masters_of(parameters) if isinstance(optimizer, MasterWeightAdamW) else [*parameters]
 
 
 def _allocate_state(optimizer: torch.optim.AdamW) -> None:
@@ -63,6 +50,11 @@ def _allocate_state(optimizer: torch.optim.AdamW) -> None:
                 "exp_avg": torch.zeros_like(parameter, requires_grad=False),
                 "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
             }
+
+
+def gradient_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the gradients while there are any: those of the state are taken for good when the optimizer is built."""
+    return sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
 
 
 def learning_rate_at(step: int, *, peak: float, warmup_steps: int, num_steps: int, schedule: Schedule) -> float:
@@ -109,49 +101,32 @@ class MasterWeightAdamW(torch.optim.AdamW):
 
     A bfloat16 number has 8 significant bits, so a weight moves only by steps of 1/256 of itself or more: an update of
     1e-6 would vanish. Here it adds up in the master weight, and the model's weight is the master, rounded. The same
-    holds for gradients of several micro-batches. Micikevicius et al., "Mixed Precision Training" (2018), section 3.1.
-    Bytes a parameter: 2 (weight) + 4 (master) + 8 (moments) + 4 (gradient sum), against 16 of a float32 model.
+    holds for gradients of several micro-batches: the model's parameters get a `grad_dtype` of float32, so that
+    `backward` adds up in it. Micikevicius et al., "Mixed Precision Training" (2018), section 3.1. Bytes per parameter:
+    2 (weight) + 4 (master) + 8 (moments) + 4 (gradient sum), against 16 of a float32 model.
 
-    The groups (`param_groups`) hold the masters: norms are taken and clipped there. A parameter that is wider than a
-    half type (a critic's head) is its own master.
-
-    A micro-batch's gradient is added to the master's as soon as `backward` has it, in float32, and freed, so that only
-    one layer's bfloat16 gradient exists at a time. One optimizer a model: it takes the gradients away, so a second one
-    would never learn. When it is freed, its hooks go with it.
+    The groups (`param_groups`) hold the masters; gradients are those of the model's parameters, where they are clipped.
+    A parameter that is wider than a half type (a critic's head) is its own master.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
-        """`groups` as of `torch.optim.AdamW`, over the model's own parameters.
-
-        Raises:
-            ValueError: another such optimizer has one of the parameters.
-        """
-        self._master_of: dict[Tensor, Tensor] = {}
-        master_groups = [
-            {**group, "params": [self._make_master(parameter) for parameter in group["params"]]} for group in groups
-        ]
-        super().__init__(master_groups, lr=lr, betas=betas, eps=eps, fused=True)
-
-    @property
-    def masters(self) -> list[Tensor]:
-        """The float32 masters of the half-type tensors."""
-        return list(self._master_of.values())
+    def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
+        """Arguments of `torch.optim.AdamW`; the groups are of the model's own parameters."""
+        self.master_of: dict[nn.Parameter, Tensor] = {}
+        """The float32 master of each parameter of a half type."""
+        masters = [{**group, "params": [self._make_master(one) for one in group["params"]]} for group in groups]
+        super().__init__(masters, **options)
 
     def hand_over_masters(self) -> None:
         """Make the masters the model's own tensors, as when training is over and what is not rounded is to be saved."""
-        for parameter, master in self._master_of.items():
+        for parameter, master in self.master_of.items():
             parameter.data = master.detach()
-
-    def masters_of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """The tensors whose `.grad` is the gradient of `parameters`, in their order."""
-        return [self._master_of.get(parameter, parameter) for parameter in parameters]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Move the masters by their gradients, which are used up, and round them into the model's tensors, in place."""
+        """Move the masters by the gradients, which are used up, and round them into the model's tensors, in place."""
         assert closure is None, "the gradients are there already"
-        for parameter in self._master_of:
-            self._take_gradient(parameter)
+        for parameter, master in self.master_of.items():
+            master.grad = parameter.grad
         super().step()
         self.zero_grad()
         self._round_masters()
@@ -159,7 +134,7 @@ class MasterWeightAdamW(torch.optim.AdamW):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of masters and model."""
         super().zero_grad(set_to_none)
-        for parameter in self._master_of:
+        for parameter in self.master_of:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,46 +166,12 @@ class MasterWeightAdamW(torch.optim.AdamW):
         """The tensor that the optimizer moves in the parameter's stead."""
         if parameter.dtype not in HALF_DTYPES:
             return parameter
-        self._own(parameter)
-        master = parameter.detach().float().requires_grad_()
-        self._master_of[parameter] = master
+        parameter.grad_dtype = torch.float32
+        master = self.master_of[parameter] = parameter.detach().float().requires_grad_()
         return master
 
-    def _own(self, parameter: nn.Parameter) -> None:
-        """Have each gradient of the parameter handed over for as long as this optimizer lives.
-
-        The hook holds it weakly: the garbage collector does not see through a parameter's hooks, so that model,
-        optimizer and masters would keep one another in memory for good.
-        """
-        if parameter in _OWNERS and _OWNERS[parameter]() is not None:
-            raise ValueError(
-                "another optimizer with master weights takes the gradients of this model's parameters, so that a "
-                "second one would never learn: delete the first, or use it"
-            )
-        reference = _OWNERS[parameter] = weakref.ref(self)
-
-        def hand_over(parameter: Tensor) -> None:
-            optimizer = reference()
-            if optimizer is not None:
-                optimizer._take_gradient(parameter)
-
-        handle = parameter.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
-        weakref.finalize(self, handle.remove).atexit = False
-
-    @torch.no_grad()
-    def _take_gradient(self, parameter: Tensor) -> None:
-        """Move a gradient from the model's tensor to its master, adding in float32."""
-        if parameter.grad is None:
-            return
-        master = self._master_of[parameter]
-        if master.grad is None:
-            master.grad = parameter.grad.float()
-        else:
-            master.grad.add_(parameter.grad)
-        parameter.grad = None
-
     def _round_masters(self) -> None:
-        torch._foreach_copy_(list(self._master_of), self.masters)
+        torch._foreach_copy_(list(self.master_of), list(self.master_of.values()))
 
     def _all_masters(self) -> list[Tensor]:
         return [master for group in self.param_groups for master in group["params"]]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from srtrl.engine.kv_memory import CPU_GIB
 from srtrl.engine.stats import DecodeStep
 from srtrl.metrics import MetricLog, sync_folder, write_atomic
 from srtrl.recipe import Recipe
@@ -22,33 +23,25 @@ from srtrl.trainer.build import choose_device, is_deterministic
 from srtrl.trainer.checkpoint import clean_unfinished, latest_checkpoint
 from srtrl.types import RolloutGroup
 
-NAMES_BEFORE_RECIPE = frozenset({".lock", "rollouts", "timeline", "checkpoints"})
-"""What a run that was killed at its very start may have left: the recipe is written after these."""
 FREE_KEYS = (
     "output_dir",
-    "log.",
+    "log.*",
     "grading.num_workers",
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.peak_tflops",
 )
-"""Options that a resumed run may change: they do not touch what is learned."""
+"""Options, as patterns, that a resumed run may change: they do not touch what is learned."""
 
 FREE_KEYS_IF_DETERMINISTIC = (
     "rollout.slots",
     "rollout.max_open_prompts",
     "rollout.num_pages",
-    "rollout.kv_memory_gib",
-    "rollout.kv_memory_share",
-    "rollout.kv_across_update",
+    "rollout.kv_*",
     "rollout.cuda_graphs",
     "rollout.prefill_chunk_tokens",
-    "rollout.drafter",
-    "rollout.drafter_options",
-    "rollout.drafter_options.",
-    "rollout.draft_budget",
-    "rollout.run_ahead",
-    "rollout.run_ahead_max_slowdown",
+    "rollout.draft*",
+    "rollout.run_ahead*",
 )
 """Options that change nothing learned in the decoder's deterministic mode (`rollout.deterministic`)."""
 
@@ -59,46 +52,23 @@ FREE_KEYS_ON_CUDA = (
     "rollout.kv_memory_share",
     "rollout.kv_across_update",
 )
-"""What a run that ran out of memory may change to go on. It changes what is learned by rounding alone, and the backward
-pass of attention on CUDA adds up in no fixed order anyway."""
+"""What a run that ran out of memory may change. It changes what is learned by rounding alone, and the backward pass of
+attention on CUDA adds up in no fixed order anyway."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, frozen=True)
 class RunFolder:
-    """An open run folder, locked for this process until closed."""
+    """An open run folder, locked for this process."""
 
     path: Path
     checkpoint: Path | None
-    """What to go on from; None starts from the recipe's model."""
+    """What to resume from; None starts from the recipe's model."""
     log: MetricLog
-    _lock: int
-    """File descriptor of `.lock`."""
-
-    @property
-    def rollouts(self) -> Path:
-        """Folder of the Parquet files."""
-        return self.path / "rollouts"
-
-    @property
-    def timeline(self) -> Path:
-        """Folder of the decode steps' Parquet files."""
-        return self.path / "timeline"
 
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
         return self.path / "checkpoints"
-
-    def close(self) -> None:
-        """Close the log and give up the lock."""
-        self.log.close()
-        os.close(self._lock)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def run_path(recipe: Recipe) -> Path:
@@ -115,25 +85,27 @@ def check_run_folder(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
     """
     folder = run_path(recipe)
     if resume and overwrite:
-        raise ValueError("--resume and --overwrite exclude each other: go on with the run, or begin it again")
+        raise ValueError("--resume and --overwrite exclude each other: continue the run, or begin it again")
     if not folder.exists():
         return
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file; the run's folder would be there: change `name` or `output_dir`")
     if not (resume or overwrite) and any(folder.iterdir()):
         raise ValueError(
-            f"{folder} exists: --resume goes on with that run, --overwrite deletes it and begins again, "
+            f"{folder} exists: --resume continues that run, --overwrite deletes it and begins again, "
             "name=OTHER starts a run of its own"
         )
-    if not (folder / "recipe.yaml").is_file() and {path.name for path in folder.iterdir()} - NAMES_BEFORE_RECIPE:
+    if (folder / "recipe.yaml").is_file():
+        if resume:
+            _check_same_run(load_recipe(folder / "recipe.yaml"), recipe, folder)
+    elif any(not path.name.startswith(".") for path in folder.iterdir()):  # a run killed at its start left a lock
         flag = "--overwrite" if overwrite else "--resume"
         raise ValueError(f"{flag}: {folder} holds no recipe.yaml, so it is not a run of srtrl; take another name")
-    if resume and (folder / "recipe.yaml").is_file():
-        _check_same_run(load_recipe(folder / "recipe.yaml"), recipe, folder)
 
 
-def open_run_folder(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -> RunFolder:
-    """Make the run's folder, or take the one that is there back to its last checkpoint.
+@contextmanager
+def open_run_folder(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -> Iterator[RunFolder]:
+    """Make the run's folder, or take an existing one back to its last checkpoint; locked inside the `with` block.
 
     With `resume`, rows and rollouts later than the checkpoint are dropped (the steps will be done again, with the same
     numbers); without any checkpoint the run starts from step 0, and without a folder it is a new run.
@@ -144,19 +116,23 @@ def open_run_folder(recipe: Recipe, *, resume: bool = False, overwrite: bool = F
     check_run_folder(recipe, resume=resume, overwrite=overwrite)
     folder = run_path(recipe)
     folder.mkdir(parents=True, exist_ok=True)
-    lock = _lock(folder)
-    if overwrite:
-        _empty(folder)
-    for name in ("rollouts", "timeline", "checkpoints"):
-        (folder / name).mkdir(exist_ok=True)
-    clean_unfinished(folder / "checkpoints")
-    checkpoint = latest_checkpoint(folder / "checkpoints")
-    step = step_of(checkpoint) if checkpoint is not None else -1
-    write_atomic(folder / "recipe.yaml", dump_recipe(recipe))
-    log = MetricLog(folder / "metrics.jsonl")
-    log.truncate(step)
-    _drop_later_files(folder, step)
-    return RunFolder(path=folder, checkpoint=checkpoint, log=log, _lock=lock)
+    with (folder / ".lock").open("a") as lock:  # the system releases it when the process ends, in any way
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a POSIX lock: forked graders do not inherit it
+        except OSError as error:
+            raise ValueError(f"{folder} is in use by another srtrl process") from error
+        if overwrite:
+            _empty(folder)
+        write_atomic(folder / "recipe.yaml", dump_recipe(recipe))
+        for name in ("rollouts", "timeline", "checkpoints"):
+            (folder / name).mkdir(exist_ok=True)
+        clean_unfinished(folder / "checkpoints")
+        checkpoint = latest_checkpoint(folder / "checkpoints")
+        step = -1 if checkpoint is None else step_of(checkpoint)
+        with MetricLog(folder / "metrics.jsonl") as log:
+            log.truncate(step)
+            _drop_later_files(folder, step)
+            yield RunFolder(path=folder, checkpoint=checkpoint, log=log)
 
 
 def step_of(path: Path) -> int:
@@ -164,31 +140,18 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_").split(".")[0])
 
 
-def _lock(folder: Path) -> int:
-    """Hold the folder for this process; the system lets go when the process ends, however it ends."""
-    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a POSIX lock: forked graders do not inherit it
-    except OSError as error:
-        os.close(descriptor)
-        raise ValueError(f"{folder} is in use by another srtrl process") from error
-    return descriptor
-
-
 def _empty(folder: Path) -> None:
-    """Delete everything but the lock; `recipe.yaml` last, so that a kill leaves what --overwrite accepts again."""
-    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name == "recipe.yaml"):
-        if entry.name == ".lock":
-            continue
+    """Delete everything but the lock and the recipe, so that a kill leaves what --overwrite accepts again."""
+    for entry in folder.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
-        else:
+        elif entry.name not in (".lock", "recipe.yaml"):
             entry.unlink()
 
 
 def _drop_later_files(folder: Path, step: int) -> None:
     """Delete what the steps after `step` wrote, and the end-of-run files."""
-    for file in [*(folder / "rollouts").glob("step_*.parquet"), *(folder / "timeline").glob("step_*.parquet")]:
+    for file in folder.glob("*/step_*.parquet"):
         if step_of(file) > step:
             file.unlink()
     for name in ("summary.json", "report.html"):
@@ -197,7 +160,7 @@ def _drop_later_files(folder: Path, step: int) -> None:
 
 
 def _check_same_run(old: Recipe, new: Recipe, folder: Path) -> None:
-    """Refuse to go on with a recipe that would not have learned what the run has learned so far."""
+    """Refuse to continue with a recipe that would not have learned what the run has learned so far."""
     device = choose_device(old)
     free = FREE_KEYS + (FREE_KEYS_IF_DETERMINISTIC if is_deterministic(old, device) else ())
     free += FREE_KEYS_ON_CUDA if device.type == "cuda" else ()
@@ -205,16 +168,14 @@ def _check_same_run(old: Recipe, new: Recipe, folder: Path) -> None:
     changed = []
     for key in sorted(old_values.keys() | new_values.keys()):
         before, after = old_values.get(key), new_values.get(key)
-        if before == after or any(key == one or (one.endswith(".") and key.startswith(one)) for one in free):
+        if before == after or any(fnmatchcase(key, pattern) for pattern in free):
             continue
         if key == "train.num_steps" and new.train.schedule == "constant" and new.train.num_steps > old.train.num_steps:
             continue
-        if key == "rollout.kv_memory_gib" and device.type == "cpu" and {before, after} == {"auto", CPU_GIB}:
-            continue  # the same memory there; the option's default was a number once
         changed.append(f"  {key}: the run has {before!r}, now {after!r}")
     if changed:
         raise ValueError(
-            f"--resume: the recipe differs from that of {folder / 'recipe.yaml'}, so the run would not go on as it "
+            f"--resume: the recipe differs from that of {folder / 'recipe.yaml'}, so the run would not continue as it "
             "began:\n" + "\n".join(changed) + "\nUndo the change, or start a run of its own with name=OTHER"
         )
 
@@ -262,9 +223,10 @@ def write_rollouts(path: Path, groups: Sequence[RolloutGroup], advantages: Mappi
         groups: All groups of the step, those that a filter dropped too.
         advantages: Advantage of (draw, sample); a sample without one was dropped by a filter and gets a null.
     """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
     rows: list[dict[str, object]] = []
-    for rollout in rollouts:
+    parts: Mapping[str, float] = {}
+    for rollout in chain.from_iterable(group.rollouts for group in groups):
+        parts = rollout.grade.parts
         given: dict[str, object] = {
             "prompt_id": rollout.prompt.prompt_id,
             "prompt": rollout.prompt.text,
@@ -272,10 +234,9 @@ def write_rollouts(path: Path, groups: Sequence[RolloutGroup], advantages: Mappi
             "advantage": advantages.get((rollout.draw_index, rollout.sample_index)),
             "reward": rollout.grade.reward,
             "outcome": rollout.grade.outcome,
-            **{f"reward_{name}": value for name, value in rollout.grade.parts.items()},
+            **{f"reward_{name}": value for name, value in parts.items()},
         }
         rows.append({name: getattr(rollout, name) for name in ROLLOUT_COLUMNS if name not in given} | given)
-    parts = rollouts[0].grade.parts if rollouts else ()
     _write_table(path, rows, ROLLOUT_COLUMNS | {f"reward_{name}": "float" for name in parts})
 
 
@@ -287,7 +248,7 @@ TIMELINE_COLUMNS = {"seconds": "float"} | dict.fromkeys(
 
 def write_timeline(path: Path, steps: Sequence[DecodeStep]) -> None:
     """Write the decode steps of a training step, in order; the file is whole or not there."""
-    _write_table(path, [{name: getattr(step, name) for name in TIMELINE_COLUMNS} for step in steps], TIMELINE_COLUMNS)
+    _write_table(path, [asdict(step) for step in steps], TIMELINE_COLUMNS)
 
 
 def read_timeline(path: Path) -> list[DecodeStep]:
@@ -299,15 +260,11 @@ def read_timeline(path: Path) -> list[DecodeStep]:
     import pyarrow
     import pyarrow.parquet
 
-    names = list(TIMELINE_COLUMNS)
     try:
-        rows = pyarrow.parquet.read_table(path, columns=names).to_pylist()
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{path}: cannot read this timeline: {error}") from error
-    missing = [name for name in names if rows and name not in rows[0]]
-    if missing:
-        raise ValueError(f"{path}: no column `{missing[0]}`; expected a file of a run's timeline/")
-    return [DecodeStep(**row) for row in rows]
+        table = pyarrow.parquet.read_table(path)
+        return [DecodeStep(**row) for row in table.select(list(TIMELINE_COLUMNS)).to_pylist()]
+    except (pyarrow.ArrowException, KeyError) as error:
+        raise ValueError(f"{path}: cannot read this timeline: {error}; expected a file of a run's timeline/") from error
 
 
 def _write_table(path: Path, rows: Sequence[Mapping[str, object]], columns: Mapping[str, str]) -> None:
@@ -341,49 +298,35 @@ class RunProgress:
         self._title = title
         self._num_steps = num_steps
         self._plain_every = plain_every
-        self._bars: Progress | None = None
-        self._outer = self._inner = TaskID(0)
-        if self.console.is_terminal:
-            self._bars = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[text]}"),
-                console=self.console,
-            )
-            self._outer = self._bars.add_task(title, total=num_steps, text="")
-            self._inner = self._bars.add_task("", total=1, text="", visible=False)
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[text]}"),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._outer = self._bars.add_task(title, total=num_steps, text="")
+        self._inner = self._bars.add_task("", total=1, text="", visible=False)
 
     def __enter__(self) -> Self:
-        if self._bars is not None:
-            self._bars.start()
+        self._bars.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bars is not None:
-            self._bars.stop()
-
-    def expect(self, num_steps: int) -> None:
-        """There are other steps than was thought."""
-        self._num_steps = num_steps
-        if self._bars is not None:
-            self._bars.update(self._outer, total=num_steps)
+        self._bars.stop()
 
     def step(self, step: int, text: str) -> None:
         """Step `step` (1-based) is done; `text` says how it went."""
-        if self._bars is not None:
-            self._bars.update(self._outer, completed=step, text=text)
-            self._bars.update(self._inner, visible=False)
-        elif step % self._plain_every == 0 or step == self._num_steps:
+        self._bars.update(self._outer, completed=step, text=text)
+        self._bars.update(self._inner, visible=False)
+        if self._bars.disable and (step % self._plain_every == 0 or step == self._num_steps):
             self.say(f"{self._title} step {step}/{self._num_steps}  {text}")
 
-    def stage(self, name: str, num_done: int, num_total: int, text: str = "") -> None:
+    def stage(self, name: str, num_done: int, num_total: int) -> None:
         """Show how far the running stage is (a terminal only)."""
-        if self._bars is not None:
-            self._bars.update(
-                self._inner, description=f"  {name}", completed=num_done, total=num_total, text=text, visible=True
-            )
+        self._bars.update(self._inner, description=f"  {name}", completed=num_done, total=num_total, visible=True)
 
     def say(self, text: str) -> None:
         """Print one line, above the bars."""

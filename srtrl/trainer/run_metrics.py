@@ -11,12 +11,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import get_args
 
+import torch
 from rich.table import Table
 
 from srtrl.metrics import MetricRow, read_metrics, write_atomic
 from srtrl.model.transformer import ModelConfig, model_flops
 from srtrl.recipe import Recipe
-from srtrl.trainer.out_of_memory import GIB, PeakMemory
 from srtrl.types import GradeOutcome, RolloutGroup, TrainSequence
 
 NO_STAGES = frozenset({"step", "tokens_per_second", "update_tokens_per_second", "update_mfu"})
@@ -76,9 +76,13 @@ def update_flops(recipe: Recipe, config: ModelConfig, sequences: Sequence[TrainS
     return num_passes * flops
 
 
-def memory_metrics(memory: PeakMemory) -> dict[str, float]:
+def memory_metrics(device: torch.device) -> dict[str, float]:
     """`memory/peak_gib`: most that tensors took since the last call; nothing where the device is no CUDA device."""
-    return {"memory/peak_gib": memory.take() / GIB} if memory.device.type == "cuda" else {}
+    if device.type != "cuda":
+        return {}
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {"memory/peak_gib": peak / 2**30}
 
 
 def time_metrics(
@@ -122,12 +126,10 @@ def describe_step(metrics: Mapping[str, float]) -> str:
         parts.append(f"{metrics['groups/kept']:.0f} of {metrics['data/draws']:.0f} groups kept")
     if metrics["groups/short"]:
         parts.append(f"{metrics['groups/short']:.0f} groups too few: rollout.max_draws reached")
-    if metrics["groups/kept"] == 0:
-        parts.append("no group left by the filters: no update")
-    elif "grad_norm" not in metrics and "critic/grad_norm" in metrics:
-        parts.append("critic warm-up: the policy rests")
+    if "critic/grad_norm" in metrics and "grad_norm" not in metrics:
+        parts.append("critic warm-up: no update of the policy")
     elif "grad_norm" not in metrics:
-        parts.append("all samples cut at the length limit (algorithm.overlong_filtering): no update")
+        parts.append("no update: the filters left no sample")
     return "  ".join(parts)
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import Collector, CollectProgress, StageTimer, collect_rollouts
-from srtrl.rollout.dynamic_sampling import BatchLimits, sample_until_full
+from srtrl.rollout.dynamic_sampling import sample_until_full
 from srtrl.rollout.run_ahead import run_ahead_requests
 from srtrl.trainer.build import train_sampling
 from srtrl.trainer.credit import filter_groups
@@ -19,13 +19,17 @@ from srtrl.trainer.run_metrics import rollout_metrics
 from srtrl.types import Prompt, Request, RolloutGroup
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from srtrl.engine.engine import Engine
     from srtrl.engine.stats import DecodeStep
-    from srtrl.trainer.trainer import TrainerParts
+    from srtrl.tasks.base import Task
+    from srtrl.tasks.grading import Grader
 
 MAX_NEXT_USES = 4096
 """Draws, from the current step's on, that a drafter is told of: what is needed later may all be forgotten first."""
 DRAWS_PER_PROMPT = 10
-"""`rollout.max_draws` by default: so many times `rollout.num_prompts`."""
+"""`rollout.max_draws` by default: this many times `rollout.num_prompts`."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -71,34 +75,67 @@ class DataOrder:
 class StepSampler:
     """Takes each step's groups from the data order and knows how far it has come."""
 
-    def __init__(self, recipe: Recipe, parts: TrainerParts, num_draws: int) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        task: Task,
+        engine: Engine,
+        grader: Grader,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: tuple[int, ...],
+        *,
+        num_draws: int,
+    ) -> None:
         """Begin after the first `num_draws` draws of the run: 0 for a new one."""
         self.recipe = recipe
-        self.parts = parts
+        self.task = task
+        self.engine = engine
+        self.grader = grader
+        self.tokenizer = tokenizer
+        self.sampling = train_sampling(recipe, end_ids)
         self.num_draws = num_draws
         """Draws that the steps so far have used."""
-        self.order = DataOrder(len(parts.task.train_prompts), recipe.seed)
+        self.order = DataOrder(len(task.train_prompts), recipe.seed)
+        self._next_ahead = num_draws  # the first draw that no run-ahead of this step has been made for
+        rollout = recipe.rollout
+        self._max_draws = rollout.num_prompts  # of one step
+        if rollout.dynamic_sampling:
+            self._max_draws = rollout.max_draws or DRAWS_PER_PROMPT * rollout.num_prompts
 
     def sample(self, step: int, *, on_progress: Callable[[CollectProgress], None], timer: StageTimer) -> StepRollouts:
         """The rollouts of training step `step`; idle slots may look ahead to what is drawn next.
 
-        The step has the next `rollout.num_prompts` draws; with dynamic sampling as many as it takes to keep so many.
+        The step has the next `rollout.num_prompts` draws; with dynamic sampling as many as it takes to keep that many.
         """
-        first = self.num_draws
-        self.parts.engine.drafter.set_next_uses(self.next_uses(step))
-        rollout = self.recipe.rollout
-        sample = self._sample_until_full if rollout.dynamic_sampling else self._sample_once
+        engine, rollout, filters = self.engine, self.recipe.rollout, self.recipe.algorithm.filters
+        first = self._next_ahead = self.num_draws
+        engine.drafter.set_next_uses(self.next_uses(step))
         collector = Collector(
-            self.parts.grader,
-            self.parts.tokenizer,
+            self.grader,
+            self.tokenizer,
             num_samples=rollout.num_samples,
-            sampling=train_sampling(self.recipe, self.parts.end_ids),
+            sampling=self.sampling,
             seed=self.recipe.seed,
             purpose="train",
             on_progress=on_progress,
             timer=timer,
         )
-        groups, kept = sample(step, collector)
+        if rollout.dynamic_sampling:
+            groups, kept = sample_until_full(
+                engine,
+                collector,
+                self.prompt_of,
+                first_draw=first,
+                num_prompts=rollout.num_prompts,
+                max_open_prompts=rollout.max_open_prompts or rollout.num_prompts,
+                max_draws=self._max_draws,
+                keeps=lambda group: bool(filter_groups([group], filters)),
+                run_ahead=lambda opened: self.run_ahead(step, opened),
+            )
+        else:
+            draws = range(first, first + rollout.num_prompts)
+            groups = collect_rollouts(engine, collector, self.draws(draws), run_ahead=self.run_ahead(step, draws))
+            kept = filter_groups(groups, filters)
         self.num_draws = first + len(groups)
         metrics = rollout_metrics(groups) | {
             "data/epoch": first / self.order.num_prompts,
@@ -107,8 +144,8 @@ class StepSampler:
             "groups/dropped": len(groups) - len(kept),
             "groups/short": rollout.num_prompts - len(kept) if rollout.dynamic_sampling else 0,
         }
-        engine = self.parts.engine
         metrics |= engine.take_metrics()
+        engine.release_kv()
         return StepRollouts(groups=groups, kept=kept, metrics=metrics, timeline=engine.take_timeline())
 
     def draws(self, which: range) -> list[tuple[int, Prompt]]:
@@ -117,72 +154,30 @@ class StepSampler:
 
     def prompt_of(self, draw: int) -> Prompt:
         """The prompt of one draw of the run."""
-        return self.parts.task.train_prompts[self.order.prompt_of(draw)]
+        return self.task.train_prompts[self.order.prompt_of(draw)]
 
     def next_uses(self, step: int) -> list[tuple[int, ...]]:
         """Token ids of the prompts that are drawn from this step on, in order, as far as a drafter's cache cares."""
-        per_step = self.recipe.rollout.num_prompts
-        most_left = (self.recipe.train.num_steps - step + 1) * self._max_draws
-        count = min(most_left, max(per_step, self.order.num_prompts), MAX_NEXT_USES)
+        max_left = (self.recipe.train.num_steps - step + 1) * self._max_draws
+        count = min(max_left, max(self.recipe.rollout.num_prompts, self.order.num_prompts), MAX_NEXT_USES)
         return [prompt.token_ids for _, prompt in self.draws(range(self.num_draws, self.num_draws + count))]
 
-    @property
-    def _max_draws(self) -> int:
-        """Most draws of one step."""
+    def run_ahead(self, step: int, opened: range) -> list[Request]:
+        """What idle slots may decode beside the `opened` draws: the draws after them, each once.
+
+        They come as replacements in this step, or in the next step. Nothing where nobody would draft from it.
+        """
         rollout = self.recipe.rollout
-        if not rollout.dynamic_sampling:
-            return rollout.num_prompts
-        return rollout.max_draws or DRAWS_PER_PROMPT * rollout.num_prompts
-
-    def _sample_once(self, step: int, collector: Collector) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
-        """The next draws; returns all groups and those that the filters keep."""
-        draws = range(self.num_draws, self.num_draws + self.recipe.rollout.num_prompts)
-        run_ahead = self._run_ahead(self._coming(step, draws))
-        groups = collect_rollouts(self.parts.engine, collector, self.draws(draws), run_ahead=run_ahead)
-        return groups, filter_groups(groups, self.recipe.algorithm.filters)
-
-    def _sample_until_full(self, step: int, collector: Collector) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
-        """As many of the next draws as fill the batch; returns all groups and those that the filters keep."""
-        rollout = self.recipe.rollout
-        looked_at = self.num_draws
-
-        def run_ahead(opened: range) -> list[Request]:
-            """Further draws come into view as others are opened; each is looked at once."""
-            nonlocal looked_at
-            coming = self._coming(step, opened)
-            unseen = range(max(coming.start, looked_at), coming.stop)
-            looked_at = max(looked_at, coming.stop)
-            return self._run_ahead(unseen)
-
-        batch = sample_until_full(
-            self.parts.engine,
-            collector,
-            self.prompt_of,
-            first_draw=self.num_draws,
-            limits=BatchLimits(
-                num_prompts=rollout.num_prompts,
-                max_open_prompts=rollout.max_open_prompts or rollout.num_prompts,
-                max_draws=self._max_draws,
-            ),
-            keeps=lambda group: bool(filter_groups([group], self.recipe.algorithm.filters)),
-            run_ahead=run_ahead,
-        )
-        return batch.groups, batch.kept
-
-    def _coming(self, step: int, opened: range) -> range:
-        """The draws after the opened ones, which come next: as replacements in this step, or in the next step."""
-        last = opened.stop + self.recipe.rollout.num_prompts
-        if step == self.recipe.train.num_steps:  # no step comes after it
-            last = min(last, self.num_draws + self._max_draws)
-        return range(opened.stop, last)
-
-    def _run_ahead(self, coming: range) -> list[Request]:
-        """What idle slots may decode; nothing where nobody would draft from it, or no step has the rows."""
-        if self.recipe.rollout.run_ahead == "off" or not self.parts.engine.wants_run_aheads():
+        if rollout.run_ahead == "off" or not self.engine.wants_run_aheads():
             return []
+        end = opened.stop + rollout.num_prompts
+        if step == self.recipe.train.num_steps:  # no step comes after it
+            end = min(end, self.num_draws + self._max_draws)
+        ahead = range(max(opened.stop, self._next_ahead), end)
+        self._next_ahead = max(ahead.stop, self._next_ahead)
         return run_ahead_requests(
-            self.draws(coming),
-            num_samples=self.recipe.rollout.num_samples,
-            sampling=train_sampling(self.recipe, self.parts.end_ids),
+            self.draws(ahead),
+            num_samples=rollout.num_samples,
+            sampling=self.sampling,
             seed=self.recipe.seed,
         )

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import gc
-import random
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
-import torch
 
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import CollectProgress, StageTimer
-from srtrl.tasks.base import Task, check_task, load_task
+from srtrl.tasks.base import check_task, load_task
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.trainer.checkpoint import (
@@ -31,17 +28,10 @@ from srtrl.trainer.checkpoint import (
     save_checkpoint,
 )
 from srtrl.trainer.credit import Credit, assign_credit, train_sequences, with_numbers
-from srtrl.trainer.critic import Critic, compute_values, update_critic
+from srtrl.trainer.critic import compute_values, update_critic
 from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
-from srtrl.trainer.out_of_memory import (
-    KV_CACHE,
-    PeakMemory,
-    UpdateMemoryError,
-    explain_out_of_memory,
-    gradient_bytes,
-    optimizer_bytes,
-    tensor_bytes,
-)
+from srtrl.trainer.optimizer import gradient_bytes
+from srtrl.trainer.out_of_memory import UpdateMemoryError, explain_out_of_memory
 from srtrl.trainer.run_folder import (
     RunFolder,
     RunProgress,
@@ -69,18 +59,10 @@ from srtrl.trainer.update import (
     next_kl_coefficient,
     update_policy,
 )
-from srtrl.types import Prompt
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from transformers import PreTrainedTokenizerBase
-
-    from srtrl.engine.engine import Engine
-    from srtrl.model.transformer import Transformer
 
 
 class TrainingStoppedError(RuntimeError):
-    """Training cannot go on; the message says why, which checkpoint is the last, and how to go on."""
+    """Training cannot continue; the message says why, which checkpoint is the last, and what to do with it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -90,7 +72,7 @@ class TrainingResult:
     folder: Path
     summary: RunSummary
     interrupted: bool
-    """An interrupt ended the run before its last step; `--resume` goes on."""
+    """An interrupt ended the run before its last step; `--resume` continues it."""
 
 
 def run_training(
@@ -98,12 +80,12 @@ def run_training(
 ) -> TrainingResult:
     """Train as the recipe says, into `<output_dir>/<name>`.
 
-    What can be wrong is checked from cheap to dear: flags, trackers and task before any weight is loaded. The run's
+    Cheap checks come first: flags, trackers and task before any weight is loaded. The run's
     folder is touched last, so that a run which cannot start neither leaves one behind nor deletes one.
 
     Args:
         recipe: Everything that decides the run.
-        resume: Go on from the last checkpoint of the run's folder; a run that is not there is begun.
+        resume: Continue from the last checkpoint of the run's folder; a run that is not there is begun.
         overwrite: Delete the run's folder and begin again.
         progress: Where to report; bars or lines on standard output by default.
 
@@ -124,44 +106,48 @@ def run_training(
         return TrainingResult(folder=trainer.run.path, summary=summary, interrupted=interrupted)
 
 
-@dataclass(kw_only=True, slots=True)
-class TrainerParts:
-    """What a trainer works with; made by `_build_parts`."""
-
-    accelerator: Accelerator
-    tokenizer: PreTrainedTokenizerBase
-    end_ids: tuple[int, ...]
-    """Tokens that end a response."""
-    task: Task
-    eval_prompts: list[Prompt]
-    """Held-out problems; empty where the recipe asks for no evaluation."""
-    policy: Transformer
-    reference: Transformer | None
-    """Frozen; None where the recipe asks for no KL."""
-    engine: Engine
-    grader: Grader
-    optimizer: torch.optim.Optimizer
-    critic: Critic | None
-    """PPO's value model and its optimizer; None where the recipe has no `critic`."""
-
-
 class Trainer:
     """Trains the policy step by step; what it learned is in the run folder after each step."""
 
-    def __init__(
-        self, recipe: Recipe, parts: TrainerParts, run: RunFolder, progress: RunProgress, state: TrainerState
-    ) -> None:
-        """Start at `state`: that of a new run, or a checkpoint's for a resumed one."""
+    run: RunFolder
+    """Set by `open_trainer`, once everything else is loaded."""
+
+    def __init__(self, recipe: Recipe, checkpoint: Path | None, progress: RunProgress) -> None:
+        """Load the task, then the weights, and start at `checkpoint`; None starts a new run."""
+        set_cpu_threads(recipe.num_threads)
+        seed_generators(recipe.seed, 0)
         self.recipe = recipe
-        self.parts = parts
-        self.run = run
         self.progress = progress
+        self.tokenizer = build.build_tokenizer(recipe)
+        self.end_ids = build.response_end_ids(recipe.model.path, self.tokenizer)
+        self.task = load_task(recipe, self.tokenizer)
+        has_eval = recipe.eval.before_and_after or recipe.eval.every_steps is not None
+        self.eval_prompts = held_out_prompts(self.task, recipe) if has_eval else []
+        self.accelerator = build.build_accelerator(recipe, run_path(recipe))
+        device = self.accelerator.device
+        self.policy = build.build_policy(recipe, str(checkpoint or recipe.model.path), device)
+        self.optimizer = build.make_optimizer(self.policy, recipe.train, recipe)
+        self.reference = build.build_reference(recipe, device)
+        self.critic = build.build_critic(recipe, checkpoint, self.policy, self.tokenizer)
+        optimizers = [self.optimizer, *([self.critic.optimizer] if self.critic is not None else [])]
+        gradients = max(map(gradient_bytes, optimizers))  # one after the other has gradients
+        # After all that takes memory for good: on CUDA the engine takes its share of what is left.
+        self.engine = build.build_engine(recipe, self.policy, self.tokenizer, reserved_bytes=gradients)
+        if checkpoint is None:
+            kl_coefficient = recipe.algorithm.kl.coefficient
+            state = TrainerState(step=0, policy_version=0, num_draws=0, kl_coefficient=kl_coefficient)
+        else:
+            state = load_training_state(checkpoint, self.optimizer, self.critic)
+            self.engine.drafter.load(checkpoint)
+        self.engine.policy_version = state.policy_version
         self.step = state.step
         self.kl_coefficient = state.kl_coefficient
-        self.sampler = StepSampler(recipe, parts, state.num_draws)
         self.timer = StageTimer()
-        self.memory = PeakMemory(parts.policy.device)
         self.interrupt = Interrupt(progress.say)
+        self.grader = Grader(self.task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)
+        self.sampler = StepSampler(
+            recipe, self.task, self.engine, self.grader, self.tokenizer, self.end_ids, num_draws=state.num_draws
+        )
 
     def train(self) -> None:
         """All steps that are left, or as many as until an interrupt; the last one done has a checkpoint.
@@ -178,78 +164,63 @@ class Trainer:
 
     def train_step(self, step: int) -> None:
         """Training step `step` (the first is 1): DESIGN.md, "One training step"."""
-        rollouts = self.sample(step)
+        seed_generators(self.recipe.seed, step)
+        rollouts = self.sampler.sample(step, on_progress=self._show("rollout"), timer=self.timer)
         credit = self.assign_credit(step, rollouts)
-        metrics = rollouts.metrics | credit.metrics | self.update_critic(step, credit)
-        metrics = merge_metrics(metrics, self.update_policy(step, credit))
+        metrics = rollouts.metrics | credit.metrics
+        if credit.sequences and self.critic is not None:
+            with self._stage("critic", step):
+                metrics |= update_critic(self.critic, self.accelerator, credit.sequences, recipe=self.recipe, step=step)
+        if credit.sequences and step > self.recipe.policy_updates.num_skipped:  # at first only the critic learns
+            with self._stage("update", step):
+                metrics = merge_metrics(metrics, self.update_policy(step, credit))
+                self.engine.on_policy_update()
         self.save_rollouts(step, rollouts, credit)
         metrics |= self.evaluate_if_due(step)
         self.step = step
         self.log(metrics, credit)
         self.checkpoint_if_due()
 
-    def sample(self, step: int) -> StepRollouts:
-        """Decode and grade the step's draws; the KV cache is given back where the recipe says so."""
-        rollouts = self.sampler.sample(step, on_progress=self._show("rollout"), timer=self.timer)
-        self.parts.engine.release_kv()
-        return rollouts
-
     def assign_credit(self, step: int, rollouts: StepRollouts) -> Credit:
         """Advantages of the kept samples; with a reference also its log-probs, with a critic its values."""
-        parts, train = self.parts, self.recipe.train
+        budget = self.recipe.train.micro_batch_tokens
         if not rollouts.kept:
             return Credit(sequences=[], advantages={}, sampled_kl=None, metrics={})
         sequences = train_sequences(rollouts.kept)
-        if parts.reference is not None:
-            with self._stage("reference", f"step {step}, the reference's log-probs"):
+        if self.reference is not None:
+            with self._stage("reference", step):
                 ref_logprobs = compute_logprobs(
-                    parts.reference,
+                    self.reference,
                     sequences,
-                    parts.accelerator,
-                    micro_batch_tokens=train.micro_batch_tokens,
+                    self.accelerator,
+                    micro_batch_tokens=budget,
                     temperature=self.recipe.rollout.temperature,
                 )
             sequences = with_numbers(sequences, "ref_logprobs", ref_logprobs)
-        if parts.critic is not None:
-            with self._stage("values", f"step {step}, the critic's values"):
+        if self.critic is not None:
+            with self._stage("values", step):
                 values = compute_values(
-                    parts.critic.model,
+                    self.critic.model,
                     sequences,
-                    parts.accelerator,
-                    micro_batch_tokens=train.micro_batch_tokens,
+                    self.accelerator,
+                    micro_batch_tokens=budget,
                     where=f"step {step}",
                 )
             sequences = with_numbers(sequences, "values", values)
         return assign_credit(rollouts.kept, sequences, self.recipe, kl_coefficient=self.kl_coefficient)
 
-    def update_critic(self, step: int, credit: Credit) -> dict[str, float]:
-        """Teach the critic, where there is one, the step's returns."""
-        if self.parts.critic is None or not credit.sequences:
-            return {}
-        with self._stage("critic", f"step {step}, update of the critic"):
-            return update_critic(
-                self.parts.critic, self.parts.accelerator, credit.sequences, recipe=self.recipe, step=step
-            )
-
     def update_policy(self, step: int, credit: Credit) -> dict[str, float]:
-        """Change the policy, tell the decoder, and adapt the KL coefficient where the recipe wants that.
-
-        In the first `critic.warmup_steps` steps nothing of this is done: only the critic learns.
-        """
-        recipe, parts = self.recipe, self.parts
-        if not credit.sequences or (recipe.critic is not None and step <= recipe.critic.warmup_steps):
-            return {}
-        with self._stage("update", f"step {step}, update"):
-            metrics = update_policy(
-                parts.policy,
-                parts.optimizer,
-                parts.accelerator,
-                credit.sequences,
-                recipe=recipe,
-                step=step,
-                kl_coefficient=self.kl_coefficient,
-            )
-            parts.engine.on_policy_update()
+        """Change the policy, and adapt the KL coefficient where the recipe asks for that."""
+        recipe = self.recipe
+        metrics = update_policy(
+            self.policy,
+            self.optimizer,
+            self.accelerator,
+            credit.sequences,
+            recipe=recipe,
+            step=step,
+            kl_coefficient=self.kl_coefficient,
+        )
         num_tokens = sum(len(sequence.token_ids) for sequence in credit.sequences)
         metrics["tokens/update"] = recipe.train.num_epochs * num_tokens
         if recipe.algorithm.kl.target is not None:
@@ -270,16 +241,15 @@ class Trainer:
     def evaluate(self, when: str) -> EvalResult:
         """Held-out accuracy of the policy as it is."""
         _, result = evaluate(
-            self.parts.engine,
-            self.parts.grader,
-            self.parts.tokenizer,
-            self.parts.eval_prompts,
-            num_samples=self.recipe.eval.num_samples,
-            sampling=build.eval_sampling(self.recipe, self.parts.end_ids),
-            seed=self.recipe.seed,
+            self.recipe,
+            self.eval_prompts,
+            self.engine,
+            self.grader,
+            self.tokenizer,
+            self.end_ids,
             on_progress=self._show("evaluation"),
         )
-        self.parts.engine.take_timeline()  # the next step's would begin with it
+        self.engine.take_timeline()  # the next step's would begin with it
         low, high = result.interval
         self.progress.say(f"{when}: held-out accuracy {result.accuracy:.1%} (95%: {low:.1%} to {high:.1%})")
         return result
@@ -288,14 +258,15 @@ class Trainer:
         """Write `rollouts/step_N.parquet` and `timeline/step_N.parquet`."""
         if self.recipe.log.save_rollouts:
             with self.timer.stage("save_rollouts"):
-                write_rollouts(self.run.rollouts / step_file_name(step), rollouts.groups, credit.advantages)
-                write_timeline(self.run.timeline / step_file_name(step), rollouts.timeline)
+                name = step_file_name(step)
+                write_rollouts(self.run.path / "rollouts" / name, rollouts.groups, credit.advantages)
+                write_timeline(self.run.path / "timeline" / name, rollouts.timeline)
 
     def log(self, metrics: Mapping[str, float], credit: Credit) -> None:
         """One row of `metrics.jsonl`, the trackers, and a line for people; the row is on disk when this returns."""
-        num_flops = update_flops(self.recipe, self.parts.policy.config, credit.sequences)
+        num_flops = update_flops(self.recipe, self.policy.config, credit.sequences)
         timed = time_metrics(self.timer.take(), metrics, num_flops, peak_tflops=self.recipe.train.peak_tflops)
-        row = {**metrics, **timed, **memory_metrics(self.memory)}
+        row = {**metrics, **timed, **memory_metrics(self.policy.device)}
         self._write_row(row)
         self.progress.step(self.step, describe_step(row))
 
@@ -310,53 +281,32 @@ class Trainer:
                 self.run.checkpoints,
                 TrainerState(
                     step=self.step,
-                    policy_version=self.parts.engine.policy_version,
+                    policy_version=self.engine.policy_version,
                     num_draws=self.sampler.num_draws,
                     kl_coefficient=self.kl_coefficient,
                 ),
-                model=self.parts.policy,
-                optimizer=self.parts.optimizer,
-                critic=self.parts.critic,
-                tokenizer=self.parts.tokenizer,
-                end_ids=self.parts.end_ids,
-                drafter=self.parts.engine.drafter,
+                model=self.policy,
+                optimizer=self.optimizer,
+                critic=self.critic,
+                tokenizer=self.tokenizer,
+                end_ids=self.end_ids,
+                drafter=self.engine.drafter,
                 keep=train.keep_checkpoints,
             )
 
     def _write_row(self, metrics: Mapping[str, float]) -> None:
         self.run.log.write(self.step, metrics)
-        self.parts.accelerator.log(dict(metrics), step=self.step)
+        self.accelerator.log(dict(metrics), step=self.step)
 
     @contextmanager
-    def _stage(self, name: str, where: str) -> Iterator[None]:
-        """Time a stage, and say what was in use and what helps where it runs out of the device's memory."""
-        with self.timer.stage(name), explain_out_of_memory(where, self.recipe, self.memory, self._bytes_in_use):
+    def _stage(self, name: str, step: int) -> Iterator[None]:
+        """Time a stage, and say what helps where it runs out of the device's memory."""
+        with self.timer.stage(name), explain_out_of_memory(f"step {step}, {name}", self.recipe):
             yield
 
-    def _bytes_in_use(self) -> dict[str, int]:
-        """Bytes of what stays in the device's memory, by name."""
-        parts = self.parts
-        in_use = {
-            "the policy": tensor_bytes(parts.policy.parameters()),
-            "its optimizer": optimizer_bytes(parts.optimizer),
-            KV_CACHE: parts.engine.kv_bytes(),
-        }
-        if parts.reference is not None:
-            in_use["the reference"] = tensor_bytes(parts.reference.parameters())
-        if parts.critic is not None:
-            in_use["the critic"] = tensor_bytes(parts.critic.model.parameters())
-            in_use["its optimizer (critic)"] = optimizer_bytes(parts.critic.optimizer)
-        return in_use
-
     def _show(self, stage: str) -> Callable[[CollectProgress], None]:
-        """Feeds the inner progress bar of one stage."""
-        start = time.perf_counter()
-
-        def show(progress: CollectProgress) -> None:
-            speed = progress.num_tokens / (time.perf_counter() - start)
-            self.progress.stage(stage, progress.num_done, progress.num_total, f"{speed:,.0f} tokens/s")
-
-        return show
+        """Moves the inner progress bar of one stage."""
+        return lambda progress: self.progress.stage(stage, progress.num_done, progress.num_total)
 
 
 # --- Start and end of a run -------------------------------------------------------------------------------------------
@@ -373,67 +323,38 @@ def open_trainer(
     check_task(recipe)
     checkpoint = latest_checkpoint(run_path(recipe) / "checkpoints") if resume else None
     with ExitStack() as stack:
-        parts, state = _build_parts(recipe, checkpoint, stack)
-        run = stack.enter_context(open_run_folder(recipe, resume=resume, overwrite=overwrite))
+        trainer = Trainer(recipe, checkpoint, progress)
+        stack.enter_context(trainer.grader)
+        run = trainer.run = stack.enter_context(open_run_folder(recipe, resume=resume, overwrite=overwrite))
         if run.checkpoint != checkpoint:
             raise ValueError(f"{run.path} has changed while the model was loading: another process trains there")
-        build.start_trackers(parts.accelerator, recipe, state.step)
-        counts = ", ".join(f"{name} {count:,}" for name, count in parts.task.load_report.items())
+        trainer.accelerator.init_trackers(
+            "srtrl",
+            init_kwargs={
+                "wandb": {"name": recipe.name},
+                "tensorboard": {"purge_step": trainer.step + 1},  # hides what a killed run logged after its checkpoint
+            },
+        )
+        counts = ", ".join(f"{name} {count:,}" for name, count in trainer.task.load_report.items())
         progress.say(f"task {recipe.task.name}: {counts}")
         if resume and checkpoint is None:
             progress.say(f"--resume: {run.path} has no checkpoint, starting from step 0")
         elif resume:
-            progress.say(f"resuming {run.path} after step {state.step} of {recipe.train.num_steps}")
+            progress.say(f"resuming {run.path} after step {trainer.step} of {recipe.train.num_steps}")
         try:
-            yield Trainer(recipe, parts, run, progress, state)
+            yield trainer
         finally:
-            parts.accelerator.end_training()
+            trainer.accelerator.end_training()
 
 
-def _build_parts(recipe: Recipe, checkpoint: Path | None, stack: ExitStack) -> tuple[TrainerParts, TrainerState]:
-    """Load the task, then the weights, and put a checkpoint's state back; `stack` ends the graders.
+def seed_generators(seed: int, step: int) -> None:
+    """Seed the global generators for one step, so that a resumed run repeats it.
 
-    Returns:
-        The parts, and where the run is.
+    Nothing of ours draws from them; rewards and losses of the user's own may.
     """
-    set_cpu_threads(recipe.num_threads)
-    # Nothing of ours draws from the global generators; rewards and losses of the user's own may.
-    random.seed(recipe.seed)
-    np.random.seed(recipe.seed % 2**32)
-    torch.manual_seed(recipe.seed)
-    tokenizer = build.build_tokenizer(recipe)
-    task = load_task(recipe, tokenizer)
-    has_eval = recipe.eval.before_and_after or recipe.eval.every_steps is not None
-    eval_prompts = held_out_prompts(task, recipe) if has_eval else []
-    accelerator = build.build_accelerator(recipe, run_path(recipe))
-    policy = build.build_policy(recipe, str(checkpoint or recipe.model.path), accelerator.device)
-    optimizer = build.make_optimizer(policy, recipe.train, recipe)
-    reference = build.build_reference(recipe, accelerator.device)
-    critic = build.build_critic(recipe, checkpoint, policy, tokenizer)
-    optimizers = [optimizer, *([critic.optimizer] if critic is not None else [])]  # one after the other has gradients
-    # After all that takes memory for good: on CUDA the engine takes its share of what is left.
-    engine = build.build_engine(recipe, policy, tokenizer, reserved_bytes=max(map(gradient_bytes, optimizers)))
-    grader = Grader(task, recipe.rewards, recipe.grading, max_new_tokens=recipe.rollout.max_new_tokens)
-    parts = TrainerParts(
-        accelerator=accelerator,
-        tokenizer=tokenizer,
-        end_ids=build.response_end_ids(recipe.model.path, tokenizer),
-        task=task,
-        eval_prompts=eval_prompts,
-        policy=policy,
-        reference=reference,
-        engine=engine,
-        grader=stack.enter_context(grader),
-        optimizer=optimizer,
-        critic=critic,
-    )
-    if checkpoint is None:
-        first_kl = recipe.algorithm.kl.coefficient
-        return parts, TrainerState(step=0, policy_version=0, num_draws=0, kl_coefficient=first_kl)
-    state = load_training_state(checkpoint, parts.optimizer, parts.critic)
-    engine.drafter.load(checkpoint)
-    engine.policy_version = state.policy_version
-    return parts, state
+    from accelerate.utils import set_seed
+
+    set_seed(int(np.random.SeedSequence((seed, step)).generate_state(1)[0]))
 
 
 def how_to_resume(checkpoints: Path, error: Exception) -> str:
@@ -441,17 +362,20 @@ def how_to_resume(checkpoints: Path, error: Exception) -> str:
     checkpoint = latest_checkpoint(checkpoints)
     if checkpoint is None:
         return "There is no checkpoint yet. Change the recipe and start again with --overwrite"
-    intact = f"The last checkpoint is intact: {checkpoint}. --resume"
+    new_run = f"a run of another name with model.path={checkpoint}"
+    if (checkpoint / CRITIC_FOLDER).is_dir():
+        new_run += f" and critic.path={checkpoint / CRITIC_FOLDER}"
     if isinstance(error, UpdateMemoryError):
-        return (
-            f"{intact} goes on from it, on CUDA with other values of these options too; rollout.max_new_tokens and "
-            f"model.dtype alone need a run of another name with model.path={checkpoint}"
+        advice = (
+            "continues from it, on CUDA with other values of these options too; rollout.max_new_tokens and model.dtype "
+            f"alone need {new_run}"
         )
-    critic = f" and critic.path={checkpoint / CRITIC_FOLDER}" if (checkpoint / CRITIC_FOLDER).is_dir() else ""
-    return (
-        f"{intact} would go on from it with the same numbers, and so stop at the same place; to go on otherwise, start "
-        f"a run of another name with model.path={checkpoint}{critic}, for example with a lower train.learning_rate"
-    )
+    else:
+        advice = (
+            "would continue from it with the same numbers and stop at the same place; to continue in another way, "
+            f"start {new_run}, for example with a lower train.learning_rate"
+        )
+    return f"The last checkpoint is intact: {checkpoint}. --resume {advice}"
 
 
 @contextmanager

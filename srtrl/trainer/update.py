@@ -1,14 +1,13 @@
 """The policy update of one training step: rollouts in, changed weights and metrics out.
 
-Policy and critic learn in the same way, each with a loss of its own: `mini_batches` cuts the step's draws,
-`run_optimizer_steps` takes one optimizer step for each mini-batch.
+Policy and critic learn in the same way, each with a loss of its own: `run_optimizer_steps` cuts the step's draws into
+mini-batches and takes one optimizer step for each.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,10 +19,11 @@ from srtrl.algorithms.reductions import adapted_coefficient, k3
 from srtrl.model.attention import PackedPlan, copy_to_device
 from srtrl.model.logprobs import token_logprobs
 from srtrl.recipe import Recipe
+from srtrl.recipe_base import UpdatePlan
 from srtrl.rollout.packing import PackedBatch, pack
 from srtrl.trainer.credit import with_numbers
 from srtrl.trainer.objective import Objective
-from srtrl.trainer.optimizer import gradient_holders, planned_learning_rate, set_learning_rate
+from srtrl.trainer.optimizer import planned_learning_rate, set_learning_rate
 from srtrl.types import TrainSequence
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MicroBatchLoss = Callable[[PackedBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(micro-batch, response lengths [B] of its mini-batch) -> its share of the mini-batch's loss, with gradient, and
-metrics of one number a response token, [R]."""
+metrics of one number for each response token, [R]."""
 
 
 class NonFiniteError(RuntimeError):
@@ -41,7 +41,7 @@ class NonFiniteError(RuntimeError):
 
 
 class LogprobDifferenceError(RuntimeError):
-    """Decoder and trainer give one token too different log-probs; the policy was not changed."""
+    """The log-probs of decoder and trainer differ too much for one token; the policy was not changed."""
 
 
 def update_policy(
@@ -82,68 +82,47 @@ def update_policy(
         LogprobDifferenceError: `train.max_logprob_difference` is exceeded; raised before any weight changes.
         ValueError: a function that the recipe names returns the wrong shape, or a sequence exceeds the micro-batch.
     """
-    assert sequences, "no sequences: the caller skips the update where there is nothing to learn from"
-    train, updates = recipe.train, recipe.policy_updates
+    train, temperature = recipe.train, recipe.rollout.temperature
     objective = Objective(recipe, kl_coefficient=kl_coefficient)
-    sequences, difference = _with_old_logprobs(policy, accelerator, sequences, recipe, step)
-    first_logprobs: list[Tensor] = []  # of the first mini-batch, where they are yet to be compared
+    difference: dict[str, float] = {}  # empty until the log-probs are compared
+    first_logprobs: list[Tensor] = []  # of the first mini-batch, until then
+    old_logprobs = [one.rollout_logprobs for one in sequences]
+    if recipe.algorithm.old_logprobs == "recompute":
+        old_logprobs = compute_logprobs(
+            policy, sequences, accelerator, micro_batch_tokens=train.micro_batch_tokens, temperature=temperature
+        )
+        difference |= logprob_difference(
+            sequences, np.concatenate(old_logprobs), max_difference=train.max_logprob_difference, where=f"step {step}"
+        )
 
     def micro_batch_loss(packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        logprobs, entropy = response_logprobs(policy, packed, accelerator, recipe.rollout.temperature)  # [R]
-        if difference is None:
+        logprobs, entropy = response_logprobs(policy, packed, accelerator, temperature)  # [R]
+        if not difference:
             first_logprobs.append(logprobs.detach())
         loss, metrics = objective.micro_batch_loss(logprobs, packed, sequence_lengths)
         return loss, {"entropy": entropy, **metrics}
 
-    def compare_first(mini_batch: MiniBatch, where: str) -> None:
-        nonlocal difference
-        if difference is None:
-            by_sequence = split_by_sequence(torch.cat(first_logprobs), mini_batch.sequences)
-            difference = logprob_difference(
-                mini_batch.sequences, by_sequence, max_difference=train.max_logprob_difference, where=where
+    def compare_first(mini_batch: Sequence[TrainSequence], where: str) -> None:
+        if not difference:
+            logprobs = torch.cat(first_logprobs).float().cpu().numpy()
+            difference.update(
+                logprob_difference(mini_batch, logprobs, max_difference=train.max_logprob_difference, where=where)
             )
 
     metrics = run_optimizer_steps(
         policy,
         optimizer,
         accelerator,
-        mini_batches(
-            sequences,
-            size=updates.mini_batch_prompts,
-            num_epochs=updates.num_epochs,
-            seed=recipe.seed,
-            step=step,
-        ),
+        with_numbers(sequences, "old_logprobs", old_logprobs),
         micro_batch_loss,
-        micro_batch_tokens=train.micro_batch_tokens,
+        updates=recipe.policy_updates,
+        recipe=recipe,
+        step=step,
         max_grad_norm=train.max_grad_norm,
-        learning_rate=lambda number: planned_learning_rate(updates, step, number),
-        loss_option="algorithm.loss",
         where=f"step {step}",
-        check=compare_first,
+        before_step=compare_first,
     )
-    assert difference is not None
     return {**metrics, **difference}
-
-
-def _with_old_logprobs(
-    policy: Transformer, accelerator: Accelerator, sequences: Sequence[TrainSequence], recipe: Recipe, step: int
-) -> tuple[list[TrainSequence], dict[str, float] | None]:
-    """Fill `old_logprobs`; where that costs a forward pass, it measures the log-prob difference too."""
-    train = recipe.train
-    if recipe.algorithm.old_logprobs == "rollout":
-        return with_numbers(sequences, "old_logprobs", [one.rollout_logprobs for one in sequences]), None
-    logprobs = compute_logprobs(
-        policy,
-        sequences,
-        accelerator,
-        micro_batch_tokens=train.micro_batch_tokens,
-        temperature=recipe.rollout.temperature,
-    )
-    difference = logprob_difference(
-        sequences, logprobs, max_difference=train.max_logprob_difference, where=f"step {step}"
-    )
-    return with_numbers(sequences, "old_logprobs", logprobs), difference
 
 
 def next_kl_coefficient(
@@ -156,7 +135,7 @@ def next_kl_coefficient(
 
     Args:
         kl_coefficient: that of this step.
-        metrics: of this step's update, with `kl/ref`, its mean KL a token.
+        metrics: of this step's update, with `kl/ref`, its mean KL per token.
         recipe: `algorithm.kl`.
         sampled_kl: `Credit.sampled_kl` of this step; None where the KL is not in the reward.
         num_samples: samples that the update learned from.
@@ -164,11 +143,8 @@ def next_kl_coefficient(
     kl = recipe.algorithm.kl
     if kl.target is None:
         return kl_coefficient
-    if kl.placement == "reward":
-        assert sampled_kl is not None, "credit assignment estimates the KL that it takes off the reward"
-        found = sampled_kl
-    else:
-        found = metrics["kl/ref"]
+    found = sampled_kl if kl.placement == "reward" else metrics["kl/ref"]
+    assert found is not None, "credit assignment estimates the KL that it takes off the reward"
     return adapted_coefficient(kl_coefficient, found, target=kl.target, horizon=kl.horizon, num_samples=num_samples)
 
 
@@ -193,17 +169,16 @@ def compute_logprobs(
     """Log-probs of the response tokens of each sequence, without gradient: for `ref_logprobs` and `old_logprobs`.
 
     Returns:
-        One array [L - num_prompt_tokens] a sequence, in their order.
+        One array [L - num_prompt_tokens] for each sequence, in their order.
 
     Raises:
         ValueError: a sequence is longer than `micro_batch_tokens`.
     """
-    return by_sequence(
-        lambda packed: response_logprobs(model, packed, accelerator, temperature)[0],
-        sequences,
-        micro_batch_tokens,
-        model.head_weight.device,
-    )
+
+    def forward(packed: PackedBatch) -> Tensor:
+        return response_logprobs(model, packed, accelerator, temperature)[0]
+
+    return by_sequence(forward, sequences, micro_batch_tokens, model.head_weight.device)
 
 
 def by_sequence(
@@ -212,22 +187,17 @@ def by_sequence(
     micro_batch_tokens: int,
     device: torch.device,
 ) -> list[npt.NDArray[np.float32]]:
-    """What `forward` gives for the response tokens [R] of each micro-batch, without gradient: one array a sequence."""
+    """What `forward` gives for the response tokens [R] of each micro-batch, without gradient: an array per sequence."""
     with torch.no_grad():
-        parts = [forward(packed) for packed in pack(sequences, micro_batch_tokens, device)]
-    return split_by_sequence(torch.cat(parts), sequences)
-
-
-def split_by_sequence(values: Tensor, sequences: Sequence[TrainSequence]) -> list[npt.NDArray[np.float32]]:
-    """Cut one number a response token, in packed order, into one array a sequence."""
+        found = torch.cat([forward(packed) for packed in pack(sequences, micro_batch_tokens, device)])
     ends = np.cumsum([len(sequence.rollout_logprobs) for sequence in sequences])
-    assert len(values) == ends[-1]
-    return np.split(values.float().cpu().numpy(), ends[:-1])
+    assert len(found) == ends[-1]
+    return np.split(found.float().cpu().numpy(), ends[:-1])
 
 
 def logprob_difference(
     sequences: Sequence[TrainSequence],
-    trainer_logprobs: Sequence[npt.NDArray[np.float32]],
+    trainer_logprobs: npt.NDArray[np.float32],
     *,
     max_difference: float,
     where: str,
@@ -236,7 +206,7 @@ def logprob_difference(
 
     Args:
         sequences: with the decoder's `rollout_logprobs`.
-        trainer_logprobs: one array a sequence, as `compute_logprobs` returns them.
+        trainer_logprobs: of all response tokens, in the order of the sequences, [R].
         max_difference: largest difference of one token, in nats.
         where: begins the error messages, such as "step 3".
 
@@ -249,12 +219,12 @@ def logprob_difference(
         LogprobDifferenceError: `max_difference` is exceeded; names the sequence and token of the largest difference.
     """
     rollout = torch.from_numpy(np.concatenate([sequence.rollout_logprobs for sequence in sequences])).double()
-    trainer = torch.from_numpy(np.concatenate(list(trainer_logprobs))).double()
+    trainer = torch.from_numpy(trainer_logprobs).double()
     difference = (rollout - trainer).abs()  # [R]
     worst = int(difference.argmax())  # a NaN counts as largest
     largest = float(difference[worst])
     if not largest <= max_difference:
-        found = f"{where}: {_describe_token(sequences, worst)}: log-prob {rollout[worst]:.6g} by the decoder, "
+        found = f"{where}: {describe_token(sequences, worst)}: log-prob {rollout[worst]:.6g} by the decoder, "
         found += f"{trainer[worst]:.6g} by the trainer; the policy's weights were not changed by this step"
         if not np.isfinite(largest):
             raise NonFiniteError(f"{found}; a log-prob must be a finite number")
@@ -270,36 +240,102 @@ def logprob_difference(
     }
 
 
-def _describe_token(sequences: Sequence[TrainSequence], row: int) -> str:
-    """Name the response token in row `row` of all response tokens laid end to end."""
-    for index, sequence in enumerate(sequences):
-        if row < len(sequence.rollout_logprobs):
-            token_id = sequence.token_ids[sequence.num_prompt_tokens + row]
-            return f"sequence {index} (in order of draw and sample), response token {row} (id {token_id})"
-        row -= len(sequence.rollout_logprobs)
-    raise AssertionError(f"row {row} is after the last response token")
+def describe_token(sequences: Sequence[TrainSequence], row: int) -> str:
+    """Name the response token in row `row` of the response tokens [R] of all sequences, laid end to end."""
+    ends = np.cumsum([len(sequence.rollout_logprobs) for sequence in sequences])
+    index = int(np.searchsorted(ends, row, side="right"))
+    position = row - int(ends[index]) + len(sequences[index].token_ids)
+    token = position - sequences[index].num_prompt_tokens
+    token_id = sequences[index].token_ids[position]
+    return f"sequence {index} (in order of draw and sample), response token {token} (id {token_id})"
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class MiniBatch:
-    """The sequences of one optimizer step."""
+def run_optimizer_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    accelerator: Accelerator,
+    sequences: Sequence[TrainSequence],
+    micro_batch_loss: MicroBatchLoss,
+    *,
+    updates: UpdatePlan,
+    recipe: Recipe,
+    step: int,
+    max_grad_norm: float,
+    where: str,
+    before_step: Callable[[Sequence[TrainSequence], str], None] = lambda *_: None,
+) -> dict[str, float]:
+    """One optimizer step for each mini-batch: the gradient of its whole loss, its norm clipped.
 
-    epoch: int
-    number: int
-    """Within its epoch, from 0."""
-    sequences: list[TrainSequence]
-    """In data order; never empty."""
+    Args:
+        model: its parameters are those of `optimizer`; all on one device. Gradients are freed at the end.
+        optimizer: its learning rate is set before each step.
+        accelerator: gives backward and clipping.
+        sequences: at least one, sorted by (draw, sample).
+        micro_batch_loss: called once for each micro-batch, with the model's weights of that moment; its metrics have
+            the same names each time.
+        updates: mini-batches, epochs and learning rates of this model.
+        recipe: its seed, and `train.micro_batch_tokens`, the token budget of one forward and backward pass; the
+            gradient does not depend on it.
+        step: the training step.
+        max_grad_norm: the gradient's norm is clipped to this.
+        where: begins error messages, such as "step 3".
+        before_step: called with each mini-batch and its place ("step 3, epoch 1, mini-batch 2") between gradient and
+            optimizer step; raises to stop there.
+
+    Returns:
+        `loss` and `grad_norm` (before clipping): means over optimizer steps. The micro-batches' metrics: means over all
+        response tokens of all mini-batches. `learning_rate`: that of the last optimizer step.
+
+    Raises:
+        NonFiniteError: a loss or a gradient norm is not finite; raised before that optimizer step.
+        ValueError: a sequence exceeds the micro-batch.
+    """
+    assert accelerator.gradient_accumulation_steps == 1, "accelerate would divide the loss by these steps"
+    assert sequences, "no sequences: the caller skips the update where there is nothing to learn from"
+    device = next(model.parameters()).device
+    losses, grad_norms, learning_rate = [], [], math.nan
+    sums: list[dict[str, Tensor]] = []  # of the metrics of each micro-batch, float64
+    num_tokens = 0
+    plan = mini_batches(
+        sequences, size=updates.mini_batch_prompts, num_epochs=updates.num_epochs, seed=recipe.seed, step=step
+    )
+    for number, (name, mini_batch) in enumerate(plan):
+        place = f"{where}, {name}"
+        optimizer.zero_grad(set_to_none=True)
+        lengths = [len(sequence.rollout_logprobs) for sequence in mini_batch]
+        sequence_lengths = copy_to_device(torch.tensor(lengths), device)  # [B]
+        loss = torch.zeros((), dtype=torch.float64, device=device)
+        for packed in pack(mini_batch, recipe.train.micro_batch_tokens, device):
+            share, metrics = micro_batch_loss(packed, sequence_lengths)
+            accelerator.backward(share)
+            loss += share.detach()
+            sums.append({name: value.detach().sum(dtype=torch.float64) for name, value in metrics.items()})
+        num_tokens += sum(lengths)
+        before_step(mini_batch, place)
+        losses.append(_finite(loss, f"{place}: the loss"))
+        norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+        grad_norms.append(_finite(norm, f"{place}: the gradient norm"))
+        learning_rate = planned_learning_rate(updates, step, number)
+        set_learning_rate(optimizer, learning_rate)
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)  # frees the gradients' memory for the decoder
+    return {
+        "loss": float(np.mean(losses)),
+        **{name: float(sum(part[name] for part in sums)) / num_tokens for name in sums[0]},
+        "grad_norm": float(np.mean(grad_norms)),
+        "learning_rate": learning_rate,
+    }
 
 
 def mini_batches(
     sequences: Sequence[TrainSequence], *, size: int, num_epochs: int, seed: int, step: int
-) -> Iterator[MiniBatch]:
+) -> Iterator[tuple[str, list[TrainSequence]]]:
     """Cut a step's draws into mini-batches of `size` whole draws, epoch by epoch.
 
-    Sequences with the same `draw_index` are one draw, however many they are; draws that nothing is left of (filters,
-    overlong filtering) take no place, so that the last mini-batch is smaller or mini-batches are fewer, and none is
-    empty. The first epoch takes the draws in data order, later ones in an order drawn from (seed, step, epoch). Inside
-    a mini-batch the order is always that of the data, so that packing does not depend on the draw.
+    Sequences with the same `draw_index` are one draw. Draws of which nothing is left (filters, overlong filtering) take
+    no place, so that the last mini-batch is smaller or mini-batches are fewer, and none is empty. The first epoch takes
+    the draws in data order, later ones in an order drawn from (seed, step, epoch). Inside a mini-batch the order is
+    always that of the data, so that packing does not depend on the draw.
 
     Args:
         sequences: sorted by (draw, sample).
@@ -307,6 +343,9 @@ def mini_batches(
         num_epochs: passes over all sequences.
         seed: the recipe's.
         step: the training step.
+
+    Yields:
+        The name of a mini-batch ("epoch 1, mini-batch 2") and its sequences.
     """
     draws: dict[int, list[TrainSequence]] = {}
     for sequence in sequences:
@@ -316,113 +355,9 @@ def mini_batches(
         order = np.arange(len(groups))
         if epoch > 0:
             order = np.random.default_rng((seed, step, epoch)).permutation(len(groups))
-        for number, start in enumerate(range(0, len(groups), size)):
+        for number, start in enumerate(range(0, len(groups), size), start=1):
             chosen = np.sort(order[start : start + size])
-            batch = [sequence for index in chosen for sequence in groups[index]]
-            yield MiniBatch(epoch=epoch, number=number, sequences=batch)
-
-
-class TokenMeans:
-    """Means over all tokens of a step, for any micro-batches; sums are float64 and stay on the device."""
-
-    def __init__(self, source: str) -> None:
-        """`source` is the recipe's option whose function gives the values, for errors."""
-        self._source = source
-        self._sums: dict[str, Tensor] | None = None  # None before the first micro-batch
-        self._num_tokens = 0
-
-    def add(self, values: Mapping[str, Tensor]) -> None:
-        """Add the tokens of one micro-batch; each value is [R].
-
-        Raises:
-            ValueError: other names than in the micro-batch before; a mean over some tokens would pass for one of all.
-        """
-        if self._sums is not None and (unequal := sorted(self._sums.keys() ^ values.keys())):
-            raise ValueError(
-                f"{self._source} must return the same metrics for every micro-batch, and returned `{unequal[0]}` for "
-                "some only; where it has no meaning, return zeros"
-            )
-        sums = {name: value.detach().sum(dtype=torch.float64) for name, value in values.items()}
-        self._sums = sums if self._sums is None else {name: self._sums[name] + sums[name] for name in sums}
-        if values:
-            self._num_tokens += len(next(iter(values.values())))
-
-    def result(self) -> dict[str, float]:
-        """The mean of each value."""
-        return {name: total.item() / self._num_tokens for name, total in (self._sums or {}).items()}
-
-
-def run_optimizer_steps(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    accelerator: Accelerator,
-    batches: Iterable[MiniBatch],
-    micro_batch_loss: MicroBatchLoss,
-    *,
-    micro_batch_tokens: int,
-    max_grad_norm: float,
-    learning_rate: Callable[[int], float],
-    loss_option: str,
-    where: str,
-    check: Callable[[MiniBatch, str], None] | None = None,
-) -> dict[str, float]:
-    """One optimizer step for each mini-batch: the gradient of its whole loss, its norm clipped.
-
-    Args:
-        model: its parameters are those of `optimizer`; all on one device. Gradients are freed at the end.
-        optimizer: its learning rate is set before each step.
-        accelerator: gives backward and clipping.
-        batches: at least one.
-        micro_batch_loss: called once for each micro-batch, with the model's weights of that moment.
-        micro_batch_tokens: token budget of one forward and backward pass; the gradient does not depend on it.
-        max_grad_norm: the gradient's norm is clipped to this.
-        learning_rate: of the n-th optimizer step of this call, from 0.
-        loss_option: the recipe's option whose function `micro_batch_loss` calls, for errors.
-        where: begins error messages, such as "step 3".
-        check: called with each mini-batch and its place ("step 3, epoch 1, mini-batch 2") between gradient and
-            optimizer step; raises to stop there.
-
-    Returns:
-        `loss` and `grad_norm` (before clipping): means over optimizer steps. The micro-batches' metrics: means over all
-        response tokens of all mini-batches. `learning_rate`: that of the last optimizer step.
-
-    Raises:
-        NonFiniteError: a loss or a gradient norm is not finite; raised before that optimizer step.
-        ValueError: a sequence exceeds `micro_batch_tokens`, or not all micro-batches have the same metrics.
-    """
-    assert accelerator.gradient_accumulation_steps == 1, "accelerate would divide the loss by these steps"
-    device = next(model.parameters()).device
-    means = TokenMeans(loss_option)
-    losses: list[float] = []
-    grad_norms: list[float] = []
-    rate = math.nan
-    for number, batch in enumerate(batches):
-        place = f"{where}, epoch {batch.epoch + 1}, mini-batch {batch.number + 1}"
-        optimizer.zero_grad(set_to_none=True)
-        lengths = [len(sequence.rollout_logprobs) for sequence in batch.sequences]
-        sequence_lengths = copy_to_device(torch.tensor(lengths), device)  # [B]
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for packed in pack(batch.sequences, micro_batch_tokens, device):
-            loss, metrics = micro_batch_loss(packed, sequence_lengths)
-            accelerator.backward(loss)
-            means.add(metrics)
-            total += loss.detach()
-        if check is not None:
-            check(batch, place)
-        losses.append(_finite(total, f"{place}: the loss"))
-        norm = accelerator.clip_grad_norm_(gradient_holders(model, optimizer), max_grad_norm)
-        grad_norms.append(_finite(norm, f"{place}: the gradient norm"))
-        rate = learning_rate(number)
-        set_learning_rate(optimizer, rate)
-        optimizer.step()
-    assert losses, "no mini-batch: the caller skips the update where there is nothing to learn from"
-    optimizer.zero_grad(set_to_none=True)  # frees the gradients' memory for the decoder
-    return {
-        "loss": float(np.mean(losses)),
-        **means.result(),
-        "grad_norm": float(np.mean(grad_norms)),
-        "learning_rate": rate,
-    }
+            yield f"epoch {epoch + 1}, mini-batch {number}", [one for index in chosen for one in groups[index]]
 
 
 def _finite(value: Tensor, what: str) -> float:

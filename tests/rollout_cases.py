@@ -1,0 +1,127 @@
+"""An engine that finishes samples in a random order, and graders that take a random time."""
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from srtrl.rollout.collect import Collector
+from srtrl.tasks.grading import Grader
+from srtrl.types import Completion, FinishReason, Grade, Prompt, Request, SamplingParams
+
+
+class FakeEngine:
+    """Each step finishes some of the samples; the tokens are the numbers of draw and sample, and an end token."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.live: list[Request] = []
+        self.run_ahead: list[Request] = []
+        self.added: list[Request] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.live)
+
+    def add(self, request: Request) -> None:
+        if request.is_run_ahead:
+            self.run_ahead.append(request)
+            return
+        assert all(one.rng_key != request.rng_key for one in self.added)
+        self.added.append(request)
+        self.live.append(request)
+        self.run_ahead = [one for one in self.run_ahead if one.rng_key != request.rng_key]
+
+    def generate(
+        self,
+        requests: Iterable[Request],
+        *,
+        run_ahead: Iterable[Request] = (),
+        before_step: Callable[[], None] = lambda: None,
+    ) -> Iterator[Completion]:
+        for request in (*requests, *run_ahead):
+            self.add(request)
+        while True:
+            before_step()
+            if not self.live:
+                return
+            self.random.shuffle(self.live)
+            for _ in range(self.random.randrange(min(4, len(self.live)) + 1)):
+                yield completion_of(self.live.pop())
+
+
+def completion_of(request: Request) -> Completion:
+    """What the fake engine gives."""
+    return Completion(
+        request=request,
+        token_ids=[request.draw_index, request.sample_index, 0],
+        rollout_logprobs=[-0.5] * 3,
+        finish_reason="stop",
+        policy_version=3,
+    )
+
+
+@dataclass
+class FakeGrader:
+    """Grades take a random number of questions or waits; a ticket is a place in `submitted`."""
+
+    reward: Callable[[Prompt, str], float]
+    random: random.Random
+    delays: Sequence[int] = (0, 0, 1, 3, 20)
+    pending: dict[int, int] = field(default_factory=dict)
+    """Ticket -> questions until it is done."""
+    submitted: list[tuple[Prompt, str, FinishReason, int]] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+    """Numbers of tickets that were collected at once."""
+    waits: bool = False
+    """Whether `collect` may wait for a grade."""
+
+    def submit(self, prompt: Prompt, text: str, finish_reason: FinishReason, num_tokens: int) -> int:
+        self.submitted.append((prompt, text, finish_reason, num_tokens))
+        self.pending[len(self.submitted) - 1] = self.random.choice(self.delays)
+        return len(self.submitted) - 1
+
+    def is_done(self, ticket: int) -> bool:
+        self.pending[ticket] -= 1
+        return self.pending[ticket] < 0
+
+    def wait_any(self, tickets: Sequence[int]) -> None:
+        waiting = [ticket for ticket in tickets if self.pending[ticket] >= 0]
+        if waiting:
+            self.pending[self.random.choice(waiting)] = -1
+
+    def collect(self, tickets: Sequence[int]) -> list[Grade]:
+        is_done = all(self.pending[ticket] < 0 for ticket in tickets)
+        assert self.waits or is_done, "collect would wait while samples decode"
+        self.batches.append(len(tickets))
+        return [Grade(reward=self.reward(*self.submitted[t][:2]), parts={}, outcome="correct") for t in tickets]
+
+
+class FakeTokenizer:
+    """Spells draw and sample, then more than is to be graded."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return f"{token_ids[0]}/{token_ids[1]}STOP and more"
+
+
+def prompt_of(draw: int) -> Prompt:
+    return Prompt(prompt_id=str(draw), text="", token_ids=(draw,), answer="")
+
+
+def make_collector(grader: FakeGrader, **options: Any) -> Collector:
+    """Two samples per draw, on seed 11."""
+    return Collector(
+        cast(Grader, grader),
+        cast(PreTrainedTokenizerBase, FakeTokenizer()),
+        num_samples=2,
+        sampling=SAMPLING,
+        seed=11,
+        purpose="train",
+        **options,
+    )
+
+
+SAMPLING = SamplingParams(max_new_tokens=4, stop_strings=("STOP",))
