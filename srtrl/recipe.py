@@ -4,13 +4,23 @@ The docstring under a field is its documentation (`srtrl show-config --help-fiel
 overrides and error messages live in `recipe_file.py`; names such as `algorithm.loss` are resolved by `resolve.py`.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from srtrl.recipe_algorithm import AlgorithmSection, CriticSection
-from srtrl.recipe_base import RecipeConflictsError, Schedule, Section, UpdatePlan
-from srtrl.recipe_conflicts import find_conflicts
+from srtrl.recipe_conflicts import RecipeConflictsError, find_conflicts
+
+Schedule = Literal["constant", "linear", "cosine"]
+"""A learning rate after its warm-up."""
+
+
+class Section(BaseModel):
+    """A strict part of a recipe: unknown keys are errors, values are not coerced between types."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class ModelSection(Section):
@@ -149,6 +159,81 @@ class RolloutSection(Section):
     """
 
 
+class KLSection(Section):
+    """The KL divergence to the frozen reference policy."""
+
+    coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the KL to the frozen reference policy; 0 keeps no reference. With a `target` only the first value."""
+    estimator: str = "k3"
+    """A function in `srtrl/algorithms/reductions.py`, or `package.module:function` of your own."""
+    placement: Literal["loss", "reward"] = "loss"
+    """`loss`: added to the loss (GRPO); `reward`: subtracted from the reward before advantages (PPO, REINFORCE++)."""
+    target: float | None = Field(default=None, gt=0)
+    """Adaptive coefficient: it rises and falls to hold the KL here, in nats a token; by default it is fixed."""
+    horizon: int = Field(default=10_000, ge=1)
+    """Samples over which the adaptive coefficient follows; a smaller one follows faster."""
+
+
+class AlgorithmSection(Section):
+    """How rewards become a gradient."""
+
+    advantage: str = "group_relative"
+    """A function in `srtrl/algorithms/advantages.py`, or `package.module:function` of your own."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount of a token's later rewards (token-level advantages only: `gae`, `reinforce_plus_plus`)."""
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """Lambda of `gae`: 1 trusts the rewards, 0 the critic (token-level advantages only)."""
+    whiten_advantages: bool = False
+    """Bring the advantages of all response tokens of a step to mean 0 and standard deviation 1."""
+    loss: str = "ppo_clip"
+    """A function in `srtrl/algorithms/losses.py`, or `package.module:function` of your own."""
+    loss_options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of that loss, such as `ratio_cap` of `dual_clip`."""
+    reduction: str = "sequence_mean_token_mean"
+    """How token losses become one number: a function in `srtrl/algorithms/reductions.py`, or one of your own."""
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """The ratio is clipped below at 1 - `clip_low`; at 1 there is no such clip, for no ratio is below 0."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """The ratio is clipped above at 1 + `clip_high`."""
+    kl: KLSection = KLSection()
+    """KL to the frozen reference."""
+    old_logprobs: Literal["rollout", "recompute"] = "rollout"
+    """`rollout` reuses the decoder's log-probs; `recompute` spends one forward pass of the trainer."""
+    importance_cap: float | None = Field(default=None, gt=0)
+    """Weigh the loss by min(trainer's probability / decoder's, this cap); needs `old_logprobs: recompute`."""
+    importance_level: Literal["token", "sequence"] = "token"
+    """Whether those two probabilities are a token's or the whole response's."""
+    filters: list[str] = Field(default_factory=list)
+    """Functions in `srtrl/algorithms/reductions.py` (or your own) that drop groups before the update, in this order."""
+    overlong_filtering: bool = False
+    """Learn nothing from samples cut at the length limit; their rewards stay in the baseline of their group."""
+
+
+class CriticSection(Section):
+    """PPO's value model: a transformer of its own with one number a token, its own optimizer and learning rate."""
+
+    path: str | None = None
+    """Weights that it starts from (a Hugging Face folder, hub name or `bundled:tiny`); by default `model.path`."""
+    learning_rate: float = Field(default=1e-5, gt=0)
+    """Peak learning rate of its AdamW; schedule, decay rates and epsilon are those of `train`."""
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up of that rate."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Training steps, from the first, in which only the critic learns."""
+    num_epochs: int | None = Field(default=None, ge=1)
+    """Passes over each rollout batch; by default `train.num_epochs`."""
+    mini_batch_prompts: int | None = Field(default=None, ge=1)
+    """Prompts of one optimizer step; by default `train.mini_batch_prompts`."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's weight decay (matrices only)."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """The gradient's norm is clipped to this."""
+    value_loss: str = "clipped_value"
+    """A function in `srtrl/algorithms/losses.py`, or `package.module:function` of your own."""
+    value_clip: float = Field(default=0.2, gt=0)
+    """`clipped_value`: how far a value may move from the one before the update."""
+
+
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -274,6 +359,27 @@ class WarmStartSection(Section):
     """Folder of the resulting policy (Hugging Face layout)."""
 
 
+@dataclass(kw_only=True, frozen=True, slots=True)
+class UpdatePlan:
+    """How many optimizer steps one model takes, on how much and how large; every default is filled in."""
+
+    mini_batch_prompts: int
+    """Prompts of one optimizer step."""
+    num_epochs: int
+    """Passes over each rollout batch."""
+    steps_per_batch: int
+    """Optimizer steps of one training step whose batch is full."""
+    num_skipped: int
+    """Training steps, from the first, in which this model does not learn."""
+    num_steps: int
+    """Optimizer steps of the whole run."""
+    learning_rate: float
+    """The peak."""
+    warmup_steps: int
+    """Optimizer steps of linear warm-up."""
+    schedule: Schedule
+
+
 class Recipe(Section):
     """Everything that decides a run."""
 
@@ -312,38 +418,19 @@ class Recipe(Section):
 
     @property
     def policy_updates(self) -> UpdatePlan:
-        """The policy's optimizer steps; they begin behind the steps in which only the critic learns."""
-        train = self.train
-        return self._update_plan(
-            mini_batch_prompts=train.mini_batch_prompts,
-            num_epochs=train.num_epochs,
-            num_skipped=self.critic.warmup_steps if self.critic else 0,
-            learning_rate=train.learning_rate,
-            warmup_steps=train.warmup_steps,
-        )
+        """The policy's optimizer steps; they begin after the steps in which only the critic learns."""
+        num_skipped = self.critic.warmup_steps if self.critic else 0
+        return self._update_plan(self.train, self.train.warmup_steps, num_skipped)
 
     @property
     def critic_updates(self) -> UpdatePlan:
-        """The critic's optimizer steps; where it says nothing they are cut like the policy's."""
+        """The critic's optimizer steps; what its section leaves out is as for the policy."""
         assert self.critic is not None, "the recipe has no critic"
-        return self._update_plan(
-            mini_batch_prompts=self.critic.mini_batch_prompts or self.train.mini_batch_prompts,
-            num_epochs=self.critic.num_epochs or self.train.num_epochs,
-            num_skipped=0,
-            learning_rate=self.critic.learning_rate,
-            warmup_steps=self.critic.lr_warmup_steps,
-        )
+        return self._update_plan(self.critic, self.critic.lr_warmup_steps, num_skipped=0)
 
-    def _update_plan(
-        self,
-        *,
-        mini_batch_prompts: int | None,
-        num_epochs: int,
-        num_skipped: int,
-        learning_rate: float,
-        warmup_steps: int,
-    ) -> UpdatePlan:
-        size = mini_batch_prompts or self.rollout.num_prompts
+    def _update_plan(self, section: TrainSection | CriticSection, warmup_steps: int, num_skipped: int) -> UpdatePlan:
+        size = section.mini_batch_prompts or self.train.mini_batch_prompts or self.rollout.num_prompts
+        num_epochs = section.num_epochs or self.train.num_epochs
         per_batch = num_epochs * (self.rollout.num_prompts // size)
         return UpdatePlan(
             mini_batch_prompts=size,
@@ -351,7 +438,7 @@ class Recipe(Section):
             steps_per_batch=per_batch,
             num_skipped=num_skipped,
             num_steps=(self.train.num_steps - num_skipped) * per_batch,
-            learning_rate=learning_rate,
+            learning_rate=section.learning_rate,
             warmup_steps=warmup_steps,
             schedule=self.train.schedule,
         )
@@ -359,7 +446,6 @@ class Recipe(Section):
     @model_validator(mode="after")
     def check_combinations(self) -> Self:
         """Refuse combinations that cannot run, before any weight is loaded."""
-        conflicts = list(find_conflicts(self))
-        if conflicts:
+        if conflicts := list(find_conflicts(self)):
             raise RecipeConflictsError(conflicts)
         return self

@@ -6,14 +6,12 @@ A bare name is a place in this package: `algorithm.loss: ppo_clip` is the functi
 unknown name, listing what exists.
 """
 
-import ast
 import difflib
 import importlib
-import importlib.util
 import inspect
-import pkgutil
+import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -81,63 +79,31 @@ def list_functions(module: ModuleType, first_arguments: Collection[str] = ()) ->
 
 def list_modules(package_name: str, attribute: str) -> list[str]:
     """Names of the modules in a package, `base` apart, that define `attribute`; none of them is imported."""
-    package = importlib.import_module(package_name)
-    names = []
-    for info in pkgutil.iter_modules(package.__path__):
-        spec = importlib.util.find_spec(f"{package_name}.{info.name}")
-        if info.name == "base" or spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-            continue
-        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-        if any(isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == attribute for node in tree.body):
-            names.append(info.name)
-    return names
+    folders = importlib.import_module(package_name).__path__
+    definition = re.compile(rf"^(?:class|def) {attribute}\b", re.MULTILINE)
+    files = [path for folder in folders for path in sorted(Path(folder).glob("*.py")) if path.stem != "base"]
+    return [path.stem for path in files if definition.search(path.read_text(encoding="utf-8"))]
 
 
-class UnknownOptionError(ValueError):
-    """A function has no such option."""
-
-    def __init__(self, option: str, message: str) -> None:
-        self.option = option
-        super().__init__(message)
-
-
-def check_options(
-    name: str,
-    function: Callable[..., Any],
-    options: Mapping[str, object],
-    *,
-    num_positional: int,
-    reserved: Collection[str] = (),
-) -> None:
-    """Refuse options that are no keyword arguments of a function, and the lack of those that it needs.
+def check_call(name: str, function: Callable[..., Any], num_positional: int, keywords: Collection[str] = ()) -> None:
+    """Refuse a function that cannot be called as the trainer will.
 
     Args:
         name: The function's, as the recipe has it.
-        function: What `options` shall be given to.
-        options: The recipe's options of that function.
-        num_positional: How many arguments the caller gives by position.
-        reserved: Keyword arguments that the caller gives itself.
+        function: What it names.
+        num_positional: The number of arguments given by position.
+        keywords: The arguments given by name: the trainer's and the recipe's options.
 
     Raises:
-        UnknownOptionError: naming the option and the known ones.
-        ValueError: an option that the function needs is not given.
+        ValueError: it takes other arguments; the message lists its own.
     """
-    parameters = inspect.signature(function).parameters.values()
-    by_position = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    given = {one.name for one in by_position[:num_positional]}.union(reserved)
-    known = {
-        one.name: one.default is one.empty
-        for one in parameters
-        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in given
-    }
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    for option in options:
-        if option in given or (option not in known and not takes_any):
-            near = suggestion(option, known) or ";"
-            message = f"`{name}` has no option `{option}`{near} known: {', '.join(known) or 'none'}"
-            raise UnknownOptionError(option, message)
-    if missing := [option for option, is_needed in known.items() if is_needed and option not in options]:
-        raise ValueError(f"`{name}` needs the option `{missing[0]}`, which is not given")
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*[None] * num_positional, **dict.fromkeys(keywords))
+    except TypeError as error:
+        call = ", ".join([f"{num_positional} arguments", *(f"{keyword}=..." for keyword in keywords)])
+        own = ", ".join(str(one.replace(annotation=one.empty)) for one in signature.parameters.values())
+        raise ValueError(f"`{name}` cannot be called with ({call}): {error}; it is {name}({own})") from error
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

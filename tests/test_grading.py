@@ -3,12 +3,14 @@
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -179,7 +181,7 @@ def test_bad_samples_cost_only_themselves(
         assert [grade.outcome for grade in grade_all(grader, ["ok"] * 4)] == ["correct"] * 4  # the pool goes on
     details = {text: grade.detail for text, grade in zip(texts, grades, strict=True)}
     assert details["loop"] == "more than 0.3 CPU seconds, also when retried alone"
-    assert "2.4 seconds by the clock" in details["sleep"]
+    assert "2.4 seconds of wall-clock time" in details["sleep"]
     assert "exit code 3" in details["crash"]
     assert "4 GiB" in details["memory"]
     assert "KeyError" in details["raise"]
@@ -322,16 +324,28 @@ def test_a_value_that_is_no_finite_number_stops_the_run(package: str, name: str,
         grade_all(grader, [text, "ok"])
 
 
-def test_rewards_are_refused_by_name(package: str) -> None:
-    def refused(match: str, *sections: RewardSection) -> None:
-        with pytest.raises(ValueError, match=match):
-            resolve_rewards(sections, max_new_tokens=10)
+REFUSED: list[tuple[list[dict[str, Any]], str]] = [
+    ([{"name": "corect"}], "rewards.0: `corect` is not in srtrl/tasks/rewards.py, did you mean `correct`?"),
+    ([{"name": "isolated"}], "known: correct, format, overlong_penalty;"),
+    ([{"name": "own_rewards:both"}], "rewards.0: `own_rewards:both` is isolated and batched"),
+    ([{"name": "statistics:mean"}], "rewards.0: `statistics:mean` cannot be logged as reward/mean"),
+    ([{"name": "correct"}, {"name": "correct", "weight": 0.5}], "rewards.1: two are named `correct`"),
+    ([{"name": "correct", "options": {"cache": 1}}], "unexpected keyword argument 'cache'; it is correct(sample)"),
+    ([{"name": "correct", "options": {"sample": 1}}], "multiple values for argument 'sample'"),
+    ([{"name": "overlong_penalty"}], "missing a required argument: 'cache_tokens'; it is overlong_penalty(sample, "),
+    ([{"name": "own_rewards:scaled", "options": {"offset": 1}}], "missing a required argument: 'factor'"),
+    *(
+        ([{"name": "overlong_penalty", "options": {"cache_tokens": wrong}}], f"max_new_tokens - 1 (9), found {wrong!r}")
+        for wrong in (0, -1, 10, 2.0, True, "4", None)
+    ),
+]
 
-    refused("did you mean `correct`", RewardSection(name="corect"))
-    refused("`own_rewards:both` is isolated and batched", RewardSection(name=f"{package}:both"))
-    refused("cannot be logged as reward/mean", RewardSection(name="statistics:mean"))
-    refused("two are named `correct`", RewardSection(name="correct"), RewardSection(name="correct", weight=0.5))
-    refused("known: correct, format, overlong_penalty;", RewardSection(name="isolated"))
+
+@pytest.mark.parametrize(("sections", "message"), REFUSED)
+@pytest.mark.usefixtures("package")
+def test_rewards_and_their_options_are_refused_by_name(sections: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        resolve_rewards([RewardSection.model_validate(section) for section in sections], max_new_tokens=10)
 
 
 def test_options_reach_rewards_wherever_they_run(package: str) -> None:
@@ -346,24 +360,6 @@ def test_options_reach_rewards_wherever_they_run(package: str) -> None:
     assert [grade.outcome for grade in grades] == ["correct", "wrong"]
     assert grades[0].parts == {"scaled": 6.5, "shifted": 3.0, "ranked": 0.0, "overlong_penalty": 0.0}
     assert grades[1].parts == {"scaled": 24.5, "shifted": 3.0, "ranked": 10.0, "overlong_penalty": -0.5}
-
-
-def test_options_are_refused_by_name(package: str) -> None:
-    def refused(match: str, name: str, **options: object) -> None:
-        with pytest.raises(ValueError, match=match):
-            resolve_rewards([RewardSection(name=name, options=options)], max_new_tokens=10)
-
-    refused("`correct` has no option `cache`; known: none", "correct", cache=1)
-    refused("`correct` has no option `sample`; known: none", "correct", sample=1)
-    known = "`overlong_penalty` has no option `cache_token`, did you mean `cache_tokens`. known: cache_tokens"
-    refused(known, "overlong_penalty", cache_token=4)
-    refused("`overlong_penalty` needs the option `cache_tokens`", "overlong_penalty")
-    refused("`own_rewards:scaled` needs the option `factor`", f"{package}:scaled", offset=1)
-    for wrong in (0, -1, 10, 2.0, True, "4", None):
-        message = rf"cache_tokens: expected a number of tokens from 1 to .* \(9\), found {wrong!r}"
-        refused(message, "overlong_penalty", cache_tokens=wrong)
-    for right in (1, 9):
-        resolve_rewards([RewardSection(name="overlong_penalty", options={"cache_tokens": right})], max_new_tokens=10)
 
 
 def test_options_of_an_isolated_reward_must_be_picklable(package: str) -> None:

@@ -27,7 +27,7 @@ from srtrl.cli import app
 from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.drafters.none import Drafter as NoDrafter
-from srtrl.recipe_base import Section
+from srtrl.recipe import Section
 from srtrl.rollout.recorded import RecordedPrompt, Recording, load_recorded_tokenizer, read_recorded
 from srtrl.trainer.run_folder import step_file_name, write_rollouts
 from srtrl.trainer.warm_start import train_tokenizer

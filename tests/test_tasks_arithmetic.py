@@ -10,6 +10,7 @@ from task_cases import byte_tokenizer
 
 from srtrl.tasks.arithmetic import ArithmeticOptions, Task, draw_expressions, is_correct, split_of
 from srtrl.tasks.prompts import tokenise
+from srtrl.types import Prompt
 
 
 @pytest.mark.parametrize("parentheses", [True, False])
@@ -111,13 +112,13 @@ def test_overlong_prompt_is_an_error() -> None:
 
 
 def test_tokenise_refuses_an_end_token_and_no_tokens() -> None:
+    prompts = [Prompt(prompt_id="0", text=text, token_ids=(), answer="") for text in ("ab", "")]
     with pytest.raises(ValueError, match="ends every prompt with its end token '</s>'"):
-        tokenise(byte_tokenizer("$A </s>"), ["ab", "c"])
+        tokenise(byte_tokenizer("$A </s>"), prompts[:1])
     with pytest.raises(ValueError, match="no tokens for the prompt ''"):
-        tokenise(byte_tokenizer("$A"), ["a", ""])
-    assert [ids.tolist() for ids in tokenise(byte_tokenizer(), ["a"], add_special_tokens=False)] == [
-        byte_tokenizer("$A")("a")["input_ids"]
-    ]
+        tokenise(byte_tokenizer("$A"), prompts)
+    (plain,) = tokenise(byte_tokenizer(), prompts[:1], add_special_tokens=False)
+    assert list(plain.token_ids) == byte_tokenizer("$A")("ab")["input_ids"]
 
 
 @pytest.mark.parametrize(

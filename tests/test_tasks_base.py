@@ -13,7 +13,7 @@ from srtrl.recipe import ModelSection, Recipe, RolloutSection, TaskSection, Trai
 from srtrl.tasks.base import check_task, load_task, task_texts
 
 OWN_TASK = '''
-    from srtrl.recipe_base import Section
+    from srtrl.recipe import Section
     from srtrl.types import Prompt
 
     class Options(Section):
@@ -79,7 +79,7 @@ def test_load_the_task_of_a_recipe() -> None:
         ("arithmetics", {}, "did you mean `arithmetic`"),
         ("base", {}, "known: arithmetic, math"),
         ("arithmetic", {"num_trian": 3}, "task.options.num_trian: unknown key, did you mean `num_train`"),
-        ("arithmetic", {"num_train": "3"}, "task.options.num_train: expected an integer"),
+        ("arithmetic", {"num_train": "3"}, "task.options.num_train: should be a valid integer"),
         ("arithmetic", {"min_operations": 9}, "task.options: min_operations .9. is above max_operations"),
         ("arithmetic", {"max_operand": 2, "max_operations": 2}, "different train problems"),
         ("math", {}, "task.options: name the problems"),

@@ -12,8 +12,7 @@ from rich.table import Table
 
 from srtrl.bench.replay_loop import Replay, ReplayCounts, ReplaySettings, num_history_samples_of, warm_up
 from srtrl.drafters.base import DrafterBase
-from srtrl.recipe_errors import RecipeError, validate_section
-from srtrl.recipe_file import RecipeSource
+from srtrl.recipe_file import RecipeError, RecipeSource, validate_section
 from srtrl.resolve import resolve_class
 from srtrl.rollout.recorded import Recording, load_recorded_tokenizer, read_recorded
 from srtrl.trainer.run_folder import RunProgress
@@ -203,8 +202,7 @@ def find_drafter(name: str, overrides: Sequence[str]) -> tuple[Callable[[], Draf
         source.override(overrides)
         options = validate_section(drafter_class.Options, source.data)
     except RecipeError as error:
-        located = RecipeError([source.located(problem) for problem in error.problems])
-        raise ValueError(f"--drafter-options: {located}") from error
+        raise ValueError(f"--drafter-options: {source.located(error)}") from error
     return lambda: drafter_class(options), options.model_dump()
 
 

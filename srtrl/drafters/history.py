@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from srtrl.drafters.prompt_tries import TrieDrafter, key_of
-from srtrl.recipe_base import Section
+from srtrl.recipe import Section
 from srtrl.types import Completion
 
 

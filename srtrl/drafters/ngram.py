@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, end_to_end, run_warm_up
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
-from srtrl.recipe_base import Section
+from srtrl.recipe import Section
 from srtrl.types import Completion, Request
 
 WIDTH = 16

@@ -15,7 +15,7 @@ from srtrl.drafters.shared_ngrams import NO_TABLE, Table
 from srtrl.drafters.suffix_automaton import START_TOKEN
 from srtrl.drafters.token_trie import TokenTrie, TrieCursors, insert_texts
 from srtrl.drafters.trie_draft import BLEND, TrieDrafts
-from srtrl.recipe_base import Section
+from srtrl.recipe import Section
 from srtrl.types import Request
 
 PromptKey = tuple[str, tuple[int, ...]]

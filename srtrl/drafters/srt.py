@@ -11,7 +11,7 @@ from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.prompt_tries import PromptKey, TrieDrafter, TrieOptions, key_of
 from srtrl.drafters.run_aheads import RunAheads
 from srtrl.drafters.shared_ngrams import NO_TABLE, SharedNgrams, Table
-from srtrl.recipe_base import Section
+from srtrl.recipe import Section
 from srtrl.types import Completion, Request
 
 

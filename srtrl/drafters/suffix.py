@@ -18,7 +18,7 @@ from srtrl.drafters.rollout_cache import ROLLOUT_BYTES, TOKEN_BYTES, RolloutCach
 from srtrl.drafters.suffix_automaton import START_TOKEN
 from srtrl.drafters.token_trie import TokenTrie, TrieCursors, insert_texts
 from srtrl.drafters.trie_draft import SUFFIX, TrieDrafts
-from srtrl.recipe_base import Section
+from srtrl.recipe import Section
 from srtrl.types import Completion, Request
 
 ALL_PROMPTS: tuple[int, ...] = ()

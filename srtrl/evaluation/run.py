@@ -262,7 +262,7 @@ def check_graders(
 def _check_benchmark(located: LocatedBenchmark, num_rows: int | None) -> grader_check.GraderReport:
     """The rows are read without a tokenizer, so that no model is needed."""
     from srtrl.recipe import GradingSection
-    from srtrl.recipe_errors import validate_section
+    from srtrl.recipe_file import validate_section
     from srtrl.tasks.math import MathOptions, read_problems, solution_of
 
     options = validate_section(MathOptions, located.options)
@@ -294,7 +294,7 @@ def _check_task(recipe: Recipe) -> grader_check.GraderReport:
 
 
 def _math_options(recipe: Recipe) -> Any:
-    from srtrl.recipe_errors import validate_section
+    from srtrl.recipe_file import validate_section
     from srtrl.tasks.math import MathOptions
 
     return validate_section(MathOptions, dict(recipe.task.options))

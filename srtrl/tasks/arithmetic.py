@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
-from srtrl.recipe_base import Section
-from srtrl.tasks.prompts import Problem, PromptTable, tokenise
+from srtrl.recipe import Section
+from srtrl.tasks.prompts import tokenise
 from srtrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -208,24 +208,25 @@ def _combine(left: Expression, operator: Operator, right: Expression, max_value:
 
 def _make_prompts(
     options: ArithmeticOptions, split: Split, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
-) -> PromptTable:
-    problems = [
-        Problem(
+) -> list[Prompt]:
+    prompts = [
+        Prompt(
             prompt_id=f"arithmetic-{split}-{options.seed}-{index}",
             text=_prompt_text(expression),
+            token_ids=(),
             answer=str(expression.value),
             metadata={"problem": expression.text, "solution": _solution_text(expression)},
         )
         for index, expression in enumerate(draw_expressions(options, split))
     ]
-    token_ids = tokenise(tokenizer, [problem.text for problem in problems])
-    for problem, ids in zip(problems, token_ids, strict=True):
-        if len(ids) > max_prompt_tokens:
-            raise ValueError(
-                f"task arithmetic: {problem.text!r} has {len(ids)} tokens, rollout.max_prompt_tokens is "
-                f"{max_prompt_tokens}; raise it, or lower max_operations or max_operand"
-            )
-    return PromptTable(problems, token_ids)
+    prompts = tokenise(tokenizer, prompts)
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    if len(longest.token_ids) > max_prompt_tokens:
+        raise ValueError(
+            f"task arithmetic: {longest.text!r} has {len(longest.token_ids)} tokens, rollout.max_prompt_tokens is "
+            f"{max_prompt_tokens}; raise it, or lower max_operations or max_operand"
+        )
+    return prompts
 
 
 def _prompt_text(expression: Expression) -> str:

@@ -132,7 +132,7 @@ class Grader:
         ]
         for reward in self._rewards:
             if not reward.isolated:
-                verdicts = _apply(reward, samples, verdicts)
+                _apply(reward, samples, verdicts)
         grades = [self._grade(verdict) for verdict in verdicts]
         for ticket, grade in zip(tickets, grades, strict=True):
             if grade.outcome not in ("correct", "wrong"):
@@ -163,42 +163,24 @@ class Grader:
         return Grade(reward=total, parts=parts, outcome="correct" if verdict.correct else "wrong")
 
 
-def _apply(
-    reward: Reward, samples: Sequence[RewardInput], verdicts: Sequence[Graded | Failure]
-) -> list[Graded | Failure]:
+def _apply(reward: Reward, samples: Sequence[RewardInput], verdicts: list[Graded | Failure]) -> None:
     """Add one in-process reward to the verdicts; where it raises, the samples concerned become failures."""
-    values: list[float | Failure]
-    if reward.batched:
-        values = _call_batched(reward, samples)
-    else:
-        values = [
-            _call(reward, sample) if isinstance(verdict, Graded) else verdict
-            for sample, verdict in zip(samples, verdicts, strict=True)
-        ]
-    return [_merge(verdict, reward.name, value) for verdict, value in zip(verdicts, values, strict=True)]
-
-
-def _merge(verdict: Graded | Failure, name: str, value: float | Failure) -> Graded | Failure:
-    if isinstance(verdict, Failure):
-        return verdict
-    return value if isinstance(value, Failure) else replace(verdict, parts={**verdict.parts, name: value})
-
-
-def _call(reward: Reward, sample: RewardInput) -> float | Failure:
-    with Caught() as caught:
-        value = reward.function(sample)
-    return _error(reward, caught.error) if caught.error is not None else check_reward(reward.name, value)
-
-
-def _call_batched(reward: Reward, samples: Sequence[RewardInput]) -> list[float | Failure]:
-    with Caught() as caught:
-        values = list(reward.function(list(samples)))
-    if caught.error is not None:
-        return [_error(reward, caught.error)] * len(samples)
-    if len(values) != len(samples):
-        raise InvalidRewardError(f"reward `{reward.name}` returned {len(values)} values for {len(samples)} samples")
-    return [check_reward(reward.name, value) for value in values]
-
-
-def _error(reward: Reward, error: Exception) -> Failure:
-    return Failure(outcome="error", detail=f"reward `{reward.name}`: {describe_error(error)}")
+    graded = [index for index, verdict in enumerate(verdicts) if isinstance(verdict, Graded)]
+    calls = [range(len(samples))] if reward.batched else [range(index, index + 1) for index in graded]
+    for indices in calls:
+        arguments = [samples[index] for index in indices]
+        with Caught() as caught:
+            values = list(reward.function(arguments)) if reward.batched else [reward.function(arguments[0])]
+        if caught.error is not None:
+            failure = Failure(outcome="error", detail=f"reward `{reward.name}`: {describe_error(caught.error)}")
+            values = [failure] * len(arguments)
+        elif len(values) != len(arguments):
+            num_values = f"{len(values)} values for {len(arguments)} samples"
+            raise InvalidRewardError(f"reward `{reward.name}` returned {num_values}")
+        else:
+            values = [check_reward(reward.name, value) for value in values]
+        for index, value in zip(indices, values, strict=True):
+            verdict = verdicts[index]
+            if isinstance(verdict, Graded):
+                is_failure = isinstance(value, Failure)
+                verdicts[index] = value if is_failure else replace(verdict, parts=verdict.parts | {reward.name: value})

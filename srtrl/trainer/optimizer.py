@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from srtrl.model.attention import HALF_DTYPES
-from srtrl.recipe_base import Schedule, UpdatePlan
+from srtrl.recipe import Schedule, UpdatePlan
 
 MASTERS = "masters"
 """Key of the master weights in `state_dict`, in the order of the groups' parameters."""
