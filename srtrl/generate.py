@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from srtrl.drafters.base import DrafterBase
-    from srtrl.model.transformer import Transformer
 
 KV_SHARE = 0.85
 """Of a CUDA device's free memory, the part for pages: there is no update to leave room for, but logits are large."""
@@ -83,7 +82,10 @@ def command(
     device = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     policy = load_model(model, dtype=getattr(torch, dtype), device=torch.device(device))
     options = EngineOptions(
-        slots=slots, max_sequence_tokens=longest, num_pages=_num_pages(policy, kv_memory_gib, slots, longest)
+        slots=slots,
+        max_sequence_tokens=longest,
+        kv_memory_gib="auto" if kv_memory_gib is None else kv_memory_gib,
+        kv_memory_share=KV_SHARE,
     )
     engine = Engine(policy, options, tokenizer=tokenizer, drafter=built_drafter)
     sampling = SamplingParams(
@@ -242,18 +244,3 @@ def _build_drafter(
         print(f"--cache: {cache} has rollouts of {num_known} of the {len(prompts)} prompts", file=sys.stderr)
         feed_drafter(drafter, recorded, "generate")
     return drafter
-
-
-def _num_pages(policy: Transformer, kv_memory_gib: float | None, slots: int, max_sequence_tokens: int) -> int:
-    """Pages for all slots at full length, as far as the memory goes; a request that needs more is refused alone."""
-    from srtrl.engine.kv_memory import free_bytes, kv_bytes
-    from srtrl.engine.options import EngineOptions
-    from srtrl.engine.runner import page_bytes_of
-
-    memory: float | Literal["auto"] = "auto" if kv_memory_gib is None else kv_memory_gib
-    num_bytes, _ = kv_bytes(memory, free_bytes(policy.device), share=KV_SHARE, reserved_bytes=0)
-    page_size = EngineOptions().page_size
-    page_bytes = page_bytes_of(policy, page_size)
-    if num_bytes < page_bytes:
-        raise ValueError(f"--kv-memory-gib: {memory} holds no page, one takes {page_bytes / 2**30:.2g} GiB")
-    return min(num_bytes // page_bytes, slots * (-(-max_sequence_tokens // page_size) + 1))

@@ -96,17 +96,10 @@ class RecipeSource:
         target: Any = self.data
         for depth, name in enumerate(names):
             key = ".".join(names[:depth])
-            step: str | int = name
-            if isinstance(target, list):
-                if not name.isdecimal() or int(name) >= len(target):
-                    message = f"{key} is a list of {len(target)} items: expected an index below that, found `{name}`"
-                    raise RecipeError(Problem("", message, where))
-                step = int(name)
-            elif not isinstance(target, dict):
-                raise RecipeError(Problem("", f"{key} is {_show(target)}, not a section", where))
-            elif name.isdecimal():
-                message = f"the recipe file has no list `{key}`: give the whole list, {key}=[...]"
-                raise RecipeError(Problem("", message, where))
+            step: str | int = int(name) if isinstance(target, list) and name.isdecimal() else name
+            has_place = step < len(target) if isinstance(step, int) else isinstance(target, dict)
+            if not has_place:
+                raise RecipeError(Problem(key, f"is {_show(target)}, which has no place `{name}`", where))
             if depth == len(names) - 1:
                 target[step] = value
             elif isinstance(target, dict) and target.get(step) is None:

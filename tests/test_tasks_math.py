@@ -65,14 +65,6 @@ def test_gsm8k_loads_and_its_solutions_are_right(shared_data: Path) -> None:
     assert not any(wrong)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("file", "options"), [("gsm8k_test.jsonl", GSM8K), ("math500.jsonl", {"id_field": "id"})])
-def test_all_reference_solutions_are_right(shared_data: Path, file: str, options: dict[str, Any]) -> None:
-    task = make_task(str(shared_data / "math" / file), 10_000, **options)
-    grades = grade_solutions(task, task.train_prompts)
-    assert sum(grade.outcome == "correct" for grade in grades) >= 0.99 * len(grades)
-
-
 def test_math_answers_from_the_box_of_the_solution(shared_data: Path) -> None:
     file = str(shared_data / "math" / "math500.jsonl")
     task = make_task(file, 10_000, answer_field="solution", answer_boxed=True)
@@ -210,8 +202,6 @@ def test_wrong_names_get_a_suggestion(tmp_path: Path) -> None:
         make_task(file, problem_field="probelm")
     with pytest.raises(ValueError, match=r"task\.options\.train\.files\.0: no file .*did you mean .*train\.jsonl`\?"):
         make_task(str(tmp_path / "tran.jsonl"))
-    with pytest.raises(ValueError, match=r"expected a \.jsonl or \.parquet file, found .*csv"):
-        make_task(str(tmp_path / "train.csv"))
     with pytest.raises(ValueError, match="is listed twice"):
         Task.check_options(MathOptions(train=RowSource(files=[file, file])))
     task = make_task(file, solution_field="solutoin")
@@ -219,28 +209,6 @@ def test_wrong_names_get_a_suggestion(tmp_path: Path) -> None:
         ValueError, match=r"train\.jsonl:1 has no solution: no field `solutoin`, did you mean `solution`"
     ):
         task.solution(task.train_prompts[0])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "name the problems: `train`, `eval` or both"),
-        ({"train": {}}, "give either `files`"),
-        ({"train": {"files": ["a.jsonl"], "hub": "x/y", "split": "train"}}, "give either `files`"),
-        ({"train": {"files": ["a.jsonl"], "split": "train"}}, "belong to `hub`"),
-        ({"train": {"hub": "openai/gsm8k"}}, "`split` is missing"),
-        ({"prompt_template": "problem"}, "prompt_template must contain {problem}"),
-        ({"system_prompt": "x"}, "system_prompt needs chat_template"),
-        ({"chat_template_options": {"x": 1}}, "chat_template_options need chat_template"),
-        ({"answer_pattern": "("}, "is no regular expression"),
-        ({"answer_pattern": "####.*"}, "must have exactly one group, it has 0"),
-        ({"answer_pattern": "(.*)", "answer_boxed": True}, "two ways to find the answer"),
-    ],
-)
-def test_contradicting_options_are_refused(options: dict[str, Any], message: str) -> None:
-    sources: dict[str, Any] = {} if options in ({}, {"train": {}}) else {"train": {"files": ["a.jsonl"]}}
-    with pytest.raises(ValueError, match=message.replace("{", r"\{").replace("}", r"\}")):
-        MathOptions.model_validate(sources | options)
 
 
 # --- Rows become prompts ----------------------------------------------------------------------------------------------
@@ -292,31 +260,23 @@ def test_fields_inside_fields_numbers_and_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("solution", "answer"),
+    ("solution", "options", "answer"),
     [
-        ("\\boxed{1} then \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
-        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
-        ("\\boxed{x\n+ 1}", "x\n+ 1"),
+        ("\\boxed{1} then \\boxed{\\frac{1}{2}}.", {"answer_boxed": True}, "\\frac{1}{2}"),
+        ("\\boxed{\\{1, 2\\}}", {"answer_boxed": True}, "\\{1, 2\\}"),
+        ("\\boxed{x\n+ 1}", {"answer_boxed": True}, "x\n+ 1"),
+        ("#### 1\n#### 2 ", {"answer_pattern": "#### (.+)"}, "2"),
+        *((text, {"answer_boxed": True}, None) for text in ("none", "\\boxed{1", "\\boxed{ }", "\\boxed{\\}")),
+        ("none", {"answer_pattern": "#### (.+)"}, None),
     ],
 )
-def test_answer_in_a_box(tmp_path: Path, solution: str, answer: str) -> None:
+def test_the_answer_in_a_solution(tmp_path: Path, solution: str, options: dict[str, Any], answer: str | None) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [{"problem": "a", "solution": solution}])
-    assert make_task(file, answer_field="solution", answer_boxed=True).train_prompts[0].answer == answer
-
-
-@pytest.mark.parametrize("solution", ["none", "\\boxed{1", "\\boxed{ }", "\\boxed{\\}"])
-def test_answer_without_a_box(tmp_path: Path, solution: str) -> None:
-    file = write_rows(tmp_path / "rows.jsonl", [{"problem": "a", "solution": solution}])
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: no answer: `solution` has no complete"):
-        make_task(file, answer_field="solution", answer_boxed=True)
-
-
-def test_answer_pattern_takes_the_last_match(tmp_path: Path) -> None:
-    rows = [{**ROW, "answer": "#### 1\n#### 2 "}, {**ROW, "answer": "none"}]
-    options: dict[str, Any] = {"answer_pattern": "#### (.+)", "malformed_rows": "skip"}
-    task = make_task(write_rows(tmp_path / "rows.jsonl", rows), **options)
-    assert [prompt.answer for prompt in task.train_prompts] == ["2"]
-    assert task.load_report["train/malformed"] == 1
+    if answer is None:
+        with pytest.raises(ValueError, match=r"rows\.jsonl:1: no answer: `solution` has no "):
+            make_task(file, answer_field="solution", **options)
+    else:
+        assert make_task(file, answer_field="solution", **options).train_prompts[0].answer == answer
 
 
 def test_parquet_and_the_hub_give_the_same_prompts_as_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

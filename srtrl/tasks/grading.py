@@ -38,8 +38,8 @@ class GradeTicket:
 
     sample: RewardInput
     """Its `correct` is None as long as an isolated verifier runs."""
-    verdict: "Future[Graded | Failure] | Failure | None"
-    """What the workers say; a failure of an in-process verifier; None where nothing ran apart."""
+    verdict: "Future[Graded | Failure]"
+    """What the verifier and the isolated rewards say; done at once where none of them is isolated."""
 
 
 class Grader:
@@ -106,17 +106,17 @@ class Grader:
                 sample = replace(sample, correct=bool(self._verifier(text, prompt.answer)))
             if caught.error is not None:
                 failure = Failure(outcome="error", detail=f"verifier: {describe_error(caught.error)}")
-                return GradeTicket(sample=sample, verdict=failure)
-        return GradeTicket(sample=sample, verdict=None if self._pool is None else self._pool.submit(sample))
+                return GradeTicket(sample=sample, verdict=_done(failure))
+        verdict = _done(Graded(correct=sample.correct)) if self._pool is None else self._pool.submit(sample)
+        return GradeTicket(sample=sample, verdict=verdict)
 
     def is_done(self, ticket: GradeTicket) -> bool:
         """Whether `collect` would not have to wait for this one."""
-        return not isinstance(ticket.verdict, Future) or ticket.verdict.done()
+        return ticket.verdict.done()
 
     def wait_any(self, tickets: Sequence[GradeTicket]) -> None:
         """Wait until one more of `tickets` is done; at once where all of them are."""
-        verdicts = [ticket.verdict for ticket in tickets if isinstance(ticket.verdict, Future)]
-        wait([verdict for verdict in verdicts if not verdict.done()], return_when=FIRST_COMPLETED)
+        wait([ticket.verdict for ticket in tickets if not ticket.verdict.done()], return_when=FIRST_COMPLETED)
 
     def collect(self, tickets: Sequence[GradeTicket]) -> list[Grade]:
         """Wait for the grades of `tickets`, in their order; batched rewards see all of them at once.
@@ -125,7 +125,10 @@ class Grader:
             ValueError: a reward returned something other than a finite number, or a batched one too few or too many.
             RuntimeError: a worker process cannot start.
         """
-        verdicts = [self._verdict(ticket) for ticket in tickets]
+        verdicts = [ticket.verdict.result() for ticket in tickets]
+        for verdict in verdicts:
+            if isinstance(verdict, Failure) and verdict.outcome == "invalid":
+                raise InvalidRewardError(verdict.detail)
         samples = [
             replace(ticket.sample, correct=verdict.correct) if isinstance(verdict, Graded) else ticket.sample
             for ticket, verdict in zip(tickets, verdicts, strict=True)
@@ -144,15 +147,6 @@ class Grader:
                 )
         return grades
 
-    def _verdict(self, ticket: GradeTicket) -> Graded | Failure:
-        """What the verifier and the isolated rewards said; waits for them."""
-        if ticket.verdict is None:
-            return Graded(correct=ticket.sample.correct)
-        verdict = ticket.verdict if isinstance(ticket.verdict, Failure) else ticket.verdict.result()
-        if isinstance(verdict, Failure) and verdict.outcome == "invalid":
-            raise InvalidRewardError(verdict.detail)
-        return verdict
-
     def _grade(self, verdict: Graded | Failure) -> Grade:
         if isinstance(verdict, Failure):
             assert verdict.outcome != "invalid"
@@ -161,6 +155,12 @@ class Grader:
         parts = {reward.name: verdict.parts[reward.name] for reward in self._rewards}
         total = sum(reward.weight * parts[reward.name] for reward in self._rewards)
         return Grade(reward=total, parts=parts, outcome="correct" if verdict.correct else "wrong")
+
+
+def _done(verdict: Graded | Failure) -> "Future[Graded | Failure]":
+    future: Future[Graded | Failure] = Future()
+    future.set_result(verdict)
+    return future
 
 
 def _apply(reward: Reward, samples: Sequence[RewardInput], verdicts: list[Graded | Failure]) -> None:
