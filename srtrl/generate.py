@@ -106,7 +106,7 @@ def command(
             _print_error(where, error)
     for completion in _in_order(requests, engine.generate(requests)):
         text = response_text(tokenizer, completion.token_ids, sampling.stop_strings)
-        print(_json_of(completion, text) if as_json else _text_of(completion, text), flush=True)
+        print(_line(completion, text, as_json=as_json), flush=True)
     metrics = engine.take_metrics()
     if metrics["engine/tokens_per_decode_step"] > 1:
         tokens, verified = (metrics[f"engine/{name}_per_decode_step"] for name in ("tokens", "verified"))
@@ -124,7 +124,7 @@ def _given_rows(file: Path | None, texts: Sequence[str], id_lists: Sequence[str]
     rows: list[tuple[str, str]] = []
     if file is not None:
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            lines = file.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--prompts: cannot read {file}: {error}") from error
         rows += [(f"{file}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
@@ -194,24 +194,21 @@ def _in_order(requests: Sequence[Request], completions: Iterable[Completion]) ->
     assert not order, f"no completion of draw {order[-1]}"
 
 
-def _json_of(completion: Completion, text: str) -> str:
-    """One line of JSON."""
+def _line(completion: Completion, text: str, *, as_json: bool) -> str:
+    """One line of JSON; or for people, a heading and the completion."""
+    request, token_ids = completion.request, completion.token_ids
+    if not as_json:
+        end = "stopped" if completion.finish_reason == "stop" else "truncated"
+        return f"--- prompt {request.prompt_id}, sample {request.sample_index}: {len(token_ids)} tokens, {end}\n{text}"
     row = {
-        "prompt_id": completion.request.prompt_id,
-        "sample_index": completion.request.sample_index,
-        "token_ids": completion.token_ids,
+        "prompt_id": request.prompt_id,
+        "sample_index": request.sample_index,
+        "token_ids": token_ids,
         "text": text,
         "logprobs": completion.rollout_logprobs,
         "finish_reason": completion.finish_reason,
     }
     return json.dumps(row, ensure_ascii=False)
-
-
-def _text_of(completion: Completion, text: str) -> str:
-    """For people: a heading and the completion."""
-    request, num_tokens = completion.request, len(completion.token_ids)
-    end = "stopped" if completion.finish_reason == "stop" else "truncated"
-    return f"--- prompt {request.prompt_id}, sample {request.sample_index}: {num_tokens} tokens, {end}\n{text}"
 
 
 def _build_drafter(
@@ -225,15 +222,9 @@ def _build_drafter(
     from srtrl.resolve import resolve_class
     from srtrl.rollout.recorded import feed_drafter, read_recorded
 
-    try:
-        drafter: DrafterBase = resolve_class("srtrl.drafters", name, "Drafter")()
-    except ValueError as error:
-        raise ValueError(f"--drafter: {error}") from error
+    drafter: DrafterBase = resolve_class("srtrl.drafters", name, "Drafter")()
     if cache is not None:
-        try:
-            recorded = read_recorded(cache, tokenizer=tokenizer, max_tokens=MAX_TOKENS).prompts()
-        except ValueError as error:
-            raise ValueError(f"--cache: {error}") from error
+        recorded = read_recorded(cache, tokenizer=tokenizer, max_tokens=MAX_TOKENS).prompts()
         largest = max(int(tokens.max()) for prompt in recorded for tokens in prompt.samples)
         if largest >= vocab_size:
             raise ValueError(

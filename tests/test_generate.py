@@ -108,7 +108,7 @@ def test_prompts_that_cannot_be_served_are_named_and_the_others_go_on(policy: Pa
             "kv_memory_gib (1e-06) holds 0 pages, but one sequence of 128 tokens",
         ),
         (("--prompt", "1", "--chat"), "--chat: the tokenizer has no chat template"),
-        (("--prompt", "1", "--cache", "/nowhere.jsonl"), "--cache: /nowhere.jsonl: no such file or folder"),
+        (("--prompt", "1", "--cache", "/nowhere.jsonl"), "error: /nowhere.jsonl: no such file or folder"),
     ],
 )
 def test_what_stops_the_whole_command(policy: Path, flags: tuple[object, ...], error: str) -> None:

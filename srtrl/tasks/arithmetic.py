@@ -12,8 +12,9 @@ problem is ever trained on, whatever the seeds, sizes and difficulties of the re
 import hashlib
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import add, mul, sub
 from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
@@ -29,6 +30,7 @@ Split = Literal["train", "eval"]
 Operator = Literal["+", "-", "*"]
 
 PRECEDENCE: dict[Operator, int] = {"+": 1, "-": 1, "*": 2}
+FUNCTIONS: dict[Operator, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul}
 OPERAND_PRECEDENCE = 3
 EVAL_SHARE = 8
 """One expression in this many belongs to evaluation."""
@@ -134,7 +136,7 @@ class Task:
 
 
 def draw_expressions(options: ArithmeticOptions, split: Split) -> list[Expression]:
-    """Draw the different expressions of a split; the first ones do not depend on how many are asked for.
+    """Draw the different expressions of a split; the first ones do not depend on the number of problems.
 
     Raises:
         ValueError: the difficulty has too few different expressions.
@@ -144,7 +146,9 @@ def draw_expressions(options: ArithmeticOptions, split: Split) -> list[Expressio
     expressions: dict[str, Expression] = {}
     fruitless = 0
     while len(expressions) < num_problems:
-        expression = _draw_expression(options, generator)
+        num_operations = generator.randint(options.min_operations, options.max_operations)
+        operators = [generator.choice(options.operators) for _ in range(num_operations)]
+        expression = _build(operators, options, generator)
         if expression is None or expression.text in expressions or split_of(expression.text) != split:
             fruitless += 1
             if fruitless == MAX_FRUITLESS_DRAWS:
@@ -164,15 +168,8 @@ def split_of(expression_text: str) -> Split:
     return "eval" if int.from_bytes(digest, "little") % EVAL_SHARE == 0 else "train"
 
 
-def _draw_expression(options: ArithmeticOptions, generator: random.Random) -> Expression | None:
-    """One random expression, or None where a value of the draw lies outside the bounds."""
-    num_operations = generator.randint(options.min_operations, options.max_operations)
-    operators = [generator.choice(options.operators) for _ in range(num_operations)]
-    return _build(operators, options, generator)
-
-
 def _build(operators: list[Operator], options: ArithmeticOptions, generator: random.Random) -> Expression | None:
-    """An expression with these operators in the order of its text."""
+    """A random expression with these operators in the order of its text, or None where a value is out of bounds."""
     if not operators:
         operand = generator.randint(1, options.max_operand)
         return Expression(str(operand), operand, OPERAND_PRECEDENCE)
@@ -189,13 +186,7 @@ def _build(operators: list[Operator], options: ArithmeticOptions, generator: ran
 
 def _combine(left: Expression, operator: Operator, right: Expression, max_value: int) -> Expression | None:
     """`left operator right` with the parentheses it needs, or None where its value lies outside 0 to `max_value`."""
-    match operator:
-        case "+":
-            value = left.value + right.value
-        case "-":
-            value = left.value - right.value
-        case "*":
-            value = left.value * right.value
+    value = FUNCTIONS[operator](left.value, right.value)
     if not 0 <= value <= max_value:
         return None
     precedence = PRECEDENCE[operator]
