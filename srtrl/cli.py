@@ -23,7 +23,7 @@ Overrides = Annotated[
     typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that replace those of the recipe."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete what is in the way and begin again.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an existing result and start again.")]
 
 
 class Commands(TyperGroup):
@@ -96,7 +96,7 @@ def _load_checked(source: RecipeSource, *, warm_start: bool = False) -> Recipe:
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint.")] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Train a policy by reinforcement learning.
@@ -111,7 +111,7 @@ def train(
     _print_table(summary_table(result.summary))
     if result.interrupted:
         again = shlex.join(["srtrl", "train", str(recipe), *(overrides or ()), "--resume"])
-        print(f"interrupted after step {result.summary.num_steps}; to go on: {again}")
+        print(f"interrupted after step {result.summary.num_steps}; to resume: {again}")
         raise typer.Exit(130)
     print(f"the run is in {result.folder}; its page: srtrl report {result.folder}")
 

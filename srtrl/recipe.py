@@ -33,8 +33,8 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the policy's weights (and the critic's). The optimizer works in float32 either way.
 
-    bfloat16 has float32 master weights, moments and gradient sums behind it, without which small updates would vanish:
-    18 bytes a parameter against 16, but matrix products and the decoder take the weights as they are.
+    bfloat16 has float32 master weights, moments and gradient sums, without which small updates would vanish: 18
+    bytes per parameter instead of 16, but matrix products and the decoder use the weights as they are.
     """
     decode_dtype: Literal["float32", "bfloat16"] | None = None
     """Type the decoder computes in; by default `dtype`, and then decoder and update share one set of weights."""
@@ -73,9 +73,9 @@ class GradingSection(Section):
     """Where and how long rewards run."""
 
     num_workers: int = Field(default=2, ge=1)
-    """Worker processes that grade beside the decoder (only for rewards that ask to run apart, such as math-verify)."""
+    """Worker processes that grade while the decoder runs (only for isolated rewards and verifiers: math-verify)."""
     timeout_seconds: float = Field(default=10.0, gt=0)
-    """CPU seconds one sample may take; a sample beyond is retried once alone and then counted as `timeout`."""
+    """CPU seconds one sample may take; a sample that takes longer is retried once alone, then counted as `timeout`."""
 
 
 class RolloutSection(Section):
@@ -91,14 +91,14 @@ class RolloutSection(Section):
     dynamic_sampling: bool = False
     """Replace the groups that `algorithm.filters` drop by further prompts until the batch has `num_prompts` (DAPO)."""
     max_open_prompts: int | None = Field(default=None, ge=1)
-    """With dynamic sampling: most prompts decoded or graded at the same time; by default `num_prompts`."""
+    """With dynamic sampling: maximum number of prompts decoded or graded at a time; by default `num_prompts`."""
     max_draws: int | None = Field(default=None, ge=1)
-    """With dynamic sampling: most prompts drawn in a step; by default 10 x `num_prompts`.
+    """With dynamic sampling: maximum number of prompts drawn in a step; by default 10 x `num_prompts`.
 
-    Where they do not suffice the step learns from the groups that it has, and says so.
+    Where these are not enough the step learns from the groups that it has, and logs it.
     """
     max_prompt_tokens: int = Field(ge=1)
-    """Longest prompt; the task's `overlong_prompts` option says what happens to a longer one."""
+    """Longest prompt; the task's `overlong_prompts` option decides what happens to a longer one."""
     max_new_tokens: int = Field(ge=1)
     """Longest response, the end token included."""
     temperature: float = Field(default=1.0, gt=0)
@@ -110,9 +110,9 @@ class RolloutSection(Section):
     drafter_options: dict[str, Any] = Field(default_factory=dict)
     """Options of that drafter; its `Options` class documents and checks them."""
     draft_budget: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
-    """`auto`: as many draft nodes as pay, by the measured cost of a step; N: at most N (and 128) nodes a sequence."""
+    """`auto`: the number of draft nodes that pays, by the measured cost of steps; N: at most N and 128 per sequence."""
     slots: int = Field(default=64, ge=1)
-    """Sequences decoded at once; a finished one is replaced at once."""
+    """Sequences decoded at a time; a finished one is replaced at once."""
     run_ahead: Literal["off", "next_step"] = "next_step"
     """What idle slots decode: `next_step`, samples of the next step, whose text is a draft when their turn comes.
 
@@ -122,7 +122,7 @@ class RolloutSection(Section):
     rows for them.
     """
     run_ahead_max_slowdown: Literal["auto"] | Annotated[float, Field(ge=0)] = "auto"
-    """Most that run-aheads may slow a decode step down, as a share of its time; 0 allows only what is free.
+    """Maximum slowdown of a decode step by run-aheads, as a share of its time; 0 allows only what is free.
 
     `auto`: 0.03, by the measured cost of steps. Where a row costs as much as a token, as on most CPUs, that leaves no
     rows.
@@ -132,9 +132,9 @@ class RolloutSection(Section):
     num_pages: int | None = Field(default=None, ge=1)
     """Pages of the KV cache; by default enough for all slots at full length, within `kv_memory_gib`."""
     kv_memory_gib: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
-    """Most memory of the KV cache where `num_pages` is not set; `auto`: 4 on a CPU, on CUDA `kv_memory_share`.
+    """Maximum memory of the KV cache where `num_pages` is not set; `auto`: 4 on a CPU, on CUDA `kv_memory_share`.
 
-    Where a CUDA device has not as much left, there are fewer pages, and a warning says so.
+    Where a CUDA device has less free memory, there are fewer pages, and a warning.
     """
     kv_memory_share: float = Field(default=0.5, gt=0, lt=1)
     """On CUDA, of the memory left beside weights, optimizers and gradients, the part for the KV cache.
@@ -150,9 +150,9 @@ class RolloutSection(Section):
     cuda_graphs: bool = True
     """On CUDA, launch a decode step as one captured graph. False saves their memory, but small steps take longer."""
     prefill_chunk_tokens: int = Field(default=512, ge=1)
-    """Most prompt tokens computed in one decode step, beside the decoding sequences."""
+    """Maximum number of prompt tokens computed in one decode step, beside the decoding sequences."""
     deterministic: bool | None = None
-    """Same tokens and bit-equal log-probs whatever the slots, pages, drafter and batch (one machine, one thread count).
+    """Same tokens and bit-equal log-probs for any slots, pages, drafter and batch (one machine, one thread count).
 
     For decoding on a CPU, where it is nearly free and on by default. On a CUDA device `true` is refused: kernels there
     sum in an order that depends on the batch. Drafts do not change the distribution of the tokens in any case.
@@ -206,7 +206,7 @@ class AlgorithmSection(Section):
     filters: list[str] = Field(default_factory=list)
     """Functions in `srtrl/algorithms/reductions.py` (or your own) that drop groups before the update, in this order."""
     overlong_filtering: bool = False
-    """Learn nothing from samples cut at the length limit; their rewards stay in the baseline of their group."""
+    """Learn nothing from samples truncated at the length limit; their rewards stay in the baseline of their group."""
 
 
 class CriticSection(Section):
@@ -217,7 +217,7 @@ class CriticSection(Section):
     learning_rate: float = Field(default=1e-5, gt=0)
     """Peak learning rate of its AdamW; schedule, decay rates and epsilon are those of `train`."""
     lr_warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps of linear warm-up of that rate."""
+    """Optimizer steps of linear warm-up of that learning rate."""
     warmup_steps: int = Field(default=0, ge=0)
     """Training steps, from the first, in which only the critic learns."""
     num_epochs: int | None = Field(default=None, ge=1)
@@ -257,7 +257,7 @@ class TrainSection(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up."""
     schedule: Schedule = "constant"
-    """Learning rate after the warm-up; `linear` and `cosine` fall to zero just behind the last step."""
+    """Learning rate after the warm-up; `linear` and `cosine` fall to zero just after the last step."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's weight decay (matrices only; not norms, biases or embeddings)."""
     betas: tuple[DecayRate, DecayRate] = Field(default=(0.9, 0.999), strict=False)
@@ -267,7 +267,7 @@ class TrainSection(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """The gradient's norm is clipped to this."""
     peak_tflops: float | None = Field(default=None, gt=0)
-    """What the device can do at most, in 10^12 operations a second; `time/update_mfu` is logged where it is given.
+    """Peak of the device in 10^12 operations per second; `time/update_mfu` is logged where it is given.
 
     Take the figure of `srtrl bench gpu`, or the data sheet's for dense matrices of the update's type.
     """
@@ -344,7 +344,7 @@ class WarmStartSection(Section):
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=20, ge=0)
-    """Optimizer steps of linear warm-up; the rate then falls to zero along a cosine."""
+    """Optimizer steps of linear warm-up; the learning rate then falls to zero along a cosine."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
@@ -352,7 +352,7 @@ class WarmStartSection(Section):
     num_problems: int | None = Field(default=None, ge=1)
     """Training problems to use, from the first; by default all (a procedural task: as many as the steps need)."""
     noise: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the solutions' tokens that are replaced by random ones: makes a policy that errs now and then."""
+    """Share of the solutions' tokens that are replaced by random ones: the policy then makes mistakes."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the saved weights."""
     output: str

@@ -88,7 +88,7 @@ class RecipeSource:
         Args:
             names: ("rewards", "0", "weight").
             value: Plain data.
-            where: What errors shall call this value.
+            where: How errors name the origin of this value.
 
         Raises:
             RecipeError: there is no such place.

@@ -183,7 +183,7 @@ def test_an_interrupted_training_says_how_to_go_on(recipe_file: Path, monkeypatc
     result = run("train", recipe_file, "train.num_steps=5", "task.options={num_train: 10}")
     assert result.exit_code == 130
     again = f"srtrl train {recipe_file} train.num_steps=5 'task.options={{num_train: 10}}' --resume"
-    assert f"interrupted after step 3; to go on: {again}" in result.stdout
+    assert f"interrupted after step 3; to resume: {again}" in result.stdout
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt(), ZeroDivisionError("a bug")])

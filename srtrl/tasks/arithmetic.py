@@ -6,7 +6,7 @@
                                 Answer: 28
 
 Whether a problem belongs to training or evaluation is decided by a hash of its expression alone. So no evaluation
-problem is ever trained on, whatever the seeds, sizes and difficulties of the recipes that made a policy.
+problem is ever trained on, for any seeds, sizes and difficulties of the recipes that made a policy.
 """
 
 import hashlib
@@ -49,9 +49,9 @@ class ArithmeticOptions(Section):
     num_eval: int = Field(default=500, ge=1)
     """Held-out problems, all different and none of them a training problem of any seed."""
     min_operations: int = Field(default=2, ge=1, le=16)
-    """Fewest operations of an expression."""
+    """Minimum number of operations of an expression."""
     max_operations: int = Field(default=4, ge=1, le=16)
-    """Most operations of an expression."""
+    """Maximum number of operations of an expression."""
     max_operand: int = Field(default=12, ge=1, le=10**6)
     """Operands are 1 to this."""
     max_value: int = Field(default=999, ge=1, le=10**9)
@@ -78,7 +78,7 @@ class Expression:
     text: str
     value: int
     precedence: int
-    """Of the outermost operator: how tightly the text holds together."""
+    """Of the outermost operator: how tightly it binds."""
     steps: tuple[str, ...] = ()
 
 

@@ -1,9 +1,9 @@
-"""Grading beside the decoder: the verifier and the rewards of each completion, and what came of them.
+"""Grading while the decoder runs: the verifier and the rewards of each completion.
 
 `submit` returns at once: what is marked `isolated` (math-verify, say) starts in a worker process while the decoder goes
 on with other samples. `collect` waits for the workers and runs the rest in the training process. A sample that hangs or
-crashes is retried once in a process that has graded nothing else; its second failure costs that sample only: reward 0,
-an outcome of its own, and a line in the log.
+crashes is retried once in a process that has graded nothing else; a second failure costs that sample only: reward 0,
+its outcome, and a line in the log.
 """
 
 import logging
@@ -39,7 +39,7 @@ class GradeTicket:
     sample: RewardInput
     """Its `correct` is None as long as an isolated verifier runs."""
     verdict: "Future[Graded | Failure]"
-    """What the verifier and the isolated rewards say; done at once where none of them is isolated."""
+    """Verdict and isolated rewards; done at once where nothing is isolated."""
 
 
 class Grader:

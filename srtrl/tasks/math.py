@@ -83,15 +83,13 @@ class MathOptions(Section):
             raise ValueError("name the problems: `train`, `eval` or both, as {files: [...]} or {hub: ..., split: ...}")
         if "{problem}" not in self.prompt_template:
             raise ValueError(f"prompt_template must contain {{problem}}, found {self.prompt_template!r}")
-        if self.system_prompt is not None and not self.chat_template:
-            raise ValueError("system_prompt needs chat_template: true")
-        if self.chat_template_options and not self.chat_template:
-            raise ValueError("chat_template_options need chat_template: true")
-        if self.choices_field is not None and (self.answer_boxed or self.answer_pattern is not None):
-            raise ValueError("choices_field says how the answer reads: leave answer_pattern and answer_boxed out")
+        for name in ("system_prompt", "chat_template_options"):
+            if getattr(self, name) and not self.chat_template:
+                raise ValueError(f"{name} needs chat_template: true")
+        given = [name for name in ("choices_field", "answer_pattern", "answer_boxed") if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are different ways to find the answer: choose one")
         if self.answer_pattern is not None:
-            if self.answer_boxed:
-                raise ValueError("answer_pattern and answer_boxed are two ways to find the answer: choose one")
             _check_pattern(self.answer_pattern)
         return self
 

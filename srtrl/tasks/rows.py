@@ -34,7 +34,7 @@ class RowSource(Section):
         if self.hub is None and (self.config is not None or self.split is not None):
             raise ValueError("`config` and `split` belong to `hub`, not to `files`")
         if self.hub is not None and self.split is None:
-            raise ValueError(f"`split` is missing: which split of {self.hub}, `train` or `test`, say?")
+            raise ValueError(f"`split` is missing: which split of {self.hub}, such as `train` or `test`?")
         return self
 
 
@@ -58,7 +58,7 @@ class Row:
 
 
 def read_rows(source: RowSource) -> Iterator[Row]:
-    """Rows in order; a malformed one carries its error, so that the caller decides whether to go on.
+    """Rows in order; a malformed one carries its error, so that the caller decides whether to continue.
 
     Raises:
         ValueError: a file as a whole cannot be read.
