@@ -64,7 +64,6 @@ def open_loss(logprobs, old_logprobs, advantages, sequence_index, *, clip_low, c
     return -advantages * logprobs, {}
 
 def failing_loss(logprobs, old_logprobs, advantages, sequence_index, *, clip_low, clip_high, how="fine"):
-    assert how != "assert"
     if how == "sizes":
         raise RuntimeError("wrong sizes")
     return -advantages * logprobs, {}
@@ -227,16 +226,13 @@ def test_the_clip_of_the_kl_controllers_error_is_the_same_in_both_files() -> Non
 
 
 ACCEPTED = [
-    ["algorithm.advantage=group_centered"],
     ["algorithm.advantage=leave_one_out", "algorithm.loss=policy_gradient"],
     ["algorithm.advantage=reinforce_plus_plus", "algorithm.gamma=0.99", "rollout.num_samples=1"],
-    [*GAE, "algorithm.lam=0.95"],
     [*GAE, "critic={value_loss: squared_error, value_clip: 0.5}"],
     ["algorithm.kl={coefficient: 0, estimator: k1, placement: reward}"],
     ["algorithm.loss=dual_clip", "algorithm.loss_options={ratio_cap: 5}"],
     ["algorithm.loss=gspo", "algorithm.clip_low=3e-4", "algorithm.clip_high=4e-4"],
     ["algorithm.loss=cispo", "algorithm.clip_low=1", "algorithm.clip_high=4"],
-    ["algorithm.filters=[drop_uniform, drop_all_right_or_wrong]"],
     ["algorithm.advantage='own:plain'"],
     ["algorithm.advantage='own:tokens'", "algorithm.gamma=0.9"],
     ["algorithm.advantage='own:with_critic'", "critic={}"],
@@ -252,7 +248,7 @@ def test_what_fits_together_is_accepted(recipe_file: Path, overrides: list[str])
 
 
 MISFITS = [
-    # advantage; further overrides; the problem
+    # advantage; further overrides; beginning of the problem ... another part of it
     ("gae", [], "algorithm.advantage: gae needs a critic: add a section `critic: {}`"),
     ("own:with_critic", [], "algorithm.advantage: own:with_critic needs a critic: add a section `critic: {}`"),
     ("group_relative", ["critic={}"], "critic: algorithm.advantage group_relative uses no critic "),
@@ -261,72 +257,47 @@ MISFITS = [
         ["critic={}"],
         "critic: algorithm.advantage own:tokens uses no critic (no @token_level(needs_critic",
     ),
-    ("own:plain", ["critic={}"], "critic: algorithm.advantage own:plain uses no critic "),
     ("group_relative", ["algorithm.gamma=0.9"], "algorithm.gamma: group_relative gives all tokens of a sample one "),
     ("own:plain", ["algorithm.lam=0.5"], "algorithm.lam: own:plain gives all tokens of a sample one advantage (no "),
     (
         "own:wrong_tokens",
         [],
-        "algorithm.advantage: `own:wrong_tokens` cannot be called with (3 arguments, group_index=..., gamma=..., "
-        "lam=...): too many positional arguments; it is own:wrong_tokens(rewards)",
+        "algorithm.advantage: `own:wrong_tokens` cannot be called with (3 ... own:wrong_tokens(rewards)",
     ),
-    (
-        "own:unmarked_tokens",
-        [],
-        "algorithm.advantage: `own:unmarked_tokens` cannot be called with (1 arguments): missing a required argument: "
-        "'values'; it is own:unmarked_tokens(token_rewards, values, mask, group_index, gamma, lam)",
-    ),
-    ("reinforce_plus_plus", ["algorithm.loss=gspo"], "algorithm.loss: gspo has one ratio and one advantage a response"),
-    ("own:tokens", ["algorithm.loss=gspo"], "algorithm.loss: gspo has one ratio and one advantage a response"),
+    ("own:unmarked_tokens", [], "algorithm.advantage: `own:unmarked_tokens` ... missing a required argument: 'values'"),
+    ("own:tokens", ["algorithm.loss=gspo"], "algorithm.loss: gspo has one ratio and ... expected gspo_token"),
     ("gae", ["critic={value_loss: 'own:value_loss'}"], "critic.value_loss: `own:value_loss` cannot be called with (4 "),
     (
         "gae",
         ["critic={value_loss: squared}"],
-        "critic.value_loss: `squared` is not in srtrl/algorithms/losses.py, did ",
+        "critic.value_loss: `squared` is not in ... did you mean `squared_error`",
     ),
     ("plain", [], "algorithm.advantage: `plain` is not in srtrl/algorithms/advantages.py; known: group_relative"),
 ]
 OPTIONS = [
-    # loss; its options; the problem
-    (
-        "own:needy_loss",
-        "{}",
-        "algorithm.loss: `own:needy_loss` cannot be called with (4 arguments, clip_low=..., clip_h",
-    ),
-    (
-        "dual_clip",
-        "{ratio_kap: 3}",
-        "algorithm.loss: `dual_clip` cannot be called with (4 arguments, clip_low=..., cli",
-    ),
+    # loss; its options; beginning of the problem ... another part of it
+    ("own:needy_loss", "{}", "algorithm.loss: `own:needy_loss` cannot ... missing a required argument: 'tau'"),
+    ("dual_clip", "{ratio_kap: 3}", "algorithm.loss: `dual_clip` ... argument 'ratio_kap'; it is dual_clip(logprobs, "),
     ("dual_clip", "{clip_low: 0.1}", "algorithm.loss_options.clip_low: is an option of its own, algorithm.clip_low"),
     (
         "own:loss",
         "{advantages: 0.1}",
-        "algorithm.loss: `own:loss` cannot be called with (4 arguments, clip_low=..., cl",
+        "algorithm.loss: `own:loss` cannot ... multiple values for argument 'advantages'",
     ),
     ("dual_clip", "{ratio_cap: 0.5}", "algorithm.loss_options.ratio_cap: expected a number above 1, found 0.5"),
     ("own:loss", "{power: 0}", "algorithm.loss_options.power: expected at least 1, found 0"),
     (
         "dual_clip",
         "{ratio_cap: high}",
-        "algorithm.loss_options: `dual_clip` with {'ratio_cap': 'high'}, tried on two tokens, raised TypeError: '>' ",
-    ),
-    (
-        "own:failing_loss",
-        "{how: assert}",
-        "algorithm.loss_options: `own:failing_loss` with {'how': 'assert'}, tried on two tokens, raised AssertionError",
+        "algorithm.loss_options: `dual_clip` with {'ratio_cap': 'high'}, ... TypeError: '>'",
     ),
     (
         "own:failing_loss",
         "{how: sizes}",
-        "algorithm.loss_options: `own:failing_loss` with {'how': 'sizes'}, tried on two tokens, raised RuntimeError: ",
+        "algorithm.loss_options: `own:failing_loss` ... raised RuntimeError: wrong sizes",
     ),
-    (
-        "own:short_loss",
-        "{}",
-        "algorithm.loss: `own:short_loss` cannot be called with (4 arguments, clip_low=..., clip_",
-    ),
-    ("dual_klip", "{ratio_cap: 3}", "algorithm.loss: `dual_klip` is not in srtrl/algorithms/losses.py, did you mean `"),
+    ("own:short_loss", "{}", "algorithm.loss: `own:short_loss` cannot be called with (4 ... too many positional"),
+    ("dual_klip", "{ratio_cap: 3}", "algorithm.loss: `dual_klip` is not in ... did you mean `dual_clip`"),
 ]
 REFUSED = [
     *(([f"algorithm.advantage='{name}'", *overrides], problem) for name, overrides, problem in MISFITS),
@@ -338,13 +309,9 @@ REFUSED = [
 @pytest.mark.parametrize(("overrides", "problem"), REFUSED)
 def test_what_does_not_fit_is_named_at_its_key(recipe_file: Path, overrides: list[str], problem: str) -> None:
     (found,) = problems_of(recipe_file, *overrides)
-    assert found.startswith(problem)
-
-
-def test_an_unknown_option_of_a_loss_is_named_beside_those_that_it_has(recipe_file: Path) -> None:
-    (problem,) = problems_of(recipe_file, "algorithm.loss=dual_clip", "algorithm.loss_options={ratio_kap: 3}")
-    assert "unexpected keyword argument 'ratio_kap'; it is dual_clip(" in problem
-    assert "ratio_cap=3.0" in problem
+    beginning, _, part = problem.partition(" ... ")
+    assert found.startswith(beginning)
+    assert part in found
 
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "algorithms"
