@@ -210,7 +210,7 @@ def _problems_of(section: type[Section], data: object, error: ValidationError) -
             yield Problem(key, f"is missing ({meaning.splitlines()[0]})" if meaning else "is missing")
         else:
             key = _key_in(data, detail["loc"])
-            expected = EXPECTED.get(detail["type"]) or detail["msg"].partition(" ")[2]
+            expected = EXPECTED.get(detail["type"]) or re.sub(r"^\w+ (?=should )", "", detail["msg"])
             mismatches.setdefault(key, []).append(expected)
             found[key] = _show(detail["input"])
     for key, alternatives in mismatches.items():
