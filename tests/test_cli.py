@@ -230,32 +230,18 @@ def evaluated(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[Resu
     return run("eval", *arguments), recipes
 
 
-def test_eval_of_a_model_needs_a_task_or_a_recipe(
+def test_eval_of_a_model_takes_its_task_from_the_command_line_or_a_recipe(
     recipe_file: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result, _ = evaluated(monkeypatch, policy)
-    assert result.exit_code == 2
-    assert "--suite NAME, --task NAME or --recipe FILE" in result.stderr
     flags = ("--samples", 4, "--problems", 9, "--max-new-tokens", 32, "--seed", 3)
-    result, recipes = evaluated(
-        monkeypatch,
-        policy,
-        "--task",
-        "arithmetic",
-        *flags,
-        "task.options.num_eval=9",
-        "task.options.num_train=9",
-        "rollout.max_prompt_tokens=32",
-    )
+    overrides = ("task.options={num_eval: 9, num_train: 9}", "rollout.max_prompt_tokens=32")
+    result, (recipe,) = evaluated(monkeypatch, policy, "--task", "arithmetic", *flags, *overrides)
     assert (result.exit_code, result.stderr) == (0, "")
-    assert recipes[0].task.options == {"num_eval": 9, "num_train": 9}
-    assert recipes[0].eval.num_samples == 4
-    assert recipes[0].eval.num_problems == 9
-    assert recipes[0].rollout.max_new_tokens == 32
-    assert recipes[0].seed == 3
-    result, recipes = evaluated(monkeypatch, policy, "--recipe", recipe_file, "--temperature", 0)
-    assert recipes[0].rollout.num_prompts == 8
-    assert recipes[0].eval.temperature == 0
+    assert recipe.task.options == {"num_eval": 9, "num_train": 9}
+    assert (recipe.eval.num_samples, recipe.eval.num_problems) == (4, 9)
+    assert (recipe.rollout.max_new_tokens, recipe.seed) == (32, 3)
+    _, (recipe,) = evaluated(monkeypatch, policy, "--recipe", recipe_file, "--temperature", 0)
+    assert (recipe.rollout.num_prompts, recipe.eval.temperature) == (8, 0)
 
 
 def test_eval_of_a_run_uses_its_recipe_and_newest_checkpoint(
@@ -272,31 +258,31 @@ def test_eval_of_a_run_uses_its_recipe_and_newest_checkpoint(
     assert recipes[0].model.path == str(folder / "checkpoints" / "step_000010")
 
 
-def test_an_error_from_a_flag_names_the_flag(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result, _ = evaluated(monkeypatch, policy, "--task", "arithmetic", "--samples", 0, "--max-new-tokens", 32)
-    assert result.exit_code == 2
-    assert "--samples: eval.num_samples: should be greater than or equal to 1, found 0" in result.stderr
-
-
-def test_bench_lists_and_refuses_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_hands_its_options_to_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     def command(slots: int = 8) -> None:
         print("slots", slots)
 
-    monkeypatch.setattr("srtrl.resolve.list_modules", lambda *_: ["rollout"])
     monkeypatch.setattr("srtrl.resolve.resolve_class", lambda *_: command)
-    assert "names: rollout" in run("bench").stdout
-    assert "names: rollout" in run("bench", "--help").stdout
     assert "slots 16" in run("bench", "rollout", "--slots", 16).stdout
-    monkeypatch.undo()
-    result = run("bench", "rolout")
-    assert result.exit_code == 2
-    assert "`rolout` is not in srtrl/bench/" in result.stderr
 
 
-def test_report_of_a_folder_that_is_no_run(tmp_path: Path) -> None:
-    result = run("report", tmp_path)
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("bench", "rolout"), "`rolout` is not in srtrl/bench/, did you mean `rollout`?"),
+        (("report", "."), "is not the folder of a run"),
+        (("show-config",), "show-config needs a RECIPE, or --help-fields"),
+        (("eval", "bundled:tiny"), "--suite NAME, --task NAME or --recipe FILE"),
+        (
+            ("eval", "bundled:tiny", "--task", "arithmetic", "--samples", 0),
+            "--samples: eval.num_samples: should be gre",
+        ),
+    ],
+)
+def test_mistakes_of_the_user_exit_with_2(arguments: tuple[object, ...], error: str) -> None:
+    result = run(*arguments)
     assert result.exit_code == 2
-    assert "is not the folder of a run" in result.stderr
+    assert error in result.stderr
 
 
 def test_the_console_script_answers(tmp_path: Path) -> None:
