@@ -120,15 +120,14 @@ def _check_loss(recipe: Recipe) -> None:
     num_positional, keywords = LOSS
     if both := set(keywords).intersection(options):
         raise ValueError(f"algorithm.loss_options.{min(both)}: is an option of its own, algorithm.{min(both)}")
-    check_call(name, function, num_positional, (*keywords, *options))
-    if not options:
-        return
     tokens, index = torch.tensor([-0.5, -1.5]), torch.zeros(2, dtype=torch.int64)
     clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
     try:
-        function(tokens, tokens, tokens, index, **clip, **options)
+        check_call(name, function, num_positional, (*keywords, *options))
+        if options:
+            function(tokens, tokens, tokens, index, **clip, **options)
     except ValueError as error:
-        raise RecipeError(_problem_of(error, "algorithm.loss_options")) from error
+        raise RecipeError(_problem_of(error, "algorithm.loss_options" if options else "algorithm.loss")) from error
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         tried = f"`{name}` with {options}, tried on two tokens, raised {type(error).__name__}: {error}"
         raise ValueError(f"algorithm.loss_options: {tried}") from error

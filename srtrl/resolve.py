@@ -23,7 +23,6 @@ PARTS = {
     "algorithm.reduction": ("srtrl.algorithms.reductions", ("token_loss",)),
     "algorithm.kl.estimator": ("srtrl.algorithms.reductions", ("logprobs",)),
     "algorithm.filters": ("srtrl.algorithms.reductions", ("rewards",)),
-    "rewards": ("srtrl.tasks.rewards", ()),
 }
 """Option -> where its functions are, and the first argument by which they are known there, where that is needed."""
 
@@ -48,9 +47,7 @@ def resolve_function(module_name: str, name: str, first_arguments: Collection[st
     if ":" in name:
         return _resolve_own(name)
     module = importlib.import_module(module_name)
-    functions = list_functions(module, first_arguments)
-    if name not in functions:
-        raise ValueError(_unknown(name, functions, _path_of(module_name, ".py"), "package.module:function"))
+    _check_known(name, list_functions(module, first_arguments), f"{module_name.replace('.', '/')}.py")
     function: Callable[..., Any] = getattr(module, name)
     return function
 
@@ -59,9 +56,7 @@ def resolve_class(package_name: str, name: str, attribute: str) -> Any:
     """Return the class (or function) `attribute` of a package's module `name`, or the user's `package.module:Class`."""
     if ":" in name:
         return _resolve_own(name)
-    modules = list_modules(package_name, attribute)
-    if name not in modules:
-        raise ValueError(_unknown(name, modules, _path_of(package_name, "/"), "package.module:Class"))
+    _check_known(name, list_modules(package_name, attribute), f"{package_name.replace('.', '/')}/")
     return getattr(importlib.import_module(f"{package_name}.{name}"), attribute)
 
 
@@ -133,12 +128,7 @@ def _resolve_own(name: str) -> Callable[..., Any]:
     return value
 
 
-def _unknown(name: str, known: list[str], place: str, own_form: str) -> str:
-    return (
-        f"`{name}` is not in {place}{suggestion(name, known) or ';'} "
-        f"known: {', '.join(known) or 'none'}; or one of your own as {own_form}"
-    )
-
-
-def _path_of(module_name: str, ending: str) -> str:
-    return module_name.replace(".", "/") + ending
+def _check_known(name: str, known: list[str], place: str) -> None:
+    if name not in known:
+        names = f"known: {', '.join(known) or 'none'}; or one of your own as package.module:name"
+        raise ValueError(f"`{name}` is not in {place}{suggestion(name, known) or ';'} {names}")

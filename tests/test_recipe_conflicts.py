@@ -277,12 +277,16 @@ MISFITS = [
 OPTIONS = [
     # loss; its options; beginning of the problem ... another part of it
     ("own:needy_loss", "{}", "algorithm.loss: `own:needy_loss` cannot ... missing a required argument: 'tau'"),
-    ("dual_clip", "{ratio_kap: 3}", "algorithm.loss: `dual_clip` ... argument 'ratio_kap'; it is dual_clip(logprobs, "),
+    (
+        "dual_clip",
+        "{ratio_kap: 3}",
+        "algorithm.loss_options: `dual_clip` ... argument 'ratio_kap'; it is dual_clip(logprobs, ",
+    ),
     ("dual_clip", "{clip_low: 0.1}", "algorithm.loss_options.clip_low: is an option of its own, algorithm.clip_low"),
     (
         "own:loss",
         "{advantages: 0.1}",
-        "algorithm.loss: `own:loss` cannot ... multiple values for argument 'advantages'",
+        "algorithm.loss_options: `own:loss` ... multiple values for argument 'advantages'",
     ),
     ("dual_clip", "{ratio_cap: 0.5}", "algorithm.loss_options.ratio_cap: expected a number above 1, found 0.5"),
     ("own:loss", "{power: 0}", "algorithm.loss_options.power: expected at least 1, found 0"),
