@@ -1,37 +1,25 @@
 """What can be known to be wrong with a recipe before any weight is loaded: names, task options, paths, the machine."""
 
-import inspect
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from srtrl.recipe import Recipe
-from srtrl.recipe_errors import Key, Problem, RecipeError
-from srtrl.recipe_file import RecipeSource
-from srtrl.resolve import PARTS, UnknownOptionError, check_options, resolve_part
+from srtrl.recipe_file import Problem, RecipeError, RecipeSource
+from srtrl.resolve import check_call, resolve_part
 
+Call = tuple[int, tuple[str, ...]]
+"""How the trainer calls a function: the number of arguments by position, and the names of the others."""
 
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """How the trainer calls a function that a recipe names."""
-
-    option: str
-    """Which option of the recipe names it."""
-    num_positional: int
-    keywords: tuple[str, ...] = ()
-
-
-ADVANTAGE = Signature("algorithm.advantage", 1)
-TOKEN_ADVANTAGE = Signature("algorithm.advantage", 3, ("group_index", "gamma", "lam"))
+ADVANTAGE: Call = (1, ())
+TOKEN_ADVANTAGE: Call = (3, ("group_index", "gamma", "lam"))
 """Of an advantage function that is marked `@token_level`."""
-LOSS = Signature("algorithm.loss", 4, ("clip_low", "clip_high"))
-REDUCTION = Signature("algorithm.reduction", 2, ("sequence_lengths", "max_new_tokens"))
-KL_ESTIMATOR = Signature("algorithm.kl.estimator", 2)
-FILTER = Signature("algorithm.filters", 2)
-VALUE_LOSS = Signature("critic.value_loss", 4, ("value_clip",))
-REWARDS = "rewards"
+LOSS: Call = (4, ("clip_low", "clip_high"))
+REDUCTION: Call = (2, ("sequence_lengths", "max_new_tokens"))
+KL_ESTIMATOR: Call = (2, ())
+FILTER: Call = (2, ())
+VALUE_LOSS: Call = (4, ("value_clip",))
 
 
 def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_start: bool = False) -> None:
@@ -45,176 +33,125 @@ def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_sta
     Raises:
         RecipeError: listing every problem.
     """
-    problems = [
-        *_function_problems(recipe),
-        *_advantage_problems(recipe),
-        *_loss_problems(recipe),
-        *_reward_problems(recipe),
-        *_problems_of_parts(recipe, warm_start=warm_start),
-    ]
-    if problems:
-        raise RecipeError([source.located(problem) if source else problem for problem in problems])
-
-
-def _function_problems(recipe: Recipe) -> Iterator[Problem]:
-    algorithm = recipe.algorithm
-    named: list[tuple[Key, Signature, str]] = [
-        (("algorithm", "reduction"), REDUCTION, algorithm.reduction),
-        (("algorithm", "kl", "estimator"), KL_ESTIMATOR, algorithm.kl.estimator),
-        *((("algorithm", "filters", index), FILTER, name) for index, name in enumerate(algorithm.filters)),
-        *([(("critic", "value_loss"), VALUE_LOSS, recipe.critic.value_loss)] if recipe.critic else []),
-    ]
-    for key, signature, name in named:
+    problems: list[Problem] = []
+    for key, check in _checks(recipe, warm_start=warm_start):
         try:
-            _check_function(signature, name)
-        except ValueError as error:
-            yield Problem(key, str(error))
-
-
-def _check_function(signature: Signature, name: str) -> None:
-    """Raise ValueError for an unknown function, or one that the trainer could not call."""
-    function = resolve_part(signature.option, name)
-    arguments = dict.fromkeys(signature.keywords)
-    try:
-        inspect.signature(function).bind(*[None] * signature.num_positional, **arguments)
-    except TypeError as error:
-        call = ", ".join(
-            [f"{signature.num_positional} arguments", *(f"{keyword}=..." for keyword in signature.keywords)]
-        )
-        module_name, _ = PARTS[signature.option]
-        raise ValueError(
-            f"`{name}` cannot be called with ({call}): {error}; see {module_name.replace('.', '/')}.py"
-        ) from error
-
-
-def _advantage_problems(recipe: Recipe) -> Iterator[Problem]:
-    """An advantage is called as its mark says; what it does not use must not be set, and what it needs must be there.
-
-    `recipe_conflicts.py` knows our own functions by name; this looks at the function, and so at a user's too.
-    """
-    from srtrl.algorithms.advantages import is_token_level, needs_critic
-
-    algorithm, key = recipe.algorithm, ("algorithm", "advantage")
-    name = algorithm.advantage
-    try:
-        function = resolve_part(ADVANTAGE.option, name)
-        _check_function(TOKEN_ADVANTAGE if is_token_level(function) else ADVANTAGE, name)
-    except ValueError as error:
-        yield Problem(key, str(error))
-        return
-    if not is_token_level(function):
-        for option, value in (("gamma", algorithm.gamma), ("lam", algorithm.lam)):
-            if value != 1:
-                message = f"{name} gives all tokens of a sample one advantage (no @token_level): expected 1, found"
-                yield Problem(("algorithm", option), f"{message} {value:g}")
-    if is_token_level(function) and algorithm.loss == "gspo":
-        message = f"gspo has one ratio and one advantage a response, {name} one a token: expected gspo_token"
-        yield Problem(("algorithm", "loss"), message)
-    if needs_critic(function) and recipe.critic is None:
-        yield Problem(key, f"{name} needs a critic: add a section `critic: {{}}`")
-    if recipe.critic is not None and not needs_critic(function):
-        yield Problem(
-            ("critic",),
-            f"algorithm.advantage {name} uses no critic (no @token_level(needs_critic=True)): leave the critic out, "
-            "or take gae",
-        )
-
-
-def _loss_problems(recipe: Recipe) -> Iterator[Problem]:
-    """A loss that is not there or cannot be called, options that it does not have, and values of theirs it refuses."""
-    name, options = recipe.algorithm.loss, recipe.algorithm.loss_options
-    key: Key = ("algorithm", "loss")
-    options_key: Key = ("algorithm", "loss_options")
-    try:
-        function = resolve_part(LOSS.option, name)
-        check_options(name, function, options, num_positional=LOSS.num_positional, reserved=LOSS.keywords)
-        _check_function(replace(LOSS, keywords=(*LOSS.keywords, *options)), name)
-    except UnknownOptionError as error:
-        yield Problem((*options_key, error.option), str(error))
-        return
-    except ValueError as error:
-        yield Problem(key, str(error))
-        return
-    if not options:
-        return
-    try:
-        _call_loss(function, recipe)
-    except ValueError as error:
-        yield _problem_of(error, options_key)
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
-        tried = f"`{name}` with {options}, tried on two tokens, raised {type(error).__name__}"
-        yield Problem(options_key, f"{tried}: {error}" if str(error) else tried)
-
-
-def _call_loss(function: Callable[..., Any], recipe: Recipe) -> None:
-    """Call a loss as the trainer will, on two tokens."""
-    import torch
-
-    algorithm = recipe.algorithm
-    tokens = torch.tensor([-0.5, -1.5])
-    index = torch.zeros(2, dtype=torch.int64)
-    clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
-    function(tokens, tokens, tokens, index, **clip, **algorithm.loss_options)
-
-
-def _reward_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Rewards that are not there, that refuse their options, or that the grader could not call."""
-    from srtrl.tasks.reward_terms import check_reward_options, resolve_rewards
-
-    for index, section in enumerate(recipe.rewards):
-        part = "name"
-        try:
-            function = resolve_part(REWARDS, section.name)
-            part = "options"
-            check_reward_options(section.name, function, section.options, recipe.rollout.max_new_tokens)
-            part = "name"
-            _check_function(Signature(REWARDS, 1, tuple(section.options)), section.name)
-            resolve_rewards([section], recipe.rollout.max_new_tokens)
-        except ValueError as error:
-            yield Problem(("rewards", index, part), str(error))
-
-
-def _problems_of_parts(recipe: Recipe, *, warm_start: bool) -> Iterator[Problem]:
-    from_scratch = warm_start and recipe.warm_start is not None and recipe.warm_start.architecture is not None
-    checks: list[tuple[Key, Callable[[Recipe], None]]] = [
-        (("task", "name"), _check_task),
-        (("model", "path"), _check_architecture if from_scratch else _check_model),
-        (("critic", "path"), _check_critic),
-        (("rollout", "drafter"), _check_drafter),
-        (("device",), _check_device),
-        (("log", "trackers"), _check_trackers),
-    ]
-    for key, check in checks:
-        try:
-            check(recipe)
+            check()
         except RecipeError as error:
-            yield from error.problems
+            problems.extend(error.problems)
         except ValueError as error:
-            yield _problem_of(error, key)
+            problems.append(_problem_of(error, key))
+    if problems:
+        found = RecipeError(*problems)
+        raise source.located(found) if source else found
 
 
-def _problem_of(error: Exception, default_key: Key) -> Problem:
+def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Key of the recipe -> a function that raises ValueError where the value there is wrong."""
+    from srtrl.tasks.base import check_task
+    from srtrl.tasks.reward_terms import resolve_rewards
+    from srtrl.trainer.build import build_drafter, check_trackers, choose_device, is_deterministic
+
+    algorithm = recipe.algorithm
+    functions = [
+        ("algorithm.reduction", REDUCTION, algorithm.reduction),
+        ("algorithm.kl.estimator", KL_ESTIMATOR, algorithm.kl.estimator),
+        *((f"algorithm.filters.{index}", FILTER, name) for index, name in enumerate(algorithm.filters)),
+    ]
+    if recipe.critic is not None:
+        functions.append(("critic.value_loss", VALUE_LOSS, recipe.critic.value_loss))
+        yield "critic.path", partial(_check_critic, recipe)
+    for key, call, name in functions:
+        yield key, partial(_check_function, re.sub(r"\.\d+$", "", key), name, call)
+    yield "algorithm.advantage", partial(_check_advantage, recipe)
+    yield "algorithm.loss", partial(_check_loss, recipe)
+    yield "rewards", partial(resolve_rewards, recipe.rewards, recipe.rollout.max_new_tokens)
+    yield "task.name", partial(check_task, recipe)
+    yield "model.path", partial(_check_model, recipe, warm_start=warm_start)
+    yield "rollout.drafter", partial(build_drafter, recipe)
+    yield "device", lambda: is_deterministic(recipe, choose_device(recipe))
+    yield "log.trackers", partial(check_trackers, recipe.log.trackers)
+
+
+def _problem_of(error: Exception, default_key: str) -> Problem:
     """A message that begins with its option ("task.options.train.files.0: no file ...") is a problem of that one."""
-    option, _, message = str(error).partition(": ")
-    if re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*", option) and option.split(".")[0] == default_key[0]:
-        return Problem(tuple(int(part) if part.isdecimal() else part for part in option.split(".")), message)
+    key, _, message = str(error).partition(": ")
+    if re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*", key) and key.partition(".")[0] == default_key.partition(".")[0]:
+        return Problem(key, message)
     return Problem(default_key, str(error))
 
 
-def _check_task(recipe: Recipe) -> None:
-    from srtrl.tasks.base import check_task
-
-    check_task(recipe)
+def _check_function(option: str, name: str, call: Call) -> None:
+    check_call(name, resolve_part(option, name), *call)
 
 
-def _check_model(recipe: Recipe) -> None:
-    """A local model must be there, of a supported architecture, with room for the lengths; the hub is not asked."""
+def _check_advantage(recipe: Recipe) -> None:
+    """An advantage is called as its mark says; the recipe must have what it needs and nothing that it does not use."""
+    from srtrl.algorithms.advantages import is_token_level, needs_critic
+
+    algorithm, name = recipe.algorithm, recipe.algorithm.advantage
+    function = resolve_part("algorithm.advantage", name)
+    check_call(name, function, *(TOKEN_ADVANTAGE if is_token_level(function) else ADVANTAGE))
+    problems = []
+    if is_token_level(function) and algorithm.loss == "gspo":
+        message = f"gspo has one ratio and one advantage a response, {name} one a token: expected gspo_token"
+        problems.append(Problem("algorithm.loss", message))
+    for option, value in (("gamma", algorithm.gamma), ("lam", algorithm.lam)):
+        if not is_token_level(function) and value != 1:
+            message = (
+                f"{name} gives all tokens of a sample one advantage (no @token_level): expected 1, found {value:g}"
+            )
+            problems.append(Problem(f"algorithm.{option}", message))
+    if needs_critic(function) and recipe.critic is None:
+        problems.append(Problem("algorithm.advantage", f"{name} needs a critic: add a section `critic: {{}}`"))
+    if recipe.critic is not None and not needs_critic(function):
+        message = f"algorithm.advantage {name} uses no critic (no @token_level(needs_critic=True)): leave it out, "
+        problems.append(Problem("critic", f"{message}or take gae"))
+    if problems:
+        raise RecipeError(*problems)
+
+
+def _check_loss(recipe: Recipe) -> None:
+    """Call the loss as the trainer will, on two tokens: its options, and what values it takes."""
+    import torch
+
+    algorithm, name, options = recipe.algorithm, recipe.algorithm.loss, recipe.algorithm.loss_options
+    function = resolve_part("algorithm.loss", name)
+    num_positional, keywords = LOSS
+    if both := set(keywords).intersection(options):
+        raise ValueError(f"algorithm.loss_options.{min(both)}: is an option of its own, algorithm.{min(both)}")
+    tokens, index = torch.tensor([-0.5, -1.5]), torch.zeros(2, dtype=torch.int64)
+    clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
+    try:
+        check_call(name, function, num_positional, (*keywords, *options))
+        if options:
+            function(tokens, tokens, tokens, index, **clip, **options)
+    except ValueError as error:
+        raise RecipeError(_problem_of(error, "algorithm.loss_options" if options else "algorithm.loss")) from error
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        tried = f"`{name}` with {options}, tried on two tokens, raised {type(error).__name__}: {error}"
+        raise ValueError(f"algorithm.loss_options: {tried}") from error
+
+
+def _check_model(recipe: Recipe, *, warm_start: bool) -> None:
+    """A local model must be there, of a supported architecture, with room for the lengths; the hub is not asked.
+
+    A model that a warm start makes must have room for them; `model.path` is not read then.
+    """
     from srtrl.model.weights import read_config
 
-    path = recipe.model.path
-    if not _is_local(path):
+    model = recipe.model.path
+    architecture = recipe.warm_start.architecture if warm_start and recipe.warm_start else None
+    if architecture is not None:
+        model, num_positions = "warm_start.architecture", architecture.max_position_embeddings
+    elif _is_local(model):
+        num_positions = read_config(model).max_position_embeddings
+    else:
         return
-    _check_length(recipe, read_config(path).max_position_embeddings, path)
+    longest = recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens
+    if longest > num_positions:
+        message = f"max_prompt_tokens + max_new_tokens = {longest} is beyond the {num_positions} positions of {model}"
+        raise RecipeError(Problem("rollout.max_new_tokens", message))
 
 
 def _check_critic(recipe: Recipe) -> None:
@@ -222,51 +159,12 @@ def _check_critic(recipe: Recipe) -> None:
     from srtrl.model.weights import read_config
     from srtrl.trainer.build import build_tokenizer, check_critic
 
-    critic_path = recipe.critic.path if recipe.critic else None
-    policy = recipe.model.path
-    if (
-        critic_path is None
-        or not _is_local(critic_path)
-        or not (policy.startswith("bundled:") or Path(policy).exists())
-    ):
-        return
-    check_critic(recipe, read_config(recipe.model.path).vocab_size, build_tokenizer(recipe))
-
-
-def _check_architecture(recipe: Recipe) -> None:
-    """A model from scratch must have room for the lengths; `model.path` is not read."""
-    assert recipe.warm_start is not None
-    assert recipe.warm_start.architecture is not None
-    num_positions = recipe.warm_start.architecture.max_position_embeddings
-    _check_length(recipe, num_positions, "warm_start.architecture (max_position_embeddings)")
-
-
-def _check_length(recipe: Recipe, num_positions: int, model: str) -> None:
-    longest = recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens
-    if longest > num_positions:
-        key = ("rollout", "max_new_tokens")
-        message = f"max_prompt_tokens + max_new_tokens = {longest} is beyond the {num_positions} positions of {model}"
-        raise RecipeError([Problem(key, message)])
+    assert recipe.critic is not None
+    critic, policy = recipe.critic.path, recipe.model.path
+    if critic is not None and _is_local(critic) and (policy.startswith("bundled:") or Path(policy).exists()):
+        check_critic(recipe, read_config(policy).vocab_size, build_tokenizer(recipe))
 
 
 def _is_local(path: str) -> bool:
     """A hub name is `name` or `organisation/name`; what cannot be one was meant as a folder, there or not."""
     return path.startswith(("bundled:", ".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
-
-
-def _check_drafter(recipe: Recipe) -> None:
-    from srtrl.trainer.build import build_drafter
-
-    build_drafter(recipe)
-
-
-def _check_device(recipe: Recipe) -> None:
-    from srtrl.trainer.build import choose_device, is_deterministic
-
-    is_deterministic(recipe, choose_device(recipe))
-
-
-def _check_trackers(recipe: Recipe) -> None:
-    from srtrl.trainer.build import check_trackers
-
-    check_trackers(recipe.log.trackers)

@@ -1,24 +1,21 @@
 """The command line: a command checks its arguments and calls one function. Heavy imports wait until then."""
 
-import functools
 import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, ParamSpec
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from srtrl import __version__
+from srtrl import __version__, generate
 from srtrl.bench.replay import replay
 from srtrl.evaluation import command as evaluation
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import RecipeSource, build_recipe, dump_recipe, read_source
 from srtrl.report import compare, trie
-
-P = ParamSpec("P")
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, such as those in recipes/.")]
 Overrides = Annotated[
@@ -26,10 +23,37 @@ Overrides = Annotated[
     typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that replace those of the recipe."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete what is in the way and begin again.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an existing result and start again.")]
+
+
+class Commands(TyperGroup):
+    """The commands; their errors become messages and exit codes.
+
+    2: a mistake of the user: a ValueError that our own code raised. 1: a RuntimeError or FloatingPointError of ours (a
+    run that had to stop). 130: interrupted. Any other exception is a bug and keeps its traceback, as all do with
+    SRTRL_TRACEBACK=1.
+    """
+
+    def invoke(self, context: Any) -> Any:
+        """Run the command that the arguments name."""
+        try:
+            return super().invoke(context)
+        except typer.Exit:  # a RuntimeError too
+            raise
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(130) from None
+        except (ValueError, RuntimeError, FloatingPointError) as error:
+            raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+            if not raised_in.is_relative_to(Path(__file__).parent) or os.environ.get("SRTRL_TRACEBACK") == "1":
+                raise
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
+
 
 app = typer.Typer(
     name="srtrl",
+    cls=Commands,
     help="Reinforcement learning of language models with rollouts that are fast and exact.",
     no_args_is_help=True,
     add_completion=False,
@@ -42,42 +66,6 @@ app = typer.Typer(
 def main() -> None:
     """Entry point of the console script."""
     app()
-
-
-def command(name: str, **settings: Any) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Register a command whose errors become messages and exit codes.
-
-    2: a mistake of the user: a ValueError that our own code raised. 1: a RuntimeError or FloatingPointError of ours (a
-    run that had to stop). 130: interrupted. Any other exception is a bug and keeps its traceback, as all do with
-    SRTRL_TRACEBACK=1.
-    """
-
-    def register(function: Callable[P, None]) -> Callable[P, None]:
-        @functools.wraps(function)
-        def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
-            try:
-                function(*args, **kwargs)
-            except typer.Exit:  # a RuntimeError too
-                raise
-            except KeyboardInterrupt:
-                print("interrupted", file=sys.stderr)
-                raise typer.Exit(130) from None
-            except (ValueError, RuntimeError, FloatingPointError) as error:
-                if not _is_ours(error) or os.environ.get("SRTRL_TRACEBACK") == "1":
-                    raise
-                print(f"error: {error}", file=sys.stderr)
-                raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
-
-        app.command(name, **settings)(guarded)
-        return guarded
-
-    return register
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Whether the exception was raised in a file of this package."""
-    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-    return Path(raised_in).is_relative_to(Path(__file__).parent)
 
 
 def _print_version(value: bool) -> None:
@@ -104,11 +92,11 @@ def _load_checked(source: RecipeSource, *, warm_start: bool = False) -> Recipe:
     return recipe
 
 
-@command("train")
+@app.command("train")
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint.")] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Train a policy by reinforcement learning.
@@ -123,12 +111,12 @@ def train(
     _print_table(summary_table(result.summary))
     if result.interrupted:
         again = shlex.join(["srtrl", "train", str(recipe), *(overrides or ()), "--resume"])
-        print(f"interrupted after step {result.summary.num_steps}; to go on: {again}")
+        print(f"interrupted after step {result.summary.num_steps}; to resume: {again}")
         raise typer.Exit(130)
     print(f"the run is in {result.folder}; its page: srtrl report {result.folder}")
 
 
-@command("warm-start")
+@app.command("warm-start")
 def warm_start(recipe: RecipePath, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
     """Fine-tune a policy on the task's solutions.
 
@@ -143,92 +131,11 @@ def warm_start(recipe: RecipePath, overrides: Overrides = None, overwrite: Overw
         _print_table(eval_table(str(summary.output), {"held-out problems": summary.held_out}))
 
 
-command("eval")(evaluation.command)
+app.command("eval")(evaluation.command)
+app.command("generate")(generate.command)
 
 
-@command("generate")
-def generate(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Hugging Face folder, hub name, `bundled:tiny`, or a checkpoint.")
-    ],
-    *,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help='File of JSON rows: {"prompt": TEXT} or {"token_ids": [...]}, with or without "id".'),
-    ] = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="A prompt's text; may be given more than once.")
-    ] = None,
-    prompt_ids: Annotated[
-        list[str] | None, typer.Option(metavar="1,2,3", help="A prompt's token ids; likewise.")
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Completions of each prompt.")] = 1,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Keep the k most likely tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens of this mass.")] = 1.0,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="End once the text contains this; likewise.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest completion.")] = 256,
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same completions.")] = 0,
-    slots: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 64,
-    kv_memory_gib: Annotated[
-        float | None, typer.Option(help="Most memory of the KV cache; by default 4, on CUDA 0.85 of what is free.")
-    ] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights.")] = "float32",
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")] = "auto",
-    drafter: Annotated[
-        str, typer.Option(help="Guesses tokens; changes the speed only. `none` drafts nothing.")
-    ] = "srt",
-    cache: Annotated[Path | None, typer.Option(help="Rollouts to draft from: a run, .parquet or .jsonl.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Give each text to the model's chat template.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Complete prompts.
-
-    Rows come out in the order of the prompts, each as soon as it is its turn. A prompt that cannot be served is named
-    on standard error, the others go on, and the exit code is 2.
-    """
-    from srtrl import generate as generation
-    from srtrl.types import SamplingParams
-
-    if not 0 < top_p <= 1:
-        raise ValueError(f"--top-p: expected a number above 0 and at most 1, found {top_p}")
-    if kv_memory_gib is not None and kv_memory_gib <= 0:
-        raise ValueError(f"--kv-memory-gib: expected a number above 0, found {kv_memory_gib}")
-    sampling = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop_strings=tuple(stop or ()),
-    )
-    options = generation.GenerateOptions(
-        num_samples=samples,
-        sampling=sampling,
-        seed=seed,
-        slots=slots,
-        kv_memory_gib="auto" if kv_memory_gib is None else kv_memory_gib,
-        dtype=dtype,
-        device=device,
-        drafter=drafter,
-        cache=cache,
-        chat=chat,
-    )
-    sources = generation.gather_prompts(prompts, prompt or (), prompt_ids or ())
-    num_failed = generation.generate(
-        model,
-        sources,
-        options,
-        on_row=lambda row: print(row.to_json() if as_json else row.to_text(), flush=True),
-        on_error=lambda message: print(f"error: {message}", file=sys.stderr, flush=True),
-        on_note=lambda message: print(message, file=sys.stderr, flush=True),
-    )
-    if num_failed:
-        raise typer.Exit(2)
-
-
-@command(
+@app.command(
     "bench",
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
@@ -256,10 +163,10 @@ def bench(
     benchmark(args=context.args, prog_name=f"srtrl bench {name}")
 
 
-command("replay")(replay)
+app.command("replay")(replay)
 
 
-@command("report")
+@app.command("report")
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
     open_page: Annotated[bool, typer.Option("--open", help="Show it in the browser, where there is one.")] = False,
@@ -276,11 +183,11 @@ def report(
         open_in_browser(path)
 
 
-command("compare")(compare.command)
-command("trie")(trie.command)
+app.command("compare")(compare.command)
+app.command("trie")(trie.command)
 
 
-@command("show-config")
+@app.command("show-config")
 def show_config(
     recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="A YAML file.")] = None,
     overrides: Overrides = None,

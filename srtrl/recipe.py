@@ -4,13 +4,23 @@ The docstring under a field is its documentation (`srtrl show-config --help-fiel
 overrides and error messages live in `recipe_file.py`; names such as `algorithm.loss` are resolved by `resolve.py`.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from srtrl.recipe_algorithm import AlgorithmSection, CriticSection
-from srtrl.recipe_base import RecipeConflictsError, Schedule, Section, UpdatePlan
-from srtrl.recipe_conflicts import find_conflicts
+from srtrl.recipe_conflicts import RecipeConflictsError, find_conflicts
+
+Schedule = Literal["constant", "linear", "cosine"]
+"""A learning rate after its warm-up."""
+
+
+class Section(BaseModel):
+    """A strict part of a recipe: unknown keys are errors, values are not coerced between types."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class ModelSection(Section):
@@ -23,8 +33,8 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the policy's weights (and the critic's). The optimizer works in float32 either way.
 
-    bfloat16 has float32 master weights, moments and gradient sums behind it, without which small updates would vanish:
-    18 bytes a parameter against 16, but matrix products and the decoder take the weights as they are.
+    bfloat16 has float32 master weights, moments and gradient sums, without which small updates would vanish: 18
+    bytes per parameter instead of 16, but matrix products and the decoder use the weights as they are.
     """
     decode_dtype: Literal["float32", "bfloat16"] | None = None
     """Type the decoder computes in; by default `dtype`, and then decoder and update share one set of weights."""
@@ -63,9 +73,9 @@ class GradingSection(Section):
     """Where and how long rewards run."""
 
     num_workers: int = Field(default=2, ge=1)
-    """Worker processes that grade beside the decoder (only for rewards that ask to run apart, such as math-verify)."""
+    """Worker processes that grade while the decoder runs (only for isolated rewards and verifiers: math-verify)."""
     timeout_seconds: float = Field(default=10.0, gt=0)
-    """CPU seconds one sample may take; a sample beyond is retried once alone and then counted as `timeout`."""
+    """CPU seconds one sample may take; a sample that takes longer is retried once alone, then counted as `timeout`."""
 
 
 class RolloutSection(Section):
@@ -81,14 +91,14 @@ class RolloutSection(Section):
     dynamic_sampling: bool = False
     """Replace the groups that `algorithm.filters` drop by further prompts until the batch has `num_prompts` (DAPO)."""
     max_open_prompts: int | None = Field(default=None, ge=1)
-    """With dynamic sampling: most prompts decoded or graded at the same time; by default `num_prompts`."""
+    """With dynamic sampling: maximum number of prompts decoded or graded at a time; by default `num_prompts`."""
     max_draws: int | None = Field(default=None, ge=1)
-    """With dynamic sampling: most prompts drawn in a step; by default 10 x `num_prompts`.
+    """With dynamic sampling: maximum number of prompts drawn in a step; by default 10 x `num_prompts`.
 
-    Where they do not suffice the step learns from the groups that it has, and says so.
+    Where these are not enough the step learns from the groups that it has, and logs it.
     """
     max_prompt_tokens: int = Field(ge=1)
-    """Longest prompt; the task's `overlong_prompts` option says what happens to a longer one."""
+    """Longest prompt; the task's `overlong_prompts` option decides what happens to a longer one."""
     max_new_tokens: int = Field(ge=1)
     """Longest response, the end token included."""
     temperature: float = Field(default=1.0, gt=0)
@@ -100,9 +110,9 @@ class RolloutSection(Section):
     drafter_options: dict[str, Any] = Field(default_factory=dict)
     """Options of that drafter; its `Options` class documents and checks them."""
     draft_budget: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
-    """`auto`: as many draft nodes as pay, by the measured cost of a step; N: at most N (and 128) nodes a sequence."""
+    """`auto`: the number of draft nodes that pays, by the measured cost of steps; N: at most N and 128 per sequence."""
     slots: int = Field(default=64, ge=1)
-    """Sequences decoded at once; a finished one is replaced at once."""
+    """Sequences decoded at a time; a finished one is replaced at once."""
     run_ahead: Literal["off", "next_step"] = "next_step"
     """What idle slots decode: `next_step`, samples of the next step, whose text is a draft when their turn comes.
 
@@ -112,7 +122,7 @@ class RolloutSection(Section):
     rows for them.
     """
     run_ahead_max_slowdown: Literal["auto"] | Annotated[float, Field(ge=0)] = "auto"
-    """Most that run-aheads may slow a decode step down, as a share of its time; 0 allows only what is free.
+    """Maximum slowdown of a decode step by run-aheads, as a share of its time; 0 allows only what is free.
 
     `auto`: 0.03, by the measured cost of steps. Where a row costs as much as a token, as on most CPUs, that leaves no
     rows.
@@ -122,9 +132,9 @@ class RolloutSection(Section):
     num_pages: int | None = Field(default=None, ge=1)
     """Pages of the KV cache; by default enough for all slots at full length, within `kv_memory_gib`."""
     kv_memory_gib: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
-    """Most memory of the KV cache where `num_pages` is not set; `auto`: 4 on a CPU, on CUDA `kv_memory_share`.
+    """Maximum memory of the KV cache where `num_pages` is not set; `auto`: 4 on a CPU, on CUDA `kv_memory_share`.
 
-    Where a CUDA device has not as much left, there are fewer pages, and a warning says so.
+    Where a CUDA device has less free memory, there are fewer pages, and a warning.
     """
     kv_memory_share: float = Field(default=0.5, gt=0, lt=1)
     """On CUDA, of the memory left beside weights, optimizers and gradients, the part for the KV cache.
@@ -140,13 +150,88 @@ class RolloutSection(Section):
     cuda_graphs: bool = True
     """On CUDA, launch a decode step as one captured graph. False saves their memory, but small steps take longer."""
     prefill_chunk_tokens: int = Field(default=512, ge=1)
-    """Most prompt tokens computed in one decode step, beside the decoding sequences."""
+    """Maximum number of prompt tokens computed in one decode step, beside the decoding sequences."""
     deterministic: bool | None = None
-    """Same tokens and bit-equal log-probs whatever the slots, pages, drafter and batch (one machine, one thread count).
+    """Same tokens and bit-equal log-probs for any slots, pages, drafter and batch (one machine, one thread count).
 
     For decoding on a CPU, where it is nearly free and on by default. On a CUDA device `true` is refused: kernels there
     sum in an order that depends on the batch. Drafts do not change the distribution of the tokens in any case.
     """
+
+
+class KLSection(Section):
+    """The KL divergence to the frozen reference policy."""
+
+    coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the KL to the frozen reference policy; 0 keeps no reference. With a `target` only the first value."""
+    estimator: str = "k3"
+    """A function in `srtrl/algorithms/reductions.py`, or `package.module:function` of your own."""
+    placement: Literal["loss", "reward"] = "loss"
+    """`loss`: added to the loss (GRPO); `reward`: subtracted from the reward before advantages (PPO, REINFORCE++)."""
+    target: float | None = Field(default=None, gt=0)
+    """Adaptive coefficient: it rises and falls to hold the KL here, in nats a token; by default it is fixed."""
+    horizon: int = Field(default=10_000, ge=1)
+    """Samples over which the adaptive coefficient follows; a smaller one follows faster."""
+
+
+class AlgorithmSection(Section):
+    """How rewards become a gradient."""
+
+    advantage: str = "group_relative"
+    """A function in `srtrl/algorithms/advantages.py`, or `package.module:function` of your own."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount of a token's later rewards (token-level advantages only: `gae`, `reinforce_plus_plus`)."""
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """Lambda of `gae`: 1 trusts the rewards, 0 the critic (token-level advantages only)."""
+    whiten_advantages: bool = False
+    """Bring the advantages of all response tokens of a step to mean 0 and standard deviation 1."""
+    loss: str = "ppo_clip"
+    """A function in `srtrl/algorithms/losses.py`, or `package.module:function` of your own."""
+    loss_options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of that loss, such as `ratio_cap` of `dual_clip`."""
+    reduction: str = "sequence_mean_token_mean"
+    """How token losses become one number: a function in `srtrl/algorithms/reductions.py`, or one of your own."""
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """The ratio is clipped below at 1 - `clip_low`; at 1 there is no such clip, for no ratio is below 0."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """The ratio is clipped above at 1 + `clip_high`."""
+    kl: KLSection = KLSection()
+    """KL to the frozen reference."""
+    old_logprobs: Literal["rollout", "recompute"] = "rollout"
+    """`rollout` reuses the decoder's log-probs; `recompute` spends one forward pass of the trainer."""
+    importance_cap: float | None = Field(default=None, gt=0)
+    """Weigh the loss by min(trainer's probability / decoder's, this cap); needs `old_logprobs: recompute`."""
+    importance_level: Literal["token", "sequence"] = "token"
+    """Whether those two probabilities are a token's or the whole response's."""
+    filters: list[str] = Field(default_factory=list)
+    """Functions in `srtrl/algorithms/reductions.py` (or your own) that drop groups before the update, in this order."""
+    overlong_filtering: bool = False
+    """Learn nothing from samples truncated at the length limit; their rewards stay in the baseline of their group."""
+
+
+class CriticSection(Section):
+    """PPO's value model: a transformer of its own with one number a token, its own optimizer and learning rate."""
+
+    path: str | None = None
+    """Weights that it starts from (a Hugging Face folder, hub name or `bundled:tiny`); by default `model.path`."""
+    learning_rate: float = Field(default=1e-5, gt=0)
+    """Peak learning rate of its AdamW; schedule, decay rates and epsilon are those of `train`."""
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up of that learning rate."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Training steps, from the first, in which only the critic learns."""
+    num_epochs: int | None = Field(default=None, ge=1)
+    """Passes over each rollout batch; by default `train.num_epochs`."""
+    mini_batch_prompts: int | None = Field(default=None, ge=1)
+    """Prompts of one optimizer step; by default `train.mini_batch_prompts`."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's weight decay (matrices only)."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """The gradient's norm is clipped to this."""
+    value_loss: str = "clipped_value"
+    """A function in `srtrl/algorithms/losses.py`, or `package.module:function` of your own."""
+    value_clip: float = Field(default=0.2, gt=0)
+    """`clipped_value`: how far a value may move from the one before the update."""
 
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
@@ -172,7 +257,7 @@ class TrainSection(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up."""
     schedule: Schedule = "constant"
-    """Learning rate after the warm-up; `linear` and `cosine` fall to zero just behind the last step."""
+    """Learning rate after the warm-up; `linear` and `cosine` fall to zero just after the last step."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's weight decay (matrices only; not norms, biases or embeddings)."""
     betas: tuple[DecayRate, DecayRate] = Field(default=(0.9, 0.999), strict=False)
@@ -182,7 +267,7 @@ class TrainSection(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """The gradient's norm is clipped to this."""
     peak_tflops: float | None = Field(default=None, gt=0)
-    """What the device can do at most, in 10^12 operations a second; `time/update_mfu` is logged where it is given.
+    """Peak of the device in 10^12 operations per second; `time/update_mfu` is logged where it is given.
 
     Take the figure of `srtrl bench gpu`, or the data sheet's for dense matrices of the update's type.
     """
@@ -259,7 +344,7 @@ class WarmStartSection(Section):
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=20, ge=0)
-    """Optimizer steps of linear warm-up; the rate then falls to zero along a cosine."""
+    """Optimizer steps of linear warm-up; the learning rate then falls to zero along a cosine."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
@@ -267,11 +352,32 @@ class WarmStartSection(Section):
     num_problems: int | None = Field(default=None, ge=1)
     """Training problems to use, from the first; by default all (a procedural task: as many as the steps need)."""
     noise: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the solutions' tokens that are replaced by random ones: makes a policy that errs now and then."""
+    """Share of the solutions' tokens that are replaced by random ones: the policy then makes mistakes."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the saved weights."""
     output: str
     """Folder of the resulting policy (Hugging Face layout)."""
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class UpdatePlan:
+    """How many optimizer steps one model takes, on how much and how large; every default is filled in."""
+
+    mini_batch_prompts: int
+    """Prompts of one optimizer step."""
+    num_epochs: int
+    """Passes over each rollout batch."""
+    steps_per_batch: int
+    """Optimizer steps of one training step whose batch is full."""
+    num_skipped: int
+    """Training steps, from the first, in which this model does not learn."""
+    num_steps: int
+    """Optimizer steps of the whole run."""
+    learning_rate: float
+    """The peak."""
+    warmup_steps: int
+    """Optimizer steps of linear warm-up."""
+    schedule: Schedule
 
 
 class Recipe(Section):
@@ -312,38 +418,19 @@ class Recipe(Section):
 
     @property
     def policy_updates(self) -> UpdatePlan:
-        """The policy's optimizer steps; they begin behind the steps in which only the critic learns."""
-        train = self.train
-        return self._update_plan(
-            mini_batch_prompts=train.mini_batch_prompts,
-            num_epochs=train.num_epochs,
-            num_skipped=self.critic.warmup_steps if self.critic else 0,
-            learning_rate=train.learning_rate,
-            warmup_steps=train.warmup_steps,
-        )
+        """The policy's optimizer steps; they begin after the steps in which only the critic learns."""
+        num_skipped = self.critic.warmup_steps if self.critic else 0
+        return self._update_plan(self.train, self.train.warmup_steps, num_skipped)
 
     @property
     def critic_updates(self) -> UpdatePlan:
-        """The critic's optimizer steps; where it says nothing they are cut like the policy's."""
+        """The critic's optimizer steps; what its section leaves out is as for the policy."""
         assert self.critic is not None, "the recipe has no critic"
-        return self._update_plan(
-            mini_batch_prompts=self.critic.mini_batch_prompts or self.train.mini_batch_prompts,
-            num_epochs=self.critic.num_epochs or self.train.num_epochs,
-            num_skipped=0,
-            learning_rate=self.critic.learning_rate,
-            warmup_steps=self.critic.lr_warmup_steps,
-        )
+        return self._update_plan(self.critic, self.critic.lr_warmup_steps, num_skipped=0)
 
-    def _update_plan(
-        self,
-        *,
-        mini_batch_prompts: int | None,
-        num_epochs: int,
-        num_skipped: int,
-        learning_rate: float,
-        warmup_steps: int,
-    ) -> UpdatePlan:
-        size = mini_batch_prompts or self.rollout.num_prompts
+    def _update_plan(self, section: TrainSection | CriticSection, warmup_steps: int, num_skipped: int) -> UpdatePlan:
+        size = section.mini_batch_prompts or self.train.mini_batch_prompts or self.rollout.num_prompts
+        num_epochs = section.num_epochs or self.train.num_epochs
         per_batch = num_epochs * (self.rollout.num_prompts // size)
         return UpdatePlan(
             mini_batch_prompts=size,
@@ -351,7 +438,7 @@ class Recipe(Section):
             steps_per_batch=per_batch,
             num_skipped=num_skipped,
             num_steps=(self.train.num_steps - num_skipped) * per_batch,
-            learning_rate=learning_rate,
+            learning_rate=section.learning_rate,
             warmup_steps=warmup_steps,
             schedule=self.train.schedule,
         )
@@ -359,7 +446,6 @@ class Recipe(Section):
     @model_validator(mode="after")
     def check_combinations(self) -> Self:
         """Refuse combinations that cannot run, before any weight is loaded."""
-        conflicts = list(find_conflicts(self))
-        if conflicts:
+        if conflicts := list(find_conflicts(self)):
             raise RecipeConflictsError(conflicts)
         return self

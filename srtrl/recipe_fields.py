@@ -1,4 +1,4 @@
-"""The documentation of a recipe's fields, as text: the docstrings of the schema, with types and defaults."""
+"""The fields of a recipe: what keys there are, for error messages, and their documentation as text."""
 
 import json
 import types
@@ -7,12 +7,28 @@ from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
-from srtrl.recipe_base import Section
-from srtrl.recipe_errors import section_in
+from srtrl.recipe import Section
 
 NAMES = {str: "text", int: "integer", float: "number", bool: "true | false", type(None): "null", Any: "anything"}
+
+
+def fields_of(section: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
+    """Every field of a section and of those inside it, by dotted key; an item of a list has the key `N`."""
+    fields = {}
+    for name, info in section.model_fields.items():
+        fields[f"{prefix}{name}"] = info
+        if inner := section_in(info.annotation):
+            item = "N." if get_origin(info.annotation) is list else ""
+            fields |= fields_of(inner, f"{prefix}{name}.{item}")
+    return fields
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """The section class that an annotation is or holds: `X`, `X | None`, `list[X]`."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next((inner for item in get_args(annotation) if (inner := section_in(item))), None)
 
 
 def describe_fields(section: type[Section], prefix: str = "") -> str:
@@ -21,17 +37,12 @@ def describe_fields(section: type[Section], prefix: str = "") -> str:
 
 
 def _lines(section: type[Section], prefix: str) -> Iterator[str]:
-    for name, info in section.model_fields.items():
-        key = f"{prefix}{name}"
-        inner = section_in(info.annotation)
+    for key, info in fields_of(section, prefix).items():
         meaning = " ".join((info.description or "").split())
-        if inner is None:
-            yield f"{key}: {_type_name(info.annotation)}{_default(info)}"
-            yield f"    {meaning}"
+        if section_in(info.annotation):
+            yield f"\n{key}{' (a list)' if get_origin(info.annotation) is list else ''}: {meaning}"
         else:
-            is_list = get_origin(info.annotation) is list
-            yield f"\n{key}{' (a list)' if is_list else ''}: {meaning}"
-            yield from _lines(inner, f"{key}.N." if is_list else f"{key}.")
+            yield f"{key}: {_type_name(info.annotation)}{_default(info)}\n    {meaning}"
 
 
 def _type_name(annotation: Any) -> str:
@@ -41,17 +52,15 @@ def _type_name(annotation: Any) -> str:
         return " | ".join(str(choice) for choice in arguments)
     if origin is typing.Annotated:
         return _type_name(arguments[0])
+    names = [_type_name(argument) for argument in arguments]
     if origin in (typing.Union, types.UnionType):
-        return " | ".join(_type_name(argument) for argument in arguments)
+        return " | ".join(names)
     if origin in (list, tuple):
-        return f"[{', '.join(_type_name(argument) for argument in arguments)}{', ...' if origin is list else ''}]"
-    if origin is dict:
-        return "section"
-    return NAMES.get(annotation, str(annotation))
+        return f"[{', '.join(names)}{', ...' if origin is list else ''}]"
+    return "section" if origin is dict else NAMES.get(annotation, str(annotation))
 
 
 def _default(info: FieldInfo) -> str:
     if info.is_required():
         return " (required)"
-    value = info.get_default(call_default_factory=True, validated_data={})
-    return "" if value is PydanticUndefined else f" = {json.dumps(value, ensure_ascii=False)}"
+    return f" = {json.dumps(info.get_default(call_default_factory=True, validated_data={}), ensure_ascii=False)}"

@@ -1,19 +1,66 @@
 """Recipe files: YAML with line numbers, `section.key=value` overrides, and errors that name the place.
 
-The file is composed into YAML nodes first, so that every value keeps the line it came from; pydantic then checks the
-plain data, and each of its complaints is worded anew (`recipe_errors.py`) and given that line.
+Each value of the file is known by its dotted key (`rewards.0.weight`), and so is the line that it came from. pydantic
+checks the plain data; each of its errors becomes a sentence with that line, what was expected and what was found.
 """
 
+import copy
+import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
+from pydantic import ValidationError
+from yaml.composer import ComposerError
 
-from srtrl.recipe import Recipe
-from srtrl.recipe_errors import Key, Problem, RecipeError, describe, dotted, validate_section
+from srtrl.recipe import Recipe, Section
+from srtrl.recipe_conflicts import RecipeConflictsError
+from srtrl.recipe_fields import fields_of
+from srtrl.resolve import suggestion
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+REMOVED = {
+    "rollout.attention": "decoding on CUDA has one attention kernel now: leave the key out",
+    "rollout.admission": "admission is always breadth-first now: leave the key out",
+    "rollout.long_first": "samples that are expected to be long are always admitted early now: leave the key out",
+    "rollout.run_ahead_coupled": "run-aheads always use the noise of their samples now: leave the key out",
+}
+"""Keys of earlier versions -> what to do about them."""
+
+EXPECTED = {
+    "string_type": "should be a text (quote it if it looks like a number)",
+    "dict_type": "should be a section (key: value)",
+    "model_type": "should be a section (key: value)",
+}
+"""Types of pydantic errors whose own message is in terms of Python -> what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a recipe."""
+
+    key: str
+    """Dotted key of the value concerned; empty for the whole recipe."""
+    message: str
+    where: str | None = None
+    """`file:line` or the override's text, once known."""
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.where, self.key, self.message) if part)
+
+
+class RecipeError(ValueError):
+    """What is wrong with a recipe, all of it."""
+
+    def __init__(self, *problems: Problem) -> None:
+        self.problems = problems
+        lines = [str(problem) for problem in problems]
+        heading = [f"{len(lines)} problems in the recipe:"] if len(lines) > 1 else []
+        super().__init__("\n  ".join([*heading, *lines]))
 
 
 @dataclass(slots=True)
@@ -22,62 +69,63 @@ class RecipeSource:
 
     path: Path
     data: dict[str, Any] = field(default_factory=dict)
-    origins: dict[Key, str] = field(default_factory=dict)
-    """Key -> `file:line`, or the override's text."""
+    origins: dict[str, str] = field(default_factory=dict)
+    """Dotted key -> `file:line`, or the override's text."""
 
-    def locate(self, key: Key) -> str:
+    def locate(self, key: str) -> str:
         """Where a value stands, or else the nearest section around it that the file has."""
-        for length in range(len(key), 0, -1):
-            if key[:length] in self.origins:
-                return self.origins[key[:length]]
-        return str(self.path)
+        while key and key not in self.origins:
+            key = key.rpartition(".")[0]
+        return self.origins.get(key, str(self.path))
 
-    def located(self, problem: Problem) -> Problem:
-        """The same problem with its place filled in."""
-        return problem if problem.where else replace(problem, where=self.locate(problem.key))
+    def located(self, error: RecipeError) -> RecipeError:
+        """The same problems with their places filled in."""
+        return RecipeError(*(replace(one, where=one.where or self.locate(one.key)) for one in error.problems))
 
-    def put(self, names: Sequence[str], value: object, where: str, origins: Mapping[Key, str] | None = None) -> None:
+    def put(self, names: Sequence[str], value: object, where: str) -> None:
         """Set the value at `names`, making the sections around it as needed; a list is entered by index.
 
         Args:
             names: ("rewards", "0", "weight").
             value: Plain data.
-            where: What errors shall call this value.
-            origins: Names for the values inside `value`; by default `where` for all.
+            where: How errors name the origin of this value.
 
         Raises:
             RecipeError: there is no such place.
         """
         target: Any = self.data
-        key: Key = ()
         for depth, name in enumerate(names):
-            step = _step_into(target, name, key, where)
-            key = (*key, step)
+            key = ".".join(names[:depth])
+            step: str | int = int(name) if isinstance(target, list) and name.isdecimal() else name
+            has_place = step < len(target) if isinstance(step, int) else isinstance(target, dict)
+            if not has_place:
+                raise RecipeError(Problem(key, f"is {_show(target)}, which has no place `{name}`", where))
             if depth == len(names) - 1:
                 target[step] = value
-            else:
-                if isinstance(target, dict) and target.get(step) is None:
-                    target[step] = {}
-                    self.origins[key] = where
-                target = target[step]
-        self.origins = {old: origin for old, origin in self.origins.items() if old[: len(key)] != key}
+            elif isinstance(target, dict) and target.get(step) is None:
+                target[step] = {}
+                self.origins[".".join(names[: depth + 1])] = where
+            target = target[step]
+        key = ".".join(names)
+        self.origins = {old: origin for old, origin in self.origins.items() if not f"{old}.".startswith(f"{key}.")}
         self.origins[key] = where
-        self.origins |= {(*key, *inner): origin for inner, origin in (origins or {}).items()}
 
     def override(self, overrides: Sequence[str]) -> None:
         """Apply `section.key=value` overrides in order; values are YAML.
 
         Raises:
-            RecipeError: listing the overrides that are not of that form or have no place.
+            RecipeError: an override is not of that form or has no place.
         """
-        problems: list[Problem] = []
         for override in overrides:
-            try:
-                _apply_override(self, override)
-            except RecipeError as error:
-                problems.extend(error.problems)
-        if problems:
-            raise RecipeError(problems)
+            where = f"override `{override}`"
+            name, equals, text = override.partition("=")
+            names = name.strip().split(".")
+            if not equals or not all(names):
+                raise RecipeError(Problem("", "expected section.key=value", where))
+            if not text.strip():
+                hint = f"no value; write {name}=null for none or {name}=\"''\" for an empty text"
+                raise RecipeError(Problem("", hint, where))
+            self.put(names, _read_yaml(text, where)[0], where)
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -96,17 +144,15 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def read_source(path: Path, overrides: Sequence[str] = ()) -> RecipeSource:
     """Read the plain data of a recipe file and apply overrides; nothing is checked against the schema yet."""
-    source = RecipeSource(path)
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RecipeError([Problem((), f"cannot read the recipe: {error.strerror}", str(path))]) from error
-    except UnicodeDecodeError as error:
-        raise RecipeError([Problem((), f"cannot read the recipe: not UTF-8 ({error})", str(path))]) from error
-    data = _parse_yaml(text, str(path), source.origins)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 ({error})"
+        raise RecipeError(Problem("", f"cannot read the recipe: {reason}", str(path))) from error
+    data, lines = _read_yaml(text, str(path), is_file=True)
     if not isinstance(data, dict):
-        raise RecipeError([Problem((), f"expected a mapping of sections, found {describe(data)}", str(path))])
-    source.data = data
+        raise RecipeError(Problem("", f"expected a mapping of sections, found {_show(data)}", str(path)))
+    source = RecipeSource(path, data, {key: f"{path}:{line}" for key, line in lines.items()})
     source.override(overrides)
     return source
 
@@ -116,7 +162,7 @@ def build_recipe(source: RecipeSource) -> Recipe:
     try:
         return validate_section(Recipe, source.data)
     except RecipeError as error:
-        raise RecipeError([source.located(problem) for problem in error.problems]) from error
+        raise source.located(error) from error
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -124,28 +170,120 @@ def dump_recipe(recipe: Recipe) -> str:
     return yaml.dump(recipe.model_dump(), Dumper=_RecipeDumper, sort_keys=False, allow_unicode=True, width=120)
 
 
+# --- Errors -----------------------------------------------------------------------------------------------------------
+
+
+def validate_section(section: type[SectionT], data: dict[str, Any], prefix: str = "") -> SectionT:
+    """Check plain data against one section (a task's `Options`, say).
+
+    Args:
+        section: The schema.
+        data: What the recipe has for it.
+        prefix: Dotted key of the section in the recipe.
+
+    Raises:
+        RecipeError: listing every problem by its dotted key; `RecipeSource.located` adds the lines.
+    """
+    try:
+        return section.model_validate(data)
+    except ValidationError as error:
+        problems = _problems_of(section, data, error)
+        raise RecipeError(*(replace(one, key=".".join(filter(None, (prefix, one.key)))) for one in problems)) from error
+
+
+def _problems_of(section: type[Section], data: object, error: ValidationError) -> Iterator[Problem]:
+    """Each of pydantic's errors in words; those of the alternatives of `A | B` are one problem."""
+    fields = fields_of(section)
+    mismatches: dict[str, list[str]] = {}
+    found: dict[str, str] = {}
+    for detail in error.errors(include_url=False):
+        key, cause = ".".join(map(str, detail["loc"])), detail.get("ctx", {}).get("error")
+        field_key = re.sub(r"\.\d+(?=\.|$)", ".N", key)
+        if isinstance(cause, RecipeConflictsError):
+            yield from (Problem(*conflict) for conflict in cause.conflicts)
+        elif cause is not None:
+            yield Problem(key, str(cause))
+        elif detail["type"] == "extra_forbidden":
+            yield Problem(key, REMOVED.get(key) or _unknown_key(field_key, fields))
+        elif detail["type"] == "missing":
+            meaning = fields[field_key].description if field_key in fields else None
+            yield Problem(key, f"is missing ({meaning.splitlines()[0]})" if meaning else "is missing")
+        else:
+            key = _key_in(data, detail["loc"])
+            expected = EXPECTED.get(detail["type"]) or re.sub(r"^\w+ (?=should )", "", detail["msg"])
+            mismatches.setdefault(key, []).append(expected)
+            found[key] = _show(detail["input"])
+    for key, alternatives in mismatches.items():
+        yield Problem(key, f"{' or '.join(alternatives)}, found {found[key]}")
+
+
+def _key_in(data: Any, location: Sequence[Any]) -> str:
+    """The dotted key of a value in `data`; pydantic's location may end in the name of an alternative of `A | B`."""
+    parts = []
+    for part in location:
+        if not isinstance(data, dict | list):
+            break
+        parts.append(str(part))
+        data = data[part]
+    return ".".join(parts)
+
+
+def _unknown_key(key: str, fields: Iterable[str]) -> str:
+    """Name the nearest key of the same section, or the section that does have this key."""
+    section, _, name = key.rpartition(".")
+    known = [inner for outer, _, inner in (field_key.rpartition(".") for field_key in fields) if outer == section]
+    elsewhere = [field_key for field_key in fields if field_key.rpartition(".")[2] == name]
+    if near := suggestion(name, known):
+        return f"unknown key{near}"
+    if elsewhere:
+        return f"unknown key, did you mean `{elsewhere[0]}`?"
+    return f"unknown key; known here: {', '.join(known) or 'none'}"
+
+
+def _show(value: object) -> str:
+    """A value as an error message shows it: as JSON, where a text has quotes, and not too long."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 # --- YAML -------------------------------------------------------------------------------------------------------------
+
+SCALARS = {
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "null": r"~|null|Null|NULL|",
+    "int": r"[-+]?(?:0|[1-9][0-9]*)",
+    "float": r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+    "merge": r"<<",
+}
+"""Scalars of YAML 1.2: `1e-6` is a number and `no` is a text (PyYAML's own YAML 1.1 has both the other way)."""
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """YAML 1.2 scalars: `1e-6` is a number and `no` is a text (PyYAML's own YAML 1.1 has both the other way)."""
+    """Keys are texts, each given once; aliases (`*name`) and merges (`<<: *name`) become copies of what they name."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (PyYAML's interface)
 
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        is_alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        if is_alias and node is not None and node.end_mark is None:  # it is not complete yet
+            problem = "an alias (*name) inside the value that it names"
+            raise ComposerError(None, None, problem, node.start_mark)
+        return copy.deepcopy(node) if is_alias else node
 
-_INTEGER = re.compile(r"^[-+]?(?:0|[1-9][0-9]*)$")
-_FLOAT = re.compile(
-    r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-)
-_RecipeLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-_RecipeLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]
-)
-_RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:int", _INTEGER, list("-+0123456789"))
-_RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
-_RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), ["<"])
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+                raise ComposerError(None, None, f"a key must be a text, found {key.value}", key.start_mark)
+            if key.value in lines:
+                problem = f"`{key.value}` is given twice, first in line {lines[key.value]}"
+                raise ComposerError(None, None, problem, key.start_mark)
+            lines[key.value] = key.start_mark.line + 1
+        self.flatten_mapping(node)
+        node.value = list({key.value: (key, value) for key, value in node.value}.values())
+        return node
 
 
 class _RecipeDumper(yaml.SafeDumper):
@@ -156,98 +294,42 @@ class _RecipeDumper(yaml.SafeDumper):
         return super().represent_sequence(tag, sequence, flow_style=plain)
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        """Escape Unicode's line breaks, which would be read as a plain newline; write long texts as a block."""
-        style = '"' if any(mark in text for mark in "\x85\u2028\u2029") else "|" if "\n" in text else None
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+        """Line breaks are escaped: Unicode's own would be read as a plain newline."""
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
 
 
 _RecipeDumper.add_representer(str, _RecipeDumper.represent_text)
-_RecipeDumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+for _name, _pattern in SCALARS.items():
+    _RecipeLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), None)
+    _RecipeDumper.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), None)
 
 
-def _parse_yaml(text: str, where: str, origins: dict[Key, str], *, lines: bool = True) -> Any:
-    """Read one YAML document, adding the origin of each value to `origins`: `where:line`, or `where` of an override."""
-    problems: list[Problem] = []
+def _read_yaml(text: str, where: str, *, is_file: bool = False) -> tuple[Any, dict[str, int]]:
+    """Read one YAML document: its value, and the line of every value inside it by dotted key.
 
-    def origin(node: yaml.Node) -> str:
-        return f"{where}:{node.start_mark.line + 1}" if lines else where
-
-    def construct(node: yaml.Node, key: Key, parents: tuple[yaml.Node, ...]) -> Any:
-        origins.setdefault(key, origin(node))
-        if node in parents:
-            problems.append(Problem(key, "an alias (*name) inside the value that it names", origin(node)))
-            return None
-        if isinstance(node, yaml.SequenceNode):
-            return [construct(item, (*key, index), (*parents, node)) for index, item in enumerate(node.value)]
-        if not isinstance(node, yaml.MappingNode):
-            return loader.construct_object(node)
-        problems.extend(_duplicate_keys(node, key, origin))
-        loader.flatten_mapping(node)  # `<<: *name` becomes plain entries, before the section's own
-        section = {}
-        for name_node, value_node in node.value:
-            name = name_node.value
-            origins[(*key, name)] = origin(name_node)
-            section[name] = construct(value_node, (*key, name), (*parents, node))
-        return section
-
+    Raises:
+        RecipeError: it is not valid YAML; of a file, with line and column.
+    """
     loader = _RecipeLoader(text)
     try:
         node = loader.get_single_node()
-        value = None if node is None else construct(node, (), ())
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark and lines else where
-        reason = ", ".join(part for part in (error.context, error.problem) if part)
-        raise RecipeError([Problem((), f"not valid YAML: {reason}", place)]) from error
+        return loader.construct_document(node) if node else None, dict(_lines(node))
     except yaml.YAMLError as error:
-        raise RecipeError([Problem((), f"not valid YAML: {error}", where)]) from error
-    finally:
-        loader.dispose()
-    if problems:
-        raise RecipeError(problems)
-    return value
+        reason, mark = str(error), None
+        if isinstance(error, yaml.MarkedYAMLError):
+            mark = error.problem_mark or error.context_mark
+            reason = ", ".join(part for part in (error.context, error.problem) if part)
+        place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark and is_file else where
+        raise RecipeError(Problem("", f"not valid YAML: {reason}", place)) from error
 
 
-def _duplicate_keys(node: yaml.MappingNode, key: Key, origin: Callable[[yaml.Node], str]) -> Iterator[Problem]:
-    first: dict[str, str] = {}
-    for name_node, _ in node.value:
-        name = name_node.value if isinstance(name_node, yaml.ScalarNode) else None
-        if name is None or name_node.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
-            yield Problem(key, f"a key must be a text, found {name or name_node.tag}", origin(name_node))
-        elif name in first:
-            yield Problem((*key, name), f"is given twice, first at {first[name]}", origin(name_node))
-        else:
-            first[name] = origin(name_node)
-
-
-# --- Overrides --------------------------------------------------------------------------------------------------------
-
-
-def _apply_override(source: RecipeSource, override: str) -> None:
-    """Put the value of `section.key=value` into the data; `RecipeError` where that has no place."""
-    where = f"override `{override}`"
-    name, equals, text = override.partition("=")
-    names = name.strip().split(".")
-    if not equals or not all(names):
-        raise RecipeError([Problem((), "expected section.key=value", where)])
-    if not text.strip():
-        hint = f"no value; write {name}=null for none or {name}=\"''\" for an empty text"
-        raise RecipeError([Problem((), hint, where)])
-    origins: dict[Key, str] = {}
-    value = _parse_yaml(text, where, origins, lines=False)
-    source.put(names, value, where, origins)
-
-
-def _step_into(target: object, part: str, key: Key, where: str) -> str | int:
-    """The dictionary key or list index that `part` means inside `target`, which stands at `key`."""
-    if isinstance(target, list):
-        if part.isdecimal() and int(part) < len(target):
-            return int(part)
-        message = f"{dotted(key)} is a list of {len(target)} items; expected an index below that, found `{part}`"
-    elif not isinstance(target, dict):
-        message = f"{dotted(key)} is {describe(target)}, not a section"
-    elif part.isdecimal():
-        message = f"the recipe file has no list `{dotted(key)}`; give it whole: {dotted(key)}=[...]"
-    else:
-        return part
-    raise RecipeError([Problem((), message, where)])
+def _lines(node: yaml.Node | None, key: str = "") -> Iterator[tuple[str, int]]:
+    children: list[tuple[object, yaml.Node, yaml.Node]] = []
+    if isinstance(node, yaml.MappingNode):
+        children = [(name.value, name, value) for name, value in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        children = [(index, value, value) for index, value in enumerate(node.value)]
+    for name, start, value in children:
+        inner = f"{key}.{name}" if key else str(name)
+        yield inner, start.start_mark.line + 1
+        yield from _lines(value, inner)

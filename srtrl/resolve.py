@@ -6,14 +6,12 @@ A bare name is a place in this package: `algorithm.loss: ppo_clip` is the functi
 unknown name, listing what exists.
 """
 
-import ast
 import difflib
 import importlib
-import importlib.util
 import inspect
-import pkgutil
+import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +23,6 @@ PARTS = {
     "algorithm.reduction": ("srtrl.algorithms.reductions", ("token_loss",)),
     "algorithm.kl.estimator": ("srtrl.algorithms.reductions", ("logprobs",)),
     "algorithm.filters": ("srtrl.algorithms.reductions", ("rewards",)),
-    "rewards": ("srtrl.tasks.rewards", ()),
 }
 """Option -> where its functions are, and the first argument by which they are known there, where that is needed."""
 
@@ -50,9 +47,7 @@ def resolve_function(module_name: str, name: str, first_arguments: Collection[st
     if ":" in name:
         return _resolve_own(name)
     module = importlib.import_module(module_name)
-    functions = list_functions(module, first_arguments)
-    if name not in functions:
-        raise ValueError(_unknown(name, functions, _path_of(module_name, ".py"), "package.module:function"))
+    _check_known(name, list_functions(module, first_arguments), f"{module_name.replace('.', '/')}.py")
     function: Callable[..., Any] = getattr(module, name)
     return function
 
@@ -61,9 +56,7 @@ def resolve_class(package_name: str, name: str, attribute: str) -> Any:
     """Return the class (or function) `attribute` of a package's module `name`, or the user's `package.module:Class`."""
     if ":" in name:
         return _resolve_own(name)
-    modules = list_modules(package_name, attribute)
-    if name not in modules:
-        raise ValueError(_unknown(name, modules, _path_of(package_name, "/"), "package.module:Class"))
+    _check_known(name, list_modules(package_name, attribute), f"{package_name.replace('.', '/')}/")
     return getattr(importlib.import_module(f"{package_name}.{name}"), attribute)
 
 
@@ -81,63 +74,31 @@ def list_functions(module: ModuleType, first_arguments: Collection[str] = ()) ->
 
 def list_modules(package_name: str, attribute: str) -> list[str]:
     """Names of the modules in a package, `base` apart, that define `attribute`; none of them is imported."""
-    package = importlib.import_module(package_name)
-    names = []
-    for info in pkgutil.iter_modules(package.__path__):
-        spec = importlib.util.find_spec(f"{package_name}.{info.name}")
-        if info.name == "base" or spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-            continue
-        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-        if any(isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == attribute for node in tree.body):
-            names.append(info.name)
-    return names
+    folders = importlib.import_module(package_name).__path__
+    definition = re.compile(rf"^(?:class|def) {attribute}\b", re.MULTILINE)
+    files = [path for folder in folders for path in sorted(Path(folder).glob("*.py")) if path.stem != "base"]
+    return [path.stem for path in files if definition.search(path.read_text(encoding="utf-8"))]
 
 
-class UnknownOptionError(ValueError):
-    """A function has no such option."""
-
-    def __init__(self, option: str, message: str) -> None:
-        self.option = option
-        super().__init__(message)
-
-
-def check_options(
-    name: str,
-    function: Callable[..., Any],
-    options: Mapping[str, object],
-    *,
-    num_positional: int,
-    reserved: Collection[str] = (),
-) -> None:
-    """Refuse options that are no keyword arguments of a function, and the lack of those that it needs.
+def check_call(name: str, function: Callable[..., Any], num_positional: int, keywords: Collection[str] = ()) -> None:
+    """Refuse a function that cannot be called as the trainer will.
 
     Args:
         name: The function's, as the recipe has it.
-        function: What `options` shall be given to.
-        options: The recipe's options of that function.
-        num_positional: How many arguments the caller gives by position.
-        reserved: Keyword arguments that the caller gives itself.
+        function: What it names.
+        num_positional: The number of arguments given by position.
+        keywords: The arguments given by name: the trainer's and the recipe's options.
 
     Raises:
-        UnknownOptionError: naming the option and the known ones.
-        ValueError: an option that the function needs is not given.
+        ValueError: it takes other arguments; the message lists its own.
     """
-    parameters = inspect.signature(function).parameters.values()
-    by_position = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    given = {one.name for one in by_position[:num_positional]}.union(reserved)
-    known = {
-        one.name: one.default is one.empty
-        for one in parameters
-        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in given
-    }
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    for option in options:
-        if option in given or (option not in known and not takes_any):
-            near = suggestion(option, known) or ";"
-            message = f"`{name}` has no option `{option}`{near} known: {', '.join(known) or 'none'}"
-            raise UnknownOptionError(option, message)
-    if missing := [option for option, is_needed in known.items() if is_needed and option not in options]:
-        raise ValueError(f"`{name}` needs the option `{missing[0]}`, which is not given")
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*[None] * num_positional, **dict.fromkeys(keywords))
+    except TypeError as error:
+        call = ", ".join([f"{num_positional} arguments", *(f"{keyword}=..." for keyword in keywords)])
+        own = ", ".join(str(one.replace(annotation=one.empty)) for one in signature.parameters.values())
+        raise ValueError(f"`{name}` cannot be called with ({call}): {error}; it is {name}({own})") from error
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
@@ -167,12 +128,7 @@ def _resolve_own(name: str) -> Callable[..., Any]:
     return value
 
 
-def _unknown(name: str, known: list[str], place: str, own_form: str) -> str:
-    return (
-        f"`{name}` is not in {place}{suggestion(name, known) or ';'} "
-        f"known: {', '.join(known) or 'none'}; or one of your own as {own_form}"
-    )
-
-
-def _path_of(module_name: str, ending: str) -> str:
-    return module_name.replace(".", "/") + ending
+def _check_known(name: str, known: list[str], place: str) -> None:
+    if name not in known:
+        names = f"known: {', '.join(known) or 'none'}; or one of your own as package.module:name"
+        raise ValueError(f"`{name}` is not in {place}{suggestion(name, known) or ';'} {names}")

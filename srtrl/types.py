@@ -43,7 +43,7 @@ class SamplingParams:
     """How one request is sampled and when it ends."""
 
     max_new_tokens: int
-    """Most tokens to generate, the end token included; at least 1."""
+    """Maximum number of tokens to generate, the end token included; at least 1."""
     temperature: float = 1.0
     """Divides the logits; 0 is greedy. Log-probs are of the tempered distribution (of temperature 1 when greedy)."""
     top_k: int = 0
@@ -58,7 +58,7 @@ class SamplingParams:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Request:
-    """One sample that the engine shall decode."""
+    """One sample for the engine to decode."""
 
     prompt_id: str
     prompt_token_ids: tuple[int, ...]
@@ -93,7 +93,7 @@ class Completion:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Grade:
-    """What the rewards said of one completion."""
+    """The rewards of one completion."""
 
     reward: float
     """Weighted sum of `parts`."""
@@ -116,7 +116,7 @@ class Rollout:
     rollout_logprobs: list[float]
     """[L], by the decoder; see `Completion`."""
     text: str
-    """Decoded response without special tokens, cut before a stop string."""
+    """Decoded response without special tokens, truncated before a stop string."""
     finish_reason: FinishReason
     policy_version: int
     grade: Grade
@@ -147,8 +147,8 @@ class TrainSequence:
     old_logprobs: npt.NDArray[np.float32] | None = None
     """[L - num_prompt_tokens], PPO's snapshot; filled before the first mini-batch."""
     ref_logprobs: npt.NDArray[np.float32] | None = None
-    """[L - num_prompt_tokens], by the frozen reference; None where the recipe asks for no KL."""
+    """[L - num_prompt_tokens], by the frozen reference; None where the recipe has no KL."""
     values: npt.NDArray[np.float32] | None = None
     """[L - num_prompt_tokens], by the critic before the update; None where the recipe has none."""
     returns: npt.NDArray[np.float32] | None = None
-    """[L - num_prompt_tokens], what the critic shall say: advantages before whitening + `values`."""
+    """[L - num_prompt_tokens], the critic's targets: advantages before whitening + `values`."""

@@ -48,11 +48,6 @@ def test_malformed_choices_are_named(tmp_path: Path, change: dict[str, Any], mes
     assert message in str(caught.value)
 
 
-def test_choices_and_a_pattern_contradict_each_other(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="leave answer_pattern and answer_boxed out"):
-        make_task(tmp_path, ROW, answer_boxed=True)
-
-
 @pytest.mark.parametrize(
     ("text", "letter"),
     [

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,39 +96,15 @@ def test_help_fields_documents_every_field_and_the_tasks_options() -> None:
 @pytest.mark.parametrize(
     ("override", "error"),
     [
-        (
-            "algorithm.loss=ppo_clp",
-            "algorithm.loss: `ppo_clp` is not in srtrl/algorithms/losses.py, did you mean `ppo_clip`?",
-        ),
-        (
-            "algorithm.advantage=srtrl.algorithms.reductions:k3",
-            "cannot be called with (1 arguments): missing a required argument",
-        ),
-        ("algorithm.filters=[drop_unifrm]", "algorithm.filters.0: `drop_unifrm` is not in"),
-        ("rewards=[{name: no_such:reward}]", "rewards.0.name: `no_such:reward`: cannot import no_such"),
-        ("rewards=[{name: correct, options: {a: 1}}]", "rewards.0.options: `correct` has no option `a`; known: none"),
-        ("rewards=[{name: overlong_penalty}]", "rewards.0.options: `overlong_penalty` needs the option `cache_tokens`"),
-        (
-            "rewards=[{name: overlong_penalty, options: {cache_tokens: 64}}]",
-            "rewards.0.options: cache_tokens: expected a number of tokens from 1 to rollout.max_new_tokens - 1 (63), ",
-        ),
-        (
-            "rewards=[{name: srtrl.algorithms.reductions:k3}]",
-            "rewards.0.options: `srtrl.algorithms.reductions:k3` needs the option",
-        ),
+        ("algorithm.loss=ppo_clp", "algorithm.loss: `ppo_clp` is not in srtrl/algorithms/losses.py, did you mean "),
+        ("rewards=[{name: correct}, {name: correct}]", "rewards.1: two are named `correct`"),
         ("task.name=arithmetics", "task.name: `arithmetics` is not in srtrl/tasks/, did you mean `arithmetic`?"),
         ("task.options.max_operan=3", "task.options.max_operan: unknown key, did you mean `max_operand`?"),
         ("rollout.drafter=nne", "rollout.drafter: `nne` is not in srtrl/drafters/, did you mean `none`?"),
         ("rollout.drafter=collections:Counter", "rollout.drafter: `collections:Counter` is no drafter; expected a sub"),
-        (
-            "rollout.drafter_options={min_score: 2}",
-            "rollout.drafter_options.min_score: expected",
-        ),
+        ("rollout.drafter_options={min_score: 2}", "rollout.drafter_options.min_score: should be less than 1, found 2"),
         ("model.path=./nowhere", "model.path: ./nowhere: "),
-        (
-            "rollout.max_new_tokens=65",
-            "rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = 129 is beyond the 128",
-        ),
+        ("rollout.max_new_tokens=65", "rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = 129 is beyond the"),
         ("log.trackers=[tensorbord]", "log.trackers: unknown tracker 'tensorbord'"),
     ],
 )
@@ -161,35 +137,26 @@ def _must_not_run(*_: object, **__: object) -> None:
 # --- train, eval, bench, report ---------------------------------------------------------------------------------------
 
 
-def fake_training(*, interrupted: bool) -> tuple[list[Any], Callable[..., SimpleNamespace]]:
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_train_hands_over_the_recipe_and_says_what_to_do_next(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
+) -> None:
     calls: list[Any] = []
 
     def run_training(recipe: Recipe, *, resume: bool, overwrite: bool) -> SimpleNamespace:
         calls.append((recipe, resume, overwrite))
         return SimpleNamespace(folder=Path("runs/test"), summary=SimpleNamespace(num_steps=3), interrupted=interrupted)
 
-    return calls, run_training
-
-
-def test_train_hands_over_the_recipe_and_the_flags(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, training = fake_training(interrupted=False)
-    monkeypatch.setattr("srtrl.trainer.trainer.run_training", training)
+    monkeypatch.setattr("srtrl.trainer.trainer.run_training", run_training)
     monkeypatch.setattr("srtrl.trainer.run_metrics.summary_table", lambda _: "before, after")
-    result = run("train", recipe_file, "train.num_steps=5", "--overwrite")
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert calls == [(load_recipe(recipe_file, ["train.num_steps=5"]), False, True)]
+    overrides = ["train.num_steps=5", "task.options={num_train: 10}"]
+    result = run("train", recipe_file, *overrides, "--overwrite")
+    assert (result.exit_code, result.stderr) == (130 if interrupted else 0, "")
+    assert calls == [(load_recipe(recipe_file, overrides), False, True)]
     assert "before, after" in result.stdout
-    assert "srtrl report runs/test" in result.stdout
-
-
-def test_an_interrupted_training_says_how_to_go_on(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, training = fake_training(interrupted=True)
-    monkeypatch.setattr("srtrl.trainer.trainer.run_training", training)
-    monkeypatch.setattr("srtrl.trainer.run_metrics.summary_table", lambda _: "so far")
-    result = run("train", recipe_file, "train.num_steps=5", "task.options={num_train: 10}")
-    assert result.exit_code == 130
     again = f"srtrl train {recipe_file} train.num_steps=5 'task.options={{num_train: 10}}' --resume"
-    assert f"interrupted after step 3; to go on: {again}" in result.stdout
+    following = f"interrupted after step 3; to resume: {again}" if interrupted else "srtrl report runs/test"
+    assert following in result.stdout
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt(), ZeroDivisionError("a bug")])
@@ -263,32 +230,18 @@ def evaluated(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[Resu
     return run("eval", *arguments), recipes
 
 
-def test_eval_of_a_model_needs_a_task_or_a_recipe(
+def test_eval_of_a_model_takes_its_task_from_the_command_line_or_a_recipe(
     recipe_file: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result, _ = evaluated(monkeypatch, policy)
-    assert result.exit_code == 2
-    assert "--suite NAME, --task NAME or --recipe FILE" in result.stderr
     flags = ("--samples", 4, "--problems", 9, "--max-new-tokens", 32, "--seed", 3)
-    result, recipes = evaluated(
-        monkeypatch,
-        policy,
-        "--task",
-        "arithmetic",
-        *flags,
-        "task.options.num_eval=9",
-        "task.options.num_train=9",
-        "rollout.max_prompt_tokens=32",
-    )
+    overrides = ("task.options={num_eval: 9, num_train: 9}", "rollout.max_prompt_tokens=32")
+    result, (recipe,) = evaluated(monkeypatch, policy, "--task", "arithmetic", *flags, *overrides)
     assert (result.exit_code, result.stderr) == (0, "")
-    assert recipes[0].task.options == {"num_eval": 9, "num_train": 9}
-    assert recipes[0].eval.num_samples == 4
-    assert recipes[0].eval.num_problems == 9
-    assert recipes[0].rollout.max_new_tokens == 32
-    assert recipes[0].seed == 3
-    result, recipes = evaluated(monkeypatch, policy, "--recipe", recipe_file, "--temperature", 0)
-    assert recipes[0].rollout.num_prompts == 8
-    assert recipes[0].eval.temperature == 0
+    assert recipe.task.options == {"num_eval": 9, "num_train": 9}
+    assert (recipe.eval.num_samples, recipe.eval.num_problems) == (4, 9)
+    assert (recipe.rollout.max_new_tokens, recipe.seed) == (32, 3)
+    _, (recipe,) = evaluated(monkeypatch, policy, "--recipe", recipe_file, "--temperature", 0)
+    assert (recipe.rollout.num_prompts, recipe.eval.temperature) == (8, 0)
 
 
 def test_eval_of_a_run_uses_its_recipe_and_newest_checkpoint(
@@ -305,31 +258,31 @@ def test_eval_of_a_run_uses_its_recipe_and_newest_checkpoint(
     assert recipes[0].model.path == str(folder / "checkpoints" / "step_000010")
 
 
-def test_an_error_from_a_flag_names_the_flag(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result, _ = evaluated(monkeypatch, policy, "--task", "arithmetic", "--samples", 0, "--max-new-tokens", 32)
-    assert result.exit_code == 2
-    assert "--samples: eval.num_samples: expected a number of at least 1, found the integer 0" in result.stderr
-
-
-def test_bench_lists_and_refuses_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_hands_its_options_to_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     def command(slots: int = 8) -> None:
         print("slots", slots)
 
-    monkeypatch.setattr("srtrl.resolve.list_modules", lambda *_: ["rollout"])
     monkeypatch.setattr("srtrl.resolve.resolve_class", lambda *_: command)
-    assert "names: rollout" in run("bench").stdout
-    assert "names: rollout" in run("bench", "--help").stdout
     assert "slots 16" in run("bench", "rollout", "--slots", 16).stdout
-    monkeypatch.undo()
-    result = run("bench", "rolout")
-    assert result.exit_code == 2
-    assert "`rolout` is not in srtrl/bench/" in result.stderr
 
 
-def test_report_of_a_folder_that_is_no_run(tmp_path: Path) -> None:
-    result = run("report", tmp_path)
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("bench", "rolout"), "`rolout` is not in srtrl/bench/, did you mean `rollout`?"),
+        (("report", "."), "is not the folder of a run"),
+        (("show-config",), "show-config needs a RECIPE, or --help-fields"),
+        (("eval", "bundled:tiny"), "--suite NAME, --task NAME or --recipe FILE"),
+        (
+            ("eval", "bundled:tiny", "--task", "arithmetic", "--samples", 0),
+            "--samples: eval.num_samples: should be gre",
+        ),
+    ],
+)
+def test_mistakes_of_the_user_exit_with_2(arguments: tuple[object, ...], error: str) -> None:
+    result = run(*arguments)
     assert result.exit_code == 2
-    assert "is not the folder of a run" in result.stderr
+    assert error in result.stderr
 
 
 def test_the_console_script_answers(tmp_path: Path) -> None:
@@ -361,33 +314,37 @@ def test_the_recipes_that_come_with_the_repository_are_valid(path: Path) -> None
     assert Recipe.model_validate(yaml.safe_load(result.stdout)) == recipe
 
 
-def test_grpo_math_is_the_setting_of_the_paper() -> None:
-    recipe = load_recipe(RECIPES / "grpo_math.yaml")
-    rollout, train, kl = recipe.rollout, recipe.train, recipe.algorithm.kl
-    assert recipe.model.path == "Qwen/Qwen2.5-1.5B"
-    assert (rollout.num_prompts, rollout.num_samples, rollout.temperature) == (128, 5, 1.0)
-    assert (rollout.max_prompt_tokens, rollout.max_new_tokens) == (512, 4096)
-    assert (train.num_steps, train.mini_batch_prompts, train.learning_rate) == (300, 64, 1e-6)
-    assert (kl.coefficient, kl.estimator, kl.placement) == (0.001, "k3", "loss")
+PAPERS: dict[str, dict[str, Any]] = {
+    "grpo_math": {
+        "model.path": "Qwen/Qwen2.5-1.5B",
+        "rollout": {"num_prompts": 128, "num_samples": 5, "max_prompt_tokens": 512, "max_new_tokens": 4096},
+        "train": {"num_steps": 300, "mini_batch_prompts": 64, "learning_rate": 1e-6},
+        "algorithm.kl": {"coefficient": 0.001, "estimator": "k3", "placement": "loss"},
+    },
+    "ppo_math": {
+        "rollout": {"num_prompts": 512, "temperature": 1.0, "max_prompt_tokens": 512, "max_new_tokens": 4096},
+        "train": {"num_steps": 300, "mini_batch_prompts": 128, "learning_rate": 1e-6},
+        "algorithm": {"advantage": "gae"},
+        "algorithm.kl": {"coefficient": 0.001, "placement": "reward"},
+        "critic": {"learning_rate": 1e-5},
+    },
+    "dapo_math17k": {
+        "rollout": {"num_prompts": 128, "num_samples": 16, "max_prompt_tokens": 2048, "max_new_tokens": 8192},
+        "rollout.dynamic_sampling": True,
+        "train": {"num_steps": 300, "mini_batch_prompts": 32},
+        "algorithm": {"clip_low": 0.20, "clip_high": 0.28, "reduction": "token_mean"},
+        "algorithm.kl.coefficient": 0,
+        "algorithm.filters": ["drop_all_right_or_wrong"],
+        "rewards.1.options": {"cache_tokens": 4096},
+    },
+}
 
 
-def test_ppo_math_is_the_setting_of_the_paper() -> None:
-    recipe = load_recipe(RECIPES / "ppo_math.yaml")
-    rollout, train, kl, critic = recipe.rollout, recipe.train, recipe.algorithm.kl, recipe.critic
-    assert critic is not None
-    assert (rollout.num_prompts, rollout.temperature, train.mini_batch_prompts) == (512, 1.0, 128)
-    assert (rollout.max_prompt_tokens, rollout.max_new_tokens, train.num_steps) == (512, 4096, 300)
-    assert (kl.coefficient, kl.placement) == (0.001, "reward")
-    assert (train.learning_rate, critic.learning_rate) == (1e-6, 1e-5)
-    assert recipe.algorithm.advantage == "gae"
-
-
-def test_dapo_math17k_is_the_setting_of_the_paper() -> None:
-    recipe = load_recipe(RECIPES / "dapo_math17k.yaml")
-    rollout, train, algorithm = recipe.rollout, recipe.train, recipe.algorithm
-    assert (rollout.num_prompts, rollout.num_samples, train.mini_batch_prompts) == (128, 16, 32)
-    assert (rollout.max_prompt_tokens, rollout.max_new_tokens, train.num_steps) == (2048, 8192, 300)
-    assert (algorithm.clip_low, algorithm.clip_high, algorithm.kl.coefficient) == (0.20, 0.28, 0)
-    assert (algorithm.reduction, algorithm.filters) == ("token_mean", ["drop_all_right_or_wrong"])
-    assert rollout.dynamic_sampling
-    assert recipe.rewards[1].options == {"cache_tokens": 4096}
+@pytest.mark.parametrize("name", PAPERS)
+def test_recipes_have_the_settings_of_their_papers(name: str) -> None:
+    recipe = load_recipe(RECIPES / f"{name}.yaml").model_dump()
+    for key, expected in PAPERS[name].items():
+        value: Any = recipe
+        for part in key.split("."):
+            value = value[int(part) if part.isdecimal() else part]
+        assert (value | expected if isinstance(expected, dict) else expected) == value, key

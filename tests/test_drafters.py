@@ -24,8 +24,8 @@ from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.drafters.srt import SrtOptions
 from srtrl.drafters.suffix import Drafter as SuffixDrafter
 from srtrl.drafters.suffix import SuffixOptions
-from srtrl.recipe_base import Section
-from srtrl.recipe_errors import validate_section
+from srtrl.recipe import Section
+from srtrl.recipe_file import validate_section
 from srtrl.rollout.recorded import RecordedPrompt, feed_drafter
 
 BY_CHANCE = 1
@@ -244,7 +244,7 @@ def test_ngram_drafts_what_followed_the_longest_ending() -> None:
 
 def test_ngram_options_must_agree() -> None:
     with pytest.raises(ValueError, match="min_ngram is 5, expected at most max_ngram"):
-        validate_section(NgramOptions, {"min_ngram": 5}, ("rollout", "drafter_options"))
+        validate_section(NgramOptions, {"min_ngram": 5}, "rollout.drafter_options")
 
 
 # --- srt and history --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -16,7 +17,7 @@ from srtrl.checks import check_recipe
 from srtrl.metrics import read_metrics
 from srtrl.model.weights import load_model, named_tensors
 from srtrl.recipe import Recipe, RewardSection
-from srtrl.recipe_file import build_recipe, dump_recipe, read_source
+from srtrl.recipe_file import build_recipe, dump_recipe, load_recipe, read_source
 from srtrl.resolve import resolve_part
 from srtrl.tasks.base import load_task
 from srtrl.tasks.reward_input import RewardInput
@@ -134,11 +135,6 @@ def test_a_run_learns_from_the_token_level_advantage(recipe_file: Path) -> None:
     assert read_metrics(run.folder / "metrics.jsonl")[-1]["grad_norm"] > 0
 
 
-def test_a_token_level_advantage_that_needs_a_critic_is_refused_without_one(recipe_file: Path) -> None:
-    with pytest.raises(ValueError, match="needs a critic"):
-        recipe_of("srtrl train recipe.yaml algorithm.advantage=my_fork.advantages:length_adaptive_gae", recipe_file)
-
-
 def test_drop_nearly_uniform_wants_two_of_each(folder: Path) -> None:
     keep = resolve_part("algorithm.filters", "my_fork.filters:drop_nearly_uniform")
     correct = torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool)
@@ -146,21 +142,12 @@ def test_drop_nearly_uniform_wants_two_of_each(folder: Path) -> None:
 
 
 def test_brevity_rewards_short_right_answers(folder: Path) -> None:
-    def reward(*, correct: bool, num_tokens: int) -> float:
-        sample = RewardInput(
-            prompt=Prompt(prompt_id="0", text="", token_ids=(1,), answer=""),
-            text="",
-            correct=correct,
-            finish_reason="stop",
-            num_tokens=num_tokens,
-            max_new_tokens=10,
-        )
-        return float(term.function(sample))
-
+    prompt = Prompt(prompt_id="0", text="", token_ids=(1,), answer="")
+    sample = RewardInput(prompt=prompt, text="", correct=True, finish_reason="stop", num_tokens=1, max_new_tokens=10)
     section = RewardSection(name="my_fork.rewards:brevity", options={"free_tokens": 2})
     [term] = resolve_rewards([section], max_new_tokens=10)
-    assert [reward(correct=True, num_tokens=length) for length in (1, 2, 6, 10)] == [1.0, 1.0, 0.5, 0.0]
-    assert reward(correct=False, num_tokens=1) == 0.0
+    assert [term.function(replace(sample, num_tokens=length)) for length in (1, 2, 6, 10)] == [1.0, 1.0, 0.5, 0.0]
+    assert term.function(replace(sample, correct=False)) == 0.0
     with pytest.raises(ValueError, match="free_tokens: expected 0 to 1, found 2"):
         resolve_rewards([section], max_new_tokens=2)
 
@@ -171,10 +158,8 @@ def test_the_drafter_drafts_and_its_training_run_learns_what_none_learns(recipe_
     drafted = run_training(recipe).folder
     rows = read_metrics(drafted / "metrics.jsonl")
     assert 1.5 < rows[-1]["engine/verified_per_decode_step"] <= 4
-    plain = run_training(
-        build_recipe(read_source(recipe_file, ["rollout.drafter=none", "train.num_steps=2", "name=plain"]))
-    )
-    expected = read_metrics(plain.folder / "metrics.jsonl")
+    plain = load_recipe(recipe_file, ["rollout.drafter=none", "train.num_steps=2", "name=plain"])
+    expected = read_metrics(run_training(plain).folder / "metrics.jsonl")
     assert [row["loss"] for row in rows[1:]] == [row["loss"] for row in expected[1:]]
 
 
@@ -186,12 +171,7 @@ def test_the_task_loads_and_its_errors_name_the_option(recipe_file: Path) -> Non
     task = load_task(recipe, load_tokenizer(recipe.model.path))
     assert [prompt.answer for prompt in task.train_prompts] == ["enots", "repap"]
     assert task.verifier("ssalg \n", task.eval_prompts[0].answer)
-    with pytest.raises(
-        ValueError, match=r"^override `.*`: task.options.words: expected more than num_eval \(1\) words$"
-    ):
-        recipe_of("srtrl train recipe.yaml task.options.words=[stone]", _with_task(recipe_file, command))
-
-
-def _with_task(recipe_file: Path, command: str) -> Path:
-    recipe_file.write_text(dump_recipe(recipe_of(command, recipe_file)))
-    return recipe_file
+    recipe_file.write_text(dump_recipe(recipe))
+    message = r"^override `.*`: task.options.words: expected more than num_eval \(1\) words$"
+    with pytest.raises(ValueError, match=message):
+        recipe_of("srtrl train recipe.yaml task.options.words=[stone]", recipe_file)

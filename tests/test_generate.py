@@ -9,7 +9,7 @@ from tiny_run import VOCAB_SIZE, make_policy
 from typer.testing import CliRunner, Result
 
 from srtrl.cli import app
-from srtrl.generate import gather_prompts, parse_token_ids, read_prompts
+from srtrl.model.weights import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +57,6 @@ def test_greedy_samples_are_equal_and_text_is_cut_before_a_stop_string(policy: P
 
 
 def test_a_text_and_its_token_ids_are_the_same_prompt(policy: Path) -> None:
-    ids = ",".join(str(byte) for byte in run(policy, "--prompt", "7", "--max-new-tokens", 1)[1][0]["token_ids"])
-    assert ids
-    from srtrl.model.weights import load_tokenizer
-
     encoded = ",".join(str(token) for token in load_tokenizer(policy).encode("7+1="))
     _, by_text = run(policy, "--prompt", "7+1=", "--max-new-tokens", 8)
     _, by_ids = run(policy, "--prompt-ids", encoded, "--max-new-tokens", 8)
@@ -69,56 +65,33 @@ def test_a_text_and_its_token_ids_are_the_same_prompt(policy: Path) -> None:
 
 def test_prompts_that_cannot_be_served_are_named_and_the_others_go_on(policy: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
-    lines = [
-        '{"prompt": "1+1="}',
-        '{"prompt": "1+1=',
-        "[1, 2]",
-        '{"prompt": ""}',
-        '{"token_ids": []}',
-        f'{{"token_ids": [1, {VOCAB_SIZE}]}}',
-        '{"token_ids": [1, "2"]}',
-        '{"text": "2+2="}',
-        '{"prompt": "1", "token_ids": [1]}',
-        json.dumps({"prompt": "1+" * 200}),
-        '{"prompt": 5}',
-        '{"token_ids": [1, 2]}',
+    expected = 'expected {"prompt": TEXT} or {"token_ids": [INTEGER, ...]}, found '
+    rows = [
+        ('{"prompt": "1+1="}', None),
+        ('{"prompt": "1+1=', "not JSON"),
+        ("[1, 2]", expected),
+        ('{"prompt": ""}', "the prompt is empty"),
+        ('{"token_ids": []}', "the prompt is empty"),
+        ('{"token_ids": [1, "2"]}', expected),
+        ('{"text": "2+2="}', expected + '{"text": "2+2="}'),
+        ('{"prompt": "1", "token_ids": [1]}', expected),
+        ('{"prompt": 5}', expected),
+        (f'{{"token_ids": [1, {VOCAB_SIZE}]}}', f"token id {VOCAB_SIZE} is not in the vocabulary of {VOCAB_SIZE}"),
+        (json.dumps({"prompt": "1+" * 200}), "exceed the limit of 128 tokens"),
+        ("", None),
+        ('{"id": 7, "token_ids": [1, 2]}', None),
     ]
-    prompts.write_text("\n".join(lines))
-    result, rows = run(policy, "--prompts", prompts, "--prompt-ids", "1,,2", "--prompt", "2+2=", "--max-new-tokens", 4)
+    prompts.write_text("\n".join(row for row, _ in rows))
+    result, served = run(
+        policy, "--prompts", prompts, "--prompt", "2+2=", "--prompt-ids", "1,,2", "--max-new-tokens", 4
+    )
     assert result.exit_code == 2
-    assert [row["prompt_id"] for row in rows] == ["0", "11", "12"]
-    errors = {line.split(": ")[1]: line for line in result.stderr.splitlines()}
-    assert list(errors) == [*(f"{prompts}:{number}" for number in (2, 3, 4, 5, 7, 8, 9, 11)), "--prompt-ids 1,,2"] + [
-        f"{prompts}:{number}" for number in (6, 10)
-    ]
-    expected = {
-        2: "not JSON",
-        3: "expected a JSON object",
-        4: "the prompt is empty",
-        5: "the prompt is empty",
-        6: f"token id {VOCAB_SIZE} is not in the vocabulary of {VOCAB_SIZE}",
-        7: "`token_ids` must be a list of integers",
-        8: "expected one of `prompt` (a text) and `token_ids` (a list of integers), found only the keys text",
-        9: "found prompt and token_ids",
-        10: "exceed the limit of 128 tokens",
-        11: "`prompt` must be a text",
-    }
-    for number, message in expected.items():
-        assert message in errors[f"{prompts}:{number}"]
-
-
-def test_a_prompt_that_can_never_fit_in_the_memory_fails_alone(policy: Path) -> None:
-    short, long = ",".join(["5"] * 4), ",".join(["5"] * 60)
-    page = 16 * 2 * 2 * 2 * 8 * 4  # tokens x layers x (key, value) x heads x width x bytes
-    memory = 2.5 * page / 2**30
-    flags = ("--prompt-ids", long, "--prompt-ids", short, "--max-new-tokens", 8, "--kv-memory-gib", memory)
-    result, rows = run(policy, *flags)
-    assert result.exit_code == 2
-    assert [row["prompt_id"] for row in rows] == ["1"]
-    assert "up to 68 tokens need 5 pages of 16, but there are 2" in result.stderr
-    result, rows = run(policy, "--prompt", "1", "--kv-memory-gib", memory / 100)
-    assert (result.exit_code, rows) == (2, [])
-    assert "--kv-memory-gib" in result.stderr
+    assert [row["prompt_id"] for row in served] == ["0", "7", "12"]
+    errors = {line.split(": ")[1]: line for line in result.stderr.splitlines() if line.startswith("error: ")}
+    wrong = {f"{prompts}:{number}": error for number, (_, error) in enumerate(rows, start=1) if error}
+    assert set(errors) == {*wrong, "--prompt-ids 1,,2"}
+    for where, message in wrong.items():
+        assert message in errors[where]
 
 
 @pytest.mark.parametrize(
@@ -126,9 +99,16 @@ def test_a_prompt_that_can_never_fit_in_the_memory_fails_alone(policy: Path) -> 
     [
         ((), "no prompts: give --prompts FILE.jsonl, --prompt TEXT or --prompt-ids 1,2,3"),
         (("--prompts", "/nowhere.jsonl"), "--prompts: cannot read /nowhere.jsonl"),
-        (("--prompt", "1", "--top-p", 0), "--top-p: expected a number above 0 and at most 1, found 0.0"),
+        (
+            ("--prompt", "1", "--top-p", 0),
+            "expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1, found 1.0, 0 and 0.0",
+        ),
+        (
+            ("--prompt", "1", "--kv-memory-gib", 1e-6),
+            "kv_memory_gib (1e-06) holds 0 pages, but one sequence of 128 tokens",
+        ),
         (("--prompt", "1", "--chat"), "--chat: the tokenizer has no chat template"),
-        (("--prompt", "1", "--cache", "/nowhere.jsonl"), "--cache: /nowhere.jsonl: no such file or folder"),
+        (("--prompt", "1", "--cache", "/nowhere.jsonl"), "error: /nowhere.jsonl: no such file or folder"),
     ],
 )
 def test_what_stops_the_whole_command(policy: Path, flags: tuple[object, ...], error: str) -> None:
@@ -139,18 +119,7 @@ def test_what_stops_the_whole_command(policy: Path, flags: tuple[object, ...], e
 
 def test_a_cache_of_another_models_rollouts_is_refused(policy: Path, tmp_path: Path) -> None:
     cache = tmp_path / "rollouts.jsonl"
-    row = {"prompt_token_ids": [5, 6], "samples": [{"token_ids": [1, VOCAB_SIZE]}]}
-    cache.write_text(json.dumps(row) + "\n")
+    cache.write_text(json.dumps({"prompt_token_ids": [5, 6], "samples": [{"token_ids": [1, VOCAB_SIZE]}]}) + "\n")
     result, rows = run(policy, "--prompt-ids", "5,6", "--cache", cache, "--drafter", "suffix")
     assert (result.exit_code, rows) == (2, [])
     assert f"token id {VOCAB_SIZE} is not in the model's vocabulary of {VOCAB_SIZE}" in result.stderr
-
-
-def test_prompts_get_numbers_in_the_order_of_the_command_line(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a"}\n\n{"id": 7, "prompt": "b"}\n')
-    sources = gather_prompts(path, ["c"], ["1,2"])
-    assert [source.prompt_id for source in sources] == ["0", "7", "2", "3"]
-    assert [source.where for source in read_prompts(path)] == [f"{path}:1", f"{path}:3"]
-    assert parse_token_ids("4,5", "x").token_ids == (4, 5)
-    assert parse_token_ids("", "x").error is None

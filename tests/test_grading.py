@@ -3,24 +3,27 @@
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from srtrl.recipe import GradingSection, RewardSection
 from srtrl.resolve import resolve_function
+from srtrl.tasks import rewards
 from srtrl.tasks.base import Verifier
 from srtrl.tasks.grading import Grader
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.reward_terms import resolve_rewards
 from srtrl.tasks.rewards import overlong_penalty
 from srtrl.tasks.worker import Caught, describe_error
-from srtrl.types import Grade, Prompt
+from srtrl.types import FinishReason, Grade, Prompt
 
 CPU_SECONDS = 0.3
 
@@ -152,9 +155,9 @@ def prompt_of(answer: str, number: int = 0) -> Prompt:
 
 
 def make_grader(*names: str, num_workers: int = 2, verifier: Verifier = equal_texts) -> Grader:
-    rewards = [RewardSection(name=name) for name in names]
+    sections = [RewardSection(name=name) for name in names]
     grading = GradingSection(num_workers=num_workers, timeout_seconds=CPU_SECONDS)
-    return Grader(StubTask(verifier), rewards, grading, max_new_tokens=10)
+    return Grader(StubTask(verifier), sections, grading, max_new_tokens=10)
 
 
 def grade_all(grader: Grader, texts: Sequence[str]) -> list[Grade]:
@@ -179,7 +182,7 @@ def test_bad_samples_cost_only_themselves(
         assert [grade.outcome for grade in grade_all(grader, ["ok"] * 4)] == ["correct"] * 4  # the pool goes on
     details = {text: grade.detail for text, grade in zip(texts, grades, strict=True)}
     assert details["loop"] == "more than 0.3 CPU seconds, also when retried alone"
-    assert "2.4 seconds by the clock" in details["sleep"]
+    assert "2.4 seconds of wall-clock time" in details["sleep"]
     assert "exit code 3" in details["crash"]
     assert "4 GiB" in details["memory"]
     assert "KeyError" in details["raise"]
@@ -262,23 +265,17 @@ def test_leaving_ends_hanging_workers_at_once(package: str) -> None:
 
 
 def test_grades_keep_the_order_of_the_tickets(package: str) -> None:
-    texts = ["pause", "a", "pause", "bb", "ccc"]
+    texts = ["pause", "a", "pause", "bb", "torch"]
     with make_grader(f"{package}:act", f"{package}:rank") as grader:
         tickets = [grader.submit(prompt_of("ok"), text, "stop", 1) for text in texts]
         first = grader.collect(tickets[::-1])
-    assert [grade.parts["act"] for grade in first] == [3, 2, 5, 1, 5]
+    assert [grade.parts["act"] for grade in first] == [0, 2, 5, 1, 5]  # no worker has imported torch
     assert [grade.parts["rank"] for grade in first] == [0, 1, 2, 3, 4]
 
 
-def test_workers_do_not_import_torch(package: str) -> None:
-    with make_grader(f"{package}:act") as grader:
-        [grade] = grade_all(grader, ["torch"])
-    assert grade.reward == 0.0
-
-
 def test_weighted_sum_of_in_process_rewards(package: str) -> None:
-    rewards = [RewardSection(name="correct", weight=2.0), RewardSection(name=f"{package}:length", weight=-0.5)]
-    with Grader(StubTask(equal_texts), rewards, GradingSection(), max_new_tokens=10) as grader:
+    sections = [RewardSection(name="correct", weight=2.0), RewardSection(name=f"{package}:length", weight=-0.5)]
+    with Grader(StubTask(equal_texts), sections, GradingSection(), max_new_tokens=10) as grader:
         grades = grader.collect(
             [
                 grader.submit(prompt_of("ok"), "ok", "stop", 5),
@@ -322,48 +319,42 @@ def test_a_value_that_is_no_finite_number_stops_the_run(package: str, name: str,
         grade_all(grader, [text, "ok"])
 
 
-def test_rewards_are_refused_by_name(package: str) -> None:
-    def refused(match: str, *sections: RewardSection) -> None:
-        with pytest.raises(ValueError, match=match):
-            resolve_rewards(sections, max_new_tokens=10)
+REFUSED: list[tuple[list[dict[str, Any]], str]] = [
+    ([{"name": "corect"}], "rewards.0: `corect` is not in srtrl/tasks/rewards.py, did you mean `correct`?"),
+    ([{"name": "isolated"}], "known: correct, format, overlong_penalty;"),
+    ([{"name": "own_rewards:both"}], "rewards.0: `own_rewards:both` is isolated and batched"),
+    ([{"name": "statistics:mean"}], "rewards.0: `statistics:mean` cannot be logged as reward/mean"),
+    ([{"name": "correct"}, {"name": "correct", "weight": 0.5}], "rewards.1: two are named `correct`"),
+    ([{"name": "correct", "options": {"cache": 1}}], "unexpected keyword argument 'cache'; it is correct(sample)"),
+    ([{"name": "correct", "options": {"sample": 1}}], "multiple values for argument 'sample'"),
+    ([{"name": "overlong_penalty"}], "missing a required argument: 'cache_tokens'; it is overlong_penalty(sample, "),
+    ([{"name": "own_rewards:scaled", "options": {"offset": 1}}], "missing a required argument: 'factor'"),
+    *(
+        ([{"name": "overlong_penalty", "options": {"cache_tokens": wrong}}], f"max_new_tokens - 1 (9), found {wrong!r}")
+        for wrong in (0, -1, 10, 2.0, True, "4", None)
+    ),
+]
 
-    refused("did you mean `correct`", RewardSection(name="corect"))
-    refused("`own_rewards:both` is isolated and batched", RewardSection(name=f"{package}:both"))
-    refused("cannot be logged as reward/mean", RewardSection(name="statistics:mean"))
-    refused("two are named `correct`", RewardSection(name="correct"), RewardSection(name="correct", weight=0.5))
-    refused("known: correct, format, overlong_penalty;", RewardSection(name="isolated"))
+
+@pytest.mark.parametrize(("sections", "message"), REFUSED)
+@pytest.mark.usefixtures("package")
+def test_rewards_and_their_options_are_refused_by_name(sections: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        resolve_rewards([RewardSection.model_validate(section) for section in sections], max_new_tokens=10)
 
 
 def test_options_reach_rewards_wherever_they_run(package: str) -> None:
-    rewards = [
+    sections = [
         RewardSection(name=f"{package}:scaled", options={"factor": 3.0, "offset": 0.5}),
         RewardSection(name=f"{package}:shifted", options={"a": 1.0, "b": 2.0}),
         RewardSection(name=f"{package}:ranked", options={"step": 10.0}),
         RewardSection(name="overlong_penalty", options={"cache_tokens": 4}),
     ]
-    with Grader(StubTask(equal_texts), rewards, GradingSection(num_workers=1), max_new_tokens=10) as grader:
+    with Grader(StubTask(equal_texts), sections, GradingSection(num_workers=1), max_new_tokens=10) as grader:
         grades = grade_all(grader, ["ok", "12345678"])
     assert [grade.outcome for grade in grades] == ["correct", "wrong"]
     assert grades[0].parts == {"scaled": 6.5, "shifted": 3.0, "ranked": 0.0, "overlong_penalty": 0.0}
     assert grades[1].parts == {"scaled": 24.5, "shifted": 3.0, "ranked": 10.0, "overlong_penalty": -0.5}
-
-
-def test_options_are_refused_by_name(package: str) -> None:
-    def refused(match: str, name: str, **options: object) -> None:
-        with pytest.raises(ValueError, match=match):
-            resolve_rewards([RewardSection(name=name, options=options)], max_new_tokens=10)
-
-    refused("`correct` has no option `cache`; known: none", "correct", cache=1)
-    refused("`correct` has no option `sample`; known: none", "correct", sample=1)
-    known = "`overlong_penalty` has no option `cache_token`, did you mean `cache_tokens`. known: cache_tokens"
-    refused(known, "overlong_penalty", cache_token=4)
-    refused("`overlong_penalty` needs the option `cache_tokens`", "overlong_penalty")
-    refused("`own_rewards:scaled` needs the option `factor`", f"{package}:scaled", offset=1)
-    for wrong in (0, -1, 10, 2.0, True, "4", None):
-        message = rf"cache_tokens: expected a number of tokens from 1 to .* \(9\), found {wrong!r}"
-        refused(message, "overlong_penalty", cache_tokens=wrong)
-    for right in (1, 9):
-        resolve_rewards([RewardSection(name="overlong_penalty", options={"cache_tokens": right})], max_new_tokens=10)
 
 
 def test_options_of_an_isolated_reward_must_be_picklable(package: str) -> None:
@@ -372,32 +363,30 @@ def test_options_of_an_isolated_reward_must_be_picklable(package: str) -> None:
         resolve_rewards([section], max_new_tokens=10)
 
 
+def sample_of(
+    text: str, num_tokens: int = 1, max_new_tokens: int = 1, finish_reason: FinishReason = "stop"
+) -> RewardInput:
+    return RewardInput(
+        prompt=prompt_of("1"),
+        text=text,
+        correct=None,
+        finish_reason=finish_reason,
+        num_tokens=num_tokens,
+        max_new_tokens=max_new_tokens,
+    )
+
+
 @pytest.mark.parametrize(("max_new_tokens", "cache_tokens"), [(20480, 4096), (96, 32), (10, 9), (7, 1)])
 def test_the_overlong_penalty_is_the_formula_of_dapo(max_new_tokens: int, cache_tokens: int) -> None:
-    """Equation 13 of arXiv 2503.14476, its three cases written out."""
-
-    def formula(length: int) -> float:
-        if length <= max_new_tokens - cache_tokens:
-            return 0.0
-        if length <= max_new_tokens:
-            return ((max_new_tokens - cache_tokens) - length) / cache_tokens
-        return -1.0
-
+    """Equation 13 of arXiv 2503.14476, its cases written out."""
+    section = RewardSection(name="overlong_penalty", options={"cache_tokens": cache_tokens})
+    assert len(resolve_rewards([section], max_new_tokens)) == 1
     end = max_new_tokens - cache_tokens
-    lengths = {1, max(1, end), end + 1, end + (cache_tokens + 1) // 2, max_new_tokens - 1, max_new_tokens}
-    values = {}
-    for length in sorted(lengths):
-        sample = RewardInput(
-            prompt=prompt_of("1"),
-            text="",
-            correct=True,
-            finish_reason="stop",
-            num_tokens=length,
-            max_new_tokens=max_new_tokens,
-        )
-        values[length] = overlong_penalty(sample, cache_tokens=cache_tokens)
-        assert values[length] == pytest.approx(formula(length), abs=1e-15)
-    assert (values[max(1, end)], values[end + 1], values[max_new_tokens]) == (0.0, -1 / cache_tokens, -1.0)
+    for length in {1, end, end + 1, end + (cache_tokens + 1) // 2, max_new_tokens - 1, max_new_tokens}:
+        expected = 0.0 if length <= end else (end - length) / cache_tokens
+        value = overlong_penalty(sample_of("", length, max_new_tokens), cache_tokens=cache_tokens)
+        assert value == pytest.approx(expected, abs=1e-15)
+    assert overlong_penalty(sample_of("", max_new_tokens, max_new_tokens), cache_tokens=cache_tokens) == -1.0
 
 
 def test_an_isolated_verifier_must_be_importable() -> None:
@@ -410,25 +399,11 @@ def test_an_isolated_verifier_must_be_importable() -> None:
 
 
 def test_format_wants_a_final_answer_on_the_last_line() -> None:
-    [reward] = resolve_rewards([RewardSection(name="format")], max_new_tokens=1)
-
-    def value(text: str, finish_reason: str = "stop") -> float:
-        sample = RewardInput(
-            prompt=prompt_of("1"),
-            text=text,
-            correct=None,
-            finish_reason="stop" if finish_reason == "stop" else "length",
-            num_tokens=1,
-            max_new_tokens=1,
-        )
-        result: float = reward.function(sample)
-        return result
-
     for text in ("so \\boxed{\\frac{1}{2}}.\n", "1+1=2\n#### 2", "Answer: 4", "the answer: 4"):
-        assert value(text) == 1.0
+        assert rewards.format(sample_of(text)) == 1.0
     for text in ("", "4", "\\boxed{4}\nor so", "Answer:", "####"):
-        assert value(text) == 0.0
-    assert value("Answer: 4", "length") == 0.0
+        assert rewards.format(sample_of(text)) == 0.0
+    assert rewards.format(sample_of("Answer: 4", finish_reason="length")) == 0.0
 
 
 def test_an_error_is_described_on_one_line() -> None:

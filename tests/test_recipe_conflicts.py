@@ -1,164 +1,223 @@
-"""Every combination that `recipe_conflicts.py` refuses, and that its neighbour is accepted."""
+"""Recipes whose values do not fit together, or whose functions do not exist or fit: each is refused at its key.
 
-from typing import Any
+The first are found without loading anything (`recipe_conflicts.py`), the others by looking at the functions
+(`checks.py`).
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
-from update_cases import make_recipe
 
 from srtrl.algorithms.reductions import MAX_ERROR
+from srtrl.checks import check_recipe
 from srtrl.recipe import Recipe
-from srtrl.recipe_base import RecipeConflictsError
 from srtrl.recipe_conflicts import MAX_KL_ERROR
+from srtrl.recipe_file import RecipeError, build_recipe, load_recipe, read_source
 
-REFUSED: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
-    # key of the conflict, options that are refused, part of the message, what repairs them
+MINIMAL = """\
+name: test
+model: {path: "bundled:tiny"}
+task:
+  name: arithmetic
+  options: {num_train: 16, num_eval: 4} # drawing the default number takes seconds
+rollout: {num_prompts: 8, num_samples: 4, max_prompt_tokens: 64, max_new_tokens: 64}
+train: {num_steps: 3}
+"""
+ARCHITECTURE = (
+    "warm_start={output: made, architecture: {hidden_size: 9, intermediate_size: 8, num_hidden_layers: 1, "
+    "num_attention_heads: %d, num_key_value_heads: %d}}"
+)
+
+OWN = """\
+from srtrl.algorithms.advantages import token_level
+
+def plain(rewards):
+    return rewards
+
+@token_level
+def tokens(token_rewards, values, mask, *, group_index, gamma, lam):
+    return token_rewards
+
+@token_level(needs_critic=True)
+def with_critic(token_rewards, values, mask, *, group_index, gamma, lam):
+    return token_rewards - values
+
+@token_level
+def wrong_tokens(rewards):
+    return rewards
+
+def unmarked_tokens(token_rewards, values, mask, *, group_index, gamma, lam):
+    return token_rewards
+
+def loss(logprobs, old_logprobs, advantages, sequence_index, *, clip_low, clip_high, power=2, floor=0.0):
+    if power < 1:
+        raise ValueError(f"algorithm.loss_options.power: expected at least 1, found {power}")
+    return -advantages * logprobs ** power, {}
+
+def needy_loss(logprobs, old_logprobs, advantages, sequence_index, *, clip_low, clip_high, tau):
+    return -advantages * logprobs / tau, {}
+
+def open_loss(logprobs, old_logprobs, advantages, sequence_index, *, clip_low, clip_high, **options):
+    return -advantages * logprobs, {}
+
+def failing_loss(logprobs, old_logprobs, advantages, sequence_index, *, clip_low, clip_high, how="fine"):
+    if how == "sizes":
+        raise RuntimeError("wrong sizes")
+    return -advantages * logprobs, {}
+
+def short_loss(logprobs, advantages, *, clip_low, clip_high):
+    return -advantages * logprobs, {}
+
+def value_loss(values, returns):
+    return values - returns
+
+def old_filter(rewards):
+    return rewards[:, 0] > 0
+"""
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe beside a module `own` of the user's."""
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def problems_of(path: Path, *overrides: str) -> list[str]:
+    """Key and message of every problem, without the place that gives the value."""
+    source = read_source(path, overrides)
+    try:
+        check_recipe(build_recipe(source), source)
+    except RecipeError as error:
+        return [f"{problem.key}: {problem.message}" for problem in error.problems]
+    return []
+
+
+GAE = ("algorithm.advantage=gae", "critic={}")
+RECOMPUTE = "algorithm.old_logprobs=recompute"
+KL = "algorithm.kl.coefficient=0.1"
+
+CONFLICTS: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
+    # overrides that are refused; beginning of the key and message; what repairs them
+    (("model.dtype=bfloat16", "model.mixed_precision=bf16"), "model.mixed_precision: casts", ("model.dtype=float32",)),
+    (("rollout.num_pages=7",), "rollout.num_pages: expected at least 8 pages of 16 tokens", ("rollout.num_pages=8",)),
     (
-        "model.mixed_precision",
-        {"model": {"path": "unused", "dtype": "bfloat16", "mixed_precision": "bf16"}},
-        "found bf16",
-        {"model__dtype": "float32"},
+        ("train.micro_batch_tokens=127",),
+        "train.micro_batch_tokens: expected enough for one sequence (rollout.max_prompt_tokens + rollout.max_new_",
+        ("train.micro_batch_tokens=128",),
     ),
     (
-        "rollout.kv_memory_share",
-        {"rollout__kv_memory_share": 0.8, "rollout__kv_memory_gib": 8.0},
-        "has no effect beside rollout.kv_memory_gib (8.0)",
-        {"rollout__kv_memory_gib": "auto"},
+        ("rollout.kv_memory_share=0.8", "rollout.kv_memory_gib=8"),
+        "rollout.kv_memory_share: has no effect beside rollout.kv_memory_gib (8.0)",
+        ("rollout.kv_memory_gib=auto",),
     ),
     (
-        "rollout.kv_memory_share",
-        {"rollout__kv_memory_share": 0.8, "rollout__num_pages": 5000},
-        "has no effect beside rollout.num_pages (5000)",
-        {"rollout__kv_memory_share": 0.5},
+        ("rollout.kv_memory_share=0.8", "rollout.num_pages=5000"),
+        "rollout.kv_memory_share: has no effect beside rollout.num_pages (5000)",
+        ("rollout.kv_memory_share=0.5",),
     ),
     (
-        "rollout.dynamic_sampling",
-        {"rollout__dynamic_sampling": True},
-        "no filters",
-        {"algorithm__filters": ["drop_uniform"]},
-    ),
-    ("rollout.max_open_prompts", {"rollout__max_open_prompts": 2}, "found 2", {"rollout__max_open_prompts": None}),
-    ("rollout.max_draws", {"rollout__max_draws": 9}, "found 9", {"rollout__max_draws": None}),
-    (
-        "rollout.max_draws",
-        {"rollout__dynamic_sampling": True, "algorithm__filters": ["drop_uniform"], "rollout__max_draws": 2},
-        "at least rollout.num_prompts (3), found 2",
-        {"rollout__max_draws": 3},
+        (ARCHITECTURE % (2, 1),),
+        "warm_start.architecture.num_attention_heads: expected a divisor of hidden_size (9), found 2",
+        (ARCHITECTURE % (3, 1),),
     ),
     (
-        "algorithm.filters.0",
-        {
-            "rollout__num_samples": 1,
-            "algorithm__filters": ["drop_uniform"],
-            "algorithm__advantage": "reinforce_plus_plus",
-        },
-        "would drop every group",
-        {"rollout__num_samples": 2},
+        (ARCHITECTURE % (3, 2),),
+        "warm_start.architecture.num_key_value_heads: expected a divisor of num_attention_heads (3), found 2",
+        (ARCHITECTURE % (3, 3),),
     ),
-    ("rollout.num_samples", {"rollout__num_samples": 1}, "group_relative (a group of one", {"rollout__num_samples": 2}),
+    (("rollout.dynamic_sampling=true",), "rollout.dynamic_sampling: ", ("algorithm.filters=[drop_uniform]",)),
+    (("rollout.max_open_prompts=2",), "rollout.max_open_prompts: is for", ("rollout.max_open_prompts=null",)),
+    (("rollout.max_draws=9",), "rollout.max_draws: is for rollout.dynamic_sampling", ("rollout.max_draws=null",)),
     (
-        "rollout.num_samples",
-        {"rollout__num_samples": 1, "algorithm__advantage": "leave_one_out"},
-        "leave_one_out",
-        {"rollout__num_samples": 2},
-    ),
-    ("algorithm.gamma", {"algorithm__gamma": 0.9}, "found 0.9", {"algorithm__advantage": "reinforce_plus_plus"}),
-    ("algorithm.lam", {"algorithm__lam": 0.9}, "found 0.9", {"algorithm__advantage": "gae", "critic": {}}),
-    (
-        "algorithm.whiten_advantages",
-        {"algorithm__advantage": "reinforce_plus_plus", "algorithm__whiten_advantages": True},
-        "itself",
-        {"algorithm__whiten_advantages": False},
-    ),
-    ("algorithm.kl.target", {"algorithm__kl__target": 0.1}, "found 0", {"algorithm__kl__coefficient": 0.1}),
-    (
-        "algorithm.kl.horizon",
-        {"algorithm__kl": {"coefficient": 0.1, "target": 0.1, "horizon": 1}},
-        "0.2 x the 6 samples",
-        {"algorithm__kl": {"coefficient": 0.1, "target": 0.1, "horizon": 2}},
+        ("rollout.dynamic_sampling=true", "algorithm.filters=[drop_uniform]", "rollout.max_draws=7"),
+        "rollout.max_draws: expected at least rollout.num_prompts (8), found 7",
+        ("rollout.max_draws=8",),
     ),
     (
-        "algorithm.kl.estimator",
-        {"algorithm__kl__coefficient": 0.1, "algorithm__kl__estimator": "k1"},
-        "expectation 0",
-        {"algorithm__kl__placement": "reward"},
+        ("rollout.num_samples=1", "algorithm.filters=[drop_uniform]", "algorithm.advantage=reinforce_plus_plus"),
+        "algorithm.filters.0: drop_uniform would drop every group",
+        ("rollout.num_samples=2",),
+    ),
+    (("eval.temperature=0", "eval.num_samples=4"), "eval.num_samples: expected 1", ("eval.num_samples=1",)),
+    (
+        ("rollout.num_samples=1",),
+        "rollout.num_samples: expected at least 2 with algorithm.advantage group_relative (a group of one has no "
+        "advantage), found 1",
+        ("rollout.num_samples=2",),
     ),
     (
-        "algorithm.kl.horizon",
-        {"algorithm__kl": {"coefficient": 0.1, "horizon": 500}},
-        "set algorithm.kl.target; found 500",
-        {"algorithm__kl": {"coefficient": 0.1, "horizon": 500, "target": 0.1}},
+        ("rollout.num_samples=1", "algorithm.advantage=leave_one_out"),
+        "rollout.num_samples: expected at least 2 with algorithm.advantage leave_one_out",
+        ("algorithm.advantage=reinforce_plus_plus",),
+    ),
+    (("algorithm.advantage=reinforce_plus_plus", "algorithm.lam=0.9"), "algorithm.lam: is of ", GAE),
+    (
+        ("algorithm.advantage=reinforce_plus_plus", "algorithm.whiten_advantages=true"),
+        "algorithm.whiten_advantages: reinforce_plus_plus whitens",
+        ("algorithm.whiten_advantages=false",),
     ),
     (
-        "algorithm.importance_level",
-        {"algorithm__importance_level": "sequence"},
-        "set algorithm.importance_cap; found sequence",
-        {"algorithm__importance_cap": 2.0, "algorithm__old_logprobs": "recompute"},
+        ("algorithm.importance_level=sequence",),
+        "algorithm.importance_level: is of",
+        ("algorithm.importance_level=token",),
+    ),
+    (("algorithm.importance_cap=2",), "algorithm.importance_cap: compares", (RECOMPUTE,)),
+    (
+        ("algorithm.loss=policy_gradient", "train.num_epochs=2"),
+        "train.num_epochs: expected 1 with algorithm.loss policy_gradient",
+        ("train.num_epochs=1",),
+    ),
+    ((KL, "algorithm.kl.estimator=k1"), "algorithm.kl.estimator: k1 in the loss", ("algorithm.kl.placement=reward",)),
+    ((KL, "algorithm.kl.horizon=500"), "algorithm.kl.horizon: is of the adaptive", ("algorithm.kl.target=0.1",)),
+    (("algorithm.kl.target=0.1",), "algorithm.kl.target: needs a first coefficient above 0", (KL,)),
+    (
+        (KL, "algorithm.kl.target=0.1", "algorithm.kl.horizon=6"),
+        "algorithm.kl.horizon: expected more than 0.2 x the 32 samples of a step",
+        ("algorithm.kl.horizon=7",),
     ),
     (
-        "algorithm.importance_cap",
-        {"algorithm__importance_cap": 2.0},
-        "algorithm.old_logprobs=recompute",
-        {"algorithm__old_logprobs": "recompute"},
+        ("train.mini_batch_prompts=3",),
+        "train.mini_batch_prompts: expected a divisor of rollout.num_prompts (8), found 3",
+        ("train.mini_batch_prompts=4",),
+    ),
+    ((*GAE, "critic.mini_batch_prompts=3"), "critic.mini_batch_prompts: expected a divisor", ("critic={}",)),
+    (
+        ("train.schedule=cosine", "train.warmup_steps=3"),
+        "train.warmup_steps: expected fewer than the 3 optimizer steps of the run, or the cosine schedule would never",
+        ("train.num_epochs=2",),
     ),
     (
-        "train.num_epochs",
-        {"algorithm__loss": "policy_gradient", "train__num_epochs": 2},
-        "found 2",
-        {"train__num_epochs": 1},
-    ),
-    ("algorithm.advantage", {"algorithm__advantage": "gae"}, "needs a critic", {"critic": {}}),
-    ("critic", {"critic": {}}, "uses no critic", {"algorithm__advantage": "gae"}),
-    (
-        "critic.mini_batch_prompts",
-        {"algorithm__advantage": "gae", "critic": {"mini_batch_prompts": 2}},
-        "divisor of rollout.num_prompts (3), found 2",
-        {"critic": {"mini_batch_prompts": 1}},
+        (*GAE, "train.schedule=linear", "critic.lr_warmup_steps=3"),
+        "critic.lr_warmup_steps: expected fewer than the 3 optimizer steps",
+        ("critic.lr_warmup_steps=2",),
     ),
     (
-        "critic.lr_warmup_steps",
-        {"algorithm__advantage": "gae", "train__schedule": "linear", "critic": {"lr_warmup_steps": 2}},
-        "fewer than the run's 2 optimizer steps",
-        {"critic": {"lr_warmup_steps": 1}},
+        (*GAE, "train.schedule=linear", "critic.warmup_steps=1", "train.warmup_steps=2"),
+        "train.warmup_steps: expected fewer than the 2 optimizer steps",
+        ("critic.warmup_steps=0",),
     ),
-    (
-        "train.warmup_steps",
-        {
-            "algorithm__advantage": "gae",
-            "train__schedule": "linear",
-            "critic": {"warmup_steps": 1},
-            "train__warmup_steps": 1,
-        },
-        "fewer than the run's 1 optimizer steps",
-        {"train__warmup_steps": 0},
-    ),
-    (
-        "algorithm.loss",
-        {"algorithm__advantage": "reinforce_plus_plus", "algorithm__loss": "gspo"},
-        "expected gspo_token",
-        {"algorithm__loss": "gspo_token"},
-    ),
-    (
-        "critic.warmup_steps",
-        {"algorithm__advantage": "gae", "critic": {"warmup_steps": 2}},
-        "fewer than train.num_steps (2)",
-        {"critic": {"warmup_steps": 1}},
-    ),
+    ((*GAE, "critic.warmup_steps=3"), "critic.warmup_steps: expected fewer than train.num_steps (3)", ("critic={}",)),
 ]
 
 
-@pytest.mark.parametrize(("key", "refused", "message", "repair"), REFUSED)
+@pytest.mark.parametrize(("refused", "problem", "repair"), CONFLICTS)
 def test_a_combination_is_refused_and_its_repair_accepted(
-    key: str, refused: dict[str, Any], message: str, repair: dict[str, Any]
+    recipe_file: Path, refused: tuple[str, ...], problem: str, repair: tuple[str, ...]
 ) -> None:
-    with pytest.raises(ValidationError) as caught:
-        make_recipe(**refused)
-    error = caught.value.errors()[0]["ctx"]["error"]
-    assert isinstance(error, RecipeConflictsError)
-    found = {".".join(map(str, conflict.key)): conflict.message for conflict in error.conflicts}
-    assert list(found) == [key]
-    assert message in found[key]
-    repaired = make_recipe(**{**refused, **repair})
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(recipe_file, refused)
+    (found,) = caught.value.problems
+    assert f"{found.key}: {found.message}".startswith(problem)
+    repaired = load_recipe(recipe_file, [*refused, *repair])
     assert Recipe.model_validate(repaired.model_dump()) == repaired, "a resolved recipe gives every option's value"
 
 
@@ -166,9 +225,117 @@ def test_the_clip_of_the_kl_controllers_error_is_the_same_in_both_files() -> Non
     assert MAX_KL_ERROR == MAX_ERROR
 
 
-def test_one_override_switches_a_part_off() -> None:
-    """An ablation must not have to undo every option of what it leaves out."""
-    rewarded = {"algorithm__kl": {"coefficient": 0.0, "estimator": "k1", "placement": "reward"}}
-    assert make_recipe(**rewarded).algorithm.kl.coefficient == 0
-    critic = {"value_loss": "squared_error", "value_clip": 0.5}
-    assert make_recipe(algorithm__advantage="gae", critic=critic).critic is not None
+ACCEPTED = [
+    ["algorithm.advantage=leave_one_out", "algorithm.loss=policy_gradient"],
+    ["algorithm.advantage=reinforce_plus_plus", "algorithm.gamma=0.99", "rollout.num_samples=1"],
+    [*GAE, "critic={value_loss: squared_error, value_clip: 0.5}"],
+    ["algorithm.kl={coefficient: 0, estimator: k1, placement: reward}"],
+    ["algorithm.loss=dual_clip", "algorithm.loss_options={ratio_cap: 5}"],
+    ["algorithm.loss=gspo", "algorithm.clip_low=3e-4", "algorithm.clip_high=4e-4"],
+    ["algorithm.loss=cispo", "algorithm.clip_low=1", "algorithm.clip_high=4"],
+    ["algorithm.advantage='own:plain'"],
+    ["algorithm.advantage='own:tokens'", "algorithm.gamma=0.9"],
+    ["algorithm.advantage='own:with_critic'", "critic={}"],
+    ["algorithm.loss='own:loss'", "algorithm.loss_options={power: 3, floor: 1.5}"],
+    ["algorithm.loss='own:open_loss'", "algorithm.loss_options={anything: 3}"],
+    ["algorithm.loss='own:needy_loss'", "algorithm.loss_options={tau: 0.5}"],
+]
+
+
+@pytest.mark.parametrize("overrides", ACCEPTED)
+def test_what_fits_together_is_accepted(recipe_file: Path, overrides: list[str]) -> None:
+    assert problems_of(recipe_file, *overrides) == []
+
+
+MISFITS = [
+    # advantage; further overrides; beginning of the problem ... another part of it
+    ("gae", [], "algorithm.advantage: gae needs a critic: add a section `critic: {}`"),
+    ("own:with_critic", [], "algorithm.advantage: own:with_critic needs a critic: add a section `critic: {}`"),
+    ("group_relative", ["critic={}"], "critic: algorithm.advantage group_relative uses no critic "),
+    (
+        "own:tokens",
+        ["critic={}"],
+        "critic: algorithm.advantage own:tokens uses no critic (no @token_level(needs_critic",
+    ),
+    ("group_relative", ["algorithm.gamma=0.9"], "algorithm.gamma: group_relative gives all tokens of a sample one "),
+    ("own:plain", ["algorithm.lam=0.5"], "algorithm.lam: own:plain gives all tokens of a sample one advantage (no "),
+    (
+        "own:wrong_tokens",
+        [],
+        "algorithm.advantage: `own:wrong_tokens` cannot be called with (3 ... own:wrong_tokens(rewards)",
+    ),
+    ("own:unmarked_tokens", [], "algorithm.advantage: `own:unmarked_tokens` ... missing a required argument: 'values'"),
+    ("own:tokens", ["algorithm.loss=gspo"], "algorithm.loss: gspo has one ratio and ... expected gspo_token"),
+    ("gae", ["critic={value_loss: 'own:value_loss'}"], "critic.value_loss: `own:value_loss` cannot be called with (4 "),
+    (
+        "gae",
+        ["critic={value_loss: squared}"],
+        "critic.value_loss: `squared` is not in ... did you mean `squared_error`",
+    ),
+    ("plain", [], "algorithm.advantage: `plain` is not in srtrl/algorithms/advantages.py; known: group_relative"),
+]
+OPTIONS = [
+    # loss; its options; beginning of the problem ... another part of it
+    ("own:needy_loss", "{}", "algorithm.loss: `own:needy_loss` cannot ... missing a required argument: 'tau'"),
+    (
+        "dual_clip",
+        "{ratio_kap: 3}",
+        "algorithm.loss_options: `dual_clip` ... argument 'ratio_kap'; it is dual_clip(logprobs, ",
+    ),
+    ("dual_clip", "{clip_low: 0.1}", "algorithm.loss_options.clip_low: is an option of its own, algorithm.clip_low"),
+    (
+        "own:loss",
+        "{advantages: 0.1}",
+        "algorithm.loss_options: `own:loss` ... multiple values for argument 'advantages'",
+    ),
+    ("dual_clip", "{ratio_cap: 0.5}", "algorithm.loss_options.ratio_cap: expected a number above 1, found 0.5"),
+    ("own:loss", "{power: 0}", "algorithm.loss_options.power: expected at least 1, found 0"),
+    (
+        "dual_clip",
+        "{ratio_cap: high}",
+        "algorithm.loss_options: `dual_clip` with {'ratio_cap': 'high'}, ... TypeError: '>'",
+    ),
+    (
+        "own:failing_loss",
+        "{how: sizes}",
+        "algorithm.loss_options: `own:failing_loss` ... raised RuntimeError: wrong sizes",
+    ),
+    ("own:short_loss", "{}", "algorithm.loss: `own:short_loss` cannot be called with (4 ... too many positional"),
+    ("dual_klip", "{ratio_cap: 3}", "algorithm.loss: `dual_klip` is not in ... did you mean `dual_clip`"),
+]
+REFUSED = [
+    *(([f"algorithm.advantage='{name}'", *overrides], problem) for name, overrides, problem in MISFITS),
+    *(([f"algorithm.loss='{name}'", f"algorithm.loss_options={given}"], problem) for name, given, problem in OPTIONS),
+    (["algorithm.filters=['own:old_filter']"], "algorithm.filters.0: `own:old_filter` cannot be called with (2 argu"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "problem"), REFUSED)
+def test_what_does_not_fit_is_named_at_its_key(recipe_file: Path, overrides: list[str], problem: str) -> None:
+    (found,) = problems_of(recipe_file, *overrides)
+    beginning, _, part = problem.partition(" ... ")
+    assert found.startswith(beginning)
+    assert part in found
+
+
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "algorithms"
+PAGES = ("cispo", "dr_grpo", "gspo", "options", "ppo", "reinforce_plus_plus", "rloo")
+BLOCKS = [
+    pytest.param(block, id=f"{page.stem}-{number}")
+    for page in (DOCS / f"{name}.md" for name in PAGES)
+    for number, block in enumerate(re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S))
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_recipe_lines_of_the_pages_pass_the_checks(recipe_file: Path, tmp_path: Path, block: str) -> None:
+    lines = tmp_path / "lines.yaml"
+    lines.write_text(block)
+    sections = read_source(lines).data
+    overrides = [
+        f"{section}.{option}={json.dumps(value)}"
+        for section, options in sections.items()
+        for option, value in options.items()
+    ]
+    assert overrides
+    assert problems_of(recipe_file, "train.num_steps=100", *overrides) == []

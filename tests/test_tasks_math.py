@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import subprocess
 import sys
 import time
@@ -62,14 +63,6 @@ def test_gsm8k_loads_and_its_solutions_are_right(shared_data: Path) -> None:
     assert sum(grade.outcome == "correct" for grade in grades) >= 198
     wrong = [is_correct(task.solution(prompt), prompt.answer + "1") for prompt in task.train_prompts[:50]]
     assert not any(wrong)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("file", "options"), [("gsm8k_test.jsonl", GSM8K), ("math500.jsonl", {"id_field": "id"})])
-def test_all_reference_solutions_are_right(shared_data: Path, file: str, options: dict[str, Any]) -> None:
-    task = make_task(str(shared_data / "math" / file), 10_000, **options)
-    grades = grade_solutions(task, task.train_prompts)
-    assert sum(grade.outcome == "correct" for grade in grades) >= 0.99 * len(grades)
 
 
 def test_math_answers_from_the_box_of_the_solution(shared_data: Path) -> None:
@@ -161,9 +154,9 @@ def test_a_worker_imports_the_verifier_without_torch() -> None:
 
 MALFORMED: list[tuple[Any, str]] = [
     ('{"problem": "a", ', "not JSON: "),
-    (b'{"problem": "\xff", "answer": "2"}', "not UTF-8: "),
-    ("[" * 100_000, "nested too deeply"),
-    ('{"problem": "a", "answer": ' + "9" * 5000 + "}", "not usable: Exceeds the limit"),
+    (b'{"problem": "\xff", "answer": "2"}', "not JSON: 'utf-8' codec can't decode byte 0xff"),
+    ("[" * 100_000, "not JSON: maximum recursion depth exceeded"),
+    ('{"problem": "a", "answer": ' + "9" * 5000 + "}", "not JSON: Exceeds the limit"),
     ('{"problem": "a", "answer": NaN}', "must be a text or a number"),
     ('{"problem": "\\ud800", "answer": "2"}', "is no valid Unicode"),
     ("[1, 2]", "expected an object with fields, found list"),
@@ -207,10 +200,8 @@ def test_wrong_names_get_a_suggestion(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "train.jsonl", [ROW])
     with pytest.raises(ValueError, match=r"no field `probelm`, did you mean `problem`\?.* problem, answer, solution"):
         make_task(file, problem_field="probelm")
-    with pytest.raises(ValueError, match=r"task\.options\.train\.files\.0: no file .*did you mean .*train\.jsonl\?"):
+    with pytest.raises(ValueError, match=r"task\.options\.train\.files\.0: no file .*did you mean .*train\.jsonl`\?"):
         make_task(str(tmp_path / "tran.jsonl"))
-    with pytest.raises(ValueError, match=r"expected a \.jsonl or \.parquet file, found .*csv"):
-        make_task(str(tmp_path / "train.csv"))
     with pytest.raises(ValueError, match="is listed twice"):
         Task.check_options(MathOptions(train=RowSource(files=[file, file])))
     task = make_task(file, solution_field="solutoin")
@@ -218,28 +209,6 @@ def test_wrong_names_get_a_suggestion(tmp_path: Path) -> None:
         ValueError, match=r"train\.jsonl:1 has no solution: no field `solutoin`, did you mean `solution`"
     ):
         task.solution(task.train_prompts[0])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "name the problems: `train`, `eval` or both"),
-        ({"train": {}}, "give either `files`"),
-        ({"train": {"files": ["a.jsonl"], "hub": "x/y", "split": "train"}}, "give either `files`"),
-        ({"train": {"files": ["a.jsonl"], "split": "train"}}, "belong to `hub`"),
-        ({"train": {"hub": "openai/gsm8k"}}, "`split` is missing"),
-        ({"prompt_template": "problem"}, "prompt_template must contain {problem}"),
-        ({"system_prompt": "x"}, "system_prompt needs chat_template"),
-        ({"chat_template_options": {"x": 1}}, "chat_template_options need chat_template"),
-        ({"answer_pattern": "("}, "is no regular expression"),
-        ({"answer_pattern": "####.*"}, "must have exactly one group, it has 0"),
-        ({"answer_pattern": "(.*)", "answer_boxed": True}, "two ways to find the answer"),
-    ],
-)
-def test_contradicting_options_are_refused(options: dict[str, Any], message: str) -> None:
-    sources: dict[str, Any] = {} if options in ({}, {"train": {}}) else {"train": {"files": ["a.jsonl"]}}
-    with pytest.raises(ValueError, match=message.replace("{", r"\{").replace("}", r"\}")):
-        MathOptions.model_validate(sources | options)
 
 
 # --- Rows become prompts ----------------------------------------------------------------------------------------------
@@ -252,10 +221,9 @@ def test_overlong_prompts_are_dropped_and_counted_or_refused(tmp_path: Path, cap
         task = make_task(file, max_prompt_tokens=30, prompt_template="{problem}")
     assert [prompt.text[0] for prompt in task.train_prompts] == ["W", "y"]  # BOS counts
     assert task.load_report["train/overlong"] == 2
-    assert (
-        "2 of 4 prompts are longer than rollout.max_prompt_tokens (30); the first, rows.jsonl:2 has 51" in caplog.text
-    )
-    with pytest.raises(ValueError, match=r"2 of 4 prompts are longer than .* rows.jsonl:2 has 51 tokens"):
+    message = "2 of 4 prompts are longer than rollout.max_prompt_tokens (30); the first, rows.jsonl:2, has 51 tokens"
+    assert message in caplog.text
+    with pytest.raises(ValueError, match=re.escape(message)):
         make_task(file, max_prompt_tokens=30, prompt_template="{problem}", overlong_prompts="error")
     with pytest.raises(ValueError, match=r"4 of 4 prompts are longer"):
         make_task(file, max_prompt_tokens=5)
@@ -292,31 +260,23 @@ def test_fields_inside_fields_numbers_and_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("solution", "answer"),
+    ("solution", "options", "answer"),
     [
-        ("\\boxed{1} then \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
-        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
-        ("\\boxed{x\n+ 1}", "x\n+ 1"),
+        ("\\boxed{1} then \\boxed{\\frac{1}{2}}.", {"answer_boxed": True}, "\\frac{1}{2}"),
+        ("\\boxed{\\{1, 2\\}}", {"answer_boxed": True}, "\\{1, 2\\}"),
+        ("\\boxed{x\n+ 1}", {"answer_boxed": True}, "x\n+ 1"),
+        ("#### 1\n#### 2 ", {"answer_pattern": "#### (.+)"}, "2"),
+        *((text, {"answer_boxed": True}, None) for text in ("none", "\\boxed{1", "\\boxed{ }", "\\boxed{\\}")),
+        ("none", {"answer_pattern": "#### (.+)"}, None),
     ],
 )
-def test_answer_in_a_box(tmp_path: Path, solution: str, answer: str) -> None:
+def test_the_answer_in_a_solution(tmp_path: Path, solution: str, options: dict[str, Any], answer: str | None) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [{"problem": "a", "solution": solution}])
-    assert make_task(file, answer_field="solution", answer_boxed=True).train_prompts[0].answer == answer
-
-
-@pytest.mark.parametrize("solution", ["none", "\\boxed{1", "\\boxed{ }", "\\boxed{\\}"])
-def test_answer_without_a_box(tmp_path: Path, solution: str) -> None:
-    file = write_rows(tmp_path / "rows.jsonl", [{"problem": "a", "solution": solution}])
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: no answer: `solution` has no complete"):
-        make_task(file, answer_field="solution", answer_boxed=True)
-
-
-def test_answer_pattern_takes_the_last_match(tmp_path: Path) -> None:
-    rows = [{**ROW, "answer": "#### 1\n#### 2 "}, {**ROW, "answer": "none"}]
-    options: dict[str, Any] = {"answer_pattern": "#### (.+)", "malformed_rows": "skip"}
-    task = make_task(write_rows(tmp_path / "rows.jsonl", rows), **options)
-    assert [prompt.answer for prompt in task.train_prompts] == ["2"]
-    assert task.load_report["train/malformed"] == 1
+    if answer is None:
+        with pytest.raises(ValueError, match=r"rows\.jsonl:1: no answer: `solution` has no "):
+            make_task(file, answer_field="solution", **options)
+    else:
+        assert make_task(file, answer_field="solution", **options).train_prompts[0].answer == answer
 
 
 def test_parquet_and_the_hub_give_the_same_prompts_as_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ from update_cases import (
 
 from srtrl.metrics import read_metrics
 from srtrl.model.transformer import Transformer
-from srtrl.recipe_base import UpdatePlan
+from srtrl.recipe import UpdatePlan
 from srtrl.rollout.packing import PackedBatch
 from srtrl.trainer.run_folder import RunProgress
 from srtrl.trainer.trainer import run_training

@@ -25,9 +25,8 @@ from srtrl.bench.workload import make_request, read_rollouts
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import ROOT, check_trees
 from srtrl.engine.draft_budget import cut_trees
-from srtrl.recipe_base import Section
-from srtrl.recipe_errors import RecipeError, validate_section
-from srtrl.recipe_file import RecipeSource
+from srtrl.recipe import Section
+from srtrl.recipe_file import RecipeError, RecipeSource, validate_section
 from srtrl.rollout.recorded import RecordedPrompt, Recording, Tokens
 from srtrl.types import Completion, Request
 

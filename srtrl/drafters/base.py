@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import DraftTrees
-from srtrl.recipe_base import Section
+from srtrl.recipe import Section
 from srtrl.types import Completion, Request
 
 Int32Array = npt.NDArray[np.int32]

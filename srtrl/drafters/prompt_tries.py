@@ -10,7 +10,7 @@ from pydantic import Field
 from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, end_to_end
 from srtrl.drafters.rollout_cache import RolloutCache
 from srtrl.drafters.suffix_automaton import START_TOKEN, TokenTrie, TrieCursors
-from srtrl.recipe_base import Section
+from srtrl.recipe import Section
 from srtrl.types import Completion, Request, SamplingParams
 
 PromptKey = tuple[str, tuple[int, ...]]

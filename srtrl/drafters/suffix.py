@@ -27,7 +27,7 @@ from srtrl.drafters.suffix_automaton import (
     locate,
 )
 from srtrl.drafters.trie_draft import SUFFIX, draft_trees
-from srtrl.recipe_base import Section
+from srtrl.recipe import Section
 from srtrl.types import Completion, Request
 
 ALL_PROMPTS: tuple[int, ...] = ()

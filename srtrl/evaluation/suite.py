@@ -12,9 +12,8 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from srtrl.recipe_base import Section
-from srtrl.recipe_errors import RecipeError, validate_section
-from srtrl.recipe_file import read_source
+from srtrl.recipe import Section
+from srtrl.recipe_file import RecipeError, read_source, validate_section
 from srtrl.resolve import suggestion
 from srtrl.tasks.rows import MissingDataError, RowError, RowSource, check_source, get_field, read_rows
 
@@ -191,7 +190,7 @@ def load_suite(name: str) -> Suite:
     try:
         return validate_section(Suite, source.data)
     except RecipeError as error:
-        raise RecipeError([source.located(problem) for problem in error.problems]) from error
+        raise source.located(error) from error
 
 
 def locate(benchmark: Benchmark, file: str | None, folder: Path | None) -> Benchmark:

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from srtrl.recipe_base import Section
-from srtrl.recipe_errors import RecipeError, validate_section
+from srtrl.recipe import Section
+from srtrl.recipe_file import RecipeError, validate_section
 from srtrl.tasks.rows import RowError, RowSource, read_rows
 from srtrl.types import Completion, Purpose, Request, SamplingParams
 

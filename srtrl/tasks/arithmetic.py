@@ -6,20 +6,21 @@
                                 Answer: 28
 
 Whether a problem belongs to training or evaluation is decided by a hash of its expression alone. So no evaluation
-problem is ever trained on, whatever the seeds, sizes and difficulties of the recipes that made a policy.
+problem is ever trained on, for any seeds, sizes and difficulties of the recipes that made a policy.
 """
 
 import hashlib
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import add, mul, sub
 from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
-from srtrl.recipe_base import Section
-from srtrl.tasks.prompts import Problem, PromptTable, tokenise
+from srtrl.recipe import Section
+from srtrl.tasks.prompts import tokenise
 from srtrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ Split = Literal["train", "eval"]
 Operator = Literal["+", "-", "*"]
 
 PRECEDENCE: dict[Operator, int] = {"+": 1, "-": 1, "*": 2}
+FUNCTIONS: dict[Operator, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul}
 OPERAND_PRECEDENCE = 3
 EVAL_SHARE = 8
 """One expression in this many belongs to evaluation."""
@@ -47,9 +49,9 @@ class ArithmeticOptions(Section):
     num_eval: int = Field(default=500, ge=1)
     """Held-out problems, all different and none of them a training problem of any seed."""
     min_operations: int = Field(default=2, ge=1, le=16)
-    """Fewest operations of an expression."""
+    """Minimum number of operations of an expression."""
     max_operations: int = Field(default=4, ge=1, le=16)
-    """Most operations of an expression."""
+    """Maximum number of operations of an expression."""
     max_operand: int = Field(default=12, ge=1, le=10**6)
     """Operands are 1 to this."""
     max_value: int = Field(default=999, ge=1, le=10**9)
@@ -76,7 +78,7 @@ class Expression:
     text: str
     value: int
     precedence: int
-    """Of the outermost operator: how tightly the text holds together."""
+    """Of the outermost operator: how tightly it binds."""
     steps: tuple[str, ...] = ()
 
 
@@ -134,7 +136,7 @@ class Task:
 
 
 def draw_expressions(options: ArithmeticOptions, split: Split) -> list[Expression]:
-    """Draw the different expressions of a split; the first ones do not depend on how many are asked for.
+    """Draw the different expressions of a split; the first ones do not depend on the number of problems.
 
     Raises:
         ValueError: the difficulty has too few different expressions.
@@ -144,7 +146,9 @@ def draw_expressions(options: ArithmeticOptions, split: Split) -> list[Expressio
     expressions: dict[str, Expression] = {}
     fruitless = 0
     while len(expressions) < num_problems:
-        expression = _draw_expression(options, generator)
+        num_operations = generator.randint(options.min_operations, options.max_operations)
+        operators = [generator.choice(options.operators) for _ in range(num_operations)]
+        expression = _build(operators, options, generator)
         if expression is None or expression.text in expressions or split_of(expression.text) != split:
             fruitless += 1
             if fruitless == MAX_FRUITLESS_DRAWS:
@@ -164,15 +168,8 @@ def split_of(expression_text: str) -> Split:
     return "eval" if int.from_bytes(digest, "little") % EVAL_SHARE == 0 else "train"
 
 
-def _draw_expression(options: ArithmeticOptions, generator: random.Random) -> Expression | None:
-    """One random expression, or None where a value of the draw lies outside the bounds."""
-    num_operations = generator.randint(options.min_operations, options.max_operations)
-    operators = [generator.choice(options.operators) for _ in range(num_operations)]
-    return _build(operators, options, generator)
-
-
 def _build(operators: list[Operator], options: ArithmeticOptions, generator: random.Random) -> Expression | None:
-    """An expression with these operators in the order of its text."""
+    """A random expression with these operators in the order of its text, or None where a value is out of bounds."""
     if not operators:
         operand = generator.randint(1, options.max_operand)
         return Expression(str(operand), operand, OPERAND_PRECEDENCE)
@@ -189,13 +186,7 @@ def _build(operators: list[Operator], options: ArithmeticOptions, generator: ran
 
 def _combine(left: Expression, operator: Operator, right: Expression, max_value: int) -> Expression | None:
     """`left operator right` with the parentheses it needs, or None where its value lies outside 0 to `max_value`."""
-    match operator:
-        case "+":
-            value = left.value + right.value
-        case "-":
-            value = left.value - right.value
-        case "*":
-            value = left.value * right.value
+    value = FUNCTIONS[operator](left.value, right.value)
     if not 0 <= value <= max_value:
         return None
     precedence = PRECEDENCE[operator]
@@ -208,24 +199,25 @@ def _combine(left: Expression, operator: Operator, right: Expression, max_value:
 
 def _make_prompts(
     options: ArithmeticOptions, split: Split, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
-) -> PromptTable:
-    problems = [
-        Problem(
+) -> list[Prompt]:
+    prompts = [
+        Prompt(
             prompt_id=f"arithmetic-{split}-{options.seed}-{index}",
             text=_prompt_text(expression),
+            token_ids=(),
             answer=str(expression.value),
             metadata={"problem": expression.text, "solution": _solution_text(expression)},
         )
         for index, expression in enumerate(draw_expressions(options, split))
     ]
-    token_ids = tokenise(tokenizer, [problem.text for problem in problems])
-    for problem, ids in zip(problems, token_ids, strict=True):
-        if len(ids) > max_prompt_tokens:
-            raise ValueError(
-                f"task arithmetic: {problem.text!r} has {len(ids)} tokens, rollout.max_prompt_tokens is "
-                f"{max_prompt_tokens}; raise it, or lower max_operations or max_operand"
-            )
-    return PromptTable(problems, token_ids)
+    prompts = tokenise(tokenizer, prompts)
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    if len(longest.token_ids) > max_prompt_tokens:
+        raise ValueError(
+            f"task arithmetic: {longest.text!r} has {len(longest.token_ids)} tokens, rollout.max_prompt_tokens is "
+            f"{max_prompt_tokens}; raise it, or lower max_operations or max_operand"
+        )
+    return prompts
 
 
 def _prompt_text(expression: Expression) -> str:

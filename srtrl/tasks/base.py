@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from srtrl.recipe import Recipe
-from srtrl.recipe_base import Section
-from srtrl.recipe_errors import validate_section
+from srtrl.recipe import Recipe, Section
+from srtrl.recipe_file import validate_section
 from srtrl.resolve import resolve_class
 from srtrl.types import Prompt
 
@@ -81,4 +80,4 @@ def task_texts(recipe: Recipe) -> Iterator[str]:
 
 def _resolve_task(recipe: Recipe) -> tuple[Any, Section]:
     task_class = resolve_class("srtrl.tasks", recipe.task.name, "Task")
-    return task_class, validate_section(task_class.Options, dict(recipe.task.options), ("task", "options"))
+    return task_class, validate_section(task_class.Options, dict(recipe.task.options), "task.options")

@@ -1,9 +1,9 @@
-"""Grading beside the decoder: the verifier and the rewards of each completion, and what came of them.
+"""Grading while the decoder runs: the verifier and the rewards of each completion.
 
 `submit` returns at once: what is marked `isolated` (math-verify, say) starts in a worker process while the decoder goes
 on with other samples. `collect` waits for the workers and runs the rest in the training process. A sample that hangs or
-crashes is retried once in a process that has graded nothing else; its second failure costs that sample only: reward 0,
-an outcome of its own, and a line in the log.
+crashes is retried once in a process that has graded nothing else; a second failure costs that sample only: reward 0,
+its outcome, and a line in the log.
 """
 
 import logging
@@ -38,8 +38,8 @@ class GradeTicket:
 
     sample: RewardInput
     """Its `correct` is None as long as an isolated verifier runs."""
-    verdict: "Future[Graded | Failure] | Failure | None"
-    """What the workers say; a failure of an in-process verifier; None where nothing ran apart."""
+    verdict: "Future[Graded | Failure]"
+    """Verdict and isolated rewards; done at once where nothing is isolated."""
 
 
 class Grader:
@@ -106,17 +106,17 @@ class Grader:
                 sample = replace(sample, correct=bool(self._verifier(text, prompt.answer)))
             if caught.error is not None:
                 failure = Failure(outcome="error", detail=f"verifier: {describe_error(caught.error)}")
-                return GradeTicket(sample=sample, verdict=failure)
-        return GradeTicket(sample=sample, verdict=None if self._pool is None else self._pool.submit(sample))
+                return GradeTicket(sample=sample, verdict=_done(failure))
+        verdict = _done(Graded(correct=sample.correct)) if self._pool is None else self._pool.submit(sample)
+        return GradeTicket(sample=sample, verdict=verdict)
 
     def is_done(self, ticket: GradeTicket) -> bool:
         """Whether `collect` would not have to wait for this one."""
-        return not isinstance(ticket.verdict, Future) or ticket.verdict.done()
+        return ticket.verdict.done()
 
     def wait_any(self, tickets: Sequence[GradeTicket]) -> None:
         """Wait until one more of `tickets` is done; at once where all of them are."""
-        verdicts = [ticket.verdict for ticket in tickets if isinstance(ticket.verdict, Future)]
-        wait([verdict for verdict in verdicts if not verdict.done()], return_when=FIRST_COMPLETED)
+        wait([ticket.verdict for ticket in tickets if not ticket.verdict.done()], return_when=FIRST_COMPLETED)
 
     def collect(self, tickets: Sequence[GradeTicket]) -> list[Grade]:
         """Wait for the grades of `tickets`, in their order; batched rewards see all of them at once.
@@ -125,14 +125,17 @@ class Grader:
             ValueError: a reward returned something other than a finite number, or a batched one too few or too many.
             RuntimeError: a worker process cannot start.
         """
-        verdicts = [self._verdict(ticket) for ticket in tickets]
+        verdicts = [ticket.verdict.result() for ticket in tickets]
+        for verdict in verdicts:
+            if isinstance(verdict, Failure) and verdict.outcome == "invalid":
+                raise InvalidRewardError(verdict.detail)
         samples = [
             replace(ticket.sample, correct=verdict.correct) if isinstance(verdict, Graded) else ticket.sample
             for ticket, verdict in zip(tickets, verdicts, strict=True)
         ]
         for reward in self._rewards:
             if not reward.isolated:
-                verdicts = _apply(reward, samples, verdicts)
+                _apply(reward, samples, verdicts)
         grades = [self._grade(verdict) for verdict in verdicts]
         for ticket, grade in zip(tickets, grades, strict=True):
             if grade.outcome not in ("correct", "wrong"):
@@ -144,15 +147,6 @@ class Grader:
                 )
         return grades
 
-    def _verdict(self, ticket: GradeTicket) -> Graded | Failure:
-        """What the verifier and the isolated rewards said; waits for them."""
-        if ticket.verdict is None:
-            return Graded(correct=ticket.sample.correct)
-        verdict = ticket.verdict if isinstance(ticket.verdict, Failure) else ticket.verdict.result()
-        if isinstance(verdict, Failure) and verdict.outcome == "invalid":
-            raise InvalidRewardError(verdict.detail)
-        return verdict
-
     def _grade(self, verdict: Graded | Failure) -> Grade:
         if isinstance(verdict, Failure):
             assert verdict.outcome != "invalid"
@@ -163,42 +157,30 @@ class Grader:
         return Grade(reward=total, parts=parts, outcome="correct" if verdict.correct else "wrong")
 
 
-def _apply(
-    reward: Reward, samples: Sequence[RewardInput], verdicts: Sequence[Graded | Failure]
-) -> list[Graded | Failure]:
+def _done(verdict: Graded | Failure) -> "Future[Graded | Failure]":
+    future: Future[Graded | Failure] = Future()
+    future.set_result(verdict)
+    return future
+
+
+def _apply(reward: Reward, samples: Sequence[RewardInput], verdicts: list[Graded | Failure]) -> None:
     """Add one in-process reward to the verdicts; where it raises, the samples concerned become failures."""
-    values: list[float | Failure]
-    if reward.batched:
-        values = _call_batched(reward, samples)
-    else:
-        values = [
-            _call(reward, sample) if isinstance(verdict, Graded) else verdict
-            for sample, verdict in zip(samples, verdicts, strict=True)
-        ]
-    return [_merge(verdict, reward.name, value) for verdict, value in zip(verdicts, values, strict=True)]
-
-
-def _merge(verdict: Graded | Failure, name: str, value: float | Failure) -> Graded | Failure:
-    if isinstance(verdict, Failure):
-        return verdict
-    return value if isinstance(value, Failure) else replace(verdict, parts={**verdict.parts, name: value})
-
-
-def _call(reward: Reward, sample: RewardInput) -> float | Failure:
-    with Caught() as caught:
-        value = reward.function(sample)
-    return _error(reward, caught.error) if caught.error is not None else check_reward(reward.name, value)
-
-
-def _call_batched(reward: Reward, samples: Sequence[RewardInput]) -> list[float | Failure]:
-    with Caught() as caught:
-        values = list(reward.function(list(samples)))
-    if caught.error is not None:
-        return [_error(reward, caught.error)] * len(samples)
-    if len(values) != len(samples):
-        raise InvalidRewardError(f"reward `{reward.name}` returned {len(values)} values for {len(samples)} samples")
-    return [check_reward(reward.name, value) for value in values]
-
-
-def _error(reward: Reward, error: Exception) -> Failure:
-    return Failure(outcome="error", detail=f"reward `{reward.name}`: {describe_error(error)}")
+    graded = [index for index, verdict in enumerate(verdicts) if isinstance(verdict, Graded)]
+    calls = [range(len(samples))] if reward.batched else [range(index, index + 1) for index in graded]
+    for indices in calls:
+        arguments = [samples[index] for index in indices]
+        with Caught() as caught:
+            values = list(reward.function(arguments)) if reward.batched else [reward.function(arguments[0])]
+        if caught.error is not None:
+            failure = Failure(outcome="error", detail=f"reward `{reward.name}`: {describe_error(caught.error)}")
+            values = [failure] * len(arguments)
+        elif len(values) != len(arguments):
+            num_values = f"{len(values)} values for {len(arguments)} samples"
+            raise InvalidRewardError(f"reward `{reward.name}` returned {num_values}")
+        else:
+            values = [check_reward(reward.name, value) for value in values]
+        for index, value in zip(indices, values, strict=True):
+            verdict = verdicts[index]
+            if isinstance(verdict, Graded):
+                is_failure = isinstance(value, Failure)
+                verdicts[index] = value if is_failure else replace(verdict, parts=verdict.parts | {reward.name: value})

@@ -13,7 +13,6 @@ In a recipe, for the rows of GSM8K, whose answer stands at the end of the worked
         prompt_template: "Question: {problem}\nAnswer:"
 """
 
-import itertools
 import logging
 import re
 from collections import Counter
@@ -24,11 +23,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from srtrl.recipe_base import Section
+from srtrl.recipe import Section
 from srtrl.tasks.choices import choice_letter, is_chosen, render_choices
 from srtrl.tasks.final_answer import last_boxed
 from srtrl.tasks.math_verifier import is_correct
-from srtrl.tasks.prompts import Problem, PromptTable, tokenise
+from srtrl.tasks.prompts import tokenise
 from srtrl.tasks.rows import Row, RowError, RowSource, check_source, get_field, read_rows
 from srtrl.types import Prompt
 
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SURROGATE = re.compile("[\ud800-\udfff]")
-CHECKED_ROWS = 100
-"""Rows that `check_options` reads, at most, to find one that is well-formed."""
 
 
 class MathOptions(Section):
@@ -86,15 +83,13 @@ class MathOptions(Section):
             raise ValueError("name the problems: `train`, `eval` or both, as {files: [...]} or {hub: ..., split: ...}")
         if "{problem}" not in self.prompt_template:
             raise ValueError(f"prompt_template must contain {{problem}}, found {self.prompt_template!r}")
-        if self.system_prompt is not None and not self.chat_template:
-            raise ValueError("system_prompt needs chat_template: true")
-        if self.chat_template_options and not self.chat_template:
-            raise ValueError("chat_template_options need chat_template: true")
-        if self.choices_field is not None and (self.answer_boxed or self.answer_pattern is not None):
-            raise ValueError("choices_field says how the answer reads: leave answer_pattern and answer_boxed out")
+        for name in ("system_prompt", "chat_template_options"):
+            if getattr(self, name) and not self.chat_template:
+                raise ValueError(f"{name} needs chat_template: true")
+        given = [name for name in ("choices_field", "answer_pattern", "answer_boxed") if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are different ways to find the answer: choose one")
         if self.answer_pattern is not None:
-            if self.answer_boxed:
-                raise ValueError("answer_pattern and answer_boxed are two ways to find the answer: choose one")
             _check_pattern(self.answer_pattern)
         return self
 
@@ -128,12 +123,12 @@ class Task:
 
     @classmethod
     def check_options(cls, options: MathOptions) -> None:
-        """Raise ValueError where a file is missing or its first row has no such fields; the hub is not asked."""
+        """Raise ValueError where a file is missing or has no row with such fields; the hub is not asked."""
         for split, source in (("train", options.train), ("eval", options.eval)):
             if source is not None and source.hub is None:
                 check_source(source, f"task.options.{split}")
                 for name in source.files:
-                    _check_first_row(options, RowSource(files=[name]))
+                    next(read_problems(options, RowSource(files=[name]), split, Counter()))
 
     @classmethod
     def texts(cls, options: MathOptions) -> Iterator[str]:
@@ -156,36 +151,34 @@ class Task:
 
     def _load(
         self, split: str, source: RowSource | None, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
-    ) -> PromptTable:
-        """Read, render and tokenise the problems of a split; an empty table where the options name none."""
+    ) -> list[Prompt]:
+        """Read, render and tokenise the problems of a split; none where the options name none."""
         if source is None:
-            return PromptTable([], [])
+            return []
+        options = self._options
         counts: Counter[str] = Counter(rows=0, malformed=0, overlong=0)
-        problems = list(read_problems(self._options, source, split, counts))
-        if self._options.chat_template:
-            problems = _apply_chat_template(self._options, tokenizer, problems)
-        texts = [problem.text for problem in problems]
-        token_ids = tokenise(tokenizer, texts, add_special_tokens=not self._options.chat_template)
-        overlong = [index for index, ids in enumerate(token_ids) if len(ids) > max_prompt_tokens]
+        prompts = list(read_problems(options, source, split, counts))
+        if options.chat_template:
+            prompts = _apply_chat_template(options, tokenizer, prompts)
+        prompts = tokenise(tokenizer, prompts, add_special_tokens=not options.chat_template)
+        overlong = [prompt for prompt in prompts if len(prompt.token_ids) > max_prompt_tokens]
         counts["overlong"] = len(overlong)
         self.load_report |= {f"{split}/{name}": count for name, count in counts.items()}
         if overlong:
-            first = f"{problems[overlong[0]].prompt_id} has {len(token_ids[overlong[0]])} tokens"
+            first = f"the first, {overlong[0].prompt_id}, has {len(overlong[0].token_ids)} tokens"
             limit = f"rollout.max_prompt_tokens ({max_prompt_tokens})"
-            message = f"{len(overlong)} of {len(problems)} prompts are longer than {limit}"
-            if self._options.overlong_prompts == "error" or len(overlong) == len(problems):
-                raise ValueError(f"task.options.{split}: {message}; the first, {first}")
-            logger.warning("task.options.%s: dropped: %s; the first, %s", split, message, first)
-        dropped = set(overlong)
-        kept = [index for index in range(len(problems)) if index not in dropped]
-        return PromptTable([problems[index] for index in kept], [token_ids[index] for index in kept])
+            message = f"{len(overlong)} of {len(prompts)} prompts are longer than {limit}; {first}"
+            if options.overlong_prompts == "error" or len(overlong) == len(prompts):
+                raise ValueError(f"task.options.{split}: {message}")
+            logger.warning("task.options.%s: dropped: %s", split, message)
+        return [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
 
 
 # --- From rows to problems --------------------------------------------------------------------------------------------
 
 
-def read_problems(options: MathOptions, source: RowSource, split: str, counts: Counter[str]) -> Iterator[Problem]:
-    """The well-formed problems of a source, in order; `counts` takes the numbers of rows and of malformed ones."""
+def read_problems(options: MathOptions, source: RowSource, split: str, counts: Counter[str]) -> Iterator[Prompt]:
+    """The well-formed problems of a source in order, without tokens; `counts` takes the numbers of (malformed) rows."""
     prompt_ids: set[str] = set()
     first_reason = ""
     for row in read_rows(source):
@@ -202,7 +195,8 @@ def read_problems(options: MathOptions, source: RowSource, split: str, counts: C
         else:
             prompt_ids.add(problem.prompt_id)
             yield problem
-    place, num_rows, num_malformed = f"task.options.{split}", counts["rows"], counts["malformed"]
+    place = f"task.options.{split}: {source.hub or ', '.join(source.files)}"
+    num_rows, num_malformed = counts["rows"], counts["malformed"]
     if num_rows == 0:
         raise ValueError(f"{place}: there are no rows")
     if not prompt_ids:
@@ -211,21 +205,7 @@ def read_problems(options: MathOptions, source: RowSource, split: str, counts: C
         logger.warning("%s: skipped %d of %d rows; the first: %s", place, num_malformed, num_rows, first_reason)
 
 
-def _check_first_row(options: MathOptions, source: RowSource) -> None:
-    """Raise ValueError unless the first row, or one of the first where malformed ones are skipped, is a problem."""
-    num_rows = 1 if options.malformed_rows == "stop" else CHECKED_ROWS
-    reasons = []
-    for row in itertools.islice(read_rows(source), num_rows):
-        try:
-            _problem_of(options, row)
-        except RowError as error:
-            reasons.append(f"{row.place}: {error}")
-        else:
-            return
-    raise ValueError(reasons[0] if reasons else f"{source.files[0]}: there are no rows")
-
-
-def _problem_of(options: MathOptions, row: Row) -> Problem:
+def _problem_of(options: MathOptions, row: Row) -> Prompt:
     """The problem that a row holds; `RowError` if it holds none."""
     if isinstance(row.fields, RowError):
         raise row.fields
@@ -247,7 +227,7 @@ def _problem_of(options: MathOptions, row: Row) -> Problem:
         answer = boxed
     prompt_id = row.name if options.id_field is None else _text_of(row.fields, options.id_field)
     text = options.prompt_template.replace("{problem}", problem.strip())
-    return Problem(prompt_id=prompt_id, text=text, answer=answer.strip(), metadata=row.fields)
+    return Prompt(prompt_id=prompt_id, text=text, token_ids=(), answer=answer.strip(), metadata=row.fields)
 
 
 def _answer_text(fields: Mapping[str, Any], name: str) -> str:
@@ -272,7 +252,7 @@ def _text_of(fields: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def solution_of(options: MathOptions, problem: Problem | Prompt) -> str:
+def solution_of(options: MathOptions, problem: Prompt) -> str:
     """The worked solution in a problem's row; ValueError if it has none."""
     try:
         return _text_of(problem.metadata, options.solution_field)
@@ -281,8 +261,8 @@ def solution_of(options: MathOptions, problem: Problem | Prompt) -> str:
 
 
 def _apply_chat_template(
-    options: MathOptions, tokenizer: "PreTrainedTokenizerBase", problems: Sequence[Problem]
-) -> list[Problem]:
+    options: MathOptions, tokenizer: "PreTrainedTokenizerBase", problems: Sequence[Prompt]
+) -> list[Prompt]:
     """Wrap each text as the user's message; the template adds special tokens and the start of the answer."""
     import jinja2
 

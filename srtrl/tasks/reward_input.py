@@ -1,4 +1,4 @@
-"""What a reward function is given, and how it says where and how it runs."""
+"""The input of a reward function, and the marks for where and how it runs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class RewardInput:
     text: str
     """The completion without special tokens."""
     correct: bool | None
-    """What the task's verifier said; None where it failed (the sample's reward is then 0, whatever is returned)."""
+    """The verdict of the task's verifier; None where it failed (the sample's reward is then 0 in any case)."""
     finish_reason: FinishReason
     num_tokens: int
     """Length of the completion, the end token included."""

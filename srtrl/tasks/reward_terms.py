@@ -2,12 +2,12 @@
 
 import functools
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from srtrl.recipe import RewardSection
-from srtrl.resolve import check_options, resolve_function
+from srtrl.resolve import check_call, resolve_function
 
 RESERVED_NAMES = frozenset({"mean", "kl_penalty"})
 """`reward/...` metrics of the trainer."""
@@ -31,51 +31,40 @@ def resolve_rewards(sections: Sequence[RewardSection], max_new_tokens: int) -> l
 
     Raises:
         ValueError: an unknown name, two of one name, an option that the function does not take, lacks or refuses, a
-            function that is both `isolated` and `batched`, or that is isolated and that workers could not import.
+            function that is both `isolated` and `batched`, or that is isolated and that workers could not import. The
+            message begins with the key: `rewards.0.name: `.
     """
     rewards: list[Reward] = []
-    for section in sections:
-        function = resolve_function("srtrl.tasks.rewards", section.name)
-        check_reward_options(section.name, function, section.options, max_new_tokens)
-        reward = Reward(
-            name=section.name.rpartition(":")[2],
-            weight=section.weight,
-            function=functools.partial(function, **section.options) if section.options else function,
-            isolated=is_isolated(function),
-            batched=bool(getattr(function, "batched", False)),
-        )
-        if reward.name in RESERVED_NAMES:
-            raise ValueError(
-                f"rewards: `{section.name}` cannot be logged as reward/{reward.name}, which is srtrl's own"
-            )
-        if any(reward.name == other.name for other in rewards):
-            raise ValueError(f"rewards: two are named `{reward.name}`; their metrics would be one")
-        if reward.isolated and reward.batched:
-            raise ValueError(f"rewards: `{section.name}` is isolated and batched; a hang would then cost every sample")
-        if reward.isolated:
-            check_importable(section.name, reward.function)
+    for index, section in enumerate(sections):
+        try:
+            reward = _resolve(section, max_new_tokens)
+            if any(reward.name == other.name for other in rewards):
+                raise ValueError(f"two are named `{reward.name}`, which is the name of a metric: leave one out")
+        except ValueError as error:
+            raise ValueError(f"rewards.{index}: {error}") from error
         rewards.append(reward)
     return rewards
 
 
-def check_reward_options(
-    name: str, function: Callable[..., Any], options: Mapping[str, Any], max_new_tokens: int
-) -> None:
-    """Refuse options that the reward does not take, those that it lacks, and those that its own check refuses.
-
-    Args:
-        name: As the recipe has it.
-        function: What it names.
-        options: The recipe's `rewards.N.options`.
-        max_new_tokens: The recipe's limit, for the function's own check (`with_options_check`).
-
-    Raises:
-        ValueError: naming the option.
-    """
-    check_options(name, function, options, num_positional=1)
-    own_check = getattr(function, "check_options", None)
-    if own_check is not None:
-        own_check(max_new_tokens, **options)
+def _resolve(section: RewardSection, max_new_tokens: int) -> Reward:
+    function = resolve_function("srtrl.tasks.rewards", section.name)
+    check_call(section.name, function, 1, tuple(section.options))
+    if check_options := getattr(function, "check_options", None):
+        check_options(max_new_tokens, **section.options)
+    reward = Reward(
+        name=section.name.rpartition(":")[2],
+        weight=section.weight,
+        function=functools.partial(function, **section.options) if section.options else function,
+        isolated=is_isolated(function),
+        batched=bool(getattr(function, "batched", False)),
+    )
+    if reward.name in RESERVED_NAMES:
+        raise ValueError(f"`{section.name}` cannot be logged as reward/{reward.name}, which is srtrl's own")
+    if reward.isolated and reward.batched:
+        raise ValueError(f"`{section.name}` is isolated and batched; a hang would then cost every sample")
+    if reward.isolated:
+        check_importable(section.name, reward.function)
+    return reward
 
 
 def is_isolated(function: object) -> bool:

@@ -1,15 +1,14 @@
 """Rows of a data set, from JSONL or Parquet files or from the hub, each with the place it came from."""
 
-import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from srtrl.recipe_base import Section
+from srtrl.recipe import Section
 from srtrl.resolve import suggestion
 
 PARQUET_BATCH_ROWS = 1024
@@ -35,16 +34,16 @@ class RowSource(Section):
         if self.hub is None and (self.config is not None or self.split is not None):
             raise ValueError("`config` and `split` belong to `hub`, not to `files`")
         if self.hub is not None and self.split is None:
-            raise ValueError(f"`split` is missing: which split of {self.hub}, `train` or `test`, say?")
+            raise ValueError(f"`split` is missing: which split of {self.hub}, such as `train` or `test`?")
         return self
 
 
 class RowError(ValueError):
-    """Why a row cannot be used; its place is added by who reads on or stops."""
+    """Why a row cannot be used; the caller adds the place."""
 
 
 class MissingDataError(ValueError):
-    """The data as a whole is not to be had: no such file, or the hub's data set cannot be read."""
+    """The data as a whole is missing: no such file, or the data set of the hub cannot be read."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -59,7 +58,7 @@ class Row:
 
 
 def read_rows(source: RowSource) -> Iterator[Row]:
-    """Rows in order; a malformed one carries its error, so that the caller decides whether to go on.
+    """Rows in order; a malformed one carries its error, so that the caller decides whether to continue.
 
     Raises:
         ValueError: a file as a whole cannot be read.
@@ -83,7 +82,8 @@ def check_source(source: RowSource, option: str) -> None:
         if path.suffix not in (".jsonl", ".parquet"):
             raise ValueError(f"{option}.files.{index}: expected a .jsonl or .parquet file, found {name}")
         if not path.is_file():
-            raise MissingDataError(f"{option}.files.{index}: no file {name} (in {Path.cwd()}){_near_file(path)}")
+            near = suggestion(name, map(str, path.parent.glob("*.*")))
+            raise MissingDataError(f"{option}.files.{index}: no file {name} (in {Path.cwd()}){near}")
         if name in source.files[:index]:
             raise ValueError(f"{option}.files.{index}: {name} is listed twice")
 
@@ -113,14 +113,8 @@ def _read_jsonl(path: Path, label: str) -> Iterator[Row]:
 def _parse_line(line: bytes) -> Mapping[str, Any] | RowError:
     try:
         fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        return RowError(f"not JSON: {error.msg} at column {error.colno}")
-    except UnicodeDecodeError as error:
-        return RowError(f"not UTF-8: {error.reason} at byte {error.start + 1}")
-    except ValueError as error:  # a number of thousands of digits
-        return RowError(f"not usable: {error}")
-    except RecursionError:
-        return RowError("not usable: nested too deeply")
+    except (ValueError, RecursionError) as error:
+        return RowError(f"not JSON: {error}")
     if not isinstance(fields, dict):
         return RowError(f"expected an object with fields, found {type(fields).__name__}")
     return fields
@@ -151,12 +145,3 @@ def _read_hub(source: RowSource) -> Iterator[Row]:
     for number, fields in enumerate(dataset, start=1):
         name = f"{source.hub}/{source.split}:{number}"
         yield Row(place=name, name=name, fields=fields)
-
-
-def _near_file(path: Path) -> str:
-    """A hint for a misspelt file name, from the data files beside it."""
-    if not path.parent.is_dir():
-        return f"; there is no folder {path.parent} either"
-    beside: Sequence[str] = [item.name for item in path.parent.iterdir() if item.suffix in (".jsonl", ".parquet")]
-    near = difflib.get_close_matches(path.name, beside, n=1)
-    return f"; did you mean {path.parent / near[0]}?" if near else ""

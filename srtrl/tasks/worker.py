@@ -23,11 +23,11 @@ from typing import Literal
 from srtrl.tasks.reward_input import RewardInput
 
 MEMORY_LIMIT_BYTES = 4 * 1024**3
-"""Most memory of a worker, so that one sample cannot eat the machine."""
+"""Maximum memory of a worker, so that one sample cannot take all of the machine's."""
 MEMORY_EXIT_CODE = 70
 """Of a worker in which a sample exhausted the memory."""
 TIMER_RESOLUTION = 1e-3
-"""Least CPU limit, in seconds: zero microseconds would mean none."""
+"""Smallest CPU limit, in seconds: zero microseconds would mean none."""
 
 
 class InvalidRewardError(ValueError):
@@ -45,7 +45,7 @@ class IsolatedFunctions:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Graded:
-    """What the functions said of one sample."""
+    """The verdict and the rewards of one sample."""
 
     correct: bool | None
     parts: dict[str, float] = field(default_factory=dict)

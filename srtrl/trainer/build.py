@@ -16,9 +16,8 @@ from srtrl.model.attention import check_packed_attention
 from srtrl.model.transformer import CompiledLayers
 from srtrl.model.value_model import ValueModel, load_value_model
 from srtrl.model.weights import end_token_ids, has_tokenizer, load_model, load_tokenizer, read_config
-from srtrl.recipe import Recipe, TrainSection, WarmStartSection
-from srtrl.recipe_algorithm import CriticSection
-from srtrl.recipe_errors import validate_section
+from srtrl.recipe import CriticSection, Recipe, TrainSection, WarmStartSection
+from srtrl.recipe_file import validate_section
 from srtrl.resolve import resolve_class
 from srtrl.trainer.checkpoint import CRITIC_FOLDER
 from srtrl.trainer.critic import Critic
@@ -265,7 +264,7 @@ def build_drafter(recipe: Recipe) -> DrafterBase:
             f"`{recipe.rollout.drafter}` is no drafter; expected a subclass of {DrafterBase.__module__}:DrafterBase"
         )
     given = dict(recipe.rollout.drafter_options)
-    drafter: DrafterBase = drafter_class(validate_section(drafter_class.Options, given, ("rollout", "drafter_options")))
+    drafter: DrafterBase = drafter_class(validate_section(drafter_class.Options, given, "rollout.drafter_options"))
     return drafter
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from srtrl.model.attention import HALF_DTYPES
-from srtrl.recipe_base import Schedule, UpdatePlan
+from srtrl.recipe import Schedule, UpdatePlan
 
 MASTERS = "masters"
 """Key of the master weights in `state_dict`, in the order of the groups' parameters."""

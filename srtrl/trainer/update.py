@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from srtrl.algorithms.reductions import adapted_coefficient, k3
 from srtrl.model.attention import PackedPlan, copy_to_device
 from srtrl.model.logprobs import token_logprobs
-from srtrl.recipe import Recipe
-from srtrl.recipe_base import UpdatePlan
+from srtrl.recipe import Recipe, UpdatePlan
 from srtrl.rollout.packing import PackedBatch, pack
 from srtrl.trainer.credit import with_numbers
 from srtrl.trainer.objective import Objective

@@ -16,8 +16,7 @@ from srtrl.metrics import write_atomic
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.weights import init_model
-from srtrl.recipe import Recipe, WarmStartSection
-from srtrl.recipe_base import UpdatePlan
+from srtrl.recipe import Recipe, UpdatePlan, WarmStartSection
 from srtrl.rollout.packing import PackedBatch
 from srtrl.tasks.base import Task, load_task, task_texts
 from srtrl.trainer import build
