@@ -203,7 +203,7 @@ def test_damaged_folders_are_refused(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "named", "expected"),
     [
-        ({"model_type": "mixtral"}, "model_type is 'mixtral'", "'llama', 'qwen2' or 'qwen3'"),
+        ({"model_type": "mixtral", "hidden_act": "gelu"}, "model_type is 'mixtral'", "'llama', 'qwen2' or 'qwen3'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'", "'silu'"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1", "0"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is True", "False"),

@@ -12,7 +12,7 @@ def set_cpu_threads(num_threads: int | None = None) -> None:
 
     The first parallel call of Numba sets OpenMP's thread count, and with it torch's, to the number of cores: torch
     would give other bits after it than before, and run slowly on a busy machine. So that call is made here, and
-    torch's count set behind it.
+    torch's count set after it.
     """
     count = num_threads or torch.get_num_threads()
     numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]

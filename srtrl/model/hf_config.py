@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
-from srtrl.model.transformer import ModelConfig, RopeConfig
+from srtrl.model.transformer import ModelConfig, ModelType, RopeConfig
 
 Config = TypeVar("Config")
 
@@ -21,9 +21,10 @@ _ROPE_FIELDS = {
 
 
 class _CheckedFields(BaseModel):
-    """Sizes that defaults are made from, and fields of which srtrl supports one value."""
+    """What is checked first: what defaults depend on, and fields of which srtrl supports one value."""
 
     model_config = ConfigDict(strict=True)
+    model_type: ModelType
     hidden_size: PositiveInt
     num_attention_heads: PositiveInt
     hidden_act: Literal["silu"] = "silu"
@@ -49,7 +50,7 @@ def config_from_hf(hf_config: Mapping[str, Any], source: str = "the model's conf
     checked = _validated(_CheckedFields, fields, source)
     if "AutoModelForCausalLM" in fields.get("auto_map", {}):
         raise ValueError(f"{source}: auto_map is {fields['auto_map']}: a model with code of its own is not supported")
-    is_llama, is_qwen2, is_qwen3 = (fields.get("model_type") == name for name in ("llama", "qwen2", "qwen3"))
+    is_llama, is_qwen2, is_qwen3 = (checked.model_type == name for name in ("llama", "qwen2", "qwen3"))
     if is_llama or "num_key_value_heads" in hf_config:  # null means as many as query heads
         fields.setdefault("num_key_value_heads", checked.num_attention_heads)
     fields.setdefault("max_position_embeddings", 2048 if is_llama else 32768)

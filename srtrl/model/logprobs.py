@@ -27,7 +27,7 @@ def token_logprobs(
     """Log-prob of each target token and entropy of its distribution, both differentiable.
 
     The backward pass computes the logits again: the memory of both passes is two float32 tensors [chunk_size, V],
-    whatever R is, and the gradient of the head. That is summed over the chunks in the head's own type; in bfloat16 four
+    for any R, and the gradient of the head. That is summed over the chunks in the head's own type; in bfloat16 four
     chunks raised its rounding error from 0.45% to 0.49%. Under autocast the logits have autocast's type, like those of
     any other linear layer; a copy of the head in that type comes on top, and in the backward pass each chunk's share of
     the head's gradient, [V, D] in that type too.

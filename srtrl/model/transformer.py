@@ -23,11 +23,11 @@ from torch.utils.checkpoint import checkpoint
 
 from srtrl.model.attention import AttentionPlan, PackedPlan
 
-_ONE_THREAD_NUMEL = 32768  # torch's `at::internal::GRAIN_SIZE`: smaller elementwise operations stay on one thread
-
+ModelType = Literal["llama", "qwen2", "qwen3"]
+PositiveFiniteFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 _STRICT = ConfigDict(strict=True)
-PositiveFiniteFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_ONE_THREAD_NUMEL = 32768  # torch's `at::internal::GRAIN_SIZE`: smaller elementwise operations stay on one thread
 
 
 @dataclass(kw_only=True, frozen=True, config=_STRICT)
@@ -53,7 +53,7 @@ class RopeConfig:
 class ModelConfig:
     """Shape of a model; made by `hf_config.config_from_hf`, which refuses what is not supported."""
 
-    model_type: Literal["llama", "qwen2", "qwen3"]
+    model_type: ModelType
     vocab_size: PositiveInt
     hidden_size: PositiveInt
     intermediate_size: PositiveInt

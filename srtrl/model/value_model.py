@@ -34,7 +34,9 @@ class ValueModel(nn.Module):
         """A fresh head on `body`, whose output head is taken off; no random state is read or moved."""
         super().__init__()
         body.head = None
-        body.config = _without_output_head(body.config)
+        # Heads called tied, so that no file of the body needs an output head.
+        hf_config = {**body.config.hf_config, "tie_word_embeddings": True}
+        body.config = replace(body.config, tie_word_embeddings=True, hf_config=hf_config)
         self.body = body
         head_dtype = torch.promote_types(body.dtype, torch.float32)
         self.value_head = nn.Parameter(torch.zeros(1, body.config.hidden_size, dtype=head_dtype, device=body.device))
@@ -97,9 +99,3 @@ def save_value_model(model: ValueModel, folder: str | Path) -> None:
     file = folder / HEAD_FILE
     save_file({_HEAD_NAME: model.value_head.detach().cpu()}, file, metadata={"format": "pt"})
     file.chmod(0o644)  # safetensors makes it readable for its owner only
-
-
-def _without_output_head(config: ModelConfig) -> ModelConfig:
-    """The config of the same body with heads called tied, so that no file of it needs an output head."""
-    hf_config = {**config.hf_config, "tie_word_embeddings": True}
-    return replace(config, tie_word_embeddings=True, hf_config=hf_config)
