@@ -9,7 +9,7 @@ from pydantic import Field
 
 from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, end_to_end
 from srtrl.drafters.rollout_cache import RolloutCache
-from srtrl.drafters.suffix_automaton import START_TOKEN, TokenTrie, TrieCursors
+from srtrl.drafters.suffix_automaton import INSERTS, START_TOKEN, TokenTrie, TrieCursors
 from srtrl.recipe_base import Section
 from srtrl.types import Completion, Request, SamplingParams
 
@@ -91,8 +91,7 @@ class TrieDrafter(DrafterBase):
             texts.append(text)
         self.cursors.start(slots, tries, inserts=True)
         self.cursors.extend(slots, *end_to_end(texts))
-        if not self.inserts:
-            self.cursors.stop_inserting(slots)
+        self.cursors.arrays.rows[slots, INSERTS] = self.inserts
         self._free_idle(self._max_bytes)
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
