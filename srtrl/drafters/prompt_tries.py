@@ -36,7 +36,7 @@ class TrieOptions(Section):
 
 
 class TrieDrafter(DrafterBase):
-    """Drafts from a trie for each prompt, which is built when a sample starts and freed after a policy update."""
+    """Drafts from a trie for each prompt: built when its first sample starts, freed at a policy update."""
 
     Options = TrieOptions
     options: TrieOptions
