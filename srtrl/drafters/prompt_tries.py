@@ -9,7 +9,7 @@ from pydantic import Field
 
 from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, end_to_end
 from srtrl.drafters.rollout_cache import RolloutCache
-from srtrl.drafters.suffix_automaton import START_TOKEN, TokenTrie, TrieCursors
+from srtrl.drafters.suffix_automaton import INSERTS, START_TOKEN, TokenTrie, TrieCursors
 from srtrl.recipe import Section
 from srtrl.types import Completion, Request, SamplingParams
 
@@ -36,7 +36,7 @@ class TrieOptions(Section):
 
 
 class TrieDrafter(DrafterBase):
-    """Drafts from a trie for each prompt, which is built when a sample starts and freed after a policy update."""
+    """Drafts from a trie for each prompt: built when its first sample starts, freed at a policy update."""
 
     Options = TrieOptions
     options: TrieOptions
@@ -91,8 +91,7 @@ class TrieDrafter(DrafterBase):
             texts.append(text)
         self.cursors.start(slots, tries, inserts=True)
         self.cursors.extend(slots, *end_to_end(texts))
-        if not self.inserts:
-            self.cursors.stop_inserting(slots)
+        self.cursors.arrays.rows[slots, INSERTS] = self.inserts
         self._free_idle(self._max_bytes)
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:

@@ -397,15 +397,15 @@ def _advance_rows(
 
 
 @numba.njit(cache=True, nogil=True)
-def _find_last_edge(memory: Int32Array, token_ids: Int32Array) -> int:
-    """Edge by which a string of one token or more ends, or `NONE` where it does not occur."""
-    state, edge = ROOT, NONE
+def _find_state(memory: Int32Array, token_ids: Int32Array) -> int:
+    """State of a string, or `NONE` where it does not occur."""
+    state = ROOT
     for token in token_ids:
         edge = find_edge(memory, state, token)
         if edge == NONE:
             return NONE
-        state = memory[edge + TARGET]
-    return edge
+        state = int(memory[edge + TARGET])
+    return state
 
 
 # --- Tries ------------------------------------------------------------------------------------------------------------
@@ -441,17 +441,11 @@ class TokenTrie:
         cursors.start(np.zeros(1, np.int64), [self], inserts=True)
         cursors.extend(np.zeros(1, np.int64), np.array([START_TOKEN, *text], np.int32), np.array([0, 1 + len(text)]))
 
-    def count(self, token_ids: Sequence[int]) -> int:
-        """Return how often tokens (at least one) occur in a row in all texts."""
-        edge = _find_last_edge(self.memory, np.asarray(token_ids, np.int32))
-        return 0 if edge == NONE else int(self.memory[edge + COUNT])
-
     def continuations(self, token_ids: Sequence[int]) -> dict[int, int]:
         """Tokens that follow the given ones somewhere, with the number of times, the most frequent first."""
-        edge = _find_last_edge(self.memory, np.asarray(token_ids, np.int32))
-        if edge == NONE:
+        state = _find_state(self.memory, np.asarray(token_ids, np.int32))
+        if state == NONE:
             return {}
-        state = self.memory[edge + TARGET]
         edges = self.memory[self.memory[state + BLOCK] : edges_end(self.memory, state)].reshape(-1, EDGE).tolist()
         counts = {token: count for token, _, count in edges if token >= 0}
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
@@ -487,10 +481,6 @@ class TrieCursors:
         self.arrays.sizes[slots] = [len(trie.memory) for trie in tries]
         for slot, trie in zip(slots.tolist(), tries, strict=True):
             self.tries[slot] = trie
-
-    def stop_inserting(self, slots: Int64Array) -> None:
-        """From now on the tokens of these slots are only followed."""
-        self.arrays.rows[slots, INSERTS] = False
 
     def stop(self, slots: Sequence[int]) -> None:
         """Free slots; what they inserted stays."""
