@@ -354,6 +354,10 @@ def test_cpu_name(tmp_path: Path) -> None:
 # --- Options ----------------------------------------------------------------------------------------------------------
 
 
+def test_bench_lists_what_there_is() -> None:
+    assert run("bench", "--help").stdout.endswith("names: gpu, host, rollout, train\n")
+
+
 def test_curves_are_named_or_given() -> None:
     assert parse_curve("--device-ms", "8:0.25, 64:1") == ((8, 0.25), (64, 1.0))
     assert all(parse_curve("--device-ms", name)[0][0] == 1 for name in CURVES)

@@ -82,10 +82,10 @@ def command(
         float, typer.Option(min=0, max=1, help="Share of each prompt's samples that the drafter has seen before.")
     ] = 0.0,
     prompts_used: Annotated[
-        int | None, typer.Option(min=1, help="The first prompts only. [default: all of the trace, or 2]")
+        int | None, typer.Option(min=1, help="The first prompts only. [default: all of the trace, or 1]")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=8, help="Truncate samples to this many tokens. [default with no trace: 256]")
+        int | None, typer.Option(min=8, help="Truncate samples to this many tokens. [default with no trace: 128]")
     ] = None,
     slots: options.Slots = "",
     model: Annotated[str | None, typer.Option(help="Hugging Face folder or hub name, in place of a shape.")] = None,
@@ -115,9 +115,9 @@ def command(
         policy = load_model(model, dtype=weights, device=device)
     else:
         policy = init_model(config_from_hf(SHAPES[model_shape], model_shape), 0, weights, device)
-    max_tokens = max_tokens or (sys.maxsize if trace else 256)
+    max_tokens = max_tokens or (sys.maxsize if trace else 128)
     workload = load_workload(trace, policy.config, tokenizer=tokenizer, max_tokens=max_tokens, history=history)
-    workload = workload.first_prompts(prompts_used or (len(workload.history) if trace else 2))
+    workload = workload.first_prompts(prompts_used or (len(workload.history) if trace else 1))
     rows: list[Row] = []
     counts = counts or (len(workload.requests),)
     for num_slots in counts:
