@@ -33,8 +33,9 @@ RunnerFactory = Callable[[Transformer, torch.dtype | None], Runner]
 
 def runner_policy() -> Transformer:
     """Two layers, with query heads that share key-value heads and norms of heads."""
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    return tiny_policy(hidden_size=32, model_type="qwen3", scale=4.0, **heads).to(KERNEL_DEVICE)
+    return tiny_policy(
+        hidden_size=32, model_type="qwen3", scale=4.0, num_attention_heads=4, num_key_value_heads=2, head_dim=16
+    ).to(KERNEL_DEVICE)
 
 
 def cuda_runner(policy: Transformer, decode_dtype: torch.dtype | None = None, **changes: object) -> CudaRunner:

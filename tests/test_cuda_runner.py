@@ -22,8 +22,6 @@ from srtrl.engine.cuda_shapes import (
     MAX_SAMPLED_PROMPT_ROWS,
     ShapePlanner,
     padded_rows,
-    padded_tiles,
-    padded_width,
     row_edges,
 )
 from srtrl.engine.engine import make_runner
@@ -55,16 +53,6 @@ def test_padding_of_rows_is_bounded_and_its_edges_begin_fine_and_grow_coarser() 
         padded = padded_rows(num_rows)
         assert padded == min(edge for edge in edges if edge >= num_rows)
         assert padded - num_rows < max(8, num_rows / 8)
-
-
-@given(num_rows=st.integers(1, 5000), data=st.data())
-def test_tiles_and_tables_fit_with_bounded_padding(num_rows: int, data: st.DataObject) -> None:
-    num_tiles = data.draw(st.integers(1, num_rows))
-    assert num_tiles <= padded_tiles(num_tiles, num_rows) <= min(num_rows, 1.5 * num_tiles + 2)
-    width, largest = data.draw(st.integers(1, 600)), data.draw(st.integers(1, 600))
-    padded = padded_width(width, largest, 64)
-    assert width <= padded <= max(largest, width)
-    assert padded <= max(4 * width, 4 * 64)
 
 
 @settings(deadline=None)

@@ -47,7 +47,7 @@ def test_check_integrity_sees_a_lost_and_a_stolen_page() -> None:
         pool.check_integrity([pages, pages])
 
 
-def test_free_pages_are_neither_released_nor_shared() -> None:
+def test_free_pages_are_neither_released_nor_shared_and_counts_are_rounded_up() -> None:
     pool = PagePool(2, page_size=4)
     pages = pool.allocate(1)
     pool.release(pages)
@@ -55,9 +55,6 @@ def test_free_pages_are_neither_released_nor_shared() -> None:
         pool.release(pages)
     with pytest.raises(AssertionError, match="cannot be shared"):
         pool.share(pages)
+    assert [pool.pages_for(count) for count in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
     pool.resize(5)
     assert (pool.num_free, pool.num_used) == (5, 0)
-
-
-def test_pages_for_rounds_up() -> None:
-    assert [PagePool(2, page_size=16).pages_for(n) for n in (0, 1, 16, 17, 32, 33)] == [0, 1, 1, 2, 2, 3]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from srtrl.engine.batch import Batch, PromptPages, Sample
 from srtrl.engine.page_pool import PagePool
-from srtrl.engine.rows import Int32Array
+from srtrl.engine.rows import Int32Array, Int64Array
 from srtrl.engine.scheduler import ScheduledStep, Scheduler, WaitingLine
 from srtrl.types import Request
 
@@ -68,7 +68,8 @@ class FakeRunner:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.batch = scheduler.batch
-        self.kv: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.kv = np.zeros((self.batch.pool.num_pages, self.batch.pool.page_size), np.int64)
+        """[pages, page_size], hashes of prefixes."""
         self.live: dict[int, Name] = {}
         """Slot -> sample: as a drafter hears of them."""
 
@@ -103,14 +104,9 @@ class FakeRunner:
 
     def run(self, step: ScheduledStep) -> dict[Name, tuple[int, int, bool]]:
         """Compute the step; returns room for drafts, new tokens, and whether it finished, of each decoding sample."""
-        size = self.scheduler.pool.page_size
-        assert len({target for _, target in step.page_copies}) == len(step.page_copies)
-        self.kv |= {
-            (target, offset): self.kv[source, offset]
-            for source, target in step.page_copies
-            for offset in range(size)
-            if (source, offset) in self.kv
-        }
+        copies = np.array(step.page_copies, np.int64).reshape(-1, 2)
+        assert len(set(copies[:, 1].tolist())) == len(copies)
+        self.kv[copies[:, 1]] = self.kv[copies[:, 0]]
         for holder, chunk in zip(step.holders, step.chunks, strict=True):
             end = chunk.start + len(chunk.token_ids)
             tokens = holder.token_ids if isinstance(holder, PromptPages) else self.batch.token_ids[holder.slot]
@@ -131,7 +127,7 @@ class FakeRunner:
         batch = self.batch
         sample = batch.samples[slot]
         assert sample is not None
-        size, first = self.scheduler.pool.page_size, int(batch.num_tokens[slot])
+        first = int(batch.num_tokens[slot])
         pages, tokens = batch.pages(slot), batch.token_ids[slot]
         assert batch.num_computed[slot] == first - 1
         self._check(pages, tokens, first - 1)
@@ -141,8 +137,7 @@ class FakeRunner:
         batch.num_tokens[slot] = first + num_new
         batch.num_computed[slot] = first + num_new - 1
         self._write(pages, tokens, first - 1, first + num_new - 1)
-        for position in range(first + num_new - 1, first + room):  # rejected drafts
-            self.kv[int(pages[position // size]), position % size] = ()
+        self.kv[self._places(pages, first + num_new - 1, first + room)] = 0  # rejected drafts
         finished = bool(batch.num_tokens[slot] == batch.max_tokens[slot])
         if finished:
             self.scheduler.finish(sample)
@@ -153,16 +148,17 @@ class FakeRunner:
     def _hash(self, slot: int, what: int) -> int:
         return hash((int(self.batch.rng_keys[slot]), int(self.batch.num_tokens[slot]), what)) // 7
 
+    def _places(self, pages: Int32Array, first: int, end: int) -> tuple[Int32Array, Int64Array]:
+        positions = np.arange(first, end)
+        return pages[positions // self.kv.shape[1]], positions % self.kv.shape[1]
+
     def _check(self, pages: Int32Array, tokens: Int32Array, count: int) -> None:
-        size = self.scheduler.pool.page_size
-        for position in range(count):
-            found = self.kv[int(pages[position // size]), position % size]
-            assert found == tuple(tokens[: position + 1].tolist())
+        found = self.kv[self._places(pages, 0, count)].tolist()
+        assert found == [hash(tokens[: position + 1].tobytes()) for position in range(count)]
 
     def _write(self, pages: Int32Array, tokens: Int32Array, first: int, end: int) -> None:
-        size = self.scheduler.pool.page_size
-        for position in range(first, end):
-            self.kv[int(pages[position // size]), position % size] = tuple(tokens[: position + 1].tolist())
+        prefixes = [hash(tokens[: position + 1].tobytes()) for position in range(first, end)]
+        self.kv[self._places(pages, first, end)] = prefixes
 
 
 class Run:
@@ -259,14 +255,6 @@ def admitted(scheduler: Scheduler, runner: FakeRunner) -> list[tuple[int, int]]:
     return order
 
 
-def test_admission_is_breadth_first() -> None:
-    scheduler, _ = make(num_slots=3)
-    for draw, sample in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]:
-        scheduler.add(request(draw, sample, 5, 2))
-    scheduler.schedule()
-    assert names(scheduler.running) == [(0, 0), (1, 0), (2, 0)]
-
-
 def test_what_a_drafter_expects_orders_the_first_wave_and_unknown_prompts_pass_for_average_ones() -> None:
     scheduler, runner = make(num_slots=1)
     for draw, tokens in enumerate([10.0, None, 30.0, 15.0, None, 21.0]):
@@ -274,7 +262,8 @@ def test_what_a_drafter_expects_orders_the_first_wave_and_unknown_prompts_pass_f
     assert [draw for draw, _ in admitted(scheduler, runner)] == [2, 5, 1, 4, 3, 0]
 
 
-def test_scouts_that_finished_long_or_still_run_call_their_siblings_early() -> None:
+def test_admission_is_breadth_first_and_long_scouts_call_their_siblings_early() -> None:
+    """Whether they have finished or still run."""
     scheduler, runner = make(200, num_slots=4, chunk=1000)
     for draw, length in enumerate([3, 12, 5, 20]):  # the scout of 3 still runs when the others have finished
         for sample in range(2):

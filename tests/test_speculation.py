@@ -110,18 +110,6 @@ def test_run_ahead_changes_no_bit_and_is_followed(dtype: torch.dtype, is_drawn: 
             assert metrics["engine/run_ahead_confidence"] > 0.9
 
 
-def test_the_measured_budget_changes_no_bit() -> None:
-    policy, requests = tiny_policy(), requests_for()
-    truth = decode(Engine(policy, options(slots=1)), requests)
-    for curve in (None, ((1, 1.0), (512, 1.0)), ((1, 1.0), (512, 512.0))):  # measured; rows are free; rows are dear
-        drafter = make_drafter("srt", texts_of(truth))
-        engine = Engine(policy, options(slots=7, draft_budget="auto", cost_points=curve), drafter=drafter)
-        assert outputs(decode(engine, requests)) == outputs(truth)
-        verified = engine.take_metrics()["engine/verified_per_decode_step"]
-        if curve is not None:
-            assert (verified > 2) == (curve[-1][1] == 1.0)
-
-
 @pytest.mark.parametrize("draft_budget", ["auto", 2])
 def test_a_drafter_has_heard_of_all_ends_when_it_is_asked_and_after_a_rollout(
     draft_budget: Literal["auto"] | int,
@@ -182,18 +170,6 @@ def test_a_drafter_that_breaks_its_promises_is_named(changes: dict[str, list[Any
     with pytest.raises(ValueError, match=r"test_speculation\..*Wild proposed .*" + message):
         decode(engine, requests_for())
     assert engine.pool.num_used == 0
-
-
-def test_recorded_tokens_are_taken_while_there_is_a_trace() -> None:
-    requests = requests_for()
-    engine = Engine(tiny_policy(), options(slots=4), drafter=make_drafter("ngram", {}))
-    expected = outputs(decode(engine, requests))
-    engine.trace = {one.rng_key: np.array([7, 8] * 3, np.int32) for one in requests[:9]}
-    for one, completion in zip(requests, sorted(decode(engine, requests).items()), strict=True):
-        num_recorded = min(6, one.sampling.max_new_tokens) if one in requests[:9] else 0
-        assert completion[1].token_ids[:num_recorded] == [7, 8, 7, 8, 7, 8][:num_recorded]
-    engine.trace = None
-    assert outputs(decode(engine, requests)) == expected
 
 
 def exact_distribution(policy: Transformer, prompt: tuple[int, ...], length: int) -> np.ndarray:

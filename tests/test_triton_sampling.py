@@ -1,6 +1,6 @@
 """The sampling kernels of a CUDA device against the definition, under Triton's interpreter where there is no device.
 
-The definition's frequencies are tested in `test_sampler.py`; tokens that are equal to its own have them too.
+The definition's frequencies are tested in `test_sampling.py`; tokens that are equal to its own have them too.
 """
 
 import numpy as np
@@ -13,10 +13,7 @@ from kernel_cases import KERNEL_DEVICE
 from scipy import stats
 from torch import Tensor
 
-from srtrl.engine.sampling import (
-    sample_rows_reference,
-    to_uniform,
-)
+from srtrl.engine.sampling import sample_rows_reference, to_uniform
 from srtrl.engine.triton_sampling import MARGIN, SamplingScratch, rough_gumbel, sample_rows_triton
 from srtrl.model.triton_jit import jit
 
@@ -52,57 +49,52 @@ class Rows:
         return scaled.double().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
 
 
-def random_logits(num_rows: int, vocab_size: int, kind: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
+def random_logits(num_rows: int, vocab_size: int, kind: str = "random", seed: int = 0) -> Tensor:
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed))
-    if kind == "peaked":
-        logits = 40 * logits
-    elif kind == "flat":
-        logits = 1e-3 * logits
-    elif kind == "tied":
+    if kind == "tied":
         logits = logits.round()
     elif kind == "equal":
         logits = torch.zeros_like(logits)
     elif kind == "excluded":
         excluded = torch.rand(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed + 1)) < 0.9
-        excluded[:, vocab_size // 2] = False
         excluded[:, : vocab_size // 3] = True  # whole blocks of nothing
+        excluded[:, vocab_size // 2] = False
         logits = logits.masked_fill(excluded, -torch.inf)
-    return logits.to(dtype)
+    return logits
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["random", "peaked", "flat", "tied", "equal", "excluded"])
-@pytest.mark.parametrize(("vocab_size", "block"), [(1, 16), (7, 4), (320, 128), (5000, 1024)])
+@settings(deadline=None, max_examples=25 if KERNEL_DEVICE == "cpu" else 400)
+@given(
+    vocab_size=st.sampled_from([1, 7, 320, 1500]) | st.integers(1, 700),
+    kind=st.sampled_from(["random", "tied", "equal", "excluded"]),
+    spread=st.sampled_from([1e-3, 0.1, 1.0, 5.0, 60.0, 1e6]),
+    temperatures=st.lists(st.sampled_from([0.0, 1e-3, 0.3, 1.0, 2.0, 50.0]), min_size=3, max_size=3),
+    block=st.sampled_from([4, 16, 128, 1024]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 10**6),
+)
 def test_tokens_and_logprobs_are_those_of_the_definition(
-    vocab_size: int, block: int, kind: str, dtype: torch.dtype
+    vocab_size: int,
+    kind: str,
+    spread: float,
+    temperatures: list[float],
+    block: int,
+    dtype: torch.dtype,
+    seed: int,
 ) -> None:
-    rows = Rows(random_logits(3, vocab_size, kind, dtype), torch.tensor([0.0, 1.0, 0.3]))
+    if KERNEL_DEVICE == "cpu":  # each block takes the interpreter long
+        block = max(block, 1 << (vocab_size // 6).bit_length())
+    rows = Rows((spread * random_logits(3, vocab_size, kind, seed)).to(dtype), torch.tensor(temperatures), seed)
     tokens, logprobs = rows.sample(block=block)
     expected = rows.expected()
     assert tokens.tolist() == expected.tolist()
     torch.testing.assert_close(logprobs.double(), rows.expected_logprobs(expected), atol=2e-6, rtol=1e-6)
 
 
-@settings(deadline=None, max_examples=10 if KERNEL_DEVICE == "cpu" else 200)
-@given(
-    vocab_size=st.integers(1, 700),
-    spread=st.sampled_from([0.0, 0.1, 1.0, 5.0, 60.0, 300.0, 1e6]),
-    temperature=st.sampled_from([0.0, 1e-3, 0.3, 1.0, 2.0, 50.0]),
-    block=st.sampled_from([16, 128, 1024]),
-    seed=st.integers(0, 10**6),
-)
-def test_any_row_has_the_token_of_the_definition(
-    vocab_size: int, spread: float, temperature: float, block: int, seed: int
-) -> None:
-    rows = Rows(spread * random_logits(2, vocab_size, "random", torch.float32, seed), temperature, seed)
-    tokens, _ = rows.sample(block=block)
-    assert tokens.tolist() == rows.expected().tolist()
-
-
 @pytest.mark.filterwarnings("ignore:All-NaN", "ignore:invalid value")  # NumPy, of the interpreter
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
 def test_a_row_that_is_not_finite_has_a_logprob_that_is_not(broken: float) -> None:
-    logits = random_logits(3, 300, "random", torch.float32)
+    logits = random_logits(3, 300)
     if broken == -torch.inf:
         logits[1] = broken
     else:
@@ -113,7 +105,7 @@ def test_a_row_that_is_not_finite_has_a_logprob_that_is_not(broken: float) -> No
 
 
 def test_bits_of_a_row_do_not_depend_on_other_rows() -> None:
-    rows = Rows(random_logits(4, 700, "random", torch.bfloat16), 1.3)
+    rows = Rows(random_logits(4, 700).bfloat16(), 1.3)
     tokens, logprobs = rows.sample(block=256)
     for row in range(4):
         alone = rows.sample(block=256, rows=slice(row, row + 1))
@@ -121,7 +113,7 @@ def test_bits_of_a_row_do_not_depend_on_other_rows() -> None:
 
 
 def test_a_row_that_is_part_of_a_wider_matrix() -> None:
-    wide = random_logits(3, 400, "random", torch.float32).to(KERNEL_DEVICE)
+    wide = random_logits(3, 400).to(KERNEL_DEVICE)
     part, whole = Rows(wide[:, :300], 1.0), Rows(wide[:, :300].contiguous(), 1.0)
     part.logits = wide[:, :300]
     assert part.logits.stride(0) == 400

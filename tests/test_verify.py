@@ -1,4 +1,4 @@
-"""Verification against a walk in plain Python, node by node."""
+"""Verification against a walk in plain Python, node by node; and what the engine counts of it."""
 
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.batch import NO_TOKEN, Batch, PromptPages, Sample
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.runner import SampledRows
+from srtrl.engine.stats import MAX_DEPTH, EngineStats
 from srtrl.engine.verify import AT_LENGTH, GOES_ON, STOPPED, Verified, plan_moves, verify
 
 PAGE_SIZE = 4
@@ -152,3 +153,31 @@ def test_the_random_steps_hold_long_paths_and_every_kind_of_end() -> None:
     found = [pair for seed in range(100) for pair in check_as_defined(random_step(seed, 9, 2, 40))]
     assert max(num_accepted for num_accepted, _ in found) > 4
     assert {finish for _, finish in found} == {GOES_ON, STOPPED, AT_LENGTH}
+
+
+@pytest.mark.parametrize("max_nodes", [0, 1, 30])
+def test_statistics_count_the_primaries_paths_as_one_by_one(max_nodes: int) -> None:
+    stats = EngineStats()
+    tries, accepted = np.zeros(MAX_DEPTH, np.int64), np.zeros(MAX_DEPTH, np.int64)
+    num_tokens = num_hits = num_drafts = num_nodes = num_decodes = 0
+    for seed in range(20):
+        step, num_primaries = random_step(seed, 6, 3, max_nodes), seed % 7
+        found = stats.add_verified(verified := step.verify(), step.trees, num_primaries)
+        assert found == verified.num_new[:num_primaries].sum()
+        num_decodes += num_primaries
+        for b, tree in enumerate(list(step.trees)[:num_primaries]):
+            path = verified.nodes[verified.offsets[b] : verified.offsets[b + 1] - 1].tolist()
+            num_tokens += 1 + len(path)
+            num_hits += bool(path)
+            num_drafts += tree.num_nodes > 0
+            num_nodes += tree.num_nodes
+            for depth, node in enumerate([ROOT, *path][:MAX_DEPTH]):
+                if node in tree.parents.tolist():
+                    tries[depth] += 1
+                    accepted[depth] += len(path) > depth
+    assert (stats.num_decodes, stats.num_tokens, stats.num_hits) == (num_decodes, num_tokens, num_hits)
+    assert (stats.num_drafts, stats.num_draft_nodes) == (num_drafts, num_nodes)
+    assert stats.num_accepted == num_tokens - num_decodes
+    assert stats.tries_by_depth.tolist() == tries.tolist()
+    assert stats.accepted_by_depth.tolist() == accepted.tolist()
+    assert (accepted.sum() > 0) == (max_nodes > 0)
