@@ -28,7 +28,7 @@ from srtrl.trainer import build
 from srtrl.trainer.build import DTYPES
 from srtrl.trainer.checkpoint import save_policy, written_beside
 from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
-from srtrl.trainer.optimizer import MasterWeightAdamW, learning_rate_at, set_learning_rate
+from srtrl.trainer.optimizer import MasterWeightAdamW, gradient_holders, learning_rate_at, set_learning_rate
 from srtrl.trainer.out_of_memory import explain_out_of_memory
 from srtrl.trainer.run_folder import RunProgress
 from srtrl.trainer.sampling import DataOrder
@@ -195,7 +195,7 @@ def _fine_tune(
         batch = solutions.batch(section.batch_tokens)
         with explain_out_of_memory(f"warm start step {step}", recipe, has_engine=False):
             loss = supervised_backward(model, batch, recipe.train.micro_batch_tokens)
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), section.max_grad_norm).item()
+            norm = torch.nn.utils.clip_grad_norm_(gradient_holders(model, optimizer), section.max_grad_norm).item()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise RuntimeError(
                 f"warm start step {step}: loss {loss}, gradient norm {norm}; nothing was saved. "
