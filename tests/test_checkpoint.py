@@ -40,7 +40,7 @@ class _Parts:
         generator = torch.Generator().manual_seed(seed)
         for _ in range(count):
             for parameter in self.model.parameters():
-                parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.grad_dtype)
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
             self.optimizer.step()
 
     def save(self, folder: Path, step: int, keep: int = 2, critic: Critic | None = None) -> Path:

@@ -11,10 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from dapo_cases import make_dapo_recipe
 from rich.console import Console
-from test_resume import assert_same_run, die, finish, start
-from test_speculative_training import learned
-from tiny_run import make_policy
-from torch import equal
+from test_resume import die, finish, start
+from tiny_run import assert_same_run, make_policy
 
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
@@ -94,11 +92,7 @@ def test_each_batch_is_the_shortest_prefix_that_fills_it(plain: Path) -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_timing_changes_nothing_that_is_learned(name: str, policy: Path, plain: Path, tmp_path: Path) -> None:
     folder = run_training(make_dapo_recipe(policy, tmp_path, **SETTINGS[name])).folder
-    expected_rows, expected_weights, expected_rollouts = learned(plain)
-    rows, weights, rollouts = learned(folder)
-    assert rows == expected_rows
-    assert all(equal(a, b) for a, b in zip(weights, expected_weights, strict=True))
-    assert rollouts == expected_rollouts
+    assert_same_run(folder, plain)
     metrics = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
     if name == "every run-ahead":
         assert sum(row["engine/run_ahead_followed"] for row in metrics) > 0

@@ -17,7 +17,7 @@ from srtrl.model.hf_config import config_from_hf
 from srtrl.model.logprobs import MAX_CHUNK_BYTES, token_logprobs, token_logprobs_reference
 from srtrl.model.transformer import CompiledLayers, Transformer
 from srtrl.model.weights import init_model
-from srtrl.trainer.optimizer import build_optimizer
+from srtrl.trainer.optimizer import build_optimizer, gradient_holders
 from srtrl.trainer.out_of_memory import UpdateMemoryError, explain_out_of_memory
 
 pytestmark = pytest.mark.gpu
@@ -131,8 +131,7 @@ def test_a_training_step_changes_the_weights_as_on_the_cpu(dtype: torch.dtype, a
     for device in ("cpu", CUDA):
         policy = _copy(make_tiny_policy(dtype=torch.float32, scale=4, hidden_size=16), dtype, device)  # heads of 8
         optimizer = build_optimizer(policy, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-3)
-        master_of = getattr(optimizer, "master_of", {})
-        learned = [master_of.get(parameter, parameter) for parameter in policy.parameters()]
+        learned = gradient_holders(policy, optimizer)
         before = [one.detach().cpu().clone() for one in learned]
         update(policy, optimizer, accelerator, make_sequences(make_tiny_policy()), recipe)
         after = [one.detach().cpu() for one in learned]

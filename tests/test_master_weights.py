@@ -1,6 +1,8 @@
 """Training of a bfloat16 model: float32 masters, moments and gradient sums, against a plain loop; resume to the bit."""
 
+import gc
 import shutil
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,7 @@ from srtrl.model.weights import load_model
 from srtrl.rollout.packing import PackedBatch, pack
 from srtrl.trainer.checkpoint import load_training_state
 from srtrl.trainer.critic import Critic, update_critic
-from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer, gradient_bytes
+from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer, gradient_bytes, gradient_holders
 from srtrl.trainer.run_folder import RunProgress
 from srtrl.trainer.trainer import run_training
 from srtrl.trainer.update import run_optimizer_steps
@@ -94,15 +96,13 @@ def descend_by_hand(policy: Transformer, sequences: Sequence[TrainSequence], max
     parameters = dict(policy.named_parameters())
     masters = {name: nn.Parameter(parameter.detach().float()) for name, parameter in parameters.items()}
     optimizer = torch.optim.AdamW(decayed_groups(masters.items()), lr=RATE, betas=(0.9, 0.99), eps=1e-8, fused=True)
-    if policy.config.tie_word_embeddings:
-        policy.embedding.grad_dtype = torch.float32  # the bfloat16 gradients of both uses are added in float32
     norms = 0.0
     for number in range(4):
         sums = {name: torch.zeros_like(master) for name, master in masters.items()}
         for packed in pack(sequences, BUDGET, "cpu"):
             slopes = torch.autograd.grad(micro_batch_loss(policy, packed), list(parameters.values()))
             for name, slope in zip(sums, slopes, strict=True):
-                assert slope.dtype == parameters[name].grad_dtype
+                assert slope.dtype == torch.bfloat16
                 sums[name] += slope.float()
         for name, master in masters.items():
             master.grad = sums[name]
@@ -136,30 +136,51 @@ def test_small_updates_and_gradients_add_up(accelerator: Accelerator) -> None:
     optimizer = optimizer_of(model, learning_rate=1e-4, weight_decay=0.0)
     for size in (256.0, *[0.5] * 8):  # a bfloat16 sum loses what is below 1/256 of it
         accelerator.backward((model.weight * size).sum())
-    assert model.weight.grad is not None
-    assert float(model.weight.grad) == 260.0
+    (master,) = gradient_holders(model, optimizer)
+    assert master.grad is not None
+    assert float(master.grad) == 260.0
+    optimizer.zero_grad()
     for _ in range(100):
-        model.weight.grad = torch.ones_like(model.weight, dtype=torch.float32)
+        model.weight.grad = torch.ones_like(model.weight)
         optimizer.step()
-    (master,) = optimizer.master_of.values()
     assert master.item() == pytest.approx(1 - 100 * 1e-4, abs=1e-5)
     assert model.weight.item() == float(torch.tensor(0.99).bfloat16())
 
 
-def test_the_models_tensors_stay_where_they_are(accelerator: Accelerator) -> None:
+def test_the_models_tensors_stay_where_they_are_and_hold_no_gradient(accelerator: Accelerator) -> None:
     """The decoder reads these very tensors."""
     policy = half_policy()
     optimizer = optimizer_of(policy)
     parameters = list(policy.parameters())
     addresses = [parameter.data_ptr() for parameter in parameters]
     accelerator.backward(micro_batch_loss(policy, next(pack(make_sequences(make_policy()), BUDGET, "cpu"))))
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    assert all(parameter.grad is None for parameter in parameters)
+    gradients = [one.grad for one in gradient_holders(policy, optimizer) if one.grad is not None]
     assert [(one.shape, one.dtype) for one in gradients] == [(one.shape, torch.float32) for one in parameters]
     assert gradient_bytes(optimizer) == sum(one.nbytes for one in gradients)
     optimizer.step()
     assert all(one.grad is None for one in (*parameters, *optimizer.master_of.values())), "they are used up"
     assert [parameter.data_ptr() for parameter in parameters] == addresses
     assert all(torch.equal(parameter, optimizer.master_of[parameter].bfloat16()) for parameter in parameters)
+
+
+def test_optimizer_and_masters_are_freed_before_the_model() -> None:
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    first = optimizer_of(model)
+    (master,) = gradient_holders(model, first)
+    left: list[weakref.ref[Any]] = [weakref.ref(first), weakref.ref(master)]
+    second = optimizer_of(model)
+    (model.weight * 2).sum().backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(AssertionError, match="another optimizer took them"):
+        second.step()
+    del first, master
+    gc.collect()
+    assert [one() for one in left] == [None, None]
+    (master,) = gradient_holders(model, second)
+    before = master.item()
+    (model.weight * 2).sum().backward()  # type: ignore[no-untyped-call]
+    second.step()
+    assert master.item() != before
 
 
 def test_a_critics_wide_head_is_its_own_master(accelerator: Accelerator) -> None:

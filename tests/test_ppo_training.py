@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_resume import assert_same_run, die_at_call, finish, start
-from test_speculative_training import learned
-from tiny_run import VOCAB_SIZE, make_policy, make_recipe
+from test_resume import die_at_call, finish, start
+from tiny_run import VOCAB_SIZE, assert_same_run, make_policy, make_recipe
 
 from srtrl.metrics import read_metrics
 from srtrl.model.hf_config import config_from_hf
@@ -18,7 +17,7 @@ from srtrl.model.value_model import ValueModel, load_value_model, save_value_mod
 from srtrl.model.weights import init_model, load_model, read_config
 from srtrl.recipe import Recipe
 from srtrl.trainer import checkpoint
-from srtrl.trainer.checkpoint import latest_checkpoint, read_state
+from srtrl.trainer.checkpoint import read_state
 from srtrl.trainer.trainer import run_training
 from srtrl.trainer.warm_start import train_tokenizer
 
@@ -127,15 +126,7 @@ def test_speculation_learns_the_same(policy: Path, tmp_path: Path) -> None:
         run_training(make_ppo_recipe(policy, tmp_path / drafter, rollout__drafter=drafter, **changes)).folder
         for drafter in ("none", "srt")
     ]
-    (rows, weights, rollouts), (srt_rows, srt_weights, srt_rollouts) = map(learned, folders)
-    assert srt_rows == rows
-    assert all(torch.equal(a, b) for a, b in zip(srt_weights, weights, strict=True))
-    assert srt_rollouts == rollouts
-    checkpoints = [latest_checkpoint(folder / "checkpoints") for folder in folders]
-    critics = [
-        load_value_model(path / "critic", dtype=torch.float32, device="cpu") for path in checkpoints if path is not None
-    ]
-    assert all(torch.equal(a, b) for a, b in zip(*(critic.parameters() for critic in critics), strict=True))
+    assert_same_run(*folders)
     later = [row for row in read_metrics(folders[1] / "metrics.jsonl") if row["step"] >= 4]
     assert sum(row["engine/verified_per_decode_step"] for row in later) > 1.05 * len(later)
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -80,17 +81,22 @@ MORE_KILLS: dict[str, Callable[[], None]] = {
 }
 
 
-def run_child(recipe: Recipe, resume: bool, kill: str | None) -> None:
+def kill_at(place: str) -> None:
+    """Let the process be killed at one of these."""
+    (KILLS | MORE_KILLS)[place]()
+
+
+def run_child(recipe: Recipe, resume: bool, prepare: Callable[[], None] | None) -> None:
     """Body of the child process."""
     torch.set_num_threads(1)
-    if kill is not None:
-        (KILLS | MORE_KILLS)[kill]()
+    if prepare is not None:
+        prepare()
     trainer.run_training(recipe, resume=resume, progress=RunProgress("run", recipe.train.num_steps))
 
 
-def start(recipe: Recipe, *, resume: bool = False, kill: str | None = None) -> ForkServerProcess:
+def start(recipe: Recipe, *, resume: bool = False, prepare: Callable[[], None] | None = None) -> ForkServerProcess:
     """Train in a process of its own, forked from a server that has imported everything."""
-    process = CONTEXT.Process(target=run_child, args=(recipe, resume, kill))
+    process = CONTEXT.Process(target=run_child, args=(recipe, resume, prepare))
     process.start()
     return process
 
@@ -99,13 +105,6 @@ def finish(process: ForkServerProcess) -> int:
     process.join(120)
     assert process.exitcode is not None, "the run hangs"
     return process.exitcode
-
-
-def assert_same_end(folder: Path, expected: Path) -> None:
-    assert_same_run(folder, expected)
-    left_over = [path.name for path in folder.rglob(".*") if path.name != ".lock"]
-    assert left_over == []
-    assert (folder / "summary.json").is_file()
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +131,10 @@ def test_the_run_learns_something(uninterrupted: Path) -> None:
 def test_killed_and_resumed_equals_uninterrupted(kill: str, policy: Path, uninterrupted: Path, tmp_path: Path) -> None:
     changes = {"train__keep_checkpoints": 1} if kill == "in deletion" else {}
     recipe = make_recipe(policy, tmp_path, **changes)
-    assert finish(start(recipe, kill=kill)) == -signal.SIGKILL
+    assert finish(start(recipe, prepare=partial(kill_at, kill))) == -signal.SIGKILL
     assert not (tmp_path / "run" / "summary.json").exists()
     assert finish(start(recipe, resume=True)) == 0
-    assert_same_end(tmp_path / "run", uninterrupted)
+    assert_same_run(tmp_path / "run", uninterrupted)
 
 
 @pytest.mark.slow
@@ -143,10 +142,10 @@ def test_resume_with_other_slots_and_pages_equals_uninterrupted(
     policy: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     recipe = make_recipe(policy, tmp_path)
-    assert finish(start(recipe, kill="in update")) == -signal.SIGKILL
+    assert finish(start(recipe, prepare=partial(kill_at, "in update"))) == -signal.SIGKILL
     crowded = make_recipe(policy, tmp_path, rollout__slots=3, rollout__num_pages=9)  # so few that preemption happens
     assert finish(start(crowded, resume=True)) == 0
-    assert_same_end(tmp_path / "run", uninterrupted)
+    assert_same_run(tmp_path / "run", uninterrupted)
 
 
 @pytest.mark.slow
@@ -159,4 +158,4 @@ def test_killed_at_random_times_again_and_again(policy: Path, uninterrupted: Pat
         process.kill()
         process.join()
     assert finish(start(recipe, resume=True)) == 0
-    assert_same_end(tmp_path / "run", uninterrupted)
+    assert_same_run(tmp_path / "run", uninterrupted)

@@ -14,7 +14,7 @@ from srtrl.metrics import read_metrics
 from srtrl.model import transformer
 from srtrl.recipe import Recipe
 from srtrl.trainer import run_folder
-from srtrl.trainer.optimizer import build_optimizer
+from srtrl.trainer.optimizer import build_optimizer, gradient_holders
 from srtrl.trainer.out_of_memory import UpdateMemoryError, explain_out_of_memory
 from srtrl.trainer.run_folder import RunProgress
 from srtrl.trainer.trainer import TrainingStoppedError, how_to_resume, run_training
@@ -55,7 +55,7 @@ def test_no_weight_changes_in_a_mini_batch_that_does_not_fit(
     def learn(num_draws: int) -> None:
         policy = make_policy(dtype=dtype, scale=8)
         optimizer = build_optimizer(policy, learning_rate=1e-2, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-8)
-        weights.append([*policy.parameters(), *getattr(optimizer, "master_of", {}).values()])
+        weights.append([*policy.parameters(), *gradient_holders(policy, optimizer)])
         chosen = [sequence for sequence in sequences if sequence.draw_index < num_draws]
         update(policy, optimizer, accelerator, chosen, recipe)
 
@@ -79,7 +79,7 @@ def test_a_step_allocates_nothing_of_its_own() -> None:
     addresses = {name: tensor.data_ptr() for state in optimizer.state.values() for name, tensor in state.items()}
     assert set(addresses) == {"step", "exp_avg", "exp_avg_sq"}
     for one in policy.parameters():
-        one.grad = torch.ones_like(one, dtype=torch.float32)
+        one.grad = torch.ones_like(one)
     optimizer.step()
     assert addresses == {
         name: tensor.data_ptr() for state in optimizer.state.values() for name, tensor in state.items()

@@ -111,15 +111,18 @@ def learned_rows(folder: Path, *, beside: tuple[str, ...] = ()) -> list[dict[str
 
 
 def assert_same_run(folder: Path, expected: Path) -> None:
-    """Two runs learned the same, bit for bit: metrics, the last checkpoint and all rollouts."""
+    """Two finished runs learned the same, bit for bit: metrics, the last checkpoint and all rollouts."""
     assert learned_rows(folder) == learned_rows(expected)
     mine, other = (latest_checkpoint(run / "checkpoints") for run in (folder, expected))
     assert mine is not None
     assert other is not None
-    for name in ("model.safetensors", "state.json", "config.json"):
-        assert (mine / name).read_bytes() == (other / name).read_bytes(), name
+    for file in other.rglob("*"):
+        if file.name in ("model.safetensors", "value_head.safetensors", "state.json", "config.json"):
+            assert (mine / file.relative_to(other)).read_bytes() == file.read_bytes(), file
     torch.testing.assert_close(torch.load(mine / "optimizer.pt"), torch.load(other / "optimizer.pt"), rtol=0, atol=0)
     files = sorted((expected / "rollouts").iterdir())
     assert [file.name for file in files] == sorted(file.name for file in (folder / "rollouts").iterdir())
     for file in files:
         assert pq.read_table(folder / "rollouts" / file.name).equals(pq.read_table(file)), file.name
+    assert [path.name for path in folder.rglob(".*")] == [".lock"], "files of a killed run are left over"
+    assert (folder / "summary.json").is_file()

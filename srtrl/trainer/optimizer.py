@@ -4,7 +4,9 @@ The learning rate is a pure function of the optimizer step: nothing of it is sav
 """
 
 import math
+import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +41,12 @@ def build_optimizer(
     optimizer = kind(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
     _allocate_state(optimizer)
     return optimizer
+
+
+def gradient_holders(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The tensors whose `.grad` the optimizer will use, in the order of `model.parameters()`: what is clipped."""
+    master_of = optimizer.master_of if isinstance(optimizer, MasterWeightAdamW) else {}
+    return [master_of.get(parameter, parameter) for parameter in model.parameters()]
 
 
 def _allocate_state(optimizer: torch.optim.AdamW) -> None:
@@ -101,12 +109,13 @@ class MasterWeightAdamW(torch.optim.AdamW):
 
     A bfloat16 number has 8 significant bits, so a weight moves only by steps of 1/256 of itself or more: an update of
     1e-6 would vanish. Here it adds up in the master weight, and the model's weight is the master, rounded. The same
-    holds for gradients of several micro-batches: the model's parameters get a `grad_dtype` of float32, so that
-    `backward` adds up in it. Micikevicius et al., "Mixed Precision Training" (2018), section 3.1. Bytes per parameter:
-    2 (weight) + 4 (master) + 8 (moments) + 4 (gradient sum), against 16 of a float32 model.
+    holds for gradients of several micro-batches. Micikevicius et al., "Mixed Precision Training" (2018), section 3.1.
+    Bytes per parameter: 2 (weight) + 4 (master) + 8 (moments) + 4 (gradient sum), against 16 of a float32 model.
 
-    The groups (`param_groups`) hold the masters; gradients are those of the model's parameters, where they are clipped.
-    A parameter that is wider than a half type (a critic's head) is its own master.
+    The groups (`param_groups`) hold the masters: norms are taken and clipped there. A parameter that is wider than a
+    half type (a critic's head) is its own master. A micro-batch's gradient is added to the master's as soon as
+    `backward` has it, in float32, and freed, so that only one layer's bfloat16 gradient exists at a time. So there is
+    one optimizer for a model: a second one would get no gradients.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
@@ -123,10 +132,11 @@ class MasterWeightAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Move the masters by the gradients, which are used up, and round them into the model's tensors, in place."""
+        """Move the masters by their gradients, which are used up, and round them into the model's tensors, in place."""
         assert closure is None, "the gradients are there already"
         for parameter, master in self.master_of.items():
-            master.grad = parameter.grad
+            _hand_over(master, parameter)
+        assert any(one.grad is not None for one in self._all_masters()), "no gradients: another optimizer took them"
         super().step()
         self.zero_grad()
         self._round_masters()
@@ -166,8 +176,10 @@ class MasterWeightAdamW(torch.optim.AdamW):
         """The tensor that the optimizer moves in the parameter's stead."""
         if parameter.dtype not in HALF_DTYPES:
             return parameter
-        parameter.grad_dtype = torch.float32
         master = self.master_of[parameter] = parameter.detach().float().requires_grad_()
+        # The hook holds no optimizer: the garbage collector does not see through a parameter's hooks.
+        handle = parameter.register_post_accumulate_grad_hook(partial(_hand_over, master))  # type: ignore[no-untyped-call]
+        weakref.finalize(self, handle.remove).atexit = False
         return master
 
     def _round_masters(self) -> None:
@@ -175,3 +187,12 @@ class MasterWeightAdamW(torch.optim.AdamW):
 
     def _all_masters(self) -> list[Tensor]:
         return [master for group in self.param_groups for master in group["params"]]
+
+
+@torch.no_grad()
+def _hand_over(master: Tensor, parameter: Tensor) -> None:
+    """Move a gradient from the model's tensor to its master, adding in float32."""
+    if parameter.grad is not None:
+        gradient = parameter.grad.float()
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        parameter.grad = None

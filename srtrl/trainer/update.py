@@ -22,7 +22,7 @@ from srtrl.recipe import Recipe, UpdatePlan
 from srtrl.rollout.packing import PackedBatch, pack
 from srtrl.trainer.credit import with_numbers
 from srtrl.trainer.objective import Objective
-from srtrl.trainer.optimizer import planned_learning_rate, set_learning_rate
+from srtrl.trainer.optimizer import gradient_holders, planned_learning_rate, set_learning_rate
 from srtrl.types import TrainSequence
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ def run_optimizer_steps(
         num_tokens += sum(lengths)
         before_step(mini_batch, place)
         losses.append(_finite(loss, f"{place}: the loss"))
-        norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+        norm = accelerator.clip_grad_norm_(gradient_holders(model, optimizer), max_grad_norm)
         grad_norms.append(_finite(norm, f"{place}: the gradient norm"))
         learning_rate = planned_learning_rate(updates, step, number)
         set_learning_rate(optimizer, learning_rate)
