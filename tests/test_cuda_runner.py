@@ -75,10 +75,6 @@ def test_every_step_fits_its_layout(rows: list[int], num_chunks: int, max_keys: 
         assert shape.num_sampled == shape.num_rows
     assert shape.num_elements <= PLANNER.largest().num_elements
     assert shape.num_sampled <= PLANNER.largest().num_sampled
-    few = shape._replace(num_tables=1)
-    assert {name: part.start for name, part in few.slices().items()} == {
-        name: part.start for name, part in shape.slices().items()
-    }, "no address depends on the number of sequences"
 
 
 def test_shapes_are_few() -> None:

@@ -10,22 +10,16 @@ from srtrl.engine.kv_memory import FEWER, GIB, allocate_or_fewer, choose_num_pag
 PAGE = GIB // 64
 
 
-def test_a_given_memory_is_taken_as_it_is() -> None:
-    assert kv_bytes(2.5, 80 * GIB, share=0.5, reserved_bytes=GIB)[0] == int(2.5 * GIB)
-    assert kv_bytes(2.5, None, share=0.5, reserved_bytes=GIB)[0] == int(2.5 * GIB)
-
-
-def test_auto_is_a_share_of_what_is_free_after_what_the_update_takes() -> None:
-    assert kv_bytes("auto", None, share=0.5, reserved_bytes=0)[0] == 4 * GIB
+def test_memory_is_as_given_or_a_share_of_what_is_free_after_what_the_update_takes() -> None:
+    for free in (80 * GIB, None):
+        assert kv_bytes(2.5, free, share=0.5, reserved_bytes=GIB)[0] == int(2.5 * GIB)
+    assert kv_bytes("auto", free_bytes(torch.device("cpu")), share=0.5, reserved_bytes=0)[0] == 4 * GIB
     assert kv_bytes("auto", 80 * GIB, share=0.5, reserved_bytes=0)[0] == 40 * GIB
-    num_bytes, source = kv_bytes("auto", 80 * GIB, share=0.75, reserved_bytes=20 * GIB)
-    assert num_bytes == 45 * GIB
-    assert source == "rollout.kv_memory_share (0.75 of 80.00 GiB less the update's 20.00)"
+    assert kv_bytes("auto", 80 * GIB, share=0.75, reserved_bytes=20 * GIB) == (
+        45 * GIB,
+        "rollout.kv_memory_share (0.75 of 80.00 GiB less the update's 20.00)",
+    )
     assert kv_bytes("auto", GIB, share=0.75, reserved_bytes=20 * GIB)[0] == 0
-
-
-def test_no_device_memory_is_counted_on_a_cpu() -> None:
-    assert free_bytes(torch.device("cpu")) is None
 
 
 def pages(num_bytes: int, slots: int = 4) -> int:
@@ -57,14 +51,6 @@ class Device:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def test_enough_memory_gives_what_was_asked_for_without_a_word() -> None:
-    device = Device(1000)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert allocate_or_fewer(device.allocate, 1000, fewest=10, page_bytes=PAGE) == 1000
-    assert device.asked == [1000]
-
-
 @pytest.mark.parametrize("room", [999, 500, 11, 10])
 def test_short_memory_gives_fewer_pages_and_says_so(room: int) -> None:
     device = Device(room)
@@ -73,6 +59,12 @@ def test_short_memory_gives_fewer_pages_and_says_so(room: int) -> None:
     assert max(10, int(FEWER * room)) - 1 <= found <= room
     assert device.asked[-1] == found
     assert len(device.asked) < 40
+
+
+def test_enough_memory_gives_what_was_asked_for_without_a_word() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert allocate_or_fewer(Device(1000).allocate, 1000, fewest=10, page_bytes=PAGE) == 1000
 
 
 def test_memory_for_less_than_one_sequence_says_how_much_is_needed() -> None:

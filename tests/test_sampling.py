@@ -88,28 +88,25 @@ def assert_uncorrelated(a: np.ndarray, b: np.ndarray) -> None:
     assert abs(correlation) < 4.5 / np.sqrt(len(a)), correlation
 
 
-def test_noise_of_siblings_draws_seeds_and_purposes_is_uncorrelated() -> None:
+def test_noise_is_uniform_and_uncorrelated_over_keys_positions_and_tokens() -> None:
     base: tuple[int, Purpose, int, int] = (7, "train", 3, 2)
     others: list[tuple[int, Purpose, int, int]] = [
-        (7, "train", 3, 3),
+        (7, "train", 3, 3),  # a sibling
         (7, "train", 4, 2),
         (8, "train", 3, 2),
         (7, "eval", 3, 2),
         (7, "generate", 3, 2),
     ]
-    noise = noise_of([make_rng_key(*base), *(make_rng_key(*other) for other in others)])
+    noise = noise_of([make_rng_key(*key) for key in (base, *others)])
     for row in noise[1:]:
         assert_uncorrelated(noise[0], row)
         assert_uncorrelated(noise[0][:-128], row[128:])  # nor is it the same noise a position later
     with pytest.raises(AssertionError):
         assert_uncorrelated(noise[0], noise[0] + 10 * noise[1])
-
-
-def test_noise_of_successive_positions_and_tokens_is_uncorrelated_and_uniform() -> None:
-    noise = noise_of([make_rng_key(0, "train", 0, 0)], num_positions=400, vocab_size=500)[0]
-    assert_uncorrelated(noise[:-500], noise[500:])
-    assert_uncorrelated(noise[:-1], noise[1:])
-    assert stats.kstest(noise, "norm").pvalue > 1e-3
+    longer = noise_of([make_rng_key(0, "train", 0, 0)], num_positions=400, vocab_size=500)[0]
+    assert_uncorrelated(longer[:-500], longer[500:])
+    assert_uncorrelated(longer[:-1], longer[1:])
+    assert stats.kstest(longer, "norm").pvalue > 1e-3
 
 
 def test_noise_is_strictly_between_zero_and_one() -> None:
