@@ -65,6 +65,10 @@ class Drafter(TrieDrafter):
         """Return the purpose: all its samples share a trie."""
         return request.purpose, ALL_PROMPTS
 
+    def expected_tokens(self, request: Request) -> float | None:
+        """Nothing: the responses are not kept by prompt."""
+        return None
+
     def keep(self, key: PromptKey, text: npt.NDArray[np.int32]) -> None:
         """A response enters the global trie at once."""
         super().keep(key, text)
