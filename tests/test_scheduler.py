@@ -397,7 +397,7 @@ def test_run_aheads_take_only_slots_that_no_primary_wants() -> None:
 
 def test_a_sample_ends_the_run_aheads_on_its_rng_key_running_or_waiting() -> None:
     scheduler, runner = make(num_slots=4)
-    scheduler.add(request(0, 0, 5, 30))
+    scheduler.add(request(0, 0, 5, 6))  # its slot is free in the end
     for draw in (1, 2, 3, 1):  # on the key of 1 once more: that one waits, for there is no slot left
         scheduler.add(request(draw, 0, 5, 30, is_run_ahead=True))
     for _ in range(3):
@@ -415,7 +415,7 @@ def test_a_sample_ends_the_run_aheads_on_its_rng_key_running_or_waiting() -> Non
     step = runner.step(12)
     assert step.ended == [ended]
     assert runner.live[ended] == (1, 5, False), "the sample has the slot of its run-ahead"
-    for _ in range(3):
+    for _ in range(6):
         runner.step(12)
         assert running_ahead(scheduler) == [2, 3], "the second run-ahead on its key is gone as well"
 
