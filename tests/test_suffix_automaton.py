@@ -12,7 +12,8 @@ from trie_reference import ReferenceTrie
 from srtrl.drafters.base import end_to_end
 from srtrl.drafters.draft_tree import DraftTree
 from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_ngrams, make_table
-from srtrl.drafters.suffix_automaton import MATCH, MAX_COUNTED, START_TOKEN, TokenTrie, TrieCursors
+from srtrl.drafters.suffix_automaton import MATCH, MAX_COUNTED, START_TOKEN
+from srtrl.drafters.token_trie import TokenTrie, TrieCursors
 from srtrl.drafters.trie_draft import BLEND, Rule, draft_trees
 
 VOCAB = 5

@@ -15,17 +15,8 @@ from pydantic import Field
 from srtrl.drafters.base import Int32Array, Int64Array, end_to_end
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.prompt_tries import PromptKey, TrieDrafter, TrieOptions
-from srtrl.drafters.suffix_automaton import (
-    LENGTH,
-    LINK,
-    MATCH,
-    ROOT,
-    START_TOKEN,
-    STATE,
-    TokenTrie,
-    TrieCursors,
-    locate,
-)
+from srtrl.drafters.suffix_automaton import LENGTH, LINK, MATCH, ROOT, START_TOKEN, STATE, locate
+from srtrl.drafters.token_trie import TokenTrie, TrieCursors
 from srtrl.drafters.trie_draft import SUFFIX, draft_trees
 from srtrl.recipe import Section
 from srtrl.types import Completion, Request

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from srtrl.drafters.srt import SrtOptions
-from srtrl.drafters.suffix_automaton import START_TOKEN, TokenTrie, TrieCursors
+from srtrl.drafters.suffix_automaton import START_TOKEN
+from srtrl.drafters.token_trie import TokenTrie, TrieCursors
 from srtrl.drafters.trie_draft import BLEND, draft_trees
 from srtrl.report.runs import Run, read_rollouts
 from srtrl.resolve import suggestion

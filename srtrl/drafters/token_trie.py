@@ -1,0 +1,127 @@
+"""A trie of all suffixes of some texts, and cursors of slots in such tries, over `suffix_automaton.py`."""
+
+from collections.abc import Sequence
+
+import numba
+import numpy as np
+
+from srtrl.drafters.suffix_automaton import (
+    BLOCK,
+    CURSOR,
+    EDGE,
+    INITIAL_SIZE,
+    INTEGERS_PER_TOKEN,
+    NONE,
+    NUM_STATES,
+    NUM_TOKENS,
+    ROOT,
+    START_TOKEN,
+    USED,
+    WORK_PER_TOKEN,
+    Cursors,
+    Int32Array,
+    Int64Array,
+    advance_rows,
+    edges_end,
+    find_state,
+    format_memory,
+)
+from srtrl.model.cpu_threads import use_kernel_threads
+
+
+class TokenTrie:
+    """All suffixes of some texts, with the number of times that each was followed by each token."""
+
+    def __init__(self, *, expected_tokens: int = 0, max_tokens: int = 1 << 30) -> None:
+        """Make an empty trie; `max_tokens`: it takes no more."""
+        least = INITIAL_SIZE + INTEGERS_PER_TOKEN * expected_tokens
+        self.memory: Int32Array = np.empty(1 << (least - 1).bit_length(), np.int32)
+        format_memory(self.memory, max_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Inserted tokens."""
+        return int(self.memory[NUM_TOKENS])
+
+    @property
+    def num_states(self) -> int:
+        """States of the automaton."""
+        return int(self.memory[NUM_STATES])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the array, its unused end included."""
+        return self.memory.nbytes
+
+    def insert(self, text: Sequence[int] | Int32Array) -> None:
+        """Insert a whole text."""
+        cursors = TrieCursors()
+        cursors.start(np.zeros(1, np.int64), [self], inserts=True)
+        cursors.extend(np.zeros(1, np.int64), np.array([START_TOKEN, *text], np.int32), np.array([0, 1 + len(text)]))
+
+    def continuations(self, token_ids: Sequence[int]) -> dict[int, int]:
+        """Tokens that follow the given ones somewhere, with the number of times, the most frequent first."""
+        state = find_state(self.memory, np.asarray(token_ids, np.int32))
+        if state == NONE:
+            return {}
+        edges = self.memory[self.memory[state + BLOCK] : edges_end(self.memory, state)].reshape(-1, EDGE).tolist()
+        counts = {token: count for token, _, count in edges if token >= 0}
+        return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+    def grow(self) -> None:
+        """Double the array."""
+        memory = np.empty(2 * len(self.memory), np.int32)
+        used = self.memory[USED]
+        memory[:used] = self.memory[:used]
+        self.memory = memory
+
+
+class TrieCursors:
+    """A cursor for each slot, in a trie that it may share with others."""
+
+    def __init__(self) -> None:
+        self.arrays = Cursors(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, CURSOR), np.int32))
+        self.tries: list[TokenTrie | None] = []
+        """Of each slot; None: it is free."""
+
+    def start(self, slots: Int64Array, tries: Sequence[TokenTrie], *, inserts: bool) -> None:
+        """Put cursors before a text, whose first token is to be `START_TOKEN`."""
+        more = int(slots.max(initial=-1)) + 1 - len(self.tries)
+        if more > 0:
+            self.tries += [None] * more
+            self.arrays = Cursors(
+                np.pad(self.arrays.addresses, (0, more)),
+                np.pad(self.arrays.sizes, (0, more)),
+                np.pad(self.arrays.rows, ((0, more), (0, 0))),
+            )
+        self.arrays.rows[slots] = (ROOT, 0, START_TOKEN, START_TOKEN, inserts)
+        self.arrays.addresses[slots] = [trie.memory.ctypes.data for trie in tries]
+        self.arrays.sizes[slots] = [len(trie.memory) for trie in tries]
+        for slot, trie in zip(slots.tolist(), tries, strict=True):
+            self.tries[slot] = trie
+
+    def stop(self, slots: Sequence[int]) -> None:
+        """Free slots; what they inserted stays."""
+        for slot in slots:
+            self.tries[slot] = None
+
+    def extend(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
+        """Next tokens of some slots: those of row b are `token_ids[offsets[b] : offsets[b + 1]]`."""
+        progress, sizes = np.zeros(len(slots), np.int64), offsets[1:] - offsets[:-1]
+        use_kernel_threads(WORK_PER_TOKEN * len(token_ids))
+        num_parts = numba.get_num_threads()
+        while True:
+            advance_rows(self.arrays, slots, token_ids, offsets, progress, num_parts)
+            waiting = slots[progress < sizes].tolist()
+            if not waiting:
+                return
+            for trie in {id(trie): trie for trie in map(self.tries.__getitem__, waiting)}.values():
+                assert trie is not None, "a slot was not started"
+                trie.grow()
+                self.refresh(trie)
+
+    def refresh(self, trie: TokenTrie) -> None:
+        """A trie has grown: its array is another one."""
+        slots = [slot for slot, other in enumerate(self.tries) if other is trie]
+        self.arrays.addresses[slots] = trie.memory.ctypes.data
+        self.arrays.sizes[slots] = len(trie.memory)
