@@ -37,14 +37,9 @@ def test_products_are_those_that_torch_counts(num_targets: int) -> None:
     config = make_policy().config
     seen = sum(1 for length in LENGTHS for token in range(length) for _ in range(token + 1))
     attention = 3 * seen * 2 * 2 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
-    assert model_flops(config, LENGTHS, num_targets=num_targets) == counted(num_targets) + attention
-
-
-def test_by_default_every_token_has_logits() -> None:
-    config = make_policy().config
-    assert model_flops(config, LENGTHS) == model_flops(config, LENGTHS, num_targets=sum(LENGTHS))
-    head = 3 * 2 * config.vocab_size * config.hidden_size
-    assert model_flops(config, LENGTHS) - model_flops(config, LENGTHS, num_targets=0) == head * sum(LENGTHS)
+    expected = counted(num_targets) + attention
+    assert model_flops(config, LENGTHS, num_targets=num_targets) == expected
+    assert (model_flops(config, LENGTHS) == expected) == (num_targets == sum(LENGTHS)), "by default every token's"
 
 
 @pytest.mark.parametrize(("old_logprobs", "num_passes"), [("rollout", 3), ("recompute", 3 + 1 / 3)])

@@ -12,7 +12,6 @@ import pytest
 import tiny_run
 import torch
 from accelerate import Accelerator
-from critic_cases import make_critic_recipe, make_value_model, with_random_targets
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from update_cases import make_policy, make_recipe, make_sequences
@@ -24,7 +23,6 @@ from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model
 from srtrl.rollout.packing import PackedBatch, pack
 from srtrl.trainer.checkpoint import load_training_state
-from srtrl.trainer.critic import Critic, update_critic
 from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer, gradient_bytes, gradient_holders
 from srtrl.trainer.run_folder import RunProgress
 from srtrl.trainer.trainer import run_training
@@ -181,18 +179,6 @@ def test_optimizer_and_masters_are_freed_before_the_model() -> None:
     (model.weight * 2).sum().backward()  # type: ignore[no-untyped-call]
     second.step()
     assert master.item() != before
-
-
-def test_a_critics_wide_head_is_its_own_master(accelerator: Accelerator) -> None:
-    model = make_value_model(dtype=torch.bfloat16)
-    optimizer = optimizer_of(model)
-    assert [one for one in model.parameters() if one not in optimizer.master_of] == [model.value_head]
-    before = model.value_head.detach().clone()
-    recipe = make_critic_recipe()
-    sequences = with_random_targets(make_sequences(make_policy()))
-    update_critic(Critic(model=model, optimizer=optimizer), accelerator, sequences, recipe=recipe, step=1)
-    assert not torch.equal(model.value_head, before)
-    assert all(torch.equal(parameter, master.bfloat16()) for parameter, master in optimizer.master_of.items())
 
 
 def test_a_float32_model_is_trained_by_plain_adamw_with_the_same_bits(accelerator: Accelerator) -> None:

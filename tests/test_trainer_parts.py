@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny_run import make_policy, make_recipe
 
 from srtrl.trainer import build
-from srtrl.trainer.build import build_critic, build_policy, build_tokenizer, is_deterministic
+from srtrl.trainer.build import build_policy, is_deterministic
 from srtrl.trainer.optimizer import learning_rate_at
 from srtrl.trainer.run_metrics import merge_metrics
 from srtrl.trainer.sampling import DataOrder
@@ -67,22 +67,6 @@ def test_the_deterministic_mode_is_the_default_of_the_cpu(tmp_path: Path) -> Non
     assert not is_deterministic(recipe, torch.device("cuda"))
     assert is_deterministic(make_recipe(tmp_path, tmp_path, rollout__deterministic=True), torch.device("cuda"))
     assert not is_deterministic(make_recipe(tmp_path, tmp_path, rollout__deterministic=False), torch.device("cpu"))
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_gradient_checkpointing_reaches_policy_and_critic(tmp_path: Path, recompute: bool) -> None:
-    """No gradient would show that it is off, only the memory of a large model."""
-    recipe = make_recipe(
-        make_policy(tmp_path / "policy"),
-        tmp_path,
-        model__gradient_checkpointing=recompute,
-        algorithm__advantage="gae",
-        critic={},
-    )
-    policy = build_policy(recipe, recipe.model.path, torch.device("cpu"))
-    critic = build_critic(recipe, None, policy, build_tokenizer(recipe))
-    assert critic is not None
-    assert (policy.gradient_checkpointing, critic.model.body.gradient_checkpointing) == (recompute, recompute)
 
 
 def test_an_update_that_has_no_attention_for_its_heads_is_refused(

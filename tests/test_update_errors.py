@@ -73,12 +73,6 @@ def infinite_slope_loss(logprobs: Tensor, *_: Tensor, **options: float) -> LossR
     return (logprobs - logprobs.detach()).sqrt(), {}
 
 
-def nan_after_a_change_loss(logprobs: Tensor, old_logprobs: Tensor, *_: Tensor, **options: float) -> LossResult:
-    """Finite while the weights are those of the rollouts, as in a first mini-batch."""
-    moved = (logprobs - old_logprobs).abs().max() > 1e-4
-    return logprobs * (math.nan if moved else 1.0), {}
-
-
 def mean_loss(logprobs: Tensor, *_: Tensor, **options: float) -> LossResult:
     return -logprobs.mean(), {}
 
@@ -96,10 +90,6 @@ def loss_with_a_rare_metric(
 
 def loss_with_an_entropy(logprobs: Tensor, *_: Tensor, **options: float) -> LossResult:
     return -logprobs, {"clip_share/mine": logprobs.detach(), "entropy": logprobs.detach()}
-
-
-def loss_with_a_weight(logprobs: Tensor, *_: Tensor, **options: float) -> LossResult:
-    return -logprobs, {"importance/weight": logprobs.detach()}
 
 
 def mean_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -122,7 +112,6 @@ def no_reduction(token_loss: Tensor, sequence_index: Tensor, **_: Any) -> Tensor
         ({"loss": "*loss_with_a_scalar_metric"}, r"algorithm\.loss .* \(\d+,\); mine has shape \(\)"),
         ({"loss": "*loss_with_a_rare_metric"}, r"algorithm\.loss must return the same metrics .* `rare` for some only"),
         ({"loss": "*loss_with_an_entropy"}, "algorithm.loss returns a metric named `entropy`, which is srtrl's own"),
-        ({"loss": "*loss_with_a_weight"}, "a metric named `importance/weight`, which is srtrl's own"),
         (
             {"kl": {"coefficient": 0.1, "estimator": "*mean_kl"}},
             r"algorithm\.kl\.estimator must .* \(\d+,\); its estimate has shape \(\)",
@@ -149,33 +138,3 @@ def test_a_wrong_function_stops_before_any_change(
     with pytest.raises(expected, match=message):
         update(policy, RecordingSGD(policy), accelerator, make_sequences(policy), recipe, step=4)
     assert all(map(torch.equal, before, policy.parameters()))
-
-
-def test_a_later_mini_batch_that_is_not_finite_is_named(accelerator: Accelerator) -> None:
-    policy = make_policy()
-    optimizer = RecordingSGD(policy)
-    recipe = make_recipe(
-        algorithm__loss=f"{__name__}:nan_after_a_change_loss", train__mini_batch_prompts=1, train__learning_rate=0.1
-    )
-    with pytest.raises(NonFiniteError, match="step 4, epoch 1, mini-batch 2: the loss is nan"):
-        update(policy, optimizer, accelerator, make_sequences(policy), recipe, step=4)
-    assert len(optimizer.gradients) == 1
-
-
-def loss_with_an_option(
-    logprobs: Tensor, *_: Tensor, clip_low: float, clip_high: float, factor: float
-) -> tuple[Tensor, dict[str, Tensor]]:
-    return -factor * logprobs, {}
-
-
-def test_a_loss_gets_its_options(accelerator: Accelerator) -> None:
-    gradients = []
-    for factor in (1.0, 4.0):
-        policy = make_policy()
-        optimizer = RecordingSGD(policy)
-        recipe = make_recipe(
-            algorithm__loss=f"{__name__}:loss_with_an_option", algorithm__loss_options={"factor": factor}
-        )
-        update(policy, optimizer, accelerator, make_sequences(policy), recipe)
-        gradients.append(optimizer.gradients[0])
-    torch.testing.assert_close(gradients[1], [4 * slope for slope in gradients[0]], rtol=1e-12, atol=0)
