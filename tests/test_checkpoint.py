@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import make_policy, make_recipe
+from tiny_run import make_recipe
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from srtrl.drafters.none import Drafter as NoDrafter
@@ -55,11 +55,6 @@ class _Parts:
             keep=keep,
             critic=critic,
         )
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 def test_all_files_are_made_durable_before_the_rename(

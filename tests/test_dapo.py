@@ -12,7 +12,7 @@ import pytest
 from dapo_cases import make_dapo_recipe
 from rich.console import Console
 from test_resume import die, finish, start
-from tiny_run import assert_same_run, make_policy
+from tiny_run import assert_same_run
 
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
@@ -40,11 +40,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "few pages": {"rollout__slots": 16, "rollout__num_pages": 5},
     "three open prompts": {"rollout__drafter": "none", "rollout__max_open_prompts": 3, "rollout__slots": 64},
 }
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from update_cases import make_policy, make_recipe, make_sequences
 from srtrl.model.attention import PackedPlan
 from srtrl.model.logprobs import token_logprobs_reference
 from srtrl.model.transformer import model_flops
-from srtrl.trainer.run_metrics import memory_metrics, time_metrics, update_flops
+from srtrl.trainer.run_metrics import time_metrics, update_flops
 
 LENGTHS = [5, 1, 8]
 
@@ -69,17 +69,3 @@ def test_speeds_are_logged_where_there_was_an_update() -> None:
     assert without_peak["time/update_tokens_per_second"] == 25.0
     assert "time/update_mfu" not in without_peak
     assert time_metrics(seconds, row, num_update_flops=2e12, peak_tflops=2.0)["time/update_mfu"] == 0.25
-
-
-def test_peak_memory_is_logged_since_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    peak = 3 * 2**30
-
-    def reset(_: torch.device) -> None:
-        nonlocal peak
-        peak = 0
-
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peak)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
-    assert memory_metrics(torch.device("cuda")) == {"memory/peak_gib": 3.0}
-    assert memory_metrics(torch.device("cuda")) == {"memory/peak_gib": 0.0}
-    assert memory_metrics(torch.device("cpu")) == {}

@@ -1,5 +1,6 @@
-"""PPO from end to end: a killed run, a speculating run and a run with a warm-up against a plain one, bit by bit."""
+"""PPO of a bfloat16 policy and critic from end to end, bit by bit: killed, speculating, and with a warm-up."""
 
+import copy
 import shutil
 import signal
 from collections.abc import Callable
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_resume import die_at_call, finish, start
-from tiny_run import VOCAB_SIZE, assert_same_run, make_policy, make_recipe
+from tiny_run import VOCAB_SIZE, assert_same_run, make_recipe
 
 from srtrl.metrics import read_metrics
 from srtrl.model.hf_config import config_from_hf
@@ -18,11 +20,13 @@ from srtrl.model.value_model import ValueModel, load_value_model, save_value_mod
 from srtrl.model.weights import init_model, load_model, read_config
 from srtrl.recipe import Recipe
 from srtrl.trainer import checkpoint
-from srtrl.trainer.checkpoint import read_state
+from srtrl.trainer.checkpoint import load_training_state, read_state
+from srtrl.trainer.optimizer import build_optimizer
 from srtrl.trainer.trainer import run_training
 from srtrl.trainer.warm_start import train_tokenizer
 
 PPO: dict[str, Any] = {
+    "model__dtype": "bfloat16",
     "algorithm": {
         "advantage": "gae",
         "gamma": 0.99,
@@ -37,7 +41,7 @@ PPO: dict[str, Any] = {
 
 
 def make_ppo_recipe(policy: Path, output_dir: Path, **changes: Any) -> Recipe:
-    return make_recipe(policy, output_dir, **{key: dict(value) for key, value in PPO.items()}, **changes)
+    return make_recipe(policy, output_dir, **copy.deepcopy(PPO), **changes)
 
 
 KILLS: dict[str, Callable[[], None]] = {
@@ -57,11 +61,6 @@ MORE_KILLS: dict[str, Callable[[], None]] = {
 def kill_at(place: str) -> None:
     """Let the process be killed at one of these."""
     (KILLS | MORE_KILLS)[place]()
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +87,10 @@ def test_critic_policy_and_coefficient_learn_something(policy: Path, uninterrupt
         coefficient *= 1 + min(max(kl / 0.02 - 1, -0.2), 0.2) * 16 / 40
     assert coefficient != 0.05
     assert read_state(uninterrupted / "checkpoints" / "step_000004").kl_coefficient == pytest.approx(coefficient)
+    folder = uninterrupted / "checkpoints" / "step_000004"
+    assert {weight.dtype for weight in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
+    masters = torch.load(folder / "optimizer.pt", weights_only=True)["masters"]
+    assert not all(torch.equal(master, master.bfloat16().float()) for master in masters), "they hold no more"
     assert {"time/values", "time/critic", "time/update"} <= rows[4].keys()
     first = load_value_model(policy, dtype=torch.float32, device="cpu")
     last = load_value_model(uninterrupted / "checkpoints" / "step_000004" / "critic", dtype=torch.float32, device="cpu")
@@ -123,11 +126,11 @@ def test_the_warm_up_leaves_the_policy_alone(policy: Path, tmp_path: Path) -> No
     states = {step: read_state(folder / "checkpoints" / f"step_{step:06d}") for step in (1, 2, 3)}
     weights = {
         step: list(
-            load_model(folder / "checkpoints" / f"step_{step:06d}", dtype=torch.float32, device="cpu").parameters()
+            load_model(folder / "checkpoints" / f"step_{step:06d}", dtype=torch.bfloat16, device="cpu").parameters()
         )
         for step in (1, 2, 3)
     }
-    before = list(load_model(policy, dtype=torch.float32, device="cpu").parameters())
+    before = list(load_model(policy, dtype=torch.bfloat16, device="cpu").parameters())
     for step in (1, 2):
         assert states[step].policy_version == 0
         assert states[step].kl_coefficient == 0.05
@@ -190,3 +193,18 @@ def test_a_checkpoint_without_its_critic_cannot_be_resumed(policy: Path, uninter
     longer = make_ppo_recipe(policy, tmp_path, rollout__drafter="none", train__num_steps=5)
     with pytest.raises(ValueError, match="step_000004/critic: no local folder"):
         run_training(longer, resume=True)
+
+
+def test_an_optimizer_state_without_masters_is_refused_with_its_file(uninterrupted: Path, tmp_path: Path) -> None:
+    shutil.copytree(uninterrupted / "checkpoints" / "step_000004", tmp_path / "saved")
+    model = load_model(tmp_path / "saved", dtype=torch.bfloat16, device="cpu")
+    optimizer = build_optimizer(model, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
+    state = torch.load(tmp_path / "saved" / "optimizer.pt", weights_only=True)
+    masters = state.pop("masters")
+    torch.save(state, tmp_path / "saved" / "optimizer.pt")
+    message = r"optimizer\.pt: .* holds no float32 master weights: .* written before srtrl.*name=OTHER model\.path="
+    with pytest.raises(ValueError, match=message):
+        load_training_state(tmp_path / "saved", optimizer)
+    torch.save({**state, "masters": masters[:-1]}, tmp_path / "saved" / "optimizer.pt")
+    with pytest.raises(ValueError, match=r"optimizer\.pt: the master weights have shapes"):
+        load_training_state(tmp_path / "saved", optimizer)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import assert_same_run, learned_rows, make_policy, make_recipe
+from tiny_run import assert_same_run, learned_rows, make_recipe
 
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import collect_rollouts
@@ -105,11 +105,6 @@ def finish(process: ForkServerProcess) -> int:
     process.join(120)
     assert process.exitcode is not None, "the run hangs"
     return process.exitcode
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 @pytest.fixture(scope="module")

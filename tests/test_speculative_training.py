@@ -33,11 +33,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("model") / "policy")
-
-
-@pytest.fixture(scope="module")
 def plain(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = make_recipe(policy, tmp_path_factory.mktemp("plain"), rollout__drafter="none", train__num_steps=6)
     return train(recipe).folder

@@ -4,6 +4,7 @@ Padding, order and micro-batch size do not change the gradient: packed in any wa
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -40,6 +41,7 @@ from update_cases import (
 )
 
 from srtrl.model.transformer import Transformer
+from srtrl.recipe import Recipe
 from srtrl.trainer.update import (
     compute_logprobs,
     mini_batches,
@@ -221,52 +223,6 @@ def test_the_kl_is_measured_and_in_the_loss_where_it_is_placed_there(
     assert {name: value for name, value in metrics.items() if name.startswith("kl/")} == measured
 
 
-def test_metrics_are_means_over_all_tokens_of_all_mini_batches(accelerator: Accelerator) -> None:
-    recipe = make_recipe(
-        train__mini_batch_prompts=1,
-        train__micro_batch_tokens=16,
-        train__learning_rate=1e-300,  # the weights stay, so that one naive pass gives all
-        algorithm={"clip_low": 0.2, "clip_high": 0.3, "kl": {"coefficient": 0.1, "estimator": "k2"}},
-    )
-    policy = make_policy()
-    sequences = make_sequences(policy, noise=0.3)
-    metrics = update(policy, RecordingSGD(policy), accelerator, sequences, recipe)
-    padded = pad_all(policy, sequences)
-    ratio, is_good, mask = (padded.new - padded.old).exp(), padded.advantages > 0, padded.mask
-    rows = torch.cat([naive_distributions(policy, sequence) for sequence in sequences]).detach()
-    first = pad_all(policy, sequences[:2])  # the first mini-batch
-    difference = (first.new - first.rollout)[first.mask].abs().detach()
-    losses = []
-    for start in (0, 2, 4):
-        part = pad_all(policy, sequences[start : start + 2])
-        tokens = token_losses("ppo_clip", part, 0.2, 0.3) + 0.1 * kl_estimate("k2", part)
-        losses.append(reduce("sequence_mean_token_mean", tokens, part.mask, MAX_NEW_TOKENS).item())
-    expected = {
-        "loss": np.mean(losses),
-        "entropy": -(rows.exp() * rows).sum(-1).mean().item(),
-        "kl/ref": kl_estimate("k2", padded)[mask].mean().item(),
-        "clip_share/low": ((ratio < 0.8) & ~is_good)[mask].double().mean().item(),
-        "clip_share/high": ((ratio > 1.3) & is_good)[mask].double().mean().item(),
-    }
-    assert min(expected["clip_share/low"], expected["clip_share/high"]) > 0
-    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-12)
-    assert metrics["logprob_difference/mean"] == pytest.approx(difference.mean().item(), rel=1e-5)
-    assert metrics["logprob_difference/max"] == pytest.approx(difference.max().item(), rel=1e-5)
-
-
-def test_recompute_starts_at_ratio_one_and_measures_all_sequences(accelerator: Accelerator) -> None:
-    policy = make_policy()
-    sequences = make_sequences(policy, noise=0.3)
-    recipe = make_recipe(algorithm__old_logprobs="recompute", train__mini_batch_prompts=1, train__learning_rate=1e-300)
-    metrics = update(policy, RecordingSGD(policy), accelerator, sequences, recipe)
-    assert metrics["loss"] == pytest.approx(-np.mean([s.advantages[0] for s in sequences]), rel=1e-6)
-    assert metrics["clip_share/low"] == metrics["clip_share/high"] == 0
-    difference = np.concatenate([s.rollout_logprobs - naive_logprobs(policy, s) for s in sequences])
-    assert metrics["logprob_difference/mean"] == pytest.approx(np.abs(difference).mean(), rel=1e-5)
-    kl = np.exp(-difference) - 1 + difference
-    assert metrics["logprob_difference/kl"] == pytest.approx(kl.mean(), rel=1e-4)
-
-
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_compute_logprobs_equals_one_sequence_at_a_time(mixed_precision: str) -> None:
     policy = make_policy(dtype=torch.float64 if mixed_precision == "no" else torch.float32)
@@ -289,47 +245,76 @@ KL = {"coefficient": 0.05, "target": 0.01, "horizon": 40}
 
 
 def naive_step(
-    policy: Transformer, sequences: list[TrainSequence], loss: str, level: str, coefficient: float
+    policy: Transformer, sequences: list[TrainSequence], recipe: Recipe, coefficient: float
 ) -> dict[str, float]:
     """One training step of three mini-batches of one draw (two samples) each, on padded batches."""
+    algorithm = recipe.algorithm
     olds = [np.array(naive_logprobs(policy, sequence), np.float32) for sequence in sequences]
-    sequences = [replace(sequence, old_logprobs=old) for sequence, old in zip(sequences, olds, strict=True)]
-    kls: list[float] = []
-    weights_seen: list[float] = []
+    difference = np.concatenate([s.rollout_logprobs - old for s, old in zip(sequences, olds, strict=True)])
+    if algorithm.old_logprobs == "recompute":
+        sequences = [replace(sequence, old_logprobs=old) for sequence, old in zip(sequences, olds, strict=True)]
+    else:  # compared in the first mini-batch alone: the weights of the others have moved
+        difference = difference[: sum(len(one.advantages) for one in sequences[:2])]
+    per_token: dict[str, list[float]] = defaultdict(list)
     losses = []
     for start in (0, 2, 4):
-        padded = pad_all(policy, sequences[start : start + 2])
-        weights = importance_weights(padded, CAP, level).expand_as(padded.new)
-        kl = kl_estimate("k3", padded)
-        tokens = weights * token_losses(loss, padded, 0.2, 0.3) + coefficient * kl
+        part = sequences[start : start + 2]
+        padded = pad_all(policy, part)
+        weights = importance_weights(padded, CAP, algorithm.importance_level).expand_as(padded.new)
+        losses_of_tokens = token_losses(algorithm.loss, padded, algorithm.clip_low, algorithm.clip_high)
+        kl = kl_estimate(algorithm.kl.estimator, padded)
+        tokens = (weights if algorithm.importance_cap else 1) * losses_of_tokens + coefficient * kl
         total = reduce("sequence_mean_token_mean", tokens, padded.mask, MAX_NEW_TOKENS)
-        gradient = gradient_of(policy, total)
+        ratio, is_good = (padded.new - padded.old).exp(), padded.advantages > 0
+        if algorithm.loss == "gspo":
+            mean = (padded.new - padded.old).sum(1, keepdim=True) / padded.mask.sum(1, keepdim=True)
+            ratio = mean.exp().expand_as(ratio)
+        found = {
+            "kl/ref": kl,
+            "clip_share/low": ((ratio < 1 - algorithm.clip_low) & ~is_good).double(),
+            "clip_share/high": ((ratio > 1 + algorithm.clip_high) & is_good).double(),
+        }
+        if algorithm.importance_cap:
+            found |= {"importance/weight": weights, "importance/capped_share": (weights >= CAP).double()}
+        for name, values in found.items():
+            per_token[name] += values[padded.mask].tolist()
+        for sequence in part:
+            rows = naive_distributions(policy, sequence).detach()
+            per_token["entropy"] += (-(rows.exp() * rows).sum(-1)).tolist()
         with torch.no_grad():
-            for parameter, slope in zip(policy.parameters(), gradient, strict=True):
-                parameter.sub_(slope, alpha=1e-3)
-        kls += kl[padded.mask].tolist()
-        weights_seen += weights[padded.mask].tolist()
+            for parameter, slope in zip(policy.parameters(), gradient_of(policy, total), strict=True):
+                parameter.sub_(slope, alpha=recipe.train.learning_rate)
         losses.append(total.item())
     return {
         "loss": float(np.mean(losses)),
-        "kl/ref": float(np.mean(kls)),
-        "importance/weight": float(np.mean(weights_seen)),
-        "importance/capped_share": float(np.mean([weight >= CAP for weight in weights_seen])),
+        "logprob_difference/mean": float(np.abs(difference).mean()),
+        "logprob_difference/max": float(np.abs(difference).max()),
+        "logprob_difference/kl": float((np.exp(-difference) - 1 + difference).mean()),
+        **{name: float(np.mean(values)) for name, values in per_token.items()},
     }
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo"])
-def test_two_steps_with_importance_weights_and_an_adaptive_coefficient(
-    loss: str, level: str, accelerator: Accelerator
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *(
+            {"loss": loss, "old_logprobs": "recompute", "importance_cap": CAP, "importance_level": level}
+            for loss in ("ppo_clip", "gspo")
+            for level in ("token", "sequence")
+        ),
+        {"loss": "ppo_clip", "clip_high": 0.3, "old_logprobs": "rollout"},
+    ],
+    ids=str,
+)
+def test_two_steps_have_the_metrics_weights_and_kl_coefficients_of_padded_batches(
+    algorithm: dict[str, Any], accelerator: Accelerator
 ) -> None:
-    """The weights weigh the policy's loss alone, and the coefficient is the one given: the recipe's is the first."""
+    """The importance weights weigh the policy's loss alone, and the KL coefficient is the one given, not the recipe's.
+
+    Metrics are means over all tokens of all mini-batches.
+    """
     recipe = make_recipe(
-        algorithm__loss=loss,
-        algorithm__old_logprobs="recompute",
-        algorithm__importance_cap=CAP,
-        algorithm__importance_level=level,
-        algorithm__kl=KL,
+        algorithm={"clip_high": 0.2, **algorithm, "kl": KL},
         train__mini_batch_prompts=1,
         train__micro_batch_tokens=20,
     )
@@ -337,14 +322,19 @@ def test_two_steps_with_importance_weights_and_an_adaptive_coefficient(
     optimizer = RecordingSGD(ours)
     coefficient = expected_coefficient = 0.05
     for step in (1, 2):
-        sequences = make_sequences(naive, noise=0.3, seed=step)
+        sequences = make_sequences(naive, noise=0.5, seed=step)
         metrics = update_policy(
             ours, optimizer, accelerator, sequences, recipe=recipe, step=step, kl_coefficient=coefficient
         )
         coefficient = next_kl_coefficient(coefficient, metrics, recipe, sampled_kl=None, num_samples=len(sequences))
-        expected = naive_step(naive, sequences, loss, level, expected_coefficient)
-        assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6)  # weights are float32
-        assert 0 < metrics["importance/capped_share"] < 1
+        expected = naive_step(naive, sequences, recipe, expected_coefficient)
+        for name, value in expected.items():
+            rel = 1e-4 if name.startswith("logprob_difference") else 1e-6  # these are float32, and so are the weights
+            assert metrics[name] == pytest.approx(value, rel=rel), name
+        if recipe.algorithm.importance_cap:
+            assert 0 < metrics["importance/capped_share"] < 1
+        else:
+            assert min(metrics["clip_share/low"], metrics["clip_share/high"]) > 0
         # Ziegler et al. (2019), section 2.2: 6 samples of a horizon of 40
         error = min(max(expected["kl/ref"] / 0.01 - 1, -0.2), 0.2)
         expected_coefficient *= 1 + error * 6 / 40

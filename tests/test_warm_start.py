@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny_run import make_policy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from srtrl.model.weights import load_model, load_tokenizer
@@ -103,11 +102,6 @@ def make_recipe(output: Path, **warm_start: Any) -> Recipe:
 
 def run(recipe: Recipe, **options: Any) -> WarmStartSummary:
     return run_warm_start(recipe, progress=RunProgress("warm", 12, plain_every=1000), **options)
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 def test_loss_is_the_mean_over_answer_and_end_tokens(policy: Path, tmp_path: Path) -> None:
