@@ -9,46 +9,21 @@ import algorithm_reference as reference
 import numpy as np
 import pytest
 import torch
+from rollout_cases import make_group
 from torch import Tensor
 from update_cases import make_recipe
 
 from srtrl.algorithms.advantages import token_level
 from srtrl.trainer.credit import Credit, assign_credit, filter_groups, train_sequences, with_numbers
-from srtrl.types import FinishReason, Grade, GradeOutcome, Prompt, Rollout, RolloutGroup, TrainSequence
+from srtrl.types import GradeOutcome, RolloutGroup, TrainSequence
 
 KL = 0.1
 
 
-def group(
-    draw_index: int,
-    rewards: Sequence[float],
-    *,
-    lengths: Sequence[int] | None = None,
-    cut: Sequence[int] = (),
-    correct: Sequence[int] = (),
-) -> RolloutGroup:
-    """A draw; `lengths` of its responses (1, 2, ...), `cut` and `correct` are samples."""
-    prompt = Prompt(prompt_id="p", text="p", token_ids=(3, 4), answer="")
-    rng = np.random.default_rng(draw_index)
-    rollouts = []
-    for index, reward in enumerate(rewards):
-        length = index + 1 if lengths is None else lengths[index]
-        outcome: GradeOutcome = "correct" if index in correct else "wrong"
-        reason: FinishReason = "length" if index in cut else "stop"
-        rollouts.append(
-            Rollout(
-                prompt=prompt,
-                draw_index=draw_index,
-                sample_index=index,
-                token_ids=[5] * length,
-                rollout_logprobs=(-rng.random(length)).tolist(),
-                text="",
-                finish_reason=reason,
-                policy_version=0,
-                grade=Grade(reward=reward, parts={}, outcome=outcome),
-            )
-        )
-    return RolloutGroup(prompt=prompt, draw_index=draw_index, rollouts=rollouts)
+def group(draw_index: int, rewards: Sequence[float], *, correct: Sequence[int] = (), **options: Any) -> RolloutGroup:
+    """A draw with these rewards; `correct` are samples, `options` as `make_group` has them."""
+    outcomes: list[GradeOutcome] = ["correct" if index in correct else "wrong" for index in range(len(rewards))]
+    return make_group(draw_index, outcomes, rewards=rewards, **options)
 
 
 def random_groups(seed: int, num_groups: int = 4, num_samples: int = 3) -> list[RolloutGroup]:

@@ -9,14 +9,12 @@ import pytest
 from tiny_run import assert_same_run, make_policy, make_recipe, train
 
 from srtrl.drafters.srt import Drafter
-from srtrl.engine.sampling import make_rng_key
 from srtrl.metrics import read_metrics
 from srtrl.rollout.collect import Collector, collect_rollouts, sample_requests
-from srtrl.rollout.run_ahead import run_ahead_requests
 from srtrl.trainer import sampling
 from srtrl.trainer.run_folder import check_run_folder, read_timeline
 from srtrl.trainer.trainer import run_training
-from srtrl.types import Prompt, Request, SamplingParams
+from srtrl.types import Request
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "srt": {},
@@ -53,23 +51,6 @@ def test_speculation_learns_the_same(name: str, policy: Path, plain: Path, tmp_p
         steps = read_timeline(folder / "timeline" / "step_000002.parquet")
         assert len(steps) == rows[2]["engine/decode_steps"]
         assert sum(step.num_tokens for step in steps) == rows[2]["engine/tokens"] == rows[2]["tokens/response"]
-
-
-SAMPLING = SamplingParams(max_new_tokens=9, temperature=0.7, end_token_ids=(0,))
-NEXT = [(draw, Prompt(prompt_id=f"n{draw}", text="", token_ids=(2, draw), answer="")) for draw in range(3, 7)]
-
-
-def samples_of(draws: list[tuple[int, Prompt]]) -> list[Request]:
-    return sample_requests(draws, num_samples=2, sampling=SAMPLING, seed=3, purpose="train")
-
-
-def test_the_next_steps_samples_are_decoded_on_their_very_rng_keys() -> None:
-    found = run_ahead_requests(NEXT, num_samples=2, sampling=SAMPLING, seed=3)
-    assert all(request.is_run_ahead for request in found)
-    assert [(r.sample_index, r.draw_index) for r in found] == [(s, d) for s in range(2) for d in range(3, 7)]
-    plain = {replace(request, is_run_ahead=False).rng_key: replace(request, is_run_ahead=False) for request in found}
-    assert plain == {request.rng_key: request for request in samples_of(NEXT)}
-    assert found[5].rng_key == make_rng_key(3, "train", 4, 1)
 
 
 def test_the_trainer_looks_one_step_ahead_and_says_what_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
