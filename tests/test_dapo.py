@@ -3,7 +3,6 @@
 import io
 import signal
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -177,33 +176,3 @@ def test_killed_in_the_middle_of_dynamic_sampling_and_resumed(policy: Path, plai
     other = make_dapo_recipe(policy, tmp_path, rollout__drafter="none", rollout__max_open_prompts=2)  # may be changed
     assert finish(start(other, resume=True)) == 0
     assert_same_run(tmp_path / "run", plain)
-
-
-def test_run_ahead_looks_at_the_draws_behind_the_opened_ones(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[list[int], list[int]]] = []
-
-    def sample(*arguments: Any, run_ahead: Callable[[range], list[Request]], **options: Any) -> Any:
-        def recording_run_ahead(opened: range) -> list[Request]:
-            requests = run_ahead(opened)
-            calls.append((list(opened), sorted({request.draw_index for request in requests})))
-            return requests
-
-        return sample_until_full(*arguments, run_ahead=recording_run_ahead, **options)
-
-    monkeypatch.setattr(sampling, "sample_until_full", sample)
-    recipe = make_dapo_recipe(
-        policy, tmp_path, rollout__max_draws=12, rollout__run_ahead_max_slowdown=100.0, train__num_steps=2
-    )
-    folder = run_training(recipe).folder
-    first, second = (row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0)
-    begin, end = int(first["data/draws"]), int(first["data/draws"] + second["data/draws"])
-    assert [draw for opened, _ in calls for draw in opened] == list(range(end))
-    steps = [[call for call in calls if call[0][0] < begin], [call for call in calls if call[0][0] >= begin]]
-    for number, step in enumerate(steps, 1):
-        seen = [draw for _, coming in step for draw in coming]
-        assert all(b == a + 1 for a, b in pairwise(seen))  # each once, in data order
-        assert seen[0] == step[0][0][-1] + 1
-        last = step[-1][0][-1] + NUM_PROMPTS
-        assert seen[-1] == (last if number == 1 else min(last, begin + 12 - 1))  # no step comes behind the last

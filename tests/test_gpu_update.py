@@ -6,15 +6,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from tiny_run import init_policy
 from torch import Tensor
 from update_cases import make_policy as make_tiny_policy
 from update_cases import make_recipe, make_sequences, update
 
 from srtrl.model.attention import PackedPlan, packed_attention_reference
-from srtrl.model.hf_config import config_from_hf
 from srtrl.model.logprobs import MAX_CHUNK_BYTES, token_logprobs, token_logprobs_reference
 from srtrl.model.transformer import CompiledLayers, Transformer
-from srtrl.model.weights import init_model
 from srtrl.trainer.optimizer import build_optimizer, gradient_holders
 
 pytestmark = pytest.mark.gpu
@@ -63,22 +62,8 @@ def test_packed_attention_equals_the_reference(dtype: torch.dtype, counts: tuple
 
 def small_policy(dtype: torch.dtype, device: torch.device | str) -> Transformer:
     """Two layers of heads of 64."""
-    config = config_from_hf(
-        {
-            "model_type": "qwen2",
-            "vocab_size": 1000,
-            "hidden_size": 256,
-            "intermediate_size": 512,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 512,
-            "rms_norm_eps": 1e-6,
-            "hidden_act": "silu",
-            "tie_word_embeddings": True,
-        }
-    )
-    return _copy(init_model(config, 0, torch.float32, "cpu"), dtype, device)
+    sizes = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 512}
+    return _copy(init_policy(scale=1, model_type="qwen2", **sizes), dtype, device)
 
 
 def _copy(policy: Transformer, dtype: torch.dtype, device: torch.device | str) -> Transformer:

@@ -92,8 +92,10 @@ def test_critic_policy_and_coefficient_learn_something(policy: Path, uninterrupt
     masters = torch.load(folder / "optimizer.pt", weights_only=True)["masters"]
     assert not all(torch.equal(master, master.bfloat16().float()) for master in masters), "they hold no more"
     assert {"time/values", "time/critic", "time/update"} <= rows[4].keys()
-    first = load_value_model(policy, dtype=torch.float32, device="cpu")
-    last = load_value_model(uninterrupted / "checkpoints" / "step_000004" / "critic", dtype=torch.float32, device="cpu")
+    first = load_value_model(policy, dtype=torch.bfloat16, device="cpu")
+    last = load_value_model(
+        uninterrupted / "checkpoints" / "step_000004" / "critic", dtype=torch.bfloat16, device="cpu"
+    )
     assert all(not torch.equal(a, b) for a, b in zip(first.parameters(), last.parameters(), strict=True))
 
 
