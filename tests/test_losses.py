@@ -3,8 +3,6 @@
 Their values and gradients are compared with other code in `test_update.py` (padded batches) and `test_trl_parity.py`.
 """
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -51,20 +49,6 @@ def test_unchanged_weights_give_the_policy_gradient(name: str) -> None:
         (gradient,) = torch.autograd.grad((token_loss * weights).sum(), new)
         torch.testing.assert_close(gradient, -packed(batch.advantages) * weights, rtol=1e-12, atol=0.0)
         assert all(not bool(metric.any()) for metric in metrics.values())
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_one_token_in_float32(name: str) -> None:
-    """Losses keep the dtype of the log-probs; metrics have no gradient and the same shape."""
-    dtype = torch.float32
-    new = torch.tensor([-0.9], dtype=dtype, requires_grad=True)
-    function = resolve_part("algorithm.loss", name)
-    old, advantages, index = torch.tensor([-1.0], dtype=dtype), torch.tensor([2.0], dtype=dtype), torch.tensor([4])
-    token_loss, metrics = function(new, old, advantages, index, clip_low=0.2, clip_high=0.3)
-    weight = {"policy_gradient": -0.9, "cispo": -0.9 * math.exp(0.1)}.get(name, math.exp(0.1))
-    assert token_loss.dtype == dtype
-    assert token_loss.item() == pytest.approx(-2 * weight, rel=1e-6)
-    assert all(metric.shape == (1,) and not metric.requires_grad for metric in metrics.values())
 
 
 def test_a_ratio_exactly_at_the_clip_keeps_its_gradient() -> None:

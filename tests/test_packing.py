@@ -1,9 +1,7 @@
 """Packing against a loop over tokens, for random sequences and budgets."""
 
-import dataclasses
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -89,18 +87,3 @@ def test_a_micro_batch_is_made_when_it_is_asked_for() -> None:
     message = r"sequence 5 has 7 tokens, more than the 6 .*micro_batch_tokens to at least 7"
     with pytest.raises(ValueError, match=message):
         pack([*sequences, make_sequence(3, 4, 5)], 6, "cpu")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_prompt_tokens": 0}, "needs a token before it"),
-        ({"num_prompt_tokens": 5}, "without response tokens"),
-        ({"values": np.zeros(2, np.float32)}, "per-token arrays of {"),
-        ({"old_logprobs": None}, "all sequences have these numbers or none"),
-    ],
-)
-def test_broken_sequences_are_refused(change: dict[str, Any], message: str) -> None:
-    sequences = [make_sequence(1, 2, 0), dataclasses.replace(make_sequence(2, 3, 1), **change)]
-    with pytest.raises(AssertionError, match=message):
-        next(iter(pack(sequences, 8, "cpu")))

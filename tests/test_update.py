@@ -160,30 +160,47 @@ def distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return math.sqrt(difference / sum(float(e.double().square().sum()) for e in expected))
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+KLS: list[dict[str, Any]] = [
+    {"coefficient": 0.05, "estimator": "k3"},
+    {"coefficient": 0.1, "estimator": "k2"},
+    {"coefficient": 0.1, "estimator": "k1", "placement": "reward"},  # measured, but not in the loss
+    {},
+]
+"""One for each reduction."""
+
+
+@pytest.mark.parametrize(("reduction", "kl"), [*zip(REDUCTIONS, KLS, strict=True)])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_any_packing_has_the_gradient_of_one_padded_batch(loss: str, reduction: str, accelerator: Accelerator) -> None:
+def test_any_packing_has_the_gradient_of_one_padded_batch(
+    loss: str, reduction: str, kl: dict[str, Any], accelerator: Accelerator
+) -> None:
     """Float64: to 1e-12 of the padded batch's. Float32: among each other to 1e-6 (about 1e-7 is found)."""
-    policy = make_policy(scale=SCALE)
+    tied = LOSSES.index(loss) % 2 == 0
+    policy = make_policy(scale=SCALE, tied=tied)
     rng = np.random.default_rng((LOSSES.index(loss), REDUCTIONS.index(reduction)))
     sequences = random_case(policy, seed=int(rng.integers(1000)))
     padded = pad_all(policy, sequences)
-    kl = kl_estimate("k3", padded)
-    naive = reduce(reduction, token_losses(loss, padded, LOW, HIGH) + 0.05 * kl, padded.mask, MAX_NEW_TOKENS)
+    estimate = kl_estimate(kl.get("estimator", "k1"), padded)
+    in_loss = 0.0 if kl.get("placement") == "reward" else kl.get("coefficient", 0.0)
+    tokens = token_losses(loss, padded, LOW, HIGH) + in_loss * estimate
+    naive = reduce(reduction, tokens, padded.mask, MAX_NEW_TOKENS)
     expected = gradient_of(policy, naive)
-    options = {"loss": loss, "reduction": reduction}
+    measured = {"kl/ref": pytest.approx(estimate[padded.mask].mean().item(), rel=1e-12)} if kl else {}
+    options = {"loss": loss, "reduction": reduction, "kl": kl}
     in_float32: list[list[Tensor]] = []
     all_metrics: list[dict[str, float]] = []
     for budget in (16, int(rng.integers(17, 60)), 1000):
         reordered = [sequences[index] for index in rng.permutation(len(sequences))]
-        found, metrics = packed_gradient(options, reordered, accelerator, micro_batch_tokens=budget)
+        found, metrics = packed_gradient(options, reordered, accelerator, micro_batch_tokens=budget, tied=tied)
         assert distance(found, expected) < 1e-12
         assert metrics["loss"] == pytest.approx(naive.item(), rel=1e-12)
-        assert metrics["kl/ref"] == pytest.approx(kl[padded.mask].mean().item(), rel=1e-12)
+        assert {name: value for name, value in metrics.items() if name.startswith("kl/")} == measured
         all_metrics.append(metrics)
         assert metrics == pytest.approx(all_metrics[0], rel=1e-6)  # log-probs are compared in float32
         in_float32.append(
-            packed_gradient(options, reordered, accelerator, micro_batch_tokens=budget, dtype=torch.float32)[0]
+            packed_gradient(options, reordered, accelerator, micro_batch_tokens=budget, dtype=torch.float32, tied=tied)[
+                0
+            ]
         )
         assert distance(in_float32[-1], in_float32[0]) < 1e-6
         assert distance(in_float32[-1], expected) < 1e-5, "the weights alone are rounded by 6e-8"
@@ -197,30 +214,6 @@ def test_the_cases_meet_every_clip(loss: str, accelerator: Accelerator) -> None:
     clips = {name: share for name, share in metrics.items() if name.startswith("clip_share/")}
     assert len(clips) == (3 if loss == "dual_clip" else 2)
     assert all(0 < share < 1 for share in clips.values()), clips
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    ("kl", "in_loss"),
-    [
-        ({}, 0.0),
-        ({"coefficient": 0.1, "estimator": "k2"}, 0.1),
-        ({"coefficient": 0.1, "estimator": "k1", "placement": "reward"}, 0.0),
-    ],
-)
-def test_the_kl_is_measured_and_in_the_loss_where_it_is_placed_there(
-    kl: dict[str, Any], in_loss: float, tied: bool, accelerator: Accelerator
-) -> None:
-    policy = make_policy(scale=SCALE, tied=tied)
-    sequences = random_case(policy, seed=3)
-    padded = pad_all(policy, sequences)
-    estimate = kl_estimate(kl.get("estimator", "k1"), padded)
-    losses = token_losses("ppo_clip", padded, LOW, HIGH) + in_loss * estimate
-    expected = gradient_of(policy, reduce("token_mean", losses, padded.mask, MAX_NEW_TOKENS))
-    found, metrics = packed_gradient({"reduction": "token_mean", "kl": kl}, sequences, accelerator, tied=tied)
-    assert distance(found, expected) < 1e-12
-    measured = {"kl/ref": pytest.approx(estimate[padded.mask].mean().item(), rel=1e-12)} if kl else {}
-    assert {name: value for name, value in metrics.items() if name.startswith("kl/")} == measured
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
