@@ -20,6 +20,7 @@ from srtrl.rollout.dynamic_sampling import sample_until_full
 from srtrl.trainer import sampling
 from srtrl.trainer.checkpoint import latest_checkpoint, read_state
 from srtrl.trainer.run_folder import RunProgress
+from srtrl.trainer.run_metrics import describe_step
 from srtrl.trainer.trainer import run_training
 from srtrl.types import Request, RolloutGroup
 
@@ -63,6 +64,7 @@ def test_each_batch_is_the_shortest_prefix_that_fills_it(plain: Path) -> None:
             is_learned = any(group) and not all(group) and sample["finish_reason"] == "stop"  # overlong filtering
             assert (sample["advantage"] is not None) == is_learned
         assert row["data/draws"] == len(mixed)
+        assert (f"  4 of {len(mixed)} groups kept" in describe_step(row)) == (len(mixed) > 4)
         assert (row["groups/kept"], row["groups/dropped"], row["groups/short"]) == (4, len(mixed) - 4, 0)
         assert row["groups/all_right"] == sum(map(all, correct.values()))
         assert row["groups/all_right"] + row["groups/all_wrong"] == row["groups/dropped"]

@@ -22,6 +22,7 @@ from srtrl.recipe import Recipe
 from srtrl.trainer import checkpoint
 from srtrl.trainer.checkpoint import load_training_state, read_state
 from srtrl.trainer.optimizer import build_optimizer
+from srtrl.trainer.run_metrics import describe_step
 from srtrl.trainer.trainer import run_training
 from srtrl.trainer.warm_start import train_tokenizer
 
@@ -139,6 +140,7 @@ def test_the_warm_up_leaves_the_policy_alone(policy: Path, tmp_path: Path) -> No
         assert all(torch.equal(a, b) for a, b in zip(weights[step], before, strict=True))
         assert "loss" not in rows[step]
         assert "critic/loss" in rows[step]
+        assert describe_step(rows[step]).endswith("critic warm-up: no update of the policy")
     assert states[3].policy_version == 1
     assert not any(torch.equal(a, b) for a, b in zip(weights[3], before, strict=True))
     assert rows[3]["learning_rate"] == pytest.approx(0.01)  # the peak: its first 3 of 4 optimizer steps were warm-up
