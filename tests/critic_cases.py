@@ -56,7 +56,7 @@ def padded_values(model: ValueModel, sequences: Sequence[TrainSequence]) -> Tens
         token_ids[row, : len(sequence.token_ids)] = torch.from_numpy(sequence.token_ids)
         mask[row, sequence.num_prompt_tokens - 1 : len(sequence.token_ids) - 1] = True
     plan = PackedPlan.from_lengths([length] * len(sequences), "cpu")  # causal: padding on the right is never seen
-    hidden = model.body(token_ids.flatten(), plan)
+    hidden: Tensor = model.body(token_ids.flatten(), plan)
     return (hidden @ model.value_head[0]).reshape(token_ids.shape)[mask]
 
 

@@ -1,6 +1,7 @@
 """The update on a CUDA device: attention, log-probs, masters, compilation and memory against their references."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +63,12 @@ def test_packed_attention_equals_the_reference(dtype: torch.dtype, counts: tuple
 
 def small_policy(dtype: torch.dtype, device: torch.device | str) -> Transformer:
     """Two layers of heads of 64."""
-    sizes = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 512}
+    sizes: dict[str, Any] = {
+        "vocab_size": 1000,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "max_position_embeddings": 512,
+    }
     return _copy(init_policy(scale=1, model_type="qwen2", **sizes), dtype, device)
 
 

@@ -228,11 +228,11 @@ def loss_with_a_flaw(
     return -(logprobs - old).exp() * advantages * (float("nan") if len(LOSS_CALLS) == 3 else 1.0), {}
 
 
-def loss_without_memory(*tensors: Tensor, **options: float) -> tuple[Tensor, dict[str, Tensor]]:
+def loss_without_memory(*tensors: Tensor, **_: float) -> tuple[Tensor, dict[str, Tensor]]:
     """The same, except that the third call runs out of memory."""
     if len(LOSS_CALLS) == 2:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    return loss_with_a_flaw(*tensors, **options)
+    return loss_with_a_flaw(*tensors)
 
 
 @pytest.mark.parametrize(
