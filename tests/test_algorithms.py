@@ -44,14 +44,6 @@ def test_what_the_estimators_and_their_gradients_estimate() -> None:
         assert (mean.item() == pytest.approx(true_kl, rel=1e-12)) == (estimator is not reductions.k2)
 
 
-def test_filters_keep_groups_to_learn_from() -> None:
-    """Rewards and verdicts may differ: a further reward makes a group mixed that is all wrong."""
-    rewards = torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.5, 0.4, 0.5], [0.3, 0.3, 0.3]])
-    correct = torch.tensor([[1, 1, 1], [0, 0, 0], [0, 0, 1], [0, 0, 0], [1, 0, 1]], dtype=torch.bool)
-    assert reductions.drop_uniform(rewards, correct).tolist() == [False, False, True, True, False]
-    assert reductions.drop_all_right_or_wrong(rewards, correct).tolist() == [False, False, True, False, True]
-
-
 @pytest.mark.parametrize("name", list_parts("algorithm.filters"))
 def test_a_filter_sees_each_group_alone(name: str) -> None:
     """Dynamic sampling calls it on one group at a time, in the order in which grades come in."""

@@ -35,15 +35,25 @@ def collect(
 
 
 def test_order_is_data_order_whatever_finishes_first() -> None:
-    results = [collect(FakeEngine(seed)) for seed in range(5)]
+    results = []
+    for seed in range(5):
+        seen: list[CollectProgress] = []
+        timer = StageTimer()
+        grader = FakeGrader(sample_number, random.Random(seed), waits=True)
+        results.append(collect(FakeEngine(seed), grader, on_progress=seen.append, timer=timer))
+        assert [(one.num_done, one.num_tokens, one.num_total) for one in seen] == [(n, 3 * n, 8) for n in range(1, 9)]
+        assert set(timer.take()) == {"rollout", "grading"}
+        # the grader gets the text up to the stop string, and the number of all tokens
+        expected = {(f"{draw}/{sample}", "stop", 3) for draw, _ in DRAWS for sample in range(2)}
+        assert {submitted[1:] for submitted in grader.submitted} == expected
+        assert grader.batches == [8]
     for groups in results:
         assert groups == results[0]
-        assert [(group.draw_index, group.prompt.prompt_id) for group in groups] == [
-            *[(0, "3"), (1, "1"), (2, "1"), (7, "0")]
-        ]
+        found = [(group.draw_index, group.prompt.prompt_id) for group in groups]
+        assert found == [(0, "3"), (1, "1"), (2, "1"), (7, "0")]
         for group in groups:  # each sample has its own text and its own grade
-            found = [(one.sample_index, one.text, one.grade.reward, one.policy_version) for one in group.rollouts]
-            assert found == [(i, f"{group.draw_index}/{i}", float(i), 3) for i in range(2)]
+            samples = [(one.sample_index, one.text, one.grade.reward, one.policy_version) for one in group.rollouts]
+            assert samples == [(i, f"{group.draw_index}/{i}", float(i), 3) for i in range(2)]
 
 
 def test_every_sample_has_its_own_rng_key_and_run_aheads_have_those_of_later_samples() -> None:
@@ -70,24 +80,6 @@ def test_run_aheads_reach_the_engine_and_never_come_back() -> None:
         collect(FakeEngine(2), run_ahead=[replace(request, is_run_ahead=False) for request in ahead])
     with pytest.raises(AssertionError, match="rng_key of a sample"):
         collect(FakeEngine(2), run_ahead=run_ahead_requests(DRAWS, **options))
-
-
-def test_grader_gets_the_cut_text_and_the_whole_length() -> None:
-    grader = FakeGrader(sample_number, random.Random(0), waits=True)
-    collect(FakeEngine(1), grader)
-    expected = {(f"{draw}/{sample}", "stop", 3) for draw, _ in DRAWS for sample in range(2)}
-    assert {submitted[1:] for submitted in grader.submitted} == expected
-    assert grader.batches == [8]
-
-
-def test_progress_and_stages() -> None:
-    seen: list[CollectProgress] = []
-    timer = StageTimer()
-    collect(FakeEngine(3), on_progress=seen.append, timer=timer)
-    assert [(one.num_done, one.num_tokens) for one in seen] == [(n, 3 * n) for n in range(1, 9)]
-    assert seen[-1].num_total == 8
-    assert set(timer.take()) == {"rollout", "grading"}
-    assert timer.take() == {}
 
 
 def test_response_text_is_cut_at_the_first_stop_string() -> None:
