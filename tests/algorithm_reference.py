@@ -23,27 +23,22 @@ class RaggedBatch:
     lengths: list[int]
     new: Ragged
     old: Ragged
-    ref: Ragged
     advantages: Ragged
-    """One number a sequence, repeated over its tokens, or one a token."""
+    """One number for each sequence, repeated over its tokens."""
 
     @property
     def sequence_index(self) -> Tensor:
         return torch.tensor([index for index, length in enumerate(self.lengths) for _ in range(length)])
 
 
-def random_batch(seed: int, *, spread: float = 0.4, per_token: bool = False) -> RaggedBatch:
+def random_batch(seed: int, *, spread: float = 0.4) -> RaggedBatch:
     """2 to 6 sequences of 1 to 9 tokens; `spread` is the standard deviation of new - old."""
     generator = np.random.default_rng(seed)
     lengths = [int(length) for length in generator.integers(1, 10, generator.integers(2, 7))]
     old = [generator.uniform(-4.0, -0.05, length) for length in lengths]
     new = [values + spread * generator.standard_normal(len(values)) for values in old]
-    ref = [values + 0.5 * generator.standard_normal(len(values)) for values in old]
-    advantages = [
-        generator.standard_normal(length) if per_token else np.full(length, generator.standard_normal())
-        for length in lengths
-    ]
-    return RaggedBatch(lengths, new, old, ref, advantages)
+    advantages = [np.full(length, generator.standard_normal()) for length in lengths]
+    return RaggedBatch(lengths, new, old, advantages)
 
 
 def packed(values: Ragged) -> Tensor:

@@ -50,6 +50,14 @@ def _one_thread() -> None:
     set_cpu_threads(1)
 
 
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the tiny random policy that the tests of training start from; they only read it."""
+    from tiny_run import make_policy
+
+    return make_policy(tmp_path_factory.mktemp("model") / "policy")
+
+
 @pytest.fixture
 def accelerator() -> Iterator["Accelerator"]:
     """Accelerate's, on the CPU without mixed precision."""

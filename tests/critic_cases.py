@@ -47,19 +47,8 @@ def make_value_sequences() -> list[TrainSequence]:
     return with_random_targets(make_sequences(make_policy()))
 
 
-def naive_values(model: ValueModel, sequence: TrainSequence) -> list[float]:
-    """The value before each response token: the last hidden state of everything before it, times the head."""
-    values = []
-    with torch.no_grad():
-        for end in range(sequence.num_prompt_tokens, len(sequence.token_ids)):
-            prefix = torch.from_numpy(sequence.token_ids[:end])
-            hidden = model.body(prefix, PackedPlan.from_lengths([end], "cpu"))
-            values.append(float(hidden[-1] @ model.value_head[0].to(hidden.dtype)))
-    return values
-
-
-def padded_values(model: ValueModel, sequences: Sequence[TrainSequence]) -> tuple[Tensor, Tensor]:
-    """Values of all tokens of a batch padded on the right, [B, L], and the mask of those before a response token."""
+def padded_values(model: ValueModel, sequences: Sequence[TrainSequence]) -> Tensor:
+    """The value before each response token, [R], by a batch padded on the right."""
     length = max(len(sequence.token_ids) for sequence in sequences)
     token_ids = torch.zeros(len(sequences), length, dtype=torch.int64)
     mask = torch.zeros(len(sequences), length, dtype=torch.bool)
@@ -67,15 +56,8 @@ def padded_values(model: ValueModel, sequences: Sequence[TrainSequence]) -> tupl
         token_ids[row, : len(sequence.token_ids)] = torch.from_numpy(sequence.token_ids)
         mask[row, sequence.num_prompt_tokens - 1 : len(sequence.token_ids) - 1] = True
     plan = PackedPlan.from_lengths([length] * len(sequences), "cpu")  # causal: padding on the right is never seen
-    hidden = model.body(token_ids.flatten(), plan)
-    return (hidden @ model.value_head[0]).reshape(token_ids.shape), mask
-
-
-def padded_targets(arrays: Sequence[Any], mask: Tensor) -> Tensor:
-    """Numbers of the response tokens on their places in the padded batch, [B, L] float64."""
-    padded = torch.zeros(mask.shape, dtype=torch.float64)
-    padded[mask] = torch.from_numpy(np.concatenate(arrays)).double()
-    return padded
+    hidden: Tensor = model.body(token_ids.flatten(), plan)
+    return (hidden @ model.value_head[0]).reshape(token_ids.shape)[mask]
 
 
 def make_critic(model: ValueModel) -> tuple[Critic, RecordingSGD]:

@@ -1,7 +1,5 @@
 """A task and a recipe that make a tiny DAPO run: some groups are all right, some all wrong, most of them mixed."""
 
-import random
-import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,6 @@ from tiny_run import make_recipe
 
 from srtrl.recipe import Recipe
 from srtrl.tasks import arithmetic
-from srtrl.tasks.reward_input import RewardInput, isolated
 
 
 def is_lucky(text: str, answer: str) -> bool:
@@ -45,10 +42,3 @@ def make_dapo_recipe(policy: Path, output_dir: Path, **changes: Any) -> Recipe:
         },
     }
     return make_recipe(policy, output_dir, **(values | changes))
-
-
-@isolated
-def correct(sample: RewardInput) -> float:
-    """The reward `correct`, from a worker process that takes its time."""
-    time.sleep(random.choice([0.0, 0.002, 0.03]))
-    return 1.0 if sample.correct else 0.0

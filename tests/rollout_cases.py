@@ -1,15 +1,26 @@
-"""An engine that finishes samples in a random order, and graders that take a random time."""
+"""An engine that finishes samples in a random order, graders that take a random time, and graded groups."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from srtrl.rollout.collect import Collector
 from srtrl.tasks.grading import Grader
-from srtrl.types import Completion, FinishReason, Grade, Prompt, Request, SamplingParams
+from srtrl.types import (
+    Completion,
+    FinishReason,
+    Grade,
+    GradeOutcome,
+    Prompt,
+    Request,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+)
 
 
 class FakeEngine:
@@ -125,3 +136,39 @@ def make_collector(grader: FakeGrader, **options: Any) -> Collector:
 
 
 SAMPLING = SamplingParams(max_new_tokens=4, stop_strings=("STOP",))
+
+
+def make_group(
+    draw_index: int,
+    outcomes: Sequence[GradeOutcome],
+    *,
+    rewards: Sequence[float] = (),
+    lengths: Sequence[int] = (),
+    cut: Sequence[int] = (),
+    texts: Sequence[str] = (),
+) -> RolloutGroup:
+    """A graded draw with a sample for each outcome.
+
+    By default rewards are 1 for a correct sample, `lengths` of the responses 1, 2, ..., texts empty; `cut` are the
+    samples that reached the maximum length.
+    """
+    prompt = Prompt(prompt_id=str(draw_index), text="p", token_ids=(3, 4), answer="")
+    rng = np.random.default_rng(draw_index)
+    rollouts = []
+    for index, outcome in enumerate(outcomes):
+        length = lengths[index] if lengths else index + 1
+        reward = rewards[index] if rewards else float(outcome == "correct")
+        rollouts.append(
+            Rollout(
+                prompt=prompt,
+                draw_index=draw_index,
+                sample_index=index,
+                token_ids=[5] * length,
+                rollout_logprobs=(-rng.random(length)).tolist(),
+                text=texts[index] if texts else "",
+                finish_reason="length" if index in cut else "stop",
+                policy_version=0,
+                grade=Grade(reward=reward, parts={}, outcome=outcome),
+            )
+        )
+    return RolloutGroup(prompt=prompt, draw_index=draw_index, rollouts=rollouts)

@@ -1,47 +1,17 @@
-"""Reductions, estimators of the KL, its control and filters, by hand."""
+"""Estimators of the KL, its control, filters, and the signatures of everything that a recipe can name."""
 
 import inspect
-import math
 
 import pytest
 import torch
 from torch import Tensor
 
 from srtrl.algorithms import reductions
+from srtrl.algorithms.advantages import is_token_level
 from srtrl.algorithms.reductions import adapted_coefficient
 from srtrl.resolve import list_parts, resolve_part
 
 F64 = torch.float64
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("token_mean", (1 + 2 + 3 + 10) / 4),
-        ("sequence_mean_token_mean", ((1 + 2 + 3) / 3 + 10) / 2),
-        ("sequence_mean_token_sum", (1 + 2 + 3 + 10) / 2),
-        ("sequence_mean_token_sum_norm", (1 + 2 + 3 + 10) / 2 / 5),
-    ],
-)
-def test_reductions_by_hand(name: str, expected: float) -> None:
-    """Also cut into micro-batches, whose shares add up."""
-    losses, index = torch.tensor([1.0, 2.0, 3.0, 10.0], dtype=F64), torch.tensor([0, 0, 0, 1])
-    for cuts in ([slice(0, 4)], [slice(0, 3), slice(3, 4)]):
-        shares = [
-            resolve_part("algorithm.reduction", name)(
-                losses[rows], index[rows], sequence_lengths=torch.tensor([3, 1]), max_new_tokens=5
-            )
-            for rows in cuts
-        ]
-        assert sum(shares).item() == pytest.approx(expected, rel=1e-14)
-
-
-def test_kl_by_hand() -> None:
-    logprobs, ref_logprobs = torch.tensor([-1.0, -2.0], dtype=F64), torch.tensor([-1.5, -1.0], dtype=F64)
-    assert reductions.k1(logprobs, ref_logprobs).tolist() == [0.5, -1.0]
-    assert reductions.k2(logprobs, ref_logprobs).tolist() == [0.125, 0.5]
-    expected = [math.exp(-0.5) - 0.5, math.exp(1.0) - 2.0]  # exp(x) - 1 - x of x = -0.5 and 1
-    assert reductions.k3(logprobs, ref_logprobs).tolist() == pytest.approx(expected, rel=1e-14)
 
 
 def test_k3_keeps_small_differences() -> None:
@@ -74,14 +44,6 @@ def test_what_the_estimators_and_their_gradients_estimate() -> None:
         assert (mean.item() == pytest.approx(true_kl, rel=1e-12)) == (estimator is not reductions.k2)
 
 
-def test_filters_keep_groups_to_learn_from() -> None:
-    """Rewards and verdicts may differ: a further reward makes a group mixed that is all wrong."""
-    rewards = torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.5, 0.4, 0.5], [0.3, 0.3, 0.3]])
-    correct = torch.tensor([[1, 1, 1], [0, 0, 0], [0, 0, 1], [0, 0, 0], [1, 0, 1]], dtype=torch.bool)
-    assert reductions.drop_uniform(rewards, correct).tolist() == [False, False, True, True, False]
-    assert reductions.drop_all_right_or_wrong(rewards, correct).tolist() == [False, False, True, False, True]
-
-
 @pytest.mark.parametrize("name", list_parts("algorithm.filters"))
 def test_a_filter_sees_each_group_alone(name: str) -> None:
     """Dynamic sampling calls it on one group at a time, in the order in which grades come in."""
@@ -111,22 +73,27 @@ def test_adapted_kl_coefficient_by_hand(kl_now: float, factor: float) -> None:
     assert found == pytest.approx(0.05 * factor, rel=1e-12)
 
 
-def test_adapted_kl_coefficient_reaches_its_target() -> None:
-    """A policy whose KL is 0.01 / coefficient is held at the target 0.04, that is at a coefficient of 0.25."""
-    coefficient = 1.0
-    for _ in range(400):
-        coefficient = adapted_coefficient(coefficient, 0.01 / coefficient, target=0.04, horizon=1000, num_samples=100)
-    assert coefficient == pytest.approx(0.25, rel=1e-6)
-
-
 def test_a_horizon_that_could_turn_the_kl_coefficient_round_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^algorithm.kl.horizon: expected more than 0.2 x the 5000 samples of a step"):
         adapted_coefficient(0.05, 0.0, target=0.1, horizon=1000, num_samples=5000)
 
 
-@pytest.mark.parametrize("option", ["algorithm.filters", "algorithm.kl.estimator", "algorithm.reduction"])
+@pytest.mark.parametrize(
+    "option",
+    ["algorithm.advantage", "algorithm.filters", "algorithm.kl.estimator", "algorithm.loss", "algorithm.reduction"],
+)
 def test_public_functions_of_a_kind_have_one_signature(option: str) -> None:
-    """Each is a legal name in a recipe, so each must be callable as the trainer calls it."""
-    names = list_parts(option)
-    assert names
-    assert len({str(inspect.signature(resolve_part(option, name))) for name in names}) == 1
+    """Each is a legal name in a recipe, so the trainer calls each in the same way; further arguments are optional."""
+    functions = [resolve_part(option, name) for name in list_parts(option)]
+    for kind in (True, False):  # advantages of whole samples and of tokens are called differently
+        signatures = [
+            list(inspect.signature(function).parameters.values())
+            for function in functions
+            if is_token_level(function) == kind
+        ]
+        if not signatures:
+            continue
+        expected = min(signatures, key=len)
+        for parameters in signatures:
+            assert parameters[: len(expected)] == expected
+            assert all(parameter.default is not parameter.empty for parameter in parameters[len(expected) :])

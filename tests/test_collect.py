@@ -1,16 +1,20 @@
-"""Rollouts come back in data order, whatever the order in which the decoder finishes them."""
+"""Rollouts come back in data order, whatever finishes first; a dynamic batch is the shortest prefix that suffices."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rollout_cases import SAMPLING, FakeEngine, FakeGrader, completion_of, make_collector, prompt_of
 from transformers import PreTrainedTokenizerBase
 
 from srtrl.engine.engine import Engine
 from srtrl.engine.sampling import make_rng_key
 from srtrl.rollout.collect import CollectProgress, StageTimer, collect_rollouts, response_text
+from srtrl.rollout.dynamic_sampling import sample_until_full
 from srtrl.rollout.run_ahead import run_ahead_requests
 from srtrl.trainer.warm_start import train_tokenizer
 from srtrl.types import Prompt, Request, RolloutGroup
@@ -31,23 +35,37 @@ def collect(
 
 
 def test_order_is_data_order_whatever_finishes_first() -> None:
-    results = [collect(FakeEngine(seed)) for seed in range(5)]
+    results = []
+    for seed in range(5):
+        seen: list[CollectProgress] = []
+        timer = StageTimer()
+        grader = FakeGrader(sample_number, random.Random(seed), waits=True)
+        results.append(collect(FakeEngine(seed), grader, on_progress=seen.append, timer=timer))
+        assert [(one.num_done, one.num_tokens, one.num_total) for one in seen] == [(n, 3 * n, 8) for n in range(1, 9)]
+        assert set(timer.take()) == {"rollout", "grading"}
+        # the grader gets the text up to the stop string, and the number of all tokens
+        expected = {(f"{draw}/{sample}", "stop", 3) for draw, _ in DRAWS for sample in range(2)}
+        assert {submitted[1:] for submitted in grader.submitted} == expected
+        assert grader.batches == [8]
     for groups in results:
         assert groups == results[0]
-        assert [(group.draw_index, group.prompt.prompt_id) for group in groups] == [
-            *[(0, "3"), (1, "1"), (2, "1"), (7, "0")]
-        ]
+        found = [(group.draw_index, group.prompt.prompt_id) for group in groups]
+        assert found == [(0, "3"), (1, "1"), (2, "1"), (7, "0")]
         for group in groups:  # each sample has its own text and its own grade
-            found = [(one.sample_index, one.text, one.grade.reward, one.policy_version) for one in group.rollouts]
-            assert found == [(i, f"{group.draw_index}/{i}", float(i), 3) for i in range(2)]
+            samples = [(one.sample_index, one.text, one.grade.reward, one.policy_version) for one in group.rollouts]
+            assert samples == [(i, f"{group.draw_index}/{i}", float(i), 3) for i in range(2)]
 
 
-def test_every_sample_has_its_own_rng_key() -> None:
+def test_every_sample_has_its_own_rng_key_and_run_aheads_have_those_of_later_samples() -> None:
     engine = FakeEngine(0)
     collect(engine)
     rng_keys = {(request.draw_index, request.sample_index): request.rng_key for request in engine.added}
     assert len(set(rng_keys.values())) == 8  # two draws of one prompt are two draws
     assert rng_keys[7, 1] == make_rng_key(11, "train", 7, 1)
+    ahead = run_ahead_requests(sorted(DRAWS), num_samples=2, sampling=SAMPLING, seed=11)
+    assert [(r.sample_index, r.draw_index) for r in ahead] == [(s, d) for s in range(2) for d in (0, 1, 2, 7)]
+    samples = sorted(engine.added, key=lambda one: (one.sample_index, one.draw_index))
+    assert ahead == [replace(request, is_run_ahead=True) for request in samples]
 
 
 def test_run_aheads_reach_the_engine_and_never_come_back() -> None:
@@ -62,24 +80,6 @@ def test_run_aheads_reach_the_engine_and_never_come_back() -> None:
         collect(FakeEngine(2), run_ahead=[replace(request, is_run_ahead=False) for request in ahead])
     with pytest.raises(AssertionError, match="rng_key of a sample"):
         collect(FakeEngine(2), run_ahead=run_ahead_requests(DRAWS, **options))
-
-
-def test_grader_gets_the_cut_text_and_the_whole_length() -> None:
-    grader = FakeGrader(sample_number, random.Random(0), waits=True)
-    collect(FakeEngine(1), grader)
-    expected = {(f"{draw}/{sample}", "stop", 3) for draw, _ in DRAWS for sample in range(2)}
-    assert {submitted[1:] for submitted in grader.submitted} == expected
-    assert grader.batches == [8]
-
-
-def test_progress_and_stages() -> None:
-    seen: list[CollectProgress] = []
-    timer = StageTimer()
-    collect(FakeEngine(3), on_progress=seen.append, timer=timer)
-    assert [(one.num_done, one.num_tokens) for one in seen] == [(n, 3 * n) for n in range(1, 9)]
-    assert seen[-1].num_total == 8
-    assert set(timer.take()) == {"rollout", "grading"}
-    assert timer.take() == {}
 
 
 def test_response_text_is_cut_at_the_first_stop_string() -> None:
@@ -100,3 +100,104 @@ def test_a_stage_inside_another_pauses_it(monkeypatch: pytest.MonkeyPatch) -> No
         raise KeyError
     assert timer.take() == {"rollout": 7.0, "grading": 4.0}
     assert timer.take() == {}
+
+
+# --- Dynamic sampling ------------------------------------------------------------------------------------------------
+
+NUM_SAMPLES = 2
+FIRST_DRAW = 5
+SMALL = {"num_prompts": 2, "max_open_prompts": 2, "max_draws": 2}
+
+
+class Case:
+    """One batch over fakes; `pattern` says which draws the filters keep, from FIRST_DRAW on."""
+
+    def __init__(self, pattern: Sequence[bool], limits: dict[str, int], seed: int) -> None:
+        self.pattern = pattern
+        self.limits = limits
+        self.engine = FakeEngine(seed)
+        self.grader = FakeGrader(
+            lambda prompt, _: float(pattern[int(prompt.prompt_id) - FIRST_DRAW]), random.Random(seed + 1)
+        )
+        self.undecided: set[int] = set()
+        self.most_open = 0
+        self.seen_ahead: list[int] = []
+
+    def opened(self, draws: range) -> list[Request]:
+        """Called as draws are opened, like a run-ahead: what is open now?"""
+        self.undecided |= set(draws)
+        self.most_open = max(self.most_open, len(self.undecided))
+        coming = [(draws.stop, prompt_of(draws.stop))]
+        self.seen_ahead.append(draws.stop)
+        return run_ahead_requests(coming, num_samples=NUM_SAMPLES, sampling=SAMPLING, seed=11)
+
+    def keeps(self, group: RolloutGroup) -> bool:
+        self.undecided.remove(group.draw_index)
+        return group.rollouts[0].grade.reward > 0
+
+    def run(self, timer: StageTimer | None = None) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
+        collector = make_collector(self.grader, timer=timer or StageTimer())
+        return sample_until_full(
+            cast(Engine, self.engine),
+            collector,
+            prompt_of,
+            first_draw=FIRST_DRAW,
+            **self.limits,
+            keeps=self.keeps,
+            run_ahead=self.opened,
+        )
+
+
+def shortest_prefix(pattern: Sequence[bool], limits: dict[str, int]) -> list[bool]:
+    """The definition, without any engine: go through the draws one by one until the batch is full."""
+    prefix: list[bool] = []
+    while sum(prefix) < limits["num_prompts"] and len(prefix) < limits["max_draws"]:
+        prefix.append(pattern[len(prefix)])
+    return prefix
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_the_batch_is_the_shortest_prefix_that_fills_it(data: st.DataObject) -> None:
+    num_prompts = data.draw(st.integers(1, 6), "num_prompts")
+    limits = {
+        "num_prompts": num_prompts,
+        "max_open_prompts": data.draw(st.integers(1, 8), "max_open_prompts"),
+        "max_draws": data.draw(st.integers(num_prompts, 25), "max_draws"),
+    }
+    pattern = data.draw(st.lists(st.booleans(), min_size=25, max_size=25), "kept")
+    prefix = shortest_prefix(pattern, limits)
+    draws = list(range(FIRST_DRAW, FIRST_DRAW + len(prefix)))
+    for seed in data.draw(st.lists(st.integers(0, 10**6), min_size=2, max_size=2), "timing"):
+        case = Case(pattern, limits, seed)
+        groups, kept_groups = case.run()
+        assert [group.draw_index for group in groups] == draws
+        assert [group.draw_index for group in kept_groups] == [d for d, kept in zip(draws, prefix, strict=True) if kept]
+        for group in groups:
+            assert group.prompt == prompt_of(group.draw_index)
+            assert [(r.draw_index, r.sample_index) for r in group.rollouts] == [(group.draw_index, i) for i in (0, 1)]
+            assert [r.text for r in group.rollouts] == [f"{group.draw_index}/{i}" for i in (0, 1)]
+        assert case.most_open <= min(limits["max_open_prompts"], num_prompts)
+        assert sorted(request.draw_index for request in case.engine.added) == sorted(draws * NUM_SAMPLES)
+        assert case.grader.batches == [NUM_SAMPLES] * len(draws)  # each group by itself
+        assert case.undecided == set()
+        left = {request.draw_index for request in case.engine.run_ahead}
+        assert left == {draw for draw in case.seen_ahead if draw not in draws}  # opened draws end theirs
+
+
+@pytest.mark.parametrize(("max_open_prompts", "most_open"), [(4, 4), (9, 6)])
+def test_as_many_are_open_as_may_be(max_open_prompts: int, most_open: int) -> None:
+    """The bound is no more than a bound: where all are kept, all of a batch are open at once."""
+    case = Case([True] * 10, {"num_prompts": 6, "max_open_prompts": max_open_prompts, "max_draws": 10}, seed=0)
+    case.run()
+    assert case.most_open == most_open
+
+
+def test_waiting_for_graders_while_nothing_decodes_is_counted_apart() -> None:
+    timer = StageTimer()
+    case = Case([True] * 3, SMALL, seed=0)
+    case.grader.delays = (10**9,)  # done when it is waited for, not before
+    case.run(timer)
+    seconds = timer.take()
+    assert set(seconds) == {"rollout", "grading"}
+    assert all(value > 0 for value in seconds.values())

@@ -5,49 +5,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import algorithm_reference as reference
 import numpy as np
 import pytest
 import torch
+from rollout_cases import make_group
 from torch import Tensor
 from update_cases import make_recipe
 
 from srtrl.algorithms.advantages import token_level
 from srtrl.trainer.credit import Credit, assign_credit, filter_groups, train_sequences, with_numbers
-from srtrl.types import FinishReason, Grade, GradeOutcome, Prompt, Rollout, RolloutGroup, TrainSequence
+from srtrl.types import GradeOutcome, RolloutGroup, TrainSequence
 
 KL = 0.1
 
 
-def group(
-    draw_index: int,
-    rewards: Sequence[float],
-    *,
-    lengths: Sequence[int] | None = None,
-    cut: Sequence[int] = (),
-    correct: Sequence[int] = (),
-) -> RolloutGroup:
-    """A draw; `lengths` of its responses (1, 2, ...), `cut` and `correct` are samples."""
-    prompt = Prompt(prompt_id="p", text="p", token_ids=(3, 4), answer="")
-    rng = np.random.default_rng(draw_index)
-    rollouts = []
-    for index, reward in enumerate(rewards):
-        length = index + 1 if lengths is None else lengths[index]
-        outcome: GradeOutcome = "correct" if index in correct else "wrong"
-        reason: FinishReason = "length" if index in cut else "stop"
-        rollouts.append(
-            Rollout(
-                prompt=prompt,
-                draw_index=draw_index,
-                sample_index=index,
-                token_ids=[5] * length,
-                rollout_logprobs=(-rng.random(length)).tolist(),
-                text="",
-                finish_reason=reason,
-                policy_version=0,
-                grade=Grade(reward=reward, parts={}, outcome=outcome),
-            )
-        )
-    return RolloutGroup(prompt=prompt, draw_index=draw_index, rollouts=rollouts)
+def group(draw_index: int, rewards: Sequence[float], *, correct: Sequence[int] = (), **options: Any) -> RolloutGroup:
+    """A draw with these rewards; `correct` are samples, `options` as `make_group` has them."""
+    outcomes: list[GradeOutcome] = ["correct" if index in correct else "wrong" for index in range(len(rewards))]
+    return make_group(draw_index, outcomes, rewards=rewards, **options)
 
 
 def random_groups(seed: int, num_groups: int = 4, num_samples: int = 3) -> list[RolloutGroup]:
@@ -118,19 +94,14 @@ def one_number(rewards: Tensor, correct: Tensor) -> Tensor:
     return torch.tensor(True)
 
 
-def test_filters_keep_whole_groups_in_order() -> None:
-    groups = [group(0, [1.0, 1.0]), group(1, [0.0, 1.0]), group(2, [0.0, 0.0]), group(3, [1.0, 0.0])]
-    assert [kept.draw_index for kept in filter_groups(groups, ["drop_uniform"])] == [1, 3]
-    assert filter_groups(groups, ["drop_uniform", "test_credit:drop_all", "drop_uniform"]) == []
-    assert filter_groups(groups, []) == groups
-
-
-def test_filters_see_rewards_and_verdicts() -> None:
+def test_filters_keep_whole_groups_in_order_by_rewards_and_verdicts() -> None:
     """Rewards may differ where all are wrong (a length penalty), and be equal where one is right."""
     groups = [group(0, [0.0, -0.1]), group(1, [0.5, 0.5], correct=[1]), group(2, [1.0, 0.9], correct=[0, 1])]
     assert [kept.draw_index for kept in filter_groups(groups, ["drop_all_right_or_wrong"])] == [1]
     assert [kept.draw_index for kept in filter_groups(groups, ["drop_uniform"])] == [0, 2]
     assert filter_groups(groups, ["drop_uniform", "drop_all_right_or_wrong"]) == []
+    assert filter_groups(groups, ["drop_uniform", "test_credit:drop_all", "drop_uniform"]) == []
+    assert filter_groups(groups, []) == groups
 
 
 def test_a_filter_must_say_something_of_each_group() -> None:
@@ -192,7 +163,6 @@ def test_all_tokens_of_a_sample_share_its_advantage() -> None:
 @pytest.mark.parametrize("whiten", [False, True])
 @pytest.mark.parametrize("kl", [None, "k1", "k3"])
 def test_gae_with_the_kl_in_the_reward(kl: str | None, whiten: bool) -> None:
-    """The sums of TD errors, token by token: A(t) = sum over l of (gamma lam)^l (r + gamma V' - V)(t + l)."""
     gamma, lam = 0.97, 0.9
     groups = random_groups(3)
     sequences = random_sequences(groups, 3, with_values=True)
@@ -206,25 +176,17 @@ def test_gae_with_the_kl_in_the_reward(kl: str | None, whiten: bool) -> None:
         algorithm__kl={"coefficient": 77.0, "estimator": kl, "placement": "reward"} if kl else {},
         critic={},
     )
-    expected: list[list[float]] = []
-    for rewards, sequence in zip(token_rewards(groups, sequences, kl), sequences, strict=True):
-        assert sequence.values is not None
-        values = [*sequence.values.astype(float), 0.0]
-        errors = [reward + gamma * values[t + 1] - values[t] for t, reward in enumerate(rewards)]
-        expected.append(
-            [sum((gamma * lam) ** (s - t) * errors[s] for s in range(t, len(errors))) for t in range(len(errors))]
-        )
-    for sequence, advantages in zip(credit.sequences, expected, strict=True):
-        assert sequence.values is not None
+    values = [sequence.values.astype(float) for sequence in sequences if sequence.values is not None]
+    expected = reference.gae(list(map(np.array, token_rewards(groups, sequences, kl))), values, gamma, lam)
+    for sequence, advantages, value in zip(credit.sequences, expected, values, strict=True):
         assert sequence.returns is not None
-        returns = [a + v for a, v in zip(advantages, sequence.values.tolist(), strict=True)]
-        assert sequence.returns.tolist() == pytest.approx(returns, rel=1e-6, abs=1e-7), "from before the whitening"
+        assert sequence.returns.tolist() == pytest.approx((advantages + value).tolist(), rel=1e-6, abs=1e-7), (
+            "from before the whitening"
+        )
     if whiten:
-        tokens = np.concatenate([np.array(row) for row in expected])
-        scale = math.sqrt(tokens.var(ddof=1) + 1e-8)
-        expected = [[(number - tokens.mean()) / scale for number in row] for row in expected]
+        expected = reference.whiten(expected)
     for sequence, advantages in zip(credit.sequences, expected, strict=True):
-        assert sequence.advantages.tolist() == pytest.approx(advantages, rel=1e-6, abs=1e-7)
+        assert sequence.advantages.tolist() == pytest.approx(advantages.tolist(), rel=1e-6, abs=1e-7)
     assert list(credit.advantages.values()) == pytest.approx([np.mean(row) for row in expected], rel=1e-9)
 
 
@@ -273,26 +235,21 @@ def one_a_sequence(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("option", "name", "message"),
     [
-        ("transposed", r"must return shape \(4, 3\), that of the padded tokens; it returned \(3, 4\)"),
-        ("infinite", "returned a number that is not finite"),
-        ("one_a_group", r"must return shape \(2, 2\), that of the rewards; it returned \(2,\)"),
+        ("advantage", "transposed", r"must return shape \(4, 3\), that of the padded tokens; it returned \(3, 4\)"),
+        ("advantage", "infinite", "returned a number that is not finite"),
+        ("advantage", "one_a_group", r"must return shape \(2, 2\), that of the rewards; it returned \(2,\)"),
+        ("kl", "one_a_sequence", r"must return one number per token, \(\d+,\); .* \(\)"),
     ],
 )
-def test_a_wrong_advantage_function_is_a_users_error(name: str, message: str) -> None:
+def test_an_incorrect_function_is_a_users_error(option: str, name: str, message: str) -> None:
     groups = [group(7, [1.0, 2.0], lengths=[3, 1]), group(9, [3.0, 4.0], lengths=[1, 2])]
-    with pytest.raises(ValueError, match=rf"algorithm\.advantage: test_credit:{name} {message}"):
-        credit_of(groups, algorithm__advantage=f"test_credit:{name}")
-
-
-def test_a_wrong_kl_estimator_is_a_users_error() -> None:
-    groups = random_groups(5)
-    kl = {"coefficient": KL, "estimator": "test_credit:one_a_sequence", "placement": "reward"}
-    with pytest.raises(
-        ValueError, match=r"algorithm\.kl\.estimator must return one number per token, \(\d+,\); .* \(\)"
-    ):
-        credit_of(groups, random_sequences(groups, 5), algorithm__kl=kl)
+    function = f"test_credit:{name}"
+    kl = {"coefficient": KL, "estimator": function, "placement": "reward"}
+    options: dict[str, Any] = {"algorithm__kl": kl} if option == "kl" else {"algorithm__advantage": function}
+    with pytest.raises(ValueError, match=rf"algorithm\.{option}.* {message}"):
+        credit_of(groups, random_sequences(groups, 5), **options)
 
 
 # ---- overlong filtering ----

@@ -3,7 +3,6 @@
 import io
 import signal
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from dapo_cases import make_dapo_recipe
 from rich.console import Console
 from test_resume import die, finish, start
-from tiny_run import assert_same_run, make_policy
+from tiny_run import assert_same_run
 
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
@@ -21,34 +20,26 @@ from srtrl.rollout.dynamic_sampling import sample_until_full
 from srtrl.trainer import sampling
 from srtrl.trainer.checkpoint import latest_checkpoint, read_state
 from srtrl.trainer.run_folder import RunProgress
+from srtrl.trainer.run_metrics import describe_step
 from srtrl.trainer.trainer import run_training
 from srtrl.types import Request, RolloutGroup
 
 NUM_PROMPTS = 4
 NUM_STEPS = 4
 
-EVERY_RUN_AHEAD: dict[str, Any] = {
-    "rollout__draft_budget": 8,
-    "rollout__run_ahead_max_slowdown": 1e9,
-    "rollout__slots": 40,
-}
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "srt": {},
-    "every run-ahead": EVERY_RUN_AHEAD,
+    "every run-ahead": {
+        "rollout__draft_budget": 8,
+        "rollout__run_ahead_max_slowdown": 1e9,
+        "rollout__slots": 40,
+    },
     "no run-ahead": {"rollout__run_ahead": "off", "rollout__draft_budget": 8, "rollout__slots": 13},
     "one open prompt": {"rollout__max_open_prompts": 1, "rollout__slots": 3},
     "few pages": {"rollout__slots": 16, "rollout__num_pages": 5},
     "three open prompts": {"rollout__drafter": "none", "rollout__max_open_prompts": 3, "rollout__slots": 64},
-    "slow graders": {
-        **EVERY_RUN_AHEAD,
-        "rewards": [{"name": "dapo_cases:correct"}, {"name": "overlong_penalty", "options": {"cache_tokens": 4}}],
-    },
 }
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +64,7 @@ def test_each_batch_is_the_shortest_prefix_that_fills_it(plain: Path) -> None:
             is_learned = any(group) and not all(group) and sample["finish_reason"] == "stop"  # overlong filtering
             assert (sample["advantage"] is not None) == is_learned
         assert row["data/draws"] == len(mixed)
+        assert (f"  4 of {len(mixed)} groups kept" in describe_step(row)) == (len(mixed) > 4)
         assert (row["groups/kept"], row["groups/dropped"], row["groups/short"]) == (4, len(mixed) - 4, 0)
         assert row["groups/all_right"] == sum(map(all, correct.values()))
         assert row["groups/all_right"] + row["groups/all_wrong"] == row["groups/dropped"]
@@ -90,17 +82,9 @@ def test_each_batch_is_the_shortest_prefix_that_fills_it(plain: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_timing_changes_nothing_that_is_learned(name: str, policy: Path, plain: Path, tmp_path: Path) -> None:
-    folder = run_training(make_dapo_recipe(policy, tmp_path, **SETTINGS[name])).folder
-    assert_same_run(folder, plain)
-    metrics = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
-    if name == "every run-ahead":
-        assert sum(row["engine/run_ahead_followed"] for row in metrics) > 0
-    if name == "few pages":
-        assert sum(row["engine/preemptions"] for row in metrics) > 0
-
-
-def test_no_rng_key_is_learned_from_twice(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timing_changes_nothing_that_is_learned(
+    name: str, policy: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requests: list[Request] = []
     add = Engine.add
 
@@ -109,24 +93,38 @@ def test_no_rng_key_is_learned_from_twice(policy: Path, tmp_path: Path, monkeypa
         add(engine, request)
 
     monkeypatch.setattr(Engine, "add", recording_add)
-    run_training(make_dapo_recipe(policy, tmp_path, **EVERY_RUN_AHEAD, train__num_steps=3))
+    folder = run_training(make_dapo_recipe(policy, tmp_path, **SETTINGS[name])).folder
+    assert_same_run(folder, plain)
+    assert_no_rng_key_is_learned_from_twice(requests)
+    if SETTINGS[name].get("rollout__drafter") != "none":
+        assert_dropped_groups_feed_the_drafter(folder)
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
+    if name == "every run-ahead":
+        assert sum(row["engine/run_ahead_followed"] for row in rows) > 0
+        ahead = {one.rng_key for one in requests if one.is_run_ahead}
+        met = ahead & {one.rng_key for one in requests if not one.is_run_ahead}
+        assert len(met) > len(ahead) / 2  # all but those of the last step's prompts ahead
+    if name == "few pages":
+        assert sum(row["engine/preemptions"] for row in rows) > 0
+
+
+def assert_no_rng_key_is_learned_from_twice(requests: list[Request]) -> None:
+    """What a run-ahead decodes is a later sample on that sample's key, or never learned from."""
     samples = [request for request in requests if request.purpose == "train" and not request.is_run_ahead]
     learned_from = {request.rng_key: (request.draw_index, request.sample_index) for request in samples}
     assert len(learned_from) == len(samples) == len(set(learned_from.values())) > 3 * NUM_PROMPTS * 4
     assert learned_from.keys().isdisjoint(one.rng_key for one in requests if one.purpose == "eval")
-    ahead = [request for request in requests if request.is_run_ahead]
-    met = [request for request in ahead if request.rng_key in learned_from]
+    met = [request for request in requests if request.is_run_ahead and request.rng_key in learned_from]
     assert all(learned_from[one.rng_key] == (one.draw_index, one.sample_index) for one in met)
-    assert len(met) > len(ahead) / 2  # all but those of the last step's prompts ahead
 
 
-def test_dropped_groups_feed_the_drafter(policy: Path, tmp_path: Path) -> None:
-    folder = run_training(make_dapo_recipe(policy, tmp_path, train__num_steps=1)).folder
+def assert_dropped_groups_feed_the_drafter(folder: Path) -> None:
+    """They are in the rollout cache of the last checkpoint."""
     checkpoint = latest_checkpoint(folder / "checkpoints")
     assert checkpoint is not None
     drafter = SrtDrafter()
     drafter.load(checkpoint)
-    rows = pq.read_table(folder / "rollouts" / "step_000001.parquet").to_pylist()
+    rows = pq.read_table(folder / "rollouts" / f"step_{NUM_STEPS:06d}.parquet").to_pylist()
     dropped = [row for row in rows if row["advantage"] is None]
     assert dropped
     for row in dropped:
@@ -180,33 +178,3 @@ def test_killed_in_the_middle_of_dynamic_sampling_and_resumed(policy: Path, plai
     other = make_dapo_recipe(policy, tmp_path, rollout__drafter="none", rollout__max_open_prompts=2)  # may be changed
     assert finish(start(other, resume=True)) == 0
     assert_same_run(tmp_path / "run", plain)
-
-
-def test_run_ahead_looks_at_the_draws_behind_the_opened_ones(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[list[int], list[int]]] = []
-
-    def sample(*arguments: Any, run_ahead: Callable[[range], list[Request]], **options: Any) -> Any:
-        def recording_run_ahead(opened: range) -> list[Request]:
-            requests = run_ahead(opened)
-            calls.append((list(opened), sorted({request.draw_index for request in requests})))
-            return requests
-
-        return sample_until_full(*arguments, run_ahead=recording_run_ahead, **options)
-
-    monkeypatch.setattr(sampling, "sample_until_full", sample)
-    recipe = make_dapo_recipe(
-        policy, tmp_path, rollout__max_draws=12, rollout__run_ahead_max_slowdown=100.0, train__num_steps=2
-    )
-    folder = run_training(recipe).folder
-    first, second = (row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0)
-    begin, end = int(first["data/draws"]), int(first["data/draws"] + second["data/draws"])
-    assert [draw for opened, _ in calls for draw in opened] == list(range(end))
-    steps = [[call for call in calls if call[0][0] < begin], [call for call in calls if call[0][0] >= begin]]
-    for number, step in enumerate(steps, 1):
-        seen = [draw for _, coming in step for draw in coming]
-        assert all(b == a + 1 for a, b in pairwise(seen))  # each once, in data order
-        assert seen[0] == step[0][0][-1] + 1
-        last = step[-1][0][-1] + NUM_PROMPTS
-        assert seen[-1] == (last if number == 1 else min(last, begin + 12 - 1))  # no step comes behind the last

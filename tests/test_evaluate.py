@@ -4,10 +4,11 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import fmean
 
 import pytest
+from rollout_cases import make_group
 from scipy import stats
 
 from srtrl.tasks import arithmetic
@@ -23,33 +24,7 @@ from srtrl.trainer.evaluate import (
     summarise,
     wilson_interval,
 )
-from srtrl.types import FinishReason, Grade, GradeOutcome, Prompt, Rollout, RolloutGroup
-
-
-def group(
-    draw_index: int,
-    outcomes: Sequence[GradeOutcome],
-    *,
-    length: int = 4,
-    finish_reason: FinishReason = "stop",
-    texts: Sequence[str] = (),
-) -> RolloutGroup:
-    prompt = Prompt(prompt_id=str(draw_index), text="?", token_ids=(1,), answer="")
-    rollouts = [
-        Rollout(
-            prompt=prompt,
-            draw_index=draw_index,
-            sample_index=index,
-            token_ids=[1] * (length + index),
-            rollout_logprobs=[0.0] * (length + index),
-            text=texts[index] if texts else "",
-            finish_reason=finish_reason,
-            policy_version=0,
-            grade=Grade(reward=float(outcome == "correct"), parts={}, outcome=outcome),
-        )
-        for index, outcome in enumerate(outcomes)
-    ]
-    return RolloutGroup(prompt=prompt, draw_index=draw_index, rollouts=rollouts)
+from srtrl.types import GradeOutcome
 
 
 @pytest.mark.parametrize(("successes", "n"), [(0, 10), (3, 10), (10, 10), (137, 500), (1, 1)])
@@ -88,9 +63,9 @@ def test_interval_covers_the_truth_about_95_times_in_100(num_samples: int) -> No
 
 def test_summary_counts_failures_apart_and_as_not_right() -> None:
     groups = [
-        group(0, ["correct", "wrong"], length=4),
-        group(1, ["timeout", "correct"], length=8, finish_reason="length"),
-        group(2, ["wrong", "crash"], length=2),
+        make_group(0, ["correct", "wrong"], lengths=[4, 5]),
+        make_group(1, ["timeout", "correct"], lengths=[8, 9], cut=[0, 1]),
+        make_group(2, ["wrong", "crash"], lengths=[2, 3]),
     ]
     result = summarise(groups, seconds=2.0)
     assert result.accuracy == pytest.approx(1 / 3)
@@ -168,12 +143,12 @@ def first_word(text: str) -> str | None:
 )
 def test_majority_vote(texts: list[str], right: set[str], score: float) -> None:
     outcomes: list[GradeOutcome] = ["correct" if text in right else "wrong" for text in texts]
-    assert majority_scores([group(0, outcomes, texts=texts)], first_word) == [pytest.approx(score)]
+    assert majority_scores([make_group(0, outcomes, texts=texts)], first_word) == [pytest.approx(score)]
 
 
 def test_a_sample_whose_grading_failed_does_not_vote() -> None:
     outcomes: list[GradeOutcome] = ["correct", "timeout", "crash", "error"]
-    assert majority_scores([group(0, outcomes, texts=["7", "8", "8", "8"])], first_word) == [1.0]
+    assert majority_scores([make_group(0, outcomes, texts=["7", "8", "8", "8"])], first_word) == [1.0]
 
 
 EXTRACTORS: list[tuple[Callable[[str], str | None], str, str | None]] = [

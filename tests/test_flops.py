@@ -9,7 +9,7 @@ from update_cases import make_policy, make_recipe, make_sequences
 from srtrl.model.attention import PackedPlan
 from srtrl.model.logprobs import token_logprobs_reference
 from srtrl.model.transformer import model_flops
-from srtrl.trainer.run_metrics import memory_metrics, time_metrics, update_flops
+from srtrl.trainer.run_metrics import time_metrics, update_flops
 
 LENGTHS = [5, 1, 8]
 
@@ -37,14 +37,9 @@ def test_products_are_those_that_torch_counts(num_targets: int) -> None:
     config = make_policy().config
     seen = sum(1 for length in LENGTHS for token in range(length) for _ in range(token + 1))
     attention = 3 * seen * 2 * 2 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
-    assert model_flops(config, LENGTHS, num_targets=num_targets) == counted(num_targets) + attention
-
-
-def test_by_default_every_token_has_logits() -> None:
-    config = make_policy().config
-    assert model_flops(config, LENGTHS) == model_flops(config, LENGTHS, num_targets=sum(LENGTHS))
-    head = 3 * 2 * config.vocab_size * config.hidden_size
-    assert model_flops(config, LENGTHS) - model_flops(config, LENGTHS, num_targets=0) == head * sum(LENGTHS)
+    expected = counted(num_targets) + attention
+    assert model_flops(config, LENGTHS, num_targets=num_targets) == expected
+    assert (model_flops(config, LENGTHS) == expected) == (num_targets == sum(LENGTHS)), "by default every token's"
 
 
 @pytest.mark.parametrize(("old_logprobs", "num_passes"), [("rollout", 3), ("recompute", 3 + 1 / 3)])
@@ -61,30 +56,9 @@ def test_flops_of_an_update_are_those_of_its_epochs_and_the_extra_forward_pass(
 
 
 def test_speeds_are_logged_where_there_was_an_update() -> None:
-    seconds = {"rollout": 2.0, "update": 4.0}
-    row = {"tokens/response": 10.0}
-    assert time_metrics(seconds, row) == {
-        "time/rollout": 2.0,
-        "time/update": 4.0,
-        "time/step": 6.0,
-        "time/tokens_per_second": 5.0,
-    }
+    seconds, row = {"rollout": 2.0, "update": 4.0}, {"tokens/response": 10.0}
+    assert time_metrics(seconds, row).keys() == {f"time/{name}" for name in (*seconds, "step", "tokens_per_second")}
     row["tokens/update"] = 100.0
-    without_peak = time_metrics(seconds, row, num_update_flops=2e12)
-    assert without_peak["time/update_tokens_per_second"] == 25.0
-    assert "time/update_mfu" not in without_peak
-    assert time_metrics(seconds, row, num_update_flops=2e12, peak_tflops=2.0)["time/update_mfu"] == 0.25
-
-
-def test_peak_memory_is_logged_since_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    peak = 3 * 2**30
-
-    def reset(_: torch.device) -> None:
-        nonlocal peak
-        peak = 0
-
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peak)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
-    assert memory_metrics(torch.device("cuda")) == {"memory/peak_gib": 3.0}
-    assert memory_metrics(torch.device("cuda")) == {"memory/peak_gib": 0.0}
-    assert memory_metrics(torch.device("cpu")) == {}
+    assert "time/update_mfu" not in time_metrics(seconds, row, num_update_flops=2e12)
+    found = time_metrics(seconds, row, num_update_flops=2e12, peak_tflops=2.0)
+    assert (found["time/update_mfu"], found["time/tokens_per_second"]) == (0.25, 5.0)

@@ -1,33 +1,25 @@
-"""Training of a bfloat16 model: float32 masters, moments and gradient sums, against a plain loop; resume to the bit."""
+"""Training of a bfloat16 model: float32 masters, moments and gradient sums, against a plain loop.
+
+`test_ppo_training.py` resumes a killed bfloat16 run.
+"""
 
 import gc
-import shutil
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_run
 import torch
 from accelerate import Accelerator
-from critic_cases import make_critic_recipe, make_value_model, with_random_targets
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from update_cases import make_policy, make_recipe, make_sequences
 
-from srtrl.metrics import read_metrics
 from srtrl.model.attention import PackedPlan
 from srtrl.model.logprobs import token_logprobs
 from srtrl.model.transformer import Transformer
-from srtrl.model.weights import load_model
 from srtrl.rollout.packing import PackedBatch, pack
-from srtrl.trainer.checkpoint import load_training_state
-from srtrl.trainer.critic import Critic, update_critic
 from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer, gradient_bytes, gradient_holders
-from srtrl.trainer.run_folder import RunProgress
-from srtrl.trainer.trainer import run_training
 from srtrl.trainer.update import run_optimizer_steps
 from srtrl.types import TrainSequence
 
@@ -183,18 +175,6 @@ def test_optimizer_and_masters_are_freed_before_the_model() -> None:
     assert master.item() != before
 
 
-def test_a_critics_wide_head_is_its_own_master(accelerator: Accelerator) -> None:
-    model = make_value_model(dtype=torch.bfloat16)
-    optimizer = optimizer_of(model)
-    assert [one for one in model.parameters() if one not in optimizer.master_of] == [model.value_head]
-    before = model.value_head.detach().clone()
-    recipe = make_critic_recipe()
-    sequences = with_random_targets(make_sequences(make_policy()))
-    update_critic(Critic(model=model, optimizer=optimizer), accelerator, sequences, recipe=recipe, step=1)
-    assert not torch.equal(model.value_head, before)
-    assert all(torch.equal(parameter, master.bfloat16()) for parameter, master in optimizer.master_of.items())
-
-
 def test_a_float32_model_is_trained_by_plain_adamw_with_the_same_bits(accelerator: Accelerator) -> None:
     """Its state is allocated at once; nothing else differs from an optimizer that makes it in the first step."""
     sequences = make_sequences(make_policy())
@@ -211,61 +191,3 @@ def test_a_float32_model_is_trained_by_plain_adamw_with_the_same_bits(accelerato
 
 
 # --- Checkpoints ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Run folders of PPO with a bfloat16 policy and critic: uninterrupted, and resumed after the first of two steps."""
-    folder = tmp_path_factory.mktemp("runs")
-    tiny = tiny_run.make_policy(folder / "policy")
-
-    def train(name: str, num_steps: int, *, resume: bool = False) -> Path:
-        recipe = tiny_run.make_recipe(
-            tiny,
-            folder,
-            name=name,
-            model__dtype="bfloat16",
-            algorithm={"advantage": "gae"},
-            critic={"learning_rate": 1e-4},
-            train__num_steps=num_steps,
-            train__learning_rate=1e-4,
-            eval={"before_and_after": False},
-        )
-        return run_training(recipe, resume=resume, progress=RunProgress("test", num_steps, plain_every=1000)).folder
-
-    train("resumed", 1)
-    return [train("whole", 2), train("resumed", 2, resume=True)]
-
-
-def test_a_bfloat16_run_that_is_resumed_learns_what_one_that_is_not_learns(runs: list[Path]) -> None:
-    whole, resumed = (
-        [
-            {name: value for name, value in row.items() if not name.startswith(("time/", "engine/"))}
-            for row in read_metrics(folder / "metrics.jsonl")
-        ]
-        for folder in runs
-    )
-    assert whole == resumed
-    assert min(whole[-1]["grad_norm"], whole[-1]["critic/grad_norm"]) > 0
-    first, second = (folder / "checkpoints" / "step_000002" for folder in runs)
-    for file in ("model.safetensors", "optimizer.pt", "critic/model.safetensors", "critic_optimizer.pt"):
-        assert (first / file).read_bytes() == (second / file).read_bytes(), file
-    weights = load_file(first / "model.safetensors")
-    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
-    masters = torch.load(first / "optimizer.pt", weights_only=True)["masters"]
-    assert not all(torch.equal(master, master.bfloat16().float()) for master in masters), "they hold no more"
-
-
-def test_a_state_without_masters_is_refused_with_its_file(runs: list[Path], tmp_path: Path) -> None:
-    folder = tmp_path / "step_000002"
-    shutil.copytree(runs[0] / "checkpoints" / "step_000002", folder)
-    optimizer = optimizer_of(load_model(folder, dtype=torch.bfloat16, device="cpu"))
-    state = torch.load(folder / "optimizer.pt", weights_only=True)
-    masters = state.pop("masters")
-    torch.save(state, folder / "optimizer.pt")
-    message = r"optimizer\.pt: .* holds no float32 master weights: .* written before srtrl.*name=OTHER model\.path="
-    with pytest.raises(ValueError, match=message):
-        load_training_state(folder, optimizer)
-    torch.save({**state, "masters": masters[:-1]}, folder / "optimizer.pt")
-    with pytest.raises(ValueError, match=r"optimizer\.pt: the master weights have shapes"):
-        load_training_state(folder, optimizer)

@@ -1,15 +1,18 @@
-"""PPO from end to end: a killed run, a speculating run and a run with a warm-up against a plain one, bit by bit."""
+"""PPO of a bfloat16 policy and critic from end to end, bit by bit: killed, speculating, and with a warm-up."""
 
+import copy
 import shutil
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_resume import die_at_call, finish, start
-from tiny_run import VOCAB_SIZE, assert_same_run, make_policy, make_recipe
+from tiny_run import VOCAB_SIZE, assert_same_run, make_recipe
 
 from srtrl.metrics import read_metrics
 from srtrl.model.hf_config import config_from_hf
@@ -17,11 +20,14 @@ from srtrl.model.value_model import ValueModel, load_value_model, save_value_mod
 from srtrl.model.weights import init_model, load_model, read_config
 from srtrl.recipe import Recipe
 from srtrl.trainer import checkpoint
-from srtrl.trainer.checkpoint import read_state
+from srtrl.trainer.checkpoint import load_training_state, read_state
+from srtrl.trainer.optimizer import build_optimizer
+from srtrl.trainer.run_metrics import describe_step
 from srtrl.trainer.trainer import run_training
 from srtrl.trainer.warm_start import train_tokenizer
 
 PPO: dict[str, Any] = {
+    "model__dtype": "bfloat16",
     "algorithm": {
         "advantage": "gae",
         "gamma": 0.99,
@@ -36,48 +42,32 @@ PPO: dict[str, Any] = {
 
 
 def make_ppo_recipe(policy: Path, output_dir: Path, **changes: Any) -> Recipe:
-    return make_recipe(policy, output_dir, **{key: dict(value) for key, value in PPO.items()}, **changes)
+    return make_recipe(policy, output_dir, **copy.deepcopy(PPO), **changes)
 
 
-def kill_in_the_critics_update() -> None:
-    """In step 3, after the second of the critic's three optimizer steps."""
-    die_at_call(torch.optim.AdamW, "step", 3 + (3 + 4) + 2, after=True)
+KILLS: dict[str, Callable[[], None]] = {
+    # in step 3, after the second of the critic's three optimizer steps
+    "in the critic's update": lambda: die_at_call(torch.optim.AdamW, "step", 3 + (3 + 4) + 2, after=True),
+    # in step 3: the critic has learned, the policy is half-way
+    "in the policy's update": lambda: die_at_call(torch.optim.AdamW, "step", 3 + (3 + 4) + 3 + 2, after=True),
+}
+MORE_KILLS: dict[str, Callable[[], None]] = {
+    # the second checkpoint has the policy and its optimizer, but no critic yet
+    "while the critic is saved": lambda: die_at_call(checkpoint, "save_value_model", 2),
+    # there is no checkpoint yet
+    "in the warm-up": lambda: die_at_call(torch.optim.AdamW, "step", 2, after=True),
+}
 
 
-def kill_in_the_policys_update() -> None:
-    """In step 3: the critic has learned, the policy is half-way."""
-    die_at_call(torch.optim.AdamW, "step", 3 + (3 + 4) + 3 + 2, after=True)
-
-
-def kill_while_the_critic_is_saved() -> None:
-    """The second checkpoint has the policy and its optimizer, but no critic yet."""
-    die_at_call(checkpoint, "save_value_model", 2)
-
-
-def kill_in_the_warm_up() -> None:
-    """There is no checkpoint yet."""
-    die_at_call(torch.optim.AdamW, "step", 2, after=True)
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("model") / "policy")
+def kill_at(place: str) -> None:
+    """Let the process be killed at one of these."""
+    (KILLS | MORE_KILLS)[place]()
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output_dir = tmp_path_factory.mktemp("uninterrupted")
-    assert finish(start(make_ppo_recipe(policy, output_dir))) == 0
-    return output_dir / "run"
-
-
-def assert_same_critic(folder: Path, expected: Path) -> None:
-    checkpoints = [run / "checkpoints" / "step_000004" for run in (folder, expected)]
-    for name in ("model.safetensors", "value_head.safetensors", "config.json"):
-        mine, other = ((path / "critic" / name).read_bytes() for path in checkpoints)
-        assert mine == other, name
-    states = [torch.load(path / "critic_optimizer.pt") for path in checkpoints]
-    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+    """Without speculation."""
+    return run_training(make_ppo_recipe(policy, tmp_path_factory.mktemp("plain"), rollout__drafter="none")).folder
 
 
 def test_critic_policy_and_coefficient_learn_something(policy: Path, uninterrupted: Path) -> None:
@@ -90,45 +80,37 @@ def test_critic_policy_and_coefficient_learn_something(policy: Path, uninterrupt
     assert rows[1]["critic/explained_variance"] == pytest.approx(0, abs=1e-12)
     assert all(rows[step]["grad_norm"] > 0 for step in range(2, 5))
     assert rows[4]["kl/ref"] > 1e-4
-    state = read_state(uninterrupted / "checkpoints" / "step_000004")
-    assert state.kl_coefficient != 0.05
-    assert {"time/values", "time/critic", "time/update", "reward/kl_penalty", "kl/coefficient"} <= rows[4].keys()
-    first = load_value_model(policy, dtype=torch.float32, device="cpu")
-    last = load_value_model(uninterrupted / "checkpoints" / "step_000004" / "critic", dtype=torch.float32, device="cpu")
+    coefficient = 0.05
+    for step in range(2, 5):
+        assert rows[step]["kl/coefficient"] == pytest.approx(coefficient, rel=1e-12)
+        # no filters: the mean over samples of the sum, by the mean length; 16 samples of a horizon of 40
+        kl = rows[step]["reward/kl_penalty"] / coefficient / rows[step]["length/mean"]
+        coefficient *= 1 + min(max(kl / 0.02 - 1, -0.2), 0.2) * 16 / 40
+    assert coefficient != 0.05
+    assert read_state(uninterrupted / "checkpoints" / "step_000004").kl_coefficient == pytest.approx(coefficient)
+    folder = uninterrupted / "checkpoints" / "step_000004"
+    assert {weight.dtype for weight in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
+    masters = torch.load(folder / "optimizer.pt", weights_only=True)["masters"]
+    assert not all(torch.equal(master, master.bfloat16().float()) for master in masters), "they hold no more"
+    assert {"time/values", "time/critic", "time/update"} <= rows[4].keys()
+    first = load_value_model(policy, dtype=torch.bfloat16, device="cpu")
+    last = load_value_model(
+        uninterrupted / "checkpoints" / "step_000004" / "critic", dtype=torch.bfloat16, device="cpu"
+    )
     assert all(not torch.equal(a, b) for a, b in zip(first.parameters(), last.parameters(), strict=True))
 
 
-@pytest.mark.parametrize(
-    "kill",
-    [
-        kill_in_the_critics_update,
-        kill_in_the_policys_update,
-        pytest.param(kill_while_the_critic_is_saved, marks=pytest.mark.slow),
-        pytest.param(kill_in_the_warm_up, marks=pytest.mark.slow),
-    ],
-    ids=lambda kill: str(kill.__name__),
-)
-def test_killed_and_resumed_equals_uninterrupted(
-    kill: Callable[[], None], policy: Path, uninterrupted: Path, tmp_path: Path
+@pytest.mark.parametrize("kill", [*KILLS, *(pytest.param(kill, marks=pytest.mark.slow) for kill in MORE_KILLS)])
+def test_killed_and_resumed_with_speculation_equals_uninterrupted_without(
+    kill: str, policy: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    recipe = make_ppo_recipe(policy, tmp_path)
-    assert finish(start(recipe, prepare=kill)) == -signal.SIGKILL
+    recipe = make_ppo_recipe(policy, tmp_path, rollout__draft_budget=8)
+    assert finish(start(recipe, prepare=partial(kill_at, kill))) == -signal.SIGKILL
     assert not (tmp_path / "run" / "summary.json").exists()
     assert finish(start(recipe, resume=True)) == 0
     assert_same_run(tmp_path / "run", uninterrupted)
-    assert_same_critic(tmp_path / "run", uninterrupted)
-
-
-def test_speculation_learns_the_same(policy: Path, tmp_path: Path) -> None:
-    """10 prompts, 4 a step: from the third step on there are rollouts to draft from."""
-    changes = {"train__num_steps": 6, "rollout__draft_budget": 8}
-    folders = [
-        run_training(make_ppo_recipe(policy, tmp_path / drafter, rollout__drafter=drafter, **changes)).folder
-        for drafter in ("none", "srt")
-    ]
-    assert_same_run(*folders)
-    later = [row for row in read_metrics(folders[1] / "metrics.jsonl") if row["step"] >= 4]
-    assert sum(row["engine/verified_per_decode_step"] for row in later) > 1.05 * len(later)
+    row = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert row["engine/verified_per_decode_step"] > 1  # 10 prompts, 4 in a step: the last has rollouts to draft from
 
 
 def test_the_warm_up_leaves_the_policy_alone(policy: Path, tmp_path: Path) -> None:
@@ -147,79 +129,35 @@ def test_the_warm_up_leaves_the_policy_alone(policy: Path, tmp_path: Path) -> No
     states = {step: read_state(folder / "checkpoints" / f"step_{step:06d}") for step in (1, 2, 3)}
     weights = {
         step: list(
-            load_model(folder / "checkpoints" / f"step_{step:06d}", dtype=torch.float32, device="cpu").parameters()
+            load_model(folder / "checkpoints" / f"step_{step:06d}", dtype=torch.bfloat16, device="cpu").parameters()
         )
         for step in (1, 2, 3)
     }
-    before = list(load_model(policy, dtype=torch.float32, device="cpu").parameters())
+    before = list(load_model(policy, dtype=torch.bfloat16, device="cpu").parameters())
     for step in (1, 2):
         assert states[step].policy_version == 0
         assert states[step].kl_coefficient == 0.05
         assert all(torch.equal(a, b) for a, b in zip(weights[step], before, strict=True))
         assert "loss" not in rows[step]
         assert "critic/loss" in rows[step]
+        assert describe_step(rows[step]).endswith("critic warm-up: no update of the policy")
     assert states[3].policy_version == 1
     assert not any(torch.equal(a, b) for a, b in zip(weights[3], before, strict=True))
     assert rows[3]["learning_rate"] == pytest.approx(0.01)  # the peak: its first 3 of 4 optimizer steps were warm-up
 
 
-def test_a_filter_that_drops_every_group_leaves_the_critic_alone(policy: Path, tmp_path: Path) -> None:
-    recipe = make_ppo_recipe(
-        policy,
-        tmp_path,
-        rewards=[{"name": "correct"}],  # never: all groups are uniform
-        algorithm__filters=["drop_uniform"],
-        train__num_steps=2,
-    )
-    folder = run_training(recipe).folder
-    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
-    assert [row["groups/kept"] for row in rows] == [0, 0]
-    assert not any(name.startswith("critic/") for row in rows for name in row)
-    critic = load_value_model(folder / "checkpoints" / "step_000002" / "critic", dtype=torch.float32, device="cpu")
-    assert not critic.value_head.any()
+# --- Critics and checkpoints that do not fit --------------------------------------------------------------------------
 
 
-# --- critic.path ------------------------------------------------------------------------------------------------------
-
-
-def test_a_saved_critic_goes_on_in_another_run(policy: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    saved = uninterrupted / "checkpoints" / "step_000004"
-    recipe = make_ppo_recipe(saved, tmp_path, critic__path=str(saved / "critic"), train__num_steps=2)
-    folder = run_training(recipe).folder
-    first = next(row for row in read_metrics(folder / "metrics.jsonl") if row["step"] == 1)
-    assert abs(first["critic/value_mean"]) > 1e-3
-
-
-def refused_critic(policy: Path, output_dir: Path, critic: Path, **changes: Any) -> str:
-    """The message that a recipe with this `critic.path` is refused with; no run folder is left behind."""
-    recipe = make_ppo_recipe(policy, output_dir, critic__path=str(critic), **changes)
-    with pytest.raises(ValueError, match=r"^critic\.path: ") as caught:
-        run_training(recipe)
-    assert not (output_dir / "run").exists()
-    return str(caught.value)
-
-
-def test_a_critic_that_does_not_fit_the_policy_is_refused(policy: Path, tmp_path: Path) -> None:
-    assert "no local folder" in refused_critic(policy, tmp_path, tmp_path / "nowhere" / "at" / "all")
-
-    smaller = save_critic(tmp_path / "smaller", policy, vocab_size=VOCAB_SIZE - 7)
-    message = refused_critic(policy, tmp_path, smaller)
-    assert f"a vocabulary of {VOCAB_SIZE - 7} tokens, the policy one of {VOCAB_SIZE}" in message
-    larger = save_critic(tmp_path / "larger", policy, vocab_size=VOCAB_SIZE + 7)
-    assert "a vocabulary of 264 tokens" in refused_critic(policy, tmp_path, larger)  # whose tokens, it does not say
-    short = save_critic(tmp_path / "short", policy, max_position_embeddings=50)
-    assert "has 50 positions" in refused_critic(policy, tmp_path, short)
-
-    train_tokenizer(["another language"] * 9, VOCAB_SIZE + 3).save_pretrained(larger)
-    assert "gives other ids than the policy's" in refused_critic(policy, tmp_path, larger)
-
-
-def test_a_critic_with_a_padded_vocabulary_is_accepted(policy: Path, tmp_path: Path) -> None:
-    """Models of one family share a tokenizer and pad their vocabularies to different sizes."""
-    larger = save_critic(tmp_path / "larger", policy, vocab_size=VOCAB_SIZE + 7)
-    train_tokenizer([], VOCAB_SIZE).save_pretrained(larger)
-    recipe = make_ppo_recipe(policy, tmp_path, critic__path=str(larger), train__num_steps=2)
-    assert not run_training(recipe).interrupted
+def test_a_saved_critic_continues_in_another_run(policy: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    """Also where its vocabulary is padded to another size: models of one family share a tokenizer."""
+    saved = uninterrupted / "checkpoints" / "step_000004" / "critic"
+    padded = save_critic(tmp_path / "padded", policy, vocab_size=VOCAB_SIZE + 7)
+    train_tokenizer([], VOCAB_SIZE).save_pretrained(padded)
+    for critic, is_zero in ((saved, False), (padded, True)):
+        recipe = make_ppo_recipe(policy, tmp_path, critic__path=str(critic), train__num_steps=2)
+        rows = read_metrics(run_training(recipe, overwrite=True).folder / "metrics.jsonl")
+        assert [row["critic/value_mean"] == 0 for row in rows if row["step"] == 1] == [is_zero]
 
 
 def save_critic(folder: Path, policy: Path, **changes: int) -> Path:
@@ -229,8 +167,48 @@ def save_critic(folder: Path, policy: Path, **changes: int) -> Path:
     return folder
 
 
-def test_a_checkpoint_without_its_critic_is_no_place_to_go_on_from(policy: Path, tmp_path: Path) -> None:
-    folder = run_training(make_ppo_recipe(policy, tmp_path, train__num_steps=2)).folder
-    shutil.rmtree(folder / "checkpoints" / "step_000002" / "critic")
-    with pytest.raises(ValueError, match="step_000002/critic: no local folder"):
-        run_training(make_ppo_recipe(policy, tmp_path, train__num_steps=3), resume=True)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (None, "no local folder"),
+        ({"vocab_size": 250}, "a vocabulary of 250 tokens, the policy one of 257"),
+        ({"vocab_size": 264}, "a vocabulary of 264 tokens"),  # whose tokens, it does not say
+        ({"vocab_size": 264, "tokenizer": 260}, "gives other ids than the policy's"),
+        ({"max_position_embeddings": 50}, "has 50 positions"),
+    ],
+)
+def test_a_critic_that_does_not_fit_the_policy_is_refused(
+    changes: dict[str, int] | None, message: str, policy: Path, tmp_path: Path
+) -> None:
+    critic = tmp_path / "critic"
+    if changes is not None:
+        tokenizer_size = changes.pop("tokenizer", None)
+        save_critic(critic, policy, **changes)
+        if tokenizer_size:
+            train_tokenizer(["another language"] * 9, tokenizer_size).save_pretrained(critic)
+    with pytest.raises(ValueError, match=rf"^critic\.path: .*{message}"):
+        run_training(make_ppo_recipe(policy, tmp_path, critic__path=str(critic)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_without_its_critic_cannot_be_resumed(policy: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    shutil.copytree(uninterrupted, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000004" / "critic")
+    longer = make_ppo_recipe(policy, tmp_path, rollout__drafter="none", train__num_steps=5)
+    with pytest.raises(ValueError, match="step_000004/critic: no local folder"):
+        run_training(longer, resume=True)
+
+
+def test_an_optimizer_state_without_masters_is_refused_with_its_file(uninterrupted: Path, tmp_path: Path) -> None:
+    shutil.copytree(uninterrupted / "checkpoints" / "step_000004", tmp_path / "saved")
+    model = load_model(tmp_path / "saved", dtype=torch.bfloat16, device="cpu")
+    optimizer = build_optimizer(model, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
+    state = torch.load(tmp_path / "saved" / "optimizer.pt", weights_only=True)
+    masters = state.pop("masters")
+    torch.save(state, tmp_path / "saved" / "optimizer.pt")
+    message = r"optimizer\.pt: .* holds no float32 master weights: .* written before srtrl.*name=OTHER model\.path="
+    with pytest.raises(ValueError, match=message):
+        load_training_state(tmp_path / "saved", optimizer)
+    torch.save({**state, "masters": masters[:-1]}, tmp_path / "saved" / "optimizer.pt")
+    with pytest.raises(ValueError, match=r"optimizer\.pt: the master weights have shapes"):
+        load_training_state(tmp_path / "saved", optimizer)

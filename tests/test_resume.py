@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import assert_same_run, learned_rows, make_policy, make_recipe
+from tiny_run import assert_same_run, learned_rows, make_recipe
 
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import checkpoint, sampling, trainer
-from srtrl.trainer.run_folder import RunProgress
+from srtrl.trainer.run_folder import RunProgress, open_run_folder
 
 CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tiny_run", "test_resume", "srtrl.trainer.trainer", "accelerate", "torch.optim"])
@@ -108,23 +108,14 @@ def finish(process: ForkServerProcess) -> int:
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("model") / "policy")
-
-
-@pytest.fixture(scope="module")
 def uninterrupted(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output_dir = tmp_path_factory.mktemp("uninterrupted")
     assert finish(start(make_recipe(policy, output_dir))) == 0
-    return output_dir / "run"
-
-
-def test_the_run_learns_something(uninterrupted: Path) -> None:
-    """Otherwise equality would be cheap."""
-    rows = [row for row in learned_rows(uninterrupted) if row["step"] > 0]
-    assert all(row["grad_norm"] > 0 for row in rows)
+    rows = [row for row in learned_rows(output_dir / "run") if row["step"] > 0]
+    assert all(row["grad_norm"] > 0 for row in rows), "if nothing were learned, equality would be cheap"
     assert rows[-1]["kl/ref"] > 1e-4  # the policy has moved away from the reference
     assert len({row["reward/mean"] for row in rows}) == 4
+    return output_dir / "run"
 
 
 @pytest.mark.parametrize("kill", [*KILLS, *(pytest.param(kill, marks=pytest.mark.slow) for kill in MORE_KILLS)])
@@ -159,3 +150,19 @@ def test_killed_at_random_times_again_and_again(policy: Path, uninterrupted: Pat
         process.join()
     assert finish(start(recipe, resume=True)) == 0
     assert_same_run(tmp_path / "run", uninterrupted)
+
+
+def test_two_processes_cannot_hold_one_folder(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path / "policy", tmp_path)
+    with open_run_folder(recipe):
+        process = CONTEXT.Process(target=expect_refusal, args=(recipe,))
+        process.start()
+        assert finish(process) == 0
+    with open_run_folder(recipe, resume=True):
+        pass
+
+
+def expect_refusal(recipe: Recipe) -> None:
+    """Body of the child process."""
+    with pytest.raises(ValueError, match="in use by another srtrl process"), open_run_folder(recipe, resume=True):
+        pass

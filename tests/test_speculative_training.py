@@ -1,20 +1,23 @@
 """A training run learns the same with and without speculation: rewards, losses, weights, rollouts."""
 
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 from tiny_run import assert_same_run, make_policy, make_recipe, train
 
-from srtrl.drafters.srt import Drafter as SrtDrafter
+from srtrl.drafters.srt import Drafter
 from srtrl.metrics import read_metrics
-from srtrl.trainer.checkpoint import latest_checkpoint
-from srtrl.trainer.run_folder import read_timeline
+from srtrl.rollout.collect import Collector, collect_rollouts, sample_requests
+from srtrl.trainer import sampling
+from srtrl.trainer.run_folder import check_run_folder, read_timeline
+from srtrl.trainer.trainer import run_training
+from srtrl.types import Request
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "srt": {},
-    "fixed budget": {"rollout__draft_budget": 8},
     "every run-ahead": {
         "rollout__draft_budget": 8,
         "rollout__run_ahead_max_slowdown": 1e9,
@@ -22,12 +25,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "no run-ahead": {"rollout__draft_budget": 8, "rollout__run_ahead": "off", "rollout__slots": 5},
     "history": {"rollout__drafter": "history", "rollout__draft_budget": 8},
+    "ngram": {"rollout__drafter": "ngram", "rollout__draft_budget": 4, "rollout__run_ahead_max_slowdown": 1e9},
+    "no drafts": {"rollout__draft_budget": 0, "rollout__run_ahead_max_slowdown": 1e9},
 }
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 @pytest.fixture(scope="module")
@@ -40,23 +40,45 @@ def plain(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_speculation_learns_the_same(name: str, policy: Path, plain: Path, tmp_path: Path) -> None:
     folder = train(make_recipe(policy, tmp_path, train__num_steps=6, **SETTINGS[name])).folder
     assert_same_run(folder, plain)
-    later = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] >= 4]  # 10 prompts, 4 a step
-    if name != "srt":  # there the budget decides, by wall-clock time
+    rows = {int(row["step"]): row for row in read_metrics(folder / "metrics.jsonl")}
+    later = [rows[step] for step in (4, 5, 6)]  # 10 prompts, 4 in a step
+    if name in ("every run-ahead", "no run-ahead", "history"):  # of "srt" the wall-clock time decides
         assert sum(row["engine/verified_per_decode_step"] for row in later) > 1.05 * len(later)
     if name == "every run-ahead":
         assert sum(row.get("engine/run_ahead_followed", 0) for row in later) > 0
+    if name in ("no run-ahead", "ngram", "no drafts"):  # it is off, or nobody drafts from it
+        assert {rows[step]["engine/run_ahead_rows"] for step in range(1, 7)} == {0}
+        steps = read_timeline(folder / "timeline" / "step_000002.parquet")
+        assert len(steps) == rows[2]["engine/decode_steps"]
+        assert sum(step.num_tokens for step in steps) == rows[2]["engine/tokens"] == rows[2]["tokens/response"]
 
 
-def test_a_run_writes_timelines_and_its_rollouts_into_the_checkpoint(policy: Path, tmp_path: Path) -> None:
-    folder = train(make_recipe(policy, tmp_path, rollout__draft_budget=4)).folder
-    steps = read_timeline(folder / "timeline" / "step_000002.parquet")
-    row = next(row for row in read_metrics(folder / "metrics.jsonl") if row["step"] == 2)
-    assert len(steps) == row["engine/decode_steps"]
-    assert sum(step.num_tokens for step in steps) == row["engine/tokens"] == row["tokens/response"]
-    checkpoint = latest_checkpoint(folder / "checkpoints")
-    assert checkpoint is not None
-    drafter = SrtDrafter()
-    drafter.load(checkpoint)
-    rollouts = pq.read_table(folder / "rollouts" / "step_000004.parquet").to_pylist()
-    kept = drafter.cache("train").rollouts(tuple(rollouts[0]["prompt_token_ids"]))
-    assert rollouts[0]["token_ids"] in [one.tolist() for one in kept]
+def test_the_trainer_looks_one_step_ahead_and_says_what_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[tuple[list[Request], list[Request]]] = []
+    next_uses: list[list[tuple[int, ...]]] = []
+
+    def collect(engine: Any, collector: Collector, draws: Any, run_ahead: Any = ()) -> Any:
+        names = ("num_samples", "sampling", "seed", "purpose")
+        options: dict[str, Any] = {name: getattr(collector, name) for name in names}
+        assert collector.purpose == "train"
+        steps.append((sample_requests(draws, **options), list(run_ahead)))
+        return collect_rollouts(engine, collector, draws, run_ahead=run_ahead)
+
+    monkeypatch.setattr(sampling, "collect_rollouts", collect)
+    monkeypatch.setattr(Drafter, "set_next_uses", lambda self, prompts: next_uses.append(list(prompts)), raising=False)
+    recipe = make_recipe(
+        make_policy(tmp_path / "policy"), tmp_path, train__num_steps=3, rollout__run_ahead_max_slowdown=100.0
+    )
+    run_training(recipe, resume=False, overwrite=False)
+    changed = {"run_ahead": "off", "run_ahead_max_slowdown": 0.5, "draft_budget": 3}
+    other = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=changed)})
+    check_run_folder(other, resume=True, overwrite=False)  # none of these changes what is learned
+    assert len(steps) == 3
+    for (_, ahead), (following, _) in pairwise(steps):
+        assert len(ahead) == 16
+        assert sorted(ahead, key=lambda one: one.rng_key) == sorted(
+            (replace(request, is_run_ahead=True) for request in following), key=lambda one: one.rng_key
+        )
+    assert steps[-1][1] == []  # the last step has no next one
+    drawn = [request.prompt_token_ids for requests, _ in steps for request in requests if request.sample_index == 0]
+    assert next_uses == [drawn[:10], drawn[4:], drawn[8:]]  # an epoch of 10 prompts, as far as the run goes

@@ -4,14 +4,17 @@ import io
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
-from tiny_run import learned_rows, make_policy, make_recipe, train
+from tiny_run import learned_rows, make_recipe, train
 from torch import Tensor
 
 from srtrl.engine.cpu_runner import CpuRunner
@@ -20,15 +23,11 @@ from srtrl.recipe import Recipe
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.trainer import build, sampling, trainer
 from srtrl.trainer.evaluate import EvalJob, resolve_eval_source, run_evals
+from srtrl.trainer.optimizer import learning_rate_at
 from srtrl.trainer.run_folder import RunProgress, open_run_folder
-from srtrl.trainer.run_metrics import describe_step, summary_table
+from srtrl.trainer.run_metrics import describe_step, merge_metrics, summary_table
+from srtrl.trainer.sampling import DataOrder
 from srtrl.trainer.trainer import TrainingResult, TrainingStoppedError
-from srtrl.trainer.update import update_policy
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +72,9 @@ def test_every_promised_metric_is_logged(run: TrainingResult) -> None:
         assert row["grading/wrong"] + row["grading/correct"] == 16
         assert (row["data/draws"], row["data/epoch"], row["groups/short"]) == (4, 4 * (row["step"] - 1) / 10, 0)
         stages = ("rollout", "grading", "reference", "update", "save_rollouts", "eval", "checkpoint")
+        learned_from = 2 * (row["tokens/response"] + 4 * row["tokens/prompt"])  # two epochs of 4 samples of a prompt
+        assert row["tokens/update"] == learned_from
+        assert row["time/update_tokens_per_second"] == pytest.approx(learned_from / row["time/update"])
         assert row["time/step"] == pytest.approx(sum(row.get(f"time/{stage}", 0.0) for stage in stages))
     assert "eval/accuracy" in steps[-1]
 
@@ -165,54 +167,54 @@ def test_evaluation_logging_slots_and_released_pages_do_not_disturb_training(
 # --- What stops a run -------------------------------------------------------------------------------------------------
 
 
-def stop_at_second_step(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> Recipe:
-    """The process gets a signal while step 2 decodes."""
+@pytest.fixture
+def signalling_recipe(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Recipe]:
+    """Of the recipe of `run`, whose process gets a signal while step 1 decodes."""
 
-    def collect(engine: Any, collector: Any, draws: Any, **options: Any) -> Any:
-        if draws[0][0] == 4:  # the first draw of step 2
-            os.kill(os.getpid(), number)
-        return collect_rollouts(engine, collector, draws, **options)
+    def make(number: int) -> Recipe:
+        def collect(engine: Any, collector: Any, draws: Any, **options: Any) -> Any:
+            if draws[0][0] == 0 and collector.purpose == "train":
+                os.kill(os.getpid(), number)
+            return collect_rollouts(engine, collector, draws, **options)
 
-    monkeypatch.setattr(sampling, "collect_rollouts", collect)
-    return make_recipe(policy, tmp_path, train__num_steps=3, train__checkpoint_every=100, eval__every_steps=None)
+        monkeypatch.setattr(sampling, "collect_rollouts", collect)
+        return make_recipe(policy, tmp_path, train__num_steps=2)
+
+    return make
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_finishes_the_step_and_can_be_resumed(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    run: TrainingResult,
+    signalling_recipe: Callable[[int], Recipe],
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
 ) -> None:
-    recipe = stop_at_second_step(policy, tmp_path, monkeypatch, number)
+    recipe = signalling_recipe(number)
     handler = signal.getsignal(signal.SIGINT)
     result = train(recipe)
     assert signal.getsignal(signal.SIGINT) is handler
     assert result.interrupted
-    assert (result.summary.num_steps, result.summary.after) == (2, None)
-    assert (result.folder / "checkpoints" / "step_000002").is_dir()
+    assert (result.summary.num_steps, result.summary.after) == (1, None)
+    assert (result.folder / "checkpoints" / "step_000001").is_dir()
     monkeypatch.undo()
     resumed = train(recipe, resume=True)
     assert not resumed.interrupted
     assert resumed.summary.before == result.summary.before
-    assert resumed.summary.num_steps == 3
-
-    whole = train(make_recipe(policy, tmp_path / "whole", train__num_steps=3, eval__every_steps=None))
-    assert learned(resumed.folder) == learned(whole.folder)
-    assert weights(resumed.folder, 3) == weights(whole.folder, 3)
+    assert resumed.summary.num_steps == 2
+    assert learned(resumed.folder) == learned(run.folder)
+    assert weights(resumed.folder, 2) == weights(run.folder, 2)
 
 
-def test_second_interrupt_stops_at_once(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = stop_at_second_step(policy, tmp_path, monkeypatch, signal.SIGINT)
-
-    def update(*arguments: Any, **options: Any) -> Any:
-        if options["step"] == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-        return update_policy(*arguments, **options)
-
-    monkeypatch.setattr(trainer, "update_policy", update)
+def test_second_interrupt_stops_at_once(
+    tmp_path: Path, signalling_recipe: Callable[[int], Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "update_policy", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(KeyboardInterrupt):
-        train(recipe)
+        train(signalling_recipe(signal.SIGINT))
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-    assert learned(tmp_path / "run")[-1]["step"] == 1
+    assert learned(tmp_path / "run") == []
 
 
 LOSS_CALLS: list[int] = []
@@ -226,24 +228,34 @@ def loss_with_a_flaw(
     return -(logprobs - old).exp() * advantages * (float("nan") if len(LOSS_CALLS) == 3 else 1.0), {}
 
 
-def test_non_finite_loss_stops_with_the_last_checkpoint(policy: Path, tmp_path: Path) -> None:
+def loss_without_memory(*tensors: Tensor, **_: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same, except that the third call runs out of memory."""
+    if len(LOSS_CALLS) == 2:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return loss_with_a_flaw(*tensors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm__loss": "test_trainer:loss_with_a_flaw"}, "step 3, epoch 1, mini-batch 1: the loss is nan"),
+        ({"algorithm__loss": "test_trainer:loss_without_memory"}, "step 3, update: the device's memory is too small"),
+        ({"train__max_logprob_difference": 1e-12}, "There is no checkpoint yet"),
+    ],
+)
+def test_an_error_in_a_step_stops_with_the_last_checkpoint(
+    policy: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     LOSS_CALLS.clear()
-    changes = {"train__num_epochs": 1, "train__mini_batch_prompts": 4, "train__micro_batch_tokens": 4000}
-    recipe = make_recipe(
-        policy, tmp_path, algorithm__loss="test_trainer:loss_with_a_flaw", train__checkpoint_every=1, **changes
-    )
-    with pytest.raises(TrainingStoppedError, match=r"step 3, epoch 1, mini-batch 1: the loss is nan") as caught:
+    once = {"train__num_epochs": 1, "train__mini_batch_prompts": 4, "train__micro_batch_tokens": 4000}
+    recipe = make_recipe(policy, tmp_path, train__checkpoint_every=1, **once, **changes)
+    with pytest.raises(TrainingStoppedError, match=message) as caught:
         train(recipe)
-    checkpoint = tmp_path / "run" / "checkpoints" / "step_000002"
-    assert f"The last checkpoint is intact: {checkpoint}" in str(caught.value)
-    assert learned(tmp_path / "run")[-1]["step"] == 2
-    build.build_policy(recipe, str(checkpoint), torch.device("cpu"))
-
-
-def test_logprob_difference_stops_before_anything_is_learned(policy: Path, tmp_path: Path) -> None:
-    recipe = make_recipe(policy, tmp_path, train__max_logprob_difference=1e-12)
-    with pytest.raises(TrainingStoppedError, match="There is no checkpoint yet"):
-        train(recipe)
+    if "step 3" in message:
+        checkpoint = tmp_path / "run" / "checkpoints" / "step_000002"
+        assert f"The last checkpoint is intact: {checkpoint}" in str(caught.value)
+        assert learned(tmp_path / "run")[-1]["step"] == 2
+        build.build_policy(recipe, str(checkpoint), torch.device("cpu"))
 
 
 def drop_all(rewards: Tensor, correct: Tensor) -> Tensor:
@@ -254,6 +266,7 @@ def drop_all(rewards: Tensor, correct: Tensor) -> Tensor:
     ("changes", "num_kept"),
     [
         ({"algorithm__filters": ["test_trainer:drop_all"]}, 0),
+        ({"algorithm__filters": ["test_trainer:drop_all"], "algorithm__advantage": "gae", "critic": {}}, 0),
         ({"rollout__max_new_tokens": 1, "algorithm__overlong_filtering": True}, 4),
     ],
 )
@@ -264,7 +277,7 @@ def test_step_without_a_sample_left_is_logged_and_learns_nothing(
     rows = [row for row in read_metrics(result.folder / "metrics.jsonl") if row["step"] > 0]
     for row in rows:
         assert (row["groups/kept"], row["groups/dropped"]) == (num_kept, 4 - num_kept)
-        assert "grad_norm" not in row
+        assert not any(name.endswith("grad_norm") for name in row), "neither policy nor critic learns"
         assert describe_step(row).endswith("no update: the filters left no sample")
     assert result.summary.num_skipped_steps == len(rows) == 2
     table = pq.read_table(result.folder / "rollouts" / "step_000002.parquet").to_pylist()
@@ -279,26 +292,23 @@ def test_step_without_a_sample_left_is_logged_and_learns_nothing(
         ({"log__trackers": ["tensorbord"]}, "unknown tracker 'tensorbord'; known: .*tensorboard"),
         ({"log__trackers": ["swanlab"]}, "swanlab is not installed"),
         ({"rollout__max_new_tokens": 100}, "the model was made for 128"),
+        ({"model__path": "missing-policy"}, "missing-policy"),
+        ({"WORLD_SIZE": "2"}, "srtrl trains in one process"),
     ],
 )
-def test_mistakes_are_named(policy: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        train(make_recipe(policy, tmp_path, **changes))
-    assert list(tmp_path.iterdir()) == []  # a run that cannot start leaves nothing that would be in the way of the next
-
-
-def test_overwrite_deletes_only_once_everything_is_loaded(policy: Path, tmp_path: Path) -> None:
+def test_a_run_that_cannot_start_deletes_nothing(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
     with open_run_folder(make_recipe(policy, tmp_path)) as run:
         run.log.write(1, {"loss": 1.0})
-    with pytest.raises(ValueError, match="missing-policy"):
-        train(make_recipe(tmp_path / "missing-policy", tmp_path), overwrite=True)
+    if "WORLD_SIZE" in changes:
+        monkeypatch.setenv("WORLD_SIZE", changes.pop("WORLD_SIZE"))
+    with pytest.raises(ValueError, match=message):
+        train(make_recipe(policy, tmp_path, **changes), overwrite=True)
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 1
-
-
-def test_several_processes_are_refused(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="srtrl trains in one process"):
-        train(make_recipe(policy, tmp_path))
+    with pytest.raises(ValueError, match=message):
+        train(make_recipe(policy, tmp_path / "new", **changes))
+    assert not (tmp_path / "new").exists(), "nothing is left that would be in the way of the next run"
 
 
 # --- Progress ---------------------------------------------------------------------------------------------------------
@@ -321,9 +331,70 @@ def test_progress_in_lines_and_in_bars(terminal: bool) -> None:
         assert text.splitlines() == ["a run step 2/3  reward 2", "a run step 3/3  reward 3", "done [not markup]"]
 
 
-def test_the_line_of_a_step_says_what_was_dropped_and_that_only_the_critic_learned() -> None:
-    names = ("reward/mean", "accuracy", "length/mean", "time/tokens_per_second", "time/step", "groups/short")
-    row = dict.fromkeys(names, 0.0) | {f"grading/{outcome}": 0.0 for outcome in ("timeout", "crash", "error")}
-    row |= {"groups/kept": 32.0, "groups/dropped": 6.0, "data/draws": 38.0, "critic/grad_norm": 1.0}
-    assert describe_step(row).endswith("32 of 38 groups kept  critic warm-up: no update of the policy")
-    assert describe_step(row | {"grad_norm": 1.0}).endswith("32 of 38 groups kept")
+# --- Parts that are plain functions -----------------------------------------------------------------------------------
+
+
+@given(st.integers(2, 40), st.integers(0, 5), st.integers(1, 500))
+def test_data_order_is_a_permutation_in_each_epoch(num_prompts: int, seed: int, num_draws: int) -> None:
+    order = DataOrder(num_prompts, seed)
+    drawn = [order.prompt_of(draw) for draw in range(num_draws)]
+    for start in range(0, num_draws - num_prompts, num_prompts):
+        assert sorted(drawn[start : start + num_prompts]) == list(range(num_prompts))
+    fresh = DataOrder(num_prompts, seed)  # in any order: what resume and look-ahead need
+    assert [fresh.prompt_of(draw) for draw in reversed(range(num_draws))] == drawn[::-1]
+
+
+def test_data_order_depends_on_seed_and_epoch() -> None:
+    epochs = [
+        [order.prompt_of(draw) for draw in range(start, start + 50)]
+        for order in (DataOrder(50, 0), DataOrder(50, 1))
+        for start in (0, 50)
+    ]
+    assert len(set(map(tuple, epochs))) == 4
+    with pytest.raises(ValueError, match="no training prompts"):
+        DataOrder(0, 0)
+
+
+def test_a_metric_has_one_source() -> None:
+    """A drafter of the user's may log what a loss of the user's logs."""
+    assert merge_metrics({"a": 1.0}, {"b": 2.0}) == {"a": 1.0, "b": 2.0}
+    with pytest.raises(ValueError, match=r"log the metric `mine`, the update \(algorithm\.loss\) and another"):
+        merge_metrics({"a": 1.0, "mine": 1.0}, {"b": 2.0, "mine": 2.0})
+
+
+def test_learning_rate() -> None:
+    def rates(schedule: Any, warmup: int = 4) -> list[float]:
+        return [
+            learning_rate_at(step, peak=1.0, warmup_steps=warmup, num_steps=12, schedule=schedule) for step in range(12)
+        ]
+
+    assert rates("constant")[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates("constant")[4:] == [1.0] * 8
+    assert rates("linear")[4:] == pytest.approx([1 - step / 8 for step in range(8)])
+    assert rates("cosine")[8] == pytest.approx(0.5)
+    assert rates("cosine", warmup=0)[0] == 1.0
+    assert min(rates("linear")) > 0
+
+
+def test_the_deterministic_mode_is_the_default_of_the_cpu(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, tmp_path)
+    assert build.is_deterministic(recipe, torch.device("cpu"))
+    assert not build.is_deterministic(recipe, torch.device("cuda"))
+    assert build.is_deterministic(make_recipe(tmp_path, tmp_path, rollout__deterministic=True), torch.device("cuda"))
+    assert not build.is_deterministic(
+        make_recipe(tmp_path, tmp_path, rollout__deterministic=False), torch.device("cpu")
+    )
+
+
+def test_an_update_that_has_no_attention_for_its_heads_is_refused(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any rollout; whoever only decodes needs none."""
+    refused: list[tuple[torch.dtype, int]] = []
+    monkeypatch.setattr(build, "check_packed_attention", lambda device, dtype, width: refused.append((dtype, width)))
+    for options in ({}, {"model__mixed_precision": "bf16"}):
+        recipe = make_recipe(policy, tmp_path, **options)
+        model = build.build_policy(recipe, recipe.model.path, torch.device("cpu"))
+        build.make_optimizer(model, recipe.train, recipe)
+    width = model.config.head_dim
+    assert refused == [(torch.float32, width), (torch.bfloat16, width)]

@@ -1,20 +1,26 @@
-"""What stops an update, and that it stops before the weights change."""
+"""What stops an update: before the weights change, with a message that says what helps."""
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny_run
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences, naive_logprobs, update
 
+from srtrl.recipe import Recipe
+from srtrl.trainer import run_folder
+from srtrl.trainer.optimizer import build_optimizer
+from srtrl.trainer.out_of_memory import UpdateMemoryError, explain_out_of_memory
+from srtrl.trainer.trainer import how_to_resume
 from srtrl.trainer.update import LogprobDifferenceError, NonFiniteError, logprob_difference
 from srtrl.types import TrainSequence
-
-LossResult = tuple[Tensor, dict[str, Tensor]]
 
 
 def shift_logprob(sequences: list[TrainSequence], index: int, token: int, by: float) -> list[TrainSequence]:
@@ -65,41 +71,27 @@ def test_logprob_difference_of_a_nan_is_non_finite() -> None:
 # --- Functions of a user's own ----------------------------------------------------------------------------------------
 
 
-def nan_loss(logprobs: Tensor, *_: Tensor, **options: float) -> LossResult:
-    return logprobs * math.nan, {}
+CALLS: list[str] = []
 
 
-def infinite_slope_loss(logprobs: Tensor, *_: Tensor, **options: float) -> LossResult:
-    return (logprobs - logprobs.detach()).sqrt(), {}
-
-
-def nan_after_a_change_loss(logprobs: Tensor, old_logprobs: Tensor, *_: Tensor, **options: float) -> LossResult:
-    """Finite while the weights are those of the rollouts, as in a first mini-batch."""
-    moved = (logprobs - old_logprobs).abs().max() > 1e-4
-    return logprobs * (math.nan if moved else 1.0), {}
-
-
-def mean_loss(logprobs: Tensor, *_: Tensor, **options: float) -> LossResult:
-    return -logprobs.mean(), {}
-
-
-def loss_with_a_scalar_metric(logprobs: Tensor, *_: Tensor, **options: float) -> LossResult:
-    return -logprobs, {"mine": logprobs.detach().mean()}
-
-
-def loss_with_a_rare_metric(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, *_: Tensor, **options: float
-) -> LossResult:
-    """A metric for micro-batches of positive advantages alone."""
-    return -logprobs, {"rare": logprobs.detach()} if bool((advantages > 0).any()) else {}
-
-
-def loss_with_an_entropy(logprobs: Tensor, *_: Tensor, **options: float) -> LossResult:
-    return -logprobs, {"clip_share/mine": logprobs.detach(), "entropy": logprobs.detach()}
-
-
-def loss_with_a_weight(logprobs: Tensor, *_: Tensor, **options: float) -> LossResult:
-    return -logprobs, {"importance/weight": logprobs.detach()}
+def incorrect_loss(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, *_: Tensor, flaw: str, **options: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    CALLS.append(flaw)
+    match flaw:
+        case "nan":
+            return logprobs * math.nan, {}
+        case "infinite slope":
+            return (logprobs - logprobs.detach()).sqrt(), {}
+        case "mean":
+            return -logprobs.mean(), {}
+        case "mean as metric":
+            return -logprobs, {"mine": logprobs.detach().mean()}
+        case "rare metric":  # for micro-batches of positive advantages alone
+            return -logprobs, {"rare": logprobs.detach()} if bool((advantages > 0).any()) else {}
+        case "no memory" if len(CALLS) == 3:  # for the third micro-batch
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+    return -logprobs, {"clip_share/mine": logprobs.detach(), "entropy": logprobs.detach()} if flaw == "entropy" else {}
 
 
 def mean_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -111,71 +103,133 @@ def no_reduction(token_loss: Tensor, sequence_index: Tensor, **_: Any) -> Tensor
 
 
 @pytest.mark.parametrize(
+    ("flaw", "error", "message"),
+    [
+        ("nan", NonFiniteError, "step 4, epoch 1, mini-batch 1: the loss is nan"),
+        ("infinite slope", NonFiniteError, "step 4, epoch 1, mini-batch 1: the gradient norm is (nan|inf)"),
+        ("mean", ValueError, r"algorithm\.loss must return one number per token, \(\d+,\); its loss has shape \(\)"),
+        ("mean as metric", ValueError, r"algorithm\.loss .* \(\d+,\); mine has shape \(\)"),
+        ("rare metric", ValueError, r"algorithm\.loss must return the same metrics .* `rare` for some only"),
+        ("entropy", ValueError, "algorithm.loss returns a metric named `entropy`, which is srtrl's own"),
+        ("no memory", torch.OutOfMemoryError, "out of memory"),
+    ],
+)
+def test_an_incorrect_loss_stops_before_any_change(
+    flaw: str, error: type[Exception], message: str, accelerator: Accelerator
+) -> None:
+    CALLS.clear()
+    options = {"loss": f"{__name__}:incorrect_loss", "loss_options": {"flaw": flaw}}
+    assert_stops_before_any_change(options, error, message, accelerator)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "*nan_loss"}, "step 4, epoch 1, mini-batch 1: the loss is nan"),
-        ({"loss": "*infinite_slope_loss"}, "step 4, epoch 1, mini-batch 1: the gradient norm is (nan|inf)"),
         (
-            {"loss": "*mean_loss"},
-            r"algorithm\.loss must return one number per token, \(\d+,\); its loss has shape \(\)",
-        ),
-        ({"loss": "*loss_with_a_scalar_metric"}, r"algorithm\.loss .* \(\d+,\); mine has shape \(\)"),
-        ({"loss": "*loss_with_a_rare_metric"}, r"algorithm\.loss must return the same metrics .* `rare` for some only"),
-        ({"loss": "*loss_with_an_entropy"}, "algorithm.loss returns a metric named `entropy`, which is srtrl's own"),
-        ({"loss": "*loss_with_a_weight"}, "a metric named `importance/weight`, which is srtrl's own"),
-        (
-            {"kl": {"coefficient": 0.1, "estimator": "*mean_kl"}},
+            {"kl": {"coefficient": 0.1, "estimator": f"{__name__}:mean_kl"}},
             r"algorithm\.kl\.estimator must .* \(\d+,\); its estimate has shape \(\)",
         ),
-        ({"reduction": "*no_reduction"}, r"algorithm\.reduction must return one number, found shape \(\d+,\)"),
+        (
+            {"reduction": f"{__name__}:no_reduction"},
+            r"algorithm\.reduction must return one number, found shape \(\d+,\)",
+        ),
         ({"loss": "ppo_clipp"}, "`ppo_clipp` is not in srtrl/algorithms/losses.py, did you mean `ppo_clip`"),
         ({"reduction": "mean"}, "`mean` is not in srtrl/algorithms/reductions.py"),
     ],
-    ids=str,
 )
-def test_a_wrong_function_stops_before_any_change(
+def test_other_incorrect_functions_stop_before_any_change(
     options: dict[str, Any], message: str, accelerator: Accelerator
 ) -> None:
-    """A star is for this module."""
-    named: dict[str, Any] = {
-        key: value.replace("*", f"{__name__}:") for key, value in options.items() if isinstance(value, str)
-    }
-    if "kl" in options:
-        named["kl"] = {**options["kl"], "estimator": f"{__name__}:mean_kl"}
+    assert_stops_before_any_change(options, ValueError, message, accelerator)
+
+
+def assert_stops_before_any_change(
+    options: dict[str, Any], error: type[Exception], message: str, accelerator: Accelerator
+) -> None:
+    """An update with these options of the algorithm, in several micro-batches."""
     policy = make_policy()
     before = [parameter.detach().clone() for parameter in policy.parameters()]
-    recipe = make_recipe(algorithm=named, train__micro_batch_tokens=16)
-    expected = NonFiniteError if message.startswith("step") else ValueError
-    with pytest.raises(expected, match=message):
+    recipe = make_recipe(algorithm=options, train__micro_batch_tokens=16)
+    with pytest.raises(error, match=message):
         update(policy, RecordingSGD(policy), accelerator, make_sequences(policy), recipe, step=4)
     assert all(map(torch.equal, before, policy.parameters()))
 
 
-def test_a_later_mini_batch_that_is_not_finite_is_named(accelerator: Accelerator) -> None:
-    policy = make_policy()
-    optimizer = RecordingSGD(policy)
+# --- Messages when memory runs out ------------------------------------------------------------------------------------
+
+TORCHS_WORDS = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.50 GiB is "
+    "free. Of the allocated memory 70.00 GiB is allocated by PyTorch. If reserved but unallocated memory is large try "
+    "setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+)
+
+
+def test_a_step_allocates_nothing_of_its_own() -> None:
+    """Or it could run out with one group of weights moved and the other not."""
+    policy = make_policy(dtype=torch.bfloat16)
+    optimizer = build_optimizer(policy, learning_rate=1e-2, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-8)
+    addresses = {name: tensor.data_ptr() for state in optimizer.state.values() for name, tensor in state.items()}
+    assert set(addresses) == {"step", "exp_avg", "exp_avg_sq"}
+    for one in policy.parameters():
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+    assert addresses == {
+        name: tensor.data_ptr() for state in optimizer.state.values() for name, tensor in state.items()
+    }
+
+
+def advice(recipe: Recipe, **options: bool) -> list[str]:
+    """What the message says would help."""
+    with (
+        pytest.raises(UpdateMemoryError) as caught,
+        explain_out_of_memory("step 3, update", recipe, **options),
+    ):
+        raise torch.OutOfMemoryError(TORCHS_WORDS)
+    text = str(caught.value)
+    assert text.startswith("step 3, update: the device's memory is too small. CUDA out of memory. Tried to allocate")
+    assert "70.00 GiB is allocated by PyTorch." in text
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in text
+    return text.partition("What helps:\n")[2].splitlines()
+
+
+def test_the_message_says_what_helps_and_nothing_that_is_so_already() -> None:
+    pages = ["rollout.kv_across_update=release", "rollout.kv_memory_share or rollout.kv_memory_gib lower"]
+    common = [
+        "train.micro_batch_tokens=500 (now 1000; at least 16, the longest sequence)",
+        "model.gradient_checkpointing=true",
+    ]
+    dtype = ["model.dtype=bfloat16, in a run of its own"]
+    for has_engine, expected in ((True, [*common, *pages, *dtype]), (False, [*common, *dtype])):
+        found = advice(make_recipe(), has_engine=has_engine)
+        assert [line.partition(":")[0].strip() for line in found[: len(expected) - 1]] == expected[:-1]
+        assert found[-1].strip().startswith(expected[-1])
     recipe = make_recipe(
-        algorithm__loss=f"{__name__}:nan_after_a_change_loss", train__mini_batch_prompts=1, train__learning_rate=0.1
+        train__micro_batch_tokens=16,
+        model={"path": "unused", "dtype": "bfloat16", "gradient_checkpointing": True},
+        rollout__kv_across_update="release",
     )
-    with pytest.raises(NonFiniteError, match="step 4, epoch 1, mini-batch 2: the loss is nan"):
-        update(policy, optimizer, accelerator, make_sequences(policy), recipe, step=4)
-    assert len(optimizer.gradients) == 1
+    assert advice(recipe) == [
+        "  rollout.max_new_tokens lower: a micro-batch holds at least one whole sequence, and now no more"
+    ]
 
 
-def loss_with_an_option(
-    logprobs: Tensor, *_: Tensor, clip_low: float, clip_high: float, factor: float
-) -> tuple[Tensor, dict[str, Tensor]]:
-    return -factor * logprobs, {}
+@pytest.mark.parametrize("budget", [16, 1000])
+def test_each_option_advised_is_free_in_a_resumed_run_or_named_as_one_that_is_not(budget: int, tmp_path: Path) -> None:
+    (tmp_path / "step_000001").mkdir()
+    for line in advice(make_recipe(train__micro_batch_tokens=budget)):
+        for option in re.findall(r"^  (\w+\.\w+)|or (\w+\.\w+) lower", line):
+            name = "".join(option)
+            is_free = name in run_folder.FREE_KEYS_ON_CUDA
+            assert is_free != (name in how_to_resume(tmp_path, UpdateMemoryError())), name
+    assert "start again with --overwrite" in how_to_resume(tmp_path / "empty", UpdateMemoryError())
 
 
-def test_a_loss_gets_its_options(accelerator: Accelerator) -> None:
-    gradients = []
-    for factor in (1.0, 4.0):
-        policy = make_policy()
-        optimizer = RecordingSGD(policy)
-        recipe = make_recipe(
-            algorithm__loss=f"{__name__}:loss_with_an_option", algorithm__loss_options={"factor": factor}
-        )
-        update(policy, optimizer, accelerator, make_sequences(policy), recipe)
-        gradients.append(optimizer.gradients[0])
-    torch.testing.assert_close(gradients[1], [4 * slope for slope in gradients[0]], rtol=1e-12, atol=0)
+def test_a_run_on_cuda_may_go_on_with_a_smaller_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tiny_run.make_recipe(tmp_path / "policy", tmp_path)
+    with run_folder.open_run_folder(recipe):
+        pass
+    smaller = tiny_run.make_recipe(tmp_path / "policy", tmp_path, train__micro_batch_tokens=100)
+    with pytest.raises(ValueError, match=r"train\.micro_batch_tokens: the run has 200, now 100"):
+        run_folder.check_run_folder(smaller, resume=True, overwrite=False)
+    monkeypatch.setattr(run_folder, "choose_device", lambda _: torch.device("cuda"))
+    run_folder.check_run_folder(smaller, resume=True, overwrite=False)

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_run
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny_run import make_policy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from srtrl.model.weights import load_model, load_tokenizer
@@ -52,62 +52,39 @@ def test_every_digit_is_a_token_and_words_are_merged() -> None:
     assert (TOKENIZER.eos_token, TOKENIZER.pad_token, TOKENIZER.bos_token) == (END_OF_TEXT, END_OF_TEXT, None)
 
 
-def test_tokenizer_is_the_same_after_saving_and_in_every_training(tmp_path: Path) -> None:
-    TOKENIZER.save_pretrained(tmp_path / "first")
-    train_tokenizer(list(TEXTS), 290).save_pretrained(tmp_path / "second")
-    first, second = ((tmp_path / name / "tokenizer.json").read_text() for name in ("first", "second"))
-    assert first == second
-    loaded = AutoTokenizer.from_pretrained(tmp_path / "first")
-    assert loaded.encode(EMOJI) == TOKENIZER.encode(EMOJI)
-    assert loaded.decode(loaded.encode(EMOJI)) == EMOJI
-
-
 # --- The loss ---------------------------------------------------------------------------------------------------------
 
 
 def make_recipe(output: Path, **warm_start: Any) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "name": "warm",
-            "device": "cpu",
-            "model": {"path": warm_start.pop("path", "unused")},
-            "task": {"name": "arithmetic", "options": {"num_train": 50, "num_eval": 5, "max_operations": 2}},
-            "rollout": {
-                "num_prompts": 2,
-                "num_samples": 2,
-                "max_prompt_tokens": 30,
-                "max_new_tokens": warm_start.pop("max_new_tokens", 40),
-                "kv_memory_gib": 0.1,
+    """Twelve steps of a model and tokenizer from scratch; `warm_start` are values of its section."""
+    return tiny_run.make_recipe(
+        warm_start.pop("path", Path("unused")),
+        output.parent,
+        rollout__max_prompt_tokens=30,
+        rollout__max_new_tokens=warm_start.pop("max_new_tokens", 40),
+        train__micro_batch_tokens=100,
+        warm_start={
+            "architecture": {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 96,
             },
-            "train": {"num_steps": 1, "micro_batch_tokens": 100},
-            "warm_start": {
-                "architecture": {
-                    "hidden_size": 32,
-                    "intermediate_size": 64,
-                    "num_hidden_layers": 2,
-                    "num_attention_heads": 4,
-                    "num_key_value_heads": 2,
-                    "max_position_embeddings": 96,
-                },
-                "train_tokenizer_vocab_size": 280,
-                "num_steps": 12,
-                "batch_tokens": 300,
-                "learning_rate": 0.01,
-                "warmup_steps": 2,
-                "output": str(output),
-                **warm_start,
-            },
-        }
+            "train_tokenizer_vocab_size": 280,
+            "num_steps": 12,
+            "batch_tokens": 300,
+            "learning_rate": 0.01,
+            "warmup_steps": 2,
+            "output": str(output),
+            **warm_start,
+        },
     )
 
 
 def run(recipe: Recipe, **options: Any) -> WarmStartSummary:
     return run_warm_start(recipe, progress=RunProgress("warm", 12, plain_every=1000), **options)
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("model") / "policy")
 
 
 def test_loss_is_the_mean_over_answer_and_end_tokens(policy: Path, tmp_path: Path) -> None:
@@ -146,34 +123,32 @@ def test_loss_is_the_mean_over_answer_and_end_tokens(policy: Path, tmp_path: Pat
 
 
 def test_from_scratch_learns_and_writes_a_model_for_transformers(tmp_path: Path) -> None:
-    summary = run(make_recipe(tmp_path / "out", num_steps=30))
+    output = tmp_path / "out"
+    summary = run(make_recipe(output, num_steps=30))
     assert summary.losses[0] == pytest.approx(math.log(280), rel=0.1)  # an untrained model knows nothing
     assert summary.losses[-1] < 0.7 * summary.losses[0]
     assert summary.held_out is not None
-    assert summary.held_out.num_problems == 5
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tmp_path / "out")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert summary.held_out.num_problems == 6
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(output)
+    model = AutoModelForCausalLM.from_pretrained(output)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == model.config.eos_token_id
     assert model.config.vocab_size == len(tokenizer)
     assert tokenizer.decode(tokenizer.encode(EMOJI)) == EMOJI
-    record = json.loads((tmp_path / "out" / "warm_start.json").read_text())
-    assert record["held_out"]["eval/num_problems"] == 5
+    record = json.loads((output / "warm_start.json").read_text())
+    assert record["held_out"]["eval/num_problems"] == 6
     assert record["final_loss"] == summary.losses[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # nothing unfinished is left beside it
 
-
-def test_same_recipe_same_bytes(tmp_path: Path) -> None:
-    first, second = (run(make_recipe(tmp_path / name)) for name in ("first", "second"))
-    assert first.losses == second.losses
+    again = run(make_recipe(tmp_path / "again", num_steps=30))
+    assert again.losses == summary.losses
     for name in ("model.safetensors", "tokenizer.json", "config.json", "generation_config.json"):
-        assert (first.output / name).read_bytes() == (second.output / name).read_bytes(), name
-    other = make_recipe(tmp_path / "third").model_copy(update={"seed": 1})
-    assert run(other).losses != first.losses
+        assert (again.output / name).read_bytes() == (output / name).read_bytes(), name
+    assert run(make_recipe(tmp_path / "other").model_copy(update={"seed": 1})).losses != summary.losses[:12]
 
 
 def test_fine_tunes_a_model_with_its_own_tokenizer(policy: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"architecture": None, "train_tokenizer_vocab_size": None, "save_dtype": "bfloat16"}
-    summary = run(make_recipe(tmp_path / "out", path=str(policy), **changes))
+    summary = run(make_recipe(tmp_path / "out", path=policy, **changes))
     assert summary.losses[-1] < summary.losses[0]
     tuned = load_model(tmp_path / "out", dtype=torch.float32, device="cpu")
     start = load_model(str(policy), dtype=torch.float32, device="cpu")
@@ -213,11 +188,6 @@ def test_a_device_that_is_too_small_is_explained(tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "out").exists()
 
 
-def test_overlong_solutions_are_counted(tmp_path: Path) -> None:
-    output = run(make_recipe(tmp_path / "out", max_new_tokens=20, num_steps=4)).output
-    assert json.loads((output / "warm_start.json").read_text())["num_overlong"] > 0  # solutions have 17 to 26 tokens
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -244,7 +214,8 @@ def test_output_is_not_overwritten_unasked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no config\.json, so it is not a model"):
         run(make_recipe(output), overwrite=True)
     (output / "config.json").write_text("{}")
-    run(make_recipe(output, num_steps=2), overwrite=True)
+    run(make_recipe(output, num_steps=2, max_new_tokens=20), overwrite=True)
+    assert json.loads((output / "warm_start.json").read_text())["num_overlong"] > 0  # solutions have 17 to 26 tokens
     load_model(output, dtype=torch.float32, device="cpu")
     assert not (output / "thesis.tex").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

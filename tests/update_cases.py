@@ -3,18 +3,18 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tiny_run
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from srtrl.model.attention import PackedPlan
-from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
-from srtrl.model.weights import init_model
 from srtrl.recipe import Recipe
 from srtrl.trainer.update import update_policy
 from srtrl.types import TrainSequence
@@ -36,10 +36,7 @@ def fresh_accelerator(mixed_precision: str = "no") -> Iterator[Accelerator]:
 
 def make_recipe(**options: Any) -> Recipe:
     """A recipe for three groups of two; options are `section__key=value`."""
-    fields: dict[str, Any] = {
-        "name": "test",
-        "model": {"path": "unused"},
-        "task": {"name": "unused"},
+    sections: dict[str, Any] = {
         "rollout": {
             "num_prompts": NUM_GROUPS,
             "num_samples": NUM_SAMPLES,
@@ -56,40 +53,24 @@ def make_recipe(**options: Any) -> Recipe:
             "max_logprob_difference": NO_LIMIT,
         },
     }
-    for name, value in options.items():
-        *sections, key = name.split("__")
-        target = fields
-        for section in sections:
-            target = target[section]
-        target[key] = value
-    return Recipe.model_validate(fields)
+    return tiny_run.make_recipe(Path("unused"), Path("unused"), **(sections | options))
 
 
 def make_policy(
     seed: int = 0, dtype: torch.dtype = torch.float64, tied: bool = False, scale: float = 20, hidden_size: int = 8
 ) -> Transformer:
-    """A random policy; `scale` multiplies the usual initialisation: distributions far from uniform."""
-    config = config_from_hf(
-        {
-            "model_type": "llama",
-            "vocab_size": 19,
-            "hidden_size": hidden_size,
-            "intermediate_size": 12,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 64,
-            "rms_norm_eps": 1e-6,
-            "hidden_act": "silu",
-            "tie_word_embeddings": tied,
-        }
+    """A policy with 19 tokens."""
+    return tiny_run.init_policy(
+        seed,
+        dtype,
+        scale=scale,
+        vocab_size=19,
+        hidden_size=hidden_size,
+        intermediate_size=12,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
     )
-    policy = init_model(config, seed, dtype, "cpu")
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(scale)
-    return policy
 
 
 def naive_distributions(policy: Transformer, sequence: TrainSequence, temperature: float = TEMPERATURE) -> Tensor:
