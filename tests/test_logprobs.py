@@ -10,9 +10,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from srtrl.model.logprobs import (
-    MAX_CHUNK_BYTES,
-    MAX_CHUNK_TOKENS,
-    chunk_tokens,
     token_logprobs,
     token_logprobs_reference,
 )
@@ -117,13 +114,6 @@ def test_two_chunks_of_logits_are_the_most_that_is_held(kinds: str) -> None:
     assert 2 * chunk <= live.peak < 2 * chunk + rest < 3 * chunk
 
 
-def test_chunks_are_bounded_by_rows_and_by_bytes() -> None:
-    assert chunk_tokens(19) == chunk_tokens(131_072) == MAX_CHUNK_TOKENS
-    assert chunk_tokens(151_936) == 832
-    assert 4 * 151_936 * 832 <= MAX_CHUNK_BYTES < 4 * 151_936 * (832 + 64)
-    assert chunk_tokens(10**9) == 64, "a chunk holds a tile of rows whatever the vocabulary"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_have_the_type_of_the_weights_and_the_rest_is_float32(dtype: torch.dtype) -> None:
     hidden, weight, target_ids = make_inputs(dtype=dtype)
@@ -150,9 +140,3 @@ def test_autocast_computes_logits_in_its_type_and_sums_gradients_in_the_weights_
     torch.testing.assert_close(our_gradients, gradients(reference, (hidden, weight), "logprobs"), rtol=2e-2, atol=5e-2)
     without = token_logprobs(hidden, weight, target_ids, temperature=1.3)[0]
     assert (ours[0] - without).abs().max() > 1e-3, "autocast changed nothing: the logits were not in bfloat16"
-
-
-def test_a_temperature_of_zero_is_refused() -> None:
-    hidden, weight, target_ids = make_inputs()
-    with pytest.raises(AssertionError, match="temperature must be above 0, is 0"):
-        token_logprobs(hidden, weight, target_ids, temperature=0.0)

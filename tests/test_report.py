@@ -191,12 +191,6 @@ def test_an_interrupted_run_says_so_and_leaves_out_what_is_missing(tmp_path: Pat
     assert "Samples of step" not in page
 
 
-def test_a_run_that_only_evaluated_yet_is_reported(tmp_path: Path) -> None:
-    page = write_report(make_run(tmp_path / "fake", 0, planned=5)).read_text(encoding="utf-8")
-    assert list(charts_of(page)) == ["Accuracy", "Time by stage"]
-    assert "This run has done 0 of 5 steps" in page
-
-
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder"):
         write_report(tmp_path / "none")

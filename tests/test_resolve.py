@@ -53,10 +53,6 @@ def test_the_current_folder_comes_after_installed_packages(own_package: str) -> 
     assert sys.path[-1] == str(Path.cwd())
 
 
-def test_our_own_functions_are_found_by_bare_name() -> None:
-    assert resolve_function("srtrl.resolve", "resolve_class") is resolve_class
-
-
 def test_only_public_functions_of_the_module_itself_are_choices(own_package: str) -> None:
     resolve_function("srtrl.resolve", f"{own_package}.losses:gspo")
     assert list_functions(sys.modules[f"{own_package}.losses"]) == ["gspo", "gspo_tokens"]

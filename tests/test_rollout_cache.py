@@ -63,13 +63,6 @@ def test_then_the_prompt_that_is_needed_last_is_dropped() -> None:
     assert cache.num_dropped_prompts == 3
 
 
-def test_among_prompts_not_known_to_come_the_least_recently_added_is_dropped() -> None:
-    cache = RolloutCache(max_rollouts=1, max_bytes=int(3 * size_of(1, 5) / KEPT_SHARE) + 1)
-    for prompt in (0, 1, 2, 0, 3):
-        cache.add((prompt,), [prompt] * 5)
-    assert cache.prompts() == [(2,), (0,), (3,)]
-
-
 def test_a_rollout_larger_than_the_whole_cache_drops_nothing_else() -> None:
     cache = RolloutCache(max_rollouts=4, max_bytes=2 * size_of(1, 5))
     cache.add((1,), [1] * 5)

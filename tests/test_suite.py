@@ -12,10 +12,9 @@ from tiny_run import make_policy
 
 from srtrl.evaluation.settings import EvalFlags, bare_source, suite_job
 from srtrl.evaluation.suite import SuiteChoice, load_suite, locate
-from srtrl.recipe import Recipe
-from srtrl.recipe_file import RecipeSource, dump_recipe
+from srtrl.recipe_file import RecipeSource
 from srtrl.tasks.rows import MissingDataError
-from srtrl.trainer.evaluate import EvalJob, run_evals
+from srtrl.trainer.evaluate import EvalJob
 
 GSM8K = [{"question": f"{n} plus 1?", "answer": f"so it is\n#### {n + 1}"} for n in range(6)]
 MATH = [{"problem": f"{n} plus 2?", "answer": f"{n + 2}", "solution": f"\\boxed{{{n + 2}}}"} for n in range(5)]
@@ -159,17 +158,6 @@ def test_a_run_is_asked_as_it_was_trained_and_the_command_line_goes_before_all(d
     assert "step by step" in recipe.task.options["prompt_template"]
 
 
-def test_a_greedy_policy_is_sampled_once(data: Path) -> None:
-    suite = load_suite("math")
-    [aime] = [benchmark for benchmark in suite.benchmarks if benchmark.name == "aime24"]
-    located = locate(aime, str(data / "math500.jsonl"), None)
-    counts = [
-        suite_job(suite, located, "bundled:tiny", None, EvalFlags(temperature=temperature)).recipe.eval.num_samples
-        for temperature in (None, 0.0)
-    ]
-    assert counts == [16, 1]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -255,26 +243,6 @@ def test_the_suite_end_to_end(policy: Path, data: Path, tmp_path: Path) -> None:
     assert "has 5 problems, known are 500." in " ".join(table.split())
 
 
-def test_the_table_says_what_is_missing_and_what_was_left_out(policy: Path, data: Path) -> None:
-    write(data / "gsm8k_test.jsonl", [*GSM8K, {"question": "long " * 40, "answer": "#### 1"}])
-    table = " ".join(short(policy, data, "--only", "gsm8k,aime24", "--skip-missing").stdout.split())
-    assert "1 of 7 problems are in no figure: their prompts have more than 110 tokens." in table
-    assert "aime24: no data: --data-dir: " in table
-    assert "macro average of avg@N over 1 of 2 benchmarks: " in table
-    assert "prompt_template '{problem}\\n', chat_template False" in table
-    assert "seed 0, temperature 1.0" in table
-
-
-def test_the_check_of_the_grader_says_what_is_missing(data: Path) -> None:
-    arguments = ("eval", "--check-grader", "--suite", "math", "--data-dir", data, "--only", "gsm8k,aime24")
-    printed = run(*arguments, "--skip-missing")
-    assert (printed.exit_code, printed.stderr) == (0, "")
-    assert "aime24: no data: --data-dir: " in printed.stdout
-    as_json = run(*arguments, "--skip-missing", "--json")
-    assert [report["name"] for report in json.loads(as_json.stdout)] == ["gsm8k"]
-    assert "aime24: no data: --data-dir: " in as_json.stderr
-
-
 def test_a_task_s_figures_say_what_they_were_measured_with(policy: Path) -> None:
     arguments = ("eval", policy, "--task", "arithmetic", "--problems", 2, "--max-new-tokens", 8, "--seed", 3)
     record = json.loads(run(*arguments, "eval.top_k=5", "--json").stdout)
@@ -284,34 +252,4 @@ def test_a_task_s_figures_say_what_they_were_measured_with(policy: Path) -> None
     assert "seed 3, temperature 1.0, top_k 5, top_p 1.0, max_prompt_tokens 64, max_new_tokens 8" in table
 
 
-def test_a_run_s_recipe_reaches_the_suite(policy: Path, data: Path, tmp_path: Path) -> None:
-    """By way of the folder of a run: the prompt is the one that the policy was trained on."""
-    source = bare_source(str(policy), 60, 8)
-    options = {"train": {"files": [str(data / "math500.jsonl")]}, "prompt_template": "Sum: {problem}\n"}
-    source.put(("task",), {"name": "math", "options": options}, "test")
-    folder = tmp_path / "run"
-    (folder / "checkpoints").mkdir(parents=True)
-    (folder / "checkpoints" / "step_000001").symlink_to(policy)
-    (folder / "recipe.yaml").write_text(dump_recipe(Recipe.model_validate(source.data)))
-    output = tmp_path / "rows.jsonl"
-    result = run("eval", folder, "--suite", "math", "--only", "gsm8k", "--data-dir", data, "--output", output)
-    assert result.exit_code == 0, result.stderr
-    assert json.loads(output.read_text().splitlines()[0])["prompt"] == "Sum: 0 plus 1?\n"
-
-
 # --- The drafter ------------------------------------------------------------------------------------------------------
-
-
-def test_samples_of_a_problem_draft_from_each_other(policy: Path, data: Path) -> None:
-    """Speculation changes the steps and nothing else."""
-    flags: dict[str, Any] = {"samples": 8, "temperature": 0.3, "max_new_tokens": 24, "problems": 3}
-    overrides = ["rollout.max_prompt_tokens=100", "rollout.draft_budget=8", "rollout.slots=6"]
-    results = {}
-    for drafter in ("none", "srt"):
-        jobs = jobs_of(data, "gsm8k", **flags, overrides=[*overrides, f"rollout.drafter={drafter}"])
-        [outcome] = run_evals(str(policy), list(jobs.values()))
-        results[drafter] = outcome
-    assert results["none"].result.tokens_per_decode_step == 1.0
-    assert (results["srt"].result.tokens_per_decode_step or 0) > 1.2
-    texts = [[rollout.token_ids for group in one.groups for rollout in group.rollouts] for one in results.values()]
-    assert texts[0] == texts[1]

@@ -73,16 +73,6 @@ def test_math_answers_from_the_box_of_the_solution(shared_data: Path) -> None:
     assert sum(same) >= 495
 
 
-def test_verifier_agrees_with_recorded_labels(shared_data: Path) -> None:
-    rows = (shared_data / "rollouts" / "qwen_math_cot_100x8.jsonl").read_text(encoding="utf-8").splitlines()
-    agree = [
-        is_correct(sample["text"], row["answer"]) == sample["correct"]
-        for row in map(json.loads, rows[:25])
-        for sample in row["samples"]
-    ]
-    assert sum(agree) >= len(agree) - 1
-
-
 def test_chat_template_of_a_real_tokenizer(shared_data: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers" / "minimind")
     file = write_rows(tmp_path / "rows.jsonl", [ROW])
@@ -309,15 +299,6 @@ def test_parquet_and_the_hub_give_the_same_prompts_as_jsonl(tmp_path: Path, monk
     parquet.write_bytes(parquet.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"train\.parquet: cannot read this Parquet file"):
         list(read_rows(RowSource(files=[str(parquet)])))
-
-
-def test_files_of_one_name_have_different_ids(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    files = [write_rows(tmp_path / folder / "rows.jsonl", [ROW]) for folder in "ab"]
-    files.append(write_rows(tmp_path / "more.jsonl", [ROW]))
-    rows = list(read_rows(RowSource(files=files)))
-    assert [row.name for row in rows] == [f"{files[0]}:1", f"{files[1]}:1", "more.jsonl:1"]
 
 
 def test_eval_only_and_texts(tmp_path: Path) -> None:

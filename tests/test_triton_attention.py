@@ -15,7 +15,6 @@ from srtrl.model.tree_attention import (
     choose_block_m,
     choose_num_splits,
     choose_split_keys,
-    keys_at_once,
     programs_per_device,
 )
 
@@ -119,13 +118,6 @@ def test_nothing_is_read_that_no_row_sees() -> None:
     assert found[1].isfinite().all()
 
 
-def test_a_block_holds_the_rows_of_a_usual_sequence() -> None:
-    cases = {(1, 6, 128): 16, (1, 16, 128): 16, (1, 17, 64): 32, (4, 6, 128): 32, (9, 6, 128): 64, (99, 1, 128): 64}
-    cases |= {(99, 6, 256): 32, (1, 71, 64): 128}
-    for (rows, group, head_dim), expected in cases.items():
-        assert choose_block_m(rows_per_sequence=rows, group=group, head_dim=head_dim) == expected
-
-
 @given(
     num_tiles=st.integers(1, 3000),
     num_kv_heads=st.integers(1, 16),
@@ -153,12 +145,6 @@ def test_splits_fill_the_device_once_and_their_results_fit(
     split_keys = choose_split_keys(max_keys=max_keys, num_splits=num_splits)
     assert split_keys % 64 == 0
     assert num_splits * split_keys >= max_keys > num_splits * (split_keys - 64)
-
-
-def test_wide_heads_take_fewer_keys_at_once() -> None:
-    half, whole = torch.bfloat16, torch.float32
-    widths = [(64, half), (128, half), (130, half), (256, half), (64, whole), (128, whole), (256, whole)]
-    assert [keys_at_once(*width) for width in widths] == [64, 64, 32, 32, 64, 32, 16]
 
 
 @pytest.mark.gpu
