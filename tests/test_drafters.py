@@ -287,7 +287,9 @@ def test_idle_tries_are_freed_where_memory_is_short_and_rebuilt_when_needed() ->
 
 @pytest.mark.parametrize("make", [SrtDrafter, HistoryDrafter, SuffixDrafter])
 def test_a_trie_is_built_from_the_newest_texts_that_fit(make: type[TrieDrafter]) -> None:
-    drafter = make(make.Options(max_trie_tokens=512))
+    is_suffix = make is SuffixDrafter
+    options = SuffixOptions(max_trie_tokens=512) if is_suffix else SrtOptions(max_trie_tokens=512, other_prompts=False)
+    drafter = make(options)
     rng = np.random.default_rng(3)
     texts = [rng.integers(0, 50, 100).tolist() for _ in range(12)]
     for text in texts:
@@ -295,7 +297,9 @@ def test_a_trie_is_built_from_the_newest_texts_that_fit(make: type[TrieDrafter])
         drafter.on_policy_update()
     assert run(drafter, request((7,), purpose="eval"), texts[11]) < 10, "evaluation learns from itself alone"
     assert run(drafter, request(rng_key=1), texts[0][:50]) < 10
-    assert run(drafter, request(rng_key=2), texts[11][:60]) > 40, "the newest is still known"
+    start(drafter, {0: request(rng_key=2)})
+    assert all(trie is None or trie.num_tokens <= 512 for trie in drafter.cursors.tries)
+    assert decode(drafter, 0, texts[11][:60]) > 40, "the newest is still known"
 
 
 def test_srt_metrics_and_what_is_dropped() -> None:

@@ -77,10 +77,8 @@ def test_each_way_to_disagree_is_said_with_its_reason() -> None:
         ("wrong", "solution", "found '4', the reference is '5'"),
         ("silent", "solution", "no answer was found, the reference is '6'"),
     ]
-    for one, question in zip(found[2:], ("solution", "boxed answer", "other solution"), strict=True):
-        assert one[:2] == ("unreadable", question)
-        assert one[2].startswith("error: ")
-        assert "math-verify cannot read the reference answer '}'" in one[2]
+    assert [one[:2] for one in found[2:]] == [("unreadable", question) for question in report.num_asked]
+    assert all("math-verify cannot read the reference answer '}'" in one[2] for one in found[2:])
 
 
 def test_a_verifier_of_this_process_that_accepts_everything_is_found_out() -> None:
@@ -117,29 +115,20 @@ def test_a_recipe_s_task_is_checked_too(tmp_path: Path) -> None:
     [
         ("work\n#### \\sqrt{51}", "\\sqrt{51}", True),  # LaTeX without dollar signs
         ("work\n#### \\frac{3}{4}", "0.75", True),
-        ("work\n#### p - q", "p-q", True),
         ("work\n#### \\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}", True),
         ("work\n#### Evelyn", "\\text{Evelyn}", True),
-        ("work\n#### 5 dollars", "5", True),
-        ("work\n#### The total is 42", "42", True),
         ("work\n#### \\sqrt{52}", "\\sqrt{51}", False),
         ("Answer: 3\\sqrt{13}", "\\sqrt{117}", True),
         ("**Final Answer:** \\left( 3, \\frac{\\pi}{2} \\right)", "(3, \\pi/2)", True),
         ("Answer: 7\nso \\boxed{8}", "8", True),
         ("<think>1</think>\n<answer>42</answer>", "42", True),  # DeepSeek-R1's format
-        ("<answer>\\frac12</answer>", "1/2", True),
         ("<answer>so \\boxed{6}</answer>", "6", True),
-        ("<answer>41</answer>", "42", False),
         ("<answer>42</answer> or 43", "43", True),  # not at the end, so not marked
         ("\\boxed{5 dollars}", "5", True),  # words behind a number
-        ("\\boxed{12.5 square feet}", "12.5", True),
-        ("\\boxed{6 dollars}", "5", False),
         ("\\boxed{5 sin x}", "5", False),
         ("\\boxed{28\\,800}", "28800", True),  # groups of digits
-        ("\\boxed{28{,}800}", "28,800", True),
         ("\\fbox{7}", "7", True),
         ("\\boxed{221, 8}", "221,$8", True),  # a stray dollar sign in the reference (OlympiadBench)
-        ("\\boxed{\\$5}", "\\$5", True),
     ],
 )
 def test_forms_of_an_answer(text: str, answer: str, correct: bool) -> None:

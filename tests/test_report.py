@@ -5,8 +5,8 @@ import math
 import random
 import re
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pyarrow as pa
@@ -17,7 +17,7 @@ from srtrl.engine.stats import DecodeStep
 from srtrl.metrics import MetricLog
 from srtrl.report.charts import Chart, draw
 from srtrl.report.page import write_report
-from srtrl.trainer.run_folder import read_timeline, step_file_name, write_timeline
+from srtrl.trainer.run_folder import TIMELINE_COLUMNS, read_timeline, step_file_name, write_timeline
 
 RECIPE = """\
 name: fake
@@ -81,31 +81,21 @@ def engine_metrics() -> dict[str, float]:
 
 
 def rollout_table(step: int, noise: random.Random) -> pa.Table:
-    rows: list[dict[str, Any]] = []
-    for draw_index in range(8):
-        for sample in range(4):
-            correct = noise.random() < 0.5
-            rows.append(
-                {
-                    "prompt_id": f"train-{draw_index}",
-                    "draw_index": draw_index,
-                    "sample_index": sample,
-                    "prompt": f"Compute {draw_index}+1.\n",
-                    "token_ids": [1] * noise.randint(5, 15 + step % 40),
-                    "text": f"<b>{draw_index}</b>+1={draw_index + 1} & so on\nAnswer: {correct}",
-                    "reward": correct + 0.1,
-                    "reward_format": 1.0,
-                    "outcome": "correct" if correct else "wrong",
-                    "finish_reason": "stop",
-                }
-            )
+    rows = [
+        {
+            **{"prompt_id": f"train-{draw}", "draw_index": draw, "sample_index": sample, "prompt": f"{draw}+1.\n"},
+            **{"token_ids": [1] * noise.randint(5, 15 + step % 40), "text": f"<b>{draw}</b>+1={draw + 1} & so on\n"},
+            **{"reward": correct + 0.1, "reward_format": 1.0, "outcome": "correct" if correct else "wrong"},
+            "finish_reason": "stop",
+        }
+        for draw, sample in product(range(8), range(4))
+        for correct in [noise.random() < 0.5]
+    ]
     return pa.Table.from_pylist(rows)
 
 
 def decode_steps(count: int) -> list[DecodeStep]:
-    fields = dict.fromkeys(
-        ("num_primaries", "num_run_ahead", "num_waiting", "num_rows", "num_prefill", "num_tokens"), 8
-    )
+    fields = dict.fromkeys(set(TIMELINE_COLUMNS) - {"seconds"}, 8)
     return [DecodeStep(seconds=0.25 * (index + 1), **fields) for index in range(count)]
 
 
@@ -119,7 +109,7 @@ def texts_of(svg: ElementTree.Element) -> set[str]:
     return {element.text or "" for element in svg.iter(f"{SVG}text")}
 
 
-@pytest.mark.parametrize("num_steps", [1, 60])
+@pytest.mark.parametrize("num_steps", [1, 30])
 def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path, num_steps: int) -> None:
     page = write_report(make_run(tmp_path / "fake", num_steps)).read_text(encoding="utf-8")
     charts = charts_of(page)
@@ -131,6 +121,9 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path, num_steps: in
     assert f"Samples of step {num_steps}" in page
     assert {">correct</span>" in page, ">wrong</span>" in page} == {True}
     assert "still running" not in page
+    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)|@import|url\(|<script""", page), "needs no network"
+    assert "<b>0</b>+1" not in page, "what the policy wrote is escaped"
+    assert "&lt;b&gt;" in page
 
 
 def test_a_run_that_speculates_shows_what_it_brought(tmp_path: Path) -> None:
@@ -167,15 +160,6 @@ def test_a_timeline_file_gives_back_what_was_written(tmp_path: Path) -> None:
     path.write_bytes(b"nonsense")
     with pytest.raises(ValueError, match=r"step_000007.parquet: cannot read this timeline"):
         read_timeline(path)
-
-
-def test_the_page_needs_no_network_and_escapes_what_the_policy_wrote(tmp_path: Path) -> None:
-    page = write_report(make_run(tmp_path / "fake", 3)).read_text(encoding="utf-8")
-    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)""", page)
-    assert not {"@import", "url(", "<script", "<b>0</b>+1"} & set(
-        re.findall(r"@import|url\(|<script|<b>0</b>\+1", page)
-    )
-    assert "&lt;b&gt;" in page
 
 
 def test_an_interrupted_run_says_so_and_leaves_out_what_is_missing(tmp_path: Path) -> None:

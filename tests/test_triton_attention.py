@@ -7,7 +7,6 @@ from attention_cases import attend_by_kernel, attend_by_reference, make_cache, m
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from kernel_cases import KERNEL_DEVICE
-from torch.nn import functional
 
 from srtrl.model.paged_attention import KVCache
 from srtrl.model.tree_attention import (
@@ -52,25 +51,6 @@ def test_the_kernel_agrees_with_the_reference(
     found = attend_by_kernel(step, cache, q, num_splits=num_splits, rows_per_tile=rows_per_tile)
     torch.testing.assert_close(found, attend_by_reference(step, cache, q), rtol=1e-5, atol=1e-5)
     assert not found[step.num_real :].any()
-
-
-def test_the_reference_is_a_causal_attention_of_each_branch() -> None:
-    """Without trees: `scaled_dot_product_attention` over the sequence's keys; a chain of nodes is such a sequence."""
-    step = make_step(0, contexts=[9], sizes=[0], chunks=[(0, 7)])
-    cache = make_cache(step.num_pages, 4, 2, 8, torch.float32)
-    q = random_queries(8, 4, 8, torch.float32)
-    found = attend_by_reference(step, cache, q)
-    for rows, table, length in ((slice(0, 1), 0, 9), (slice(1, 8), 1, 7)):
-        pages = step.rows.page_tables[table, : -(-length // 4)].long()
-        heads = [
-            pool[pages].flatten(0, 1)[:length].transpose(0, 1)
-            for pool in (cache.kernel_keys(0), cache.kernel_values(0))
-        ]
-        mask = torch.ones(length, length, dtype=torch.bool, device=KERNEL_DEVICE).tril()[-q[rows].shape[0] :]
-        expected = functional.scaled_dot_product_attention(
-            q[rows].transpose(0, 1)[None], heads[0][None], heads[1][None], attn_mask=mask, enable_gqa=True
-        )
-        torch.testing.assert_close(found[rows], expected[0].transpose(0, 1))
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
