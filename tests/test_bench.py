@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from srtrl.bench.options import CURVES, parse_curve
 from srtrl.bench.rollout import HuggingFaceGenerate
 from srtrl.bench.shapes import SHAPES
 from srtrl.bench.tables import format_table, publish, put_section
-from srtrl.bench.train import check_same, rows_of
+from srtrl.bench.train import check_same
 from srtrl.bench.workload import (
     check_completions,
     make_engine,
@@ -150,8 +151,7 @@ def test_bench_host_measures_each_stage_of_full_steps(tmp_path: Path, is_recorde
     )
     assert result.exit_code == 0, result.stderr
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
-    names = [(row["slots"], row["drafter"]) for row in rows]
-    assert names == [(4, "none"), (4, REPEATER), (8, "none"), (8, REPEATER)]
+    assert [(row["slots"], row["drafter"]) for row in rows] == [*product((4, 8), ("none", REPEATER))]
     for row in rows:
         for one in row["runs"]:
             assert sum(one["by_stage"].values()) == pytest.approx(one["host_ms_per_step"])
@@ -162,8 +162,7 @@ def test_bench_host_measures_each_stage_of_full_steps(tmp_path: Path, is_recorde
             assert row["tokens_per_step"] == row["verified_per_step"] == row["times_as_fast_with_host"] == 1
             assert row["by_stage"]["propose"] == row["by_stage"]["choose"] == 0
     if is_recorded:  # samples that say one token all the time: the drafts are right
-        assert rows[1]["tokens_per_step"] > 1.5
-        assert rows[1]["times_as_fast_on_device"] > 1.5
+        assert min(rows[1]["tokens_per_step"], rows[1]["times_as_fast_on_device"]) > 1.5
     assert "|     4 | none" in result.stdout
 
 
@@ -230,25 +229,6 @@ def test_candidates_alternate_in_reversed_order_and_the_first_turn_does_not_coun
     assert "".join(journal) == "abbaab"
     assert results == {"a": [4, 5], "b": [3, 6]}
     assert median_of([{"x": 1, "y": {"z": 4}}, {"x": 2, "y": {"z": 5}}]) == {"x": 1.5, "y": {"z": 4.5}}
-
-
-def test_tables_of_training_add_up_seconds_and_compare_pairs_of_steps() -> None:
-    def steps(*seconds: float) -> list[dict[str, float]]:
-        engine = {"tokens": 100.0, "tokens_per_decode_step": 2.0, "verified_per_decode_step": 3.0}
-        counts = {f"engine/{name}": value for name, value in engine.items()}
-        rows = [{"time/rollout": value, "time/step": value + 1} | counts for value in seconds]
-        return [row | {"step": step, "data/epoch": step / 2} for step, row in enumerate(rows, start=1)]
-
-    rows = rows_of({(8, "none"): steps(2, 4, 3), (8, "srt"): steps(1, 2, 6)})
-    found = [(*list(row.values())[:8], *map(str, list(row.values())[8:])) for row in rows]
-    assert found == [
-        ("1", 8, "none", 1, 2, 3, 2, 3),
-        ("1", 8, "srt", 1, 1, 2, 2, 3, "2 (2 to 2)", "1.5 (1.5 to 1.5)"),
-        ("2", 8, "none", 2, 7, 9, 2, 3),
-        ("2", 8, "srt", 2, 8, 10, 2, 3, "1.25 (0.5 to 2)", "1.12 (0.571 to 1.67)"),
-        ("all", 8, "none", 3, 9, 12, 2, 3),
-        ("all", 8, "srt", 3, 9, 12, 2, 3, "2 (0.5 to 2)", "1.5 (0.571 to 1.67)"),
-    ]
 
 
 def test_runs_that_learn_different_things_are_named() -> None:

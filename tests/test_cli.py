@@ -2,11 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -174,23 +171,16 @@ def test_a_warm_start_from_scratch_needs_no_model_yet(recipe_file: Path, monkeyp
     assert "model.path: ./made: " in run("warm-start", recipe_file, overrides[0], "warm_start={output: made}").stderr
 
 
-def evaluated(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[Result, list[Recipe]]:
-    """Run `srtrl eval` without evaluating; the recipes that would have been used."""
-    recipes: list[Recipe] = []
-
-    @dataclass
-    class Figures:
-        accuracy: float = 0.5
-
-    def run_evals(model: str, jobs: Sequence[EvalJob], **_: object) -> Iterator[SimpleNamespace]:
-        for job in jobs:
-            assert model == job.recipe.model.path
-            recipes.append(job.recipe)
-            yield SimpleNamespace(job=job, result=Figures(), num_left_out=0)
-
+def evaluated(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Recipe:
+    """Run `srtrl eval` without evaluating; the recipe that would have been used."""
+    run_evals = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("srtrl.evaluation.run.run_evals", run_evals)
-    monkeypatch.setattr("srtrl.evaluation.tables.eval_table", lambda *_: "a table")
-    return run("eval", *arguments), recipes
+    result = run("eval", *arguments)
+    assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+    model, [job] = run_evals.call_args.args
+    assert isinstance(job, EvalJob)
+    assert model == job.recipe.model.path
+    return job.recipe
 
 
 def test_eval_of_a_model_takes_its_task_from_the_command_line_or_a_recipe(
@@ -198,12 +188,11 @@ def test_eval_of_a_model_takes_its_task_from_the_command_line_or_a_recipe(
 ) -> None:
     flags = ("--samples", 4, "--problems", 9, "--max-new-tokens", 32, "--seed", 3)
     overrides = ("task.options={num_eval: 9, num_train: 9}", "rollout.max_prompt_tokens=32")
-    result, (recipe,) = evaluated(monkeypatch, policy, "--task", "arithmetic", *flags, *overrides)
-    assert (result.exit_code, result.stderr) == (0, "")
+    recipe = evaluated(monkeypatch, policy, "--task", "arithmetic", *flags, *overrides)
     assert recipe.task.options == {"num_eval": 9, "num_train": 9}
     assert (recipe.eval.num_samples, recipe.eval.num_problems) == (4, 9)
     assert (recipe.rollout.max_new_tokens, recipe.seed) == (32, 3)
-    _, (recipe,) = evaluated(monkeypatch, policy, "--recipe", recipe_file, "--temperature", 0)
+    recipe = evaluated(monkeypatch, policy, "--recipe", recipe_file, "--temperature", 0)
     assert (recipe.rollout.num_prompts, recipe.eval.temperature) == (8, 0)
 
 
@@ -211,14 +200,11 @@ def test_eval_of_a_run_uses_its_recipe_and_newest_checkpoint(
     recipe_file: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = recipe_file.parent
+    (folder / "checkpoints").mkdir()
     for step in (10, 20):
-        (folder / "checkpoints").mkdir(exist_ok=True)
         (folder / "checkpoints" / f"step_{step:06d}").symlink_to(policy)
-    result, recipes = evaluated(monkeypatch, folder)
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert recipes[0].model.path == str(folder / "checkpoints" / "step_000020")
-    _, recipes = evaluated(monkeypatch, folder, "--step", 10)
-    assert recipes[0].model.path == str(folder / "checkpoints" / "step_000010")
+    assert evaluated(monkeypatch, folder).model.path == str(folder / "checkpoints" / "step_000020")
+    assert evaluated(monkeypatch, folder, "--step", 10).model.path == str(folder / "checkpoints" / "step_000010")
 
 
 @pytest.mark.parametrize(
@@ -263,39 +249,3 @@ def test_the_recipes_that_come_with_the_repository_are_valid(path: Path) -> None
     result = run("show-config", path, "--check")
     assert (result.exit_code, result.stderr) == (0, "")
     assert Recipe.model_validate(yaml.safe_load(result.stdout)) == recipe
-
-
-PAPERS: dict[str, dict[str, Any]] = {
-    "grpo_math": {
-        "model.path": "Qwen/Qwen2.5-1.5B",
-        "rollout": {"num_prompts": 128, "num_samples": 5, "max_prompt_tokens": 512, "max_new_tokens": 4096},
-        "train": {"num_steps": 300, "mini_batch_prompts": 64, "learning_rate": 1e-6},
-        "algorithm.kl": {"coefficient": 0.001, "estimator": "k3", "placement": "loss"},
-    },
-    "ppo_math": {
-        "rollout": {"num_prompts": 512, "temperature": 1.0, "max_prompt_tokens": 512, "max_new_tokens": 4096},
-        "train": {"num_steps": 300, "mini_batch_prompts": 128, "learning_rate": 1e-6},
-        "algorithm": {"advantage": "gae"},
-        "algorithm.kl": {"coefficient": 0.001, "placement": "reward"},
-        "critic": {"learning_rate": 1e-5},
-    },
-    "dapo_math17k": {
-        "rollout": {"num_prompts": 128, "num_samples": 16, "max_prompt_tokens": 2048, "max_new_tokens": 8192},
-        "rollout.dynamic_sampling": True,
-        "train": {"num_steps": 300, "mini_batch_prompts": 32},
-        "algorithm": {"clip_low": 0.20, "clip_high": 0.28, "reduction": "token_mean"},
-        "algorithm.kl.coefficient": 0,
-        "algorithm.filters": ["drop_all_right_or_wrong"],
-        "rewards.1.options": {"cache_tokens": 4096},
-    },
-}
-
-
-@pytest.mark.parametrize("name", PAPERS)
-def test_recipes_have_the_settings_of_their_papers(name: str) -> None:
-    recipe = load_recipe(RECIPES / f"{name}.yaml").model_dump()
-    for key, expected in PAPERS[name].items():
-        value: Any = recipe
-        for part in key.split("."):
-            value = value[int(part) if part.isdecimal() else part]
-        assert (value | expected if isinstance(expected, dict) else expected) == value, key

@@ -31,22 +31,21 @@ REWARDS = """
     import os, sys, time
     from srtrl.tasks.reward_input import RewardInput, batched, isolated
 
+    ACTS = {
+        "loop in C": lambda: sum(range(10**12)),
+        "sleep": lambda: time.sleep(1000),
+        "pause": lambda: time.sleep(0.5),
+        "crash": lambda: os._exit(3),
+        "leave": lambda: sys.exit("enough"),
+        "memory": lambda: bytearray(2**33),
+    }
+
     @isolated
     def act(sample: RewardInput) -> float:
-        text = sample.text
-        if text == "loop":
-            while True:
-                pass
-        if text == "loop in C":
-            sum(range(10**12))
-        if text == "sleep":
-            time.sleep(1000)
-        if text == "crash":
-            os._exit(3)
-        if text == "leave":
-            sys.exit("enough")
-        if text == "memory":
-            bytearray(2**33)
+        text, start = sample.text, time.process_time()
+        ACTS.get(text, int)()
+        while text == "loop":
+            pass
         if text == "raise":
             raise KeyError("no such thing")
         if text == "nan":
@@ -58,12 +57,8 @@ REWARDS = """
                 os._exit(3)
         if text == "who":
             return float(os.getpid())
-        if text == "pause":
-            time.sleep(0.5)
-        if text == "burn":
-            end = time.process_time() + 0.2
-            while time.process_time() < end:
-                pass
+        while text == "burn" and time.process_time() < start + 0.2:
+            pass
         if text.startswith("await "):
             while not os.path.exists(text.removeprefix("await ")):
                 time.sleep(0.01)

@@ -50,15 +50,6 @@ def test_values_and_gradients_equal_the_reference(
     torch.testing.assert_close(our_gradients, gradients(reference, (hidden, weight), kinds), rtol=1e-12, atol=1e-12)
 
 
-def test_a_frozen_input_gets_no_gradient() -> None:
-    hidden, weight, target_ids = make_inputs()
-    logprobs, _ = token_logprobs(hidden, weight.detach(), target_ids, temperature=1.0)
-    expected = torch.autograd.grad(
-        token_logprobs_reference(hidden, weight, target_ids, temperature=1.0)[0].sum(), hidden
-    )
-    torch.testing.assert_close(torch.autograd.grad(logprobs.sum(), hidden), expected, rtol=1e-12, atol=1e-12)
-
-
 def test_no_tokens_give_empty_outputs_and_zero_gradients() -> None:
     hidden, weight, target_ids = make_inputs(0)
     logprobs, entropy = token_logprobs(hidden, weight, target_ids, temperature=1.0)

@@ -55,14 +55,6 @@ def test_a_damaged_row_is_named_by_line(tmp_path: Path) -> None:
         read_metrics(path)
 
 
-def test_write_atomic_replaces_the_whole_file(tmp_path: Path) -> None:
-    path = tmp_path / "summary.json"
-    write_atomic(path, "a long first version é")
-    write_atomic(path, b"short")
-    assert path.read_bytes() == b"short"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_write_atomic_leaves_the_old_file_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "summary.json"
     write_atomic(path, "old")

@@ -4,7 +4,6 @@ import base64
 import math
 import random
 import re
-from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from xml.etree import ElementTree
@@ -130,10 +129,14 @@ def test_a_run_that_speculates_shows_what_it_brought(tmp_path: Path) -> None:
     run = make_run(tmp_path / "fake", 3, drafts=True)
     (run / "timeline").mkdir()
     write_timeline(run / "timeline" / step_file_name(3), decode_steps(30))
+    assert read_timeline(run / "timeline" / step_file_name(3)) == decode_steps(30)
     charts = charts_of(write_report(run).read_text(encoding="utf-8"))
     speculation = {"Tokens per decode step", "Acceptance by depth", "Run-ahead", "Decode steps of the last step"}
     assert speculation <= set(charts)
     assert "engine/run_ahead_tokens_used" not in texts_of(charts["Run-ahead"])  # zero throughout
+    (run / "timeline" / step_file_name(3)).write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match=r"step_000003.parquet: cannot read this timeline"):
+        write_report(run)
 
 
 def test_lines_are_of_what_was_logged() -> None:
@@ -146,20 +149,6 @@ def test_lines_are_of_what_was_logged() -> None:
     assert not {"a/y", "c"} & words
     assert draw(chart, [{"step": 1, "a/y": 0.0}]) is None
     assert draw(chart, []) is None
-
-
-def test_a_timeline_file_gives_back_what_was_written(tmp_path: Path) -> None:
-    path = tmp_path / step_file_name(7)
-    assert path.name == "step_000007.parquet"
-    for count in (5, 0):
-        write_timeline(path, decode_steps(count))
-        assert [asdict(step) for step in read_timeline(path)] == [asdict(step) for step in decode_steps(count)]
-    pq.write_table(pa.table({"seconds": [1.0]}), path)
-    with pytest.raises(ValueError, match=r"step_000007.parquet: .*num_primaries"):
-        read_timeline(path)
-    path.write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match=r"step_000007.parquet: cannot read this timeline"):
-        read_timeline(path)
 
 
 def test_an_interrupted_run_says_so_and_leaves_out_what_is_missing(tmp_path: Path) -> None:

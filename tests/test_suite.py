@@ -63,16 +63,12 @@ def test_fields_are_called_what_the_rows_call_them(tmp_path: Path) -> None:
     [olympiad] = [benchmark for benchmark in suite.benchmarks if benchmark.name == "olympiadbench"]
     write(tmp_path / "hub.jsonl", [{"question": "q", "final_answer": ["1", "2"], "answer": None}])
     write(tmp_path / "own.jsonl", [{"problem": "q", "answer": "1, 2"}])
-    fields = []
-    for name in ("hub", "own"):
-        located = locate(olympiad, str(tmp_path / f"{name}.jsonl"), None)
-        fields.append((located.options["problem_field"], located.options["answer_field"]))
-        assert "solution_field" not in located.options
+    located = [locate(olympiad, str(tmp_path / f"{name}.jsonl"), None).options for name in ("hub", "own")]
+    fields = [(options["problem_field"], options["answer_field"]) for options in located]
     assert fields == [("question", "final_answer"), ("problem", "answer")]
     write(tmp_path / "none.jsonl", [{"q": "q", "a": "1"}])
-    located = locate(olympiad, str(tmp_path / "none.jsonl"), None)
     with pytest.raises(ValueError, match=r"none.jsonl:1: no field `question`; its fields are q, a"):
-        suite_job(suite, located, "bundled:tiny", None, EvalFlags())
+        suite_job(suite, locate(olympiad, str(tmp_path / "none.jsonl"), None), "bundled:tiny", None, EvalFlags())
 
 
 def test_what_is_not_in_the_folder_is_missing_and_the_hub_is_not_asked(

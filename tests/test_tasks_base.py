@@ -1,9 +1,6 @@
 """How a recipe's task is found, checked and loaded; every option of a task that is refused."""
 
 import re
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,33 +8,6 @@ from task_cases import byte_tokenizer
 
 from srtrl.recipe import ModelSection, Recipe, RolloutSection, TaskSection, TrainSection
 from srtrl.tasks.base import check_task, load_task, task_texts
-
-OWN_TASK = '''
-from srtrl.recipe import Section
-from srtrl.types import Prompt
-
-class Options(Section):
-    number: int
-    """The answer."""
-
-class Echo:
-    Options = Options
-    load_report = {"train/rows": 1}
-
-    def __init__(self, options, *, tokenizer, max_prompt_tokens):
-        ids = tuple(tokenizer("?")["input_ids"])
-        self.train_prompts = [Prompt(prompt_id="a", text="?", token_ids=ids, answer=str(options.number))]
-        self.eval_prompts = []
-
-    @classmethod
-    def check_options(cls, options):
-        if options.number < 0:
-            raise ValueError("task.options.number must not be negative")
-
-    @staticmethod
-    def verifier(text, answer):
-        return text == answer
-'''
 
 
 def recipe_of(name: str, **options: Any) -> Recipe:
@@ -48,15 +18,6 @@ def recipe_of(name: str, **options: Any) -> Recipe:
         rollout=RolloutSection(num_prompts=1, num_samples=2, max_prompt_tokens=40, max_new_tokens=8),
         train=TrainSection(num_steps=1),
     )
-
-
-@pytest.fixture
-def own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    (tmp_path / "own_task.py").write_text(OWN_TASK, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield "own_task"
-    sys.modules.pop("own_task", None)
 
 
 def test_load_the_task_of_a_recipe() -> None:
@@ -95,22 +56,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("math", {**FILES, "answer_pattern": "####.*"}, "must have exactly one group, it has 0"),
     ("math", {**FILES, "answer_pattern": "(.*)", **BOXED}, "answer_pattern and answer_boxed are different ways"),
     ("math", {**FILES, "choices_field": "choices", **BOXED}, "choices_field and answer_boxed are different ways"),
-    ("own_task:Echo", {}, "task.options.number: is missing"),
-    ("own_task:Echo", {"number": -1}, "task.options.number must not be negative"),
-    ("own_task:Ecko", {"number": 1}, "did you mean `Echo`"),
 ]
 
 
 @pytest.mark.parametrize(("name", "options", "message"), REFUSED)
-@pytest.mark.usefixtures("own_package")
 def test_wrong_names_and_options_fail_before_loading(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         check_task(recipe_of(name, **options))
-
-
-def test_a_task_of_the_users_own(own_package: str) -> None:
-    recipe = recipe_of(f"{own_package}:Echo", number=7)
-    check_task(recipe)
-    task = load_task(recipe, byte_tokenizer())
-    assert task.verifier("7", task.train_prompts[0].answer)
-    assert not task.verifier("8", task.train_prompts[0].answer)

@@ -106,6 +106,22 @@ def test_chat_template_of_a_real_tokenizer(shared_data: Path, tmp_path: Path) ->
         ("\\boxed{42", "43", False),
         ("\\boxed{10\\%}", "10\\%", True),
         ("\ud800 \\boxed{5}", "5", True),
+        ("work\n#### \\sqrt{51}", "\\sqrt{51}", True),  # LaTeX without dollar signs
+        ("work\n#### \\frac{3}{4}", "0.75", True),
+        ("work\n#### \\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}", True),
+        ("work\n#### Evelyn", "\\text{Evelyn}", True),
+        ("work\n#### \\sqrt{52}", "\\sqrt{51}", False),
+        ("Answer: 3\\sqrt{13}", "\\sqrt{117}", True),
+        ("**Final Answer:** \\left( 3, \\frac{\\pi}{2} \\right)", "(3, \\pi/2)", True),
+        ("Answer: 7\nso \\boxed{8}", "8", True),
+        ("<think>1</think>\n<answer>42</answer>", "42", True),  # DeepSeek-R1's format
+        ("<answer>so \\boxed{6}</answer>", "6", True),
+        ("<answer>42</answer> or 43", "43", True),  # not at the end, so not marked
+        ("\\boxed{5 dollars}", "5", True),  # words behind a number
+        ("\\boxed{5 sin x}", "5", False),
+        ("\\boxed{28\\,800}", "28800", True),  # groups of digits
+        ("\\fbox{7}", "7", True),
+        ("\\boxed{221, 8}", "221,$8", True),  # a stray dollar sign in the reference (OlympiadBench)
     ],
 )
 def test_verifier(text: str, answer: str, correct: bool) -> None:
@@ -254,13 +270,13 @@ def test_parquet_and_the_hub_give_the_same_prompts_as_jsonl(tmp_path: Path, monk
     parquet.parent.mkdir()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    sources: list[dict[str, Any]] = [
-        {"files": [jsonl]},
-        {"files": [str(parquet)]},
-        {"hub": str(parquet.parent), "split": "train"},
-    ]
+    sources = (
+        RowSource(files=[jsonl]),
+        RowSource(files=[str(parquet)]),
+        RowSource(hub=str(parquet.parent), split="train"),
+    )
     first, second, third = (
-        Task(MathOptions(train=RowSource(**source)), tokenizer=byte_tokenizer(), max_prompt_tokens=200).train_prompts
+        Task(MathOptions(train=source), tokenizer=byte_tokenizer(), max_prompt_tokens=200).train_prompts
         for source in sources
     )
     for other, name in ((second, "train.parquet"), (third, f"{parquet.parent}/train")):

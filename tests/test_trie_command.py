@@ -105,16 +105,6 @@ def test_a_step_may_be_named_and_the_first_has_its_samples_in_turn(run: Path) ->
     assert found["later"]["text"] == "not alone" + END
 
 
-def test_depth_and_nodes_bound_what_is_shown(run: Path) -> None:
-    shallow = record(run, "--prompt", "sum", "--depth", 4)["root"]
-    texts = {child["text"]: child for child in shallow["children"]}
-    assert texts["one "]["children"] == []
-    assert texts["one "]["num_hidden"] == 3
-    narrow = record(run, "--prompt", "sum", "--nodes", 1)["root"]
-    assert [child["text"] for child in narrow["children"]] == ["one plus "]
-    assert narrow["num_hidden"] == 1
-
-
 def test_what_is_not_there_is_named(run: Path, tmp_path: Path) -> None:
     for name in ("recipe.yaml", "metrics.jsonl"):
         (tmp_path / name).write_bytes((run / name).read_bytes())
@@ -181,12 +171,3 @@ def test_the_replay_gives_the_rollout(earlier: list[list[int]], later: list[int]
     assert [token for step in steps for token in step.token_ids] == later
     for step in steps:
         assert 1 <= len(step.token_ids) <= step.num_drafted + 1
-
-
-def test_a_known_rollout_takes_few_steps() -> None:
-    text = list(range(100, 150))
-    known = view([text] * 4, text, num_branches=4, max_depth=60)
-    assert len(known.steps) <= 4
-    (only,) = known.root.children
-    assert (only.token_ids, only.count, only.is_taken, only.children) == (text, 4, True, [])
-    assert len(view([], text, num_branches=4, max_depth=60).steps) == 50

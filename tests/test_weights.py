@@ -162,27 +162,23 @@ def test_damaged_folders_are_refused(folder: Path, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "sharded", max_shard_size=20_000)
     shard = min((tmp_path / "sharded").glob("*.safetensors"))
     shard.unlink()
-    with pytest.raises(ValueError, match=f"{shard.name}: no readable safetensors file .*is the download complete"):
-        _load(tmp_path / "sharded")
-    weight_file = folder / "model.safetensors"
-    weight_file.write_bytes(weight_file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"model\.safetensors: no readable safetensors file"):
-        _load(folder)
-    weight_file.unlink()
-    with pytest.raises(ValueError, match="only safetensors weights are read"):
-        _load(folder)
-    (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json: no readable JSON"):
-        read_config(folder)
-    (folder / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"no config\.json"):
-        read_config(folder)
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
-    with pytest.raises(ValueError, match=r"no tokenizer in this folder; expected one of tokenizer\.json"):
-        load_tokenizer(folder)
-    (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match="transformers reads no tokenizer"):
-        load_tokenizer(folder)
+    weight_file, config, tokenizer = (folder / name for name in ("model.safetensors", "config.json", "tokenizer.json"))
+
+    def damage(file: Path, content: bytes | None) -> Path:
+        file.unlink() if content is None else file.write_bytes(content)
+        return folder
+
+    for load, path, message in (
+        (_load, lambda: shard.parent, f"{shard.name}: no readable safetensors file .*is the download complete"),
+        (_load, lambda: damage(weight_file, b"{"), r"model\.safetensors: no readable safetensors file"),
+        (_load, lambda: damage(weight_file, None), "only safetensors weights are read"),
+        (read_config, lambda: damage(config, b"{"), r"config\.json: no readable JSON"),
+        (read_config, lambda: damage(config, None), r"no config\.json"),
+        (load_tokenizer, lambda: folder, r"no tokenizer in this folder; expected one of tokenizer\.json"),
+        (load_tokenizer, lambda: damage(tokenizer, b"{"), "transformers reads no tokenizer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(path())
 
 
 @pytest.mark.parametrize(
