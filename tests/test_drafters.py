@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,14 +103,12 @@ def test_a_preempted_sample_starts_again_in_another_slot_and_drafts_the_same(nam
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_what_is_learned_from_elsewhere_is_as_good_as_decoded(name: str) -> None:
     drafts = []
-    for is_decoded in (True, False):
-        drafter = DRAFTERS[name]()
-        if is_decoded:
-            run(drafter, request(), TEXT[:40])
-            drafter.on_policy_update()
-        else:
-            prompt = RecordedPrompt(prompt_id="", prompt_token_ids=(1, 2), samples=[np.array(TEXT[:40], np.int32)])
-            feed_drafter(drafter, [prompt], "train")
+    decoding, told = DRAFTERS[name](), DRAFTERS[name]()
+    run(decoding, request(), TEXT[:40])
+    decoding.on_policy_update()
+    prompt = RecordedPrompt(prompt_id="", prompt_token_ids=(1, 2), samples=[np.array(TEXT[:40], np.int32)])
+    feed_drafter(told, [prompt], "train")
+    for drafter in (decoding, told):
         start(drafter, {0: request()})
         observe(drafter, {0: TEXT[:12]})
         drafts.append(chain_of(propose(drafter, [0])[0]))
@@ -167,17 +167,6 @@ def test_warm_up_compiles_every_kernel_that_a_rollout_needs(name: str) -> None:
 # --- Checked trees ----------------------------------------------------------------------------------------------------
 
 
-def trees_of(**changes: object) -> DraftTrees:
-    """Two trees: a root with two children, the first of which has one; and a single node."""
-    arrays: dict[str, object] = {
-        "token_ids": np.array([1, 2, 3, 4], np.int32),
-        "parents": np.array([-1, -1, 0, -1], np.int32),
-        "scores": np.array([0.5, 0.25, 0.2, 0.9], np.float32),
-        "offsets": np.array([0, 3, 4]),
-    }
-    return DraftTrees(**(arrays | changes))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -185,18 +174,22 @@ def trees_of(**changes: object) -> DraftTrees:
         ({"token_ids": np.array([1, 2, 3], np.int32)}, "found 2 trees with 3, 4 and 4"),
         ({"token_ids": np.array([1, 2, 3, 4])}, "token_ids that are no one-dimensional int32 array"),
         ({"parents": np.array([-1, -1, 2, -1], np.int32)}, "node 2 of tree 0 has parent 2, but a parent comes before"),
-        ({"parents": np.array([-1, -1, 0, 0], np.int32)}, "node 3 of tree 1 has parent 0"),
         ({"scores": np.array([0.5, np.nan, 0.2, 0.9], np.float32)}, "node 1 of tree 0 has score nan"),
         ({"offsets": np.array([0, 4])}, "expected 2 trees, .* found 1 trees"),
-        ({"offsets": np.array([0, 3, 5])}, "expected 2 trees, whose offsets run from 0 to the number of tokens"),
         ({"offsets": np.array([0, 0, 4])}, "tree 1 has 4 nodes, expected 0 to 3"),
     ],
 )
-def test_incorrect_trees_are_refused_by_name(changes: dict[str, object], message: str) -> None:
-    most = np.array([3, 3])
-    check_trees(trees_of(), most, 9, "the drafter my_fork:Drafter")
+def test_incorrect_trees_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    """Of two trees: a root with two children, the first of which has one; and a single node."""
+    trees = DraftTrees(
+        token_ids=np.array([1, 2, 3, 4], np.int32),
+        parents=np.array([-1, -1, 0, -1], np.int32),
+        scores=np.array([0.5, 0.25, 0.2, 0.9], np.float32),
+        offsets=np.array([0, 3, 4]),
+    )
+    check_trees(trees, np.array([3, 3]), 9, "the drafter my_fork:Drafter")
     with pytest.raises(ValueError, match=f"^the drafter my_fork:Drafter proposed .*{message}"):
-        check_trees(trees_of(**changes), most, 9, "the drafter my_fork:Drafter")
+        check_trees(replace(trees, **changes), np.array([3, 3]), 9, "the drafter my_fork:Drafter")
 
 
 # --- ngram ------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from srtrl.tasks.grading import Grader
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.reward_terms import resolve_rewards
 from srtrl.tasks.rewards import overlong_penalty
-from srtrl.types import Grade, Prompt
+from srtrl.types import FinishReason, Grade, Prompt
 
 CPU_SECONDS = 0.3
 
@@ -245,7 +245,7 @@ def test_grades_keep_the_order_of_the_tickets(package: str) -> None:
 def test_weighted_sum_of_in_process_rewards(package: str) -> None:
     sections = [RewardSection(name="correct", weight=2.0), RewardSection(name=f"{package}:length", weight=-0.5)]
     with Grader(StubTask(equal_texts), sections, GradingSection(), max_new_tokens=10) as grader:
-        samples = (("ok", "stop", 5), ("no", "length", 10), ("raise", "stop", 1))
+        samples: list[tuple[str, FinishReason, int]] = [("ok", "stop", 5), ("no", "length", 10), ("raise", "stop", 1)]
         grades = grader.collect([grader.submit(prompt_of("ok"), *sample) for sample in samples])
     assert [grade.reward for grade in grades] == [2.0 - 0.25, -0.5, 0.0]
     assert grades[0].parts == {"correct": 1.0, "length": 0.5}

@@ -37,8 +37,8 @@ def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], kinds: str) -
 
 
 @pytest.mark.parametrize("kinds", ["logprobs", "entropy", "logprobs and entropy"])
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-@pytest.mark.parametrize(("num_tokens", "chunk_size"), [(R, 8), (R, 1), (R, 37), (R, 1024), (1, 8)])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(("num_tokens", "chunk_size"), [(R, 8), (R, 37), (R, 1024), (1, 8), (0, 8)])
 def test_values_and_gradients_equal_the_reference(
     num_tokens: int, chunk_size: int, temperature: float, kinds: str
 ) -> None:
@@ -48,15 +48,6 @@ def test_values_and_gradients_equal_the_reference(
     torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
     our_gradients = gradients(ours, (hidden, weight), kinds)
     torch.testing.assert_close(our_gradients, gradients(reference, (hidden, weight), kinds), rtol=1e-12, atol=1e-12)
-
-
-def test_no_tokens_give_empty_outputs_and_zero_gradients() -> None:
-    hidden, weight, target_ids = make_inputs(0)
-    logprobs, entropy = token_logprobs(hidden, weight, target_ids, temperature=1.0)
-    assert logprobs.shape == entropy.shape == (0,)
-    grad_hidden, grad_weight = torch.autograd.grad(logprobs.sum(), (hidden, weight))
-    assert grad_hidden.shape == (0, D)
-    assert torch.equal(grad_weight, torch.zeros(V, D, dtype=torch.float64))
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -50,26 +50,22 @@ def test_logits_of_roots_and_tree_nodes_are_those_of_transformers(
 
 @settings(deadline=None, max_examples=40)
 @given(
-    contexts=st.lists(st.integers(1, 90), min_size=1, max_size=4),
-    sizes=st.lists(st.integers(0, 40), min_size=4, max_size=4),
+    sequences=st.lists(st.tuples(st.integers(1, 90), st.integers(0, 40)), min_size=1, max_size=4),
     chunk=st.tuples(st.integers(0, 30), st.integers(1, 5)),
-    page_size=st.sampled_from([1, 5, 16]),
-    heads=st.sampled_from([(1, 1, 2), (4, 2, 16), (6, 1, 9), (7, 7, 24)]),
+    shape=st.tuples(st.sampled_from([1, 5, 16]), st.sampled_from([(1, 1, 2), (4, 2, 16), (6, 1, 9), (7, 7, 24)])),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 1000),
 )
 def test_kernel_agrees_with_the_reference_and_a_rows_bits_do_not_depend_on_the_batch(
-    contexts: list[int],
-    sizes: list[int],
+    sequences: list[tuple[int, int]],
     chunk: tuple[int, int],
-    page_size: int,
-    heads: tuple[int, int, int],
+    shape: tuple[int, tuple[int, int, int]],
     dtype: torch.dtype,
     seed: int,
 ) -> None:
-    sizes = sizes[: len(contexts)]
+    page_size, (num_heads, num_kv_heads, head_dim) = shape
+    contexts, sizes = zip(*sequences, strict=True)
     step = make_step(seed, contexts=contexts, sizes=sizes, chunks=[chunk], page_size=page_size, padding=3, device="cpu")
-    num_heads, num_kv_heads, head_dim = heads
     cache = make_cache(
         step.num_pages, page_size, num_kv_heads, head_dim, dtype, num_layers=2, token_major=False, device="cpu"
     )

@@ -7,9 +7,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from srtrl.drafters.base import NoOptions
-from srtrl.recipe import Section
-from srtrl.recipe_file import REMOVED, RecipeError, dump_recipe, load_recipe, read_source, validate_section
+from srtrl.recipe_file import REMOVED, RecipeError, dump_recipe, load_recipe, read_source
 
 MINIMAL = """\
 name: test
@@ -86,11 +84,8 @@ def test_scientific_notation_is_a_number(recipe_file: Path) -> None:
         ("  mini_batch_prompts: 4.0", "13: train.mini_batch_prompts: should be a valid integer, found 4.0"),
         ("  learning_rate: -1", "13: train.learning_rate: should be greater than 0, found -1"),
         ("  learning_rate: .nan", "13: train.learning_rate: should be a finite number, found NaN"),
-        ("  betas: [0.9]", "13: train.betas.1: is missing"),
         ("  betas: [0.9, 1]", "13: train.betas.1: should be less than 1, found 1"),
-        ("  schedule: cosin", "13: train.schedule: should be 'constant', 'linear' or 'cosine', found \"cosin\""),
         ("eval:", "13: eval: should be a section (key: value), found null"),
-        ("log: {trackers: [1]}", "13: log.trackers.0: should be a text (quote it if it looks like a number), found 1"),
         ("rewards:\n- {weight: 2}", "14: rewards.0.name: is missing (A function in `srtrl/tasks/rewards.py`, or "),
         ("  num_steps: 4", "13:3: not valid YAML: `num_steps` is given twice, first in line 12"),
         ("  1: 4", "13:3: not valid YAML: a key must be a text, found 1"),
@@ -115,7 +110,6 @@ def test_file_errors_name_line_key_and_expectation(recipe_file: Path, line: str,
         ("train.num_steps.x=1", "train.num_steps: is 3, which has no place `x`"),
         ("rewards.0.weight=2", 'rewards: should be a valid list, found {"0": {"weight": 2}}'),
         ("rollout.draft_budget=-1", "rollout.draft_budget: should be 'auto' or should be greater than or equal to 0, "),
-        ("rollout.run_ahead=both", "rollout.run_ahead: should be 'off' or 'next_step', found \"both\""),
         *((f"{key}=true", f"{key}: {hint}") for key, hint in REMOVED.items()),
     ],
 )
@@ -186,17 +180,3 @@ def test_a_dumped_recipe_loads_as_the_same(
     path.write_text(dump_recipe(recipe), encoding="utf-8")
     assert load_recipe(path) == recipe
     assert yaml.safe_load(dump_recipe(recipe))["name"] == "test"
-
-
-class Options(Section):
-    """Options of a task that a user wrote."""
-
-    num_train: int = 1
-
-
-def test_options_are_checked_at_their_place() -> None:
-    with pytest.raises(RecipeError, match=r"^task.options.num_trian: unknown key, did you mean `num_train`\?$"):
-        validate_section(Options, {"num_trian": 3}, "task.options")
-    assert validate_section(Options, {"num_train": 3}, "task.options").num_train == 3
-    with pytest.raises(RecipeError, match=r"^rollout.drafter_options.rule: unknown key; known here: none$"):
-        validate_section(NoOptions, {"rule": "blend"}, "rollout.drafter_options")

@@ -348,11 +348,9 @@ RUN_AHEAD = ("--history", "0.5", "--history-as", "run-ahead")
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (("--drafter", "nne"), "--drafter: `nne` is not in srtrl/drafters/, did you mean `none`?"),
         (("--drafter-options", "x=1"), "--drafter-options: x: unknown key"),
         (("--history", "1"), "--history: expected a share of at least 0 and below 1, found 1.0"),
         (("--max-tokens", "1"), "nothing to decode: each sample has one token"),
-        (("--tokenizer", "./nowhere"), "--tokenizer: ./nowhere: "),
         (("ROWS",), "rows.jsonl: given twice"),
         (RUN_AHEAD, "--history-as: run-ahead needs --slots"),
         ((*RUN_AHEAD, "--slots", "2"), "one training step, and nothing to run ahead for; give --step-prompts"),

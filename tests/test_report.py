@@ -14,7 +14,6 @@ import pytest
 
 from srtrl.engine.stats import DecodeStep
 from srtrl.metrics import MetricLog
-from srtrl.report.charts import Chart, draw
 from srtrl.report.page import write_report
 from srtrl.trainer.run_folder import TIMELINE_COLUMNS, read_timeline, step_file_name, write_timeline
 
@@ -137,18 +136,6 @@ def test_a_run_that_speculates_shows_what_it_brought(tmp_path: Path) -> None:
     (run / "timeline" / step_file_name(3)).write_bytes(b"nonsense")
     with pytest.raises(ValueError, match=r"step_000003.parquet: cannot read this timeline"):
         write_report(run)
-
-
-def test_lines_are_of_what_was_logged() -> None:
-    chart = Chart("title", "unit", ["a/*", "b"], "note")
-    rows = [{"step": step, "a/x": 1.0, "a/y": 0.0, "b": 2.0, "c": 3.0} for step in (1, 2)]
-    text = draw(chart, rows)
-    assert text is not None
-    assert text == draw(chart, rows), "the same data gives the same bytes"
-    assert {"a/x", "b", "step", "unit"} <= (words := texts_of(ElementTree.fromstring(text)))
-    assert not {"a/y", "c"} & words
-    assert draw(chart, [{"step": 1, "a/y": 0.0}]) is None
-    assert draw(chart, []) is None
 
 
 def test_an_interrupted_run_says_so_and_leaves_out_what_is_missing(tmp_path: Path) -> None:

@@ -113,15 +113,14 @@ def test_damaged_and_foreign_files_are_named(tmp_path: Path) -> None:
     cache = filled()
     with pytest.raises(FileNotFoundError):
         cache.load(path)
-    path.write_bytes(b"not a cache")
-    with pytest.raises(ValueError, match=r"rollouts\.safetensors"):
-        cache.load(path)
     cache.save(path)
-    path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(ValueError, match=r"rollouts\.safetensors"):
-        cache.load(path)
-    cache.save(path)
-    path.write_bytes(path.read_bytes().replace(b"rollout cache 1", b"rollout cache 9"))
-    with pytest.raises(ValueError, match=r"rollouts\.safetensors: expected .*cache 1.*found .*cache 9"):
-        cache.load(path)
+    saved = path.read_bytes()
+    for content, message in (
+        (b"not a cache", ""),
+        (saved[:-8], ""),
+        (saved.replace(b"rollout cache 1", b"rollout cache 9"), ": expected .*cache 1.*found .*cache 9"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"rollouts\.safetensors{message}"):
+            cache.load(path)
     assert as_lists(cache) == as_lists(filled()), "a file that is refused changes nothing"

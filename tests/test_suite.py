@@ -153,13 +153,11 @@ def test_a_run_is_asked_as_it_was_trained_and_the_command_line_goes_before_all(d
         (["--only", "gsm8k"], "--only: it needs --suite"),
         (["--suite", "mth"], "--suite: mth is neither a suite, did you mean `math`?"),
         (["--suite", "math", "--only", "gsm8"], "--only: no benchmark `gsm8`, did you mean `gsm8k`?"),
-        (["--suite", "math", "--only", ","], "--only: expected names of benchmarks"),
         (["--suite", "math", "--data", "gsm8k"], "--data: expected NAME=FILE, found 'gsm8k'"),
         (["--suite", "math", "--data", "gsm=x.jsonl"], "--data: no benchmark `gsm`, did you mean"),
         (["--suite", "math", "--data-dir", "nowhere"], "--data-dir: there is no folder nowhere"),
         (["--suite", "math", "--task", "math"], "--task and --suite: choose one"),
         (["--suite", "math", "--output", "x.csv"], "--output: expected a .jsonl or .parquet file, found x.csv"),
-        (["--suite", "math", "--output", "gone/x.jsonl"], "--output: there is no folder gone"),
         (["--suite", "math", "--prompt-template", "hello"], "--prompt-template: it must contain {problem}"),
     ],
 )
@@ -224,9 +222,11 @@ def test_the_suite_end_to_end(policy: Path, data: Path, tmp_path: Path) -> None:
     own = [row for row in rows if row["benchmark"] != "mmlu_stem"]
     assert pyarrow.parquet.read_table(parquet).to_pylist() == own
     for text in (
-        *("MATH-500", f"{100 * math500['result']['accuracy']:.1f}% (", "has 5 problems, known are 500."),
-        *("1 of 7 problems are in no figure: their prompts have more than 110 tokens.", "aime24: no data: --data-dir"),
-        *("macro average of avg@N over 2 of 3 benchmarks: ", "prompt_template '{problem}\\n', chat_template False"),
+        *("seed 0, temperature 1.0", "MATH-500", f"{100 * math500['result']['accuracy']:.1f}% ("),
+        *("has 5 problems, known are 500.", "aime24: no data: --data-dir"),
+        "1 of 7 problems are in no figure: their prompts have more than 110 tokens.",
+        "macro average of avg@N over 2 of 3 benchmarks: ",
+        "prompt_template '{problem}\\n', chat_template False",
     ):
         assert text in table
 
@@ -236,8 +236,6 @@ def test_a_task_s_figures_say_what_they_were_measured_with(policy: Path) -> None
     record = json.loads(run(*arguments, "eval.top_k=5", "--json").stdout)
     asked = {"task": "arithmetic", "seed": 3, "temperature": 1.0, "top_k": 5, "top_p": 1.0, "max_new_tokens": 8}
     assert {name: record[name] for name in asked} == asked
-    table = " ".join(run(*arguments, "eval.top_k=5").stdout.split())
-    assert "seed 3, temperature 1.0, top_k 5, top_p 1.0, max_prompt_tokens 64, max_new_tokens 8" in table
 
 
 # --- The drafter ------------------------------------------------------------------------------------------------------

@@ -230,13 +230,13 @@ def test_fields_inside_fields_numbers_and_ids(tmp_path: Path) -> None:
         {"prompt": "b", "reward_model": {"ground_truth": "-0.5"}, "index": "eight"},
         {"prompt": "c", "reward_model": {"ground_truth": 10**400}, "index": 9.5},
     ]
-    options = {"problem_field": "prompt", "answer_field": "reward_model.ground_truth", "id_field": "index"}
-    task = make_task(write_rows(tmp_path / "rows.jsonl", rows), **options)
+    fields = {"problem_field": "prompt", "answer_field": "reward_model.ground_truth", "id_field": "index"}
+    task = make_task(write_rows(tmp_path / "rows.jsonl", rows), 1000, **fields)
     found = [(prompt.prompt_id, prompt.answer) for prompt in task.train_prompts]
     assert found == [("7", "204"), ("eight", "-0.5"), ("9.5", "1" + "0" * 400)]
     twice = write_rows(tmp_path / "twice.jsonl", [rows[0], rows[0]])
     with pytest.raises(ValueError, match=r"twice\.jsonl:2: an earlier row has the same `index`, 7"):
-        make_task(twice, **options)
+        make_task(twice, 1000, **fields)
 
 
 @pytest.mark.parametrize(
@@ -270,14 +270,10 @@ def test_parquet_and_the_hub_give_the_same_prompts_as_jsonl(tmp_path: Path, monk
     parquet.parent.mkdir()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    sources = (
-        RowSource(files=[jsonl]),
-        RowSource(files=[str(parquet)]),
-        RowSource(hub=str(parquet.parent), split="train"),
-    )
+    hub = RowSource(hub=str(parquet.parent), split="train")
     first, second, third = (
         Task(MathOptions(train=source), tokenizer=byte_tokenizer(), max_prompt_tokens=200).train_prompts
-        for source in sources
+        for source in (RowSource(files=[jsonl]), RowSource(files=[str(parquet)]), hub)
     )
     for other, name in ((second, "train.parquet"), (third, f"{parquet.parent}/train")):
         for a, b in zip(first, other, strict=True):

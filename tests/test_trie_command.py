@@ -31,6 +31,7 @@ TEXTS = {
 }
 """Step -> prompt -> the texts of its samples."""
 END = "<|endoftext|>"
+COLUMNS = ("prompt_id", "prompt", "draw_index", "sample_index", "token_ids")
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +44,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "recipe.yaml").write_text(RECIPE.format(model=folder / "model"))
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     for step, prompts in TEXTS.items():
-        rows = [
-            {
-                "prompt_id": prompt_id,
-                "prompt": f"[{prompt_id}]\n",
-                "draw_index": draw,
-                "sample_index": index,
-                "token_ids": [*tokenizer.encode(text), tokenizer.eos_token_id],
-            }
-            for draw, (prompt_id, texts) in enumerate(prompts.items())
+        samples = [
+            (name, f"[{name}]\n", draw, index, [*tokenizer.encode(text), tokenizer.eos_token_id])
+            for draw, (name, texts) in enumerate(prompts.items())
             for index, text in enumerate(texts)
         ]
-        pq.write_table(pa.Table.from_pylist(rows[::-1]), folder / "rollouts" / f"step_{step:06d}.parquet")
+        columns = map(list, zip(*samples[::-1], strict=True))
+        table = pa.table(dict(zip(COLUMNS, columns, strict=True)))
+        pq.write_table(table, folder / "rollouts" / f"step_{step:06d}.parquet")
     return folder
 
 

@@ -41,16 +41,6 @@ def test_a_fresh_critic_says_zero_and_learns_in_its_first_step_and_its_body_in_t
     assert body_gradients[1] > 0
 
 
-def test_a_value_is_of_the_state_behind_its_token() -> None:
-    """A sequence's value at a token does not depend on what follows, nor on the other sequence."""
-    model = make_value_model()
-    values = values_of(model)
-    for first, length in ((0, 5), (5, 3)):
-        for end in range(1, length + 1):
-            alone = model(TOKEN_IDS[first : first + end], PackedPlan.from_lengths([end], "cpu"))
-            torch.testing.assert_close(values[first + end - 1], alone[-1], rtol=0, atol=1e-12)
-
-
 def test_values_are_float32_for_a_bfloat16_body_and_under_autocast() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         model = make_value_model(dtype=dtype)
