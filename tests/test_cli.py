@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import yaml
+from recipe_cases import recipe_text
 from tiny_run import make_policy
 from typer.testing import CliRunner, Result
 
@@ -18,23 +19,6 @@ from srtrl.recipe import Recipe
 from srtrl.recipe_file import load_recipe
 from srtrl.trainer.evaluate import EvalJob
 
-RECIPE = """\
-name: test
-device: cpu
-model:
-  path: {policy}
-task:
-  name: arithmetic
-  options: {{num_train: 50, num_eval: 20}}
-rollout:
-  num_prompts: 8
-  num_samples: 4
-  max_prompt_tokens: 64
-  max_new_tokens: 64
-train:
-  num_steps: 3
-"""
-
 
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -44,7 +28,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def recipe_file(tmp_path: Path, policy: Path) -> Path:
     path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE.format(policy=policy))
+    path.write_text(recipe_text(path=policy))
     return path
 
 
@@ -114,7 +98,7 @@ def test_an_option_of_the_task_is_named_with_its_line(recipe_file: Path) -> None
     text = recipe_file.read_text().replace("name: arithmetic", "name: math")
     recipe_file.write_text(text.replace("  options: {num_train: 50, num_eval: 20}\n", options))
     result = run("show-config", recipe_file, "--check")
-    assert result.stderr.startswith(f"error: {recipe_file}:10: task.options.train.files.0: no file missing.jsonl")
+    assert result.stderr.startswith(f"error: {recipe_file}:9: task.options.train.files.0: no file missing.jsonl")
 
 
 # --- train, eval, bench, report ---------------------------------------------------------------------------------------

@@ -7,21 +7,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from recipe_cases import recipe_text
 from typer.testing import CliRunner, Result
 
 from srtrl.cli import app
 from srtrl.metrics import MetricLog
 from srtrl.report.compare import draw_comparison, group_runs
-
-RECIPE = """\
-name: {name}
-seed: {seed}
-model: {{path: "bundled:tiny"}}
-task: {{name: arithmetic}}
-rollout: {{num_prompts: 8, num_samples: 4, max_prompt_tokens: 64, max_new_tokens: 64}}
-algorithm: {{loss: {loss}}}
-train: {{num_steps: 4}}
-"""
 
 
 def make_run(
@@ -29,7 +20,8 @@ def make_run(
 ) -> Path:
     """A run folder with made-up figures: accuracy 0.3 before, and `gain` more with each step."""
     folder.mkdir(parents=True)
-    (folder / "recipe.yaml").write_text(RECIPE.format(name=folder.name, seed=seed, loss=loss))
+    text = recipe_text(f"seed: {seed}\nalgorithm: {{loss: {loss}}}\n", name=folder.name, num_steps=4)
+    (folder / "recipe.yaml").write_text(text)
     with MetricLog(folder / "metrics.jsonl") as log:
         for step in range(steps + 1):
             row: dict[str, float] = {}

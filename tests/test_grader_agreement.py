@@ -1,20 +1,18 @@
 """The grader against reference solutions: it accepts its own, refuses those of other problems, and says where not."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from task_cases import Rows
 from test_cli import run
 
 from srtrl.evaluation.grader_check import check_grader
 from srtrl.recipe import GradingSection
 from srtrl.tasks.arithmetic import is_correct as is_integer
-from srtrl.tasks.base import Verifier
 from srtrl.tasks.final_answer import extract_answer
 from srtrl.tasks.math_verifier import is_correct
-from srtrl.types import Prompt
 
 GRADING = GradingSection(num_workers=2, timeout_seconds=10.0)
 KNOWN = {("math500", "test/algebra/2193.json", "other solution")}
@@ -38,26 +36,6 @@ def test_the_grader_agrees_with_reference_solutions(shared_data: Path, num_rows:
         assert report["num_asked"]["other solution"] >= 0.85 * num
         found = {(report["name"], one["prompt_id"], one["question"]) for one in report["disagreements"]}
         assert found <= KNOWN
-
-
-class Rows:
-    """A task of (prompt_id, answer, solution) rows."""
-
-    train_prompts: Sequence[Prompt] = ()
-
-    def __init__(self, verifier: Verifier, *rows: tuple[str, str, str | None]) -> None:
-        self.verifier = verifier
-        self.load_report: dict[str, int] = {}
-        self.eval_prompts = [
-            Prompt(prompt_id=name, text="x", token_ids=(0,), answer=answer) for name, answer, _ in rows
-        ]
-        self._solutions = {name: solution for name, _, solution in rows}
-
-    def solution(self, prompt: Prompt) -> str:
-        solution = self._solutions[prompt.prompt_id]
-        if solution is None:
-            raise ValueError("no solution")
-        return solution
 
 
 def test_each_way_to_disagree_is_said_with_its_reason() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from task_cases import Rows
 
 from srtrl.recipe import GradingSection, RewardSection
 from srtrl.resolve import resolve_function
@@ -104,20 +105,6 @@ REWARDS = """
 """
 
 
-class StubTask:
-    """A task of which the grader needs the verifier only."""
-
-    def __init__(self, verifier: Verifier) -> None:
-        self.verifier = verifier
-        self.train_prompts: Sequence[Prompt] = ()
-        self.eval_prompts: Sequence[Prompt] = ()
-        self.load_report: dict[str, int] = {}
-
-    def solution(self, prompt: Prompt) -> str:
-        """The reference answer."""
-        return prompt.answer
-
-
 def equal_texts(text: str, answer: str, /) -> bool:
     return text == answer
 
@@ -142,7 +129,7 @@ def prompt_of(answer: str, number: int = 0) -> Prompt:
 def make_grader(*names: str, num_workers: int = 2, verifier: Verifier = equal_texts) -> Grader:
     sections = [RewardSection(name=name) for name in names]
     grading = GradingSection(num_workers=num_workers, timeout_seconds=CPU_SECONDS)
-    return Grader(StubTask(verifier), sections, grading, max_new_tokens=10)
+    return Grader(Rows(verifier), sections, grading, max_new_tokens=10)
 
 
 def grade_all(grader: Grader, texts: Sequence[str]) -> list[Grade]:
@@ -244,7 +231,7 @@ def test_grades_keep_the_order_of_the_tickets(package: str) -> None:
 
 def test_weighted_sum_of_in_process_rewards(package: str) -> None:
     sections = [RewardSection(name="correct", weight=2.0), RewardSection(name=f"{package}:length", weight=-0.5)]
-    with Grader(StubTask(equal_texts), sections, GradingSection(), max_new_tokens=10) as grader:
+    with Grader(Rows(equal_texts), sections, GradingSection(), max_new_tokens=10) as grader:
         samples: list[tuple[str, FinishReason, int]] = [("ok", "stop", 5), ("no", "length", 10), ("raise", "stop", 1)]
         grades = grader.collect([grader.submit(prompt_of("ok"), *sample) for sample in samples])
     assert [grade.reward for grade in grades] == [2.0 - 0.25, -0.5, 0.0]
@@ -312,7 +299,7 @@ def test_options_reach_rewards_wherever_they_run(package: str) -> None:
         RewardSection(name=f"{package}:ranked", options={"step": 10.0}),
         RewardSection(name="overlong_penalty", options={"cache_tokens": 4}),
     ]
-    with Grader(StubTask(equal_texts), sections, GradingSection(num_workers=1), max_new_tokens=10) as grader:
+    with Grader(Rows(equal_texts), sections, GradingSection(num_workers=1), max_new_tokens=10) as grader:
         grades = grade_all(grader, ["ok", "12345678"])
     assert [grade.outcome for grade in grades] == ["correct", "wrong"]
     assert grades[0].parts == {"scaled": 6.5, "ranked": 0.0, "overlong_penalty": 0.0}

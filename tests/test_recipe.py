@@ -6,23 +6,9 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recipe_cases import MINIMAL
 
 from srtrl.recipe_file import REMOVED, RecipeError, dump_recipe, load_recipe, read_source
-
-MINIMAL = """\
-name: test
-model:
-  path: bundled:tiny
-task:
-  name: arithmetic
-rollout:
-  num_prompts: 8
-  num_samples: 4
-  max_prompt_tokens: 64
-  max_new_tokens: 64
-train:
-  num_steps: 3
-"""
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from recipe_cases import recipe_text
 
 from srtrl.algorithms.reductions import MAX_ERROR
 from srtrl.checks import check_recipe
@@ -17,15 +18,6 @@ from srtrl.recipe import Recipe
 from srtrl.recipe_conflicts import MAX_KL_ERROR
 from srtrl.recipe_file import RecipeError, build_recipe, load_recipe, read_source
 
-MINIMAL = """\
-name: test
-model: {path: "bundled:tiny"}
-task:
-  name: arithmetic
-  options: {num_train: 16, num_eval: 4} # drawing the default number takes seconds
-rollout: {num_prompts: 8, num_samples: 4, max_prompt_tokens: 64, max_new_tokens: 64}
-train: {num_steps: 3}
-"""
 HEADS = (
     "warm_start={output: made, architecture: {hidden_size: 9, intermediate_size: 8, num_hidden_layers: 1, "
     "num_attention_heads: %d, num_key_value_heads: %d}}"
@@ -79,7 +71,7 @@ def recipe_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "own", raising=False)
     path = tmp_path / "recipe.yaml"
-    path.write_text(MINIMAL)
+    path.write_text(recipe_text())
     return path
 
 

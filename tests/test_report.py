@@ -11,20 +11,14 @@ from xml.etree import ElementTree
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from recipe_cases import recipe_text
 
 from srtrl.engine.stats import DecodeStep
 from srtrl.metrics import MetricLog
 from srtrl.report.page import write_report
 from srtrl.trainer.run_folder import TIMELINE_COLUMNS, read_timeline, step_file_name, write_timeline
 
-RECIPE = """\
-name: fake
-model: {{path: "bundled:tiny"}}
-task: {{name: arithmetic}}
-rewards: [{{name: correct}}, {{name: format, weight: 0.1}}]
-rollout: {{num_prompts: 8, num_samples: 4, max_prompt_tokens: 64, max_new_tokens: 64}}
-train: {{num_steps: {num_steps}}}
-"""
+REWARDS = "rewards: [{name: correct}, {name: format, weight: 0.1}]\n"
 PLAIN_CHARTS = [
     *("Reward", "Accuracy", "Response length", "Truncated responses", "Groups"),
     *("Loss", "KL to the reference", "Entropy", "Clipped tokens", "Gradient norm", "Learning rate"),
@@ -39,7 +33,7 @@ def make_run(
 ) -> Path:
     """A run folder as the trainer writes it, with made-up figures."""
     (folder / "rollouts").mkdir(parents=True)
-    (folder / "recipe.yaml").write_text(RECIPE.format(num_steps=planned or num_steps))
+    (folder / "recipe.yaml").write_text(recipe_text(REWARDS, num_steps=planned or num_steps))
     noise = random.Random(0)
     with MetricLog(folder / "metrics.jsonl") as log:
         log.write(0, eval_metrics(0.31))
@@ -156,7 +150,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         write_report(tmp_path / "none")
     with pytest.raises(ValueError, match=r"it has no recipe.yaml and no metrics.jsonl"):
         write_report(tmp_path)
-    (tmp_path / "recipe.yaml").write_text(RECIPE.format(num_steps=3))
+    (tmp_path / "recipe.yaml").write_text(recipe_text())
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="no complete row yet"):
         write_report(tmp_path)

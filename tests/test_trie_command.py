@@ -10,20 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recipe_cases import recipe_text
 from typer.testing import CliRunner, Result
 
 from srtrl.cli import app
 from srtrl.report.trie_view import Branch, PastRollout, PromptHistory, TrieView, view_trie
 from srtrl.trainer.warm_start import train_tokenizer
 
-RECIPE = """\
-name: fake
-model: {{path: "{model}"}}
-task: {{name: arithmetic}}
-rollout: {{num_prompts: 2, num_samples: 2, max_prompt_tokens: 64, max_new_tokens: 64}}
-train: {{num_steps: 4}}
-log: {{save_rollouts: false}}
-"""
 TEXTS = {
     1: {"sum": ["one plus two is three", "one plus one is two"], "odd": ["alone here", "not alone"]},
     3: {"sum": ["one plus two is three", "two"]},
@@ -41,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rollouts").mkdir(parents=True)
     tokenizer = train_tokenizer([], 257)
     tokenizer.save_pretrained(folder / "model")
-    (folder / "recipe.yaml").write_text(RECIPE.format(model=folder / "model"))
+    (folder / "recipe.yaml").write_text(recipe_text("log: {save_rollouts: false}\n", path=folder / "model"))
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     for step, prompts in TEXTS.items():
         samples = [

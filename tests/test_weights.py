@@ -161,24 +161,23 @@ def test_wrong_tensors_are_refused(folder: Path, name: str, tensor: Tensor, mess
 def test_damaged_folders_are_refused(folder: Path, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "sharded", max_shard_size=20_000)
     shard = min((tmp_path / "sharded").glob("*.safetensors"))
-    shard.unlink()
     weight_file, config, tokenizer = (folder / name for name in ("model.safetensors", "config.json", "tokenizer.json"))
-
-    def damage(file: Path, content: bytes | None) -> Path:
-        file.unlink() if content is None else file.write_bytes(content)
-        return folder
-
-    for load, path, message in (
-        (_load, lambda: shard.parent, f"{shard.name}: no readable safetensors file .*is the download complete"),
-        (_load, lambda: damage(weight_file, b"{"), r"model\.safetensors: no readable safetensors file"),
-        (_load, lambda: damage(weight_file, None), "only safetensors weights are read"),
-        (read_config, lambda: damage(config, b"{"), r"config\.json: no readable JSON"),
-        (read_config, lambda: damage(config, None), r"no config\.json"),
-        (load_tokenizer, lambda: folder, r"no tokenizer in this folder; expected one of tokenizer\.json"),
-        (load_tokenizer, lambda: damage(tokenizer, b"{"), "transformers reads no tokenizer"),
-    ):
+    tokenizer_config, named = folder / "tokenizer_config.json", b'{"tokenizer_class": "Qwen2Tokenizer"}'
+    cases: list[tuple[Callable[[Path], object], Path, bytes | None, str]] = [
+        (_load, shard, None, f"{shard.name}: no readable safetensors file .*is the download complete"),
+        (_load, weight_file, weight_file.read_bytes()[:-100], r"model\.safetensors: no readable safetensors file"),
+        (_load, weight_file, None, "only safetensors weights are read"),
+        (read_config, config, b"{", r"config\.json: no readable JSON"),
+        (read_config, config, None, r"no config\.json"),
+        (load_tokenizer, tokenizer_config, named, r"no tokenizer in this folder; expected one of tokenizer\.json"),
+        (load_tokenizer, tokenizer, b"{", "transformers reads no tokenizer"),
+    ]
+    for load, file, content, message in cases:
+        file.write_bytes(content or b"")
+        if content is None:
+            file.unlink()
         with pytest.raises(ValueError, match=message):
-            load(path())
+            load(file.parent)
 
 
 @pytest.mark.parametrize(
