@@ -1,7 +1,12 @@
-"""A tokenizer that needs no file, for tests of the tasks."""
+"""A tokenizer that needs no file, and a task of given rows, for tests of tasks and grading."""
+
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from srtrl.tasks.base import Verifier
+from srtrl.types import Prompt
 
 
 def byte_tokenizer(template: str = "<s> $A") -> PreTrainedTokenizerBase:
@@ -13,3 +18,23 @@ def byte_tokenizer(template: str = "<s> $A") -> PreTrainedTokenizerBase:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<s>", 0), ("</s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")  # type: ignore[no-untyped-call]
+
+
+class Rows:
+    """A task of (prompt_id, answer, solution) rows, for what needs its verifier and solutions only."""
+
+    train_prompts: Sequence[Prompt] = ()
+
+    def __init__(self, verifier: Verifier, *rows: tuple[str, str, str | None]) -> None:
+        self.verifier = verifier
+        self.load_report: dict[str, int] = {}
+        self.eval_prompts = [
+            Prompt(prompt_id=name, text="x", token_ids=(0,), answer=answer) for name, answer, _ in rows
+        ]
+        self._solutions = {name: solution for name, _, solution in rows}
+
+    def solution(self, prompt: Prompt) -> str:
+        solution = self._solutions[prompt.prompt_id]
+        if solution is None:
+            raise ValueError("no solution")
+        return solution

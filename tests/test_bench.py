@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,6 @@ import scipy.stats
 import torch
 import yaml
 from bench_cases import REPEATER, Repeater, run, write_rows, write_trace
-from conftest import REPOSITORY
 from tiny_run import VOCAB_SIZE, make_policy, make_recipe
 
 from srtrl.bench import gpu
@@ -18,11 +18,10 @@ from srtrl.bench.alternate import alternate, median_of, paired_ratio
 from srtrl.bench.options import CURVES, parse_curve
 from srtrl.bench.rollout import HuggingFaceGenerate
 from srtrl.bench.shapes import SHAPES
-from srtrl.bench.tables import cpu_name, format_table, publish, put_section
-from srtrl.bench.train import check_same, rows_of
+from srtrl.bench.tables import publish, put_section
+from srtrl.bench.train import check_same
 from srtrl.bench.workload import (
     check_completions,
-    generated_prompts,
     make_engine,
     make_request,
     prepare,
@@ -59,32 +58,6 @@ def recorded(prompt_id: str, *samples: list[int]) -> RecordedPrompt:
 def test_shapes_have_the_published_number_of_parameters(shape: str, billions: float) -> None:
     model = Transformer(config_from_hf(SHAPES[shape]), torch.float32, "meta")
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(billions, abs=5e-4)
-
-
-def test_the_first_samples_are_history_and_the_others_are_decoded_on_rng_keys_of_their_own() -> None:
-    trace = share_out([recorded("3", [1], [2, 2], [3, 3, 3], [4]), recorded("5", [5, 5], [6])], history=0.5)
-    seen = {p.prompt_token_ids: [sample.tolist() for sample in p.samples] for p in trace.history}
-    assert seen == {(3, 7): [[1], [2, 2]], (5, 7): [[5, 5]]}
-    found = [
-        (r.draw_index, r.prompt_token_ids, trace.responses[r.rng_key].tolist(), r.sampling.max_new_tokens)
-        for r in trace.requests
-    ]
-    assert found == [(0, (3, 7), [3, 3, 3], 3), (0, (3, 7), [4], 1), (1, (5, 7), [6], 1)]
-    assert len(trace.responses) == 3
-    first = trace.first_samples(1)
-    assert (len(first.requests), len(first.history), first.max_sequence_tokens) == (2, 1, 5)
-
-
-def test_generated_samples_repeat_each_other_and_are_the_same_again() -> None:
-    prompts = generated_prompts(max_tokens=100, vocab_size=1000)
-    assert len({prompt.prompt_token_ids for prompt in prompts}) == len(prompts)
-    again = generated_prompts(max_tokens=100, vocab_size=1000)
-    for prompt, same in zip(prompts[:3], again[:3], strict=True):
-        assert all((a == b).all() for a, b in zip(prompt.samples, same.samples, strict=True))
-        assert all(8 <= len(sample) <= 100 and sample.max() < 1000 for sample in prompt.samples)
-        a, b = prompt.samples[:2]
-        length = min(len(a), len(b))
-        assert 0.1 < np.mean(a[:length] == b[:length]) < 0.9
 
 
 # --- How it is decoded ------------------------------------------------------------------------------------------------
@@ -149,26 +122,9 @@ def test_bench_rollout_compares_drafters_on_a_trace(tmp_path: Path) -> None:
         assert [run["engine/tokens"] for run in repeater["runs"]] == [36, 36]
         assert repeater["times_as_fast"].keys() == peer["times_as_fast"].keys() == {"value", "low", "high"}
         assert peer["tokens_per_second"] == 36 / peer["seconds"]
-    text = result.stdout
-    assert text.startswith(
-        "## Drafters on a trace: trace.jsonl, 0.5 as history, tiny, float32, cpu, 1 threads, 1, 4 slots"
-    )
-    assert "each run was checked to give exactly these" in text
-    assert (tmp_path / "docs.md").read_text().endswith(text)
-
-
-def test_without_a_trace_bench_rollout_compares_with_transformers(tmp_path: Path) -> None:
-    model = make_policy(tmp_path / "policy")
-    settings = ("--max-tokens", 8, "--prompts-used", 1, "--history", 0.9, "--repeats", 1, "--threads", 1)
-    result = run("bench", "rollout", "--model-shape", "tiny", *settings, "--json", tmp_path / "bench.json")
-    assert result.exit_code == 0, result.stderr
-    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
-    assert [(row["slots"], row["sequences"], row["drafter"]) for row in rows] == [
-        (2, 2, "transformers"),
-        (2, 2, "none"),
-    ]
-    result = run("bench", "rollout", "--model", model, "--max-tokens", 64)
-    assert (result.exit_code, "the model was made for 128" in result.stderr) == (2, True)
+    title = "## Drafters on a trace: trace.jsonl, 0.5 as history, tiny, float32, cpu, 1 threads, 1, 4 slots"
+    assert result.stdout.startswith(title)
+    assert (tmp_path / "docs.md").read_text().endswith(result.stdout)
 
 
 @pytest.mark.parametrize("is_recorded", [True, False])
@@ -181,8 +137,7 @@ def test_bench_host_measures_each_stage_of_full_steps(tmp_path: Path, is_recorde
     )
     assert result.exit_code == 0, result.stderr
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
-    names = [(row["slots"], row["drafter"]) for row in rows]
-    assert names == [(4, "none"), (4, REPEATER), (8, "none"), (8, REPEATER)]
+    assert [(row["slots"], row["drafter"]) for row in rows] == [*product((4, 8), ("none", REPEATER))]
     for row in rows:
         for one in row["runs"]:
             assert sum(one["by_stage"].values()) == pytest.approx(one["host_ms_per_step"])
@@ -193,8 +148,7 @@ def test_bench_host_measures_each_stage_of_full_steps(tmp_path: Path, is_recorde
             assert row["tokens_per_step"] == row["verified_per_step"] == row["times_as_fast_with_host"] == 1
             assert row["by_stage"]["propose"] == row["by_stage"]["choose"] == 0
     if is_recorded:  # samples that say one token all the time: the drafts are right
-        assert rows[1]["tokens_per_step"] > 1.5
-        assert rows[1]["times_as_fast_on_device"] > 1.5
+        assert min(rows[1]["tokens_per_step"], rows[1]["times_as_fast_on_device"]) > 1.5
     assert "|     4 | none" in result.stdout
 
 
@@ -241,12 +195,6 @@ def test_every_section_of_bench_gpus_smoke_test_finds_something(tmp_path: Path) 
     assert "## The CUDA path: tiny, smoke test on a CPU" in (tmp_path / "docs.md").read_text()
 
 
-def test_bench_gpu_decodes_the_trace_where_it_has_a_sample_for_each_slot(tmp_path: Path) -> None:
-    path = write_trace(tmp_path / "trace.jsonl", 2)
-    found = gpu.choose_workloads(gpu.SMOKE, config_from_hf(SHAPES["tiny"]), path, None)
-    assert [(source, len(trace.requests)) for source, trace in found] == [("trace.jsonl", 4), ("generated", 8)]
-
-
 def test_a_section_of_bench_gpu_that_fails_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object, **options: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -258,16 +206,6 @@ def test_a_section_of_bench_gpu_that_fails_costs_the_others_nothing(monkeypatch:
     assert "| share of matmul rate |" in result.stdout
 
 
-@pytest.mark.parametrize(("test", "found"), [("pass", "1 passed"), ("assert False", "FAILED: 1 failed")])
-def test_the_checks_of_bench_gpu_are_the_repositorys_tests_for_a_gpu(tmp_path: Path, test: str, found: str) -> None:
-    tests = tmp_path / "tests"
-    assert gpu.run_checks(tests).startswith("not run: ")
-    tests.mkdir()
-    (tests / "test_it.py").write_text(f"import pytest\n@pytest.mark.gpu\ndef test_it():\n    {test}\n")
-    assert gpu.run_checks(tests).startswith(found)
-    assert "srtrl bench gpu " in (REPOSITORY / "Makefile").read_text()
-
-
 # --- What is said -----------------------------------------------------------------------------------------------------
 
 
@@ -277,28 +215,6 @@ def test_candidates_alternate_in_reversed_order_and_the_first_turn_does_not_coun
     assert "".join(journal) == "abbaab"
     assert results == {"a": [4, 5], "b": [3, 6]}
     assert median_of([{"x": 1, "y": {"z": 4}}, {"x": 2, "y": {"z": 5}}]) == {"x": 1.5, "y": {"z": 4.5}}
-
-
-def test_tables_of_training_add_up_seconds_and_compare_pairs_of_steps() -> None:
-    def steps(*seconds: float) -> list[dict[str, float]]:
-        counts = {
-            "engine/tokens": 100.0,
-            "engine/tokens_per_decode_step": 2.0,
-            "engine/verified_per_decode_step": 3.0,
-        }
-        rows = [{"time/rollout": value, "time/step": value + 1} | counts for value in seconds]
-        return [row | {"step": step, "data/epoch": step / 2} for step, row in enumerate(rows, start=1)]
-
-    rows = rows_of({(8, "none"): steps(2, 4, 3), (8, "srt"): steps(1, 2, 6)})
-    found = [(*list(row.values())[:8], *map(str, list(row.values())[8:])) for row in rows]
-    assert found == [
-        ("1", 8, "none", 1, 2, 3, 2, 3),
-        ("1", 8, "srt", 1, 1, 2, 2, 3, "2 (2 to 2)", "1.5 (1.5 to 1.5)"),
-        ("2", 8, "none", 2, 7, 9, 2, 3),
-        ("2", 8, "srt", 2, 8, 10, 2, 3, "1.25 (0.5 to 2)", "1.12 (0.571 to 1.67)"),
-        ("all", 8, "none", 3, 9, 12, 2, 3),
-        ("all", 8, "srt", 3, 9, 12, 2, 3, "2 (0.5 to 2)", "1.5 (0.571 to 1.67)"),
-    ]
 
 
 def test_runs_that_learn_different_things_are_named() -> None:
@@ -321,14 +237,6 @@ def test_a_ratio_is_the_median_of_pairs_and_its_interval_covers_as_often_as_it_s
     assert paired_ratio(sorted(noise[0]), [1.0] * 31).low > min(noise[0])
 
 
-def test_a_table_is_markdown_with_three_digits_and_columns_of_its_mappings() -> None:
-    rows = [{"n": 1000, "by": {"x_y": 0.12345}, "z": "[a]", "raw": [1]}, {"n": 2, "by": {"x_y": 12345.6}, "ratio": 2.0}]
-    assert format_table(rows) == (
-        "|     n |    x y | z   | ratio |\n|-------|--------|-----|-------|\n"
-        "| 1,000 |  0.123 | [a] |       |\n|     2 | 12,346 |     |     2 |"
-    )
-
-
 def test_what_is_published_replaces_its_older_self_and_nothing_else(tmp_path: Path) -> None:
     docs, values = tmp_path / "benchmarks.md", tmp_path / "bench.json"
     environment = {"command": "srtrl bench x", "processor": "A CPU", "threads": 2}
@@ -344,21 +252,11 @@ def test_what_is_published_replaces_its_older_self_and_nothing_else(tmp_path: Pa
     assert json.loads(values.read_text()) == {"title": "One", "environment": environment, "rows": [{"n": 3}]}
 
 
-def test_cpu_name(tmp_path: Path) -> None:
-    info = tmp_path / "cpuinfo"
-    info.write_text("processor\t: 0\nmodel name\t: Some CPU @ 3 GHz: 2\n")
-    assert cpu_name(info) == "Some CPU @ 3 GHz: 2"
-    assert cpu_name(tmp_path / "none")
-
-
 # --- Options ----------------------------------------------------------------------------------------------------------
 
 
-def test_bench_lists_what_there_is() -> None:
+def test_benchmarks_are_listed_and_curves_are_named_or_given() -> None:
     assert run("bench", "--help").stdout.endswith("names: gpu, host, rollout, train\n")
-
-
-def test_curves_are_named_or_given() -> None:
     assert parse_curve("--device-ms", "8:0.25, 64:1") == ((8, 0.25), (64, 1.0))
     assert all(parse_curve("--device-ms", name)[0][0] == 1 for name in CURVES)
 
@@ -374,30 +272,18 @@ TRACE = ("rollout", "--model-shape", "tiny", "--trace", "TRACE")
         ((*TRACE, "--drafters", "none,none"), "--drafters: expected names, each once"),
         ((*TRACE, "--drafters", "nome"), "--drafters: `nome` is not in srtrl/drafters/, did you mean"),
         ((*TRACE, "--history", 1), "--history: 1 of the samples leaves none to decode"),
-        ((*TRACE, "--prompts-used", 9), "--prompts-used: 9, but there are 2 prompts"),
-        ((*TRACE, "--tokenizer", "./nowhere"), "--tokenizer: ./nowhere: "),
         ((*TRACE, "--json", "nowhere/x.json"), "'--json': there is no folder nowhere to write x.json into"),
         ((*TRACE, "--write-docs", "."), "'--write-docs': file '.' is a directory"),
-        (("rollout", "--trace", "TEXTS"), "the row has texts; give --tokenizer DIR"),
+        (("rollout", "--trace", "TEXTS"), "prompt is a text; give --tokenizer DIR"),
         (("rollout", "--trace", "LARGE"), "--trace: token id 9999 is not in the model's vocabulary of 6400"),
         ((*TRACE, "--trace", "LONG", "--max-tokens", 5000), "but the model was made for 4096"),
-        (("host", "--slots", "8,0"), "--slots: expected counts like 8,32,128, found '8,0'"),
         (("host", "--slots", "9", "--trace", "TRACE"), "--slots: 9, but there are 4 samples to decode"),
         (("host", "--device-ms", "fast"), "--device-ms: expected h200-1.5b, or ROWS:SECONDS"),
-        (("host", "--device-ms", "8:1,8:2"), "rows rising from 1 or more"),
         (("host", "--device-ms", "8:2,16:1"), "never falling; found '8:2,16:1'"),
-        (("host", "--device-ms", "0:1"), "rows rising from 1 or more"),
         (("host", "--device-ms", "1:0"), "seconds above 0"),
-        (("train", "RECIPE", "--drafters", "nome"), "--drafters: `nome` is not in srtrl/drafters/, did you mean"),
-        (("train", "RECIPE", "train.num_stpes=2"), "train.num_stpes"),
         (("train", "RECIPE", "train.num_steps=1"), "train.num_steps: expected at least 2"),
-        (("train", "RECIPE", "rollout.drafter=ngram"), "override `rollout.drafter=ngram`: bench train sets that"),
         (("train", "RECIPE", "eval.every_steps=2"), "override `eval.every_steps=2`: bench train sets that itself"),
-        pytest.param(
-            ("gpu",),
-            "measures a CUDA device",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
-        ),
+        *([] if torch.cuda.is_available() else [(("gpu",), "measures a CUDA device")]),
     ],
 )
 def test_mistakes_are_named(files: dict[str, Path], arguments: tuple[object, ...], error: str) -> None:

@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +26,6 @@ from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.drafters.srt import SrtOptions
 from srtrl.drafters.suffix import Drafter as SuffixDrafter
 from srtrl.drafters.suffix import SuffixOptions
-from srtrl.recipe import Section
 from srtrl.recipe_file import validate_section
 from srtrl.rollout.recorded import RecordedPrompt, feed_drafter
 
@@ -102,14 +103,12 @@ def test_a_preempted_sample_starts_again_in_another_slot_and_drafts_the_same(nam
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_what_is_learned_from_elsewhere_is_as_good_as_decoded(name: str) -> None:
     drafts = []
-    for is_decoded in (True, False):
-        drafter = DRAFTERS[name]()
-        if is_decoded:
-            run(drafter, request(), TEXT[:40])
-            drafter.on_policy_update()
-        else:
-            prompt = RecordedPrompt(prompt_id="", prompt_token_ids=(1, 2), samples=[np.array(TEXT[:40], np.int32)])
-            feed_drafter(drafter, [prompt], "train")
+    decoding, told = DRAFTERS[name](), DRAFTERS[name]()
+    run(decoding, request(), TEXT[:40])
+    decoding.on_policy_update()
+    prompt = RecordedPrompt(prompt_id="", prompt_token_ids=(1, 2), samples=[np.array(TEXT[:40], np.int32)])
+    feed_drafter(told, [prompt], "train")
+    for drafter in (decoding, told):
         start(drafter, {0: request()})
         observe(drafter, {0: TEXT[:12]})
         drafts.append(chain_of(propose(drafter, [0])[0]))
@@ -133,11 +132,6 @@ def test_what_is_saved_is_loaded(make: type[TrieDrafter], tmp_path: Path) -> Non
     assert other.cache("train").num_prompts == 0, "caches with other keys have other files"
     read.load(tmp_path / "of another drafter")
     assert run(read, request(), TEXT) <= BY_CHANCE
-
-
-@pytest.mark.parametrize("options", [SrtOptions, SuffixOptions, NgramOptions])
-def test_every_option_is_documented(options: type[Section]) -> None:
-    assert all(field.description for field in options.model_fields.values())
 
 
 _COMPILED_LATE = """
@@ -164,7 +158,7 @@ assert not late, late
 """
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", ["srt", "suffix"])
 def test_warm_up_compiles_every_kernel_that_a_rollout_needs(name: str) -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     subprocess.run([sys.executable, "-c", _COMPILED_LATE, name], check=True, env=os.environ | {"PYTHONPATH": path})
@@ -173,40 +167,29 @@ def test_warm_up_compiles_every_kernel_that_a_rollout_needs(name: str) -> None:
 # --- Checked trees ----------------------------------------------------------------------------------------------------
 
 
-def trees_of(**changes: object) -> DraftTrees:
-    """Two trees: a root with two children, the first of which has one; and a single node."""
-    arrays: dict[str, object] = {
-        "token_ids": np.array([1, 2, 3, 4], np.int32),
-        "parents": np.array([-1, -1, 0, -1], np.int32),
-        "scores": np.array([0.5, 0.25, 0.2, 0.9], np.float32),
-        "offsets": np.array([0, 3, 4]),
-    }
-    return DraftTrees(**(arrays | changes))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"token_ids": np.array([1, 2, 3, 9], np.int32)}, "node 3 of tree 1 has token 9 of a vocabulary of 9"),
-        ({"token_ids": np.array([1, -2, 3, 4], np.int32)}, "node 1 of tree 0 has token -2"),
         ({"token_ids": np.array([1, 2, 3], np.int32)}, "found 2 trees with 3, 4 and 4"),
         ({"token_ids": np.array([1, 2, 3, 4])}, "token_ids that are no one-dimensional int32 array"),
-        ({"token_ids": [1, 2, 3, 4]}, "token_ids that are no one-dimensional int32 array"),
         ({"parents": np.array([-1, -1, 2, -1], np.int32)}, "node 2 of tree 0 has parent 2, but a parent comes before"),
-        ({"parents": np.array([-1, -1, -2, -1], np.int32)}, "node 2 of tree 0 has parent -2"),
-        ({"parents": np.array([-1, -1, 0, 0], np.int32)}, "node 3 of tree 1 has parent 0"),
         ({"scores": np.array([0.5, np.nan, 0.2, 0.9], np.float32)}, "node 1 of tree 0 has score nan"),
         ({"offsets": np.array([0, 4])}, "expected 2 trees, .* found 1 trees"),
-        ({"offsets": np.array([0, 3, 5])}, "expected 2 trees, whose offsets run from 0 to the number of tokens"),
         ({"offsets": np.array([0, 0, 4])}, "tree 1 has 4 nodes, expected 0 to 3"),
-        ({"offsets": np.array([0, 5, 4])}, "tree 0 has 5 nodes, expected 0 to 3"),
     ],
 )
-def test_incorrect_trees_are_refused_by_name(changes: dict[str, object], message: str) -> None:
-    most = np.array([3, 3])
-    check_trees(trees_of(), most, 9, "the drafter my_fork:Drafter")
+def test_incorrect_trees_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    """Of two trees: a root with two children, the first of which has one; and a single node."""
+    trees = DraftTrees(
+        token_ids=np.array([1, 2, 3, 4], np.int32),
+        parents=np.array([-1, -1, 0, -1], np.int32),
+        scores=np.array([0.5, 0.25, 0.2, 0.9], np.float32),
+        offsets=np.array([0, 3, 4]),
+    )
+    check_trees(trees, np.array([3, 3]), 9, "the drafter my_fork:Drafter")
     with pytest.raises(ValueError, match=f"^the drafter my_fork:Drafter proposed .*{message}"):
-        check_trees(trees_of(**changes), most, 9, "the drafter my_fork:Drafter")
+        check_trees(replace(trees, **changes), np.array([3, 3]), 9, "the drafter my_fork:Drafter")
 
 
 # --- ngram ------------------------------------------------------------------------------------------------------------
@@ -225,24 +208,16 @@ def test_ngram_is_the_search_by_hand(text: list[int], min_ngram: int, more: int,
         for end in range(len(text) - 1, n - 1, -1)
         if text[end - n : end] == text[-n:]
     ]
-    assert propose(drafter, [1])[0].token_ids.tolist() == (expected[0] if expected else [])
+    (tree,) = propose(drafter, [1])
+    assert tree.token_ids.tolist() == (expected[0] if expected else [])
+    assert tree.parents.tolist() == list(range(-1, tree.num_nodes - 1))
 
 
-def test_ngram_drafts_what_followed_the_longest_ending() -> None:
+def test_ngram_scores_fall_with_depth_and_options_must_agree() -> None:
     drafter = NgramDrafter(NgramOptions(min_ngram=1, max_ngram=3, max_tokens=4, acceptance=0.5))
-    start(drafter, {7: request((5, 6, 7, 8, 9, 1, 7, 2))})
-    assert propose(drafter, [7])[0].num_nodes == 0
-    observe(drafter, {7: [7]})
-    assert propose(drafter, [7])[0].token_ids.tolist() == [2, 7], "after the latest 7, not after the first"
-    observe(drafter, {7: [8]})
+    start(drafter, {7: request((5, 6, 7, 8, 9, 1, 7, 2, 7, 8))})
     (tree,) = propose(drafter, [7])
-    assert tree.token_ids.tolist() == [9, 1, 7, 2]
-    assert tree.parents.tolist() == [-1, 0, 1, 2]
     np.testing.assert_allclose(tree.scores, [0.4, 0.16, 0.064, 0.0256], rtol=1e-6)  # 0.5 / (1 + 1 / 4) a token
-    assert propose(drafter, [7], max_nodes=1)[0].token_ids.tolist() == [9]
-
-
-def test_ngram_options_must_agree() -> None:
     with pytest.raises(ValueError, match="min_ngram is 5, expected at most max_ngram"):
         validate_section(NgramOptions, {"min_ngram": 5}, "rollout.drafter_options")
 
@@ -264,7 +239,7 @@ def test_srt_drafts_from_completed_rollouts_of_the_same_prompt_and_purpose() -> 
 
 def test_srt_learns_phrases_from_other_prompts_of_the_same_purpose() -> None:
     drafter = SrtDrafter()
-    assert run(drafter, request(), TEXT) <= BY_CHANCE
+    run(drafter, request(), TEXT)
     assert run(drafter, request((1, 3), purpose="eval"), TEXT) <= BY_CHANCE
     assert run(drafter, request((1, 3)), TEXT) > 0.5 * len(TEXT)
 
@@ -295,22 +270,6 @@ def test_nodes_that_the_step_has_no_rows_for_are_not_made() -> None:
     np.testing.assert_allclose(part.scores, whole.scores[:3], atol=0.25 * 0.2)
 
 
-def test_tries_are_shared_by_siblings_and_freed_when_nobody_uses_them() -> None:
-    drafter = SrtDrafter()
-    start(drafter, {0: request(), 1: request(rng_key=1), 2: request((4, 4))})
-    assert drafter.cursors.tries[0] is drafter.cursors.tries[1] is not drafter.cursors.tries[2]
-    observe(drafter, {0: TEXT, 1: OTHER})
-    drafter.finish([0], [completion(request(), TEXT)])
-    drafter.on_policy_update()
-    assert drafter.cursors.tries[1] is not None
-    assert decode(drafter, 2, OTHER) <= BY_CHANCE
-    drafter.finish([1, 2], [None, None])  # the consumer stopped early
-    assert drafter.num_trie_bytes > 0, "another sibling may come"
-    drafter.on_policy_update()
-    assert drafter.num_trie_bytes == 0
-    assert [rollout.tolist() for rollout in drafter.cache("train").rollouts((1, 2))] == [TEXT]
-
-
 def test_idle_tries_are_freed_where_memory_is_short_and_rebuilt_when_needed() -> None:
     drafter = SrtDrafter(SrtOptions(cache_memory_gib=5000 / 2**30, other_prompts=False))
     run(drafter, request((1,)), TEXT)
@@ -319,20 +278,21 @@ def test_idle_tries_are_freed_where_memory_is_short_and_rebuilt_when_needed() ->
     assert run(drafter, request((1,)), TEXT) >= 0.8 * len(TEXT)
 
 
-@pytest.mark.parametrize("make", [SrtDrafter, HistoryDrafter])
-def test_a_trie_is_built_from_the_newest_texts_that_fit(make: type[SrtDrafter]) -> None:
-    drafter = make(SrtOptions(max_trie_tokens=512))
+@pytest.mark.parametrize("make", [SrtDrafter, HistoryDrafter, SuffixDrafter])
+def test_a_trie_is_built_from_the_newest_texts_that_fit(make: type[TrieDrafter]) -> None:
+    is_suffix = make is SuffixDrafter
+    options = SuffixOptions(max_trie_tokens=512) if is_suffix else SrtOptions(max_trie_tokens=512, other_prompts=False)
+    drafter = make(options)
     rng = np.random.default_rng(3)
-    texts = [rng.integers(0, 50, 100).tolist() for _ in range(6)]
+    texts = [rng.integers(0, 50, 100).tolist() for _ in range(12)]
     for text in texts:
         run(drafter, request(), text)
-    drafter.on_policy_update()
-    start(drafter, {slot: request(rng_key=slot) for slot in range(4)})
-    for slot in range(3):
-        decode(drafter, slot, rng.integers(0, 50, 150).tolist())  # of `srt` more than the trie may hold
-    (trie,) = {id(trie): trie for trie in drafter.cursors.tries if trie is not None}.values()
-    assert trie.num_tokens == (512 if make is SrtDrafter else 200)
-    assert decode(drafter, 3, texts[5][:60]) > 40, "the newest is still known"
+        drafter.on_policy_update()
+    assert run(drafter, request((7,), purpose="eval"), texts[11]) < 10, "evaluation learns from itself alone"
+    assert run(drafter, request(rng_key=1), texts[0][:50]) < 10
+    start(drafter, {0: request(rng_key=2)})
+    assert all(trie is None or trie.num_tokens <= 512 for trie in drafter.cursors.tries)
+    assert decode(drafter, 0, texts[11][:60]) > 40, "the newest is still known"
 
 
 def test_srt_metrics_and_what_is_dropped() -> None:
@@ -341,18 +301,14 @@ def test_srt_metrics_and_what_is_dropped() -> None:
     run(drafter, request(), TEXT)
     assert drafter.expected_tokens(request((5,))) is None
     metrics = drafter.take_metrics()
-    assert metrics["engine/cache_hit_rate"] == 1 / 3
-    assert metrics["engine/cache_tokens"] == 2 * len(TEXT)
-    assert metrics["engine/cache_prompts"] == 1
+    assert (metrics["engine/cache_hit_rate"], metrics["engine/cache_tokens"]) == (1 / 3, 2 * len(TEXT))
     assert metrics["engine/cache_bytes"] > drafter.cache("train").num_bytes, "tries count"
     assert metrics["engine/cache_dropped_rollouts"] == metrics["engine/cache_dropped_prompts"] == 0
-    assert all(name.startswith("engine/") for name in metrics)
     drafter.set_next_uses([(1, 2)])
     for prompt in range(6):
         run(drafter, request((prompt,)), TEXT)
     assert (1, 2) in drafter.cache("train").prompts(), "it comes next"
-    metrics = drafter.take_metrics()
-    assert metrics["engine/cache_dropped_prompts"] > 0
+    assert drafter.take_metrics()["engine/cache_dropped_prompts"] > 0
 
 
 # --- Run-aheads -------------------------------------------------------------------------------------------------------
@@ -377,18 +333,13 @@ def test_a_sample_follows_the_run_ahead_on_its_key_up_to_the_first_difference() 
     assert chain.parents.tolist() == [-1, 0, 1, 2, 3, 4]
     np.testing.assert_allclose(chain.scores, 0.9 ** np.arange(1, 7), rtol=1e-6)
     assert chain_of(tree)[:4] == TEXT[:4], "another key has it in the trie, like any text"
-    assert tree.scores[0] < chain.scores[0]
     observe(drafter, {2: TEXT[:6], 1: TEXT[:6]})
     assert propose(drafter, [2])[0].scores[0] == np.float32(15 / 16), "six correct tokens after nine of ten"
     observe(drafter, {2: [TEXT[6], 51, *TEXT[8:12]]})
-    (tree,) = propose(drafter, [2])
-    assert chain_of(tree)[:4] == TEXT[12:16], "from the trie"
-    assert tree.scores[0] != np.float32(16 / 18)
+    assert chain_of(propose(drafter, [2])[0])[:4] == TEXT[12:16], "from the trie"
     metrics = drafter.take_metrics()
-    assert metrics["engine/run_ahead_confidence"] == 16 / 18
-    assert metrics["engine/run_ahead_tokens_made"] == len(TEXT)
-    assert metrics["engine/run_ahead_tokens_used"] == 5 + 1
-    assert metrics["engine/run_ahead_followed"] == 1
+    found = [metrics[f"engine/run_ahead_{name}"] for name in ("confidence", "tokens_made", "tokens_used", "followed")]
+    assert found == [16 / 18, len(TEXT), 5 + 1, 1]
 
 
 def test_a_chain_ends_with_its_text_and_where_it_is_not_worth_a_row() -> None:
@@ -457,15 +408,3 @@ def test_suffix_is_the_published_rule(responses: list[list[int]], texts: list[li
         assert tree.token_ids.tolist() == best.token_ids.tolist()
         assert tree.parents.tolist() == best.parents.tolist()
         assert tree.scores.tolist() == best.scores.tolist()
-
-
-def test_suffix_keeps_the_newest_responses() -> None:
-    drafter = SuffixDrafter(SuffixOptions(max_trie_tokens=256))
-    rng = np.random.default_rng(4)
-    texts = [rng.integers(0, 50, 100).tolist() for _ in range(8)]
-    for index, text in enumerate(texts):
-        run(drafter, request((index,)), text)
-        drafter.on_policy_update()
-    assert run(drafter, request(), texts[0][:50]) < 10
-    assert run(drafter, request(), texts[7]) > 40
-    assert run(drafter, request(purpose="eval"), texts[7]) < 10, "evaluation learns from itself alone"

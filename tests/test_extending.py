@@ -3,28 +3,20 @@
 import re
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
-import numpy as np
 import pytest
 import torch
 from tiny_run import make_policy, make_recipe
 
-from srtrl.algorithms.advantages import is_token_level, needs_critic
 from srtrl.checks import check_recipe
 from srtrl.metrics import read_metrics
-from srtrl.model.weights import load_model, named_tensors
-from srtrl.recipe import Recipe, RewardSection
+from srtrl.model.weights import load_model, load_tokenizer, named_tensors
+from srtrl.recipe import Recipe
 from srtrl.recipe_file import build_recipe, dump_recipe, load_recipe, read_source
-from srtrl.resolve import resolve_part
 from srtrl.tasks.base import load_task
-from srtrl.tasks.reward_input import RewardInput
-from srtrl.tasks.reward_terms import resolve_rewards
 from srtrl.trainer.checkpoint import checkpoint_name
 from srtrl.trainer.trainer import run_training
-from srtrl.types import Prompt
 
 TEXT = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines()]
@@ -85,71 +77,10 @@ def test_a_loss_outside_the_package_trains(recipe_file: Path) -> None:
     assert other[1]["sapo/slope"] != rows[0]["sapo/slope"], "the second mini-batch is off-policy: the gate differs"
 
 
-def test_sapo_is_its_formula_and_has_the_policy_gradient_at_ratio_one(folder: Path) -> None:
-    sapo = resolve_part("algorithm.loss", "my_fork.losses:sapo")
-    generator = torch.Generator().manual_seed(0)
-    old, advantages = torch.randn(2, 9, generator=generator, dtype=torch.float64)
-    new = (old + 0.3 * torch.randn(9, generator=generator, dtype=torch.float64)).requires_grad_()
-    index = torch.arange(9)
-    token_loss, metrics = sapo(new, old, advantages, index, clip_low=0.2, clip_high=0.2, negative_temperature=1.5)
-    ratio, factor = np.exp((new - old).detach().numpy()), np.where(advantages.numpy() > 0, 1.0, 1.5)
-    expected = -4 / factor / (1 + np.exp(-factor * (ratio - 1))) * advantages.numpy()
-    np.testing.assert_allclose(token_loss.detach().numpy(), expected, rtol=1e-12)
-    assert not metrics["sapo/slope"].requires_grad
-    same = old.clone().requires_grad_()
-    token_loss, metrics = sapo(same, old, advantages, index, clip_low=0.2, clip_high=0.2)
-    (gradient,) = torch.autograd.grad(token_loss.sum(), same)
-    torch.testing.assert_close(gradient, -advantages)
-    assert metrics["sapo/slope"].tolist() == [1.0] * 9
-
-
-def test_above_median_subtracts_the_median_of_the_group(folder: Path) -> None:
-    above_median = resolve_part("algorithm.advantage", "my_fork.advantages:above_median")
-    rewards = [[1.0, 0.0, 0.5, 7.0], [0.0, 0.0, 0.0, 1.0]]
-    expected = [[reward - median(group) for reward in group] for group in rewards]
-    assert above_median(torch.tensor(rewards)).tolist() == expected
-
-
-def test_length_adaptive_gae_is_a_discounted_sum_of_td_errors(folder: Path) -> None:
-    """Against the sum written out; a padded row has the advantages it has alone."""
-    function = resolve_part("algorithm.advantage", "my_fork.advantages:length_adaptive_gae")
-    assert (is_token_level(function), needs_critic(function)) == (True, True)
-    lengths, gamma = (30, 7, 44), 0.97
-    generator = torch.Generator().manual_seed(1)
-    rewards, values = torch.randn(2, 3, 44, generator=generator, dtype=torch.float64)
-    mask = torch.arange(44) < torch.tensor(lengths)[:, None]
-    found = function(rewards * mask, values * mask, mask, group_index=torch.arange(3), gamma=gamma, lam=1.0)
-    for row, length in enumerate(lengths):
-        lam = max(0.0, 1 - 1 / (0.05 * length))
-        after = [*values[row, 1:length].tolist(), 0.0]
-        errors = [rewards[row, t].item() + gamma * after[t] - values[row, t].item() for t in range(length)]
-        for t in range(length):
-            expected = sum((gamma * lam) ** (later - t) * errors[later] for later in range(t, length))
-            assert found[row, t].item() == pytest.approx(expected, abs=1e-12)
-        assert not found[row, length:].any()
-
-
 def test_a_run_learns_from_the_token_level_advantage(recipe_file: Path) -> None:
     command = next(command for command in COMMANDS if "length_adaptive_gae" in command)
     run = run_training(recipe_of(f"{command} train.num_steps=1", recipe_file))
     assert read_metrics(run.folder / "metrics.jsonl")[-1]["grad_norm"] > 0
-
-
-def test_drop_nearly_uniform_wants_two_of_each(folder: Path) -> None:
-    keep = resolve_part("algorithm.filters", "my_fork.filters:drop_nearly_uniform")
-    correct = torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool)
-    assert keep(torch.zeros(5, 4), correct).tolist() == [False, False, True, False, False]
-
-
-def test_brevity_rewards_short_right_answers(folder: Path) -> None:
-    prompt = Prompt(prompt_id="0", text="", token_ids=(1,), answer="")
-    sample = RewardInput(prompt=prompt, text="", correct=True, finish_reason="stop", num_tokens=1, max_new_tokens=10)
-    section = RewardSection(name="my_fork.rewards:brevity", options={"free_tokens": 2})
-    [term] = resolve_rewards([section], max_new_tokens=10)
-    assert [term.function(replace(sample, num_tokens=length)) for length in (1, 2, 6, 10)] == [1.0, 1.0, 0.5, 0.0]
-    assert term.function(replace(sample, correct=False)) == 0.0
-    with pytest.raises(ValueError, match="free_tokens: expected 0 to 1, found 2"):
-        resolve_rewards([section], max_new_tokens=2)
 
 
 def test_the_drafter_drafts_and_its_training_run_learns_what_none_learns(recipe_file: Path) -> None:
@@ -164,8 +95,6 @@ def test_the_drafter_drafts_and_its_training_run_learns_what_none_learns(recipe_
 
 
 def test_the_task_loads_and_its_errors_name_the_option(recipe_file: Path) -> None:
-    from srtrl.model.weights import load_tokenizer
-
     command = next(command for command in COMMANDS if "reversal" in command)
     recipe = recipe_of(command, recipe_file)
     task = load_task(recipe, load_tokenizer(recipe.model.path))

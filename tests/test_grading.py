@@ -9,10 +9,12 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from task_cases import Rows
 
 from srtrl.recipe import GradingSection, RewardSection
 from srtrl.resolve import resolve_function
@@ -22,7 +24,6 @@ from srtrl.tasks.grading import Grader
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.reward_terms import resolve_rewards
 from srtrl.tasks.rewards import overlong_penalty
-from srtrl.tasks.worker import Caught, describe_error
 from srtrl.types import FinishReason, Grade, Prompt
 
 CPU_SECONDS = 0.3
@@ -31,22 +32,21 @@ REWARDS = """
     import os, sys, time
     from srtrl.tasks.reward_input import RewardInput, batched, isolated
 
+    ACTS = {
+        "loop in C": lambda: sum(range(10**12)),
+        "sleep": lambda: time.sleep(1000),
+        "pause": lambda: time.sleep(0.5),
+        "crash": lambda: os._exit(3),
+        "leave": lambda: sys.exit("enough"),
+        "memory": lambda: bytearray(2**33),
+    }
+
     @isolated
     def act(sample: RewardInput) -> float:
-        text = sample.text
-        if text == "loop":
-            while True:
-                pass
-        if text == "loop in C":
-            sum(range(10**12))
-        if text == "sleep":
-            time.sleep(1000)
-        if text == "crash":
-            os._exit(3)
-        if text == "leave":
-            sys.exit("enough")
-        if text == "memory":
-            bytearray(2**33)
+        text, start = sample.text, time.process_time()
+        ACTS.get(text, int)()
+        while text == "loop":
+            pass
         if text == "raise":
             raise KeyError("no such thing")
         if text == "nan":
@@ -58,16 +58,8 @@ REWARDS = """
                 os._exit(3)
         if text == "who":
             return float(os.getpid())
-        if text == "torch":
-            return float("torch" in sys.modules or "transformers" in sys.modules)
-        if text == "pause":
-            time.sleep(0.5)
-        if text == "burn":
-            end = time.process_time() + 0.2
-            while time.process_time() < end:
-                pass
-        if text.startswith("touch "):
-            open(text.removeprefix("touch "), "w").close()
+        while text == "burn" and time.process_time() < start + 0.2:
+            pass
         if text.startswith("await "):
             while not os.path.exists(text.removeprefix("await ")):
                 time.sleep(0.01)
@@ -93,9 +85,6 @@ REWARDS = """
     def text(sample: RewardInput) -> str:
         return "1.0"
 
-    def huge(sample: RewardInput) -> int:
-        return 10**400
-
     @isolated
     @batched
     def both(samples: list[RewardInput]) -> list[float]:
@@ -104,9 +93,6 @@ REWARDS = """
     @isolated
     def scaled(sample: RewardInput, factor: float, *, offset: float = 0.0) -> float:
         return factor * len(sample.text) + offset
-
-    def shifted(sample: RewardInput, **options: float) -> float:
-        return sum(options.values())
 
     @batched
     def ranked(samples: list[RewardInput], *, step: float = 1.0) -> list[float]:
@@ -117,20 +103,6 @@ REWARDS = """
             raise RuntimeError("cannot read this")
         return text == answer
 """
-
-
-class StubTask:
-    """A task of which the grader needs the verifier only."""
-
-    def __init__(self, verifier: Verifier) -> None:
-        self.verifier = verifier
-        self.train_prompts: Sequence[Prompt] = ()
-        self.eval_prompts: Sequence[Prompt] = ()
-        self.load_report: dict[str, int] = {}
-
-    def solution(self, prompt: Prompt) -> str:
-        """The reference answer."""
-        return prompt.answer
 
 
 def equal_texts(text: str, answer: str, /) -> bool:
@@ -157,7 +129,7 @@ def prompt_of(answer: str, number: int = 0) -> Prompt:
 def make_grader(*names: str, num_workers: int = 2, verifier: Verifier = equal_texts) -> Grader:
     sections = [RewardSection(name=name) for name in names]
     grading = GradingSection(num_workers=num_workers, timeout_seconds=CPU_SECONDS)
-    return Grader(StubTask(verifier), sections, grading, max_new_tokens=10)
+    return Grader(Rows(verifier), sections, grading, max_new_tokens=10)
 
 
 def grade_all(grader: Grader, texts: Sequence[str]) -> list[Grade]:
@@ -185,12 +157,9 @@ def test_bad_samples_cost_only_themselves(
     assert "2.4 seconds of wall-clock time" in details["sleep"]
     assert "exit code 3" in details["crash"]
     assert "4 GiB" in details["memory"]
-    assert "KeyError" in details["raise"]
-    assert "own_rewards.py:2" in details["raise"]
-    assert "no such thing" in details["raise"]
-    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
-        f"prompt p{i}" for i, grade in enumerate(grades) if grade.detail
-    ]
+    assert re.search(r"KeyError.*no such thing.*own_rewards.py:2", details["raise"])
+    named = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert named == [f"prompt p{i}" for i, grade in enumerate(grades) if grade.detail]
     assert "prompt p1: grading ended in timeout, reward 0: more than 0.3 CPU seconds" in caplog.text
 
 
@@ -206,19 +175,6 @@ def test_a_crash_that_does_not_repeat_is_graded(package: str, tmp_path: Path) ->
     with make_grader(f"{package}:act") as grader:
         [grade] = grade_all(grader, [text])
     assert (grade.outcome, grade.reward, grade.detail) == ("wrong", float(len(text)), "")
-
-
-def test_workers_grade_while_the_caller_goes_on(package: str, tmp_path: Path) -> None:
-    gate, sign = tmp_path / "gate", tmp_path / "sign"
-    with make_grader(f"{package}:act") as grader:
-        tickets = [grader.submit(prompt_of("ok"), text, "stop", 1) for text in (f"await {gate}", f"touch {sign}")]
-        deadline = time.monotonic() + 30
-        while not sign.exists():  # the second sample is graded although nobody collects, and the first one waits
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        gate.touch()
-        grades = grader.collect(tickets)
-    assert [grade.outcome for grade in grades] == ["wrong", "wrong"]
 
 
 def test_tickets_say_when_they_are_done(package: str, tmp_path: Path) -> None:
@@ -238,11 +194,11 @@ def test_tickets_say_when_they_are_done(package: str, tmp_path: Path) -> None:
 
 def test_an_interrupt_from_the_keyboard_does_not_reach_the_workers(package: str) -> None:
     def interrupt_workers() -> int:
-        pids = [process.pid for process in multiprocessing.active_children() if process.name == "srtrl-grading"]
-        for pid in pids:
-            assert pid is not None
-            os.kill(pid, signal.SIGINT)
-        return len(pids)
+        workers = [process for process in multiprocessing.active_children() if process.name == "srtrl-grading"]
+        for worker in workers:
+            assert worker.pid is not None
+            os.kill(worker.pid, signal.SIGINT)
+        return len(workers)
 
     with make_grader(f"{package}:act") as grader:
         assert interrupt_workers() == 2  # while they start
@@ -265,24 +221,19 @@ def test_leaving_ends_hanging_workers_at_once(package: str) -> None:
 
 
 def test_grades_keep_the_order_of_the_tickets(package: str) -> None:
-    texts = ["pause", "a", "pause", "bb", "torch"]
+    texts = ["pause", "a", "pause", "bb", "ccc"]
     with make_grader(f"{package}:act", f"{package}:rank") as grader:
         tickets = [grader.submit(prompt_of("ok"), text, "stop", 1) for text in texts]
         first = grader.collect(tickets[::-1])
-    assert [grade.parts["act"] for grade in first] == [0, 2, 5, 1, 5]  # no worker has imported torch
+    assert [grade.parts["act"] for grade in first] == [3, 2, 5, 1, 5]
     assert [grade.parts["rank"] for grade in first] == [0, 1, 2, 3, 4]
 
 
 def test_weighted_sum_of_in_process_rewards(package: str) -> None:
     sections = [RewardSection(name="correct", weight=2.0), RewardSection(name=f"{package}:length", weight=-0.5)]
-    with Grader(StubTask(equal_texts), sections, GradingSection(), max_new_tokens=10) as grader:
-        grades = grader.collect(
-            [
-                grader.submit(prompt_of("ok"), "ok", "stop", 5),
-                grader.submit(prompt_of("ok"), "no", "length", 10),
-                grader.submit(prompt_of("ok"), "raise", "stop", 1),
-            ]
-        )
+    with Grader(Rows(equal_texts), sections, GradingSection(), max_new_tokens=10) as grader:
+        samples: list[tuple[str, FinishReason, int]] = [("ok", "stop", 5), ("no", "length", 10), ("raise", "stop", 1)]
+        grades = grader.collect([grader.submit(prompt_of("ok"), *sample) for sample in samples])
     assert [grade.reward for grade in grades] == [2.0 - 0.25, -0.5, 0.0]
     assert grades[0].parts == {"correct": 1.0, "length": 0.5}
     assert [grade.outcome for grade in grades] == ["correct", "wrong", "error"]
@@ -310,7 +261,6 @@ def test_a_broken_batched_reward_fails_all_its_samples(package: str) -> None:
     [
         ("act", "nan", "reward `act` must return a finite number, it returned nan"),
         ("text", "a", "reward `text` must return a finite number, it returned '1.0'"),
-        ("huge", "a", "reward `huge` must return a finite number, it returned 1000"),
         ("too_few", "a", "reward `too_few` returned 1 values for 2 samples"),
     ],
 )
@@ -328,10 +278,10 @@ REFUSED: list[tuple[list[dict[str, Any]], str]] = [
     ([{"name": "correct", "options": {"cache": 1}}], "unexpected keyword argument 'cache'; it is correct(sample)"),
     ([{"name": "correct", "options": {"sample": 1}}], "multiple values for argument 'sample'"),
     ([{"name": "overlong_penalty"}], "missing a required argument: 'cache_tokens'; it is overlong_penalty(sample, "),
-    ([{"name": "own_rewards:scaled", "options": {"offset": 1}}], "missing a required argument: 'factor'"),
+    ([{"name": "own_rewards:scaled", "options": {"factor": lambda: 3}}], "own_rewards:scaled is isolated"),
     *(
         ([{"name": "overlong_penalty", "options": {"cache_tokens": wrong}}], f"max_new_tokens - 1 (9), found {wrong!r}")
-        for wrong in (0, -1, 10, 2.0, True, "4", None)
+        for wrong in (0, 10, 2.0, True, "4")
     ),
 ]
 
@@ -346,34 +296,19 @@ def test_rewards_and_their_options_are_refused_by_name(sections: list[dict[str, 
 def test_options_reach_rewards_wherever_they_run(package: str) -> None:
     sections = [
         RewardSection(name=f"{package}:scaled", options={"factor": 3.0, "offset": 0.5}),
-        RewardSection(name=f"{package}:shifted", options={"a": 1.0, "b": 2.0}),
         RewardSection(name=f"{package}:ranked", options={"step": 10.0}),
         RewardSection(name="overlong_penalty", options={"cache_tokens": 4}),
     ]
-    with Grader(StubTask(equal_texts), sections, GradingSection(num_workers=1), max_new_tokens=10) as grader:
+    with Grader(Rows(equal_texts), sections, GradingSection(num_workers=1), max_new_tokens=10) as grader:
         grades = grade_all(grader, ["ok", "12345678"])
     assert [grade.outcome for grade in grades] == ["correct", "wrong"]
-    assert grades[0].parts == {"scaled": 6.5, "shifted": 3.0, "ranked": 0.0, "overlong_penalty": 0.0}
-    assert grades[1].parts == {"scaled": 24.5, "shifted": 3.0, "ranked": 10.0, "overlong_penalty": -0.5}
+    assert grades[0].parts == {"scaled": 6.5, "ranked": 0.0, "overlong_penalty": 0.0}
+    assert grades[1].parts == {"scaled": 24.5, "ranked": 10.0, "overlong_penalty": -0.5}
 
 
-def test_options_of_an_isolated_reward_must_be_picklable(package: str) -> None:
-    section = RewardSection(name=f"{package}:scaled", options={"factor": lambda: 3})
-    with pytest.raises(ValueError, match="own_rewards:scaled is isolated"):
-        resolve_rewards([section], max_new_tokens=10)
-
-
-def sample_of(
-    text: str, num_tokens: int = 1, max_new_tokens: int = 1, finish_reason: FinishReason = "stop"
-) -> RewardInput:
-    return RewardInput(
-        prompt=prompt_of("1"),
-        text=text,
-        correct=None,
-        finish_reason=finish_reason,
-        num_tokens=num_tokens,
-        max_new_tokens=max_new_tokens,
-    )
+def sample_of(text: str, num_tokens: int = 1, max_new_tokens: int = 1) -> RewardInput:
+    counts = {"num_tokens": num_tokens, "max_new_tokens": max_new_tokens}
+    return RewardInput(prompt=prompt_of("1"), text=text, correct=None, finish_reason="stop", **counts)
 
 
 @pytest.mark.parametrize(("max_new_tokens", "cache_tokens"), [(20480, 4096), (96, 32), (10, 9), (7, 1)])
@@ -403,16 +338,4 @@ def test_format_wants_a_final_answer_on_the_last_line() -> None:
         assert rewards.format(sample_of(text)) == 1.0
     for text in ("", "4", "\\boxed{4}\nor so", "Answer:", "####"):
         assert rewards.format(sample_of(text)) == 0.0
-    assert rewards.format(sample_of("Answer: 4", finish_reason="length")) == 0.0
-
-
-def test_an_error_is_described_on_one_line() -> None:
-    with Caught() as caught:
-        raise ValueError("first\n" + "x" * 1000)
-    assert caught.error is not None
-    text = describe_error(caught.error)
-    assert text.startswith("ValueError: first xxx")
-    assert "\n" not in text
-    assert len(text) < 400
-    with pytest.raises(KeyboardInterrupt), Caught():
-        raise KeyboardInterrupt
+    assert rewards.format(replace(sample_of("Answer: 4"), finish_reason="length")) == 0.0

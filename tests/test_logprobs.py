@@ -10,9 +10,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from srtrl.model.logprobs import (
-    MAX_CHUNK_BYTES,
-    MAX_CHUNK_TOKENS,
-    chunk_tokens,
     token_logprobs,
     token_logprobs_reference,
 )
@@ -40,8 +37,8 @@ def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], kinds: str) -
 
 
 @pytest.mark.parametrize("kinds", ["logprobs", "entropy", "logprobs and entropy"])
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-@pytest.mark.parametrize(("num_tokens", "chunk_size"), [(R, 8), (R, 1), (R, 37), (R, 1024), (1, 8)])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(("num_tokens", "chunk_size"), [(R, 8), (R, 37), (R, 1024), (1, 8), (0, 8)])
 def test_values_and_gradients_equal_the_reference(
     num_tokens: int, chunk_size: int, temperature: float, kinds: str
 ) -> None:
@@ -51,33 +48,6 @@ def test_values_and_gradients_equal_the_reference(
     torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
     our_gradients = gradients(ours, (hidden, weight), kinds)
     torch.testing.assert_close(our_gradients, gradients(reference, (hidden, weight), kinds), rtol=1e-12, atol=1e-12)
-
-
-def test_gradients_equal_finite_differences() -> None:
-    hidden, weight, target_ids = make_inputs(5)
-
-    def function(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(hidden, weight, target_ids, temperature=0.7, chunk_size=2)
-
-    assert torch.autograd.gradcheck(function, (hidden, weight))
-
-
-def test_a_frozen_input_gets_no_gradient() -> None:
-    hidden, weight, target_ids = make_inputs()
-    logprobs, _ = token_logprobs(hidden, weight.detach(), target_ids, temperature=1.0)
-    expected = torch.autograd.grad(
-        token_logprobs_reference(hidden, weight, target_ids, temperature=1.0)[0].sum(), hidden
-    )
-    torch.testing.assert_close(torch.autograd.grad(logprobs.sum(), hidden), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_no_tokens_give_empty_outputs_and_zero_gradients() -> None:
-    hidden, weight, target_ids = make_inputs(0)
-    logprobs, entropy = token_logprobs(hidden, weight, target_ids, temperature=1.0)
-    assert logprobs.shape == entropy.shape == (0,)
-    grad_hidden, grad_weight = torch.autograd.grad(logprobs.sum(), (hidden, weight))
-    assert grad_hidden.shape == (0, D)
-    assert torch.equal(grad_weight, torch.zeros(V, D, dtype=torch.float64))
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -117,13 +87,6 @@ def test_two_chunks_of_logits_are_the_most_that_is_held(kinds: str) -> None:
     assert 2 * chunk <= live.peak < 2 * chunk + rest < 3 * chunk
 
 
-def test_chunks_are_bounded_by_rows_and_by_bytes() -> None:
-    assert chunk_tokens(19) == chunk_tokens(131_072) == MAX_CHUNK_TOKENS
-    assert chunk_tokens(151_936) == 832
-    assert 4 * 151_936 * 832 <= MAX_CHUNK_BYTES < 4 * 151_936 * (832 + 64)
-    assert chunk_tokens(10**9) == 64, "a chunk holds a tile of rows whatever the vocabulary"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_have_the_type_of_the_weights_and_the_rest_is_float32(dtype: torch.dtype) -> None:
     hidden, weight, target_ids = make_inputs(dtype=dtype)
@@ -150,9 +113,3 @@ def test_autocast_computes_logits_in_its_type_and_sums_gradients_in_the_weights_
     torch.testing.assert_close(our_gradients, gradients(reference, (hidden, weight), "logprobs"), rtol=2e-2, atol=5e-2)
     without = token_logprobs(hidden, weight, target_ids, temperature=1.3)[0]
     assert (ours[0] - without).abs().max() > 1e-3, "autocast changed nothing: the logits were not in bfloat16"
-
-
-def test_a_temperature_of_zero_is_refused() -> None:
-    hidden, weight, target_ids = make_inputs()
-    with pytest.raises(AssertionError, match="temperature must be above 0, is 0"):
-        token_logprobs(hidden, weight, target_ids, temperature=0.0)

@@ -6,25 +6,9 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recipe_cases import MINIMAL
 
-from srtrl.drafters.base import NoOptions
-from srtrl.recipe import Section
-from srtrl.recipe_file import REMOVED, RecipeError, dump_recipe, load_recipe, read_source, validate_section
-
-MINIMAL = """\
-name: test
-model:
-  path: bundled:tiny
-task:
-  name: arithmetic
-rollout:
-  num_prompts: 8
-  num_samples: 4
-  max_prompt_tokens: 64
-  max_new_tokens: 64
-train:
-  num_steps: 3
-"""
+from srtrl.recipe_file import REMOVED, RecipeError, dump_recipe, load_recipe, read_source
 
 
 @pytest.fixture
@@ -70,9 +54,9 @@ def test_reads_values_defaults_and_overrides(recipe_file: Path) -> None:
     assert [reward.name for reward in load_recipe(recipe_file).rewards] == ["correct"]
 
 
-@pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.e-6", "0.000001", "+1e-06"])
-def test_scientific_notation_is_a_number(recipe_file: Path, text: str) -> None:
-    assert load_recipe(with_line(recipe_file, f"  learning_rate: {text}")).train.learning_rate == 1e-6
+def test_scientific_notation_is_a_number(recipe_file: Path) -> None:
+    for text in ("1e-6", "1.e-6", "+1E-06"):
+        assert load_recipe(with_line(recipe_file, f"  learning_rate: {text}")).train.learning_rate == 1e-6
 
 
 @pytest.mark.parametrize(
@@ -83,21 +67,12 @@ def test_scientific_notation_is_a_number(recipe_file: Path, text: str) -> None:
         ("modle: {}", "13: modle: unknown key, did you mean `model`?"),
         ("log: {colour: red}", "13: log.colour: unknown key; known here: trackers, save_rollouts"),
         ("  mini_batch_prompts: '4'", '13: train.mini_batch_prompts: should be a valid integer, found "4"'),
-        ("  mini_batch_prompts: true", "13: train.mini_batch_prompts: should be a valid integer, found true"),
         ("  mini_batch_prompts: 4.0", "13: train.mini_batch_prompts: should be a valid integer, found 4.0"),
         ("  learning_rate: -1", "13: train.learning_rate: should be greater than 0, found -1"),
         ("  learning_rate: .nan", "13: train.learning_rate: should be a finite number, found NaN"),
-        ("  betas: [0.9]", "13: train.betas.1: is missing"),
         ("  betas: [0.9, 1]", "13: train.betas.1: should be less than 1, found 1"),
-        ("  schedule: cosin", "13: train.schedule: should be 'constant', 'linear' or 'cosine', found \"cosin\""),
         ("eval:", "13: eval: should be a section (key: value), found null"),
-        ("log: {trackers: tensorboard}", '13: log.trackers: should be a valid list, found "tensorboard"'),
-        ("log: {trackers: [1]}", "13: log.trackers.0: should be a text (quote it if it looks like a number), found 1"),
-        (
-            "rewards:\n- {weight: 2}",
-            "14: rewards.0.name: is missing (A function in `srtrl/tasks/rewards.py`, or `package.module:function` of "
-            "your own.)",
-        ),
+        ("rewards:\n- {weight: 2}", "14: rewards.0.name: is missing (A function in `srtrl/tasks/rewards.py`, or "),
         ("  num_steps: 4", "13:3: not valid YAML: `num_steps` is given twice, first in line 12"),
         ("  1: 4", "13:3: not valid YAML: a key must be a text, found 1"),
         ("rewards: ]", "13:10: not valid YAML: while parsing a block node, expected the node content, but found ']'"),
@@ -105,7 +80,8 @@ def test_scientific_notation_is_a_number(recipe_file: Path, text: str) -> None:
     ],
 )
 def test_file_errors_name_line_key_and_expectation(recipe_file: Path, line: str, error: str) -> None:
-    assert errors_of(with_line(recipe_file, line)) == [f"recipe.yaml:{error}"]
+    (found,) = errors_of(with_line(recipe_file, line))
+    assert found.startswith(f"recipe.yaml:{error}")
 
 
 @pytest.mark.parametrize(
@@ -113,33 +89,19 @@ def test_file_errors_name_line_key_and_expectation(recipe_file: Path, line: str,
     [
         ("train.num_step=4", "train.num_step: unknown key, did you mean `num_steps`?"),
         ("train.num_steps='4'", 'train.num_steps: should be a valid integer, found "4"'),
-        (
-            "train.num_steps=",
-            "no value; write train.num_steps=null for none or train.num_steps=\"''\" for an empty text",
-        ),
-        (
-            "train.num_steps=[",
-            "not valid YAML: while parsing a flow node, expected the node content, but found '<stream ",
-        ),
+        ("train.num_steps=", "no value; write train.num_steps=null for none or train.num_steps=\"''\" for an empty"),
+        ("train.num_steps=[", "not valid YAML: while parsing a flow node, expected the node content, but found "),
         ("train.num_steps", "expected section.key=value"),
         ("train..num_steps=1", "expected section.key=value"),
         ("train.num_steps.x=1", "train.num_steps: is 3, which has no place `x`"),
         ("rewards.0.weight=2", 'rewards: should be a valid list, found {"0": {"weight": 2}}'),
         ("rollout.draft_budget=-1", "rollout.draft_budget: should be 'auto' or should be greater than or equal to 0, "),
-        ("rollout.draft_budget=many", "rollout.draft_budget: should be 'auto' or should be a valid integer, found "),
-        ("rollout.run_ahead=both", "rollout.run_ahead: should be 'off' or 'next_step', found \"both\""),
-        ("task={name: arithmetic, nam: 1}", "task.nam: unknown key, did you mean `name`?"),
         *((f"{key}=true", f"{key}: {hint}") for key, hint in REMOVED.items()),
     ],
 )
 def test_override_errors_name_the_override(recipe_file: Path, override: str, error: str) -> None:
     (found,) = errors_of(recipe_file, override)
     assert found.startswith(f"override `{override}`: {error}")
-
-
-def test_a_list_index_out_of_range_is_refused(recipe_file: Path) -> None:
-    (error,) = errors_of(recipe_file, "rewards=[{name: correct}]", "rewards.1.weight=2")
-    assert error.endswith('rewards: is [{"name": "correct"}], which has no place `1`')
 
 
 @pytest.mark.parametrize("text", [None, "", "[1, 2]", "just text"])
@@ -173,11 +135,8 @@ def test_missing_sections_and_keys_are_all_listed(tmp_path: Path) -> None:
 def test_several_impossible_combinations_are_all_listed(recipe_file: Path) -> None:
     lines = "  mini_batch_prompts: 5\n  micro_batch_tokens: 5"
     errors = errors_of(with_line(recipe_file, lines), "rollout.num_pages=1")
-    assert [error.split(": ")[0] for error in errors] == [
-        "override `rollout.num_pages=1`",
-        "recipe.yaml:14",
-        "recipe.yaml:13",
-    ]
+    places = [error.split(": ")[0] for error in errors]
+    assert places == ["override `rollout.num_pages=1`", "recipe.yaml:14", "recipe.yaml:13"]
 
 
 TRICKY = ["", " \n", "\n ", "a\nb\n", "a\r\n", "\x85/", "a\u2028b", "--- ", "<<", "=", "~", "null", "no", "on", "true"]
@@ -191,7 +150,7 @@ plain = st.recursive(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(
     options=st.dictionaries(texts, plain, max_size=4), rate=st.floats(1e-30, 1e30), stops=st.lists(texts.filter(bool))
 )
@@ -201,26 +160,9 @@ def test_a_dumped_recipe_loads_as_the_same(
     path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     path.write_text(MINIMAL)
     recipe = load_recipe(path, [f"train.learning_rate={rate!r}"])
-    recipe = recipe.model_copy(
-        update={
-            "task": recipe.task.model_copy(update={"options": options}),
-            "rollout": recipe.rollout.model_copy(update={"stop_strings": stops}),
-        }
-    )
+    task = recipe.task.model_copy(update={"options": options})
+    rollout = recipe.rollout.model_copy(update={"stop_strings": stops})
+    recipe = recipe.model_copy(update={"task": task, "rollout": rollout})
     path.write_text(dump_recipe(recipe), encoding="utf-8")
     assert load_recipe(path) == recipe
     assert yaml.safe_load(dump_recipe(recipe))["name"] == "test"
-
-
-class Options(Section):
-    """Options of a task that a user wrote."""
-
-    num_train: int = 1
-
-
-def test_options_are_checked_at_their_place() -> None:
-    with pytest.raises(RecipeError, match=r"^task.options.num_trian: unknown key, did you mean `num_train`\?$"):
-        validate_section(Options, {"num_trian": 3}, "task.options")
-    assert validate_section(Options, {"num_train": 3}, "task.options").num_train == 3
-    with pytest.raises(RecipeError, match=r"^rollout.drafter_options.rule: unknown key; known here: none$"):
-        validate_section(NoOptions, {"rule": "blend"}, "rollout.drafter_options")

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from recipe_cases import recipe_text
 
 from srtrl.algorithms.reductions import MAX_ERROR
 from srtrl.checks import check_recipe
@@ -17,25 +18,13 @@ from srtrl.recipe import Recipe
 from srtrl.recipe_conflicts import MAX_KL_ERROR
 from srtrl.recipe_file import RecipeError, build_recipe, load_recipe, read_source
 
-MINIMAL = """\
-name: test
-model: {path: "bundled:tiny"}
-task:
-  name: arithmetic
-  options: {num_train: 16, num_eval: 4} # drawing the default number takes seconds
-rollout: {num_prompts: 8, num_samples: 4, max_prompt_tokens: 64, max_new_tokens: 64}
-train: {num_steps: 3}
-"""
-ARCHITECTURE = (
+HEADS = (
     "warm_start={output: made, architecture: {hidden_size: 9, intermediate_size: 8, num_hidden_layers: 1, "
     "num_attention_heads: %d, num_key_value_heads: %d}}"
 )
 
 OWN = """\
 from srtrl.algorithms.advantages import token_level
-
-def plain(rewards):
-    return rewards
 
 @token_level
 def tokens(token_rewards, values, mask, *, group_index, gamma, lam):
@@ -63,11 +52,6 @@ def needy_loss(logprobs, old_logprobs, advantages, sequence_index, *, clip_low, 
 def open_loss(logprobs, old_logprobs, advantages, sequence_index, *, clip_low, clip_high, **options):
     return -advantages * logprobs, {}
 
-def failing_loss(logprobs, old_logprobs, advantages, sequence_index, *, clip_low, clip_high, how="fine"):
-    if how == "sizes":
-        raise RuntimeError("wrong sizes")
-    return -advantages * logprobs, {}
-
 def short_loss(logprobs, advantages, *, clip_low, clip_high):
     return -advantages * logprobs, {}
 
@@ -87,7 +71,7 @@ def recipe_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "own", raising=False)
     path = tmp_path / "recipe.yaml"
-    path.write_text(MINIMAL)
+    path.write_text(recipe_text())
     return path
 
 
@@ -109,31 +93,14 @@ CONFLICTS: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
     # overrides that are refused; beginning of the key and message; what repairs them
     (("model.dtype=bfloat16", "model.mixed_precision=bf16"), "model.mixed_precision: casts", ("model.dtype=float32",)),
     (("rollout.num_pages=7",), "rollout.num_pages: expected at least 8 pages of 16 tokens", ("rollout.num_pages=8",)),
-    (
-        ("train.micro_batch_tokens=127",),
-        "train.micro_batch_tokens: expected enough for one sequence (rollout.max_prompt_tokens + rollout.max_new_",
-        ("train.micro_batch_tokens=128",),
-    ),
+    (("train.micro_batch_tokens=127",), "train.micro_batch_tokens: expected enough", ("train.micro_batch_tokens=128",)),
     (
         ("rollout.kv_memory_share=0.8", "rollout.kv_memory_gib=8"),
         "rollout.kv_memory_share: has no effect beside rollout.kv_memory_gib (8.0)",
         ("rollout.kv_memory_gib=auto",),
     ),
-    (
-        ("rollout.kv_memory_share=0.8", "rollout.num_pages=5000"),
-        "rollout.kv_memory_share: has no effect beside rollout.num_pages (5000)",
-        ("rollout.kv_memory_share=0.5",),
-    ),
-    (
-        (ARCHITECTURE % (2, 1),),
-        "warm_start.architecture.num_attention_heads: expected a divisor of hidden_size (9), found 2",
-        (ARCHITECTURE % (3, 1),),
-    ),
-    (
-        (ARCHITECTURE % (3, 2),),
-        "warm_start.architecture.num_key_value_heads: expected a divisor of num_attention_heads (3), found 2",
-        (ARCHITECTURE % (3, 3),),
-    ),
+    ((HEADS % (2, 1),), "warm_start.architecture.num_attention_heads: expected a divisor of hid", (HEADS % (3, 1),)),
+    ((HEADS % (3, 2),), "warm_start.architecture.num_key_value_heads: expected a divisor of num_", (HEADS % (3, 3),)),
     (("rollout.dynamic_sampling=true",), "rollout.dynamic_sampling: ", ("algorithm.filters=[drop_uniform]",)),
     (("rollout.max_open_prompts=2",), "rollout.max_open_prompts: is for", ("rollout.max_open_prompts=null",)),
     (("rollout.max_draws=9",), "rollout.max_draws: is for rollout.dynamic_sampling", ("rollout.max_draws=null",)),
@@ -150,13 +117,7 @@ CONFLICTS: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
     (("eval.temperature=0", "eval.num_samples=4"), "eval.num_samples: expected 1", ("eval.num_samples=1",)),
     (
         ("rollout.num_samples=1",),
-        "rollout.num_samples: expected at least 2 with algorithm.advantage group_relative (a group of one has no "
-        "advantage), found 1",
-        ("rollout.num_samples=2",),
-    ),
-    (
-        ("rollout.num_samples=1", "algorithm.advantage=leave_one_out"),
-        "rollout.num_samples: expected at least 2 with algorithm.advantage leave_one_out",
+        "rollout.num_samples: expected at least 2 with algorithm.advantage group_relative",
         ("algorithm.advantage=reinforce_plus_plus",),
     ),
     (("algorithm.advantage=reinforce_plus_plus", "algorithm.lam=0.9"), "algorithm.lam: is of ", GAE),
@@ -164,11 +125,6 @@ CONFLICTS: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
         ("algorithm.advantage=reinforce_plus_plus", "algorithm.whiten_advantages=true"),
         "algorithm.whiten_advantages: reinforce_plus_plus whitens",
         ("algorithm.whiten_advantages=false",),
-    ),
-    (
-        ("algorithm.importance_level=sequence",),
-        "algorithm.importance_level: is of",
-        ("algorithm.importance_level=token",),
     ),
     (("algorithm.importance_cap=2",), "algorithm.importance_cap: compares", (RECOMPUTE,)),
     (
@@ -184,21 +140,12 @@ CONFLICTS: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
         "algorithm.kl.horizon: expected more than 0.2 x the 32 samples of a step",
         ("algorithm.kl.horizon=7",),
     ),
-    (
-        ("train.mini_batch_prompts=3",),
-        "train.mini_batch_prompts: expected a divisor of rollout.num_prompts (8), found 3",
-        ("train.mini_batch_prompts=4",),
-    ),
+    (("train.mini_batch_prompts=3",), "train.mini_batch_prompts: expected a div", ("train.mini_batch_prompts=4",)),
     ((*GAE, "critic.mini_batch_prompts=3"), "critic.mini_batch_prompts: expected a divisor", ("critic={}",)),
     (
         ("train.schedule=cosine", "train.warmup_steps=3"),
         "train.warmup_steps: expected fewer than the 3 optimizer steps of the run, or the cosine schedule would never",
         ("train.num_epochs=2",),
-    ),
-    (
-        (*GAE, "train.schedule=linear", "critic.lr_warmup_steps=3"),
-        "critic.lr_warmup_steps: expected fewer than the 3 optimizer steps",
-        ("critic.lr_warmup_steps=2",),
     ),
     (
         (*GAE, "train.schedule=linear", "critic.warmup_steps=1", "train.warmup_steps=2"),
@@ -229,11 +176,8 @@ ACCEPTED = [
     ["algorithm.advantage=leave_one_out", "algorithm.loss=policy_gradient"],
     ["algorithm.advantage=reinforce_plus_plus", "algorithm.gamma=0.99", "rollout.num_samples=1"],
     [*GAE, "critic={value_loss: squared_error, value_clip: 0.5}"],
-    ["algorithm.kl={coefficient: 0, estimator: k1, placement: reward}"],
     ["algorithm.loss=dual_clip", "algorithm.loss_options={ratio_cap: 5}"],
     ["algorithm.loss=gspo", "algorithm.clip_low=3e-4", "algorithm.clip_high=4e-4"],
-    ["algorithm.loss=cispo", "algorithm.clip_low=1", "algorithm.clip_high=4"],
-    ["algorithm.advantage='own:plain'"],
     ["algorithm.advantage='own:tokens'", "algorithm.gamma=0.9"],
     ["algorithm.advantage='own:with_critic'", "critic={}"],
     ["algorithm.loss='own:loss'", "algorithm.loss_options={power: 3, floor: 1.5}"],
@@ -250,58 +194,23 @@ def test_what_fits_together_is_accepted(recipe_file: Path, overrides: list[str])
 MISFITS = [
     # advantage; further overrides; beginning of the problem ... another part of it
     ("gae", [], "algorithm.advantage: gae needs a critic: add a section `critic: {}`"),
-    ("own:with_critic", [], "algorithm.advantage: own:with_critic needs a critic: add a section `critic: {}`"),
     ("group_relative", ["critic={}"], "critic: algorithm.advantage group_relative uses no critic "),
-    (
-        "own:tokens",
-        ["critic={}"],
-        "critic: algorithm.advantage own:tokens uses no critic (no @token_level(needs_critic",
-    ),
     ("group_relative", ["algorithm.gamma=0.9"], "algorithm.gamma: group_relative gives all tokens of a sample one "),
-    ("own:plain", ["algorithm.lam=0.5"], "algorithm.lam: own:plain gives all tokens of a sample one advantage (no "),
-    (
-        "own:wrong_tokens",
-        [],
-        "algorithm.advantage: `own:wrong_tokens` cannot be called with (3 ... own:wrong_tokens(rewards)",
-    ),
+    ("own:wrong_tokens", [], "algorithm.advantage: `own:wrong_tokens` cannot be ... own:wrong_tokens(rewards)"),
     ("own:unmarked_tokens", [], "algorithm.advantage: `own:unmarked_tokens` ... missing a required argument: 'values'"),
     ("own:tokens", ["algorithm.loss=gspo"], "algorithm.loss: gspo has one ratio and ... expected gspo_token"),
     ("gae", ["critic={value_loss: 'own:value_loss'}"], "critic.value_loss: `own:value_loss` cannot be called with (4 "),
-    (
-        "gae",
-        ["critic={value_loss: squared}"],
-        "critic.value_loss: `squared` is not in ... did you mean `squared_error`",
-    ),
     ("plain", [], "algorithm.advantage: `plain` is not in srtrl/algorithms/advantages.py; known: group_relative"),
 ]
 OPTIONS = [
     # loss; its options; beginning of the problem ... another part of it
     ("own:needy_loss", "{}", "algorithm.loss: `own:needy_loss` cannot ... missing a required argument: 'tau'"),
-    (
-        "dual_clip",
-        "{ratio_kap: 3}",
-        "algorithm.loss_options: `dual_clip` ... argument 'ratio_kap'; it is dual_clip(logprobs, ",
-    ),
+    ("dual_clip", "{ratio_kap: 3}", "algorithm.loss_options: `dual_clip` ... 'ratio_kap'; it is dual_clip(logprobs, "),
     ("dual_clip", "{clip_low: 0.1}", "algorithm.loss_options.clip_low: is an option of its own, algorithm.clip_low"),
-    (
-        "own:loss",
-        "{advantages: 0.1}",
-        "algorithm.loss_options: `own:loss` ... multiple values for argument 'advantages'",
-    ),
     ("dual_clip", "{ratio_cap: 0.5}", "algorithm.loss_options.ratio_cap: expected a number above 1, found 0.5"),
     ("own:loss", "{power: 0}", "algorithm.loss_options.power: expected at least 1, found 0"),
-    (
-        "dual_clip",
-        "{ratio_cap: high}",
-        "algorithm.loss_options: `dual_clip` with {'ratio_cap': 'high'}, ... TypeError: '>'",
-    ),
-    (
-        "own:failing_loss",
-        "{how: sizes}",
-        "algorithm.loss_options: `own:failing_loss` ... raised RuntimeError: wrong sizes",
-    ),
+    ("dual_clip", "{ratio_cap: high}", "algorithm.loss_options: `dual_clip` with {'ratio_cap': 'high'}, ... TypeError"),
     ("own:short_loss", "{}", "algorithm.loss: `own:short_loss` cannot be called with (4 ... too many positional"),
-    ("dual_klip", "{ratio_cap: 3}", "algorithm.loss: `dual_klip` is not in ... did you mean `dual_clip`"),
 ]
 REFUSED = [
     *(([f"algorithm.advantage='{name}'", *overrides], problem) for name, overrides, problem in MISFITS),

@@ -4,29 +4,21 @@ import base64
 import math
 import random
 import re
-from dataclasses import asdict
+from itertools import product
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from recipe_cases import recipe_text
 
 from srtrl.engine.stats import DecodeStep
 from srtrl.metrics import MetricLog
-from srtrl.report.charts import Chart, draw
 from srtrl.report.page import write_report
-from srtrl.trainer.run_folder import read_timeline, step_file_name, write_timeline
+from srtrl.trainer.run_folder import TIMELINE_COLUMNS, read_timeline, step_file_name, write_timeline
 
-RECIPE = """\
-name: fake
-model: {{path: "bundled:tiny"}}
-task: {{name: arithmetic}}
-rewards: [{{name: correct}}, {{name: format, weight: 0.1}}]
-rollout: {{num_prompts: 8, num_samples: 4, max_prompt_tokens: 64, max_new_tokens: 64}}
-train: {{num_steps: {num_steps}}}
-"""
+REWARDS = "rewards: [{name: correct}, {name: format, weight: 0.1}]\n"
 PLAIN_CHARTS = [
     *("Reward", "Accuracy", "Response length", "Truncated responses", "Groups"),
     *("Loss", "KL to the reference", "Entropy", "Clipped tokens", "Gradient norm", "Learning rate"),
@@ -41,7 +33,7 @@ def make_run(
 ) -> Path:
     """A run folder as the trainer writes it, with made-up figures."""
     (folder / "rollouts").mkdir(parents=True)
-    (folder / "recipe.yaml").write_text(RECIPE.format(num_steps=planned or num_steps))
+    (folder / "recipe.yaml").write_text(recipe_text(REWARDS, num_steps=planned or num_steps))
     noise = random.Random(0)
     with MetricLog(folder / "metrics.jsonl") as log:
         log.write(0, eval_metrics(0.31))
@@ -81,31 +73,21 @@ def engine_metrics() -> dict[str, float]:
 
 
 def rollout_table(step: int, noise: random.Random) -> pa.Table:
-    rows: list[dict[str, Any]] = []
-    for draw_index in range(8):
-        for sample in range(4):
-            correct = noise.random() < 0.5
-            rows.append(
-                {
-                    "prompt_id": f"train-{draw_index}",
-                    "draw_index": draw_index,
-                    "sample_index": sample,
-                    "prompt": f"Compute {draw_index}+1.\n",
-                    "token_ids": [1] * noise.randint(5, 15 + step % 40),
-                    "text": f"<b>{draw_index}</b>+1={draw_index + 1} & so on\nAnswer: {correct}",
-                    "reward": correct + 0.1,
-                    "reward_format": 1.0,
-                    "outcome": "correct" if correct else "wrong",
-                    "finish_reason": "stop",
-                }
-            )
+    rows = [
+        {
+            **{"prompt_id": f"train-{draw}", "draw_index": draw, "sample_index": sample, "prompt": f"{draw}+1.\n"},
+            **{"token_ids": [1] * noise.randint(5, 15 + step % 40), "text": f"<b>{draw}</b>+1={draw + 1} & so on\n"},
+            **{"reward": correct + 0.1, "reward_format": 1.0, "outcome": "correct" if correct else "wrong"},
+            "finish_reason": "stop",
+        }
+        for draw, sample in product(range(8), range(4))
+        for correct in [noise.random() < 0.5]
+    ]
     return pa.Table.from_pylist(rows)
 
 
 def decode_steps(count: int) -> list[DecodeStep]:
-    fields = dict.fromkeys(
-        ("num_primaries", "num_run_ahead", "num_waiting", "num_rows", "num_prefill", "num_tokens"), 8
-    )
+    fields = dict.fromkeys(set(TIMELINE_COLUMNS) - {"seconds"}, 8)
     return [DecodeStep(seconds=0.25 * (index + 1), **fields) for index in range(count)]
 
 
@@ -119,7 +101,7 @@ def texts_of(svg: ElementTree.Element) -> set[str]:
     return {element.text or "" for element in svg.iter(f"{SVG}text")}
 
 
-@pytest.mark.parametrize("num_steps", [1, 60])
+@pytest.mark.parametrize("num_steps", [1, 30])
 def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path, num_steps: int) -> None:
     page = write_report(make_run(tmp_path / "fake", num_steps)).read_text(encoding="utf-8")
     charts = charts_of(page)
@@ -131,51 +113,23 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path, num_steps: in
     assert f"Samples of step {num_steps}" in page
     assert {">correct</span>" in page, ">wrong</span>" in page} == {True}
     assert "still running" not in page
+    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)|@import|url\(|<script""", page), "needs no network"
+    assert "<b>0</b>+1" not in page, "what the policy wrote is escaped"
+    assert "&lt;b&gt;" in page
 
 
 def test_a_run_that_speculates_shows_what_it_brought(tmp_path: Path) -> None:
     run = make_run(tmp_path / "fake", 3, drafts=True)
     (run / "timeline").mkdir()
     write_timeline(run / "timeline" / step_file_name(3), decode_steps(30))
+    assert read_timeline(run / "timeline" / step_file_name(3)) == decode_steps(30)
     charts = charts_of(write_report(run).read_text(encoding="utf-8"))
     speculation = {"Tokens per decode step", "Acceptance by depth", "Run-ahead", "Decode steps of the last step"}
     assert speculation <= set(charts)
     assert "engine/run_ahead_tokens_used" not in texts_of(charts["Run-ahead"])  # zero throughout
-
-
-def test_lines_are_of_what_was_logged() -> None:
-    chart = Chart("title", "unit", ["a/*", "b"], "note")
-    rows = [{"step": step, "a/x": 1.0, "a/y": 0.0, "b": 2.0, "c": 3.0} for step in (1, 2)]
-    text = draw(chart, rows)
-    assert text is not None
-    assert text == draw(chart, rows), "the same data gives the same bytes"
-    assert {"a/x", "b", "step", "unit"} <= (words := texts_of(ElementTree.fromstring(text)))
-    assert not {"a/y", "c"} & words
-    assert draw(chart, [{"step": 1, "a/y": 0.0}]) is None
-    assert draw(chart, []) is None
-
-
-def test_a_timeline_file_gives_back_what_was_written(tmp_path: Path) -> None:
-    path = tmp_path / step_file_name(7)
-    assert path.name == "step_000007.parquet"
-    for count in (5, 0):
-        write_timeline(path, decode_steps(count))
-        assert [asdict(step) for step in read_timeline(path)] == [asdict(step) for step in decode_steps(count)]
-    pq.write_table(pa.table({"seconds": [1.0]}), path)
-    with pytest.raises(ValueError, match=r"step_000007.parquet: .*num_primaries"):
-        read_timeline(path)
-    path.write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match=r"step_000007.parquet: cannot read this timeline"):
-        read_timeline(path)
-
-
-def test_the_page_needs_no_network_and_escapes_what_the_policy_wrote(tmp_path: Path) -> None:
-    page = write_report(make_run(tmp_path / "fake", 3)).read_text(encoding="utf-8")
-    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)""", page)
-    assert not {"@import", "url(", "<script", "<b>0</b>+1"} & set(
-        re.findall(r"@import|url\(|<script|<b>0</b>\+1", page)
-    )
-    assert "&lt;b&gt;" in page
+    (run / "timeline" / step_file_name(3)).write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match=r"step_000003.parquet: cannot read this timeline"):
+        write_report(run)
 
 
 def test_an_interrupted_run_says_so_and_leaves_out_what_is_missing(tmp_path: Path) -> None:
@@ -191,18 +145,12 @@ def test_an_interrupted_run_says_so_and_leaves_out_what_is_missing(tmp_path: Pat
     assert "Samples of step" not in page
 
 
-def test_a_run_that_only_evaluated_yet_is_reported(tmp_path: Path) -> None:
-    page = write_report(make_run(tmp_path / "fake", 0, planned=5)).read_text(encoding="utf-8")
-    assert list(charts_of(page)) == ["Accuracy", "Time by stage"]
-    assert "This run has done 0 of 5 steps" in page
-
-
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder"):
         write_report(tmp_path / "none")
     with pytest.raises(ValueError, match=r"it has no recipe.yaml and no metrics.jsonl"):
         write_report(tmp_path)
-    (tmp_path / "recipe.yaml").write_text(RECIPE.format(num_steps=3))
+    (tmp_path / "recipe.yaml").write_text(recipe_text())
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="no complete row yet"):
         write_report(tmp_path)

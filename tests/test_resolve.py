@@ -43,25 +43,12 @@ def own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def test_the_users_own_function_is_found_in_the_current_folder(own_package: str) -> None:
+def test_a_users_function_is_found_in_the_current_folder_after_installed_packages(own_package: str) -> None:
     assert resolve_function("srtrl.resolve", f"{own_package}.losses:gspo")(1) == 2
-
-
-def test_the_current_folder_comes_after_installed_packages(own_package: str) -> None:
-    Path("yaml.py").write_text("raise AssertionError('shadows an installed package')\n")
-    resolve_function("srtrl.resolve", f"{own_package}.losses:gspo")
     assert sys.path[-1] == str(Path.cwd())
-
-
-def test_our_own_functions_are_found_by_bare_name() -> None:
-    assert resolve_function("srtrl.resolve", "resolve_class") is resolve_class
-
-
-def test_only_public_functions_of_the_module_itself_are_choices(own_package: str) -> None:
-    resolve_function("srtrl.resolve", f"{own_package}.losses:gspo")
     assert list_functions(sys.modules[f"{own_package}.losses"]) == ["gspo", "gspo_tokens"]
     with pytest.raises(ValueError, match="`sqrt` is not in"):
-        resolve_function(f"{own_package}.losses", "sqrt")
+        resolve_function(f"{own_package}.losses", "sqrt")  # only public functions of the module itself
 
 
 def test_classes_are_found_without_importing_other_modules(own_package: str) -> None:
@@ -72,11 +59,9 @@ def test_classes_are_found_without_importing_other_modules(own_package: str) -> 
 
 
 def test_unknown_names_list_what_exists_and_the_nearest() -> None:
-    with pytest.raises(
-        ValueError, match=r"`resolve_clas` is not in srtrl/resolve.py, did you mean `resolve_class`\?"
-    ) as error:
+    message = r"`resolve_clas` is not in srtrl/resolve.py, did you mean `resolve_class`\?.* known: resolve_part, list"
+    with pytest.raises(ValueError, match=message):
         resolve_function("srtrl.resolve", "resolve_clas")
-    assert "known: resolve_part, list_parts, resolve_function" in str(error.value)
     with pytest.raises(ValueError, match="`xyz` is not in srtrl/tasks/; known: "):
         resolve_class("srtrl.tasks", "xyz", "Task")
 
@@ -88,7 +73,6 @@ def test_unknown_names_list_what_exists_and_the_nearest() -> None:
         ("{own}.losses:RATE", "has a value that cannot be called: `RATE`"),
         ("{own}.nothing:f", "cannot import {own}.nothing"),
         ("{own}.broken:f", "No module named 'a_module_that_is_not_there'"),
-        (":f", "is not a name of the form package.module:attribute"),
         ("{own}:", "is not a name of the form package.module:attribute"),
         (".losses:f", "is not a name of the form package.module:attribute"),
     ],

@@ -15,47 +15,35 @@ from srtrl.types import Prompt
 
 @pytest.mark.parametrize("parentheses", [True, False])
 def test_solutions_are_right_steps_of_their_expressions(parentheses: bool) -> None:
+    """Doing the steps in the text, one after another, leads to the answer: no step comes before what it needs."""
     options = ArithmeticOptions(parentheses=parentheses, num_train=2000, max_operations=6)
     for expression in draw_expressions(options, "train"):
-        assert eval(expression.text) == expression.value
-        assert parentheses or "(" not in expression.text
-        assert len(expression.steps) == len(re.findall(r"[-+*]", expression.text)) in range(2, 7)
+        text = expression.text
+        assert eval(text) == expression.value
+        assert parentheses or "(" not in text
+        assert len(expression.steps) == len(re.findall(r"[-+*]", text)) in range(2, 7)
         for step in expression.steps:
             left, right = step.split("=")
             assert eval(left) == int(right) in range(1000)
-        assert expression.steps[-1].endswith(f"={expression.value}")
-
-
-def test_each_step_rewrites_the_expression() -> None:
-    """Doing the steps in the text, one after another, leads to the answer: no step comes before what it needs."""
-    for expression in draw_expressions(ArithmeticOptions(num_train=500), "train"):
-        text = expression.text
-        for step in expression.steps:
-            left, right = step.split("=")
             pattern = re.compile(rf"\({re.escape(left)}\)|(?<!\d){re.escape(left)}(?!\d)")
             text, num_replaced = pattern.subn(right, text, count=1)
             assert num_replaced == 1, (expression, step, text)
         assert text == str(expression.value)
 
 
-def test_splits_are_disjoint_whatever_the_seed() -> None:
+def test_problems_are_seeded_and_splits_disjoint_whatever_the_seed() -> None:
     options = [ArithmeticOptions(seed=seed, num_train=4000) for seed in range(3)]
     train = {expression.text for option in options for expression in draw_expressions(option, "train")}
     held_out = {expression.text for option in options for expression in draw_expressions(option, "eval")}
     assert not train & held_out
     assert len(held_out) > 1000
-    share = sum(split_of(f"{i}+{i}") == "eval" for i in range(8000)) / 8000
-    assert 0.11 < share < 0.14
-
-
-def test_problems_are_different_and_seeded() -> None:
-    def texts(num_train: int, seed: int = 0) -> list[str]:
-        return [e.text for e in draw_expressions(ArithmeticOptions(num_train=num_train, seed=seed), "train")]
-
-    few, many = texts(200), texts(400)
-    assert few == many[:200]
+    assert 0.11 < sum(split_of(f"{i}+{i}") == "eval" for i in range(8000)) / 8000 < 0.14
+    few, many, other = (
+        [expression.text for expression in draw_expressions(ArithmeticOptions(num_train=num, seed=seed), "train")]
+        for num, seed in ((200, 0), (400, 0), (200, 1))
+    )
+    assert few == many[:200] != other
     assert len(set(many)) == 400
-    assert texts(200, seed=1) != few
 
 
 def test_difficulty_bounds_the_expressions() -> None:
@@ -80,15 +68,10 @@ def test_task_has_tokenised_prompts_and_right_solutions() -> None:
         assert task.verifier(task.solution(prompt), prompt.answer)
         assert not task.verifier(task.solution(prompt), prompt.answer + "1")
     assert len({prompt.prompt_id for prompt in [*task.train_prompts, *task.eval_prompts]}) == 70
-    assert [p.prompt_id for p in task.train_prompts[3:5]] == [task.train_prompts[i].prompt_id for i in (3, 4)]
-    assert task.train_prompts[-1] == list(task.train_prompts)[49]
+    with pytest.raises(ValueError, match=r"tokens, rollout.max_prompt_tokens is 12; raise it, or lower"):
+        Task(ArithmeticOptions(num_train=50, num_eval=20), tokenizer=tokenizer, max_prompt_tokens=12)
     texts = list(Task.texts(ArithmeticOptions(num_train=50, num_eval=20)))
     assert texts == [prompt.text + task.solution(prompt) for prompt in task.train_prompts]
-
-
-def test_overlong_prompt_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"tokens, rollout.max_prompt_tokens is 12; raise it, or lower"):
-        Task(ArithmeticOptions(num_train=50, num_eval=20), tokenizer=byte_tokenizer(), max_prompt_tokens=12)
 
 
 def test_tokenise_refuses_an_end_token_and_no_tokens() -> None:
@@ -105,22 +88,17 @@ def test_tokenise_refuses_an_end_token_and_no_tokens() -> None:
     ("text", "answer", "correct"),
     [
         ("1+1=2\nAnswer: 2", "2", True),
-        ("Answer: 2\n", "2", True),
         ("Answer:2", "2", True),
         ("Answer: 1\nAnswer: 2", "2", True),
-        ("Answer: 2\nAnswer: 1", "2", False),
         ("Answer: 02", "2", True),
         ("Answer: -0", "0", True),
-        ("Answer: -5", "-5", True),
         ("Answer: -5", "5", False),
         ("Answer: 2 or 3", "2", False),
         ("Answer: 2.0", "2", False),
         ("Answer: ٢", "2", False),
         ("Answer: 2\nso it is", "2", True),
         ("1+1=2", "2", False),
-        ("2", "2", False),
         ("", "2", False),
-        ("Answer:", "2", False),
         ("Answer: --2", "-2", False),
     ],
 )

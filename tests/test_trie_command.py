@@ -10,21 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recipe_cases import recipe_text
 from typer.testing import CliRunner, Result
 
 from srtrl.cli import app
-from srtrl.report.trie import on_one_line
 from srtrl.report.trie_view import Branch, PastRollout, PromptHistory, TrieView, view_trie
 from srtrl.trainer.warm_start import train_tokenizer
 
-RECIPE = """\
-name: fake
-model: {{path: "{model}"}}
-task: {{name: arithmetic}}
-rollout: {{num_prompts: 2, num_samples: 2, max_prompt_tokens: 64, max_new_tokens: 64}}
-train: {{num_steps: 4}}
-log: {{save_rollouts: false}}
-"""
 TEXTS = {
     1: {"sum": ["one plus two is three", "one plus one is two"], "odd": ["alone here", "not alone"]},
     3: {"sum": ["one plus two is three", "two"]},
@@ -32,6 +24,7 @@ TEXTS = {
 }
 """Step -> prompt -> the texts of its samples."""
 END = "<|endoftext|>"
+COLUMNS = ("prompt_id", "prompt", "draw_index", "sample_index", "token_ids")
 
 
 @pytest.fixture(scope="module")
@@ -41,21 +34,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rollouts").mkdir(parents=True)
     tokenizer = train_tokenizer([], 257)
     tokenizer.save_pretrained(folder / "model")
-    (folder / "recipe.yaml").write_text(RECIPE.format(model=folder / "model"))
+    (folder / "recipe.yaml").write_text(recipe_text("log: {save_rollouts: false}\n", path=folder / "model"))
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     for step, prompts in TEXTS.items():
-        rows = [
-            {
-                "prompt_id": prompt_id,
-                "prompt": f"[{prompt_id}]\n",
-                "draw_index": draw,
-                "sample_index": index,
-                "token_ids": [*tokenizer.encode(text), tokenizer.eos_token_id],
-            }
-            for draw, (prompt_id, texts) in enumerate(prompts.items())
+        samples = [
+            (name, f"[{name}]\n", draw, index, [*tokenizer.encode(text), tokenizer.eos_token_id])
+            for draw, (name, texts) in enumerate(prompts.items())
             for index, text in enumerate(texts)
         ]
-        pq.write_table(pa.Table.from_pylist(rows[::-1]), folder / "rollouts" / f"step_{step:06d}.parquet")
+        columns = map(list, zip(*samples[::-1], strict=True))
+        table = pa.table(dict(zip(COLUMNS, columns, strict=True)))
+        pq.write_table(table, folder / "rollouts" / f"step_{step:06d}.parquet")
     return folder
 
 
@@ -78,13 +67,8 @@ def test_the_branches_and_the_decode_steps_are_printed(run: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "trie of the earlier rollouts, 4 of steps 1, 3: 68 tokens" in result.stdout
     assert "* is the way of step 4, sample 0" in result.stdout
-    lines = [line.strip(" │├└─") for line in result.stdout.splitlines()]
-    assert "* 3  one plus" in lines
-    assert "* 2  two is" in lines
-    assert "2  three∎" in lines
-    assert "* new: four∎" in lines
-    assert "1  one is two∎" in lines
-    assert "1  two∎" in lines
+    lines = {line.strip(" │├└─") for line in result.stdout.splitlines()}
+    assert lines >= {"* 3  one plus", "* 2  two is", "2  three∎", "* new: four∎", "1  one is two∎", "1  two∎"}
     shown = result.stdout.splitlines()[-2]
     counts = [int(part.partition("]")[0].removeprefix("[")) for part in shown.split(" | ")]
     assert sum(counts) == len("one plus two is four") + 1
@@ -93,8 +77,7 @@ def test_the_branches_and_the_decode_steps_are_printed(run: Path) -> None:
 
 def test_json_has_the_same(run: Path) -> None:
     found = record(run)  # without a prompt: the one with the most rollouts
-    assert found["prompt_id"] == "sum"
-    assert found["prompt"] == "[sum]\n"
+    assert (found["prompt_id"], found["prompt"]) == ("sum", "[sum]\n")
     assert [(one["step"], one["sample_index"]) for one in found["history"]] == [(1, 0), (1, 1), (3, 0), (3, 1)]
     assert found["later"]["text"] == "one plus two is four" + END
     assert found["root"]["count"] == 4
@@ -103,60 +86,28 @@ def test_json_has_the_same(run: Path) -> None:
     assert found["verified_per_step"] > found["tokens_per_step"] - 1
 
 
-def test_a_step_may_be_named(run: Path) -> None:
+def test_a_step_may_be_named_and_the_first_has_its_samples_in_turn(run: Path) -> None:
     found = record(run, "--prompt", "sum", "--step", 3)
-    assert {one["step"] for one in found["history"]} == {1}
-    assert found["later"]["step"] == 3
-    taken = [child for child in found["root"]["children"] if child["is_taken"]]
-    assert [child["text"] for child in taken] == ["one plus "]
-
-
-def test_a_prompt_of_one_step_has_its_samples_in_turn(run: Path) -> None:
+    assert ({one["step"] for one in found["history"]}, found["later"]["step"]) == ({1}, 3)
+    assert [child["text"] for child in found["root"]["children"] if child["is_taken"]] == ["one plus "]
     found = record(run, "--prompt", "odd")
     assert found["history"] == [{"step": 1, "sample_index": 0}]
     assert found["later"]["text"] == "not alone" + END
-    first = record(run, "--prompt", "sum", "--step", 1)
-    assert (len(first["history"]), first["later"]["sample_index"]) == (1, 1)
 
 
-def test_depth_and_nodes_bound_what_is_shown(run: Path) -> None:
-    shallow = record(run, "--prompt", "sum", "--depth", 4)["root"]
-    texts = {child["text"]: child for child in shallow["children"]}
-    assert texts["one "]["children"] == []
-    assert texts["one "]["num_hidden"] == 3
-    narrow = record(run, "--prompt", "sum", "--nodes", 1)["root"]
-    assert [child["text"] for child in narrow["children"]] == ["one plus "]
-    assert narrow["num_hidden"] == 1
-
-
-def test_the_tokenizer_may_be_named(run: Path) -> None:
-    assert record(run, "--tokenizer", run / "model") == record(run)
-    result = show(run, "--tokenizer", run / "rollouts")
-    assert result.exit_code == 2
-    assert "no tokenizer in this folder" in result.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--prompt", "summ"), "has no rollouts of `summ`, did you mean `sum`?; it has those of odd, sum"),
-        (("--prompt", "odd", "--step", "3"), "--step 3: prompt odd was sampled in the steps 1"),
-        (("--step", "2"), "has rollouts of the steps 1, 3, 4"),
-    ],
-)
-def test_what_is_not_there_is_named(run: Path, arguments: tuple[str, ...], message: str) -> None:
-    result = show(run, *arguments)
-    assert result.exit_code == 2
-    assert message in result.output
-
-
-def test_a_run_without_rollouts_is_refused(run: Path, tmp_path: Path) -> None:
-    result = show(tmp_path / "none")
-    assert (result.exit_code, "no such folder" in result.output) == (2, True)
+def test_what_is_not_there_is_named(run: Path, tmp_path: Path) -> None:
     for name in ("recipe.yaml", "metrics.jsonl"):
         (tmp_path / name).write_bytes((run / name).read_bytes())
-    result = show(tmp_path)
-    assert (result.exit_code, "log.save_rollouts: false" in result.output) == (2, True)
+    for arguments, message in (
+        ((run, "--prompt", "summ"), "has no rollouts of `summ`, did you mean `sum`?; it has those of odd, sum"),
+        ((run, "--prompt", "odd", "--step", "3"), "--step 3: prompt odd was sampled in the steps 1"),
+        ((run, "--step", "2"), "has rollouts of the steps 1, 3, 4"),
+        ((run, "--tokenizer", run / "rollouts"), "no tokenizer in this folder"),
+        ((tmp_path / "none",), "no such folder"),
+        ((tmp_path,), "log.save_rollouts: false"),
+    ):
+        result = show(*arguments)
+        assert (result.exit_code, message in result.output) == (2, True), result.output
 
 
 # --- The branches -----------------------------------------------------------------------------------------------------
@@ -210,18 +161,3 @@ def test_the_replay_gives_the_rollout(earlier: list[list[int]], later: list[int]
     assert [token for step in steps for token in step.token_ids] == later
     for step in steps:
         assert 1 <= len(step.token_ids) <= step.num_drafted + 1
-
-
-def test_a_known_rollout_takes_few_steps() -> None:
-    text = list(range(100, 150))
-    known = view([text] * 4, text, num_branches=4, max_depth=60)
-    assert len(known.steps) <= 4
-    (only,) = known.root.children
-    assert (only.token_ids, only.count, only.is_taken, only.children) == (text, 4, True, [])
-    assert len(view([], text, num_branches=4, max_depth=60).steps) == 50
-
-
-def test_labels_stay_on_one_line() -> None:
-    assert on_one_line("a\nb\tc", 9) == "a⏎b·c"
-    assert on_one_line("0123456789", 10) == "0123456789"
-    assert on_one_line("0123456789", 9) == "01234…789"

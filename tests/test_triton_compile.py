@@ -22,39 +22,18 @@ KERNELS = {
     *("rank_blocks", "finish_rows"),
 }
 
-QWEN_1_5B = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 151_936,
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 32_768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
+WIDE, MANY = (
+    {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width}
+    for heads, kv_heads, width in ((8, 2, 256), (16, 16, 80))
+)
+MODELS: dict[str, tuple[str, dict[str, Any], str, tuple[tuple[int, int], ...]]] = {
+    "qwen2.5-1.5b": ("qwen2.5-1.5b", {}, "bfloat16", ((1, 1), (256, 256), (512, 64), (2048, 256))),
+    "qwen2.5-0.5b, float32": ("qwen2.5-0.5b", {}, "float32", ((8, 1), (256, 256))),
+    "qwen3-8b": ("qwen3-8b", {}, "bfloat16", ((64, 8),)),
+    "heads of 256": ("qwen2.5-1.5b", WIDE, "bfloat16", ((64, 8), (2048, 512))),
+    "heads of 80": ("qwen2.5-1.5b", MANY, "bfloat16", ((64, 8),)),
 }
-QWEN_0_5B = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "head_dim": 64}
-QWEN3_8B = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 12_288,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
-MODELS: dict[str, tuple[dict[str, Any], str, tuple[tuple[int, int], ...]]] = {
-    "qwen2.5-1.5b": ({}, "bfloat16", ((1, 1), (256, 256), (512, 64), (2048, 256))),
-    "qwen2.5-0.5b, float32": (QWEN_0_5B, "float32", ((8, 1), (256, 256))),
-    "qwen3-8b": (QWEN3_8B, "bfloat16", ((64, 8),)),
-    "heads of 256": ({"num_attention_heads": 8, "head_dim": 256}, "bfloat16", ((64, 8), (2048, 512))),
-    "heads of 80": ({"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 80}, "bfloat16", ((64, 8),)),
-}
-"""Name -> changes of the config, dtype, and the steps: (rows, sequences)."""
+"""Name -> shape and changes of its config, dtype, and the steps: (rows, sequences)."""
 
 
 def main() -> None:
@@ -65,6 +44,7 @@ def main() -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    from srtrl.bench.shapes import SHAPES
     from srtrl.engine.cuda_runner import CudaRunner
     from srtrl.engine.options import EngineOptions
     from srtrl.model.hf_config import config_from_hf
@@ -104,8 +84,10 @@ def main() -> None:
     JITFunction.run = compile_only
     torch.mm = lambda left, right, out: out  # type: ignore[assignment]
     Linear.forward = lambda self, hidden: hidden.new_empty(len(hidden), len(self.weight))  # type: ignore[method-assign, assignment]
-    for model, (changes, dtype, steps) in MODELS.items():  # noqa: B007
-        policy = Transformer(config_from_hf(QWEN_1_5B | changes), getattr(torch, dtype), "cpu")
+    for model, (shape, changes, dtype, steps) in MODELS.items():  # noqa: B007
+        policy = Transformer(
+            config_from_hf(SHAPES[shape] | {"num_hidden_layers": 1} | changes), getattr(torch, dtype), "cpu"
+        )
         runner = CudaRunner(policy, EngineOptions(cuda_graphs=False, slots=512), 16_000)
         runner.allocate_pages(4)
         for device.capability in SHARED_MEMORY_LIMITS:

@@ -43,7 +43,7 @@ def assert_same(actual: Tensor, expected: Tensor, exact: bool = True) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("width", [1, 5, 64, 100])
+@pytest.mark.parametrize("width", [1, 5, 100])
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_norm_of_the_sum_rounds_as_the_eager_model(is_whole: bool, width: int, dtype: torch.dtype) -> None:
     make = whole_numbers if is_whole else normal
@@ -60,7 +60,7 @@ def test_norm_of_the_sum_rounds_as_the_eager_model(is_whole: bool, width: int, d
 
 
 @DTYPES
-@pytest.mark.parametrize("shape", [(2, 1, 8), (6, 3, 10), (1, 1, 2), (4, 2, 64), (12, 4, 6)], ids=str)
+@pytest.mark.parametrize("shape", [(6, 3, 10), (1, 1, 2), (4, 2, 64)], ids=str)
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_rotation_and_store_round_as_the_eager_model(
     shape: tuple[int, int, int], qk_norm: bool, dtype: torch.dtype
