@@ -202,7 +202,7 @@ def show_config(
     Or, with --help-fields, every field there is and what it means.
     """
     if help_fields:
-        _print_fields()
+        print_fields()
         return
     if recipe is None:
         raise ValueError("show-config needs a RECIPE, or --help-fields")
@@ -211,7 +211,8 @@ def show_config(
     print(resolved.model_dump_json(indent=2) if as_json else dump_recipe(resolved), end="\n" if as_json else "")
 
 
-def _print_fields() -> None:
+def print_fields() -> None:
+    """Print every field of a recipe, with the options of each task and drafter (the block in docs/recipe.md)."""
     from srtrl.recipe_fields import describe_fields
     from srtrl.resolve import list_modules, resolve_class
 

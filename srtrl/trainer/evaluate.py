@@ -298,8 +298,8 @@ def confidence_interval(scores: Sequence[float]) -> tuple[float, float]:
     Where every score is 0 or 1 (one sample a problem, pass@N of N samples): the Wilson score interval (Wilson 1927;
     Brown, Cai and DasGupta 2001, section 3.1.1). Else mean +- z s / sqrt(n) over the n problems' scores, the standard
     error clustered by problem of Miller 2024, "Adding Error Bars to Evals" (arXiv 2411.00640), section 2.2,
-    clipped to [0, 1]. Where the scores do not vary (or there is one problem) s says nothing, and Wilson's interval for n problems
-    is used, which is the wider one.
+    clipped to [0, 1]. Where the scores do not vary (or there is one problem) s does not estimate the error, and
+    Wilson's interval for n problems is used, which is wider.
     """
     mean, n = fmean(scores), len(scores)
     spread = stdev(scores) if n > 1 else 0.0
