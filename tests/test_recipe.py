@@ -123,7 +123,7 @@ def test_file_errors_name_line_key_and_expectation(recipe_file: Path, line: str,
         ),
         ("train.num_steps", "expected section.key=value"),
         ("train..num_steps=1", "expected section.key=value"),
-        ("train.num_steps.x=1", "train.num_steps: is 3, which has no place `x`"),
+        ("train.num_steps.x=1", "train.num_steps: is 3, which has no item `x`"),
         ("rewards.0.weight=2", 'rewards: should be a valid list, found {"0": {"weight": 2}}'),
         ("rollout.draft_budget=-1", "rollout.draft_budget: should be 'auto' or should be greater than or equal to 0, "),
         ("rollout.draft_budget=many", "rollout.draft_budget: should be 'auto' or should be a valid integer, found "),
@@ -139,7 +139,7 @@ def test_override_errors_name_the_override(recipe_file: Path, override: str, err
 
 def test_a_list_index_out_of_range_is_refused(recipe_file: Path) -> None:
     (error,) = errors_of(recipe_file, "rewards=[{name: correct}]", "rewards.1.weight=2")
-    assert error.endswith('rewards: is [{"name": "correct"}], which has no place `1`')
+    assert error.endswith('rewards: is [{"name": "correct"}], which has no item `1`')
 
 
 @pytest.mark.parametrize("text", [None, "", "[1, 2]", "just text"])

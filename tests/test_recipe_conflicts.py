@@ -107,7 +107,11 @@ KL = "algorithm.kl.coefficient=0.1"
 
 CONFLICTS: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
     # overrides that are refused; beginning of the key and message; what repairs them
-    (("model.dtype=bfloat16", "model.mixed_precision=bf16"), "model.mixed_precision: casts", ("model.dtype=float32",)),
+    (
+        ("model.dtype=bfloat16", "model.mixed_precision=bf16"),
+        "model.mixed_precision: is for float32",
+        ("model.dtype=float32",),
+    ),
     (("rollout.num_pages=7",), "rollout.num_pages: expected at least 8 pages of 16 tokens", ("rollout.num_pages=8",)),
     (
         ("train.micro_batch_tokens=127",),
@@ -116,12 +120,12 @@ CONFLICTS: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
     ),
     (
         ("rollout.kv_memory_share=0.8", "rollout.kv_memory_gib=8"),
-        "rollout.kv_memory_share: has no effect beside rollout.kv_memory_gib (8.0)",
+        "rollout.kv_memory_share: has no effect with rollout.kv_memory_gib (8.0)",
         ("rollout.kv_memory_gib=auto",),
     ),
     (
         ("rollout.kv_memory_share=0.8", "rollout.num_pages=5000"),
-        "rollout.kv_memory_share: has no effect beside rollout.num_pages (5000)",
+        "rollout.kv_memory_share: has no effect with rollout.num_pages (5000)",
         ("rollout.kv_memory_share=0.5",),
     ),
     (
@@ -135,8 +139,12 @@ CONFLICTS: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
         (ARCHITECTURE % (3, 3),),
     ),
     (("rollout.dynamic_sampling=true",), "rollout.dynamic_sampling: ", ("algorithm.filters=[drop_uniform]",)),
-    (("rollout.max_open_prompts=2",), "rollout.max_open_prompts: is for", ("rollout.max_open_prompts=null",)),
-    (("rollout.max_draws=9",), "rollout.max_draws: is for rollout.dynamic_sampling", ("rollout.max_draws=null",)),
+    (
+        ("rollout.max_open_prompts=2",),
+        "rollout.max_open_prompts: needs rollout.dynamic",
+        ("rollout.max_open_prompts=null",),
+    ),
+    (("rollout.max_draws=9",), "rollout.max_draws: needs rollout.dynamic_sampling", ("rollout.max_draws=null",)),
     (
         ("rollout.dynamic_sampling=true", "algorithm.filters=[drop_uniform]", "rollout.max_draws=7"),
         "rollout.max_draws: expected at least rollout.num_prompts (8), found 7",
@@ -159,15 +167,19 @@ CONFLICTS: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
         "rollout.num_samples: expected at least 2 with algorithm.advantage leave_one_out",
         ("algorithm.advantage=reinforce_plus_plus",),
     ),
-    (("algorithm.advantage=reinforce_plus_plus", "algorithm.lam=0.9"), "algorithm.lam: is of ", GAE),
+    (
+        ("algorithm.advantage=reinforce_plus_plus", "algorithm.lam=0.9"),
+        "algorithm.lam: has no effect with algorithm.advantage",
+        GAE,
+    ),
     (
         ("algorithm.advantage=reinforce_plus_plus", "algorithm.whiten_advantages=true"),
-        "algorithm.whiten_advantages: reinforce_plus_plus whitens",
+        "algorithm.whiten_advantages: reinforce_plus_plus always whitens",
         ("algorithm.whiten_advantages=false",),
     ),
     (
         ("algorithm.importance_level=sequence",),
-        "algorithm.importance_level: is of",
+        "algorithm.importance_level: has no effect without",
         ("algorithm.importance_level=token",),
     ),
     (("algorithm.importance_cap=2",), "algorithm.importance_cap: compares", (RECOMPUTE,)),
@@ -177,7 +189,7 @@ CONFLICTS: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
         ("train.num_epochs=1",),
     ),
     ((KL, "algorithm.kl.estimator=k1"), "algorithm.kl.estimator: k1 in the loss", ("algorithm.kl.placement=reward",)),
-    ((KL, "algorithm.kl.horizon=500"), "algorithm.kl.horizon: is of the adaptive", ("algorithm.kl.target=0.1",)),
+    ((KL, "algorithm.kl.horizon=500"), "algorithm.kl.horizon: has no effect", ("algorithm.kl.target=0.1",)),
     (("algorithm.kl.target=0.1",), "algorithm.kl.target: needs a first coefficient above 0", (KL,)),
     (
         (KL, "algorithm.kl.target=0.1", "algorithm.kl.horizon=6"),
@@ -257,15 +269,19 @@ MISFITS = [
         ["critic={}"],
         "critic: algorithm.advantage own:tokens uses no critic (no @token_level(needs_critic",
     ),
-    ("group_relative", ["algorithm.gamma=0.9"], "algorithm.gamma: group_relative gives all tokens of a sample one "),
-    ("own:plain", ["algorithm.lam=0.5"], "algorithm.lam: own:plain gives all tokens of a sample one advantage (no "),
+    ("group_relative", ["algorithm.gamma=0.9"], "algorithm.gamma: has no effect with group_relative"),
+    ("own:plain", ["algorithm.lam=0.5"], "algorithm.lam: has no effect with own:plain, which is not "),
     (
         "own:wrong_tokens",
         [],
         "algorithm.advantage: `own:wrong_tokens` cannot be called with (3 ... own:wrong_tokens(rewards)",
     ),
     ("own:unmarked_tokens", [], "algorithm.advantage: `own:unmarked_tokens` ... missing a required argument: 'values'"),
-    ("own:tokens", ["algorithm.loss=gspo"], "algorithm.loss: gspo has one ratio and ... expected gspo_token"),
+    (
+        "own:tokens",
+        ["algorithm.loss=gspo"],
+        "algorithm.loss: gspo needs one advantage per response ... expected gspo_token",
+    ),
     ("gae", ["critic={value_loss: 'own:value_loss'}"], "critic.value_loss: `own:value_loss` cannot be called with (4 "),
     (
         "gae",
@@ -282,7 +298,7 @@ OPTIONS = [
         "{ratio_kap: 3}",
         "algorithm.loss_options: `dual_clip` ... argument 'ratio_kap'; it is dual_clip(logprobs, ",
     ),
-    ("dual_clip", "{clip_low: 0.1}", "algorithm.loss_options.clip_low: is an option of its own, algorithm.clip_low"),
+    ("dual_clip", "{clip_low: 0.1}", "algorithm.loss_options.clip_low: set algorithm.clip_low instead"),
     (
         "own:loss",
         "{advantages: 0.1}",
