@@ -94,19 +94,19 @@ def _check_advantage(recipe: Recipe) -> None:
     check_call(name, function, *(TOKEN_ADVANTAGE if is_token_level(function) else ADVANTAGE))
     problems = []
     if is_token_level(function) and algorithm.loss == "gspo":
-        message = f"gspo has one ratio and one advantage a response, {name} one a token: expected gspo_token"
+        message = f"gspo needs one advantage per response, but {name} gives one per token: expected gspo_token"
         problems.append(Problem("algorithm.loss", message))
     for option, value in (("gamma", algorithm.gamma), ("lam", algorithm.lam)):
         if not is_token_level(function) and value != 1:
-            message = (
-                f"{name} gives all tokens of a sample one advantage (no @token_level): expected 1, found {value:g}"
-            )
+            message = f"has no effect with {name}, which is not @token_level: expected 1, found {value:g}"
             problems.append(Problem(f"algorithm.{option}", message))
     if needs_critic(function) and recipe.critic is None:
         problems.append(Problem("algorithm.advantage", f"{name} needs a critic: add a section `critic: {{}}`"))
     if recipe.critic is not None and not needs_critic(function):
-        message = f"algorithm.advantage {name} uses no critic (no @token_level(needs_critic=True)): leave it out, "
-        problems.append(Problem("critic", f"{message}or take gae"))
+        message = (
+            f"algorithm.advantage {name} uses no critic (no @token_level(needs_critic=True)): remove this section, "
+        )
+        problems.append(Problem("critic", f"{message}or use gae"))
     if problems:
         raise RecipeError(*problems)
 
@@ -119,7 +119,7 @@ def _check_loss(recipe: Recipe) -> None:
     function = resolve_part("algorithm.loss", name)
     num_positional, keywords = LOSS
     if both := set(keywords).intersection(options):
-        raise ValueError(f"algorithm.loss_options.{min(both)}: is an option of its own, algorithm.{min(both)}")
+        raise ValueError(f"algorithm.loss_options.{min(both)}: set algorithm.{min(both)} instead")
     tokens, index = torch.tensor([-0.5, -1.5]), torch.zeros(2, dtype=torch.int64)
     clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
     try:
@@ -150,7 +150,9 @@ def _check_model(recipe: Recipe, *, warm_start: bool) -> None:
         return
     longest = recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens
     if longest > num_positions:
-        message = f"max_prompt_tokens + max_new_tokens = {longest} is beyond the {num_positions} positions of {model}"
+        message = (
+            f"max_prompt_tokens + max_new_tokens = {longest} is more than the {num_positions} positions of {model}"
+        )
         raise RecipeError(Problem("rollout.max_new_tokens", message))
 
 

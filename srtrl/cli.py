@@ -22,7 +22,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that replace those of the recipe."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an existing result and start again.")]
 
 
@@ -54,7 +54,7 @@ class Commands(TyperGroup):
 app = typer.Typer(
     name="srtrl",
     cls=Commands,
-    help="Reinforcement learning of language models with rollouts that are fast and exact.",
+    help="Reinforcement learning of language models with fast and exact rollouts.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -80,7 +80,7 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Reinforcement learning of language models with rollouts that are fast and exact."""
+    """Reinforcement learning of language models with fast and exact rollouts."""
 
 
 def _load_checked(source: RecipeSource, *, warm_start: bool = False) -> Recipe:
@@ -101,7 +101,7 @@ def train(
 ) -> None:
     """Train a policy by reinforcement learning.
 
-    All it writes is in the folder <output_dir>/<name>, which is runs/<name> unless the recipe says otherwise.
+    Everything is written into the folder <output_dir>/<name> (runs/<name> by default).
     """
     loaded = _load_checked(read_source(recipe, overrides or ()))
     from srtrl.trainer.run_metrics import summary_table
@@ -120,7 +120,7 @@ def train(
 def warm_start(recipe: RecipePath, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
     """Fine-tune a policy on the task's solutions.
 
-    So that reinforcement learning has something to reinforce. The policy goes to the recipe's warm_start.output.
+    After it, reinforcement learning has correct samples to reinforce. The policy is written to warm_start.output.
     """
     loaded = _load_checked(read_source(recipe, overrides or ()), warm_start=True)
     from srtrl.evaluation.tables import eval_table
@@ -169,11 +169,11 @@ app.command("replay")(replay)
 @app.command("report")
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
-    open_page: Annotated[bool, typer.Option("--open", help="Show it in the browser, where there is one.")] = False,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser, if there is one.")] = False,
 ) -> None:
     """Write the report of a run.
 
-    One page, report.html in the run's folder, readable with no network: a summary, curves and samples.
+    One page, report.html in the run's folder, readable without network: a summary, curves and samples.
     """
     from srtrl.report.page import open_in_browser, write_report
 
@@ -193,16 +193,16 @@ def show_config(
     overrides: Overrides = None,
     as_json: Json = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Look up names, paths and options too, as `train` does.")
+        bool, typer.Option("--check", help="Also check names, paths and options, as `train` does.")
     ] = False,
     help_fields: Annotated[bool, typer.Option("--help-fields", help="Print every field and its meaning.")] = False,
 ) -> None:
-    """Print a recipe with everything filled in.
+    """Print a recipe with all defaults and overrides filled in.
 
-    Or, with --help-fields, every field there is and what it means.
+    With --help-fields: print every field and its meaning.
     """
     if help_fields:
-        _print_fields()
+        print_fields()
         return
     if recipe is None:
         raise ValueError("show-config needs a RECIPE, or --help-fields")
@@ -211,7 +211,8 @@ def show_config(
     print(resolved.model_dump_json(indent=2) if as_json else dump_recipe(resolved), end="\n" if as_json else "")
 
 
-def _print_fields() -> None:
+def print_fields() -> None:
+    """Print every field of a recipe, with the options of each task and drafter (the block in docs/recipe.md)."""
     from srtrl.recipe_fields import describe_fields
     from srtrl.resolve import list_modules, resolve_class
 

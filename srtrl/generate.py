@@ -38,27 +38,27 @@ def command(
     prompt_ids: Annotated[
         list[str] | None, typer.Option(metavar="1,2,3", help="A prompt's token ids; may be given more than once.")
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Completions of each prompt.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="Completions per prompt.")] = 1,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Keep the k most likely tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(max=1, help="Keep the most likely tokens of this mass.")] = 1.0,
+    top_p: Annotated[float, typer.Option(max=1, help="Keep the most likely tokens up to this probability.")] = 1.0,
     stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="End once the text contains this; may be given repeatedly.")
+        list[str] | None, typer.Option(metavar="TEXT", help="Stop when the text contains this; may be repeated.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest completion.")] = 256,
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same completions.")] = 0,
-    slots: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of a completion.")] = 256,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    slots: Annotated[int, typer.Option(min=1, help="Sequences decoded at a time.")] = 64,
     kv_memory_gib: Annotated[
-        float | None, typer.Option(help="Maximum memory of the KV cache; by default 4, on CUDA 0.85 of what is free.")
+        float | None, typer.Option(help="Memory of the KV cache; by default 4, on CUDA 0.85 of the free memory.")
     ] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights.")] = "float32",
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")] = "auto",
     drafter: Annotated[
-        str, typer.Option(help="Guesses tokens; changes the speed only. `none` drafts nothing.")
+        str, typer.Option(help="Drafter for speculation, which changes only the speed; or `none`.")
     ] = "srt",
     cache: Annotated[Path | None, typer.Option(help="Rollouts to draft from: a run, .parquet or .jsonl.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Give each text to the model's chat template.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Put each text into the model's chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Complete prompts.
 

@@ -37,9 +37,9 @@ class ModelSection(Section):
     bytes per parameter instead of 16, but matrix products and the decoder use the weights as they are.
     """
     decode_dtype: Literal["float32", "bfloat16"] | None = None
-    """Type the decoder computes in; by default `dtype`, and then decoder and update share one set of weights."""
+    """Type in which the decoder computes; by default `dtype`: then decoder and update share one set of weights."""
     mixed_precision: Literal["no", "bf16"] = "no"
-    """Autocast of the update (accelerate)."""
+    """`bf16`: the update computes in bfloat16 under autocast; the weights keep their type (float32)."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, about a third more time."""
     compile: bool = False
@@ -82,14 +82,14 @@ class RolloutSection(Section):
     """The decoder and what it decodes in a step."""
 
     num_prompts: int = Field(ge=1)
-    """Prompts drawn a step. The rollout batch of a step is `num_prompts` x `num_samples` samples.
+    """Prompts drawn per step. The rollout batch of a step is `num_prompts` x `num_samples` samples.
 
     verl's `train_batch_size` counts prompts too; TRL's `generation_batch_size` counts samples.
     """
     num_samples: int = Field(ge=1)
     """Samples (responses) of each prompt: the group of GRPO."""
     dynamic_sampling: bool = False
-    """Replace the groups that `algorithm.filters` drop by further prompts until the batch has `num_prompts` (DAPO)."""
+    """Replace the groups that `algorithm.filters` drop by further ones until `num_prompts` are kept (DAPO)."""
     max_open_prompts: int | None = Field(default=None, ge=1)
     """With dynamic sampling: maximum number of prompts decoded or graded at a time; by default `num_prompts`."""
     max_draws: int | None = Field(default=None, ge=1)
@@ -102,7 +102,7 @@ class RolloutSection(Section):
     max_new_tokens: int = Field(ge=1)
     """Longest response, the end token included."""
     temperature: float = Field(default=1.0, gt=0)
-    """Divides the logits in the decoder and in the update alike."""
+    """The logits are divided by it, both in the decoder and in the update."""
     stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """A response ends once its text contains one of these."""
     drafter: str = "srt"
@@ -110,22 +110,21 @@ class RolloutSection(Section):
     drafter_options: dict[str, Any] = Field(default_factory=dict)
     """Options of that drafter; its `Options` class documents and checks them."""
     draft_budget: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
-    """`auto`: the number of draft nodes that pays, by the measured cost of steps; N: at most N and 128 per sequence."""
+    """`auto`: as many draft nodes as the measured cost of steps justifies. N: at most N per sequence, up to 128."""
     slots: int = Field(default=64, ge=1)
     """Sequences decoded at a time; a finished one is replaced at once."""
     run_ahead: Literal["off", "next_step"] = "next_step"
-    """What idle slots decode: `next_step`, samples of the next step, whose text is a draft when their turn comes.
+    """What idle slots decode. `next_step`: samples of the next step, whose tokens later serve as drafts.
 
-    A run-ahead uses the noise that its sample will have, so that the two have much of their text in common. Run-aheads
-    give way to every sample of the step and are never learned from. There are none with a drafter that has no use for
-    them (of ours only `srt` has), nor with a `draft_budget` of 0, nor where `run_ahead_max_slowdown` leaves no step 8
-    rows for them.
+    A run-ahead uses the RNG key of its sample, so the two have much of their text in common. Every sample of the
+    present step comes before run-aheads, and the policy never learns from a run-ahead. There are no run-aheads if the
+    drafter does not use them (`srt` does), if `draft_budget` is 0, or if `run_ahead_max_slowdown` allows fewer than 8
+    rows in every step.
     """
     run_ahead_max_slowdown: Literal["auto"] | Annotated[float, Field(ge=0)] = "auto"
     """Maximum slowdown of a decode step by run-aheads, as a share of its time; 0 allows only what is free.
 
-    `auto`: 0.03, by the measured cost of steps. Where a row costs as much as a token, as on most CPUs, that leaves no
-    rows.
+    `auto`: 0.03, by the measured cost of steps. On most CPUs a further row is not cheap, and this allows no run-aheads.
     """
     page_size: int = Field(default=16, ge=1)
     """Tokens in one page of the KV cache."""
@@ -137,25 +136,25 @@ class RolloutSection(Section):
     Where a CUDA device has less free memory, there are fewer pages, and a warning.
     """
     kv_memory_share: float = Field(default=0.5, gt=0, lt=1)
-    """On CUDA, of the memory left beside weights, optimizers and gradients, the part for the KV cache.
+    """On CUDA: share of the free memory for the KV cache, after weights, optimizers and gradients.
 
     The rest is for the activations of the update. With `kv_across_update: release` the two do not need their memory at
-    the same time, and 0.8 or so is fine.
+    the same time, and about 0.8 is possible.
     """
     kv_across_update: Literal["keep", "release"] = "keep"
-    """Whether the KV cache keeps its memory during the update, or gives it to the update and takes it back.
+    """Whether the KV cache keeps its memory during the update, or releases it and allocates it again.
 
-    To release it takes a moment in each step, and more where CUDA graphs must be captured again.
+    Releasing costs some time in each step, and more where CUDA graphs must be captured again.
     """
     cuda_graphs: bool = True
-    """On CUDA, launch a decode step as one captured graph. False saves their memory, but small steps take longer."""
+    """On CUDA: launch a decode step as one captured graph. `false` saves memory, but small steps take longer."""
     prefill_chunk_tokens: int = Field(default=512, ge=1)
     """Maximum number of prompt tokens computed in one decode step, beside the decoding sequences."""
     deterministic: bool | None = None
     """Same tokens and bit-equal log-probs for any slots, pages, drafter and batch (one machine, one thread count).
 
-    For decoding on a CPU, where it is nearly free and on by default. On a CUDA device `true` is refused: kernels there
-    sum in an order that depends on the batch. Drafts do not change the distribution of the tokens in any case.
+    For decoding on a CPU, where it is on by default and costs little. On a CUDA device `true` is refused: kernels there
+    sum in an order that depends on the batch. Drafts never change the distribution of the tokens, with or without it.
     """
 
 
@@ -163,15 +162,15 @@ class KLSection(Section):
     """The KL divergence to the frozen reference policy."""
 
     coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the KL to the frozen reference policy; 0 keeps no reference. With a `target` only the first value."""
+    """Weight of the KL to the frozen reference policy; at 0 none is loaded. With a `target`: the first value."""
     estimator: str = "k3"
     """A function in `srtrl/algorithms/reductions.py`, or `package.module:function` of your own."""
     placement: Literal["loss", "reward"] = "loss"
     """`loss`: added to the loss (GRPO); `reward`: subtracted from the reward before advantages (PPO, REINFORCE++)."""
     target: float | None = Field(default=None, gt=0)
-    """Adaptive coefficient: it rises and falls to hold the KL here, in nats a token; by default it is fixed."""
+    """Adapt the coefficient so that the KL stays near this value, in nats per token; by default it is fixed."""
     horizon: int = Field(default=10_000, ge=1)
-    """Samples over which the adaptive coefficient follows; a smaller one follows faster."""
+    """How slowly the adaptive coefficient follows, in samples; a smaller horizon follows faster."""
 
 
 class AlgorithmSection(Section):
@@ -184,29 +183,30 @@ class AlgorithmSection(Section):
     lam: float = Field(default=1.0, ge=0, le=1)
     """Lambda of `gae`: 1 trusts the rewards, 0 the critic (token-level advantages only)."""
     whiten_advantages: bool = False
-    """Bring the advantages of all response tokens of a step to mean 0 and standard deviation 1."""
+    """Normalise the advantages of all response tokens of a step to mean 0 and standard deviation 1."""
     loss: str = "ppo_clip"
     """A function in `srtrl/algorithms/losses.py`, or `package.module:function` of your own."""
     loss_options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of that loss, such as `ratio_cap` of `dual_clip`."""
     reduction: str = "sequence_mean_token_mean"
-    """How token losses become one number: a function in `srtrl/algorithms/reductions.py`, or one of your own."""
+    """How token losses become one number: a function in `srtrl/algorithms/reductions.py`, or one of your own
+    (`package.module:function`)."""
     clip_low: float = Field(default=0.2, ge=0, le=1)
-    """The ratio is clipped below at 1 - `clip_low`; at 1 there is no such clip, for no ratio is below 0."""
+    """The ratio is clipped below at 1 - `clip_low`. 1 means no lower clip, because a ratio is never below 0."""
     clip_high: float = Field(default=0.2, ge=0)
     """The ratio is clipped above at 1 + `clip_high`."""
     kl: KLSection = KLSection()
     """KL to the frozen reference."""
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
-    """`rollout` reuses the decoder's log-probs; `recompute` spends one forward pass of the trainer."""
+    """`rollout`: reuse the decoder's log-probs. `recompute`: compute them in one more forward pass of the trainer."""
     importance_cap: float | None = Field(default=None, gt=0)
-    """Weigh the loss by min(trainer's probability / decoder's, this cap); needs `old_logprobs: recompute`."""
+    """Multiply the loss by min(trainer's probability / decoder's, this cap); needs `old_logprobs: recompute`."""
     importance_level: Literal["token", "sequence"] = "token"
-    """Whether those two probabilities are a token's or the whole response's."""
+    """Whether these two probabilities are those of a token or of the whole response."""
     filters: list[str] = Field(default_factory=list)
     """Functions in `srtrl/algorithms/reductions.py` (or your own) that drop groups before the update, in this order."""
     overlong_filtering: bool = False
-    """Learn nothing from samples truncated at the length limit; their rewards stay in the baseline of their group."""
+    """Do not learn from samples truncated at the length limit; their rewards stay in the baseline of their group."""
 
 
 class CriticSection(Section):
@@ -231,7 +231,7 @@ class CriticSection(Section):
     value_loss: str = "clipped_value"
     """A function in `srtrl/algorithms/losses.py`, or `package.module:function` of your own."""
     value_clip: float = Field(default=0.2, gt=0)
-    """`clipped_value`: how far a value may move from the one before the update."""
+    """For `clipped_value`: maximum distance of a value from its value before the update; a larger one is clipped."""
 
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
@@ -245,8 +245,8 @@ class TrainSection(Section):
     mini_batch_prompts: int | None = Field(default=None, ge=1)
     """Prompts of one optimizer step, with all their samples; must divide `rollout.num_prompts`.
 
-    By default all: one optimizer step a step. verl's `ppo_mini_batch_size` counts prompts too; TRL and OpenRLHF count
-    samples, so theirs is this times `rollout.num_samples`.
+    By default all: one optimizer step per training step (and epoch). verl's `ppo_mini_batch_size` counts prompts too;
+    TRL and OpenRLHF count samples: this number times `rollout.num_samples`.
     """
     num_epochs: int = Field(default=1, ge=1)
     """Passes over each rollout batch."""
@@ -257,7 +257,7 @@ class TrainSection(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up."""
     schedule: Schedule = "constant"
-    """Learning rate after the warm-up; `linear` and `cosine` fall to zero just after the last step."""
+    """Learning rate after the warm-up. `linear` and `cosine` would reach zero in the step after the last one."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's weight decay (matrices only; not norms, biases or embeddings)."""
     betas: tuple[DecayRate, DecayRate] = Field(default=(0.9, 0.999), strict=False)
@@ -267,16 +267,16 @@ class TrainSection(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """The gradient's norm is clipped to this."""
     peak_tflops: float | None = Field(default=None, gt=0)
-    """Peak of the device in 10^12 operations per second; `time/update_mfu` is logged where it is given.
+    """Peak speed of the device in 10^12 operations per second; if it is given, `time/update_mfu` is logged.
 
-    Take the figure of `srtrl bench gpu`, or the data sheet's for dense matrices of the update's type.
+    Take the figure that `srtrl bench gpu` prints, or the data sheet's for dense matrices of the update's type.
     """
     max_logprob_difference: float = Field(default=1.0, gt=0)
-    """The run stops where decoder and trainer log-probs of one token differ by more (before the optimizer steps)."""
+    """The run stops, before any optimizer step, if decoder and trainer log-probs of one token differ by more."""
     checkpoint_every: int = Field(default=10, ge=1)
     """Steps between checkpoints; the last step always writes one."""
     keep_checkpoints: int = Field(default=2, ge=1)
-    """Checkpoints kept; older ones are deleted after a newer one is complete."""
+    """Number of checkpoints kept; older ones are deleted after a newer one is complete."""
 
 
 class EvalSection(Section):
@@ -295,7 +295,7 @@ class EvalSection(Section):
     top_k: int = Field(default=0, ge=0)
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Keep the smallest set of most likely tokens with this mass; 1 keeps all."""
+    """Keep the smallest set of most likely tokens whose probabilities add up to this; 1 keeps all."""
 
 
 class LogSection(Section):
@@ -350,7 +350,7 @@ class WarmStartSection(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """The gradient's norm is clipped to this."""
     num_problems: int | None = Field(default=None, ge=1)
-    """Training problems to use, from the first; by default all (a procedural task: as many as the steps need)."""
+    """Training problems to use, from the first; by default all (of a generated task: as many as the steps need)."""
     noise: float = Field(default=0.0, ge=0, lt=1)
     """Share of the solutions' tokens that are replaced by random ones: the policy then makes mistakes."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -43,7 +43,7 @@ def find_conflicts(recipe: Recipe) -> Iterator[Conflict]:
 def _size_conflicts(recipe: Recipe) -> Iterator[Conflict]:
     model, rollout = recipe.model, recipe.rollout
     if model.dtype == "bfloat16" and model.mixed_precision == "bf16":
-        yield "model.mixed_precision", "casts float32 weights: expected no with model.dtype bfloat16, found bf16"
+        yield "model.mixed_precision", "is for float32 weights: expected no with model.dtype bfloat16, found bf16"
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     sequence = f"one sequence (rollout.max_prompt_tokens + rollout.max_new_tokens = {longest})"
     num_pages = -(-longest // rollout.page_size)
@@ -56,7 +56,10 @@ def _size_conflicts(recipe: Recipe) -> Iterator[Conflict]:
     for name in ("num_pages", "kv_memory_gib"):
         if not _is_default(rollout, name) and not _is_default(rollout, "kv_memory_share"):
             other = f"rollout.{name} ({getattr(rollout, name)})"
-            yield "rollout.kv_memory_share", f"has no effect beside {other}, the size of the KV cache: leave one out"
+            yield (
+                "rollout.kv_memory_share",
+                f"has no effect with {other}, which sets the size of the KV cache: remove one of the two",
+            )
     shape = recipe.warm_start.architecture if recipe.warm_start else None
     for name, whole in (("num_attention_heads", "hidden_size"), ("num_key_value_heads", "num_attention_heads")):
         if shape and getattr(shape, whole) % getattr(shape, name) != 0:
@@ -67,14 +70,12 @@ def _size_conflicts(recipe: Recipe) -> Iterator[Conflict]:
 def _rollout_conflicts(recipe: Recipe) -> Iterator[Conflict]:
     rollout, filters = recipe.rollout, recipe.algorithm.filters
     if rollout.dynamic_sampling and not filters:
-        message = (
-            "replaces the groups that algorithm.filters drop, but there are none; DAPO has drop_all_right_or_wrong"
-        )
+        message = "replaces the groups that algorithm.filters drop, but it is empty; DAPO uses drop_all_right_or_wrong"
         yield "rollout.dynamic_sampling", message
     for name in ("max_open_prompts", "max_draws"):
         value = getattr(rollout, name)
         if value is not None and not rollout.dynamic_sampling:
-            yield f"rollout.{name}", f"is for rollout.dynamic_sampling: true only, found {value}"
+            yield f"rollout.{name}", f"needs rollout.dynamic_sampling: true, found {value}"
     if rollout.dynamic_sampling and rollout.max_draws is not None and rollout.max_draws < rollout.num_prompts:
         message = f"expected at least rollout.num_prompts ({rollout.num_prompts}), found {rollout.max_draws}"
         yield "rollout.max_draws", message
@@ -94,11 +95,14 @@ def _algorithm_conflicts(recipe: Recipe) -> Iterator[Conflict]:
         message = f"expected at least 2 with algorithm.advantage {name} (a group of one has no advantage)"
         yield "rollout.num_samples", f"{message}, found {num_samples}"
     if name == "reinforce_plus_plus" and algorithm.lam != 1:
-        yield "algorithm.lam", f"is of algorithm.advantage gae: expected 1 with {name}, found {algorithm.lam:g}"
+        yield (
+            "algorithm.lam",
+            f"has no effect with algorithm.advantage {name} (only with gae): expected 1, found {algorithm.lam:g}",
+        )
     if name == "reinforce_plus_plus" and algorithm.whiten_advantages:
-        yield "algorithm.whiten_advantages", f"{name} whitens its advantages itself: leave it out"
+        yield "algorithm.whiten_advantages", f"{name} always whitens its advantages: remove this option"
     if algorithm.importance_cap is None and not _is_default(algorithm, "importance_level"):
-        message = "is of the importance weights: leave it out, or set algorithm.importance_cap"
+        message = "has no effect without algorithm.importance_cap: set it, or remove this option"
         yield "algorithm.importance_level", f"{message}; found {algorithm.importance_level}"
     if algorithm.importance_cap is not None and algorithm.old_logprobs == "rollout":
         message = "compares the trainer's old log-probs with the decoder's, but algorithm.old_logprobs is rollout"
@@ -115,7 +119,7 @@ def _kl_conflicts(recipe: Recipe) -> Iterator[Conflict]:
         yield "algorithm.kl.estimator", message
     if kl.target is None:
         if not _is_default(kl, "horizon"):
-            message = "is of the adaptive coefficient: leave it out, or set algorithm.kl.target"
+            message = "has no effect without algorithm.kl.target: set it, or remove this option"
             yield "algorithm.kl.horizon", f"{message}; found {kl.horizon}"
         return
     if kl.coefficient == 0:

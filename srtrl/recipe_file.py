@@ -24,10 +24,10 @@ from srtrl.resolve import suggestion
 SectionT = TypeVar("SectionT", bound=Section)
 
 REMOVED = {
-    "rollout.attention": "decoding on CUDA has one attention kernel now: leave the key out",
-    "rollout.admission": "admission is always breadth-first now: leave the key out",
-    "rollout.long_first": "samples that are expected to be long are always admitted early now: leave the key out",
-    "rollout.run_ahead_coupled": "run-aheads always use the noise of their samples now: leave the key out",
+    "rollout.attention": "was removed (CUDA has one attention kernel): delete the key",
+    "rollout.admission": "was removed (admission is always breadth-first): delete the key",
+    "rollout.long_first": "was removed (samples expected to be long are always admitted early): delete the key",
+    "rollout.run_ahead_coupled": "was removed (run-aheads always use the RNG keys of their samples): delete the key",
 }
 """Keys of earlier versions -> what to do about them."""
 
@@ -99,7 +99,7 @@ class RecipeSource:
             step: str | int = int(name) if isinstance(target, list) and name.isdecimal() else name
             has_place = step < len(target) if isinstance(step, int) else isinstance(target, dict)
             if not has_place:
-                raise RecipeError(Problem(key, f"is {_show(target)}, which has no place `{name}`", where))
+                raise RecipeError(Problem(key, f"is {_show(target)}, which has no item `{name}`", where))
             if depth == len(names) - 1:
                 target[step] = value
             elif isinstance(target, dict) and target.get(step) is None:

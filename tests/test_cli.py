@@ -77,7 +77,10 @@ def test_help_fields_documents_every_field_and_the_tasks_options() -> None:
         ("rollout.drafter=collections:Counter", "rollout.drafter: `collections:Counter` is no drafter; expected a sub"),
         ("rollout.drafter_options={min_score: 2}", "rollout.drafter_options.min_score: should be less than 1, found 2"),
         ("model.path=./nowhere", "model.path: ./nowhere: "),
-        ("rollout.max_new_tokens=65", "rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = 129 is beyond the"),
+        (
+            "rollout.max_new_tokens=65",
+            "rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = 129 is more than the",
+        ),
         ("log.trackers=[tensorbord]", "log.trackers: unknown tracker 'tensorbord'"),
     ],
 )
@@ -150,7 +153,7 @@ def test_a_warm_start_from_scratch_needs_no_model_yet(recipe_file: Path, monkeyp
     assert run_warm_start.call_args.args[0].warm_start is not None
     too_short = run("warm-start", recipe_file, overrides[0], f"warm_start={{output: made, {architecture % 127}}}")
     assert too_short.exit_code == 2
-    assert "is beyond the 127 positions of warm_start.architecture" in too_short.stderr
+    assert "is more than the 127 positions of warm_start.architecture" in too_short.stderr
     assert "model.path: ./made: " in run("warm-start", recipe_file, overrides[0], "warm_start={output: made}").stderr
 
 

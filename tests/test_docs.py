@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_run import make_policy, make_recipe
 
+from srtrl.cli import print_fields
 from srtrl.metrics import read_metrics
 from srtrl.trainer.objective import is_reserved_metric
 from srtrl.trainer.run_folder import RunProgress
@@ -18,6 +19,7 @@ PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
 CODE_NAME = re.compile(r"`([A-Za-z_][\w.]*)`")
 REWARD_NAMES = ("digits", "correct")
 """Those of the tiny run: what `reward/<name>` stands for there."""
@@ -85,6 +87,19 @@ def links(page: Path) -> Iterator[tuple[str, str, Path]]:
             yield text, target, page.parent / target.partition("#")[0]
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page: lower case, no punctuation, hyphens for spaces."""
+    found: dict[str, int] = {}
+    names = set()
+    for heading in HEADING.findall(FENCED.sub("", page.read_text(encoding="utf-8"))):
+        shown = LINK.sub(r"\1", heading).lower()
+        name = re.sub(r"[^\w\- ]", "", shown).replace(" ", "-")
+        count = found.get(name, 0)
+        found[name] = count + 1
+        names.add(f"{name}-{count}" if count else name)
+    return names
+
+
 def test_metrics_page_names_what_a_run_logs_and_nothing_else(logged: set[str]) -> None:
     documented = documented_metrics()
     assert len(documented) == len(set(documented)), "a metric has two rows"
@@ -118,6 +133,19 @@ def test_links_lead_to_files(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_anchors_in_links_are_headings(page: Path) -> None:
+    missing = []
+    for _, target, path in links(page):
+        _, mark, anchor = target.partition("#")
+        if not mark:
+            continue
+        lead_to = page if target[0] == "#" else path
+        if lead_to.suffix == ".md" and lead_to.is_file() and anchor not in anchors(lead_to):
+            missing.append(target)
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_names_in_links_are_defined_where_they_lead(page: Path) -> None:
     """[`Trainer.train_step`](.../trainer.py) promises that `train_step` is defined there, inside `Trainer`'s file."""
     missing = []
@@ -134,8 +162,25 @@ def test_names_in_links_are_defined_where_they_lead(page: Path) -> None:
     assert missing == []
 
 
+def test_recipe_page_is_what_show_config_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """To write the block again: `srtrl show-config --help-fields`."""
+    print_fields()
+    (block,) = re.findall(
+        r"^```text\n(.*?)^```$", (DOCS / "recipe.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    assert block == capsys.readouterr().out
+
+
 def test_the_readers_of_pages_see_what_they_should(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("[a](b.md#c) [d](https://e.f) [g](#h)\n```\n[i](j.md)\n```\n[`K.l`](m/n.py)\n", encoding="utf-8")
     assert [(text, target) for text, target, _ in links(page)] == [("a", "b.md#c"), ("g", "#h"), ("`K.l`", "m/n.py")]
     assert [path for _, target, path in links(page) if target == "b.md#c"] == [tmp_path / "b.md"]
+
+
+def test_anchors_follow_the_rule_of_github(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A `b_c`\n## Deterministic mode (CPU)\n## [x](y.md), z\n## A `b_c`\n```\n# no\n```\n", encoding="utf-8"
+    )
+    assert anchors(page) == {"a-b_c", "deterministic-mode-cpu", "x-z", "a-b_c-1"}

@@ -93,7 +93,7 @@ def test_file_errors_name_line_key_and_expectation(recipe_file: Path, line: str,
         ("train.num_steps=[", "not valid YAML: while parsing a flow node, expected the node content, but found "),
         ("train.num_steps", "expected section.key=value"),
         ("train..num_steps=1", "expected section.key=value"),
-        ("train.num_steps.x=1", "train.num_steps: is 3, which has no place `x`"),
+        ("train.num_steps.x=1", "train.num_steps: is 3, which has no item `x`"),
         ("rewards.0.weight=2", 'rewards: should be a valid list, found {"0": {"weight": 2}}'),
         ("rollout.draft_budget=-1", "rollout.draft_budget: should be 'auto' or should be greater than or equal to 0, "),
         *((f"{key}=true", f"{key}: {hint}") for key, hint in REMOVED.items()),
@@ -104,6 +104,14 @@ def test_override_errors_name_the_override(recipe_file: Path, override: str, err
     assert found.startswith(f"override `{override}`: {error}")
 
 
+<<<<<<< HEAD
+=======
+def test_a_list_index_out_of_range_is_refused(recipe_file: Path) -> None:
+    (error,) = errors_of(recipe_file, "rewards=[{name: correct}]", "rewards.1.weight=2")
+    assert error.endswith('rewards: is [{"name": "correct"}], which has no item `1`')
+
+
+>>>>>>> docs/main
 @pytest.mark.parametrize("text", [None, "", "[1, 2]", "just text"])
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "recipe.yaml"

@@ -91,19 +91,45 @@ KL = "algorithm.kl.coefficient=0.1"
 
 CONFLICTS: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
     # overrides that are refused; beginning of the key and message; what repairs them
-    (("model.dtype=bfloat16", "model.mixed_precision=bf16"), "model.mixed_precision: casts", ("model.dtype=float32",)),
+    (
+        ("model.dtype=bfloat16", "model.mixed_precision=bf16"),
+        "model.mixed_precision: is for float32",
+        ("model.dtype=float32",),
+    ),
     (("rollout.num_pages=7",), "rollout.num_pages: expected at least 8 pages of 16 tokens", ("rollout.num_pages=8",)),
     (("train.micro_batch_tokens=127",), "train.micro_batch_tokens: expected enough", ("train.micro_batch_tokens=128",)),
     (
         ("rollout.kv_memory_share=0.8", "rollout.kv_memory_gib=8"),
-        "rollout.kv_memory_share: has no effect beside rollout.kv_memory_gib (8.0)",
+        "rollout.kv_memory_share: has no effect with rollout.kv_memory_gib (8.0)",
         ("rollout.kv_memory_gib=auto",),
     ),
+<<<<<<< HEAD
     ((HEADS % (2, 1),), "warm_start.architecture.num_attention_heads: expected a divisor of hid", (HEADS % (3, 1),)),
     ((HEADS % (3, 2),), "warm_start.architecture.num_key_value_heads: expected a divisor of num_", (HEADS % (3, 3),)),
+=======
+    (
+        ("rollout.kv_memory_share=0.8", "rollout.num_pages=5000"),
+        "rollout.kv_memory_share: has no effect with rollout.num_pages (5000)",
+        ("rollout.kv_memory_share=0.5",),
+    ),
+    (
+        (ARCHITECTURE % (2, 1),),
+        "warm_start.architecture.num_attention_heads: expected a divisor of hidden_size (9), found 2",
+        (ARCHITECTURE % (3, 1),),
+    ),
+    (
+        (ARCHITECTURE % (3, 2),),
+        "warm_start.architecture.num_key_value_heads: expected a divisor of num_attention_heads (3), found 2",
+        (ARCHITECTURE % (3, 3),),
+    ),
+>>>>>>> docs/main
     (("rollout.dynamic_sampling=true",), "rollout.dynamic_sampling: ", ("algorithm.filters=[drop_uniform]",)),
-    (("rollout.max_open_prompts=2",), "rollout.max_open_prompts: is for", ("rollout.max_open_prompts=null",)),
-    (("rollout.max_draws=9",), "rollout.max_draws: is for rollout.dynamic_sampling", ("rollout.max_draws=null",)),
+    (
+        ("rollout.max_open_prompts=2",),
+        "rollout.max_open_prompts: needs rollout.dynamic",
+        ("rollout.max_open_prompts=null",),
+    ),
+    (("rollout.max_draws=9",), "rollout.max_draws: needs rollout.dynamic_sampling", ("rollout.max_draws=null",)),
     (
         ("rollout.dynamic_sampling=true", "algorithm.filters=[drop_uniform]", "rollout.max_draws=7"),
         "rollout.max_draws: expected at least rollout.num_prompts (8), found 7",
@@ -120,12 +146,24 @@ CONFLICTS: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
         "rollout.num_samples: expected at least 2 with algorithm.advantage group_relative",
         ("algorithm.advantage=reinforce_plus_plus",),
     ),
-    (("algorithm.advantage=reinforce_plus_plus", "algorithm.lam=0.9"), "algorithm.lam: is of ", GAE),
+    (
+        ("algorithm.advantage=reinforce_plus_plus", "algorithm.lam=0.9"),
+        "algorithm.lam: has no effect with algorithm.advantage",
+        GAE,
+    ),
     (
         ("algorithm.advantage=reinforce_plus_plus", "algorithm.whiten_advantages=true"),
-        "algorithm.whiten_advantages: reinforce_plus_plus whitens",
+        "algorithm.whiten_advantages: reinforce_plus_plus always whitens",
         ("algorithm.whiten_advantages=false",),
     ),
+<<<<<<< HEAD
+=======
+    (
+        ("algorithm.importance_level=sequence",),
+        "algorithm.importance_level: has no effect without",
+        ("algorithm.importance_level=token",),
+    ),
+>>>>>>> docs/main
     (("algorithm.importance_cap=2",), "algorithm.importance_cap: compares", (RECOMPUTE,)),
     (
         ("algorithm.loss=policy_gradient", "train.num_epochs=2"),
@@ -133,7 +171,7 @@ CONFLICTS: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
         ("train.num_epochs=1",),
     ),
     ((KL, "algorithm.kl.estimator=k1"), "algorithm.kl.estimator: k1 in the loss", ("algorithm.kl.placement=reward",)),
-    ((KL, "algorithm.kl.horizon=500"), "algorithm.kl.horizon: is of the adaptive", ("algorithm.kl.target=0.1",)),
+    ((KL, "algorithm.kl.horizon=500"), "algorithm.kl.horizon: has no effect", ("algorithm.kl.target=0.1",)),
     (("algorithm.kl.target=0.1",), "algorithm.kl.target: needs a first coefficient above 0", (KL,)),
     (
         (KL, "algorithm.kl.target=0.1", "algorithm.kl.horizon=6"),
@@ -195,18 +233,51 @@ MISFITS = [
     # advantage; further overrides; beginning of the problem ... another part of it
     ("gae", [], "algorithm.advantage: gae needs a critic: add a section `critic: {}`"),
     ("group_relative", ["critic={}"], "critic: algorithm.advantage group_relative uses no critic "),
+<<<<<<< HEAD
     ("group_relative", ["algorithm.gamma=0.9"], "algorithm.gamma: group_relative gives all tokens of a sample one "),
     ("own:wrong_tokens", [], "algorithm.advantage: `own:wrong_tokens` cannot be ... own:wrong_tokens(rewards)"),
+=======
+    (
+        "own:tokens",
+        ["critic={}"],
+        "critic: algorithm.advantage own:tokens uses no critic (no @token_level(needs_critic",
+    ),
+    ("group_relative", ["algorithm.gamma=0.9"], "algorithm.gamma: has no effect with group_relative"),
+    ("own:plain", ["algorithm.lam=0.5"], "algorithm.lam: has no effect with own:plain, which is not "),
+    (
+        "own:wrong_tokens",
+        [],
+        "algorithm.advantage: `own:wrong_tokens` cannot be called with (3 ... own:wrong_tokens(rewards)",
+    ),
+>>>>>>> docs/main
     ("own:unmarked_tokens", [], "algorithm.advantage: `own:unmarked_tokens` ... missing a required argument: 'values'"),
-    ("own:tokens", ["algorithm.loss=gspo"], "algorithm.loss: gspo has one ratio and ... expected gspo_token"),
+    (
+        "own:tokens",
+        ["algorithm.loss=gspo"],
+        "algorithm.loss: gspo needs one advantage per response ... expected gspo_token",
+    ),
     ("gae", ["critic={value_loss: 'own:value_loss'}"], "critic.value_loss: `own:value_loss` cannot be called with (4 "),
     ("plain", [], "algorithm.advantage: `plain` is not in srtrl/algorithms/advantages.py; known: group_relative"),
 ]
 OPTIONS = [
     # loss; its options; beginning of the problem ... another part of it
     ("own:needy_loss", "{}", "algorithm.loss: `own:needy_loss` cannot ... missing a required argument: 'tau'"),
+<<<<<<< HEAD
     ("dual_clip", "{ratio_kap: 3}", "algorithm.loss_options: `dual_clip` ... 'ratio_kap'; it is dual_clip(logprobs, "),
     ("dual_clip", "{clip_low: 0.1}", "algorithm.loss_options.clip_low: is an option of its own, algorithm.clip_low"),
+=======
+    (
+        "dual_clip",
+        "{ratio_kap: 3}",
+        "algorithm.loss_options: `dual_clip` ... argument 'ratio_kap'; it is dual_clip(logprobs, ",
+    ),
+    ("dual_clip", "{clip_low: 0.1}", "algorithm.loss_options.clip_low: set algorithm.clip_low instead"),
+    (
+        "own:loss",
+        "{advantages: 0.1}",
+        "algorithm.loss_options: `own:loss` ... multiple values for argument 'advantages'",
+    ),
+>>>>>>> docs/main
     ("dual_clip", "{ratio_cap: 0.5}", "algorithm.loss_options.ratio_cap: expected a number above 1, found 0.5"),
     ("own:loss", "{power: 0}", "algorithm.loss_options.power: expected at least 1, found 0"),
     ("dual_clip", "{ratio_cap: high}", "algorithm.loss_options: `dual_clip` with {'ratio_cap': 'high'}, ... TypeError"),

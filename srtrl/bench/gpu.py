@@ -90,14 +90,14 @@ def command(
     trace: options.TraceFile = None,
     tokenizer: options.TokenizerFolder = None,
     checks: Annotated[bool, typer.Option(help="Run `pytest -m gpu` of the repository first.")] = True,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny and on the CPU: does every line run?")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Run everything at a tiny size on the CPU.")] = False,
     json_file: options.JsonFile = None,
     write_docs: options.WriteDocs = None,
 ) -> None:
     """Check the CUDA path, then measure it: limits, decode steps, drafts, log-probs, the update.
 
-    Drafters are compared on generated rollouts, with --trace on recorded ones where it has one for each slot. Exit code
-    1: a check or a section failed.
+    Drafters are compared on generated rollouts; with --trace on recorded ones, if there is one per slot. Exit code 1: a
+    check or a section failed.
     """
     if not smoke and not torch.cuda.is_available():
         raise ValueError(

@@ -104,9 +104,9 @@ def command(
     json_file: options.JsonFile = None,
     write_docs: options.WriteDocs = None,
 ) -> None:
-    """Measure the host's work per decode step: the real engine, recorded tokens, a device step of zero cost.
+    """Measure the host's work per decode step: the real engine, recorded tokens, and a device whose steps take no time.
 
-    The drafter has seen half of each prompt's samples before. Without --trace the samples are generated.
+    The drafter has already seen half of each prompt's samples. Without --trace the samples are generated.
     """
     counts, names = options.parse_counts("--slots", slots), options.parse_drafters(drafters)
     curve = options.parse_curve("--device-ms", device_ms)

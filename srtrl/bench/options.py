@@ -18,28 +18,30 @@ def _check_folder(path: Path | None) -> Path | None:
 
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", dir_okay=False, callback=_check_folder, help="Write the figures to this file, too."),
+    typer.Option(
+        "--json", dir_okay=False, callback=_check_folder, help="Also write the figures to this file, as JSON."
+    ),
 ]
 WriteDocs = Annotated[
     Path | None,
     typer.Option(
         dir_okay=False,
         callback=_check_folder,
-        help="Put the result into this Markdown file, in place of an older one.",
+        help="Write the result into this Markdown file, replacing an older result.",
     ),
 ]
-Slots = Annotated[str, typer.Option(metavar="N[,N...]", help="Sequences decoded at once, one comparison each.")]
-Drafters = Annotated[
-    str, typer.Option(metavar="NAME,NAME,...", help="What is compared; the first one is the baseline.")
+Slots = Annotated[
+    str, typer.Option(metavar="N[,N...]", help="Sequences decoded at a time; one comparison for each number.")
 ]
+Drafters = Annotated[str, typer.Option(metavar="NAME,NAME,...", help="Drafters to compare; the first is the baseline.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's own choice.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Runs of each, alternating, after one to warm up.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Runs of each, alternating, after a warm-up run.")]
 TraceFile = Annotated[
-    Path | None, typer.Option(help="Recorded rollouts to decode once more: JSONL, or Parquet of a run of srtrl.")
+    Path | None, typer.Option(help="Recorded rollouts to decode again: JSONL, or Parquet of an srtrl run.")
 ]
 TokenizerFolder = Annotated[
     str | None,
-    typer.Option("--tokenizer", metavar="DIR", help="Folder or hub name of the tokenizer, for a trace of texts."),
+    typer.Option("--tokenizer", metavar="DIR", help="Folder or hub name of the tokenizer, if the trace has texts."),
 ]
 
 CURVES = {"h200-1.5b": "1:0.0020,320:0.0020,384:0.0024,512:0.0032,1024:0.0064,2048:0.0127"}

@@ -18,7 +18,7 @@ def replay(
     ],
     *,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Folder or hub name of the tokenizer, where FILE has texts.")
+        str | None, typer.Option(metavar="DIR", help="Folder or hub name of the tokenizer, if FILE has texts.")
     ] = None,
     drafter: Annotated[str, typer.Option(metavar="NAME", help="The drafter, as in rollout.drafter.")] = "srt",
     drafter_options: Annotated[
@@ -33,10 +33,10 @@ def replay(
     ] = None,
     min_score: Annotated[
         float | None,
-        typer.Option(min=0, max=1, metavar="P", help="Verify only nodes that the drafter gives this chance or more."),
+        typer.Option(min=0, max=1, metavar="P", help="Verify only nodes whose score is at least this."),
     ] = None,
     history: Annotated[
-        float, typer.Option(metavar="SHARE", help="Share of each prompt's samples that are known beforehand.")
+        float, typer.Option(metavar="SHARE", help="Share of each prompt's samples that the drafter knows.")
     ] = 0.0,
     history_as: Annotated[
         Literal["complete", "run-ahead", "none"],
@@ -49,16 +49,18 @@ def replay(
         int | None, typer.Option(min=1, help="Prompts of a training step. [default: as recorded; JSONL is one step]")
     ] = None,
     slots: Annotated[
-        int | None, typer.Option(min=1, help="Sequences decoded at once. [default: one prompt at a time, all of it]")
+        int | None, typer.Option(min=1, help="Sequences decoded at a time. [default: all of one prompt]")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Samples are truncated to this many tokens.")] = 4000,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum number of tokens of a sample; the rest is dropped.")
+    ] = 4000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Count what speculation would bring to recorded rollouts.
+    """Count the decode steps that speculation would save on recorded rollouts.
 
-    No model is needed: the tokens are known, and each draft is verified against them as the decoder would; the
-    first token of each sample is given, not drafted. The steps of a run follow each other, so that each is history for
-    the next; every FILE begins with an empty drafter.
+    No model is needed: the tokens are known, and drafts are compared with them. The first token of each sample is not
+    drafted. The steps of a run are replayed in order, so each is history for the next; every FILE begins with an empty
+    drafter.
     """
     from srtrl.bench.replay_loop import ReplaySettings, replay_files
 

@@ -82,13 +82,13 @@ def command(
         float, typer.Option(min=0, max=1, help="Share of each prompt's samples that the drafter has seen before.")
     ] = 0.0,
     prompts_used: Annotated[
-        int | None, typer.Option(min=1, help="The first prompts only. [default: all of the trace, or 1]")
+        int | None, typer.Option(min=1, help="Use only the first prompts. [default: all of the trace, or 1]")
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=8, help="Truncate samples to this many tokens. [default with no trace: 128]")
     ] = None,
     slots: options.Slots = "",
-    model: Annotated[str | None, typer.Option(help="Hugging Face folder or hub name, in place of a shape.")] = None,
+    model: Annotated[str | None, typer.Option(help="Hugging Face folder or hub name, instead of a shape.")] = None,
     model_shape: Annotated[str, typer.Option(help=f"Random weights of this shape: {', '.join(SHAPES)}.")] = "small",
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights.")] = "float32",
     threads: options.Threads = None,
@@ -96,11 +96,11 @@ def command(
     json_file: options.JsonFile = None,
     write_docs: options.WriteDocs = None,
 ) -> None:
-    """Measure whole rollouts: prefill, decoding and sampling, from the prompts to the tokens of all sequences.
+    """Measure the speed of whole rollouts: prefill, decoding and sampling of all sequences.
 
-    With --trace, recorded rollouts are decoded with the drafters `none` and `srt`; without, generated rollouts with
-    `transformers` (generate of that library, one static batch) and `none`. --drafters names others, --slots is by
-    default the number of samples.
+    With --trace: recorded rollouts, by default with the drafters `none` and `srt`. Without: generated rollouts, by
+    default with `transformers` (its `generate`, one static batch) and `none`. --drafters chooses others. The default of
+    --slots is the number of samples.
     """
     names = options.parse_drafters(drafters or (f"{PEER},none" if trace is None else "none,srt"), PEER)
     if model_shape not in SHAPES:

@@ -61,10 +61,10 @@ def command(
     json_file: options.JsonFile = None,
     write_docs: options.WriteDocs = None,
 ) -> None:
-    """Train the recipe once with each drafter and number of slots, whole steps in turns, and compare the times.
+    """Train the recipe once with each drafter and number of slots, in alternating steps, and compare the times.
 
-    All runs must learn the same: on a CPU that is checked after every step. What they write is thrown away, and nothing
-    is evaluated. Epochs have rows of their own, for a drafter learns from the epochs before.
+    All runs must learn the same; on a CPU this is checked after every step. Their files are deleted, and nothing is
+    evaluated. Each epoch has a row, because a drafter learns from the epochs before.
     """
     names, overrides = options.parse_drafters(drafters), overrides or []
     _check_overrides(overrides)

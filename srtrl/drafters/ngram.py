@@ -19,13 +19,13 @@ class NgramOptions(Section):
     """Options of the drafter `ngram`."""
 
     max_ngram: int = Field(default=4, ge=1)
-    """Longest ending of the text that is looked for."""
+    """Longest n-gram: the number of last tokens that are looked up in the text before."""
     min_ngram: int = Field(default=2, ge=1)
-    """Shortest ending that is worth a draft."""
+    """Shortest n-gram that makes a draft."""
     max_tokens: int = Field(default=10, ge=1)
-    """Longest draft."""
+    """Maximum number of tokens of a draft."""
     acceptance: float = Field(default=0.6, gt=0, lt=1)
-    """Guessed chance of each drafted token after an ending of `max_ngram` tokens.
+    """Estimated chance that a drafted token is accepted, after an n-gram of `max_ngram` tokens.
 
     After one that is m tokens shorter it is `acceptance` / (1 + m / 4). A node's score is the product along its path.
     """

@@ -22,18 +22,18 @@ class TrieOptions(Section):
     """Options of the drafters that have a trie for each prompt."""
 
     min_score: float = Field(default=0.01, ge=0, lt=1)
-    """Nodes that are less likely to be accepted are not proposed; of the others the draft budget takes what pays."""
+    """Nodes that are less likely to be accepted are not proposed; the draft budget chooses among the others."""
     max_rollouts: int = Field(default=16, ge=1)
     """Rollouts kept for each prompt; the newest stay."""
     cache_memory_gib: float = Field(default=1.0, ge=0)
     """Maximum memory of kept rollouts (training and evaluation have a cache each).
 
-    When it is short, prompts are trimmed to fewer rollouts before one is dropped. Tries that no sample drafts from are
-    freed where all tries take more than this, too.
+    When it is full, prompts lose their oldest rollouts before a whole prompt is dropped. It also bounds the memory of
+    the tries: above it, tries that no sample drafts from are freed.
     """
     max_trie_tokens: int = Field(default=262_144, ge=64)
-    """Maximum number of tokens in one prompt's trie (some 100 bytes each). It is built from as many of the newest
-    rollouts as fill half of it; when it is full, running samples follow it and enter no more tokens."""
+    """Maximum number of tokens in one prompt's trie (about 100 bytes each). The newest rollouts fill at most half of
+    it; when it is full, running samples still draft from it, but add no more tokens."""
 
 
 class TrieDrafter(DrafterBase):

@@ -20,8 +20,8 @@ class SrtOptions(TrieOptions):
     """Options of the drafter `srt`."""
 
     other_prompts: bool = True
-    """Where the prompt's own texts know nothing, guess from what the last two tokens are followed by in completed
-    rollouts of all prompts."""
+    """Where the prompt's own texts have no continuation, guess what followed the last two tokens in completed rollouts
+    of any prompt."""
 
 
 class Drafter(TrieDrafter):

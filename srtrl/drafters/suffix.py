@@ -35,8 +35,8 @@ class SuffixOptions(TrieOptions):
     max_rollouts: int = Field(default=1_000_000, ge=1)
     """Responses kept; the newest stay."""
     max_trie_tokens: int = Field(default=1_000_000, ge=64)
-    """Maximum number of tokens in the global trie (some 100 bytes each). It is built from as many of the newest
-    responses as fill half of it, again after each policy update."""
+    """Maximum number of tokens in the global trie (about 100 bytes each). After each policy update it is built again
+    from the newest responses, which fill at most half of it."""
 
 
 class Drafter(TrieDrafter):

@@ -16,7 +16,7 @@ def command(
     ] = None,
     *,
     recipe: Annotated[Path | None, typer.Option(help="Recipe with the task; by default the run's own.")] = None,
-    task: Annotated[str | None, typer.Option(help="Task to evaluate on; its options are overrides.")] = None,
+    task: Annotated[str | None, typer.Option(help="Task to evaluate on; set its options by overrides.")] = None,
     suite: Annotated[
         str | None, typer.Option(metavar="NAME", help="Benchmarks to evaluate on: `math`, or a YAML file.")
     ] = None,
@@ -26,30 +26,30 @@ def command(
         typer.Option(metavar="NAME=FILE", help="A benchmark's problems, instead of the hub's; repeatable."),
     ] = None,
     data_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of NAME.jsonl or .parquet; the hub is not asked then.")
+        Path | None, typer.Option(metavar="DIR", help="Folder of NAME.jsonl or .parquet, instead of the hub.")
     ] = None,
     skip_missing: Annotated[
         bool, typer.Option("--skip-missing", help="Leave out the benchmarks whose data is not available.")
     ] = False,
     step: Annotated[int | None, typer.Option(help="Checkpoint of the run; by default the newest.")] = None,
-    samples: Annotated[int | None, typer.Option(help="Samples of each problem.")] = None,
-    problems: Annotated[int | None, typer.Option(help="Held-out problems to use, from the first.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples per problem.")] = None,
+    problems: Annotated[int | None, typer.Option(help="Number of held-out problems to use, from the first.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Longest response.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens of a response.")] = None,
     prompt_template: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Text of the prompt, with {problem} in it.")
     ] = None,
     chat: Annotated[
-        bool | None, typer.Option("--chat/--no-chat", help="Whether the prompt goes into the model's chat template.")
+        bool | None, typer.Option("--chat/--no-chat", help="Put the prompt into the model's chat template, or do not.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a row for each sample: .jsonl or .parquet.")
     ] = None,
     check_grader: Annotated[
-        bool, typer.Option("--check-grader", help="Grade the reference solutions instead; needs no model.")
+        bool, typer.Option("--check-grader", help="Grade the reference solutions, not a model.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure a policy on held-out problems.
 

@@ -74,16 +74,16 @@ class RunGroup:
 def command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
     *,
-    metric: Annotated[str, typer.Option(help="A name of metrics.jsonl.")] = "eval/accuracy",
+    metric: Annotated[str, typer.Option(help="Name of the metric in metrics.jsonl.")] = "eval/accuracy",
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="Draw the metric over the steps into this file.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare runs by one metric.
 
-    Runs that differ only in their seed are one line of the table: mean, and least to greatest. The figures are those of
-    the first and of the last step at which all runs of the line have the metric.
+    Runs that differ only in their seed share a line of the table, with mean, minimum and maximum. The figures are those
+    of the first and of the last step at which all runs of the line have the metric.
     """
     from srtrl.metrics import write_atomic
 

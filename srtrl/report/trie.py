@@ -30,18 +30,18 @@ def command(
     step: Annotated[
         int | None, typer.Option(min=1, help="Step of the later rollout. [default: the last that sampled the prompt]")
     ] = None,
-    depth: Annotated[int, typer.Option(min=1, help="How far to look, in tokens from the response's start.")] = 128,
+    depth: Annotated[int, typer.Option(min=1, help="Maximum depth, in tokens from the start of the response.")] = 128,
     nodes: Annotated[int, typer.Option(min=1, help="Maximum number of branches to show.")] = 40,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder or hub name of the tokenizer. [default: the run's]")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the trie of a prompt and what it brings.
+    """Show the trie of a prompt, and how well it drafts a later rollout.
 
-    The trie is built from the prompt's rollouts of all steps before STEP (where there are none, from the later
-    rollout's siblings). Its most travelled branches from the start of the response are shown, and the way that the
-    first rollout of STEP took; then that rollout is decoded again with drafts from the trie.
+    The trie is built from the prompt's rollouts of all steps before STEP (if there are none, from the other samples of
+    STEP). Shown are its most frequent branches from the start of the response, and the path of the first rollout of
+    STEP. Then this rollout is decoded again with drafts from the trie.
     """
     from srtrl.report.runs import read_run
     from srtrl.report.trie_view import read_history, view_trie

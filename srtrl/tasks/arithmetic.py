@@ -53,13 +53,13 @@ class ArithmeticOptions(Section):
     max_operations: int = Field(default=4, ge=1, le=16)
     """Maximum number of operations of an expression."""
     max_operand: int = Field(default=12, ge=1, le=10**6)
-    """Operands are 1 to this."""
+    """Operands are between 1 and this."""
     max_value: int = Field(default=999, ge=1, le=10**9)
-    """Every intermediate result and the answer lie in 0 to this."""
+    """Every intermediate result and the answer are between 0 and this."""
     operators: list[Operator] = Field(default=["+", "-", "*"], min_length=1)
-    """Operators to draw from; one that is named twice is drawn twice as often."""
+    """Operators to choose from at random; one that is named twice is chosen twice as often."""
     parentheses: bool = True
-    """Draw any order of evaluation, with parentheses where it needs them; without, only precedence decides."""
+    """Draw the order of evaluation at random and write the parentheses that it needs; `false`: no parentheses."""
 
     @model_validator(mode="after")
     def check_difficulty(self) -> Self:
@@ -203,7 +203,7 @@ def _make_prompts(
     prompts = [
         Prompt(
             prompt_id=f"arithmetic-{split}-{options.seed}-{index}",
-            text=_prompt_text(expression),
+            text=f"Compute {expression.text}.\n",
             token_ids=(),
             answer=str(expression.value),
             metadata={"problem": expression.text, "solution": _solution_text(expression)},
@@ -218,11 +218,3 @@ def _make_prompts(
             f"{max_prompt_tokens}; raise it, or lower max_operations or max_operand"
         )
     return prompts
-
-
-def _prompt_text(expression: Expression) -> str:
-    return f"Compute {expression.text}.\n"
-
-
-def _solution_text(expression: Expression) -> str:
-    return "\n".join((*expression.steps, f"{ANSWER_MARK} {expression.value}"))

@@ -57,14 +57,14 @@ class MathOptions(Section):
     answer_boxed: bool = False
     r"""The answer is what the last `\boxed{...}` in the answer field holds (rows of MATH have a solution only)."""
     choices_field: str | None = None
-    """Multiple choice: field of the list of choices, put below the problem as `A. ...`; the answer, a letter or an
-    index that counts from 0, becomes a letter."""
+    """Multiple choice: field of the list of choices, which are put below the problem as `A. ...`. The answer is a
+    letter, or an index from 0 that becomes a letter."""
     solution_field: str = "solution"
-    """Field of the worked solution, the target of a warm start; rows need not have it otherwise."""
+    """Field of the worked solution, the target of a warm start; not needed for anything else."""
     id_field: str | None = None
     """Field of a unique name for each row; by default its file and line."""
     prompt_template: str = "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}.\n"
-    """Text of the prompt; `{problem}` stands for the problem, and other braces are left as they are."""
+    """Text of the prompt; `{problem}` is replaced by the problem, and other braces stay as they are."""
     chat_template: bool = False
     """Wrap the text as a user's message in the tokenizer's chat template."""
     chat_template_options: dict[str, Any] = Field(default_factory=dict)
@@ -72,9 +72,9 @@ class MathOptions(Section):
     system_prompt: str | None = None
     """System message of the chat template."""
     overlong_prompts: Literal["drop", "error"] = "drop"
-    """What happens to a prompt over `rollout.max_prompt_tokens`; dropped ones are counted and logged."""
+    """What happens to a prompt longer than `rollout.max_prompt_tokens`; dropped ones are counted and logged."""
     malformed_rows: Literal["stop", "skip"] = "stop"
-    """What happens at a row that is not JSON or lacks a field; skipped ones are counted and logged."""
+    """What happens to a row that is not JSON or lacks a field; skipped ones are counted and logged."""
 
     @model_validator(mode="after")
     def check_combinations(self) -> Self:
@@ -147,7 +147,12 @@ class Task:
 
     def solution(self, prompt: Prompt) -> str:
         """The worked solution of the prompt's row; ValueError if it has none."""
-        return solution_of(self._options, prompt)
+        try:
+            return _text_of(prompt.metadata, self._options.solution_field)
+        except RowError as error:
+            raise ValueError(
+                f"{prompt.prompt_id} has no solution: {error} (see task.options.solution_field)"
+            ) from error
 
     def _load(
         self, split: str, source: RowSource | None, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
@@ -250,14 +255,6 @@ def _text_of(fields: Mapping[str, Any], name: str) -> str:
     if SURROGATE.search(value):
         raise RowError(f"field `{name}` is no valid Unicode: it has half of a surrogate pair")
     return value
-
-
-def solution_of(options: MathOptions, problem: Prompt) -> str:
-    """The worked solution in a problem's row; ValueError if it has none."""
-    try:
-        return _text_of(problem.metadata, options.solution_field)
-    except RowError as error:
-        raise ValueError(f"{problem.prompt_id} has no solution: {error} (see task.options.solution_field)") from error
 
 
 def _apply_chat_template(

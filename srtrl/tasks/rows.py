@@ -18,7 +18,7 @@ class RowSource(Section):
     """Where rows come from: `{files: [a.jsonl, b.parquet]}` or `{hub: openai/gsm8k, config: main, split: train}`."""
 
     files: list[str] = Field(default_factory=list)
-    """JSONL files (one object a line) and Parquet files, read in this order."""
+    """JSONL files (one object per line) and Parquet files, read in this order."""
     hub: str | None = None
     """Name of a data set on the Hugging Face hub, or the folder of one."""
     config: str | None = None
