@@ -104,14 +104,6 @@ def test_override_errors_name_the_override(recipe_file: Path, override: str, err
     assert found.startswith(f"override `{override}`: {error}")
 
 
-<<<<<<< HEAD
-=======
-def test_a_list_index_out_of_range_is_refused(recipe_file: Path) -> None:
-    (error,) = errors_of(recipe_file, "rewards=[{name: correct}]", "rewards.1.weight=2")
-    assert error.endswith('rewards: is [{"name": "correct"}], which has no item `1`')
-
-
->>>>>>> docs/main
 @pytest.mark.parametrize("text", [None, "", "[1, 2]", "just text"])
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "recipe.yaml"

@@ -103,26 +103,8 @@ CONFLICTS: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
         "rollout.kv_memory_share: has no effect with rollout.kv_memory_gib (8.0)",
         ("rollout.kv_memory_gib=auto",),
     ),
-<<<<<<< HEAD
     ((HEADS % (2, 1),), "warm_start.architecture.num_attention_heads: expected a divisor of hid", (HEADS % (3, 1),)),
     ((HEADS % (3, 2),), "warm_start.architecture.num_key_value_heads: expected a divisor of num_", (HEADS % (3, 3),)),
-=======
-    (
-        ("rollout.kv_memory_share=0.8", "rollout.num_pages=5000"),
-        "rollout.kv_memory_share: has no effect with rollout.num_pages (5000)",
-        ("rollout.kv_memory_share=0.5",),
-    ),
-    (
-        (ARCHITECTURE % (2, 1),),
-        "warm_start.architecture.num_attention_heads: expected a divisor of hidden_size (9), found 2",
-        (ARCHITECTURE % (3, 1),),
-    ),
-    (
-        (ARCHITECTURE % (3, 2),),
-        "warm_start.architecture.num_key_value_heads: expected a divisor of num_attention_heads (3), found 2",
-        (ARCHITECTURE % (3, 3),),
-    ),
->>>>>>> docs/main
     (("rollout.dynamic_sampling=true",), "rollout.dynamic_sampling: ", ("algorithm.filters=[drop_uniform]",)),
     (
         ("rollout.max_open_prompts=2",),
@@ -156,14 +138,6 @@ CONFLICTS: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
         "algorithm.whiten_advantages: reinforce_plus_plus always whitens",
         ("algorithm.whiten_advantages=false",),
     ),
-<<<<<<< HEAD
-=======
-    (
-        ("algorithm.importance_level=sequence",),
-        "algorithm.importance_level: has no effect without",
-        ("algorithm.importance_level=token",),
-    ),
->>>>>>> docs/main
     (("algorithm.importance_cap=2",), "algorithm.importance_cap: compares", (RECOMPUTE,)),
     (
         ("algorithm.loss=policy_gradient", "train.num_epochs=2"),
@@ -233,23 +207,8 @@ MISFITS = [
     # advantage; further overrides; beginning of the problem ... another part of it
     ("gae", [], "algorithm.advantage: gae needs a critic: add a section `critic: {}`"),
     ("group_relative", ["critic={}"], "critic: algorithm.advantage group_relative uses no critic "),
-<<<<<<< HEAD
     ("group_relative", ["algorithm.gamma=0.9"], "algorithm.gamma: group_relative gives all tokens of a sample one "),
     ("own:wrong_tokens", [], "algorithm.advantage: `own:wrong_tokens` cannot be ... own:wrong_tokens(rewards)"),
-=======
-    (
-        "own:tokens",
-        ["critic={}"],
-        "critic: algorithm.advantage own:tokens uses no critic (no @token_level(needs_critic",
-    ),
-    ("group_relative", ["algorithm.gamma=0.9"], "algorithm.gamma: has no effect with group_relative"),
-    ("own:plain", ["algorithm.lam=0.5"], "algorithm.lam: has no effect with own:plain, which is not "),
-    (
-        "own:wrong_tokens",
-        [],
-        "algorithm.advantage: `own:wrong_tokens` cannot be called with (3 ... own:wrong_tokens(rewards)",
-    ),
->>>>>>> docs/main
     ("own:unmarked_tokens", [], "algorithm.advantage: `own:unmarked_tokens` ... missing a required argument: 'values'"),
     (
         "own:tokens",
@@ -262,22 +221,8 @@ MISFITS = [
 OPTIONS = [
     # loss; its options; beginning of the problem ... another part of it
     ("own:needy_loss", "{}", "algorithm.loss: `own:needy_loss` cannot ... missing a required argument: 'tau'"),
-<<<<<<< HEAD
     ("dual_clip", "{ratio_kap: 3}", "algorithm.loss_options: `dual_clip` ... 'ratio_kap'; it is dual_clip(logprobs, "),
     ("dual_clip", "{clip_low: 0.1}", "algorithm.loss_options.clip_low: is an option of its own, algorithm.clip_low"),
-=======
-    (
-        "dual_clip",
-        "{ratio_kap: 3}",
-        "algorithm.loss_options: `dual_clip` ... argument 'ratio_kap'; it is dual_clip(logprobs, ",
-    ),
-    ("dual_clip", "{clip_low: 0.1}", "algorithm.loss_options.clip_low: set algorithm.clip_low instead"),
-    (
-        "own:loss",
-        "{advantages: 0.1}",
-        "algorithm.loss_options: `own:loss` ... multiple values for argument 'advantages'",
-    ),
->>>>>>> docs/main
     ("dual_clip", "{ratio_cap: 0.5}", "algorithm.loss_options.ratio_cap: expected a number above 1, found 0.5"),
     ("own:loss", "{power: 0}", "algorithm.loss_options.power: expected at least 1, found 0"),
     ("dual_clip", "{ratio_cap: high}", "algorithm.loss_options: `dual_clip` with {'ratio_cap': 'high'}, ... TypeError"),

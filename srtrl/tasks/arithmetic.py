@@ -203,7 +203,7 @@ def _make_prompts(
     prompts = [
         Prompt(
             prompt_id=f"arithmetic-{split}-{options.seed}-{index}",
-            text=f"Compute {expression.text}.\n",
+            text=_prompt_text(expression),
             token_ids=(),
             answer=str(expression.value),
             metadata={"problem": expression.text, "solution": _solution_text(expression)},
@@ -218,3 +218,11 @@ def _make_prompts(
             f"{max_prompt_tokens}; raise it, or lower max_operations or max_operand"
         )
     return prompts
+
+
+def _prompt_text(expression: Expression) -> str:
+    return f"Compute {expression.text}.\n"
+
+
+def _solution_text(expression: Expression) -> str:
+    return "\n".join((*expression.steps, f"{ANSWER_MARK} {expression.value}"))

@@ -147,12 +147,7 @@ class Task:
 
     def solution(self, prompt: Prompt) -> str:
         """The worked solution of the prompt's row; ValueError if it has none."""
-        try:
-            return _text_of(prompt.metadata, self._options.solution_field)
-        except RowError as error:
-            raise ValueError(
-                f"{prompt.prompt_id} has no solution: {error} (see task.options.solution_field)"
-            ) from error
+        return solution_of(self._options, prompt)
 
     def _load(
         self, split: str, source: RowSource | None, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
@@ -255,6 +250,14 @@ def _text_of(fields: Mapping[str, Any], name: str) -> str:
     if SURROGATE.search(value):
         raise RowError(f"field `{name}` is no valid Unicode: it has half of a surrogate pair")
     return value
+
+
+def solution_of(options: MathOptions, problem: Prompt) -> str:
+    """The worked solution in a problem's row; ValueError if it has none."""
+    try:
+        return _text_of(problem.metadata, options.solution_field)
+    except RowError as error:
+        raise ValueError(f"{problem.prompt_id} has no solution: {error} (see task.options.solution_field)") from error
 
 
 def _apply_chat_template(

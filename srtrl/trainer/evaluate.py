@@ -296,17 +296,10 @@ def confidence_interval(scores: Sequence[float]) -> tuple[float, float]:
     """95% confidence interval of the mean of the problems' scores.
 
     Where every score is 0 or 1 (one sample a problem, pass@N of N samples): the Wilson score interval (Wilson 1927;
-    <<<<<<< HEAD
-    Brown, Cai and DasGupta 2001, section 3.1.1). Else mean +- z s / sqrt(n) over the n problems' scores, clipped to
-    [0, 1]: the standard error clustered by problem of Miller 2024, "Adding Error Bars to Evals" (arXiv 2411.00640),
-    section 2.2. Where the scores do not vary (or there is one problem) s says nothing, and Wilson's interval for n
-    problems is used, which is the wider one.
-    =======
     Brown, Cai and DasGupta 2001, section 3.1.1). Else mean +- z s / sqrt(n) over the n problems' scores, the standard
     error clustered by problem of Miller 2024, "Adding Error Bars to Evals" (arXiv 2411.00640), section 2.2,
     clipped to [0, 1]. Where the scores do not vary (or there is one problem) s does not estimate the error, and
     Wilson's interval for n problems is used, which is wider.
-    >>>>>>> docs/main
     """
     mean, n = fmean(scores), len(scores)
     spread = stdev(scores) if n > 1 else 0.0
