@@ -188,6 +188,3 @@ def test_a_float32_model_is_trained_by_plain_adamw_with_the_same_bits(accelerato
         descend_by_ours(policy, optimizer, accelerator, sequences, 0.05)
     assert all(map(torch.equal, policies[0].parameters(), policies[1].parameters()))
     torch.testing.assert_close(ours.state_dict(), lazy.state_dict(), rtol=0, atol=0)
-
-
-# --- Checkpoints ------------------------------------------------------------------------------------------------------
