@@ -2,21 +2,23 @@
 
 import io
 import signal
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from dapo_cases import make_dapo_recipe
 from rich.console import Console
 from test_resume import die, finish, start
-from tiny_run import assert_same_run
+from tiny_run import assert_same_run, make_recipe
 
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
 from srtrl.metrics import read_metrics
+from srtrl.recipe import Recipe
 from srtrl.rollout.dynamic_sampling import sample_until_full
+from srtrl.tasks import arithmetic
 from srtrl.trainer import sampling
 from srtrl.trainer.checkpoint import latest_checkpoint, read_state
 from srtrl.trainer.run_folder import RunProgress
@@ -40,6 +42,40 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "few pages": {"rollout__slots": 16, "rollout__num_pages": 5},
     "three open prompts": {"rollout__drafter": "none", "rollout__max_open_prompts": 3, "rollout__slots": 64},
 }
+
+
+def is_lucky(text: str, answer: str) -> bool:
+    """A verdict by hash: of the answers in seven, two accept nothing, one all, and the others every second text."""
+    match int(answer) % 7:
+        case 0 | 1:
+            return False
+        case 2:
+            return True
+        case _:
+            return zlib.crc32(text.encode()) % 2 == 0
+
+
+class Task(arithmetic.Task):
+    """Problems of arithmetic, judged by `is_lucky`."""
+
+    verifier = staticmethod(is_lucky)
+
+
+def make_dapo_recipe(policy: Path, output_dir: Path, **changes: Any) -> Recipe:
+    """`make_recipe` with DAPO's four parts and no KL; the rewards draw no random numbers."""
+    values: dict[str, Any] = {
+        "task__name": "test_dapo:Task",
+        "rewards": [{"name": "correct"}, {"name": "overlong_penalty", "options": {"cache_tokens": 4}}],
+        "rollout__dynamic_sampling": True,
+        "rollout__stop_strings": list("aeiouxyz012345"),
+        "algorithm": {
+            "reduction": "token_mean",
+            "clip_high": 0.28,
+            "filters": ["drop_all_right_or_wrong"],
+            "overlong_filtering": True,
+        },
+    }
+    return make_recipe(policy, output_dir, **(values | changes))
 
 
 @pytest.fixture(scope="module")

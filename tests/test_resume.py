@@ -129,17 +129,6 @@ def test_killed_and_resumed_equals_uninterrupted(kill: str, policy: Path, uninte
 
 
 @pytest.mark.slow
-def test_resume_with_other_slots_and_pages_equals_uninterrupted(
-    policy: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
-    recipe = make_recipe(policy, tmp_path)
-    assert finish(start(recipe, prepare=partial(kill_at, "in update"))) == -signal.SIGKILL
-    crowded = make_recipe(policy, tmp_path, rollout__slots=3, rollout__num_pages=9)  # so few that preemption happens
-    assert finish(start(crowded, resume=True)) == 0
-    assert_same_run(tmp_path / "run", uninterrupted)
-
-
-@pytest.mark.slow
 def test_killed_at_random_times_again_and_again(policy: Path, uninterrupted: Path, tmp_path: Path) -> None:
     recipe = make_recipe(policy, tmp_path)
     generator = random.Random(time.time_ns())
