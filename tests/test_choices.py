@@ -1,10 +1,10 @@
 """Multiple choice: how the choices are asked, and which letter a completion chose."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_cases import write_rows
 from task_cases import byte_tokenizer
 
 from srtrl.tasks.choices import extract_letter, is_chosen
@@ -14,8 +14,7 @@ ROW = {"question": "Which is prime?", "choices": ["4", "9", "A square", "13"], "
 
 
 def make_task(folder: Path, *rows: dict[str, Any], **options: Any) -> Task:
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write_rows(folder / "rows.jsonl", *rows)
     values = {"eval": {"files": [str(file)]}, "problem_field": "question", "choices_field": "choices", **options}
     return Task(MathOptions.model_validate(values), tokenizer=byte_tokenizer(), max_prompt_tokens=1000)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_cases import write_rows
 from tiny_run import VOCAB_SIZE, make_policy
 from typer.testing import CliRunner, Result
 
@@ -25,9 +26,8 @@ def run(policy: Path, *arguments: object) -> tuple[Result, list[dict[str, Any]]]
 
 
 def test_rows_are_in_order_whole_and_the_same_at_any_number_of_slots(policy: Path, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
     rows = [{"id": f"p{index}", "prompt": "1+" * index + "1="} for index in (5, 1, 3)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = write_rows(tmp_path / "prompts.jsonl", *rows)
     flags = ("--prompts", prompts, "--samples", 3, "--max-new-tokens", 12, "--seed", 4)
     result, found = run(policy, *flags, "--slots", 9)
     assert result.exit_code == 0
@@ -105,8 +105,8 @@ def test_what_stops_the_whole_command(policy: Path, flags: tuple[object, ...], e
 
 
 def test_a_cache_of_another_models_rollouts_is_refused(policy: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "rollouts.jsonl"
-    cache.write_text(json.dumps({"prompt_token_ids": [5, 6], "samples": [{"token_ids": [1, VOCAB_SIZE]}]}) + "\n")
+    row = {"prompt_token_ids": [5, 6], "samples": [{"token_ids": [1, VOCAB_SIZE]}]}
+    cache = write_rows(tmp_path / "rollouts.jsonl", row)
     result, rows = run(policy, "--prompt-ids", "5,6", "--cache", cache, "--drafter", "suffix")
     assert (result.exit_code, rows) == (2, [])
     assert f"token id {VOCAB_SIZE} is not in the model's vocabulary of {VOCAB_SIZE}" in result.stderr

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_cases import write_rows
+from recipe_cases import MINIMAL
 from task_cases import Rows
 from test_cli import run
 
@@ -72,14 +74,9 @@ def test_a_verifier_of_this_process_that_accepts_everything_is_found_out() -> No
 
 def test_a_recipe_s_task_is_checked_too(tmp_path: Path) -> None:
     rows = [{"problem": f"{n}+1?", "answer": str(n + 1), "solution": f"\\boxed{{{n + 1}}}"} for n in range(5)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        f"name: check\nmodel: {{path: 'bundled:tiny'}}\n"
-        f"task: {{name: math, options: {{eval: {{files: ['{tmp_path}/rows.jsonl']}}}}}}\n"
-        "rollout: {num_prompts: 1, num_samples: 2, max_prompt_tokens: 200, max_new_tokens: 8}\n"
-        "train: {num_steps: 1}\n"
-    )
+    file, recipe = write_rows(tmp_path / "rows.jsonl", *rows), tmp_path / "recipe.yaml"
+    task = f"name: math\n  options: {{eval: {{files: ['{file}']}}}}"
+    recipe.write_text(MINIMAL.replace("name: arithmetic", task))
     result = run("eval", "--check-grader", "--recipe", recipe, "--problems", 4)
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.count("4 of 4") == 3

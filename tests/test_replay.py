@@ -366,11 +366,8 @@ def test_mistakes_are_named_and_exit_with_2(rows_file: Path, arguments: tuple[st
 
 def test_the_command_counts_run_ahead_and_makes_steps_of_prompts(tmp_path: Path) -> None:
     """With idle slots the default drafter knows the next prompt's text beforehand."""
-    text = list(range(10, 40))
-    rows = [
-        {"prompt_token_ids": [1], "samples": [{"token_ids": text}, {"token_ids": list(range(50, 90))}]},
-        {"prompt_token_ids": [2], "samples": [{"token_ids": text}, {"token_ids": text}]},
-    ]
+    text, other = {"token_ids": list(range(10, 40))}, {"token_ids": list(range(50, 90))}
+    rows = [{"prompt_token_ids": [1], "samples": [text, other]}, {"prompt_token_ids": [2], "samples": [text, text]}]
     path = write_rows(tmp_path / "rows.jsonl", *rows)
     settings = ("--history", 0.5, "--slots", 2, "--step-prompts", 1, "--json")
     found = {}
@@ -378,8 +375,7 @@ def test_the_command_counts_run_ahead_and_makes_steps_of_prompts(tmp_path: Path)
         result = run("replay", path, *settings, "--history-as", history_as)
         assert result.exit_code == 0, result.stderr
         found[history_as] = json.loads(result.stdout)
-        assert (found[history_as]["history_as"], found[history_as]["num_samples"]) == (history_as, 2)
-    assert [one["num_run_ahead_tokens"] for one in found.values()] == [0, 30, 0]
+    assert [(one["num_samples"], one["num_run_ahead_tokens"]) for one in found.values()] == [(2, 0), (2, 30), (2, 0)]
     steps = [one["steps"] for one in found.values()]
     # A completed rollout also tells other prompts of its phrases; a run-ahead speaks to its own prompt alone.
     assert steps[0] <= steps[1] < steps[2] == found["none"]["steps_without_drafts"]

@@ -1,13 +1,13 @@
 """`srtrl eval --suite`: where the data is found, what each benchmark runs with, and what comes out."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pyarrow.parquet
 import pytest
+from bench_cases import write_rows
 from test_cli import run
 from tiny_run import make_policy
 
@@ -32,14 +32,9 @@ def data(tmp_path: Path) -> Path:
     """A folder with three of the benchmarks."""
     folder = tmp_path / "data"
     folder.mkdir()
-    write(folder / "gsm8k_test.jsonl", GSM8K)
-    write(folder / "math500.jsonl", MATH)
-    write(folder / "mmlu_stem.jsonl", MMLU)
+    for name, rows in (("gsm8k_test", GSM8K), ("math500", MATH), ("mmlu_stem", MMLU)):
+        write_rows(folder / f"{name}.jsonl", *rows)
     return folder
-
-
-def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def jobs_of(data: Path, only: str, source: RecipeSource | None = None, **flags: Any) -> dict[str, EvalJob]:
@@ -51,22 +46,15 @@ def jobs_of(data: Path, only: str, source: RecipeSource | None = None, **flags: 
 # --- The suite and its data -------------------------------------------------------------------------------------------
 
 
-def test_the_math_suite_has_the_eight_benchmarks() -> None:
-    suite = load_suite("math")
-    names = ["gsm8k", "math500", "aime24", "aime25", "amc23", "olympiadbench", "minerva", "mmlu_stem"]
-    assert [benchmark.name for benchmark in suite.benchmarks] == names
-    assert all(benchmark.data.hub and benchmark.num_rows for benchmark in suite.benchmarks)
-
-
 def test_fields_are_called_what_the_rows_call_them(tmp_path: Path) -> None:
     suite = load_suite("math")
     [olympiad] = [benchmark for benchmark in suite.benchmarks if benchmark.name == "olympiadbench"]
-    write(tmp_path / "hub.jsonl", [{"question": "q", "final_answer": ["1", "2"], "answer": None}])
-    write(tmp_path / "own.jsonl", [{"problem": "q", "answer": "1, 2"}])
+    write_rows(tmp_path / "hub.jsonl", {"question": "q", "final_answer": ["1", "2"], "answer": None})
+    write_rows(tmp_path / "own.jsonl", {"problem": "q", "answer": "1, 2"})
     located = [locate(olympiad, str(tmp_path / f"{name}.jsonl"), None).options for name in ("hub", "own")]
     fields = [(options["problem_field"], options["answer_field"]) for options in located]
     assert fields == [("question", "final_answer"), ("problem", "answer")]
-    write(tmp_path / "none.jsonl", [{"q": "q", "a": "1"}])
+    write_rows(tmp_path / "none.jsonl", {"q": "q", "a": "1"})
     with pytest.raises(ValueError, match=r"none.jsonl:1: no field `question`; its fields are q, a"):
         suite_job(suite, locate(olympiad, str(tmp_path / "none.jsonl"), None), "bundled:tiny", None, EvalFlags())
 
@@ -80,6 +68,7 @@ def test_what_is_not_in_the_folder_is_missing_and_the_hub_is_not_asked(
     suite = SuiteChoice(name="math", data_dir=data, skip_missing=True).open()
     assert [benchmark.name for benchmark in suite.benchmarks] == ["gsm8k", "math500", "mmlu_stem"]
     assert list(suite.missing) == ["aime24", "aime25", "amc23", "olympiadbench", "minerva"]
+    assert all(benchmark.data.hub and benchmark.num_rows for benchmark in load_suite("math").benchmarks)
     with pytest.raises(MissingDataError, match="no benchmark is left: aime24: "):
         SuiteChoice(name="math", only="aime24,aime25", data_dir=data, skip_missing=True).open()
 
@@ -172,11 +161,11 @@ def test_wrong_options_are_named_before_anything_is_loaded(
 
 def test_data_that_does_not_fit_is_said_before_weights(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("srtrl.trainer.build.load_model", None)
-    write(data / "math500.jsonl", [*MATH, {"problem": "no answer"}])
+    write_rows(data / "math500.jsonl", *MATH, {"problem": "no answer"})
     result = run("eval", "bundled:tiny", "--suite", "math", "--only", "gsm8k,math500", "--data-dir", data)
     assert result.exit_code == 2
     assert "math500.jsonl:6: no field `answer`" in result.stderr
-    write(data / "math500.jsonl", MATH[:1])
+    write_rows(data / "math500.jsonl", MATH[0])
     result = run("eval", "bundled:tiny", "--suite", "math", "--data", f"gsm8k={data}/math500.jsonl", "--only", "gsm8k")
     assert "no answer: `answer` has no match of '#### (.+)'" in result.stderr
 
@@ -193,7 +182,7 @@ def short(policy: Path, data: Path, *arguments: object) -> Any:
 
 
 def test_the_suite_end_to_end(policy: Path, data: Path, tmp_path: Path) -> None:
-    write(data / "gsm8k_test.jsonl", [*GSM8K, {"question": "long " * 40, "answer": "#### 1"}])
+    write_rows(data / "gsm8k_test.jsonl", *GSM8K, {"question": "long " * 40, "answer": "#### 1"})
     output = tmp_path / "rows.jsonl"
     result = short(policy, data, "--skip-missing", "--samples", 4, "--problems", 3, "--output", output, "--json")
     report = json.loads(result.stdout)

@@ -23,7 +23,7 @@ from srtrl.model.tree_attention import (
     seed=st.integers(0, 1000),
     heads=st.sampled_from([(2, 2), (2, 1), (6, 1), (7, 1)]),
     cells=st.tuples(st.sampled_from([16, 24, 64]), st.sampled_from([4, 16])),
-    tiles=st.tuples(st.sampled_from([1, 3]), st.sampled_from([1, 2, 4]), st.sampled_from([0, 3])),
+    tiles=st.tuples(st.sampled_from([1, 3, 18]), st.sampled_from([1, 2, 4]), st.sampled_from([0, 3])),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_the_kernel_agrees_with_the_reference(
@@ -49,19 +49,6 @@ def test_the_kernel_agrees_with_the_reference(
     atol = 1e-5 if dtype == torch.float32 else 0.005
     torch.testing.assert_close(found, attend_by_reference(step, cache, q), rtol=rtol, atol=atol)
     assert not found[step.num_real :].any()
-
-
-def test_splits_change_rounding_only_and_those_that_see_nothing_change_no_bit() -> None:
-    q = random_queries(6, 2, 16, torch.float32)
-    found = []
-    for num_splits, split_keys in ((1, 192), (2, 128), (3, 64), (18, 64)):
-        step = make_step(0, contexts=[150, 7], sizes=[4, 0], split_keys=split_keys)
-        cache = make_cache(step.num_pages, 4, 1, 16, torch.float32)
-        found.append(attend_by_kernel(step, cache, q, num_splits=num_splits))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found[2], found[0], rtol=1e-5, atol=1e-5)
-    assert not torch.equal(found[2], found[0])  # the splits did take place
-    assert torch.equal(found[3], found[2])
 
 
 def test_nothing_is_read_that_no_row_sees() -> None:
