@@ -43,6 +43,13 @@ def test_rows_are_in_order_whole_and_the_same_at_any_number_of_slots(policy: Pat
     assert run(policy, *flags[:-1], 5)[1] != found
 
 
+def test_a_line_separator_inside_a_text_ends_no_row(policy: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "p", "prompt": "1+1=\u2028"}\n', encoding="utf-8")
+    result, rows = run(policy, "--prompts", prompts, "--max-new-tokens", 1)
+    assert (result.exit_code, [row["prompt_id"] for row in rows]) == (0, ["p"])
+
+
 def test_greedy_samples_are_equal_and_text_is_cut_before_a_stop_string(policy: Path) -> None:
     flags = ("--prompt", "12+30=", "--temperature", 0, "--max-new-tokens", 20)
     _, (first, second) = run(policy, *flags, "--samples", 2)
