@@ -207,7 +207,11 @@ MISFITS = [
     # advantage; further overrides; beginning of the problem ... another part of it
     ("gae", [], "algorithm.advantage: gae needs a critic: add a section `critic: {}`"),
     ("group_relative", ["critic={}"], "critic: algorithm.advantage group_relative uses no critic "),
-    ("group_relative", ["algorithm.gamma=0.9"], "algorithm.gamma: group_relative gives all tokens of a sample one "),
+    (
+        "group_relative",
+        ["algorithm.gamma=0.9"],
+        "algorithm.gamma: has no effect with group_relative, which is not @token_level",
+    ),
     ("own:wrong_tokens", [], "algorithm.advantage: `own:wrong_tokens` cannot be ... own:wrong_tokens(rewards)"),
     ("own:unmarked_tokens", [], "algorithm.advantage: `own:unmarked_tokens` ... missing a required argument: 'values'"),
     (
@@ -222,7 +226,7 @@ OPTIONS = [
     # loss; its options; beginning of the problem ... another part of it
     ("own:needy_loss", "{}", "algorithm.loss: `own:needy_loss` cannot ... missing a required argument: 'tau'"),
     ("dual_clip", "{ratio_kap: 3}", "algorithm.loss_options: `dual_clip` ... 'ratio_kap'; it is dual_clip(logprobs, "),
-    ("dual_clip", "{clip_low: 0.1}", "algorithm.loss_options.clip_low: is an option of its own, algorithm.clip_low"),
+    ("dual_clip", "{clip_low: 0.1}", "algorithm.loss_options.clip_low: set algorithm.clip_low instead"),
     ("dual_clip", "{ratio_cap: 0.5}", "algorithm.loss_options.ratio_cap: expected a number above 1, found 0.5"),
     ("own:loss", "{power: 0}", "algorithm.loss_options.power: expected at least 1, found 0"),
     ("dual_clip", "{ratio_cap: high}", "algorithm.loss_options: `dual_clip` with {'ratio_cap': 'high'}, ... TypeError"),
