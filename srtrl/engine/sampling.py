@@ -1,4 +1,4 @@
-"""Exact sampling by Gumbel-max with counter-based noise (DESIGN: "Exact sampling").
+"""Exact sampling by Gumbel-max with counter-based noise (docs/decoder.md, "Sampling").
 
 The token at position p of a sample is argmax over the vocabulary of logit / temperature + Gumbel noise, where the
 noise of entry v is a hash of (rng_key, p, v). That is a draw from the softmax (Gumbel 1954; Maddison et al. 2014,

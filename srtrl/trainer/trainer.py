@@ -163,7 +163,7 @@ class Trainer:
                 self.train_step(self.step + 1)
 
     def train_step(self, step: int) -> None:
-        """Training step `step` (the first is 1): DESIGN.md, "One training step"."""
+        """Training step `step`, from 1 on; docs/walkthrough.md follows it."""
         seed_generators(self.recipe.seed, step)
         rollouts = self.sampler.sample(step, on_progress=self._show("rollout"), timer=self.timer)
         credit = self.assign_credit(step, rollouts)
