@@ -1,4 +1,4 @@
-"""Packages import only from those above them in README's table of folders, and no files import each other in a circle."""
+"""Packages import only from those above them in README's table of folders, and no import cycles between files."""
 
 import ast
 from pathlib import Path
