@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from srtrl.recipe import Recipe
-from srtrl.recipe_file import Problem, RecipeError, RecipeSource
+from srtrl.recipe_file import Problem, RecipeError, RecipeSource, build_recipe
 from srtrl.resolve import check_call, resolve_part
 
 Call = tuple[int, tuple[str, ...]]
@@ -20,6 +20,13 @@ REDUCTION: Call = (2, ("sequence_lengths", "max_new_tokens"))
 KL_ESTIMATOR: Call = (2, ())
 FILTER: Call = (2, ())
 VALUE_LOSS: Call = (4, ("value_clip",))
+
+
+def build_checked(source: RecipeSource, *, warm_start: bool = False) -> Recipe:
+    """The recipe of `source`, every name and local path in it resolved; see `check_recipe`."""
+    recipe = build_recipe(source)
+    check_recipe(recipe, source, warm_start=warm_start)
+    return recipe
 
 
 def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_start: bool = False) -> None:
@@ -103,10 +110,8 @@ def _check_advantage(recipe: Recipe) -> None:
     if needs_critic(function) and recipe.critic is None:
         problems.append(Problem("algorithm.advantage", f"{name} needs a critic: add a section `critic: {{}}`"))
     if recipe.critic is not None and not needs_critic(function):
-        message = (
-            f"algorithm.advantage {name} uses no critic (no @token_level(needs_critic=True)): remove this section, "
-        )
-        problems.append(Problem("critic", f"{message}or use gae"))
+        message = f"algorithm.advantage {name} uses no critic (no @token_level(needs_critic=True))"
+        problems.append(Problem("critic", f"{message}: remove this section, or use gae"))
     if problems:
         raise RecipeError(*problems)
 

@@ -12,9 +12,10 @@ from typer.core import TyperGroup
 
 from srtrl import __version__, generate
 from srtrl.bench.replay import replay
+from srtrl.checks import build_checked
 from srtrl.evaluation import command as evaluation
 from srtrl.recipe import Recipe
-from srtrl.recipe_file import RecipeSource, build_recipe, dump_recipe, read_source
+from srtrl.recipe_file import build_recipe, dump_recipe, read_source
 from srtrl.report import compare, trie
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, such as those in recipes/.")]
@@ -83,15 +84,6 @@ def _options(
     """Reinforcement learning of language models with fast and exact rollouts."""
 
 
-def _load_checked(source: RecipeSource, *, warm_start: bool = False) -> Recipe:
-    """The recipe of `source`, every name and local path in it resolved."""
-    from srtrl.checks import check_recipe
-
-    recipe = build_recipe(source)
-    check_recipe(recipe, source, warm_start=warm_start)
-    return recipe
-
-
 @app.command("train")
 def train(
     recipe: RecipePath,
@@ -103,7 +95,7 @@ def train(
 
     Everything is written into the folder <output_dir>/<name> (runs/<name> by default).
     """
-    loaded = _load_checked(read_source(recipe, overrides or ()))
+    loaded = build_checked(read_source(recipe, overrides or ()))
     from srtrl.trainer.run_metrics import summary_table
     from srtrl.trainer.trainer import run_training
 
@@ -122,7 +114,7 @@ def warm_start(recipe: RecipePath, overrides: Overrides = None, overwrite: Overw
 
     After it, reinforcement learning has correct samples to reinforce. The policy is written to warm_start.output.
     """
-    loaded = _load_checked(read_source(recipe, overrides or ()), warm_start=True)
+    loaded = build_checked(read_source(recipe, overrides or ()), warm_start=True)
     from srtrl.evaluation.tables import eval_table
     from srtrl.trainer.warm_start import run_warm_start
 
@@ -207,7 +199,7 @@ def show_config(
     if recipe is None:
         raise ValueError("show-config needs a RECIPE, or --help-fields")
     source = read_source(recipe, overrides or ())
-    resolved = _load_checked(source) if check else build_recipe(source)
+    resolved = build_checked(source) if check else build_recipe(source)
     print(resolved.model_dump_json(indent=2) if as_json else dump_recipe(resolved), end="\n" if as_json else "")
 
 

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -121,7 +122,7 @@ def command(
         print(f"{name} ...", file=sys.stderr, flush=True)
         try:
             tables[name] = section()
-        except (RuntimeError, ValueError, AssertionError) as error:  # time on a GPU is scarce: go on with the others
+        except (RuntimeError, ValueError, AssertionError) as error:  # time on a GPU is scarce: continue with the others
             traceback.print_exc()
             tables[name] = [{"failed": f"{type(error).__name__}: {error}".splitlines()[0]}]
         gc.collect()
@@ -221,10 +222,15 @@ def choose_workloads(
 
     They are those of the trace where it has one for each slot, else generated.
     """
+
+    @cache
+    def load(source: Path | None) -> Trace:
+        return load_workload(source, config, tokenizer=tokenizer, max_tokens=sizes.max_tokens, history=0.5)
+
     chosen = []
     for slots in sizes.slots:
         for source in (trace, None):
-            whole = load_workload(source, config, tokenizer=tokenizer, max_tokens=sizes.max_tokens, history=0.5)
+            whole = load(source)
             if len(whole.requests) >= slots:
                 break
         chosen.append((source.name if source else "generated", whole.first_samples(slots)))

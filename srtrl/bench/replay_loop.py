@@ -1,7 +1,7 @@
 """Recorded rollouts through a drafter, step by step: what decoding them with that drafter would have been like.
 
-Verification keeps the longest path of a draft tree that agrees with what is sampled, whatever is drafted, and here what
-is sampled is known. So no model is needed to know how many tokens each decode step would have given.
+Verification keeps the longest path of a draft tree that agrees with what is sampled, for any draft, and here what is
+sampled is known. So no model is needed to know how many tokens each decode step would have given.
 """
 
 import heapq
@@ -27,8 +27,8 @@ from srtrl.drafters.draft_tree import ROOT, check_trees
 from srtrl.engine.draft_budget import cut_trees
 from srtrl.recipe import Section
 from srtrl.recipe_file import RecipeError, RecipeSource, validate_section
-from srtrl.rollout.recorded import RecordedPrompt, Recording, Tokens
-from srtrl.types import Completion, Request
+from srtrl.rollout.recorded import RecordedPrompt, Recording, Tokens, recorded_completion
+from srtrl.types import Request
 
 LOOK_AHEAD_PROMPTS = 1024
 """How many coming prompts a drafter is told of."""
@@ -244,8 +244,7 @@ class Replay:
         self._drafter.min_score = self._settings.min_score or 0.0
         with self._clock("draft_seconds"):
             trees = self._drafter.propose(slots, max_nodes)
-        who = f"the drafter {type(self._drafter).__module__}.{type(self._drafter).__qualname__}"
-        check_trees(trees, max_nodes, MAX_VOCAB_SIZE, who)
+        check_trees(trees, max_nodes, MAX_VOCAB_SIZE, str(self._drafter))
         num_worthwhile = np.cumsum(np.insert(trees.scores >= self._drafter.min_score, 0, False))
         # Scores fall, so that the nodes of a sufficient score are the first ones of their tree.
         trees = cut_trees(trees, np.diff(num_worthwhile[trees.offsets]), len(live))
@@ -294,16 +293,7 @@ class Replay:
     def _finish(self, samples: Sequence[_LiveSample]) -> None:
         if not samples:
             return
-        completions = [
-            Completion(
-                request=sample.request,
-                token_ids=sample.tokens.tolist(),
-                rollout_logprobs=[0.0] * len(sample.tokens),  # not recorded, and of no use to a drafter
-                finish_reason="stop",
-                policy_version=0,
-            )
-            for sample in samples
-        ]
+        completions = [recorded_completion(sample.request, sample.tokens) for sample in samples]
         slots = [sample.slot for sample in samples]
         with self._clock("insert_seconds"):
             self._drafter.finish(slots, [None if one.request.is_run_ahead else one for one in completions])

@@ -5,7 +5,7 @@ values, and acceptance is that of the recorded (or generated) tokens, which the 
 samples; each run was checked to give exactly these. Whole rollouts alternate, after one of each to warm up, each with a
 new drafter; the engines live on, as in training. Seconds are medians, `times as fast` is the median over pairs of runs
 with a 95% interval (from the lowest pair to the highest, where there are few). `transformers` is `generate` of that
-library in static batches padded on the left, with SDPA attention, a dynamic cache and no log-probs: a batch goes on
+library in static batches padded on the left, with SDPA attention, a dynamic cache and no log-probs: a batch runs
 until its longest sequence has ended, and only tokens of the samples count.
 """
 
@@ -59,7 +59,7 @@ class HuggingFaceGenerate:
     def generate(self, requests: Sequence[Request]) -> Tensor:
         """New tokens of each sequence, on the host: [B, longest], until the longest has all its `max_new_tokens`.
 
-        Shorter sequences go on beside it, as they do (with padding) in a static batch; that does not make it slower.
+        Shorter sequences continue beside it, as they do (with padding) in a static batch; that does not make it slower.
         """
         prompts = [request.prompt_token_ids for request in requests]
         width = max(len(prompt) for prompt in prompts)

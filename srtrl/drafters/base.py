@@ -38,6 +38,10 @@ class DrafterBase:
         """Make a drafter; without options, with their defaults."""
         self.options = options if options is not None else self.Options()
 
+    def __str__(self) -> str:
+        """As errors name it."""
+        return f"the drafter {type(self).__module__}.{type(self).__qualname__}"
+
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
         """Samples have got their slots [B].
 

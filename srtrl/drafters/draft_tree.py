@@ -84,7 +84,7 @@ class DraftTrees:
         sizes = self.sizes[indices]
         offsets = np.zeros(len(indices) + 1, np.int64)
         offsets[1:] = sizes.cumsum()
-        nodes = np.arange(offsets[-1]) + np.repeat(self.offsets[indices] - offsets[:-1], sizes)
+        nodes = ranges(self.offsets[indices], sizes)
         return DraftTrees(
             token_ids=self.token_ids[nodes], parents=self.parents[nodes], scores=self.scores[nodes], offsets=offsets
         )
@@ -124,6 +124,12 @@ class DraftTrees:
     def __iter__(self) -> Iterator[DraftTree]:
         """Iterate over the trees in order."""
         return (self[index] for index in range(len(self)))
+
+
+def ranges(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The numbers from starts[i] on, counts[i] of them, for each i in turn."""
+    numbers: npt.NDArray[np.int64] = np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)
+    return numbers
 
 
 def check_trees(trees: DraftTrees, max_nodes: npt.NDArray[np.int64], vocab_size: int, who: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.base import Int32Array, Int64Array
-from srtrl.drafters.draft_tree import DraftTrees
+from srtrl.drafters.draft_tree import DraftTrees, ranges
 from srtrl.drafters.prompt_tries import PromptKey
 from srtrl.types import Request
 
@@ -98,9 +98,9 @@ class RunAheads:
         sizes = np.minimum(np.minimum(self._lengths[slots] - starts, max_nodes), longest)
         offsets = np.zeros(len(slots) + 1, np.int64)
         offsets[1:] = sizes.cumsum()
-        depths = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
+        depths = ranges(np.zeros_like(sizes), sizes)
         return DraftTrees(
-            token_ids=self._slot_texts[np.repeat(slots, sizes), np.repeat(starts, sizes) + depths],
+            token_ids=self._slot_texts[np.repeat(slots, sizes), ranges(starts, sizes)],
             parents=(depths - 1).astype(np.int32),
             scores=(self.chance ** (depths + 1)).astype(np.float32),
             offsets=offsets,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from srtrl.drafters.draft_tree import ranges
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array, PrefillChunk
 from srtrl.types import Request
@@ -213,9 +214,3 @@ class Batch:
             self.trace_tokens = np.full((self.num_slots, self.token_ids.shape[1]), NO_TOKEN, np.int32)
         self.trace_tokens[slot] = NO_TOKEN
         self.trace_tokens[slot, : len(token_ids)] = token_ids
-
-
-def ranges(starts: Int64Array, counts: Int64Array) -> Int64Array:
-    """The numbers from starts[i] on, counts[i] of them, for each i in turn."""
-    numbers: Int64Array = np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)
-    return numbers

@@ -7,6 +7,7 @@ must stay where it was: `StepGraphs.drop` is called whenever something has moved
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 
@@ -33,6 +34,8 @@ class StepGraphs:
         self._graphs: OrderedDict[Hashable, Compute] = OrderedDict()
         self._known: set[Hashable] = set()
         self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+        """Of all graphs that are kept."""
 
     def __len__(self) -> int:
         """Graphs that are kept."""

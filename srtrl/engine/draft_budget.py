@@ -17,7 +17,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.drafters.draft_tree import ROOT, DraftTrees
+from srtrl.drafters.draft_tree import ROOT, DraftTrees, ranges
 from srtrl.engine.rows import Int64Array
 from srtrl.types import Purpose
 
@@ -27,7 +27,7 @@ Float64Array = npt.NDArray[np.float64]
 MAX_ROWS = 2048
 """Largest step whose cost is followed; a larger one is never drafted for."""
 MIN_GAIN = 1.05
-"""Drafts go on while they give this many times the tokens per second."""
+"""Drafting continues while it gives this many times the tokens per second."""
 TRIAL_STEPS = 4
 FIRST_PAUSE, LAST_PAUSE = 16, 1024
 """Steps between two trials: doubling while trials fail."""
@@ -418,9 +418,7 @@ def cut_trees(trees: DraftTrees, sizes: Int64Array, num_trees: int) -> DraftTree
     offsets[len(sizes) + 1 :] = offsets[len(sizes)]
     if offsets[-1] == trees.num_nodes:
         return DraftTrees(token_ids=trees.token_ids, parents=trees.parents, scores=trees.scores, offsets=offsets)
-    all_sizes = trees.sizes
-    index = np.arange(trees.num_nodes) - np.repeat(trees.offsets[:-1], all_sizes)  # of each node in its tree
-    keep = index < np.repeat(sizes, all_sizes)
+    nodes = ranges(trees.offsets[:-1], sizes)
     return DraftTrees(
-        token_ids=trees.token_ids[keep], parents=trees.parents[keep], scores=trees.scores[keep], offsets=offsets
+        token_ids=trees.token_ids[nodes], parents=trees.parents[nodes], scores=trees.scores[nodes], offsets=offsets
     )

@@ -314,8 +314,7 @@ class Engine:
         # A sample that ends with its next token needs no draft.
         room = np.where(batch.max_tokens[slots] - batch.num_tokens[slots] > 1, most, 0)
         proposed = self.drafter.propose(slots, room)
-        who = f"the drafter {type(self.drafter).__module__}.{type(self.drafter).__qualname__}"
-        check_trees(proposed, room, self.vocab_size, who)
+        check_trees(proposed, room, self.vocab_size, str(self.drafter))
         clock.lap("propose")
         num_other_rows = len(step.slots) - num + step.num_prompt_rows
         sizes = self.scheduler.grow_for_drafts(slots, self.control.choose(proposed, num, num_other_rows))

@@ -16,7 +16,7 @@ GIB = 1 << 30
 CPU_GIB = 4.0
 """`kv_memory_gib: auto` on a CPU."""
 FEWER = 0.85
-"""Where pages cannot be allocated, so many times as many are tried."""
+"""Where pages cannot be allocated, this share of their number is tried next."""
 
 
 def allocate_pages(
@@ -28,7 +28,7 @@ def allocate_pages(
         runner: Its weights are on the device already.
         options: How many, or how much memory.
         max_sequence_tokens: Of the longest sequence.
-        num_pages: As many as this, whatever the options say.
+        num_pages: This number of pages, in place of what the options give.
 
     Raises:
         ValueError: The memory does not hold one sequence.
@@ -103,7 +103,7 @@ def allocate_or_fewer(allocate: Callable[[int], None], num_pages: int, *, fewest
     """Allocate `num_pages`, or fewer where memory runs out, with a warning; returns how many.
 
     Args:
-        allocate: Allocates so many pages, or raises `torch.OutOfMemoryError` and holds nothing.
+        allocate: Allocates this number of pages, or raises `torch.OutOfMemoryError` and holds nothing.
         num_pages: Pages wanted.
         fewest: Pages of one sequence of full length.
         page_bytes: Memory of one.

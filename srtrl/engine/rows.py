@@ -4,8 +4,8 @@ All of a step's inputs are views of one flat int32 buffer (`StepShape`), so that
 a captured graph finds them at the same addresses. It is laid out alike on the host and on the device.
 
 Rows come in this order: for each decoding sequence its root (its last committed token), then the nodes of its draft
-tree; after all of these the prefill chunks. Node i of a tree writes its KV i + 1 positions after its root's, whatever
-its depth; accepted ones are later moved to where their depth belongs. So a row's ancestors in the tree are bits: bit
+tree; after all of these the prefill chunks. Node i of a tree writes its KV i + 1 positions after its root's, at any
+depth; accepted ones are later moved to where their depth belongs. So a row's ancestors in the tree are bits: bit
 i % 32 of word i // 32 for node i.
 
 Letters: N rows, L rows that are sampled (the first ones), B sequences and chunks, W words, M tiles, P pages of a page
@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
+from srtrl.model.paged_attention import BITS_PER_WORD
 
 Array = npt.NDArray[Any]
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
-BITS_PER_WORD = 32
 ALIGNMENT = 32
 """Elements: each array begins at a multiple of 128 bytes, so that a kernel is compiled for one alignment only."""
 NO_KV_INDEX = -1

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from srtrl.drafters.draft_tree import DraftTrees
+from srtrl.drafters.draft_tree import ROOT, DraftTrees, ranges
 from srtrl.engine.options import EngineOptions
 from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array, StepInputs, StepSize, fill_inputs
 from srtrl.model.paged_attention import KVCache
@@ -159,7 +159,7 @@ def timed_step(runner: Runner, num_rows: int, context_tokens: int, num_sequences
     """Inputs of a step that is only timed: chains of draft nodes after `context_tokens` zeros each, on any pages."""
     rows_each = np.diff(np.arange(num_sequences + 1) * num_rows // num_sequences)
     offsets = np.concatenate([[0], (rows_each - 1).cumsum()])
-    parents = np.arange(offsets[-1]) - np.repeat(offsets[:-1], rows_each - 1) - 1
+    parents = ranges(np.full(num_sequences, ROOT), rows_each - 1)
     trees = DraftTrees(
         token_ids=np.zeros(len(parents), np.int32),
         parents=parents.astype(np.int32),

@@ -1,8 +1,8 @@
 """Verification: follow the sampled tokens down the draft trees, and write them into the batch.
 
 At the root, and then at each accepted node, the target's token was sampled from that row's logits with the noise of its
-position. If a child of the node carries this token, it is accepted and the path goes on there; else it ends. So the
-tokens are those of sequential decoding, whatever was drafted: a draft only decides how many of them one forward pass
+position. If a child of the node carries this token, it is accepted and the path continues there; else it ends. So the
+tokens are those of sequential decoding for any draft: a draft only decides how many of them one forward pass
 gives. The last one is the bonus token, for which no node was needed; an empty tree gives just that.
 """
 
@@ -13,8 +13,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.drafters.draft_tree import ROOT, DraftTrees
-from srtrl.engine.batch import Batch, ranges
+from srtrl.drafters.draft_tree import ROOT, DraftTrees, ranges
+from srtrl.engine.batch import Batch
 from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array
 from srtrl.engine.runner import SampledRows
 from srtrl.engine.stopping import Tokenizer, completes_stop_string, num_tail_tokens

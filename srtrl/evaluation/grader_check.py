@@ -51,8 +51,7 @@ def check_grader(
     name: str, place: str, task: Task, grading: GradingSection, num_problems: int | None = None
 ) -> GraderReport:
     """Ask the task's verifier about its held-out problems, or those to train on where it has no others."""
-    problems = task.eval_prompts or task.train_prompts
-    prompts = [problems[index] for index in range(len(problems))][:num_problems]
+    prompts = (task.eval_prompts or task.train_prompts)[:num_problems]
     asked = list(_questions(task, prompts))
     with Grader(task, (), grading, max_new_tokens=1) as grader:
         grades = grader.collect([grader.submit(prompt, text, "stop", 1) for _, prompt, text in asked])

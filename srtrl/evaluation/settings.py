@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from srtrl.checks import check_recipe
+from srtrl.checks import build_checked
 from srtrl.evaluation.suite import Benchmark, Suite
-from srtrl.recipe import Recipe
 from srtrl.recipe_file import RecipeSource, build_recipe
 from srtrl.trainer.evaluate import EvalJob
 
@@ -123,13 +122,6 @@ def suite_job(suite: Suite, benchmark: Benchmark, model: str, run: RecipeSource 
     source.put(("eval", "num_problems"), None, where)
     flags.put(source)
     return EvalJob(name=benchmark.name, recipe=build_checked(source))
-
-
-def build_checked(source: RecipeSource) -> Recipe:
-    """The recipe of `source`, every name and local path in it resolved."""
-    recipe = build_recipe(source)
-    check_recipe(recipe, source)
-    return recipe
 
 
 def _lengths(model: str, max_prompt_tokens: int, max_new_tokens: int) -> dict[str, int]:

@@ -221,9 +221,8 @@ def locate(benchmark: Benchmark, file: str | None, folder: Path | None) -> Bench
         source, place = RowSource(files=found[:1]), "--data-dir"
     check_source(source, place)
     first = next(read_rows(source), None)
-    fields = (
-        {} if first is None or isinstance(first.fields, RowError) else first.fields
-    )  # loading it tells what is wrong
+    # Where the first row is damaged, loading the data tells what is wrong.
+    fields = {} if first is None or isinstance(first.fields, RowError) else first.fields
     chosen: dict[str, list[str]] = {}
     for option in FIELDS:
         names = getattr(benchmark, option)

@@ -195,7 +195,7 @@ class PagedPlan:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the rows' keys and values, then attend; see `AttentionPlan.attend`. Padding rows come out as zeros."""
         keys, values = self.cache.key_pages[layer].numpy(), self.cache.value_pages[layer].numpy()
-        # Contiguous whatever the number of rows: other strides would be another type, and compile once more.
+        # Contiguous for any number of rows: other strides would be another type, and compile once more.
         q_rows, k_rows, v_rows = (heads.float().contiguous().numpy() for heads in (q, k, v))
         write_kv(k_rows, v_rows, self._kv_indices, keys, values)
         use_kernel_threads(2 * int(self._contexts.sum()) * q.shape[1] * q.shape[2])

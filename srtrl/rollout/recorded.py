@@ -61,31 +61,33 @@ class Recording:
 
 
 def feed_drafter(drafter: DrafterBase, prompts: Iterable[RecordedPrompt], purpose: Purpose) -> None:
-    """Let a drafter learn recorded rollouts as completed samples, before it drafts for others.
-
-    The samples are as the engine would have given them, but for what was not recorded and no drafter needs.
-    """
+    """Let a drafter learn recorded rollouts as completed samples, before it drafts for others."""
     for prompt in prompts:
-        completions = [
-            Completion(
-                request=Request(
-                    prompt_id=prompt.prompt_id,
-                    prompt_token_ids=prompt.prompt_token_ids,
-                    draw_index=0,
-                    sample_index=index,
-                    rng_key=0,
-                    sampling=SamplingParams(max_new_tokens=len(sample)),
-                    purpose=purpose,
-                ),
-                token_ids=sample.tolist(),
-                rollout_logprobs=[0.0] * len(sample),
-                finish_reason="stop",
-                policy_version=0,
+        completions = []
+        for index, sample in enumerate(prompt.samples):
+            request = Request(
+                prompt_id=prompt.prompt_id,
+                prompt_token_ids=prompt.prompt_token_ids,
+                draw_index=0,
+                sample_index=index,
+                rng_key=0,
+                sampling=SamplingParams(max_new_tokens=len(sample)),
+                purpose=purpose,
             )
-            for index, sample in enumerate(prompt.samples)
-        ]
+            completions.append(recorded_completion(request, sample))
         drafter.learn(completions)
     drafter.on_policy_update()
+
+
+def recorded_completion(request: Request, tokens: Tokens) -> Completion:
+    """A recorded sample as the engine would have given it, but for what was not recorded and no drafter needs."""
+    return Completion(
+        request=request,
+        token_ids=tokens.tolist(),
+        rollout_logprobs=[0.0] * len(tokens),
+        finish_reason="stop",
+        policy_version=0,
+    )
 
 
 def load_recorded_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

@@ -85,7 +85,7 @@ class Grader:
             self._pool.close()
 
     def submit(self, prompt: Prompt, text: str, finish_reason: FinishReason, num_tokens: int) -> GradeTicket:
-        """Start grading one completion; isolated functions run while the caller goes on.
+        """Start grading one completion; isolated functions run while the caller continues.
 
         Args:
             prompt: The problem.

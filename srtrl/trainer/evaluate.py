@@ -129,7 +129,7 @@ def evaluate(
 ) -> tuple[list[RolloutGroup], EvalResult]:
     """Sample every problem `eval.num_samples` times and grade; the groups, one a problem in order, and their figures.
 
-    The RNG keys are those of purpose `eval`, whatever the training step: training noise is untouched, and two policies
+    The RNG keys are those of purpose `eval`, at any training step: training noise is untouched, and two policies
     are compared on the same noise (common random numbers: their difference varies less than each accuracy). The
     drafter works as in training, on a cache of its own for that purpose: the samples of a problem draft from each
     other, and from those of earlier evaluations. The engine's metrics since they were last taken are taken here.
