@@ -195,6 +195,8 @@ class AlgorithmSection(Section):
     """The ratio is clipped below at 1 - `clip_low`. 1 means no lower clip, because a ratio is never below 0."""
     clip_high: float = Field(default=0.2, ge=0)
     """The ratio is clipped above at 1 + `clip_high`."""
+    entropy_coefficient: float = Field(default=0.0, ge=0)
+    """Entropy bonus: this times the entropy of each response token's distribution is subtracted from its loss."""
     kl: KLSection = KLSection()
     """KL to the frozen reference."""
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
@@ -271,8 +273,13 @@ class TrainSection(Section):
 
     Take the figure that `srtrl bench gpu` prints, or the data sheet's for dense matrices of the update's type.
     """
-    max_logprob_difference: float = Field(default=1.0, gt=0)
-    """The run stops, before any optimizer step, if decoder and trainer log-probs of one token differ by more."""
+    max_logprob_difference: float = Field(default=0.1, gt=0)
+    """The run stops, before any optimizer step, if decoder and trainer log-probs differ by more, in nats: the mean.
+
+    The largest difference of one token is logged only: in bfloat16 a trainer differs from itself by 0.6 nats at some.
+    """
+    max_logprob_kl: float = Field(default=0.05, gt=0)
+    """The same for the estimate of KL(decoder || trainer) in nats per token, which a few large differences raise."""
     checkpoint_every: int = Field(default=10, ge=1)
     """Steps between checkpoints; the last step always writes one."""
     keep_checkpoints: int = Field(default=2, ge=1)

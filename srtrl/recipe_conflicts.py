@@ -107,9 +107,15 @@ def _algorithm_conflicts(recipe: Recipe) -> Iterator[Conflict]:
     if algorithm.importance_cap is not None and algorithm.old_logprobs == "rollout":
         message = "compares the trainer's old log-probs with the decoder's, but algorithm.old_logprobs is rollout"
         yield "algorithm.importance_cap", f"{message} (the decoder's): set algorithm.old_logprobs=recompute"
-    if algorithm.loss == "policy_gradient" and recipe.train.num_epochs > 1:
-        message = "expected 1 with algorithm.loss policy_gradient (it has no ratio, and later epochs are off-policy)"
-        yield "train.num_epochs", f"{message}, found {recipe.train.num_epochs}"
+    if algorithm.loss == "policy_gradient" and recipe.policy_updates.steps_per_batch > 1:
+        message = (
+            "algorithm.loss policy_gradient has no ratio, and after the first optimizer step the batch is off-policy"
+        )
+        if recipe.train.num_epochs > 1:
+            yield "train.num_epochs", f"{message}: expected 1, found {recipe.train.num_epochs}"
+        if (size := recipe.policy_updates.mini_batch_prompts) < recipe.rollout.num_prompts:
+            expected = f"rollout.num_prompts ({recipe.rollout.num_prompts})"
+            yield "train.mini_batch_prompts", f"{message}: expected {expected} or no such option, found {size}"
 
 
 def _kl_conflicts(recipe: Recipe) -> Iterator[Conflict]:

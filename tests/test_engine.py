@@ -180,6 +180,19 @@ def test_a_consumer_adds_between_two_completions_the_last_one_included(policy: T
     assert outputs(completions) == expected
 
 
+def test_a_second_generate_is_refused_and_the_first_goes_on(policy: Transformer, expected: Outputs) -> None:
+    engine = Engine(policy, options())
+    running = engine.generate(requests_for())
+    found = [next(running)]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="this engine is decoding already"):
+            next(engine.generate(requests_for()))
+        found.append(next(running))
+    found += running
+    assert outputs({(c.request.draw_index, c.request.sample_index): c for c in found}) == expected
+    assert outputs(decode(engine, requests_for())) == expected
+
+
 def test_before_step_is_called_until_nothing_is_left(policy: Transformer) -> None:
     engine = Engine(policy, options())
     had_work: list[bool] = []

@@ -141,8 +141,13 @@ CONFLICTS: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
     (("algorithm.importance_cap=2",), "algorithm.importance_cap: compares", (RECOMPUTE,)),
     (
         ("algorithm.loss=policy_gradient", "train.num_epochs=2"),
-        "train.num_epochs: expected 1 with algorithm.loss policy_gradient",
+        "train.num_epochs: algorithm.loss policy_gradient has no ratio",
         ("train.num_epochs=1",),
+    ),
+    (
+        ("algorithm.loss=policy_gradient", "rollout.num_prompts=4", "train.mini_batch_prompts=2"),
+        "train.mini_batch_prompts: algorithm.loss policy_gradient has no ratio",
+        ("train.mini_batch_prompts=4",),
     ),
     ((KL, "algorithm.kl.estimator=k1"), "algorithm.kl.estimator: k1 in the loss", ("algorithm.kl.placement=reward",)),
     ((KL, "algorithm.kl.horizon=500"), "algorithm.kl.horizon: has no effect", ("algorithm.kl.target=0.1",)),

@@ -361,3 +361,20 @@ def test_learning_rate_follows_the_schedule_over_steps_epochs_and_mini_batches(a
         assert metrics["learning_rate"] == optimizer.rates[-1]
     falling = [(12 - index) / 9 for index in range(3, 12)]
     assert optimizer.rates == pytest.approx([1e-3 * f for f in (1 / 4, 2 / 4, 3 / 4, *falling)], rel=1e-12)
+
+
+def test_the_entropy_bonus_has_the_entropys_own_gradient(accelerator: Accelerator) -> None:
+    """The gradient with the bonus less that without it is that of -coefficient x mean entropy."""
+    policy = make_policy(scale=SCALE)
+    sequences = random_case(policy, seed=3)
+    options = {"reduction": "token_mean", "kl": {"coefficient": 0.05}}
+    distributions = [naive_distributions(policy, sequence) for sequence in sequences]  # [R, V] each
+    entropy = torch.cat([-(one.exp() * one).sum(-1) for one in distributions]).mean()
+    expected = gradient_of(policy, -0.3 * entropy)
+    without, plain = packed_gradient(options, sequences, accelerator)
+    found, metrics = packed_gradient(
+        options | {"entropy_coefficient": 0.3}, sequences, accelerator, micro_batch_tokens=20
+    )
+    assert distance([a - b for a, b in zip(found, without, strict=True)], expected) < 1e-10
+    assert metrics["loss"] == pytest.approx(plain["loss"] - 0.3 * entropy.item(), rel=1e-12)
+    assert metrics["entropy"] == pytest.approx(entropy.item(), rel=1e-6)

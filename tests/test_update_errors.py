@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,23 +31,36 @@ def shift_logprob(sequences: list[TrainSequence], index: int, token: int, by: fl
 
 
 @pytest.mark.parametrize("old_logprobs", ["rollout", "recompute"])
-def test_a_large_logprob_difference_stops_before_any_change(old_logprobs: str, accelerator: Accelerator) -> None:
+@pytest.mark.parametrize(
+    ("option", "name", "of_shift"),
+    [
+        ("max_logprob_difference", "mean absolute difference", abs),
+        ("max_logprob_kl", "KL divergence", lambda by: math.expm1(-by) + by),  # k3 of a log-prob that is too high by it
+    ],
+)
+def test_a_large_logprob_difference_stops_before_any_change(
+    old_logprobs: str, option: str, name: str, of_shift: Callable[[float], float], accelerator: Accelerator
+) -> None:
+    """One token that is off by 2 nats stops no run by itself: the mean and the KL over all tokens count."""
     policy = make_policy()
-    sequences = shift_logprob(make_sequences(policy), 4, 1, by=-0.5)
+    sequences = shift_logprob(make_sequences(policy), 4, 1, by=-2.0)
     before = [parameter.detach().clone() for parameter in policy.parameters()]
-    limits = {"train__max_logprob_difference": 0.4, "train__micro_batch_tokens": 16}
-    recipe = make_recipe(algorithm__old_logprobs=old_logprobs, **limits)
+    recipe = make_recipe(algorithm__old_logprobs=old_logprobs, train__micro_batch_tokens=16)
+    expected = of_shift(-2.0) / sum(len(sequence.rollout_logprobs) for sequence in sequences)
+
+    def limited(limit: float) -> Recipe:
+        return recipe.model_copy(update={"train": recipe.train.model_copy(update={option: limit})})
+
     token = sequences[4].token_ids[sequences[4].num_prompt_tokens + 1]
     message = (
-        rf"step 7.*: sequence 4 .*, response token 1 \(id {token}\).*; the policy's weights were not changed by this "
-        r"step.* differ by 0\.5.*max_logprob_difference \(0\.4\)"
+        rf"step 7.*: the {name} .* is {expected:.6g} nats per token, more than train\.{option} .*largest.*: "
+        rf"sequence 4 .*, response token 1 \(id {token}\).*; the policy's weights were not changed by this step"
     )
     with pytest.raises(LogprobDifferenceError, match=message):
-        update(policy, RecordingSGD(policy), accelerator, sequences, recipe, step=7)
+        update(policy, RecordingSGD(policy), accelerator, sequences, limited(0.99 * expected), step=7)
     assert all(map(torch.equal, before, policy.parameters()))
-    within = recipe.model_copy(update={"train": recipe.train.model_copy(update={"max_logprob_difference": 0.6})})
-    metrics = update(policy, RecordingSGD(policy), accelerator, sequences, within, step=7)
-    assert metrics["logprob_difference/max"] == pytest.approx(0.5, abs=1e-5)
+    metrics = update(policy, RecordingSGD(policy), accelerator, sequences, limited(1.01 * expected), step=7)
+    assert metrics["logprob_difference/max"] == pytest.approx(2.0, abs=1e-5)
 
 
 def test_mini_batches_after_the_first_are_not_compared(accelerator: Accelerator) -> None:
@@ -65,7 +79,7 @@ def test_logprob_difference_of_a_nan_is_non_finite() -> None:
     trainer = [sequence.rollout_logprobs.copy() for sequence in sequences]
     trainer[2][0] = np.nan
     with pytest.raises(NonFiniteError, match=r"step 3: sequence 2 .*, response token 0 .* nan by the trainer"):
-        logprob_difference(sequences, np.concatenate(trainer), max_difference=1.0, where="step 3")
+        logprob_difference(sequences, np.concatenate(trainer), make_recipe().train, where="step 3")
 
 
 # --- Functions of a user's own ----------------------------------------------------------------------------------------

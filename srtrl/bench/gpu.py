@@ -268,7 +268,12 @@ def measure_update(sizes: Sizes, policy: Transformer, teraflops: float) -> Row:
         for one in engine.generate(requests)
     ]
     sequences.sort(key=lambda one: one.draw_index)
-    train = {"num_steps": 1, "micro_batch_tokens": sizes.update_tokens, "max_logprob_difference": 1e9}
+    train = {
+        "num_steps": 1,
+        "micro_batch_tokens": sizes.update_tokens,
+        "max_logprob_difference": 1e9,
+        "max_logprob_kl": 1e9,
+    }
     rollout = {"num_prompts": count // 2, "num_samples": 2, "max_prompt_tokens": 1, "max_new_tokens": 1}
     recipe = Recipe.model_validate(
         {"name": "bench", "model": {"path": "-"}, "task": {"name": "-"}, "rollout": rollout, "train": train}

@@ -84,6 +84,7 @@ class Engine:
         self._num_rows = 0
         """Rows of the last step without those of run-aheads."""
         self._is_warm = False
+        self._is_generating = False
         self._bookkeeping: Callable[[], None] | None = None
         """Of the last step: done while the device computes the next one."""
 
@@ -163,13 +164,20 @@ class Engine:
             purpose: Of a rollout that begins without requests; else it is theirs.
 
         Raises:
-            ValueError: A request can never be decoded; raised before anything is decoded.
+            ValueError: A request can never be decoded, raised before anything is decoded; or another `generate` of this
+                engine has not ended, which is left alone.
         """
+        if self._is_generating:
+            raise ValueError(
+                "this engine is decoding already: read the first `generate` to its end, close it, or give it more "
+                "samples (`Engine.add`)"
+            )
         requests, run_ahead = list(requests), list(run_ahead)
         assert not any(request.is_run_ahead for request in requests)
         assert all(request.is_run_ahead for request in run_ahead)
         for request in [*requests, *run_ahead]:
             self.check_request(request)
+        self._is_generating = True
         try:
             self.begin_rollout(requests[0].purpose if requests else purpose)
             for request in [*requests, *run_ahead]:
@@ -181,6 +189,7 @@ class Engine:
                     break
                 yield from self.step()
         finally:
+            self._is_generating = False
             self.end_rollout()
 
     def begin_rollout(self, purpose: Purpose) -> None:

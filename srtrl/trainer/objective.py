@@ -47,15 +47,16 @@ class Objective:
         """0 where the KL is in the reward (the estimate is logged all the same)."""
 
     def micro_batch_loss(
-        self, logprobs: Tensor, packed: PackedBatch, sequence_lengths: Tensor
+        self, logprobs: Tensor, entropy: Tensor, packed: PackedBatch, sequence_lengths: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Share of one micro-batch in its mini-batch's loss, and metrics with one number for each token [R].
 
-        The importance weights multiply the policy's loss and not the KL, which is no expectation over what the decoder
-        sampled but a measure of how far the policy has gone.
+        The importance weights multiply the policy's loss. They do not multiply the KL and the entropy, which are no
+        expectations over what the decoder sampled: they measure the policy as it is.
 
         Args:
             logprobs: by the policy, with gradient, [R].
+            entropy: of the policy's distribution at these tokens in nats, with gradient, [R].
             packed: the micro-batch; its `sequence_index` are rows of `sequence_lengths`.
             sequence_lengths: response lengths of the whole mini-batch, [B].
 
@@ -87,12 +88,14 @@ class Objective:
             metrics["kl/ref"] = kl.detach()
             if self.kl_loss_coefficient > 0:
                 token_loss = token_loss + self.kl_loss_coefficient * kl
+        if algorithm.entropy_coefficient > 0:
+            token_loss = token_loss - algorithm.entropy_coefficient * entropy
         reduced: Tensor = self.reduction(
             token_loss, index, sequence_lengths=sequence_lengths, max_new_tokens=self.max_new_tokens
         )
         if reduced.ndim != 0:
             raise ValueError(f"algorithm.reduction must return one number, found shape {tuple(reduced.shape)}")
-        return reduced, metrics
+        return reduced, {"entropy": entropy, **metrics}
 
 
 class CheckedLoss:

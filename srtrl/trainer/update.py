@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from srtrl.algorithms.reductions import adapted_coefficient, k3
 from srtrl.model.attention import PackedPlan, copy_to_device
 from srtrl.model.logprobs import token_logprobs
-from srtrl.recipe import Recipe, UpdatePlan
+from srtrl.recipe import Recipe, TrainSection, UpdatePlan
 from srtrl.rollout.packing import PackedBatch, pack
 from srtrl.trainer.credit import with_numbers
 from srtrl.trainer.objective import Objective
@@ -40,7 +40,7 @@ class NonFiniteError(RuntimeError):
 
 
 class LogprobDifferenceError(RuntimeError):
-    """The log-probs of decoder and trainer differ too much for one token; the policy was not changed."""
+    """The log-probs of decoder and trainer differ too much; the policy was not changed."""
 
 
 def update_policy(
@@ -78,7 +78,8 @@ def update_policy(
 
     Raises:
         NonFiniteError: a log-prob, a loss or a gradient norm is not finite; raised before that optimizer step.
-        LogprobDifferenceError: `train.max_logprob_difference` is exceeded; raised before any weight changes.
+        LogprobDifferenceError: `train.max_logprob_difference` or `train.max_logprob_kl` is exceeded; raised before any
+            weight changes.
         ValueError: a function that the recipe names returns the wrong shape, or a sequence exceeds the micro-batch.
     """
     train, temperature = recipe.train, recipe.rollout.temperature
@@ -90,23 +91,18 @@ def update_policy(
         old_logprobs = compute_logprobs(
             policy, sequences, accelerator, micro_batch_tokens=train.micro_batch_tokens, temperature=temperature
         )
-        difference |= logprob_difference(
-            sequences, np.concatenate(old_logprobs), max_difference=train.max_logprob_difference, where=f"step {step}"
-        )
+        difference |= logprob_difference(sequences, np.concatenate(old_logprobs), train, where=f"step {step}")
 
     def micro_batch_loss(packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs, entropy = response_logprobs(policy, packed, accelerator, temperature)  # [R]
         if not difference:
             first_logprobs.append(logprobs.detach())
-        loss, metrics = objective.micro_batch_loss(logprobs, packed, sequence_lengths)
-        return loss, {"entropy": entropy, **metrics}
+        return objective.micro_batch_loss(logprobs, entropy, packed, sequence_lengths)
 
     def compare_first(mini_batch: Sequence[TrainSequence], where: str) -> None:
         if not difference:
             logprobs = torch.cat(first_logprobs).float().cpu().numpy()
-            difference.update(
-                logprob_difference(mini_batch, logprobs, max_difference=train.max_logprob_difference, where=where)
-            )
+            difference.update(logprob_difference(mini_batch, logprobs, train, where=where))
 
     metrics = run_optimizer_steps(
         policy,
@@ -197,8 +193,8 @@ def by_sequence(
 def logprob_difference(
     sequences: Sequence[TrainSequence],
     trainer_logprobs: npt.NDArray[np.float32],
+    limits: TrainSection,
     *,
-    max_difference: float,
     where: str,
 ) -> dict[str, float]:
     """Compare the decoder's log-probs with those that the trainer computes with the same weights.
@@ -206,7 +202,7 @@ def logprob_difference(
     Args:
         sequences: with the decoder's `rollout_logprobs`.
         trainer_logprobs: of all response tokens, in the order of the sequences, [R].
-        max_difference: largest difference of one token, in nats.
+        limits: its `max_logprob_difference` and `max_logprob_kl`.
         where: begins the error messages, such as "step 3".
 
     Returns:
@@ -215,27 +211,33 @@ def logprob_difference(
 
     Raises:
         NonFiniteError: a log-prob of either is not finite; names sequence and token.
-        LogprobDifferenceError: `max_difference` is exceeded; names the sequence and token of the largest difference.
+        LogprobDifferenceError: a limit is exceeded; names the sequence and token of the largest difference too.
     """
     rollout = torch.from_numpy(np.concatenate([sequence.rollout_logprobs for sequence in sequences])).double()
     trainer = torch.from_numpy(trainer_logprobs).double()
     difference = (rollout - trainer).abs()  # [R]
     worst = int(difference.argmax())  # a NaN counts as largest
-    largest = float(difference[worst])
-    if not largest <= max_difference:
-        found = f"{where}: {describe_token(sequences, worst)}: log-prob {rollout[worst]:.6g} by the decoder, "
-        found += f"{trainer[worst]:.6g} by the trainer; the policy's weights were not changed by this step"
-        if not np.isfinite(largest):
-            raise NonFiniteError(f"{found}; a log-prob must be a finite number")
-        raise LogprobDifferenceError(
-            f"{found}; they differ by {largest:.6g}, more than train.max_logprob_difference ({max_difference:g}). "
-            "Where both compute in float32 this means a fault of the decoder or the update; where one uses bfloat16 "
-            "(model.dtype, decode_dtype, mixed_precision) it may be rounding: compare the logged mean, raise the limit"
-        )
+    at_worst = f"{describe_token(sequences, worst)}: log-prob {rollout[worst]:.6g} by the decoder, "
+    at_worst += f"{trainer[worst]:.6g} by the trainer; the policy's weights were not changed by this step"
+    if not torch.isfinite(difference[worst]):
+        raise NonFiniteError(f"{where}: {at_worst}; a log-prob must be a finite number")
+    mean, kl = float(difference.mean()), float(k3(rollout, trainer).mean())
+    for option, name, found, limit in (
+        ("max_logprob_difference", "mean absolute difference", mean, limits.max_logprob_difference),
+        ("max_logprob_kl", "KL divergence", kl, limits.max_logprob_kl),
+    ):
+        if found > limit:
+            raise LogprobDifferenceError(
+                f"{where}: the {name} of the log-probs by decoder and trainer is {found:.6g} nats per token, more than "
+                f"train.{option} ({limit:g}). The largest difference: {at_worst}. Rounding in bfloat16 gives a mean "
+                "near 0.01: look at logprob_difference/* of earlier steps. If it was small before, this is a fault; "
+                "if it was always near the limit, raise the limit, or set algorithm.old_logprobs=recompute and "
+                "algorithm.importance_cap=2"
+            )
     return {
-        "logprob_difference/mean": float(difference.mean()),
-        "logprob_difference/max": largest,
-        "logprob_difference/kl": float(k3(rollout, trainer).mean()),
+        "logprob_difference/mean": mean,
+        "logprob_difference/max": float(difference[worst]),
+        "logprob_difference/kl": kl,
     }
 
 
