@@ -29,7 +29,7 @@ from srtrl.types import FinishReason, Grade, Prompt
 CPU_SECONDS = 0.3
 
 REWARDS = """
-    import os, sys, time
+    import mmap, os, subprocess, sys, time
     from srtrl.tasks.reward_input import RewardInput, batched, isolated
 
     ACTS = {
@@ -38,6 +38,8 @@ REWARDS = """
         "pause": lambda: time.sleep(0.5),
         "crash": lambda: os._exit(3),
         "leave": lambda: sys.exit("enough"),
+        "fork": os.fork,
+        "shared": lambda: mmap.mmap(-1, 2**33),
         "memory": lambda: bytearray(2**33),
     }
 
@@ -56,6 +58,8 @@ REWARDS = """
             if not os.path.exists(marker):
                 open(marker, "w").close()
                 os._exit(3)
+        if text == "child":
+            return float(subprocess.Popen(["sleep", "1000"]).pid)
         if text == "who":
             return float(os.getpid())
         while text == "burn" and time.process_time() < start + 0.2:
@@ -84,6 +88,13 @@ REWARDS = """
 
     def text(sample: RewardInput) -> str:
         return "1.0"
+
+    @batched
+    def named(samples: list[RewardInput]) -> dict[str, float]:
+        return {sample.text: 1.0 for sample in samples}
+
+    def leaves(sample: RewardInput) -> float:
+        sys.exit(0)
 
     @isolated
     @batched
@@ -146,7 +157,7 @@ def test_bad_samples_cost_only_themselves(
         grades = grade_all(grader, texts)
         assert [grade.outcome for grade in grades] == [
             *("wrong", "timeout", "correct", "timeout", "wrong", "crash"),
-            *("wrong", "error", "crash", "crash", "timeout", "wrong"),
+            *("wrong", "error", "error", "crash", "timeout", "wrong"),
         ]
         assert [grade.reward for grade in grades] == [1, 0, 2 + 1, 0, 3, 0, 4, 0, 0, 0, 0, 2]
         assert grades[1].parts == {"act": 0.0, "correct": 0.0}
@@ -168,6 +179,41 @@ def test_the_limit_is_cpu_time_of_one_sample(package: str) -> None:
     with make_grader(f"{package}:act", num_workers=1) as grader:
         grades = grade_all(grader, ["pause", "burn", "burn", "burn"])
     assert [(grade.outcome, grade.reward) for grade in grades] == [("wrong", 5.0), *[("wrong", 4.0)] * 3]
+
+
+def test_what_a_reward_starts_neither_answers_for_it_nor_outlives_it(package: str) -> None:
+    """Of a forked worker only the parent answers, so that each of the next samples has its own grade."""
+    texts = ["fork", "1", "22", "fork", "333", "4444", "child"]
+    with make_grader(f"{package}:act", num_workers=1) as grader:
+        grades = grade_all(grader, texts)
+        assert [grade.reward for grade in grades[:-1]] == [len(text) for text in texts[:-1]]
+    child, deadline = Path(f"/proc/{int(grades[-1].reward)}/stat"), time.monotonic() + 10
+    while child.exists() and child.read_text().split()[2] != "Z":  # dead, if nobody has reaped it yet
+        assert time.monotonic() < deadline, "it still runs"
+        time.sleep(0.01)
+
+
+def test_shared_memory_counts_towards_the_limit(package: str) -> None:
+    with make_grader(f"{package}:act") as grader:
+        [grade] = grade_all(grader, ["shared"])
+    assert (grade.outcome, grade.reward) == ("error", 0.0)
+    assert "Cannot allocate memory" in grade.detail
+
+
+def test_workers_killed_at_their_start_are_replaced(package: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), make_grader(f"{package}:act") as grader:
+        for process in multiprocessing.active_children():
+            if process.name == "srtrl-grading":
+                process.kill()
+        assert [grade.outcome for grade in grade_all(grader, ["ok"] * 4)] == ["correct"] * 4
+    assert "ended at its start with exit code -9" in caplog.text
+
+
+def test_leaving_the_process_is_a_rewards_error(package: str) -> None:
+    with make_grader(f"{package}:leaves") as grader:
+        [grade] = grade_all(grader, ["ok"])
+    assert (grade.outcome, grade.reward) == ("error", 0.0)
+    assert "SystemExit: 0 (own_rewards.py:" in grade.detail
 
 
 def test_a_crash_that_does_not_repeat_is_graded(package: str, tmp_path: Path) -> None:
@@ -262,6 +308,7 @@ def test_a_broken_batched_reward_fails_all_its_samples(package: str) -> None:
         ("act", "nan", "reward `act` must return a finite number, it returned nan"),
         ("text", "a", "reward `text` must return a finite number, it returned '1.0'"),
         ("too_few", "a", "reward `too_few` returned 1 values for 2 samples"),
+        ("named", "a", "reward `named` is batched and must return a list of numbers, it returned {'a': 1.0"),
     ],
 )
 def test_a_value_that_is_no_finite_number_stops_the_run(package: str, name: str, text: str, message: str) -> None:

@@ -14,9 +14,12 @@ from task_cases import byte_tokenizer
 from transformers import AutoTokenizer
 
 from srtrl.recipe import GradingSection, RewardSection
+from srtrl.tasks import rewards
+from srtrl.tasks.final_answer import extract_answer
 from srtrl.tasks.grading import Grader
 from srtrl.tasks.math import MathOptions, Task
 from srtrl.tasks.math_verifier import is_correct
+from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.rows import RowSource, read_rows
 from srtrl.types import Grade, Prompt
 
@@ -111,6 +114,9 @@ def test_chat_template_of_a_real_tokenizer(shared_data: Path, tmp_path: Path) ->
         ("<answer>42</answer> or 43", "43", True),  # not at the end, so not marked
         ("\\boxed{5 dollars}", "5", True),  # words behind a number
         ("\\boxed{5 sin x}", "5", False),
+        (f"\\boxed{{{'(' * 99}5{')' * 99}}}", "5", False),  # absurd: too deep, too long
+        (f"\\boxed{{5{'+0' * 999}}}", "5", False),
+        (f"\\boxed{{{'(' * 29}5{')' * 29}}}", "5", True),
         ("\\boxed{28\\,800}", "28800", True),  # groups of digits
         ("\\fbox{7}", "7", True),
         ("\\boxed{221, 8}", "221,$8", True),  # a stray dollar sign in the reference (OlympiadBench)
@@ -286,3 +292,22 @@ def test_eval_only_and_texts(tmp_path: Path) -> None:
     assert list(Task.texts(options)) == ["What is 1+1?\n1+1=2"]
     with pytest.raises(ValueError, match="no training problems"):
         list(Task.texts(MathOptions(eval=source)))
+
+
+@pytest.mark.parametrize(
+    "text", ["\\boxed{", "answer ", "\\(", "final answer is ", "answer:\n", "1,", "{", "$", "#### "]
+)
+def test_reading_an_answer_takes_linear_time(text: str) -> None:
+    """In the trainer's own process: crafted text may not stall it. In quadratic time this would take minutes."""
+    num = 100_000
+    crafted = "answer" + text * num + " " * num + "x"
+    extract_answer(crafted)
+    sample = RewardInput(
+        prompt=Prompt(prompt_id="1", text="?", token_ids=(1,), answer="1"),
+        text=crafted,
+        correct=None,
+        finish_reason="stop",
+        num_tokens=1,
+        max_new_tokens=1,
+    )
+    assert rewards.format(sample) in (0.0, 1.0)

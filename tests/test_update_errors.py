@@ -53,11 +53,14 @@ def test_a_large_logprob_difference_stops_before_any_change(
 
     token = sequences[4].token_ids[sequences[4].num_prompt_tokens + 1]
     message = (
-        rf"step 7.*: the {name} .* is {expected:.6g} nats per token, more than train\.{option} .*largest.*: "
+        rf"step 7.*: the {name} .* is (\S+) nats per token, more than train\.{option} .*largest.*: "
         rf"sequence 4 .*, response token 1 \(id {token}\).*; the policy's weights were not changed by this step"
     )
-    with pytest.raises(LogprobDifferenceError, match=message):
+    with pytest.raises(LogprobDifferenceError, match=message) as caught:
         update(policy, RecordingSGD(policy), accelerator, sequences, limited(0.99 * expected), step=7)
+    found = re.search(message, str(caught.value))
+    assert found is not None
+    assert float(found.group(1)) == pytest.approx(expected, rel=1e-4)
     assert all(map(torch.equal, before, policy.parameters()))
     metrics = update(policy, RecordingSGD(policy), accelerator, sequences, limited(1.01 * expected), step=7)
     assert metrics["logprob_difference/max"] == pytest.approx(2.0, abs=1e-5)

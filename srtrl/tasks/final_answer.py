@@ -16,7 +16,7 @@ LAST_LINE = re.compile(r"^[\W_]{0,9}(?:final\s+)?answer[\s*_]{0,9}:[\s*_]*(.+)$"
 BOX = "\\boxed{"
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """A brace; an escaped one is skipped."""
-STATED = re.compile(r"(?:final answer|answer|result) is:?\s*|\banswer\s*(?:\*\*)?\s*:\s*(?:\*\*)?\s*", re.IGNORECASE)
+STATED = re.compile(r"(?:final answer|answer|result) is:?\s*|\banswer[\s*]{0,9}:\s*(?:\*\*)?\s*", re.IGNORECASE)
 """What stands before a stated answer."""
 FORMULA = re.compile(r"\$\$(.{1,999}?)\$\$|\$([^$\n]{1,999})\$|\\\[(.{1,999}?)\\\]|\\\((.{1,999}?)\\\)", re.DOTALL)
 """A formula between its marks; of bounded length, so that many marks that none closes cost no quadratic time."""

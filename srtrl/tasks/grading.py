@@ -7,7 +7,7 @@ its outcome, and a line in the log.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -170,7 +170,14 @@ def _apply(reward: Reward, samples: Sequence[RewardInput], verdicts: list[Graded
     for indices in calls:
         arguments = [samples[index] for index in indices]
         with Caught() as caught:
-            values = list(reward.function(arguments)) if reward.batched else [reward.function(arguments[0])]
+            given = reward.function(arguments) if reward.batched else [reward.function(arguments[0])]
+            if isinstance(given, Mapping | str | bytes):
+                raise InvalidRewardError(
+                    f"reward `{reward.name}` is batched and must return a list of numbers, it returned {given!r:.100}"
+                )
+            values = list(given)
+        if isinstance(caught.error, InvalidRewardError):
+            raise caught.error
         if caught.error is not None:
             failure = Failure(outcome="error", detail=f"reward `{reward.name}`: {describe_error(caught.error)}")
             values = [failure] * len(arguments)

@@ -27,6 +27,10 @@ BARE_UNIT = re.compile(
 )
 r"""A number and words in a box: `\boxed{5 dollars}`, which would be read as 5 d o l l a r s."""
 
+MAX_CHARACTERS = 1000
+MAX_DEPTH = 30
+"""Limits of an answer; the longest of MATH, OlympiadBench and DAPO-Math has some 200 characters and 5 brackets."""
+
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns, for each process, that its timeouts are off
 
 
@@ -43,14 +47,30 @@ def is_correct(text: str, answer: str) -> bool:
     It may take for ever on some texts (`9^{9^{9^9}}`), so it is `isolated`: the worker process has the time limit, and
     math-verify's own, which need the main thread's alarm signal, are off.
 
+    An answer of more than `MAX_CHARACTERS`, or with more than `MAX_DEPTH` brackets in one another, is incorrect unless
+    the reference is as long or as deep: algebra would take it for minutes, and no solution looks like that.
+
     Raises:
         ValueError: the reference answer cannot be parsed.
     """
+    answer_text = extract_answer(text) or ""
+    is_absurd = len(answer_text) > max(MAX_CHARACTERS, 2 * len(answer)) or _depth(answer_text) > MAX_DEPTH
+    if is_absurd and _depth(answer) <= MAX_DEPTH:
+        return False
     return bool(verify(_parse_reference(answer), _parse_completion(text), timeout_seconds=None))
 
 
 is_correct.isolated = True  # type: ignore[attr-defined]
 is_correct.extract = extract_answer  # type: ignore[attr-defined]
+
+
+def _depth(text: str) -> int:
+    """How many opened brackets a text has at most that nothing before has closed."""
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _parse_completion(text: str) -> list[Any]:

@@ -7,9 +7,10 @@ unless it is marked `@batched` (both of `srtrl.tasks.reward_input`).
 
 import re
 
+from srtrl.tasks.final_answer import BOX
 from srtrl.tasks.reward_input import RewardInput, with_options_check
 
-FINAL_ANSWER = re.compile(r"\\boxed\{.*\}|####\s*\S|(?i:answer)\s*:\s*\S")
+STATED_ANSWER = re.compile(r"####\s*\S|(?i:answer)\s*:\s*\S")
 
 
 def correct(sample: RewardInput) -> float:
@@ -23,7 +24,8 @@ def format(sample: RewardInput) -> float:
     The forms are `\boxed{...}`, `#### ...` and `Answer: ...`.
     """
     last_line = sample.text.rstrip().rpartition("\n")[2]
-    return 1.0 if sample.finish_reason == "stop" and FINAL_ANSWER.search(last_line) else 0.0
+    _, _, boxed = last_line.partition(BOX)
+    return 1.0 if sample.finish_reason == "stop" and ("}" in boxed or STATED_ANSWER.search(last_line)) else 0.0
 
 
 def _check_cache(max_new_tokens: int, *, cache_tokens: object) -> None:

@@ -64,18 +64,19 @@ class Caught(AbstractContextManager["Caught"]):
     """`with Caught() as caught:` keeps an exception of the user's functions, which may raise anything, in `error`.
 
     Only for those calls; the caller turns the error into the sample's outcome, which is logged and counted.
+    `sys.exit` in such a function is its error too, and does not end the run.
     """
 
-    error: Exception | None = None
+    error: Exception | SystemExit | None = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        self.error = error if isinstance(error, Exception) else None
+        self.error = error if isinstance(error, Exception | SystemExit) else None
         return self.error is not None
 
 
-def describe_error(error: Exception) -> str:
+def describe_error(error: Exception | SystemExit) -> str:
     """One line: the exception, and the place in the user's code that raised it."""
     text = " ".join("".join(traceback.format_exception_only(error)).split())
     frames = traceback.extract_tb(error.__traceback__)
@@ -92,22 +93,40 @@ def check_reward(name: str, value: object) -> float:
 
 
 def serve(connection: Connection, functions: IsolatedFunctions, cpu_seconds: float) -> None:
-    """Body of a worker process: grade what comes through `connection` until the other end is closed."""
+    """Body of a worker process: grade what comes through `connection` until the other end is closed.
+
+    The process leads a group of its own, which `Worker` kills as a whole: what a reward starts does not outlive it.
+    """
+    os.setpgid(0, 0)
+    own_pid = os.getpid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the trainer finishes its step
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
-    if hard_limit == resource.RLIM_INFINITY or hard_limit > MEMORY_LIMIT_BYTES:
-        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT_BYTES, hard_limit))
+    _limit_memory(resource.RLIMIT_DATA, MEMORY_LIMIT_BYTES)
+    _limit_memory(resource.RLIMIT_AS, _mapped_bytes() + MEMORY_LIMIT_BYTES)  # shared mappings are no data
     try:
         connection.send("ready")
         while True:
             sample = connection.recv()
             signal.setitimer(signal.ITIMER_PROF, max(cpu_seconds, TIMER_RESOLUTION))
             reply = _grade_guarded(functions, sample)
+            if os.getpid() != own_pid:  # a reward forked, and its child came back too: only one may answer
+                os._exit(0)
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send(reply)
     except (EOFError, OSError):  # the trainer has closed its end, or is gone
         return
+
+
+def _limit_memory(kind: int, num_bytes: int) -> None:
+    """Lower a memory limit of this process to `num_bytes`, unless it is lower already."""
+    _, hard_limit = resource.getrlimit(kind)
+    if hard_limit == resource.RLIM_INFINITY or hard_limit > num_bytes:
+        resource.setrlimit(kind, (num_bytes, hard_limit))
+
+
+def _mapped_bytes() -> int:
+    """Address space of this process."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
 
 
 def _grade_guarded(functions: IsolatedFunctions, sample: RewardInput) -> Graded | Failure:

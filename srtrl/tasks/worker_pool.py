@@ -5,16 +5,21 @@ Each worker has one job at a time. When it dies its pipe ends, after everything 
 thread 2 of 60 crashing jobs broke the whole pool.)
 """
 
+import logging
+import os
 import queue
 import signal
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.context import SpawnProcess
 
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.worker import MEMORY_EXIT_CODE, MEMORY_LIMIT_BYTES, Failure, Graded, IsolatedFunctions, serve
+
+logger = logging.getLogger(__name__)
 
 WALL_SECONDS_PER_CPU_SECOND = 20
 """A job may take this many times its CPU limit in wall-clock time: a backstop for one that sleeps or waits."""
@@ -32,14 +37,16 @@ class Worker:
         self._functions = functions
         self._cpu_seconds = cpu_seconds
         self._closed = False
+        self._failed_starts = 0
+        """In a row, the last ones."""
         self._start()
 
     def grade(self, sample: RewardInput) -> Graded | Failure:
         """Grade one sample; where that ends the process, once more in one that has graded nothing else.
 
         Raises:
-            RuntimeError: the process ended before its first sample (it could not import the functions), or the worker
-                is closed.
+            RuntimeError: two processes ended before their first sample (they could not import the functions), or the
+                worker is closed.
         """
         reply = self._attempt(sample)
         if not self._alive:
@@ -52,7 +59,14 @@ class Worker:
         """Kill the process, from any thread; one that waits in `grade` then returns."""
         with _process_lock:
             self._closed = True
-            self._process.kill()
+            self._kill()
+
+    def _kill(self) -> None:
+        """Kill the process and what its rewards have started: the process group that `serve` has made."""
+        self._process.kill()
+        assert self._process.pid is not None
+        with suppress(ProcessLookupError):  # it has none yet, or all of it is gone
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _start(self) -> None:
         context = get_context("spawn")  # a fork would inherit the locks of torch's and the decoder's threads
@@ -80,21 +94,27 @@ class Worker:
             if not self._ready:
                 self._connection.recv()
                 self._ready = True
+                self._failed_starts = 0
             self._connection.send(sample)
             if self._connection.poll(wall_seconds):
                 reply: Graded | Failure = self._connection.recv()
                 return reply
         except (EOFError, OSError):
-            return self._autopsy()
-        self._process.kill()
+            return self._autopsy(sample)
+        self._kill()
         self.reap()
         return Failure(outcome="timeout", detail=f"no answer within {wall_seconds:g} seconds of wall-clock time")
 
-    def _autopsy(self) -> Failure:
-        """Tell from the exit code what ended the process."""
+    def _autopsy(self, sample: RewardInput) -> Graded | Failure:
+        """Tell from the exit code what ended the process; one that had not begun is replaced, once in a row."""
         exit_code = self.reap()
         if not self._ready:
-            raise RuntimeError(f"a grading worker ended at its start with exit code {exit_code}; see its message above")
+            how = f"a grading worker ended at its start with exit code {exit_code}; see its message above"
+            if self._failed_starts or self._closed:
+                raise RuntimeError(f"{how}. The next one ended in the same way")
+            logger.warning("%s. Starting another", how)
+            self._failed_starts += 1
+            return self._attempt(sample)
         if exit_code == -signal.SIGPROF:
             return Failure(outcome="timeout", detail=f"more than {self._cpu_seconds:g} CPU seconds")
         if exit_code == MEMORY_EXIT_CODE:
@@ -105,10 +125,10 @@ class Worker:
         """Wait for the end of the process, and kill it where that does not come soon; returns its exit code."""
         self._alive = False
         with _process_lock:
-            self._process.join(REAP_SECONDS)
             if self._process.exitcode is None:
-                self._process.kill()
-                self._process.join()
+                self._process.join(REAP_SECONDS)
+            self._kill()
+            self._process.join()
         self._connection.close()
         return self._process.exitcode
 
