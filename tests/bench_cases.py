@@ -110,5 +110,5 @@ def write_trace(path: Path, num_prompts: int, *, num_samples: int = 4, length: i
 
 
 def run(*arguments: object) -> Result:
-    """`srtrl` with these arguments."""
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    """`srtrl` with these arguments; its tables may be wide."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})

@@ -4,6 +4,7 @@ import json
 import math
 from itertools import product
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ from srtrl.bench.workload import (
 from srtrl.model.attention import PackedPlan
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
-from srtrl.model.weights import load_model
+from srtrl.model.weights import load_model, save_model
 from srtrl.rollout.recorded import RecordedPrompt
 
 
@@ -104,7 +105,9 @@ def test_transformers_pads_on_the_left_and_samples_the_whole_distribution(policy
 # --- The commands -----------------------------------------------------------------------------------------------------
 
 
-def test_bench_rollout_compares_drafters_on_a_trace(tmp_path: Path) -> None:
+def test_bench_rollout_compares_drafters_on_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = Mock(wraps=save_model)
+    monkeypatch.setattr("srtrl.bench.rollout.save_model", save)
     path = write_trace(tmp_path / "trace.jsonl", 3)
     files = ("--json", tmp_path / "bench.json", "--write-docs", tmp_path / "docs.md")
     settings = ("--slots", "1,4", "--prompts-used", 2, "--history", 0.5, "--max-tokens", 9, "--repeats", 2)
@@ -115,6 +118,7 @@ def test_bench_rollout_compares_drafters_on_a_trace(tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.stderr
     values = json.loads((tmp_path / "bench.json").read_text())
+    save.assert_called_once()  # one model of `transformers` for all numbers of slots
     found = [(row["slots"], row["sequences"], row["drafter"]) for row in values["rows"]]
     assert found == [(slots, 4, name) for slots in (1, 4) for name in names]
     for none, repeater, peer in (values["rows"][:3], values["rows"][3:]):

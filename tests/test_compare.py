@@ -1,16 +1,17 @@
 """`srtrl compare`: which runs belong together, what is computed of them, and the picture."""
 
 import json
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from bench_cases import run
 from recipe_cases import recipe_text
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from srtrl.cli import app
 from srtrl.metrics import MetricLog
 from srtrl.report.compare import draw_comparison, group_runs
 
@@ -35,8 +36,7 @@ def make_run(
     return folder
 
 
-def compare(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["compare", *map(str, arguments)], env={"COLUMNS": "200"})
+compare = partial(run, "compare")
 
 
 def table_rows(result: Result) -> list[list[str]]:

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_cases import write_rows
+from bench_cases import run, write_rows
 from recipe_cases import MINIMAL
 from task_cases import Rows
-from test_cli import run
 
 from srtrl.evaluation.grader_check import check_grader
 from srtrl.recipe import GradingSection

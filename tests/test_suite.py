@@ -7,12 +7,11 @@ from unittest.mock import Mock
 
 import pyarrow.parquet
 import pytest
-from bench_cases import write_rows
-from test_cli import run
+from bench_cases import run, write_rows
 from tiny_run import make_policy
 
-from srtrl.evaluation.settings import EvalFlags, bare_source, suite_job
-from srtrl.evaluation.suite import SuiteChoice, load_suite, locate
+from srtrl.evaluation.settings import EvalFlags, bare_source, suite_job, suite_jobs
+from srtrl.evaluation.suite import load_suite, locate, open_suite
 from srtrl.recipe_file import RecipeSource
 from srtrl.tasks.rows import MissingDataError
 from srtrl.trainer.evaluate import EvalJob
@@ -38,9 +37,8 @@ def data(tmp_path: Path) -> Path:
 
 
 def jobs_of(data: Path, only: str, source: RecipeSource | None = None, **flags: Any) -> dict[str, EvalJob]:
-    suite = SuiteChoice(name="math", only=only, data_dir=data).open()
-    jobs = [suite_job(suite.suite, one, "bundled:tiny", source, EvalFlags(**flags)) for one in suite.benchmarks]
-    return {job.name: job for job in jobs}
+    suite = open_suite("math", only=only, data_dir=data)
+    return {job.name: job for job in suite_jobs(suite, "bundled:tiny", source, EvalFlags(**flags))}
 
 
 # --- The suite and its data -------------------------------------------------------------------------------------------
@@ -64,13 +62,13 @@ def test_what_is_not_in_the_folder_is_missing_and_the_hub_is_not_asked(
 ) -> None:
     monkeypatch.setattr("datasets.load_dataset", Mock(side_effect=AssertionError("must not be reached")))
     with pytest.raises(MissingDataError, match=r"benchmark aime24: .*looked for aime24\.jsonl.*--data aime24=FILE"):
-        SuiteChoice(name="math", data_dir=data).open()
-    suite = SuiteChoice(name="math", data_dir=data, skip_missing=True).open()
+        open_suite("math", data_dir=data)
+    suite = open_suite("math", data_dir=data, skip_missing=True)
     assert [benchmark.name for benchmark in suite.benchmarks] == ["gsm8k", "math500", "mmlu_stem"]
     assert list(suite.missing) == ["aime24", "aime25", "amc23", "olympiadbench", "minerva"]
     assert all(benchmark.data.hub and benchmark.num_rows for benchmark in load_suite("math").benchmarks)
     with pytest.raises(MissingDataError, match="no benchmark is left: aime24: "):
-        SuiteChoice(name="math", only="aime24,aime25", data_dir=data, skip_missing=True).open()
+        open_suite("math", only="aime24,aime25", data_dir=data, skip_missing=True)
 
 
 def test_a_hub_that_gives_nothing_is_a_missing_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +86,7 @@ def test_a_suite_of_one_s_own(tmp_path: Path, data: Path) -> None:
         "num_samples: 3\nbenchmarks:\n  - name: sums\n    title: Sums\n"
         f"    data: {{files: ['{data}/math500.jsonl']}}\n    max_new_tokens: 17\n"
     )
-    suite = SuiteChoice(name=str(path)).open()
+    suite = open_suite(str(path))
     [one] = suite.benchmarks
     recipe = suite_job(suite.suite, one, "bundled:tiny", None, EvalFlags()).recipe
     assert (recipe.eval.num_samples, recipe.rollout.max_new_tokens) == (3, 17)
@@ -225,6 +223,3 @@ def test_a_task_s_figures_say_what_they_were_measured_with(policy: Path) -> None
     record = json.loads(run(*arguments, "eval.top_k=5", "--json").stdout)
     asked = {"task": "arithmetic", "seed": 3, "temperature": 1.0, "top_k": 5, "top_p": 1.0, "max_new_tokens": 8}
     assert {name: record[name] for name in asked} == asked
-
-
-# --- The drafter ------------------------------------------------------------------------------------------------------

@@ -5,15 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import bench_cases
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipe_cases import recipe_text
-from typer.testing import CliRunner, Result
 
-from srtrl.cli import app
 from srtrl.report.trie_view import Branch, PastRollout, PromptHistory, TrieView, view_trie
 from srtrl.trainer.warm_start import train_tokenizer
 
@@ -48,12 +47,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def show(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["trie", *map(str, arguments)])
-
-
 def record(*arguments: object) -> dict[str, Any]:
-    result = show(*arguments, "--json")
+    result = bench_cases.run("trie", *arguments, "--json")
     assert result.exit_code == 0, result.output
     loaded: dict[str, Any] = json.loads(result.stdout)
     return loaded
@@ -63,7 +58,7 @@ def record(*arguments: object) -> dict[str, Any]:
 
 
 def test_the_branches_and_the_decode_steps_are_printed(run: Path) -> None:
-    result = show(run, "--prompt", "sum")
+    result = bench_cases.run("trie", run, "--prompt", "sum")
     assert result.exit_code == 0, result.output
     assert "trie of the earlier rollouts, 4 of steps 1, 3: 68 tokens" in result.stdout
     assert "* is the way of step 4, sample 0" in result.stdout
@@ -106,7 +101,7 @@ def test_what_is_not_there_is_named(run: Path, tmp_path: Path) -> None:
         ((tmp_path / "none",), "no such folder"),
         ((tmp_path,), "log.save_rollouts: false"),
     ):
-        result = show(*arguments)
+        result = bench_cases.run("trie", *arguments)
         assert (result.exit_code, message in result.output) == (2, True), result.output
 
 

@@ -243,7 +243,7 @@ def compare_drafters(sizes: Sizes, policy: Transformer, workloads: Sequence[tupl
     for slots, (source, trace) in zip(sizes.slots, workloads, strict=True):
         names = ("none", "srt", *((PEER,) if slots == min(sizes.slots) else ()))
         found = compare_rollouts(
-            policy, trace, names, slots, TURNS, draft_budget=sizes.draft_budget, prefill_chunk_tokens=8192
+            policy, trace, names, [slots], TURNS, draft_budget=sizes.draft_budget, prefill_chunk_tokens=8192
         )
         rows += [{"samples": source, **row} for row in found]
     return rows

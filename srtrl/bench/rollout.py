@@ -118,10 +118,8 @@ def command(
     max_tokens = max_tokens or (sys.maxsize if trace else 128)
     workload = load_workload(trace, policy.config, tokenizer=tokenizer, max_tokens=max_tokens, history=history)
     workload = workload.first_prompts(prompts_used or (len(workload.history) if trace else 1))
-    rows: list[Row] = []
     counts = counts or (len(workload.requests),)
-    for num_slots in counts:
-        rows += compare_rollouts(policy, workload, names, num_slots, repeats)
+    rows = compare_rollouts(policy, workload, names, counts, repeats)
     source = f"Drafters on a trace: {trace.name}" if trace else "Rollouts: generated"
     seen = f"{history:g} as history" if history else "no history"
     where = f"{model or model_shape}, {dtype}, {device.type}, {environment['threads']} threads"
@@ -133,43 +131,43 @@ def compare_rollouts(
     policy: Transformer,
     trace: Trace,
     names: Sequence[str],
-    num_slots: int,
+    slot_counts: Sequence[int],
     repeats: int,
     **changes: Any,
 ) -> list[Row]:
-    """Decode the trace with each drafter (or `PEER`) of `names`, whole rollouts in turns; one row for each.
+    """Decode the trace with each drafter (or `PEER`) of `names`, whole rollouts in turns; one row for each, and count.
 
     `changes` are fields of `EngineOptions`.
     """
-    candidates: dict[str, Callable[[], dict[str, float]]] = {}
-    for name in names:
-        if name == PEER:
-            candidates[name] = partial(run_peer, HuggingFaceGenerate(policy), trace, num_slots)
-        else:
-            engine = make_engine(policy, num_slots, trace.max_sequence_tokens, **changes)
-            candidates[name] = partial(run_engine, engine, name, trace)
-    runs = alternate(candidates, repeats)
-    seconds = {name: [run["seconds"] for run in of_one] for name, of_one in runs.items()}
+    peer = HuggingFaceGenerate(policy) if PEER in names else None
     rows: list[Row] = []
-    for name, of_one in runs.items():
-        median = statistics.median(seconds[name])
-        row = {
-            "slots": num_slots,
-            "sequences": len(trace.requests),
-            "drafter": name,
-            "seconds": median,
-            "tokens_per_second": trace.num_tokens / median,
-        }
-        if name != PEER:
-            means = {metric: statistics.fmean(run[metric] for run in of_one) for metric in COUNTED}
-            row |= {
-                "ms_per_step": 1000 * median / means["engine/decode_steps"],
-                "tokens_per_step": means["engine/tokens_per_decode_step"],
-                "verified_per_step": means["engine/verified_per_decode_step"],
+    for num_slots in slot_counts:
+        candidates: dict[str, Callable[[], dict[str, float]]] = {}
+        for name in names:
+            if name == PEER and peer is not None:
+                candidates[name] = partial(run_peer, peer, trace, num_slots)
+            else:
+                engine = make_engine(policy, num_slots, trace.max_sequence_tokens, **changes)
+                candidates[name] = partial(run_engine, engine, name, trace)
+        runs = alternate(candidates, repeats)
+        baseline = [run["seconds"] for run in runs[names[0]]]
+        for name, of_one in runs.items():
+            seconds = [run["seconds"] for run in of_one]
+            median = statistics.median(seconds)
+            row: dict[str, Any] = {
+                "slots": num_slots,
+                "sequences": len(trace.requests),
+                "drafter": name,
+                "seconds": median,
+                "tokens_per_second": trace.num_tokens / median,
             }
-        if name != names[0]:
-            row["times_as_fast"] = paired_ratio(seconds[names[0]], seconds[name])
-        rows.append(row | {"runs": of_one})
+            if name != PEER:
+                num_steps, *means = (statistics.fmean(run[metric] for run in of_one) for metric in COUNTED)
+                row["ms_per_step"] = 1000 * median / num_steps
+                row["tokens_per_step"], row["verified_per_step"] = means
+            if name != names[0]:
+                row["times_as_fast"] = paired_ratio(baseline, seconds)
+            rows.append(row | {"runs": of_one})
     return rows
 
 

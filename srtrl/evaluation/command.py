@@ -1,5 +1,6 @@
 """`srtrl eval`: a policy on held-out problems, of a task or of a suite; or its graders on reference solutions."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -59,7 +60,7 @@ def command(
     """
     from srtrl.evaluation import run
     from srtrl.evaluation.settings import EvalFlags
-    from srtrl.evaluation.suite import SuiteChoice
+    from srtrl.evaluation.suite import open_suite
 
     suite_flags = {"--only": only, "--data": data, "--data-dir": data_dir, "--skip-missing": skip_missing}
     flags = EvalFlags(
@@ -75,7 +76,7 @@ def command(
     )
     chosen = None
     if suite is not None:
-        chosen = SuiteChoice(name=suite, only=only, data=data or (), data_dir=data_dir, skip_missing=skip_missing)
+        chosen = partial(open_suite, suite, only=only, data=data or (), data_dir=data_dir, skip_missing=skip_missing)
     elif given := [flag for flag, value in suite_flags.items() if value]:
         raise ValueError(f"{given[0]}: it needs --suite")
     if check_grader:

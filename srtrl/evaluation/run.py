@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from srtrl.evaluation import grader_check, settings, tables
-from srtrl.evaluation.sample_rows import append_rows, check_output
 from srtrl.recipe_file import read_source
 from srtrl.tasks.base import load_task
 from srtrl.trainer.build import build_tokenizer
@@ -20,7 +19,7 @@ from srtrl.trainer.evaluate import EvalJob, EvalOutcome, resolve_eval_source, ru
 from srtrl.trainer.run_folder import RunProgress
 
 if TYPE_CHECKING:
-    from srtrl.evaluation.suite import SuiteChoice
+    from srtrl.evaluation.suite import OpenSuite
     from srtrl.rollout.collect import CollectProgress
 
 ANY_MODEL = "bundled:tiny"
@@ -31,7 +30,7 @@ def evaluate(
     model_or_run: str | None,
     step: int | None,
     recipe: Path | None,
-    chosen: SuiteChoice | None,
+    open_suite: Callable[[], OpenSuite] | None,
     flags: settings.EvalFlags,
     *,
     output: Path | None,
@@ -44,28 +43,27 @@ def evaluate(
     """
     if model_or_run is None:
         raise ValueError("MODEL_OR_RUN is missing: name a model or the folder of a run (--check-grader needs neither)")
-    if chosen is not None and flags.task is not None:
+    if open_suite is not None and flags.task is not None:
         raise ValueError("--task and --suite: choose one")
     if output is not None:
-        check_output(output)
+        tables.check_output(output)
     evaluated = resolve_eval_source(model_or_run, step=step)
     model, recipe_path = evaluated.model, recipe or evaluated.recipe_path
     source = read_source(recipe_path) if recipe_path else None
     if source is not None:
         source.put(("model", "path"), model, "MODEL_OR_RUN")
-    if chosen is not None:
-        suite = chosen.open()
-        jobs = [settings.suite_job(suite.suite, one, model, source, flags) for one in suite.benchmarks]
-        outcomes = list(_run(model, jobs, output))
-        results = {one.title: outcome.result for one, outcome in zip(suite.benchmarks, outcomes, strict=True)}
-        table = tables.eval_table(f"{model}: suite {suite.name}", results, tables.suite_notes(suite, outcomes))
-        _print(table, tables.suite_record(model, suite, outcomes), as_json=as_json)
-        return
-    if source is None and flags.task is None:
+    elif open_suite is None and flags.task is None:
         raise ValueError(
             f"{model_or_run} is not a run folder: say what to evaluate on, with --suite NAME, --task NAME or "
             "--recipe FILE"
         )
+    if open_suite is not None:
+        suite = open_suite()
+        outcomes = list(_run(model, settings.suite_jobs(suite, model, source, flags), output))
+        results = {one.title: outcome.result for one, outcome in zip(suite.benchmarks, outcomes, strict=True)}
+        table = tables.eval_table(f"{model}: suite {suite.name}", results, tables.suite_notes(suite, outcomes))
+        _print(table, tables.suite_record(model, suite, outcomes), as_json=as_json)
+        return
     job = settings.task_job(source or settings.bare_source(model), flags)
     [outcome] = _run(model, [job], output)
     record = {"model": model, "task": job.name, **tables.settings_of(outcome), **asdict(outcome.result)}
@@ -82,7 +80,7 @@ def _run(model: str, jobs: Sequence[EvalJob], output: Path | None) -> Iterator[E
 
         for number, outcome in enumerate(run_evals(model, jobs, on_progress=show), start=1):
             if output is not None:
-                append_rows(output, outcome)
+                tables.append_rows(output, outcome)
             if len(jobs) > 1:
                 progress.step(number, f"{outcome.job.name}: {outcome.result.accuracy:.1%}")
             yield outcome
@@ -91,7 +89,7 @@ def _run(model: str, jobs: Sequence[EvalJob], output: Path | None) -> Iterator[E
 def check_graders(
     model_or_run: str | None,
     recipe: Path | None,
-    chosen: SuiteChoice | None,
+    open_suite: Callable[[], OpenSuite] | None,
     flags: settings.EvalFlags,
     *,
     as_json: bool,
@@ -105,19 +103,20 @@ def check_graders(
         flags = replace(flags, overrides=(model_or_run, *flags.overrides))
         model_or_run = None
     missing: dict[str, str] = {}
-    if chosen is not None:
-        suite = chosen.open()
+    if open_suite is not None:
+        suite = open_suite()
         missing = suite.missing
-        jobs = [(one.place, settings.suite_job(suite.suite, one, ANY_MODEL, None, flags)) for one in suite.benchmarks]
+        jobs = settings.suite_jobs(suite, ANY_MODEL, None, flags)
+        places = [one.place for one in suite.benchmarks]
     else:
         path = recipe or (None if model_or_run is None else resolve_eval_source(model_or_run).recipe_path)
         if path is None:
             raise ValueError(
                 "--check-grader: say what to check, with --suite NAME, --recipe FILE or the folder of a run"
             )
-        job = settings.task_job(read_source(path), flags)
-        jobs = [(f"task {job.name}", job)]
-    reports = [_check_job(place, job) for place, job in jobs]
+        jobs = [settings.task_job(read_source(path), flags)]
+        places = [f"task {job.name}" for job in jobs]
+    reports = [_check_job(place, job) for place, job in zip(places, jobs, strict=True)]
     _print(grader_check.grader_table(reports), [asdict(report) for report in reports], as_json=as_json)
     for report in [] if as_json else reports:
         for one in report.disagreements:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from srtrl.checks import build_checked
-from srtrl.evaluation.suite import Benchmark, Suite
+from srtrl.evaluation.suite import Benchmark, OpenSuite, Suite
 from srtrl.recipe_file import RecipeSource, build_recipe
 from srtrl.trainer.evaluate import EvalJob
 
@@ -80,6 +80,11 @@ def task_job(source: RecipeSource, flags: EvalFlags) -> EvalJob:
     flags.put(source)
     recipe = build_checked(source)
     return EvalJob(name=recipe.task.name, recipe=recipe)
+
+
+def suite_jobs(suite: OpenSuite, model: str, run: RecipeSource | None, flags: EvalFlags) -> list[EvalJob]:
+    """The evaluations of a suite's benchmarks; see `suite_job`."""
+    return [suite_job(suite.suite, one, model, run, flags) for one in suite.benchmarks]
 
 
 def suite_job(suite: Suite, benchmark: Benchmark, model: str, run: RecipeSource | None, flags: EvalFlags) -> EvalJob:

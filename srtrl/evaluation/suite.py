@@ -103,65 +103,6 @@ class Suite(Section):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class SuiteChoice:
-    """The suite and its options, as on the command line."""
-
-    name: str
-    only: str | None = None
-    """Names of benchmarks, with commas between them; all of the suite's by default."""
-    data: Sequence[str] = ()
-    """NAME=FILE; these come before `data_dir`."""
-    data_dir: Path | None = None
-    """With a folder the hub is not asked: what is not there is missing."""
-    skip_missing: bool = False
-
-    def open(self) -> OpenSuite:
-        """Read the suite and find the data of its benchmarks.
-
-        Raises:
-            MissingDataError: a benchmark's data is not available, and may not be skipped; or that of none is.
-            ValueError: an option is wrong, or the data does not fit its benchmark.
-        """
-        suite = load_suite(self.name)
-        files, wanted = self._named(suite)
-        if self.data_dir is not None and not self.data_dir.is_dir():
-            raise ValueError(f"--data-dir: there is no folder {self.data_dir}")
-        found: list[Benchmark] = []
-        missing: dict[str, str] = {}
-        for benchmark in suite.benchmarks:
-            if benchmark.name not in wanted:
-                continue
-            try:
-                found.append(locate(benchmark, files.get(benchmark.name), self.data_dir))
-            except MissingDataError as error:
-                if not self.skip_missing:
-                    hint = f"give a file with --data {benchmark.name}=FILE, choose others with --only"
-                    raise MissingDataError(f"benchmark {benchmark.name}: {error}; {hint}, or --skip-missing") from error
-                missing[benchmark.name] = str(error)
-        if not found:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
-            raise MissingDataError(f"--skip-missing: no benchmark is left: {reasons}")
-        return OpenSuite(name=self.name, suite=suite, benchmarks=found, missing=missing)
-
-    def _named(self, suite: Suite) -> tuple[dict[str, str], list[str]]:
-        """The files of `--data` by benchmark, and the names of the benchmarks; ValueError for an unknown one."""
-        for text in self.data:
-            if not all(text.partition("=")):
-                raise ValueError(f"--data: expected NAME=FILE, found {text!r}")
-        files = {name: file for name, _, file in (text.partition("=") for text in self.data)}
-        every = [benchmark.name for benchmark in suite.benchmarks]
-        wanted = every if self.only is None else [part.strip() for part in self.only.split(",") if part.strip()]
-        if not wanted:
-            raise ValueError("--only: expected names of benchmarks, such as gsm8k,math500")
-        for flag, names, known in (("--only", wanted, every), ("--data", files, wanted)):
-            for name in names:
-                if name not in known:
-                    near = suggestion(name, known) or ";"
-                    raise ValueError(f"{flag}: no benchmark `{name}`{near} expected one of {', '.join(known)}")
-        return files, wanted
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
 class OpenSuite:
     """A suite whose data is found."""
 
@@ -171,6 +112,59 @@ class OpenSuite:
     """Those that are wanted, each with its data and the one name that each field has there; see `locate`."""
     missing: dict[str, str]
     """Benchmark -> why its data is not available."""
+
+
+def open_suite(
+    name: str,
+    *,
+    only: str | None = None,
+    data: Sequence[str] = (),
+    data_dir: Path | None = None,
+    skip_missing: bool = False,
+) -> OpenSuite:
+    """Read a suite and find the data of its benchmarks.
+
+    Args:
+        name: Of the suite, or a YAML file.
+        only: Names of benchmarks, with commas between them; all of the suite's by default.
+        data: NAME=FILE; these come before `data_dir`.
+        data_dir: With a folder the hub is not asked: what is not there is missing.
+        skip_missing: Leave out benchmarks whose data is not available.
+
+    Raises:
+        MissingDataError: a benchmark's data is not available, and may not be skipped; or that of none is.
+        ValueError: an option is wrong, or the data does not fit its benchmark.
+    """
+    suite = load_suite(name)
+    for text in data:
+        if not all(text.partition("=")):
+            raise ValueError(f"--data: expected NAME=FILE, found {text!r}")
+    files = dict(text.split("=", 1) for text in data)
+    every = [benchmark.name for benchmark in suite.benchmarks]
+    wanted = every if only is None else [part.strip() for part in only.split(",") if part.strip()]
+    if not wanted:
+        raise ValueError("--only: expected names of benchmarks, such as gsm8k,math500")
+    for flag, names, known in (("--only", wanted, every), ("--data", files, wanted)):
+        for one in names:
+            if one not in known:
+                near = suggestion(one, known) or ";"
+                raise ValueError(f"{flag}: no benchmark `{one}`{near} expected one of {', '.join(known)}")
+    if data_dir is not None and not data_dir.is_dir():
+        raise ValueError(f"--data-dir: there is no folder {data_dir}")
+    found: list[Benchmark] = []
+    missing: dict[str, str] = {}
+    for benchmark in (one for one in suite.benchmarks if one.name in wanted):
+        try:
+            found.append(locate(benchmark, files.get(benchmark.name), data_dir))
+        except MissingDataError as error:
+            if not skip_missing:
+                hint = f"give a file with --data {benchmark.name}=FILE, choose others with --only"
+                raise MissingDataError(f"benchmark {benchmark.name}: {error}; {hint}, or --skip-missing") from error
+            missing[benchmark.name] = str(error)
+    if not found:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+        raise MissingDataError(f"--skip-missing: no benchmark is left: {reasons}")
+    return OpenSuite(name=name, suite=suite, benchmarks=found, missing=missing)
 
 
 def load_suite(name: str) -> Suite:

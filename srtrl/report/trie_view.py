@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from srtrl.bench.replay_loop import count_accepted
 from srtrl.drafters.srt import SrtOptions
 from srtrl.drafters.suffix_automaton import START_TOKEN
 from srtrl.drafters.token_trie import TokenTrie, TrieCursors
@@ -212,18 +213,13 @@ def _replay(trie: TokenTrie, token_ids: list[int], decode: Decode) -> list[Decod
     cursors = TrieCursors()
     cursors.start(slots, [trie], inserts=True)
     cursors.extend(slots, np.array([START_TOKEN], np.int32), np.array([0, 1]))
-    done = 0
-    while done < len(token_ids):
-        tree = draft_trees(cursors.arrays, slots, np.full(1, DRAFT_NODES), BLEND, SrtOptions().min_score)[0]
-        edges = zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
-        children = {edge: node for node, edge in enumerate(edges)}
-        end = done
-        node: int | None = -1
-        while node is not None and end < len(token_ids):
-            node = children.get((node, token_ids[end]))  # None: not drafted, this is the bonus token
-            end += 1
-        tokens = token_ids[done:end]
-        cursors.extend(slots, np.array(tokens, np.int32), np.array([0, len(tokens)]))
-        steps.append(DecodedStep(token_ids=tokens, text=decode(tokens), num_drafted=tree.num_nodes))
-        done = end
+    following = np.array(token_ids, np.int32)
+    while len(following):
+        trees = draft_trees(cursors.arrays, slots, np.full(1, DRAFT_NODES), BLEND, SrtOptions().min_score)
+        ends = np.array([0, len(following)])
+        [num_accepted] = count_accepted(trees.token_ids, trees.parents, trees.offsets, following, ends)
+        given, following = np.split(following, [num_accepted + 1])
+        cursors.extend(slots, given, np.array([0, len(given)]))
+        tokens = given.tolist()
+        steps.append(DecodedStep(token_ids=tokens, text=decode(tokens), num_drafted=trees.num_nodes))
     return steps
