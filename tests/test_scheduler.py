@@ -1,6 +1,6 @@
 """The scheduler without a model: a fake runner computes what was scheduled, and knows what each page holds."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from engine_cases import make_request
@@ -207,6 +207,21 @@ class Run:
         )
 
 
+def compare_with_alone(
+    arriving: list[tuple[int, Request]], run_aheads: list[Request], options: dict[str, int], limit: Callable[[], int]
+) -> None:
+    """Decode with and without run-aheads: every step of the primaries must be the same; `limit`: the next step's."""
+    alone, crowded = Run(arriving, [], options), Run(arriving, run_aheads, options)
+    while alone.scheduler.has_work or alone.num_steps <= max(step for step, _ in arriving):
+        assert crowded.scheduler.has_work == alone.scheduler.has_work
+        assert crowded.step(limit()) == alone.step(0)
+        assert alone.num_steps < 2000
+    assert not crowded.scheduler.has_work
+    assert sorted(alone.finished) == sorted((one.draw_index, one.sample_index, False) for _, one in arriving)
+    assert sorted(crowded.scheduler.clear()) == sorted(crowded.runner.live)
+    assert crowded.scheduler.pool.num_used == alone.scheduler.pool.num_used == 0
+
+
 @settings(deadline=None, max_examples=200)
 @given(data=st.data())
 def test_all_primaries_finish_exactly_as_without_run_aheads(data: st.DataObject) -> None:
@@ -236,16 +251,16 @@ def test_all_primaries_finish_exactly_as_without_run_aheads(data: st.DataObject)
     }
     late = st.one_of(st.just(0), st.integers(0, 30))
     arriving = [(data.draw(late, "arrival"), asked) for asked in primaries]
-    alone, crowded = Run(arriving, [], options), Run(arriving, run_aheads, options)
-    while alone.scheduler.has_work or alone.num_steps <= max(step for step, _ in arriving):
-        assert crowded.scheduler.has_work == alone.scheduler.has_work
-        limit = data.draw(st.integers(0, 12), "max_run_ahead")
-        assert crowded.step(limit) == alone.step(limit)
-        assert alone.num_steps < 2000
-    assert not crowded.scheduler.has_work
-    assert sorted(alone.finished) == sorted((one.draw_index, one.sample_index, False) for one in primaries)
-    assert sorted(crowded.scheduler.clear()) == sorted(crowded.runner.live)
-    assert crowded.scheduler.pool.num_used == alone.scheduler.pool.num_used == 0
+    compare_with_alone(arriving, run_aheads, options, lambda: data.draw(st.integers(0, 12), "max_run_ahead"))
+
+
+def test_pages_of_rejected_drafts_stay_as_long_beside_run_aheads() -> None:
+    """Found by the test before: a prompt was evicted later where run-aheads waited."""
+    shapes, samples = [(3, 1), (1, 1), (4, 11), (1, 8), (1, 1)], [1, 1, 4, 1, 1]
+    primaries = [request(draw, sample, *shapes[draw]) for draw in range(5) for sample in range(samples[draw])]
+    arriving = [(0 if number else 5, asked) for number, asked in enumerate(primaries)]
+    options = {"num_pages": 24, "page_size": 2, "num_slots": 6, "chunk": 2, "nodes": 5}
+    compare_with_alone(arriving, [request(0, 0, 3, 1, is_run_ahead=True)], options, lambda: 0)
 
 
 def admitted(scheduler: Scheduler, runner: FakeRunner) -> list[tuple[int, int]]:
