@@ -50,6 +50,15 @@ def _one_thread() -> None:
     set_cpu_threads(1)
 
 
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The test's parameter, as the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the tiny random policy that the tests of training start from; they only read it."""

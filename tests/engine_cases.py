@@ -180,8 +180,6 @@ class FakeDrafter(DrafterBase):
         """Slot -> tokens."""
         self.said: dict[int, list[int]] = {}
         """RNG key -> tokens of its run-ahead."""
-        self.coupled: set[int] = set()
-        """RNG keys of the samples whose run-aheads had said something when they came."""
         self.ends: list[Completion] = []
         self.num_proposals = 0
 
@@ -193,8 +191,6 @@ class FakeDrafter(DrafterBase):
                 self.said[request.rng_key] = self.committed[slot]
             else:
                 assert all(one.rng_key != request.rng_key for one in self.live.values()), "its run-ahead has not ended"
-                if self.said.get(request.rng_key):
-                    self.coupled.add(request.rng_key)
             self.live[slot] = request
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:

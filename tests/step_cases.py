@@ -3,16 +3,13 @@
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import pytest
 from engine_cases import make_request
-from torch import Tensor
 
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.engine.batch import Batch, PromptPages, Sample
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import Int32Array, Int64Array, PrefillChunk, StepSize, fill_inputs
 from srtrl.engine.runner import RowFilters, Runner, SampledRows
-from srtrl.model.transformer import Transformer
 
 
 def random_tree(random: np.random.Generator, num_nodes: int, vocab_size: int = 50) -> DraftTree:
@@ -100,19 +97,6 @@ def launch(
     fill_inputs(inputs, batch.arrays, slots, trees, list(chunks), runner.page_size)
     runner.launch(inputs, filters)
     return runner.wait(len(slots) + trees.num_nodes)
-
-
-def record_logits(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The list to which each later call of the policy's head appends its logits."""
-    found: list[Tensor] = []
-    logits_of = policy.logits
-
-    def recorded(hidden: Tensor) -> Tensor:
-        found.append(logits_of(hidden))
-        return found[-1]
-
-    monkeypatch.setattr(policy, "logits", recorded)
-    return found
 
 
 def prefill(runner: Runner, batch: Batch, slots: Int64Array, chunk_tokens: int) -> None:

@@ -106,15 +106,6 @@ def test_graphs_compute_what_single_launches_do() -> None:
     assert len(runner._graphs) == 1
 
 
-def test_inputs_are_made_once_and_lie_at_the_same_addresses() -> None:
-    runner, _ = graphed_samples()
-    first, fewer = runner.inputs_for(size_of(6, 3, 5, max_keys=20)), runner.inputs_for(size_of(9, 5, max_keys=20))
-    assert runner.inputs_for(size_of(6, 3, 5, max_keys=20)) is first
-    assert fewer.shape.num_tables < first.shape.num_tables
-    for name in first.shape.fields():
-        assert getattr(first, name).ctypes.data == getattr(fewer, name).ctypes.data, name
-
-
 def test_graphs_are_dropped_when_weights_or_pages_move_and_only_then() -> None:
     runner, samples = graphed_samples()
     samples.prefill()
@@ -193,19 +184,6 @@ def test_a_step_without_memory_names_the_options_that_help() -> None:
     runner.compute = fail
     with pytest.raises(ValueError, match=r"16 rows \(16 of them sampled\).*rollout.kv_memory_share"):
         samples.step([0, 1, 2], random_trees(np.random.default_rng(0), [8, 2, 0]))
-
-
-def test_timed_steps_are_chains_of_as_many_sequences() -> None:
-    runner, _ = graphed_samples()
-    assert runner.time_step(12, 20, num_sequences=3) > 0
-    assert runner._step is not None
-    rows = runner._step.inputs
-    assert rows.tiles[:, 1].sum() == 12
-    assert rows.context_lengths[:12].tolist() == [20] * 12
-    assert rows.positions[:12].tolist() == [19, 20, 21, 22] * 3
-    assert int(rows.ancestors[3, 0]) == 0b111
-    with pytest.raises(AssertionError):
-        runner.time_step(2, 1000, 1)
 
 
 @pytest.mark.gpu

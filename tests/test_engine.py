@@ -1,6 +1,5 @@
 """The decoder: exactness for any slots, pages, order, drafts and threads; arrivals, ends, errors and metrics."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,32 +44,21 @@ def expected(policy: Transformer) -> Outputs:
     return outputs(sequential(policy, requests_for()))
 
 
-@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
+@pytest.mark.parametrize("threads", [2], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_same_bits_at_any_slots_pages_order_and_drafts(dtype: torch.dtype, threads: int) -> None:
-    """With two threads, which are slow for matrices as small as these, only what differs most."""
+def test_two_threads_give_the_bits_of_one_sample_at_a_time(dtype: torch.dtype, threads: int) -> None:
+    """With few tokens: threads are slow for matrices as small as these. `test_engine_property.py` has one thread."""
     policy = tiny_policy(dtype)
-    requests = requests_for(num_samples=3 if threads == 1 else 2, max_new_tokens=24 if threads == 1 else 14)
+    requests = requests_for(num_samples=2, max_new_tokens=14)
     truth = sequential(policy, requests)
     assert len({tuple(c.token_ids) for c in truth.values()}) > len(truth) // 2
-    cases: list[tuple[int, int | None, float | None]] = [(64, None, None), (7, 12, 0.7)]
-    if threads == 1:
-        cases += [(7, 12, None), (1, None, 0.7), (7, None, 0.0), (64, None, 1.0)]
-    for slots, num_pages, accuracy in cases:  # a longest sequence needs 9 pages
+    for slots, num_pages, accuracy in ((64, None, None), (7, 12, 0.7)):  # a longest sequence needs 9 pages
         drafter = None if accuracy is None else FakeDrafter(truth, accuracy=accuracy)
         engine = Engine(policy, options(slots=slots, num_pages=num_pages), drafter=drafter)
         assert outputs(decode(engine, requests if drafter else requests[::-1])) == outputs(truth)
         metrics = engine.take_metrics()
         assert (metrics["engine/preemptions"] > 0) == (num_pages is not None)
         assert (metrics["engine/verified_per_decode_step"] > 1.3) == (accuracy is not None)
-        assert (metrics["engine/tokens_per_decode_step"] > 1.2) == ((accuracy or 0.0) > 0.5)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
@@ -202,40 +190,6 @@ def test_before_step_is_called_until_nothing_is_left(policy: Transformer) -> Non
         assert had_work == [*[True] * engine.stats.num_steps, False]
 
 
-@pytest.mark.parametrize(("slots", "num_pages"), [(5, None), (12, 40)])
-def test_a_sample_that_comes_late_ends_its_run_ahead(
-    policy: Transformer, expected: Outputs, slots: int, num_pages: int | None
-) -> None:
-    requests = requests_for()
-    first, late = requests[:3], requests[3:]
-    drafter = FakeDrafter()
-    unlimited = options(slots=slots, num_pages=num_pages, run_ahead_max_slowdown=float("inf"))
-    engine = Engine(policy, unlimited, drafter=drafter)
-
-    def before_step() -> None:
-        if late and (engine.stats.num_steps % 4 == 3 or not engine.has_work):
-            engine.add(late.pop(0))
-
-    ahead = [replace(request, is_run_ahead=True) for request in late]
-    assert outputs(decode(engine, first, before_step=before_step, run_ahead=ahead)) == expected
-    assert not drafter.live
-    assert len(drafter.coupled) >= 3
-
-
-def test_a_step_of_run_aheads_alone_asks_for_no_drafts(policy: Transformer) -> None:
-    """The primaries' prompts may still be on their way."""
-    drafter = FakeDrafter()
-    engine = Engine(policy, options(slots=4, run_ahead_max_slowdown=float("inf")), drafter=drafter)
-    engine.add(make_request(0, 0, range(20), max_new_tokens=40))
-    engine.scheduler.add(make_request(1, 0, (5,), rng_key=1, max_new_tokens=40, is_run_ahead=True))
-    for _ in range(3):  # 7, 7 and 5 of the prompt's tokens
-        engine.step()
-    timeline = engine.take_timeline()
-    assert all(step.num_primaries == 0 for step in timeline)
-    assert timeline[-1].num_run_ahead == 1
-    assert drafter.num_proposals == 0
-
-
 def test_run_aheads_are_wanted_where_somebody_drafts_from_them_and_steps_have_the_rows(policy: Transformer) -> None:
     free, dear = (1, 1.0), (1000, 1000.0)
     for budget, uses_run_aheads, points, wanted in (
@@ -251,14 +205,6 @@ def test_run_aheads_are_wanted_where_somebody_drafts_from_them_and_steps_have_th
         engine = Engine(policy, options(slots=4), drafter=FakeDrafter(uses_run_aheads=uses_run_aheads))
         engine.begin_rollout("train")
         assert engine.control.cost.is_known == uses_run_aheads
-
-
-def test_broken_weights_are_reported_not_sampled() -> None:
-    policy = tiny_policy()
-    with torch.no_grad():
-        policy.head_weight[3, 3] = torch.nan
-    with pytest.raises(FloatingPointError, match="logits are not finite"):
-        list(Engine(policy, options()).generate(requests_for()))
 
 
 def test_memory_too_small_for_one_sequence_and_sequences_too_long_for_the_model(policy: Transformer) -> None:

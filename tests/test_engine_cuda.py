@@ -5,13 +5,12 @@ interpreted kernels. With one all tests run on it, as part of `pytest -m gpu`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from engine_cases import Completions, FakeDrafter, Letters, decode, options, outputs, requests_for
+from engine_cases import Completions, FakeDrafter, decode, options, outputs, requests_for
 from kernel_cases import KERNEL_DEVICE
 from runner_cases import runner_policy, use_reference
 
@@ -101,26 +100,6 @@ def test_kernels_decode_drafts_as_the_cpu_path() -> None:
     assert engine.take_metrics()["engine/tokens_per_decode_step"] > 1.2
 
 
-def test_filtered_stopping_and_recorded_samples_beside_others() -> None:
-    plain = cuda_requests(max_new_tokens=10, temperature=1.3)
-    whole = sequential(plain)
-    stop = Letters().decode(whole[2, 0].token_ids[1:3])
-    changes: list[dict[str, Any]] = [{"top_k": 5, "top_p": 0.7}, {"top_p": 0.5}, {}, {"stop_strings": (stop,)}]
-    requests = [
-        replace(one, sampling=replace(one.sampling, **changes[min(number, 3)])) for number, one in enumerate(plain)
-    ]
-    trace = {requests[2].rng_key: np.arange(1, 11, dtype=np.int32)}
-    expected = sequential(requests, trace=trace, tokenizer=Letters())
-    changed = [whole[key].token_ids != completion.token_ids for key, completion in sorted(expected.items())]
-    assert any(changed[:2])
-    assert expected[1, 0].token_ids == trace[requests[2].rng_key][: len(expected[1, 0].token_ids)].tolist()
-    assert any(changed[3:])
-    drafter = FakeDrafter(expected, accuracy=0.7)
-    engine = cuda_engine(runner_policy(), tokenizer=Letters(), drafter=drafter)
-    engine.trace = trace
-    assert_same_text(decode(engine, requests), expected)
-
-
 def test_prompts_are_not_waited_for_and_spoil_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = cuda_engine(runner_policy(), slots=1, prefill_chunk_tokens=2)
     requests = cuda_requests(PROMPTS[1:2], num_samples=1, max_new_tokens=4)
@@ -175,23 +154,6 @@ def test_memory_that_is_gone_after_the_update_means_fewer_pages(monkeypatch: pyt
     assert_same_text(again, first)
     assert engine.pool.num_pages == runner_of(engine).num_pages <= 12
     assert engine.take_metrics()["engine/pages"] <= 12
-
-
-def test_updated_weights_are_decoded_with_and_broken_ones_reported() -> None:
-    requests, policy = cuda_requests(), runner_policy()
-    engine = cuda_engine(policy)
-    first = decode(engine, requests)
-    with torch.no_grad():
-        policy.final_norm.mul_(2)
-    engine.on_policy_update()
-    changed = decode(engine, requests)
-    assert outputs(changed) != outputs(first)
-    assert_same_text(decode(cuda_engine(policy), requests), changed)
-    with torch.no_grad():
-        policy.head_weight[3, 3] = torch.nan
-    engine.on_policy_update()
-    with pytest.raises(FloatingPointError, match="logits are not finite"):
-        list(engine.generate(requests))
 
 
 def test_bookkeeping_that_is_deferred_is_complete() -> None:

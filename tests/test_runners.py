@@ -9,7 +9,6 @@ from kernel_cases import KERNEL_DEVICE
 from runner_cases import (
     MAX_NODES,
     PAGE_SIZE,
-    PROMPTS,
     RunnerFactory,
     Samples,
     cuda_runner,
@@ -101,17 +100,6 @@ def test_new_weights_are_decoded_with_after_a_refresh_and_broken_ones_show(
     runner.refresh_weights()
     with np.errstate(all="ignore"):
         assert not np.isfinite(samples.step().logprobs).any()
-
-
-def test_a_copied_page_serves_another_sample(make_runner: RunnerFactory, policy: Transformer) -> None:
-    """Two samples of a prompt share its full pages, and each goes on in a copy of the partial one."""
-    samples = Samples(make_runner(policy, None), policy, [PROMPTS[1], PROMPTS[1]])
-    samples.step([], chunks=[samples.chunk(0, 0, 7)])
-    full, pages = 7 // PAGE_SIZE, samples.batch.page_table
-    pages[1, :full] = pages[0, :full]
-    samples.runner.copy_pages([int(pages[0, full])], [int(pages[1, full])])
-    samples.step([], chunks=[samples.chunk(slot, 7, 8) for slot in (0, 1)])
-    samples.check_step([0, 1])
 
 
 def test_pages_come_and_go(make_runner: RunnerFactory, policy: Transformer) -> None:

@@ -1,9 +1,8 @@
 """The scheduler without a model: a fake runner computes what was scheduled, and knows what each page holds."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
-import pytest
 from engine_cases import make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from srtrl.engine.batch import Batch, PromptPages, Sample
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import Int32Array, Int64Array
-from srtrl.engine.scheduler import ScheduledStep, Scheduler, WaitingLine
+from srtrl.engine.scheduler import ScheduledStep, Scheduler
 from srtrl.types import Request
 
 Name = tuple[int, int, bool]
@@ -171,6 +170,8 @@ class Run:
         for asked in run_aheads:
             self.scheduler.add(asked)
         self.arriving = primaries
+        self.arrived: set[int] = set()
+        """RNG keys of primaries: their run-aheads have ended, running or waiting."""
         self.num_steps = 0
         self.finished: list[Name] = []
 
@@ -180,12 +181,14 @@ class Run:
         for arrival, asked in self.arriving:
             if arrival == self.num_steps:
                 scheduler.add(asked)
-                assert all(one.request.rng_key != asked.rng_key for one in scheduler.run_aheads.running)
+                self.arrived.add(asked.rng_key)
                 scheduler.check_integrity()
         self.num_steps += 1
+        assert self.arrived.isdisjoint(one.request.rng_key for one in scheduler.run_aheads.running)
         waits = scheduler.num_waiting > 0
         # The runner hears of those that were ended by their samples with the next step's, as a drafter does.
         step = self.runner.schedule(max_run_ahead)
+        assert self.arrived.isdisjoint(one.request.rng_key for one in scheduler.run_aheads.running), "from the line"
         assert not (waits and scheduler.num_waiting and any(one.request.is_run_ahead for one in step.started))
         chunks = [
             (name_of(h) if isinstance(h, Sample) else h.token_ids.tolist(), c.start, c.token_ids.tolist())
@@ -202,6 +205,21 @@ class Run:
             scheduler.num_preemptions,
             sorted(p.token_ids.tolist() for p in scheduler._prompts.values() if len(p.page_ids)),
         )
+
+
+def compare_with_alone(
+    arriving: list[tuple[int, Request]], run_aheads: list[Request], options: dict[str, int], limit: Callable[[], int]
+) -> None:
+    """Decode with and without run-aheads: every step of the primaries must be the same; `limit`: the next step's."""
+    alone, crowded = Run(arriving, [], options), Run(arriving, run_aheads, options)
+    while alone.scheduler.has_work or alone.num_steps <= max(step for step, _ in arriving):
+        assert crowded.scheduler.has_work == alone.scheduler.has_work
+        assert crowded.step(limit()) == alone.step(0)
+        assert alone.num_steps < 2000
+    assert not crowded.scheduler.has_work
+    assert sorted(alone.finished) == sorted((one.draw_index, one.sample_index, False) for _, one in arriving)
+    assert sorted(crowded.scheduler.clear()) == sorted(crowded.runner.live)
+    assert crowded.scheduler.pool.num_used == alone.scheduler.pool.num_used == 0
 
 
 @settings(deadline=None, max_examples=200)
@@ -233,16 +251,16 @@ def test_all_primaries_finish_exactly_as_without_run_aheads(data: st.DataObject)
     }
     late = st.one_of(st.just(0), st.integers(0, 30))
     arriving = [(data.draw(late, "arrival"), asked) for asked in primaries]
-    alone, crowded = Run(arriving, [], options), Run(arriving, run_aheads, options)
-    while alone.scheduler.has_work or alone.num_steps <= max(step for step, _ in arriving):
-        assert crowded.scheduler.has_work == alone.scheduler.has_work
-        limit = data.draw(st.integers(0, 12), "max_run_ahead")
-        assert crowded.step(limit) == alone.step(limit)
-        assert alone.num_steps < 2000
-    assert not crowded.scheduler.has_work
-    assert sorted(alone.finished) == sorted((one.draw_index, one.sample_index, False) for one in primaries)
-    assert sorted(crowded.scheduler.clear()) == sorted(crowded.runner.live)
-    assert crowded.scheduler.pool.num_used == alone.scheduler.pool.num_used == 0
+    compare_with_alone(arriving, run_aheads, options, lambda: data.draw(st.integers(0, 12), "max_run_ahead"))
+
+
+def test_pages_of_rejected_drafts_stay_as_long_beside_run_aheads() -> None:
+    """Found by the test before: a prompt was evicted later where run-aheads waited."""
+    shapes, samples = [(3, 1), (1, 1), (4, 11), (1, 8), (1, 1)], [1, 1, 4, 1, 1]
+    primaries = [request(draw, sample, *shapes[draw]) for draw in range(5) for sample in range(samples[draw])]
+    arriving = [(0 if number else 5, asked) for number, asked in enumerate(primaries)]
+    options = {"num_pages": 24, "page_size": 2, "num_slots": 6, "chunk": 2, "nodes": 5}
+    compare_with_alone(arriving, [request(0, 0, 3, 1, is_run_ahead=True)], options, lambda: 0)
 
 
 def admitted(scheduler: Scheduler, runner: FakeRunner) -> list[tuple[int, int]]:
@@ -273,23 +291,6 @@ def test_admission_is_breadth_first_and_long_scouts_call_their_siblings_early() 
     # After 3 tokens nothing but draw 0's length is known, and the running ones are as long: data order decides. After 5
     # tokens the scouts of 1 and 3 have said more than draw 2's whole response.
     assert order[4:] == [(0, 1), (1, 1), (3, 1), (2, 1)]
-
-
-def test_a_long_wave_is_not_sorted_for_each_sample_that_finishes(monkeypatch: pytest.MonkeyPatch) -> None:
-    sort, sizes = WaitingLine._sort, []
-
-    def counted(self: WaitingLine, running: list[Sample], batch: Batch) -> None:
-        sizes.append(len(self))
-        sort(self, running, batch)
-
-    monkeypatch.setattr(WaitingLine, "_sort", counted)
-    scheduler, runner = make(num_slots=1)
-    for draw in range(200):
-        scheduler.add(request(draw, 0, 1, 1))
-    while scheduler.has_work:
-        runner.step()
-    assert sum(sizes) < 30 * 200
-    assert sizes[-1] == 1  # a short wave follows each change
 
 
 def test_siblings_share_the_prompts_full_pages_and_it_is_computed_once() -> None:
@@ -377,47 +378,6 @@ def started_ahead(step: ScheduledStep) -> list[tuple[int, int]]:
 def running_ahead(scheduler: Scheduler) -> list[int]:
     """Draws of the running run-aheads, in the order of admission."""
     return [sample.request.draw_index for sample in scheduler.run_aheads.running]
-
-
-def test_run_aheads_take_only_slots_that_no_primary_wants() -> None:
-    scheduler, runner = make(num_slots=3)
-    scheduler.add(request(7, 0, 5, 50, is_run_ahead=True))
-    scheduler.add(request(8, 0, 5, 50, is_run_ahead=True))
-    assert not scheduler.has_work
-    for draw in range(3):
-        scheduler.add(request(draw, 0, 5, 2 + 6 * draw))
-    seen: list[int] = []
-    while scheduler.has_work:
-        seen.append(len(started_ahead(runner.step(100))))
-    assert seen == [0, 0, 0, 1, 0, 0, 0, 0, 0, 1, *[0] * 5]  # a step for the prompts, then a slot after 2 and 8 tokens
-    assert running_ahead(scheduler) == [7, 8]
-    assert len(scheduler.clear()) == 2
-    assert scheduler.pool.num_used == 0
-
-
-def test_a_sample_ends_the_run_aheads_on_its_rng_key_running_or_waiting() -> None:
-    scheduler, runner = make(num_slots=4)
-    scheduler.add(request(0, 0, 5, 6))  # its slot is free in the end
-    for draw in (1, 2, 3, 1):  # on the key of 1 once more: that one waits, for there is no slot left
-        scheduler.add(request(draw, 0, 5, 30, is_run_ahead=True))
-    for _ in range(3):
-        runner.step(12)
-    assert running_ahead(scheduler) == [1, 2, 3]
-    num_free = scheduler.pool.num_free
-    ended = scheduler.run_aheads.running[0].slot
-    num_pages = int(scheduler.batch.num_pages[ended])
-    assert scheduler.run_aheads.end_rng_key(7) == []
-    sample = request(1, 5, 5, 30, rng_key=request(1, 0, 5, 30, is_run_ahead=True).rng_key)
-    scheduler.add(sample)
-    scheduler.check_integrity()
-    assert scheduler.pool.num_free == num_free + num_pages > num_free
-    assert running_ahead(scheduler) == [2, 3]
-    step = runner.step(12)
-    assert step.ended == [ended]
-    assert runner.live[ended] == (1, 5, False), "the sample has the slot of its run-ahead"
-    for _ in range(6):
-        runner.step(12)
-        assert running_ahead(scheduler) == [2, 3], "the second run-ahead on its key is gone as well"
 
 
 def test_rows_bound_roots_and_prompt_tokens_and_the_newest_pause() -> None:

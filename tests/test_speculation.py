@@ -1,7 +1,9 @@
 """Speculation changes no token: every drafter against `none`, bit by bit, and against the exact distribution."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +23,7 @@ from engine_cases import (
 from scipy.stats import chisquare
 
 from srtrl.drafters.base import DrafterBase, Int64Array
-from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
+from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.engine import Engine
 from srtrl.engine.sampling import make_rng_key
 from srtrl.model.attention import PackedPlan
@@ -146,30 +148,36 @@ def test_a_drafter_that_fails_at_an_end_says_so_and_the_next_rollout_is_whole(dr
     assert outputs(decode(engine, requests_for())) == outputs(expected)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"token_ids": [61]}, "node 0 of tree 0 has token 61 of a vocabulary of 61"),
-        ({"parents": [0]}, "node 0 of tree 0 has parent 0, but a parent comes before its children"),
-        ({"scores": [np.nan]}, "node 0 of tree 0 has score nan"),
-        ({"token_ids": [1, 2]}, "expected 2 trees"),
-    ],
-)
-def test_a_drafter_that_breaks_its_promises_is_named(changes: dict[str, list[Any]], message: str) -> None:
+def test_a_drafter_that_breaks_its_promises_is_named() -> None:
+    """For every promise: `test_incorrect_trees_are_refused_by_name`."""
+
     class Wild(DrafterBase):
         def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
-            one = {"token_ids": [1], "parents": [ROOT], "scores": [1.0]} | changes
-            tree = DraftTree(
-                token_ids=np.array(one["token_ids"], np.int32),
-                parents=np.array(one["parents"], np.int32),
-                scores=np.array(one["scores"], np.float32),
-            )
-            return DraftTrees.of([tree] * len(slots))
+            tokens = np.full(len(slots), 61, np.int32)
+            scores, offsets = np.ones(len(slots), np.float32), np.arange(len(slots) + 1)
+            return DraftTrees(token_ids=tokens, parents=tokens * 0 + ROOT, scores=scores, offsets=offsets)
 
     engine = Engine(tiny_policy(), options(), drafter=Wild())
-    with pytest.raises(ValueError, match=r"test_speculation\..*Wild proposed .*" + message):
+    message = r"test_speculation\..*Wild proposed .*node 0 of tree 0 has token 61 of a vocabulary of 61"
+    with pytest.raises(ValueError, match=message):
         decode(engine, requests_for())
     assert engine.pool.num_used == 0
+
+
+def test_the_drafter_of_the_docs_saves_steps_and_changes_no_token() -> None:
+    page = Path(__file__).resolve().parent.parent / "docs" / "speculation.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, str(page), "exec"), names)
+    drafter = names["Drafter"]()
+    policy, requests = tiny_policy(), requests_for(temperature=0.5)
+    expected = outputs(decode(Engine(policy, options()), requests))
+    engine = Engine(policy, options(num_pages=40), drafter=drafter)
+    assert outputs(decode(engine, requests)) == expected
+    engine.take_metrics()
+    assert outputs(decode(engine, requests)) == expected, "now every prompt is known"
+    assert engine.take_metrics()["engine/tokens_per_decode_step"] > 2
+    assert not drafter.live
 
 
 def exact_distribution(policy: Transformer, prompt: tuple[int, ...], length: int) -> np.ndarray:

@@ -1,10 +1,9 @@
 """The token trie against its twin in plain Python: counts, matches, drafts, with samples inserted interleaved."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trie_reference import ReferenceTrie
@@ -104,17 +103,9 @@ def test_counts_matches_and_drafts_are_those_of_the_twin(
     assert trie.num_states <= 2 * (trie.num_tokens + 4)
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("threads", [2], indirect=True)
 @pytest.mark.parametrize("expected_tokens", [0, 20_000])
-def test_several_tries_at_once_are_one_by_one(expected_tokens: int) -> None:
+def test_several_tries_at_once_are_one_by_one(expected_tokens: int, threads: int) -> None:
     """In parallel, and with tries that must grow."""
     rng = np.random.default_rng(5)
     owners, max_nodes = [0, 1, 2, 0, 1, 0] * 8, [0, 8, 2, 5, 1, 40] * 8

@@ -1,6 +1,5 @@
 """The transformer and the packed plan against `transformers` and against written-out references."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -146,17 +145,9 @@ def test_decoding_first_does_not_spoil_the_update() -> None:
     torch.testing.assert_close(hidden.detach(), decoded.clone())
 
 
-@pytest.fixture(params=[1, 3])
-def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("threads", [1, 3], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bits_of_a_row_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+def test_bits_of_a_row_do_not_depend_on_the_batch(dtype: torch.dtype, threads: int) -> None:
     model = _small_model(dtype)  # odd widths
     token_ids = torch.cat(random_sequences(97, [2048]))
     positions = torch.arange(2048) % 200
@@ -167,10 +158,10 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
             assert torch.equal(model(token_ids[part], RowPlan(positions[part])), whole[part])
 
 
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("threads", [1, 3], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [5, 61, 1000, 40_001])
-def test_silu_of_a_row_does_not_depend_on_the_batch(width: int, dtype: torch.dtype) -> None:
+def test_silu_of_a_row_does_not_depend_on_the_batch(width: int, dtype: torch.dtype, threads: int) -> None:
     num_rows = 1 + 70_000 // width
     gate_up = torch.randn(num_rows, 2 * width, generator=torch.Generator().manual_seed(0)).to(dtype) * 10
     gate, _ = gate_up.chunk(2, dim=-1)

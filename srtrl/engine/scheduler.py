@@ -208,7 +208,6 @@ class Scheduler:
         step.num_primaries = len(step.slots)
         assert step.chunks or step.num_primaries or not self.has_work, "no progress: the oldest sample must advance"
         if self.run_aheads.has_work:
-            batch.trim()
             promised = sum(map(self._pages_to_start, self._starting))
             own = len(self.running) * max(1, self.pool.pages_for(self.max_draft_nodes))
             self.run_aheads.schedule(
@@ -415,12 +414,13 @@ class Scheduler:
         """Have `count` pages free, by dropping run-aheads and evicting prompts that no running sample waits for.
 
         Returns False if that cannot be; then nothing is dropped or evicted. Pages of run-aheads count as free ones, so
-        that the answer is the same without them. A prompt's pages that samples share do not become free.
+        that the answer is the same without them, and so is what is trimmed. A prompt's pages that samples share do not
+        become free.
         """
-        if self.pool.num_free >= count:
-            return True
-        self.batch.trim()
         num_free = self.pool.num_free + self.run_aheads.num_pages
+        if num_free < count:
+            self.batch.trim()
+            num_free = self.pool.num_free + self.run_aheads.num_pages
         idle: list[PromptPages] = []
         if num_free < count and may_evict:
             awaited = {id(sample.prompt) for sample in self._starting if not sample.has_started}
