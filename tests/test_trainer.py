@@ -120,11 +120,10 @@ def test_summary_is_read_off_the_rows(run: TrainingResult) -> None:
 
 def test_checkpoint_evaluates_as_the_run_did(run: TrainingResult) -> None:
     """`srtrl eval RUN` on the same problems and noise: the very same figures."""
-    source = resolve_eval_source(str(run.folder))
-    assert source.model.endswith("step_000002")
-    assert source.recipe_path == run.folder / "recipe.yaml"
-    recipe = make_recipe(Path(source.model), run.folder, train__num_steps=2)
-    [outcome] = run_evals(source.model, [EvalJob(name="it", recipe=recipe)])
+    model, recipe_path = resolve_eval_source(str(run.folder))
+    assert (Path(model).name, recipe_path) == ("step_000002", run.folder / "recipe.yaml")
+    recipe = make_recipe(Path(model), run.folder, train__num_steps=2)
+    [outcome] = run_evals(model, [EvalJob(name="it", recipe=recipe)])
     row = read_metrics(run.folder / "metrics.jsonl")[-1]
     again = {name: value for name, value in outcome.result.metrics().items() if name.startswith("eval/")}
     del again["eval/reward"]  # that one draws at random
@@ -133,7 +132,7 @@ def test_checkpoint_evaluates_as_the_run_did(run: TrainingResult) -> None:
         resolve_eval_source(str(run.folder), step=1)
     with pytest.raises(ValueError, match="not a run folder"):
         resolve_eval_source("bundled:tiny", step=1)
-    assert resolve_eval_source("bundled:tiny").recipe_path is None
+    assert resolve_eval_source("bundled:tiny") == ("bundled:tiny", None)
 
 
 # --- What must not change what is learned -----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -16,7 +17,7 @@ import numpy as np
 
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe import Recipe
-from srtrl.rollout.collect import CollectProgress, StageTimer
+from srtrl.rollout.collect import StageTimer
 from srtrl.tasks.base import check_task, load_task
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
@@ -165,7 +166,7 @@ class Trainer:
     def train_step(self, step: int) -> None:
         """Training step `step`, from 1 on; docs/walkthrough.md follows it."""
         seed_generators(self.recipe.seed, step)
-        rollouts = self.sampler.sample(step, on_progress=self._show("rollout"), timer=self.timer)
+        rollouts = self.sampler.sample(step, on_progress=partial(self.progress.stage, "rollout"), timer=self.timer)
         credit = self.assign_credit(step, rollouts)
         metrics = rollouts.metrics | credit.metrics
         if credit.sequences and self.critic is not None:
@@ -247,7 +248,7 @@ class Trainer:
             self.grader,
             self.tokenizer,
             self.end_ids,
-            on_progress=self._show("evaluation"),
+            on_progress=partial(self.progress.stage, "evaluation"),
         )
         self.engine.take_timeline()  # the next step's would begin with it
         low, high = result.interval
@@ -303,10 +304,6 @@ class Trainer:
         """Time a stage, and say what helps where it runs out of the device's memory."""
         with self.timer.stage(name), explain_out_of_memory(f"step {step}, {name}", self.recipe):
             yield
-
-    def _show(self, stage: str) -> Callable[[CollectProgress], None]:
-        """Moves the inner progress bar of one stage."""
-        return lambda progress: self.progress.stage(stage, progress.num_done, progress.num_total)
 
 
 # --- Start and end of a run -------------------------------------------------------------------------------------------
