@@ -19,7 +19,7 @@ from torch import Tensor
 
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.metrics import read_metrics
-from srtrl.recipe import Recipe
+from srtrl.recipe import Recipe, UpdatePlan
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.trainer import build, sampling, trainer
 from srtrl.trainer.evaluate import EvalJob, resolve_eval_source, run_evals
@@ -363,9 +363,18 @@ def test_a_metric_has_one_source() -> None:
 
 def test_learning_rate() -> None:
     def rates(schedule: Any, warmup: int = 4) -> list[float]:
-        return [
-            learning_rate_at(step, peak=1.0, warmup_steps=warmup, num_steps=12, schedule=schedule) for step in range(12)
-        ]
+        """Of 12 optimizer steps, two in each training step from the second on."""
+        updates = UpdatePlan(
+            mini_batch_prompts=1,
+            num_epochs=1,
+            steps_per_batch=2,
+            num_skipped=1,
+            num_steps=12,
+            learning_rate=1.0,
+            warmup_steps=warmup,
+            schedule=schedule,
+        )
+        return [learning_rate_at(updates, step, number) for step in range(2, 8) for number in range(2)]
 
     assert rates("constant")[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates("constant")[4:] == [1.0] * 8

@@ -29,7 +29,6 @@ from padded_update import (
 )
 from torch import Tensor
 from update_cases import (
-    TEMPERATURE,
     RecordingSGD,
     fresh_accelerator,
     make_policy,
@@ -220,7 +219,7 @@ def test_compute_logprobs_equals_one_sequence_at_a_time(mixed_precision: str) ->
     policy = make_policy(dtype=torch.float64 if mixed_precision == "no" else torch.float32)
     sequences = make_sequences(policy)
     with fresh_accelerator(mixed_precision) as accelerator:
-        found = compute_logprobs(policy, sequences, accelerator, micro_batch_tokens=20, temperature=TEMPERATURE)
+        found = compute_logprobs(policy, sequences, accelerator, make_recipe(train__micro_batch_tokens=20))
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed_precision == "bf16"):
         expected = [naive_logprobs(policy, sequence) for sequence in sequences]
     for array, logprobs, sequence in zip(found, expected, sequences, strict=True):

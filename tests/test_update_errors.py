@@ -17,9 +17,14 @@ from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences,
 from srtrl.recipe import Recipe
 from srtrl.trainer import run_folder
 from srtrl.trainer.optimizer import build_optimizer
-from srtrl.trainer.out_of_memory import UpdateMemoryError, explain_out_of_memory
 from srtrl.trainer.trainer import how_to_resume
-from srtrl.trainer.update import LogprobDifferenceError, NonFiniteError, logprob_difference
+from srtrl.trainer.update import (
+    LogprobDifferenceError,
+    NonFiniteError,
+    UpdateMemoryError,
+    explain_out_of_memory,
+    logprob_difference,
+)
 from srtrl.types import TrainSequence
 
 

@@ -32,7 +32,6 @@ from srtrl.trainer.credit import Credit, assign_credit, train_sequences, with_nu
 from srtrl.trainer.critic import compute_values, update_critic
 from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
 from srtrl.trainer.optimizer import gradient_bytes
-from srtrl.trainer.out_of_memory import UpdateMemoryError, explain_out_of_memory
 from srtrl.trainer.run_folder import (
     RunFolder,
     RunProgress,
@@ -56,7 +55,9 @@ from srtrl.trainer.sampling import StepRollouts, StepSampler
 from srtrl.trainer.update import (
     LogprobDifferenceError,
     NonFiniteError,
+    UpdateMemoryError,
     compute_logprobs,
+    explain_out_of_memory,
     next_kl_coefficient,
     update_policy,
 )
@@ -184,29 +185,17 @@ class Trainer:
 
     def assign_credit(self, step: int, rollouts: StepRollouts) -> Credit:
         """Advantages of the kept samples; with a reference also its log-probs, with a critic its values."""
-        budget = self.recipe.train.micro_batch_tokens
         if not rollouts.kept:
             return Credit(sequences=[], advantages={}, sampled_kl=None, metrics={})
         sequences = train_sequences(rollouts.kept)
         if self.reference is not None:
             with self._stage("reference", step):
-                ref_logprobs = compute_logprobs(
-                    self.reference,
-                    sequences,
-                    self.accelerator,
-                    micro_batch_tokens=budget,
-                    temperature=self.recipe.rollout.temperature,
-                )
+                ref_logprobs = compute_logprobs(self.reference, sequences, self.accelerator, self.recipe)
             sequences = with_numbers(sequences, "ref_logprobs", ref_logprobs)
         if self.critic is not None:
             with self._stage("values", step):
-                values = compute_values(
-                    self.critic.model,
-                    sequences,
-                    self.accelerator,
-                    micro_batch_tokens=budget,
-                    where=f"step {step}",
-                )
+                where = f"step {step}"
+                values = compute_values(self.critic.model, sequences, self.accelerator, self.recipe, where=where)
             sequences = with_numbers(sequences, "values", values)
         return assign_credit(rollouts.kept, sequences, self.recipe, kl_coefficient=self.kl_coefficient)
 
