@@ -19,7 +19,7 @@ from torch import Tensor
 
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.metrics import read_metrics
-from srtrl.recipe import Recipe, UpdatePlan
+from srtrl.recipe import Recipe
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.trainer import build, sampling, trainer
 from srtrl.trainer.evaluate import EvalJob, resolve_eval_source, run_evals
@@ -193,12 +193,12 @@ def test_interrupt_finishes_the_step_and_can_be_resumed(
     handler = signal.getsignal(signal.SIGINT)
     result = train(recipe)
     assert signal.getsignal(signal.SIGINT) is handler
-    assert result.interrupted
+    assert result.summary.interrupted
     assert (result.summary.num_steps, result.summary.after) == (1, None)
     assert (result.folder / "checkpoints" / "step_000001").is_dir()
     monkeypatch.undo()
     resumed = train(recipe, resume=True)
-    assert not resumed.interrupted
+    assert not resumed.summary.interrupted
     assert resumed.summary.before == result.summary.before
     assert resumed.summary.num_steps == 2
     assert learned(resumed.folder) == learned(run.folder)
@@ -363,18 +363,10 @@ def test_a_metric_has_one_source() -> None:
 
 def test_learning_rate() -> None:
     def rates(schedule: Any, warmup: int = 4) -> list[float]:
-        """Of 12 optimizer steps, two in each training step from the second on."""
-        updates = UpdatePlan(
-            mini_batch_prompts=1,
-            num_epochs=1,
-            steps_per_batch=2,
-            num_skipped=1,
-            num_steps=12,
-            learning_rate=1.0,
-            warmup_steps=warmup,
-            schedule=schedule,
-        )
-        return [learning_rate_at(updates, step, number) for step in range(2, 8) for number in range(2)]
+        """Of three training steps with four optimizer steps each."""
+        train = {"num_steps": 3, "learning_rate": 1.0, "warmup_steps": warmup, "schedule": schedule}
+        recipe = make_recipe(Path(), Path(), **{f"train__{name}": value for name, value in train.items()})
+        return [learning_rate_at(recipe.policy_updates, step, number) for step in (1, 2, 3) for number in range(4)]
 
     assert rates("constant")[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates("constant")[4:] == [1.0] * 8

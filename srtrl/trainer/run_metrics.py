@@ -141,6 +141,7 @@ class RunSummary:
     num_steps: int
     """Training steps done."""
     interrupted: bool
+    """An interrupt ended the run before its last step; `--resume` continues it."""
     before: MetricRow | None
     """`step` and the `eval/...` metrics, without `eval/`, of the policy that the run started from; None where the
     recipe asks for no evaluation."""

@@ -73,8 +73,6 @@ class TrainingResult:
 
     folder: Path
     summary: RunSummary
-    interrupted: bool
-    """An interrupt ended the run before its last step; `--resume` continues it."""
 
 
 def run_training(
@@ -105,7 +103,7 @@ def run_training(
             raise TrainingStoppedError(f"{error}\n{how_to_resume(trainer.run.checkpoints, error)}") from error
         interrupted = trainer.step < recipe.train.num_steps
         summary = write_summary(trainer.run.path, recipe.name, interrupted=interrupted)
-        return TrainingResult(folder=trainer.run.path, summary=summary, interrupted=interrupted)
+        return TrainingResult(folder=trainer.run.path, summary=summary)
 
 
 class Trainer:
