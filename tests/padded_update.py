@@ -76,18 +76,23 @@ def pad_all(policy: Transformer, sequences: Sequence[TrainSequence]) -> Padded:
     )
 
 
+def ratios(name: str, p: Padded) -> Tensor:
+    """New over old probability as the loss takes it, [B, L]: of each token, or in the geometric mean of a sequence."""
+    mean_log_ratio = (p.new - p.old).sum(1, keepdim=True) / p.mask.sum(1, keepdim=True)  # the padding holds zeros
+    if name == "gspo":
+        return mean_log_ratio.exp().expand_as(p.new)
+    if name == "gspo_token":
+        return mean_log_ratio.detach().exp() * (p.new - p.new.detach()).exp()
+    return (p.new - p.old).exp()
+
+
 def token_losses(name: str, p: Padded, low: float, high: float) -> Tensor:
     """Loss of each token, [B, L]."""
-    ratio = (p.new - p.old).exp()
-    mean_log_ratio = (p.new - p.old).sum(1, keepdim=True) / p.mask.sum(1, keepdim=True)  # the padding holds zeros
+    ratio = ratios(name, p)
     if name == "policy_gradient":
         return -p.advantages * p.new
     if name == "cispo":
         return -ratio.clamp(1 - low, 1 + high).detach() * p.advantages * p.new
-    if name == "gspo":
-        ratio = mean_log_ratio.exp().expand_as(p.new)
-    if name == "gspo_token":
-        ratio = mean_log_ratio.detach().exp() * (p.new - p.new.detach()).exp()
     loss = torch.maximum(-ratio * p.advantages, -ratio.clamp(1 - low, 1 + high) * p.advantages)
     if name == "dual_clip":
         loss = torch.where(p.advantages < 0, torch.minimum(loss, -RATIO_CAP * p.advantages), loss)

@@ -24,6 +24,7 @@ from padded_update import (
     importance_weights,
     kl_estimate,
     pad_all,
+    ratios,
     reduce,
     token_losses,
 )
@@ -256,10 +257,7 @@ def naive_step(
         kl = kl_estimate(algorithm.kl.estimator, padded)
         tokens = (weights if algorithm.importance_cap else 1) * losses_of_tokens + coefficient * kl
         total = reduce("sequence_mean_token_mean", tokens, padded.mask, MAX_NEW_TOKENS)
-        ratio, is_good = (padded.new - padded.old).exp(), padded.advantages > 0
-        if algorithm.loss == "gspo":
-            mean = (padded.new - padded.old).sum(1, keepdim=True) / padded.mask.sum(1, keepdim=True)
-            ratio = mean.exp().expand_as(ratio)
+        ratio, is_good = ratios(algorithm.loss, padded), padded.advantages > 0
         found = {
             "kl/ref": kl,
             "clip_share/low": ((ratio < 1 - algorithm.clip_low) & ~is_good).double(),

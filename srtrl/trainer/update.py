@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -86,16 +87,15 @@ def update_policy(
         LogprobDifferenceError: `train.max_logprob_difference` is exceeded; raised before any weight changes.
         ValueError: a function that the recipe names returns the wrong shape, or a sequence exceeds the micro-batch.
     """
-    train, temperature = recipe.train, recipe.rollout.temperature
+    temperature = recipe.rollout.temperature
     objective = Objective(recipe, kl_coefficient=kl_coefficient)
+    compare = partial(logprob_difference, max_difference=recipe.train.max_logprob_difference)
     difference: dict[str, float] = {}  # empty until the log-probs are compared
     first_logprobs: list[Tensor] = []  # of the first mini-batch, until then
     old_logprobs = [one.rollout_logprobs for one in sequences]
     if recipe.algorithm.old_logprobs == "recompute":
         old_logprobs = compute_logprobs(policy, sequences, accelerator, recipe)
-        difference |= logprob_difference(
-            sequences, np.concatenate(old_logprobs), max_difference=train.max_logprob_difference, where=f"step {step}"
-        )
+        difference |= compare(sequences, np.concatenate(old_logprobs), where=f"step {step}")
 
     def micro_batch_loss(packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs, entropy = response_logprobs(policy, packed, accelerator, temperature)  # [R]
@@ -106,10 +106,7 @@ def update_policy(
 
     def compare_first(mini_batch: Sequence[TrainSequence], where: str) -> None:
         if not difference:
-            logprobs = torch.cat(first_logprobs).float().cpu().numpy()
-            difference.update(
-                logprob_difference(mini_batch, logprobs, max_difference=train.max_logprob_difference, where=where)
-            )
+            difference.update(compare(mini_batch, torch.cat(first_logprobs).float().cpu().numpy(), where=where))
 
     metrics = run_optimizer_steps(
         policy,
@@ -120,7 +117,7 @@ def update_policy(
         updates=recipe.policy_updates,
         recipe=recipe,
         step=step,
-        max_grad_norm=train.max_grad_norm,
+        max_grad_norm=recipe.train.max_grad_norm,
         where=f"step {step}",
         before_step=compare_first,
     )
