@@ -101,7 +101,7 @@ def train(
 
     result = run_training(loaded, resume=resume, overwrite=overwrite)
     _print_table(summary_table(result.summary))
-    if result.interrupted:
+    if result.summary.interrupted:
         again = shlex.join(["srtrl", "train", str(recipe), *(overrides or ()), "--resume"])
         print(f"interrupted after step {result.summary.num_steps}; to resume: {again}")
         raise typer.Exit(130)

@@ -5,12 +5,14 @@ formulas of the losses are in `padded_update.py`.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 Array = npt.NDArray[np.float64]
 Ragged = list[Array]
@@ -46,15 +48,12 @@ def packed(values: Ragged) -> Tensor:
     return torch.from_numpy(np.concatenate(values))
 
 
-def padded(values: Ragged, padding: float = 0.0) -> tuple[Tensor, Tensor]:
+def padded(values: Sequence[npt.NDArray[np.floating]], padding: float = 0.0) -> tuple[Tensor, Tensor]:
     """[B, L] float64 with `padding` on the right, and the mask [B, L]."""
-    longest = max(map(len, values))
-    rows = torch.full((len(values), longest), padding, dtype=torch.float64)
-    mask = torch.zeros(len(values), longest, dtype=torch.bool)
-    for row, numbers in enumerate(values):
-        rows[row, : len(numbers)] = torch.from_numpy(numbers)
-        mask[row, : len(numbers)] = True
-    return rows, mask
+    rows = [torch.from_numpy(numbers).double() for numbers in values]
+    lengths = torch.tensor([len(row) for row in rows])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    return pad_sequence(rows, batch_first=True, padding_value=padding), mask
 
 
 def gae(rewards: Ragged, values: Ragged, gamma: float, lam: float) -> Ragged:

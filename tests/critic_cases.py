@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from padded_update import padded_forward
 from torch import Tensor
 from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences
 
-from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import Transformer
 from srtrl.model.value_model import ValueModel
 from srtrl.recipe import Recipe
@@ -49,15 +49,10 @@ def make_value_sequences() -> list[TrainSequence]:
 
 def padded_values(model: ValueModel, sequences: Sequence[TrainSequence]) -> Tensor:
     """The value before each response token, [R], by a batch padded on the right."""
-    length = max(len(sequence.token_ids) for sequence in sequences)
-    token_ids = torch.zeros(len(sequences), length, dtype=torch.int64)
-    mask = torch.zeros(len(sequences), length, dtype=torch.bool)
-    for row, sequence in enumerate(sequences):
-        token_ids[row, : len(sequence.token_ids)] = torch.from_numpy(sequence.token_ids)
-        mask[row, sequence.num_prompt_tokens - 1 : len(sequence.token_ids) - 1] = True
-    plan = PackedPlan.from_lengths([length] * len(sequences), "cpu")  # causal: padding on the right is never seen
-    hidden: Tensor = model.body(token_ids.flatten(), plan)
-    return (hidden @ model.value_head[0]).reshape(token_ids.shape)[mask]
+    _, hidden = padded_forward(model.body, sequences)
+    values = hidden @ model.value_head[0]  # [B, longest]
+    responses = [slice(one.num_prompt_tokens - 1, len(one.token_ids) - 1) for one in sequences]
+    return torch.cat([row[response] for row, response in zip(values, responses, strict=True)])
 
 
 def make_critic(model: ValueModel) -> tuple[Critic, RecordingSGD]:

@@ -7,10 +7,10 @@ forward pass is the policy's own. B sequences, L the longest response; the mask 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
+from algorithm_reference import padded
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from update_cases import TEMPERATURE
 
 from srtrl.model.attention import PackedPlan
@@ -36,62 +36,63 @@ class Padded:
     advantages: Tensor
 
 
-def padded_logprobs(policy: Transformer, sequences: Sequence[TrainSequence]) -> Tensor:
-    """Log-probs [B, L] float64 of each response's tokens, from one batch of equally long rows; garbage in the padding.
+def padded_forward(model: Transformer, sequences: Sequence[TrainSequence]) -> tuple[Tensor, Tensor]:
+    """Token ids [B, longest] and hidden states [B, longest, D] of one batch of equally long rows.
 
     What follows a response is token 1: the attention is causal, so it reaches no token before it.
     """
-    longest = max(len(sequence.token_ids) for sequence in sequences)
-    token_ids = torch.ones(len(sequences), longest, dtype=torch.int64)
-    for row, sequence in zip(token_ids, sequences, strict=True):
-        row[: len(sequence.token_ids)] = torch.from_numpy(sequence.token_ids)
-    hidden = policy(token_ids.flatten(), PackedPlan.from_lengths([longest] * len(sequences), "cpu"))
-    logits = policy.logits(hidden).double().reshape(*token_ids.shape, -1)  # [B, longest, V]
+    arrays = [torch.from_numpy(sequence.token_ids) for sequence in sequences]
+    token_ids = pad_sequence(arrays, batch_first=True, padding_value=1)
+    plan = PackedPlan.from_lengths([token_ids.shape[1]] * len(sequences), "cpu")
+    return token_ids, model(token_ids.flatten(), plan).reshape(*token_ids.shape, -1)
+
+
+def padded_logprobs(policy: Transformer, sequences: Sequence[TrainSequence]) -> Tensor:
+    """Log-probs [B, L] float64 of each response's tokens; garbage in the padding."""
+    token_ids, hidden = padded_forward(policy, sequences)
+    logits = policy.logits(hidden).double()  # [B, longest, V]
     logprobs = torch.log_softmax(logits[:, :-1] / TEMPERATURE, dim=-1)
     chosen = logprobs.gather(2, token_ids[:, 1:, None])[..., 0]  # [B, longest - 1], of token 1, 2, ...
     longest_response = max(len(sequence.rollout_logprobs) for sequence in sequences)
     rows = [
-        torch.nn.functional.pad(row[sequence.num_prompt_tokens - 1 :], (0, longest))[:longest_response]
+        torch.nn.functional.pad(row[sequence.num_prompt_tokens - 1 :], (0, len(row)))[:longest_response]
         for row, sequence in zip(chosen, sequences, strict=True)
     ]
     return torch.stack(rows)
-
-
-def pad(arrays: Sequence[npt.NDArray[np.float32]]) -> Tensor:
-    """[B, L] float64, zero in the padding."""
-    padded = torch.zeros(len(arrays), max(map(len, arrays)), dtype=torch.float64)
-    for row, array in zip(padded, arrays, strict=True):
-        row[: len(array)] = torch.from_numpy(array)
-    return padded
 
 
 def pad_all(policy: Transformer, sequences: Sequence[TrainSequence]) -> Padded:
     """Everything that a loss needs; `old` are the decoder's log-probs where the sequences have none."""
     references = [sequence.ref_logprobs for sequence in sequences if sequence.ref_logprobs is not None]
     olds = [s.rollout_logprobs if s.old_logprobs is None else s.old_logprobs for s in sequences]
-    mask = pad([np.ones(len(sequence.advantages), np.float32) for sequence in sequences]) > 0
+    advantages, mask = padded([sequence.advantages for sequence in sequences])
     return Padded(
         mask=mask,
         new=torch.where(mask, padded_logprobs(policy, sequences), 0.0),
-        old=pad(olds),
-        rollout=pad([sequence.rollout_logprobs for sequence in sequences]),
-        ref=pad(references),
-        advantages=pad([sequence.advantages for sequence in sequences]),
+        old=padded(olds)[0],
+        rollout=padded([sequence.rollout_logprobs for sequence in sequences])[0],
+        ref=padded(references)[0],
+        advantages=advantages,
     )
+
+
+def ratios(name: str, p: Padded) -> Tensor:
+    """New over old probability as the loss takes it, [B, L]: of each token, or in the geometric mean of a sequence."""
+    mean_log_ratio = (p.new - p.old).sum(1, keepdim=True) / p.mask.sum(1, keepdim=True)  # the padding holds zeros
+    if name == "gspo":
+        return mean_log_ratio.exp().expand_as(p.new)
+    if name == "gspo_token":
+        return mean_log_ratio.detach().exp() * (p.new - p.new.detach()).exp()
+    return (p.new - p.old).exp()
 
 
 def token_losses(name: str, p: Padded, low: float, high: float) -> Tensor:
     """Loss of each token, [B, L]."""
-    ratio = (p.new - p.old).exp()
-    mean_log_ratio = (p.new - p.old).sum(1, keepdim=True) / p.mask.sum(1, keepdim=True)  # the padding holds zeros
+    ratio = ratios(name, p)
     if name == "policy_gradient":
         return -p.advantages * p.new
     if name == "cispo":
         return -ratio.clamp(1 - low, 1 + high).detach() * p.advantages * p.new
-    if name == "gspo":
-        ratio = mean_log_ratio.exp().expand_as(p.new)
-    if name == "gspo_token":
-        ratio = mean_log_ratio.detach().exp() * (p.new - p.new.detach()).exp()
     loss = torch.maximum(-ratio * p.advantages, -ratio.clamp(1 - low, 1 + high) * p.advantages)
     if name == "dual_clip":
         loss = torch.where(p.advantages < 0, torch.minimum(loss, -RATIO_CAP * p.advantages), loss)

@@ -111,7 +111,7 @@ def test_an_option_of_the_task_is_named_with_its_line(recipe_file: Path) -> None
 def test_train_hands_over_the_recipe_and_says_what_to_do_next(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
 ) -> None:
-    done = SimpleNamespace(folder=Path("runs/test"), summary=SimpleNamespace(num_steps=3), interrupted=interrupted)
+    done = SimpleNamespace(folder=Path("runs/test"), summary=SimpleNamespace(num_steps=3, interrupted=interrupted))
     run_training = Mock(return_value=done)
     monkeypatch.setattr("srtrl.trainer.trainer.run_training", run_training)
     monkeypatch.setattr("srtrl.trainer.run_metrics.summary_table", lambda _: "before, after")

@@ -4,18 +4,18 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
+from unittest.mock import Mock, call
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_cases import SAMPLING, FakeEngine, FakeGrader, completion_of, make_collector, prompt_of
+from rollout_cases import FakeEngine, FakeGrader, completion_of, make_collector, prompt_of
 from transformers import PreTrainedTokenizerBase
 
 from srtrl.engine.engine import Engine
 from srtrl.engine.sampling import make_rng_key
-from srtrl.rollout.collect import CollectProgress, StageTimer, collect_rollouts, response_text
+from srtrl.rollout.collect import StageTimer, collect_rollouts, response_text
 from srtrl.rollout.dynamic_sampling import sample_until_full
-from srtrl.rollout.run_ahead import run_ahead_requests
 from srtrl.trainer.warm_start import train_tokenizer
 from srtrl.types import Prompt, Request, RolloutGroup
 
@@ -24,6 +24,10 @@ DRAWS = [(2, prompt_of(1)), (0, prompt_of(3)), (1, prompt_of(1)), (7, prompt_of(
 
 def sample_number(prompt: Prompt, text: str) -> float:
     return float(text.rpartition("/")[-1])
+
+
+COLLECTOR = make_collector(FakeGrader(sample_number, random.Random(0)))
+"""For the requests that it makes."""
 
 
 def collect(
@@ -37,11 +41,11 @@ def collect(
 def test_order_is_data_order_whatever_finishes_first() -> None:
     results = []
     for seed in range(5):
-        seen: list[CollectProgress] = []
+        progress = Mock()
         timer = StageTimer()
         grader = FakeGrader(sample_number, random.Random(seed), waits=True)
-        results.append(collect(FakeEngine(seed), grader, on_progress=seen.append, timer=timer))
-        assert [(one.num_done, one.num_tokens, one.num_total) for one in seen] == [(n, 3 * n, 8) for n in range(1, 9)]
+        results.append(collect(FakeEngine(seed), grader, on_progress=progress, timer=timer))
+        assert progress.call_args_list == [call(n, 8) for n in range(1, 9)]
         assert set(timer.take()) == {"rollout", "grading"}
         # the grader gets the text up to the stop string, and the number of all tokens
         expected = {(f"{draw}/{sample}", "stop", 3) for draw, _ in DRAWS for sample in range(2)}
@@ -62,24 +66,23 @@ def test_every_sample_has_its_own_rng_key_and_run_aheads_have_those_of_later_sam
     rng_keys = {(request.draw_index, request.sample_index): request.rng_key for request in engine.added}
     assert len(set(rng_keys.values())) == 8  # two draws of one prompt are two draws
     assert rng_keys[7, 1] == make_rng_key(11, "train", 7, 1)
-    ahead = run_ahead_requests(sorted(DRAWS), num_samples=2, sampling=SAMPLING, seed=11)
+    ahead = COLLECTOR.run_ahead(DRAWS)
     assert [(r.sample_index, r.draw_index) for r in ahead] == [(s, d) for s in range(2) for d in (0, 1, 2, 7)]
     samples = sorted(engine.added, key=lambda one: (one.sample_index, one.draw_index))
     assert ahead == [replace(request, is_run_ahead=True) for request in samples]
 
 
 def test_run_aheads_reach_the_engine_and_never_come_back() -> None:
-    options: dict[str, Any] = {"num_samples": 2, "sampling": SAMPLING, "seed": 11}
-    ahead = run_ahead_requests([(8, prompt_of(5)), (9, prompt_of(1))], **options)
+    ahead = COLLECTOR.run_ahead([(8, prompt_of(5)), (9, prompt_of(1))])
     engine = FakeEngine(2)
     assert collect(engine, run_ahead=ahead) == collect(FakeEngine(2))
     assert engine.run_ahead == ahead
     with pytest.raises(AssertionError, match="never be learned from"):
-        make_collector(FakeGrader(sample_number, random.Random(0))).receive(completion_of(ahead[0]))
+        COLLECTOR.receive(completion_of(ahead[0]))
     with pytest.raises(AssertionError, match="among the run-aheads"):
         collect(FakeEngine(2), run_ahead=[replace(request, is_run_ahead=False) for request in ahead])
     with pytest.raises(AssertionError, match="rng_key of a sample"):
-        collect(FakeEngine(2), run_ahead=run_ahead_requests(DRAWS, **options))
+        collect(FakeEngine(2), run_ahead=COLLECTOR.run_ahead(DRAWS))
 
 
 def test_response_text_is_cut_at_the_first_stop_string() -> None:
@@ -129,7 +132,7 @@ class Case:
         self.most_open = max(self.most_open, len(self.undecided))
         coming = [(draws.stop, prompt_of(draws.stop))]
         self.seen_ahead.append(draws.stop)
-        return run_ahead_requests(coming, num_samples=NUM_SAMPLES, sampling=SAMPLING, seed=11)
+        return COLLECTOR.run_ahead(coming)
 
     def keeps(self, group: RolloutGroup) -> bool:
         self.undecided.remove(group.draw_index)

@@ -46,7 +46,8 @@ def naive_loss(model: ValueModel, sequences: Sequence[TrainSequence], value_clip
 @pytest.mark.parametrize("micro_batch_tokens", [17, 1000])
 def test_values_equal_those_of_a_padded_batch(micro_batch_tokens: int, accelerator: Accelerator) -> None:
     model, sequences = make_value_model(), make_value_sequences()
-    found = compute_values(model, sequences, accelerator, micro_batch_tokens=micro_batch_tokens, where="step 1")
+    recipe = make_critic_recipe(train__micro_batch_tokens=micro_batch_tokens)
+    found = compute_values(model, sequences, accelerator, recipe, where="step 1")
     assert [len(values) for values in found] == [len(sequence.advantages) for sequence in sequences]
     assert all(values.dtype == np.float32 for values in found)
     expected = padded_values(model, sequences).detach().numpy()
@@ -165,7 +166,7 @@ def test_a_value_that_is_no_number_stops_the_step(accelerator: Accelerator) -> N
     with torch.no_grad():
         model.body.embedding[token] = float("nan")
     with pytest.raises(NonFiniteError, match=r"step 7: sequence \d .*value is nan"):
-        compute_values(model, sequences, accelerator, micro_batch_tokens=1000, where="step 7")
+        compute_values(model, sequences, accelerator, make_critic_recipe(), where="step 7")
 
 
 def test_a_loss_that_is_no_number_changes_no_weight(accelerator: Accelerator) -> None:

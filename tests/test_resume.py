@@ -53,8 +53,8 @@ def kill_in_rollout() -> None:
     original = collect_rollouts
 
     def collect(engine: Any, collector: Any, draws: Any, **options: Any) -> Any:
-        def on_progress(progress: Any) -> None:
-            if draws[0][0] == 2 * 4 and progress.num_done == 5:
+        def on_progress(num_done: int, _: int) -> None:
+            if draws[0][0] == 2 * 4 and num_done == 5:
                 die()
 
         collector.on_progress = on_progress

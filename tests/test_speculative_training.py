@@ -10,7 +10,7 @@ from tiny_run import assert_same_run, make_policy, make_recipe, train
 
 from srtrl.drafters.srt import Drafter
 from srtrl.metrics import read_metrics
-from srtrl.rollout.collect import Collector, collect_rollouts, sample_requests
+from srtrl.rollout.collect import Collector, collect_rollouts
 from srtrl.trainer import sampling
 from srtrl.trainer.run_folder import check_run_folder, read_timeline
 from srtrl.trainer.trainer import run_training
@@ -58,10 +58,8 @@ def test_the_trainer_looks_one_step_ahead_and_says_what_comes(tmp_path: Path, mo
     next_uses: list[list[tuple[int, ...]]] = []
 
     def collect(engine: Any, collector: Collector, draws: Any, run_ahead: Any = ()) -> Any:
-        names = ("num_samples", "sampling", "seed", "purpose")
-        options: dict[str, Any] = {name: getattr(collector, name) for name in names}
         assert collector.purpose == "train"
-        steps.append((sample_requests(draws, **options), list(run_ahead)))
+        steps.append((collector.requests(draws), list(run_ahead)))
         return collect_rollouts(engine, collector, draws, run_ahead=run_ahead)
 
     monkeypatch.setattr(sampling, "collect_rollouts", collect)

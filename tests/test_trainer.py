@@ -120,11 +120,10 @@ def test_summary_is_read_off_the_rows(run: TrainingResult) -> None:
 
 def test_checkpoint_evaluates_as_the_run_did(run: TrainingResult) -> None:
     """`srtrl eval RUN` on the same problems and noise: the very same figures."""
-    source = resolve_eval_source(str(run.folder))
-    assert source.model.endswith("step_000002")
-    assert source.recipe_path == run.folder / "recipe.yaml"
-    recipe = make_recipe(Path(source.model), run.folder, train__num_steps=2)
-    [outcome] = run_evals(source.model, [EvalJob(name="it", recipe=recipe)])
+    model, recipe_path = resolve_eval_source(str(run.folder))
+    assert (Path(model).name, recipe_path) == ("step_000002", run.folder / "recipe.yaml")
+    recipe = make_recipe(Path(model), run.folder, train__num_steps=2)
+    [outcome] = run_evals(model, [EvalJob(name="it", recipe=recipe)])
     row = read_metrics(run.folder / "metrics.jsonl")[-1]
     again = {name: value for name, value in outcome.result.metrics().items() if name.startswith("eval/")}
     del again["eval/reward"]  # that one draws at random
@@ -133,7 +132,7 @@ def test_checkpoint_evaluates_as_the_run_did(run: TrainingResult) -> None:
         resolve_eval_source(str(run.folder), step=1)
     with pytest.raises(ValueError, match="not a run folder"):
         resolve_eval_source("bundled:tiny", step=1)
-    assert resolve_eval_source("bundled:tiny").recipe_path is None
+    assert resolve_eval_source("bundled:tiny") == ("bundled:tiny", None)
 
 
 # --- What must not change what is learned -----------------------------------------------------------------------------
@@ -194,12 +193,12 @@ def test_interrupt_finishes_the_step_and_can_be_resumed(
     handler = signal.getsignal(signal.SIGINT)
     result = train(recipe)
     assert signal.getsignal(signal.SIGINT) is handler
-    assert result.interrupted
+    assert result.summary.interrupted
     assert (result.summary.num_steps, result.summary.after) == (1, None)
     assert (result.folder / "checkpoints" / "step_000001").is_dir()
     monkeypatch.undo()
     resumed = train(recipe, resume=True)
-    assert not resumed.interrupted
+    assert not resumed.summary.interrupted
     assert resumed.summary.before == result.summary.before
     assert resumed.summary.num_steps == 2
     assert learned(resumed.folder) == learned(run.folder)
@@ -364,9 +363,10 @@ def test_a_metric_has_one_source() -> None:
 
 def test_learning_rate() -> None:
     def rates(schedule: Any, warmup: int = 4) -> list[float]:
-        return [
-            learning_rate_at(step, peak=1.0, warmup_steps=warmup, num_steps=12, schedule=schedule) for step in range(12)
-        ]
+        """Of three training steps with four optimizer steps each."""
+        train = {"num_steps": 3, "learning_rate": 1.0, "warmup_steps": warmup, "schedule": schedule}
+        recipe = make_recipe(Path(), Path(), **{f"train__{name}": value for name, value in train.items()})
+        return [learning_rate_at(recipe.policy_updates, step, number) for step in (1, 2, 3) for number in range(4)]
 
     assert rates("constant")[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates("constant")[4:] == [1.0] * 8

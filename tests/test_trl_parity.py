@@ -119,19 +119,21 @@ def stand_in(case: Case, logprobs: Tensor, num_micro_batches: int) -> SimpleName
     )
 
 
+def trl_tokens(mask: Tensor) -> dict[str, Tensor]:
+    """Prompts of two tokens and completions of these lengths, as TRL's inputs name them."""
+    prompt = torch.ones(len(mask), 2, dtype=torch.int64)
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    return dict(zip(names, (prompt, prompt, mask.long(), mask.long()), strict=True))
+
+
 def trl_loss(
     module: Any, case: Case, numbers: Numbers, rows: slice, num_micro_batches: int
 ) -> tuple[Tensor, Tensor, dict[str, list[float]]]:
     """Loss of a micro-batch by TRL, its gradient [R], and TRL's metrics."""
     new, mask = padded(numbers.new[rows], padding=-1.0)
     new.requires_grad_()
-    prompt = torch.ones(len(new), 2, dtype=torch.int64)
     old = padded(numbers.old[rows], padding=-2.0)[0]
-    inputs = {
-        "prompt_ids": prompt,
-        "prompt_mask": prompt,
-        "completion_ids": mask.long(),
-        "completion_mask": mask.long(),
+    inputs = trl_tokens(mask) | {
         "old_per_token_logps": old,
         "ref_per_token_logps": padded(numbers.ref[rows], padding=-0.5)[0],
         "importance_sampling_ratio": torch.exp(old - padded(numbers.decoder[rows])[0]).clamp(max=1.1),
@@ -197,15 +199,8 @@ def test_policy_gradient_is_trls_rloo_at_unchanged_weights() -> None:
     numbers.new = numbers.old
     new, mask = padded(numbers.new)
     new.requires_grad_()
-    prompt = torch.ones(len(new), 2, dtype=torch.int64)
-    inputs = {
-        "prompt_ids": prompt,
-        "prompt_mask": prompt,
-        "completion_ids": mask.long(),
-        "completion_mask": mask.long(),
-        "old_logps": (new.detach() * mask).sum(1),
-        "advantages": numbers.advantages,
-    }
+    old = (new.detach() * mask).sum(1)
+    inputs = trl_tokens(mask) | {"old_logps": old, "advantages": numbers.advantages}
     loss = module.RLOOTrainer._compute_loss(stand_in(case, new, 1), None, inputs)
     _, our_gradient, _ = our_loss(case, numbers, slice(0, NUM_SEQUENCES))
     torch.testing.assert_close(our_gradient, torch.autograd.grad(loss, new)[0][mask], rtol=1e-12, atol=1e-14)

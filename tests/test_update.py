@@ -24,12 +24,12 @@ from padded_update import (
     importance_weights,
     kl_estimate,
     pad_all,
+    ratios,
     reduce,
     token_losses,
 )
 from torch import Tensor
 from update_cases import (
-    TEMPERATURE,
     RecordingSGD,
     fresh_accelerator,
     make_policy,
@@ -220,7 +220,7 @@ def test_compute_logprobs_equals_one_sequence_at_a_time(mixed_precision: str) ->
     policy = make_policy(dtype=torch.float64 if mixed_precision == "no" else torch.float32)
     sequences = make_sequences(policy)
     with fresh_accelerator(mixed_precision) as accelerator:
-        found = compute_logprobs(policy, sequences, accelerator, micro_batch_tokens=20, temperature=TEMPERATURE)
+        found = compute_logprobs(policy, sequences, accelerator, make_recipe(train__micro_batch_tokens=20))
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed_precision == "bf16"):
         expected = [naive_logprobs(policy, sequence) for sequence in sequences]
     for array, logprobs, sequence in zip(found, expected, sequences, strict=True):
@@ -257,10 +257,7 @@ def naive_step(
         kl = kl_estimate(algorithm.kl.estimator, padded)
         tokens = (weights if algorithm.importance_cap else 1) * losses_of_tokens + coefficient * kl
         total = reduce("sequence_mean_token_mean", tokens, padded.mask, MAX_NEW_TOKENS)
-        ratio, is_good = (padded.new - padded.old).exp(), padded.advantages > 0
-        if algorithm.loss == "gspo":
-            mean = (padded.new - padded.old).sum(1, keepdim=True) / padded.mask.sum(1, keepdim=True)
-            ratio = mean.exp().expand_as(ratio)
+        ratio, is_good = ratios(algorithm.loss, padded), padded.advantages > 0
         found = {
             "kl/ref": kl,
             "clip_share/low": ((ratio < 1 - algorithm.clip_low) & ~is_good).double(),

@@ -18,9 +18,14 @@ from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences,
 from srtrl.recipe import Recipe
 from srtrl.trainer import run_folder
 from srtrl.trainer.optimizer import build_optimizer
-from srtrl.trainer.out_of_memory import UpdateMemoryError, explain_out_of_memory
 from srtrl.trainer.trainer import how_to_resume
-from srtrl.trainer.update import LogprobDifferenceError, NonFiniteError, logprob_difference
+from srtrl.trainer.update import (
+    LogprobDifferenceError,
+    NonFiniteError,
+    UpdateMemoryError,
+    explain_out_of_memory,
+    logprob_difference,
+)
 from srtrl.types import TrainSequence
 
 
@@ -82,7 +87,7 @@ def test_logprob_difference_of_a_nan_is_non_finite() -> None:
     trainer = [sequence.rollout_logprobs.copy() for sequence in sequences]
     trainer[2][0] = np.nan
     with pytest.raises(NonFiniteError, match=r"step 3: sequence 2 .*, response token 0 .* nan by the trainer"):
-        logprob_difference(sequences, np.concatenate(trainer), make_recipe().train, where="step 3")
+        logprob_difference(sequences, np.concatenate(trainer), limits=make_recipe().train, where="step 3")
 
 
 # --- Functions of a user's own ----------------------------------------------------------------------------------------

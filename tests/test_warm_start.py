@@ -17,10 +17,9 @@ from srtrl.recipe import Recipe
 from srtrl.rollout.packing import pack
 from srtrl.tasks.base import load_task
 from srtrl.trainer import build, warm_start
-from srtrl.trainer.out_of_memory import UpdateMemoryError
 from srtrl.trainer.run_folder import RunProgress
+from srtrl.trainer.update import UpdateMemoryError
 from srtrl.trainer.warm_start import (
-    END_OF_TEXT,
     WarmStartSummary,
     run_warm_start,
     solution_sequence,
@@ -28,6 +27,7 @@ from srtrl.trainer.warm_start import (
     train_tokenizer,
 )
 
+END_OF_TEXT = "<|endoftext|>"
 TEXTS = [f"Compute {a}+{b}.\n{a}+{b}={a + b}\nAnswer: {a + b}" for a in range(20) for b in range(20)]
 TOKENIZER = train_tokenizer(TEXTS, 290)
 EMOJI = "👩‍👩‍👧 naïve \x00\x7f \r\n\t  double  spaces don't 12345 ½ ²"

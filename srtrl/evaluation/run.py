@@ -20,7 +20,6 @@ from srtrl.trainer.run_folder import RunProgress
 
 if TYPE_CHECKING:
     from srtrl.evaluation.suite import OpenSuite
-    from srtrl.rollout.collect import CollectProgress
 
 ANY_MODEL = "bundled:tiny"
 """Its tokenizer reads the problems where only their grader is checked."""
@@ -47,8 +46,8 @@ def evaluate(
         raise ValueError("--task and --suite: choose one")
     if output is not None:
         tables.check_output(output)
-    evaluated = resolve_eval_source(model_or_run, step=step)
-    model, recipe_path = evaluated.model, recipe or evaluated.recipe_path
+    model, run_recipe = resolve_eval_source(model_or_run, step=step)
+    recipe_path = recipe or run_recipe
     source = read_source(recipe_path) if recipe_path else None
     if source is not None:
         source.put(("model", "path"), model, "MODEL_OR_RUN")
@@ -74,11 +73,7 @@ def evaluate(
 def _run(model: str, jobs: Sequence[EvalJob], output: Path | None) -> Iterator[EvalOutcome]:
     """Evaluate, showing progress on standard error and writing each job's rows when it is done."""
     with RunProgress("eval", len(jobs), console=Console(stderr=True)) as progress:
-
-        def show(job: EvalJob, done: CollectProgress) -> None:
-            progress.stage(job.name, done.num_done, done.num_total)
-
-        for number, outcome in enumerate(run_evals(model, jobs, on_progress=show), start=1):
+        for number, outcome in enumerate(run_evals(model, jobs, on_progress=progress.stage), start=1):
             if output is not None:
                 tables.append_rows(output, outcome)
             if len(jobs) > 1:
@@ -109,7 +104,7 @@ def check_graders(
         jobs = settings.suite_jobs(suite, ANY_MODEL, None, flags)
         places = [one.place for one in suite.benchmarks]
     else:
-        path = recipe or (None if model_or_run is None else resolve_eval_source(model_or_run).recipe_path)
+        path = recipe or (None if model_or_run is None else resolve_eval_source(model_or_run)[1])
         if path is None:
             raise ValueError(
                 "--check-grader: say what to check, with --suite NAME, --recipe FILE or the folder of a run"

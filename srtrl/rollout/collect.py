@@ -11,11 +11,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from srtrl.engine.sampling import make_rng_key
 from srtrl.engine.stopping import cut_at_stop_string
-from srtrl.types import Completion, Grade, Prompt, Purpose, Request, Rollout, RolloutGroup, SamplingParams
+from srtrl.types import Completion, Prompt, Purpose, Request, Rollout, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,16 +53,9 @@ class StageTimer:
         return seconds
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class CollectProgress:
-    """How far a collection is, for progress bars."""
-
-    num_done: int = 0
-    """Completions so far."""
-    num_total: int = 0
-    """Completions that are asked for; with dynamic sampling it may grow."""
-    num_tokens: int = 0
-    """Response tokens so far, of finished completions."""
+OnProgress = Callable[[int, int], None]
+"""Called after each completion with the number of completions so far and of those that are requested; with dynamic
+sampling the latter may grow."""
 
 
 def collect_rollouts(
@@ -78,7 +72,7 @@ def collect_rollouts(
         collector: Makes the requests and takes the completions; no draw of it is open.
         draws: `(draw_index, prompt)`, draw indices distinct; the same prompt may be drawn twice. In training a draw's
             index is its place in the data order of the run.
-        run_ahead: What idle slots may decode meanwhile (see `run_ahead.py`); none of it comes back.
+        run_ahead: What idle slots may decode meanwhile (see `Collector.run_ahead`); none of it comes back.
 
     Returns:
         One group a draw, sorted by draw index; rollouts sorted by sample index.
@@ -116,25 +110,39 @@ class Collector:
     """The run's seed; with `purpose`, draw and sample index it makes each sample's RNG key."""
     purpose: Purpose
     """`train` or `eval`: they never share noise."""
-    on_progress: Callable[[CollectProgress], None] | None = None
-    """Called after each completion."""
+    on_progress: OnProgress = lambda *_: None
     timer: StageTimer = field(default_factory=StageTimer)
     """Counts decoding as `rollout` and waiting for graders while nothing decodes as `grading`."""
     _draws: dict[int, _OpenDraw] = field(default_factory=dict, init=False)
-    _progress: CollectProgress = field(default=CollectProgress(), init=False)
+    _num_done: int = field(default=0, init=False)
+    _num_total: int = field(default=0, init=False)
+
+    def requests(self, draws: Sequence[tuple[int, Prompt]]) -> list[Request]:
+        """One request a sample, sorted by (draw, sample); see `sample_requests`."""
+        return sample_requests(
+            draws, num_samples=self.num_samples, sampling=self.sampling, seed=self.seed, purpose=self.purpose
+        )
+
+    def run_ahead(self, draws: Sequence[tuple[int, Prompt]]) -> list[Request]:
+        """What idle slots decode: the samples of later draws, early. None of it is ever learned from.
+
+        A run-ahead is decoded by the present policy on the very RNG key that its sample will have. The next step's
+        policy is nearly the same and its noise is the same, so that the sample repeats a good part of the run-ahead
+        word for word: a draft of many tokens. The sample itself is decoded by the policy of its own step, and what is
+        drafted never changes what is sampled, so it stays exact and on-policy.
+
+        The order, in which they take idle slots, is breadth-first, as that of the samples: one of every prompt, then
+        the second of every prompt.
+        """
+        ordered = sorted(self.requests(draws), key=lambda request: (request.sample_index, request.draw_index))
+        return [replace(request, is_run_ahead=True) for request in ordered]
 
     def open(self, draw_index: int, prompt: Prompt) -> list[Request]:
         """The samples of one more draw, which the engine shall decode."""
         assert draw_index not in self._draws, f"draw {draw_index} is opened twice"
         self._draws[draw_index] = _OpenDraw(prompt)
-        self._progress = replace(self._progress, num_total=self._progress.num_total + self.num_samples)
-        return sample_requests(
-            [(draw_index, prompt)],
-            num_samples=self.num_samples,
-            sampling=self.sampling,
-            seed=self.seed,
-            purpose=self.purpose,
-        )
+        self._num_total += self.num_samples
+        return self.requests([(draw_index, prompt)])
 
     def receive(self, completion: Completion) -> None:
         """A completion of an open draw goes to the graders."""
@@ -143,13 +151,21 @@ class Collector:
         draw = self._draws[draw_index]
         assert sample_index not in draw.samples, f"the engine finished draw {draw_index}, sample {sample_index} twice"
         text = response_text(self.tokenizer, completion.token_ids, self.sampling.stop_strings)
-        num_tokens = len(completion.token_ids)
-        ticket = self.grader.submit(draw.prompt, text, completion.finish_reason, num_tokens)
-        draw.samples[sample_index] = _Sample(completion, text, ticket)
-        done = self._progress
-        self._progress = replace(done, num_done=done.num_done + 1, num_tokens=done.num_tokens + num_tokens)
-        if self.on_progress is not None:
-            self.on_progress(self._progress)
+        ticket = self.grader.submit(draw.prompt, text, completion.finish_reason, len(completion.token_ids))
+        rollout = partial(
+            Rollout,
+            prompt=draw.prompt,
+            draw_index=draw_index,
+            sample_index=sample_index,
+            token_ids=completion.token_ids,
+            rollout_logprobs=completion.rollout_logprobs,
+            text=text,
+            finish_reason=completion.finish_reason,
+            policy_version=completion.policy_version,
+        )
+        draw.samples[sample_index] = _Sample(ticket, rollout)
+        self._num_done += 1
+        self.on_progress(self._num_done, self._num_total)
 
     def is_graded(self, draw_index: int) -> bool:
         """Whether all samples of an open draw are decoded and graded: `take` would not wait."""
@@ -173,34 +189,18 @@ class Collector:
             RolloutGroup(
                 prompt=draw.prompt,
                 draw_index=draw_index,
-                rollouts=[draw.samples[i].graded(draw.prompt, next(grades)) for i in range(self.num_samples)],
+                rollouts=[draw.samples[i].rollout(grade=next(grades)) for i in range(self.num_samples)],
             )
             for draw_index, draw in draws
         ]
 
 
-@dataclass(slots=True, frozen=True)
-class _Sample:
-    """A completion and what became of it."""
+class _Sample(NamedTuple):
+    """A finished sample whose grade is still to come."""
 
-    completion: Completion
-    text: str
     ticket: GradeTicket
-
-    def graded(self, prompt: Prompt, grade: Grade) -> Rollout:
-        """The sample as it is learned from."""
-        completion = self.completion
-        return Rollout(
-            prompt=prompt,
-            draw_index=completion.request.draw_index,
-            sample_index=completion.request.sample_index,
-            token_ids=completion.token_ids,
-            rollout_logprobs=completion.rollout_logprobs,
-            text=self.text,
-            finish_reason=completion.finish_reason,
-            policy_version=completion.policy_version,
-            grade=grade,
-        )
+    rollout: partial[Rollout]
+    """Everything but its `grade`."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -156,10 +156,8 @@ def build_reference(recipe: Recipe, device: torch.device) -> Transformer | None:
     """The frozen reference policy (a second set of weights in memory), or None where the KL coefficient is 0."""
     if recipe.algorithm.kl.coefficient == 0:
         return None
-    reference = load_model(recipe.model.path, dtype=DTYPES[recipe.model.dtype], device=device)
-    reference.requires_grad_(False)
-    set_update_options(reference, recipe)  # its log-probs are compared with the policy's: the same rounding
-    return reference
+    # Its log-probs are compared with the policy's: the same rounding.
+    return build_policy(recipe, recipe.model.path, device).requires_grad_(False)
 
 
 def build_critic(

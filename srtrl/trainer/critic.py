@@ -51,8 +51,8 @@ def compute_values(
     model: ValueModel,
     sequences: Sequence[TrainSequence],
     accelerator: Accelerator,
+    recipe: Recipe,
     *,
-    micro_batch_tokens: int,
     where: str,
 ) -> list[npt.NDArray[np.float32]]:
     """Values of the response tokens of each sequence, without gradient.
@@ -62,11 +62,9 @@ def compute_values(
 
     Raises:
         NonFiniteError: a value is not finite; names the sequence, after `where` ("step 3").
-        ValueError: a sequence is longer than `micro_batch_tokens`.
+        ValueError: a sequence is longer than `train.micro_batch_tokens`.
     """
-    values = by_sequence(
-        lambda packed: response_values(model, packed, accelerator), sequences, micro_batch_tokens, model.device
-    )
+    values = by_sequence(lambda packed: response_values(model, packed, accelerator), sequences, recipe, model.device)
     everything = np.concatenate(values)  # [R]
     if not np.isfinite(everything).all():
         row = int(np.isfinite(everything).argmin())

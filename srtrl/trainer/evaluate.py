@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, get_args
 
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe import Recipe
-from srtrl.rollout.collect import Collector, CollectProgress, collect_rollouts
+from srtrl.rollout.collect import Collector, OnProgress, collect_rollouts
 from srtrl.tasks.base import Task, check_task, load_task
 from srtrl.tasks.final_answer import extractor
 from srtrl.tasks.grading import Grader
@@ -125,7 +125,7 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase,
     end_ids: tuple[int, ...],
     *,
-    on_progress: Callable[[CollectProgress], None] | None = None,
+    on_progress: OnProgress = lambda *_: None,
 ) -> tuple[list[RolloutGroup], EvalResult]:
     """Sample every problem `eval.num_samples` times and grade; the groups, one a problem in order, and their figures.
 
@@ -154,10 +154,7 @@ def evaluate(
 
 
 def summarise(
-    groups: Sequence[RolloutGroup],
-    seconds: float,
-    *,
-    tokens_per_decode_step: float | None = None,
+    groups: Sequence[RolloutGroup], seconds: float, *, tokens_per_decode_step: float | None = None
 ) -> EvalResult:
     """The figures of an evaluation's graded groups, all of the same number of samples."""
     rollouts = list(chain.from_iterable(group.rollouts for group in groups))
@@ -190,18 +187,11 @@ def summarise(
 # --- srtrl eval -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class EvalSource:
-    """What `srtrl eval MODEL_OR_RUN` names."""
+def resolve_eval_source(model_or_run: str, *, step: int | None = None) -> tuple[str, Path | None]:
+    """What `srtrl eval MODEL_OR_RUN` names: a run's newest checkpoint, or that of `step`, and its recipe; or a model.
 
-    model: str
-    """A checkpoint of the run, or the model as given."""
-    recipe_path: Path | None
-    """The run's recipe; None for a model."""
-
-
-def resolve_eval_source(model_or_run: str, *, step: int | None = None) -> EvalSource:
-    """A run folder (one with `recipe.yaml`) becomes its newest checkpoint, or that of `step`; else it is a model.
+    Returns:
+        The model as given and None; for a run folder (one with `recipe.yaml`) the checkpoint and its recipe's path.
 
     Raises:
         ValueError: the run has no checkpoint (of that step), or `step` is given for a model.
@@ -211,13 +201,13 @@ def resolve_eval_source(model_or_run: str, *, step: int | None = None) -> EvalSo
     if not recipe_path.is_file():
         if step is not None:
             raise ValueError(f"--step: {model_or_run} is not a run folder (it has no recipe.yaml)")
-        return EvalSource(model=model_or_run, recipe_path=None)
+        return model_or_run, None
     checkpoints = folder / "checkpoints"
     chosen = latest_checkpoint(checkpoints) if step is None else checkpoints / checkpoint_name(step)
     if chosen is None or not chosen.is_dir():
         known = ", ".join(path.name for path in list_checkpoints(checkpoints)) or "none"
         raise ValueError(f"{folder} has no checkpoint{'' if step is None else f' of step {step}'}; there: {known}")
-    return EvalSource(model=str(chosen), recipe_path=recipe_path)
+    return str(chosen), recipe_path
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -245,7 +235,7 @@ class EvalOutcome:
 
 
 def run_evals(
-    model: str, jobs: Sequence[EvalJob], *, on_progress: Callable[[EvalJob, CollectProgress], None] | None = None
+    model: str, jobs: Sequence[EvalJob], *, on_progress: Callable[[str, int, int], None] = lambda *_: None
 ) -> Iterator[EvalOutcome]:
     """Evaluate the policy `model` on each job, with one decoder; an outcome as soon as its job is done.
 
@@ -255,7 +245,8 @@ def run_evals(
         model: Hugging Face folder, hub name, `bundled:tiny`, or a checkpoint. `recipe.model.path` is not read;
             `recipe.model.tokenizer` is, where it is set.
         jobs: At least one.
-        on_progress: Called after each completion.
+        on_progress: Called after each completion, with the job's name, the number of completions so far and of those
+            that are requested.
 
     Raises:
         ValueError: the model or a task cannot be loaded, or a task has no held-out problems.
@@ -274,7 +265,7 @@ def run_evals(
     engine = build.build_engine(base, policy, tokenizer)
     for job, recipe, task, problems in zip(jobs, recipes, tasks, prompts, strict=True):
         with Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens) as grader:
-            show = None if on_progress is None else functools.partial(on_progress, job)
+            show = functools.partial(on_progress, job.name)
             end_ids = build.response_end_ids(model, tokenizer)
             groups, result = evaluate(recipe, problems, engine, grader, tokenizer, end_ids, on_progress=show)
         extract = extractor(task.verifier)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from srtrl.model.attention import HALF_DTYPES
-from srtrl.recipe import Schedule, UpdatePlan
+from srtrl.recipe import UpdatePlan
 
 MASTERS = "masters"
 """Key of the master weights in `state_dict`, in the order of the groups' parameters."""
@@ -65,43 +65,28 @@ def gradient_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
 
 
-def learning_rate_at(step: int, *, peak: float, warmup_steps: int, num_steps: int, schedule: Schedule) -> float:
-    """Learning rate of optimizer step `step` (0-based) of `num_steps`.
-
-    Linear warm-up reaches `peak` at step `warmup_steps`; then `constant`, or falling along a line or half a cosine to
-    zero, which is reached just after the last step (transformers' `get_linear_schedule_with_warmup`, except that
-    the warm-up begins at `peak / (warmup_steps + 1)`: a first step with rate zero would be wasted).
-    """
-    if step < warmup_steps:
-        return peak * (step + 1) / (warmup_steps + 1)
-    done = (step - warmup_steps) / max(1, num_steps - warmup_steps)  # share of the falling part, [0, 1)
-    if schedule == "linear":
-        return peak * max(0.0, 1.0 - done)
-    if schedule == "cosine":
-        return peak * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
-    assert schedule == "constant", f"unknown schedule {schedule}"
-    return peak
-
-
-def planned_learning_rate(updates: UpdatePlan, step: int, number: int) -> float:
+def learning_rate_at(updates: UpdatePlan, step: int, number: int) -> float:
     """Learning rate of the `number`-th optimizer step (from 0) of training step `step` (from 1).
+
+    Linear warm-up reaches the peak at optimizer step `warmup_steps` (0-based); then `constant`, or falling along a line
+    or half a cosine to zero, which is reached just after the last step (transformers'
+    `get_linear_schedule_with_warmup`, except that the warm-up begins at `peak / (warmup_steps + 1)`: a first step with
+    rate zero would be wasted).
 
     The schedule counts full batches, so that it depends on the step alone: where filters left fewer mini-batches, it
     moves on as if there had been all.
     """
-    return learning_rate_at(
-        (step - 1 - updates.num_skipped) * updates.steps_per_batch + number,
-        peak=updates.learning_rate,
-        warmup_steps=updates.warmup_steps,
-        num_steps=updates.num_steps,
-        schedule=updates.schedule,
-    )
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Use `learning_rate` in every parameter group from the next step on."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+    peak, warmup = updates.learning_rate, updates.warmup_steps
+    index = (step - 1 - updates.num_skipped) * updates.steps_per_batch + number  # of all optimizer steps, 0-based
+    if index < warmup:
+        return peak * (index + 1) / (warmup + 1)
+    done = (index - warmup) / max(1, updates.num_steps - warmup)  # share of the falling part, [0, 1)
+    if updates.schedule == "linear":
+        return peak * max(0.0, 1.0 - done)
+    if updates.schedule == "cosine":
+        return peak * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+    assert updates.schedule == "constant", f"unknown schedule {updates.schedule}"
+    return peak
 
 
 class MasterWeightAdamW(torch.optim.AdamW):

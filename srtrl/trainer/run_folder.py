@@ -6,7 +6,7 @@ import fcntl
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
@@ -240,9 +240,7 @@ def write_rollouts(path: Path, groups: Sequence[RolloutGroup], advantages: Mappi
     _write_table(path, rows, ROLLOUT_COLUMNS | {f"reward_{name}": "float" for name in parts})
 
 
-TIMELINE_COLUMNS = {"seconds": "float"} | dict.fromkeys(
-    ("num_primaries", "num_run_ahead", "num_waiting", "num_rows", "num_prefill", "num_tokens"), "int32"
-)
+TIMELINE_COLUMNS = {field.name: "float" if field.name == "seconds" else "int32" for field in fields(DecodeStep)}
 """Columns of `timeline/step_000001.parquet`, one row a decode step: the fields of `DecodeStep`."""
 
 

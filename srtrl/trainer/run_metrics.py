@@ -134,21 +134,6 @@ def describe_step(metrics: Mapping[str, float]) -> str:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class HeldOut:
-    """One evaluation on the held-out problems."""
-
-    step: int
-    accuracy: float
-    accuracy_low: float
-    """Lower end of the 95% confidence interval."""
-    accuracy_high: float
-    num_problems: int
-    num_samples: int
-    mean_length: float
-    """Mean response length in tokens."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
 class RunSummary:
     """What a run did; timing as far as its steps are in `metrics.jsonl`."""
 
@@ -156,11 +141,13 @@ class RunSummary:
     num_steps: int
     """Training steps done."""
     interrupted: bool
-    before: HeldOut | None
-    """The policy that the run started from; None where the recipe asks for no evaluation."""
-    after: HeldOut | None
+    """An interrupt ended the run before its last step; `--resume` continues it."""
+    before: MetricRow | None
+    """`step` and the `eval/...` metrics, without `eval/`, of the policy that the run started from; None where the
+    recipe asks for no evaluation."""
+    after: MetricRow | None
     """The latest evaluation of a trained policy."""
-    best: HeldOut | None
+    best: MetricRow | None
     """The most accurate evaluation (the earliest of equals)."""
     first_reward: float | None
     """Mean training reward of the first step."""
@@ -177,14 +164,14 @@ def summarise_run(name: str, rows: Sequence[MetricRow], *, interrupted: bool) ->
     """The summary of the rows of `metrics.jsonl`."""
     steps = [row for row in rows if row["step"] > 0]
     evals = [_held_out(row) for row in rows if "eval/accuracy" in row]
-    trained = [held_out for held_out in evals if held_out.step > 0]
+    trained = [held_out for held_out in evals if held_out["step"] > 0]
     return RunSummary(
         name=name,
         num_steps=len(steps),
         interrupted=interrupted,
-        before=next((held_out for held_out in evals if held_out.step == 0), None),
+        before=next((held_out for held_out in evals if held_out["step"] == 0), None),
         after=trained[-1] if trained else None,
-        best=max(evals, key=lambda held_out: held_out.accuracy, default=None),
+        best=max(evals, key=lambda held_out: held_out["accuracy"], default=None),
         first_reward=steps[0]["reward/mean"] if steps else None,
         last_reward=steps[-1]["reward/mean"] if steps else None,
         seconds={stage: sum(row.get(f"time/{stage}", 0.0) for row in rows) for stage in sorted(timed_stages(rows))},
@@ -207,9 +194,10 @@ def summary_table(summary: RunSummary) -> Table:
     table.add_row("held-out accuracy before", _accuracy(summary.before))
     table.add_row("held-out accuracy after", _accuracy(summary.after))
     if summary.before is not None:
-        table.add_row("held-out problems x samples", f"{summary.before.num_problems} x {summary.before.num_samples}")
+        counts = "{num_problems} x {num_samples}".format_map(summary.before)
+        table.add_row("held-out problems x samples", counts)
     if summary.before is not None and summary.after is not None:
-        gain = summary.after.accuracy - summary.before.accuracy
+        gain = summary.after["accuracy"] - summary.before["accuracy"]
         table.add_row("gain", f"{100 * gain:+.1f} points", end_section=True)
     if summary.first_reward is not None and summary.last_reward is not None:
         table.add_row("training reward, first to last step", f"{summary.first_reward:.3f} to {summary.last_reward:.3f}")
@@ -223,22 +211,16 @@ def summary_table(summary: RunSummary) -> Table:
     return table
 
 
-def _held_out(row: MetricRow) -> HeldOut:
-    return HeldOut(
-        step=int(row["step"]),
-        accuracy=row["eval/accuracy"],
-        accuracy_low=row["eval/accuracy_low"],
-        accuracy_high=row["eval/accuracy_high"],
-        num_problems=int(row["eval/num_problems"]),
-        num_samples=int(row["eval/num_samples"]),
-        mean_length=row["eval/length/mean"],
-    )
+def _held_out(row: MetricRow) -> MetricRow:
+    """The evaluation in a row of `metrics.jsonl`."""
+    figures = {name.removeprefix("eval/"): value for name, value in row.items() if name.startswith("eval/")}
+    return {"step": row["step"], **figures}
 
 
-def _accuracy(held_out: HeldOut | None) -> str:
+def _accuracy(held_out: MetricRow | None) -> str:
     if held_out is None:
         return "not evaluated"
-    return f"{held_out.accuracy:.1%}  (95%: {held_out.accuracy_low:.1%} to {held_out.accuracy_high:.1%})"
+    return "{accuracy:.1%}  (95%: {accuracy_low:.1%} to {accuracy_high:.1%})".format_map(held_out)
 
 
 def timed_stages(rows: Iterable[Mapping[str, float]]) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.recipe import Recipe
-from srtrl.rollout.collect import Collector, CollectProgress, StageTimer, collect_rollouts
+from srtrl.rollout.collect import Collector, OnProgress, StageTimer, collect_rollouts
 from srtrl.rollout.dynamic_sampling import sample_until_full
-from srtrl.rollout.run_ahead import run_ahead_requests
 from srtrl.trainer.build import train_sampling
 from srtrl.trainer.credit import filter_groups
 from srtrl.trainer.run_metrics import rollout_metrics
@@ -102,7 +100,7 @@ class StepSampler:
         if rollout.dynamic_sampling:
             self._max_draws = rollout.max_draws or DRAWS_PER_PROMPT * rollout.num_prompts
 
-    def sample(self, step: int, *, on_progress: Callable[[CollectProgress], None], timer: StageTimer) -> StepRollouts:
+    def sample(self, step: int, *, on_progress: OnProgress, timer: StageTimer) -> StepRollouts:
         """The rollouts of training step `step`; idle slots may look ahead to what is drawn next.
 
         The step has the next `rollout.num_prompts` draws; with dynamic sampling as many as it takes to keep that many.
@@ -130,11 +128,12 @@ class StepSampler:
                 max_open_prompts=rollout.max_open_prompts or rollout.num_prompts,
                 max_draws=self._max_draws,
                 keeps=lambda group: bool(filter_groups([group], filters)),
-                run_ahead=lambda opened: self.run_ahead(step, opened),
+                run_ahead=lambda opened: self.run_ahead(step, opened, collector),
             )
         else:
             draws = range(first, first + rollout.num_prompts)
-            groups = collect_rollouts(engine, collector, self.draws(draws), run_ahead=self.run_ahead(step, draws))
+            run_ahead = self.run_ahead(step, draws, collector)
+            groups = collect_rollouts(engine, collector, self.draws(draws), run_ahead=run_ahead)
             kept = filter_groups(groups, filters)
         self.num_draws = first + len(groups)
         metrics = rollout_metrics(groups) | {
@@ -162,7 +161,7 @@ class StepSampler:
         count = min(max_left, max(self.recipe.rollout.num_prompts, self.order.num_prompts), MAX_NEXT_USES)
         return [prompt.token_ids for _, prompt in self.draws(range(self.num_draws, self.num_draws + count))]
 
-    def run_ahead(self, step: int, opened: range) -> list[Request]:
+    def run_ahead(self, step: int, opened: range, collector: Collector) -> list[Request]:
         """What idle slots may decode beside the `opened` draws: the draws after them, each once.
 
         They come as replacements in this step, or in the next step. Nothing where nobody would draft from it.
@@ -175,9 +174,4 @@ class StepSampler:
             end = min(end, self.num_draws + self._max_draws)
         ahead = range(max(opened.stop, self._next_ahead), end)
         self._next_ahead = max(ahead.stop, self._next_ahead)
-        return run_ahead_requests(
-            self.draws(ahead),
-            num_samples=rollout.num_samples,
-            sampling=self.sampling,
-            seed=self.recipe.seed,
-        )
+        return collector.run_ahead(self.draws(ahead))

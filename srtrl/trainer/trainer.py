@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -16,7 +17,7 @@ import numpy as np
 
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe import Recipe
-from srtrl.rollout.collect import CollectProgress, StageTimer
+from srtrl.rollout.collect import StageTimer
 from srtrl.tasks.base import check_task, load_task
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
@@ -31,7 +32,6 @@ from srtrl.trainer.credit import Credit, assign_credit, train_sequences, with_nu
 from srtrl.trainer.critic import compute_values, update_critic
 from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
 from srtrl.trainer.optimizer import gradient_bytes
-from srtrl.trainer.out_of_memory import UpdateMemoryError, explain_out_of_memory
 from srtrl.trainer.run_folder import (
     RunFolder,
     RunProgress,
@@ -55,7 +55,9 @@ from srtrl.trainer.sampling import StepRollouts, StepSampler
 from srtrl.trainer.update import (
     LogprobDifferenceError,
     NonFiniteError,
+    UpdateMemoryError,
     compute_logprobs,
+    explain_out_of_memory,
     next_kl_coefficient,
     update_policy,
 )
@@ -71,8 +73,6 @@ class TrainingResult:
 
     folder: Path
     summary: RunSummary
-    interrupted: bool
-    """An interrupt ended the run before its last step; `--resume` continues it."""
 
 
 def run_training(
@@ -103,7 +103,7 @@ def run_training(
             raise TrainingStoppedError(f"{error}\n{how_to_resume(trainer.run.checkpoints, error)}") from error
         interrupted = trainer.step < recipe.train.num_steps
         summary = write_summary(trainer.run.path, recipe.name, interrupted=interrupted)
-        return TrainingResult(folder=trainer.run.path, summary=summary, interrupted=interrupted)
+        return TrainingResult(folder=trainer.run.path, summary=summary)
 
 
 class Trainer:
@@ -165,7 +165,7 @@ class Trainer:
     def train_step(self, step: int) -> None:
         """Training step `step`, from 1 on; docs/walkthrough.md follows it."""
         seed_generators(self.recipe.seed, step)
-        rollouts = self.sampler.sample(step, on_progress=self._show("rollout"), timer=self.timer)
+        rollouts = self.sampler.sample(step, on_progress=partial(self.progress.stage, "rollout"), timer=self.timer)
         credit = self.assign_credit(step, rollouts)
         metrics = rollouts.metrics | credit.metrics
         if credit.sequences and self.critic is not None:
@@ -183,29 +183,17 @@ class Trainer:
 
     def assign_credit(self, step: int, rollouts: StepRollouts) -> Credit:
         """Advantages of the kept samples; with a reference also its log-probs, with a critic its values."""
-        budget = self.recipe.train.micro_batch_tokens
         if not rollouts.kept:
             return Credit(sequences=[], advantages={}, sampled_kl=None, metrics={})
         sequences = train_sequences(rollouts.kept)
         if self.reference is not None:
             with self._stage("reference", step):
-                ref_logprobs = compute_logprobs(
-                    self.reference,
-                    sequences,
-                    self.accelerator,
-                    micro_batch_tokens=budget,
-                    temperature=self.recipe.rollout.temperature,
-                )
+                ref_logprobs = compute_logprobs(self.reference, sequences, self.accelerator, self.recipe)
             sequences = with_numbers(sequences, "ref_logprobs", ref_logprobs)
         if self.critic is not None:
             with self._stage("values", step):
-                values = compute_values(
-                    self.critic.model,
-                    sequences,
-                    self.accelerator,
-                    micro_batch_tokens=budget,
-                    where=f"step {step}",
-                )
+                where = f"step {step}"
+                values = compute_values(self.critic.model, sequences, self.accelerator, self.recipe, where=where)
             sequences = with_numbers(sequences, "values", values)
         return assign_credit(rollouts.kept, sequences, self.recipe, kl_coefficient=self.kl_coefficient)
 
@@ -247,7 +235,7 @@ class Trainer:
             self.grader,
             self.tokenizer,
             self.end_ids,
-            on_progress=self._show("evaluation"),
+            on_progress=partial(self.progress.stage, "evaluation"),
         )
         self.engine.take_timeline()  # the next step's would begin with it
         low, high = result.interval
@@ -303,10 +291,6 @@ class Trainer:
         """Time a stage, and say what helps where it runs out of the device's memory."""
         with self.timer.stage(name), explain_out_of_memory(f"step {step}, {name}", self.recipe):
             yield
-
-    def _show(self, stage: str) -> Callable[[CollectProgress], None]:
-        """Moves the inner progress bar of one stage."""
-        return lambda progress: self.progress.stage(stage, progress.num_done, progress.num_total)
 
 
 # --- Start and end of a run -------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +24,7 @@ from srtrl.recipe import Recipe, TrainSection, UpdatePlan
 from srtrl.rollout.packing import PackedBatch, pack
 from srtrl.trainer.credit import with_numbers
 from srtrl.trainer.objective import Objective
-from srtrl.trainer.optimizer import gradient_holders, planned_learning_rate, set_learning_rate
+from srtrl.trainer.optimizer import gradient_holders, learning_rate_at
 from srtrl.types import TrainSequence
 
 if TYPE_CHECKING:
@@ -41,6 +43,10 @@ class NonFiniteError(RuntimeError):
 
 class LogprobDifferenceError(RuntimeError):
     """The log-probs of decoder and trainer differ too much; the policy was not changed."""
+
+
+class UpdateMemoryError(RuntimeError):
+    """The device has too little memory for a stage of the update; the message says what helps."""
 
 
 def update_policy(
@@ -82,16 +88,15 @@ def update_policy(
             weight changes.
         ValueError: a function that the recipe names returns the wrong shape, or a sequence exceeds the micro-batch.
     """
-    train, temperature = recipe.train, recipe.rollout.temperature
+    temperature = recipe.rollout.temperature
     objective = Objective(recipe, kl_coefficient=kl_coefficient)
+    compare = partial(logprob_difference, limits=recipe.train)
     difference: dict[str, float] = {}  # empty until the log-probs are compared
     first_logprobs: list[Tensor] = []  # of the first mini-batch, until then
     old_logprobs = [one.rollout_logprobs for one in sequences]
     if recipe.algorithm.old_logprobs == "recompute":
-        old_logprobs = compute_logprobs(
-            policy, sequences, accelerator, micro_batch_tokens=train.micro_batch_tokens, temperature=temperature
-        )
-        difference |= logprob_difference(sequences, np.concatenate(old_logprobs), train, where=f"step {step}")
+        old_logprobs = compute_logprobs(policy, sequences, accelerator, recipe)
+        difference |= compare(sequences, np.concatenate(old_logprobs), where=f"step {step}")
 
     def micro_batch_loss(packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs, entropy = response_logprobs(policy, packed, accelerator, temperature)  # [R]
@@ -101,8 +106,7 @@ def update_policy(
 
     def compare_first(mini_batch: Sequence[TrainSequence], where: str) -> None:
         if not difference:
-            logprobs = torch.cat(first_logprobs).float().cpu().numpy()
-            difference.update(logprob_difference(mini_batch, logprobs, train, where=where))
+            difference.update(compare(mini_batch, torch.cat(first_logprobs).float().cpu().numpy(), where=where))
 
     metrics = run_optimizer_steps(
         policy,
@@ -113,7 +117,7 @@ def update_policy(
         updates=recipe.policy_updates,
         recipe=recipe,
         step=step,
-        max_grad_norm=train.max_grad_norm,
+        max_grad_norm=recipe.train.max_grad_norm,
         where=f"step {step}",
         before_step=compare_first,
     )
@@ -154,12 +158,7 @@ def response_logprobs(
 
 
 def compute_logprobs(
-    model: Transformer,
-    sequences: Sequence[TrainSequence],
-    accelerator: Accelerator,
-    *,
-    micro_batch_tokens: int,
-    temperature: float,
+    model: Transformer, sequences: Sequence[TrainSequence], accelerator: Accelerator, recipe: Recipe
 ) -> list[npt.NDArray[np.float32]]:
     """Log-probs of the response tokens of each sequence, without gradient: for `ref_logprobs` and `old_logprobs`.
 
@@ -167,24 +166,21 @@ def compute_logprobs(
         One array [L - num_prompt_tokens] for each sequence, in their order.
 
     Raises:
-        ValueError: a sequence is longer than `micro_batch_tokens`.
+        ValueError: a sequence is longer than `train.micro_batch_tokens`.
     """
-
-    def forward(packed: PackedBatch) -> Tensor:
-        return response_logprobs(model, packed, accelerator, temperature)[0]
-
-    return by_sequence(forward, sequences, micro_batch_tokens, model.head_weight.device)
+    temperature = recipe.rollout.temperature
+    return by_sequence(
+        lambda packed: response_logprobs(model, packed, accelerator, temperature)[0], sequences, recipe, model.device
+    )
 
 
 def by_sequence(
-    forward: Callable[[PackedBatch], Tensor],
-    sequences: Sequence[TrainSequence],
-    micro_batch_tokens: int,
-    device: torch.device,
+    forward: Callable[[PackedBatch], Tensor], sequences: Sequence[TrainSequence], recipe: Recipe, device: torch.device
 ) -> list[npt.NDArray[np.float32]]:
     """What `forward` gives for the response tokens [R] of each micro-batch, without gradient: an array per sequence."""
     with torch.no_grad():
-        found = torch.cat([forward(packed) for packed in pack(sequences, micro_batch_tokens, device)])
+        batches = pack(sequences, recipe.train.micro_batch_tokens, device)
+        found = torch.cat([forward(packed) for packed in batches])
     ends = np.cumsum([len(sequence.rollout_logprobs) for sequence in sequences])
     assert len(found) == ends[-1]
     return np.split(found.float().cpu().numpy(), ends[:-1])
@@ -193,8 +189,8 @@ def by_sequence(
 def logprob_difference(
     sequences: Sequence[TrainSequence],
     trainer_logprobs: npt.NDArray[np.float32],
-    limits: TrainSection,
     *,
+    limits: TrainSection,
     where: str,
 ) -> dict[str, float]:
     """Compare the decoder's log-probs with those that the trainer computes with the same weights.
@@ -316,8 +312,9 @@ def run_optimizer_steps(
         losses.append(_finite(loss, f"{place}: the loss"))
         norm = accelerator.clip_grad_norm_(gradient_holders(model, optimizer), max_grad_norm)
         grad_norms.append(_finite(norm, f"{place}: the gradient norm"))
-        learning_rate = planned_learning_rate(updates, step, number)
-        set_learning_rate(optimizer, learning_rate)
+        learning_rate = learning_rate_at(updates, step, number)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)  # frees the gradients' memory for the decoder
     return {
@@ -366,3 +363,52 @@ def _finite(value: Tensor, what: str) -> float:
     if not math.isfinite(number):
         raise NonFiniteError(f"{what} is {number}; the weights were not changed by this mini-batch")
     return number
+
+
+# --- A device that is too small: which options make the update fit ---------------------------------------------------
+
+
+@contextmanager
+def explain_out_of_memory(where: str, recipe: Recipe, *, has_engine: bool = True) -> Iterator[None]:
+    """Turn torch's error inside the `with` block into one that a user can act on.
+
+    Memory runs out between optimizer steps only: the state of the optimizer is allocated when it is built, and a step
+    works in place. So no weight is ever left half changed.
+
+    Args:
+        where: begins the message, such as "step 3, update".
+        recipe: whose options are named.
+        has_engine: whether there is a decoder, whose KV cache takes memory too.
+
+    Raises:
+        UpdateMemoryError: in place of `torch.OutOfMemoryError`.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        found = str(error).partition(" If reserved but unallocated")[0].strip()  # without hints for the allocator
+        advice = "".join(f"\n  {line}" for line in _advice(recipe, has_engine=has_engine))
+        raise UpdateMemoryError(
+            f"{where}: the device's memory is too small. {found}\n"
+            f"No weight was left half changed: the optimizer had not begun its step. What helps:{advice}"
+        ) from error
+
+
+def _advice(recipe: Recipe, *, has_engine: bool) -> Iterator[str]:
+    """Options that would lower the update's memory, what costs least first."""
+    longest = recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens
+    budget = recipe.train.micro_batch_tokens
+    if budget > longest:
+        yield (
+            f"train.micro_batch_tokens={max(longest, budget // 2)} (now {budget}; at least {longest}, the longest "
+            "sequence): fewer activations at a time; the gradient stays the same"
+        )
+    else:
+        yield "rollout.max_new_tokens lower: a micro-batch holds at least one whole sequence, and now no more"
+    if not recipe.model.gradient_checkpointing:
+        yield "model.gradient_checkpointing=true: layers are computed again instead of kept; a third more time"
+    if has_engine and recipe.rollout.kv_across_update != "release":
+        yield "rollout.kv_across_update=release: the KV cache's pages are given back for the update"
+        yield "rollout.kv_memory_share or rollout.kv_memory_gib lower: fewer pages, so fewer sequences at once"
+    if recipe.model.dtype == "float32":
+        yield "model.dtype=bfloat16, in a run of its own: half the activations, and no cast copies of the weights"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from srtrl.metrics import write_atomic
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
-from srtrl.model.weights import init_model
+from srtrl.model.weights import init_model, load_tokenizer
 from srtrl.recipe import Recipe, UpdatePlan, WarmStartSection
 from srtrl.rollout.packing import PackedBatch
 from srtrl.tasks.base import Task, load_task, task_texts
@@ -23,10 +23,9 @@ from srtrl.trainer import build
 from srtrl.trainer.checkpoint import save_policy, written_beside
 from srtrl.trainer.evaluate import EvalJob, EvalResult, held_out_prompts, run_evals
 from srtrl.trainer.optimizer import MasterWeightAdamW
-from srtrl.trainer.out_of_memory import explain_out_of_memory
 from srtrl.trainer.run_folder import RunProgress
 from srtrl.trainer.sampling import DataOrder
-from srtrl.trainer.update import response_logprobs, run_optimizer_steps
+from srtrl.trainer.update import explain_out_of_memory, response_logprobs, run_optimizer_steps
 from srtrl.types import Prompt, TrainSequence
 
 if TYPE_CHECKING:
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 
     from srtrl.model.transformer import Transformer
 
-END_OF_TEXT = "<|endoftext|>"
-"""The only special token of a trained tokenizer: ends a response, and pads."""
 TOKENIZER_PROBLEMS = 10_000
 """Most problems whose texts train a tokenizer, from the first; merges of a larger sample hardly differ."""
 
@@ -78,10 +75,10 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
     if recipe.eval.before_and_after:
         held_out_prompts(task, recipe)  # raises where there are none
     model = _model(recipe, section, tokenizer, accelerator.device)
-    solutions = SolutionStream(recipe, section, task, tokenizer)
+    batches = solution_batches(recipe, section, task, tokenizer)
     progress = progress if progress is not None else RunProgress("warm start", section.num_steps, plain_every=20)
     with progress:
-        losses = _fine_tune(recipe, section, model, accelerator, solutions, progress)
+        losses, num_overlong = _fine_tune(recipe, section, model, accelerator, batches, progress)
     end_ids = () if section.architecture is not None else build.response_end_ids(recipe.model.path, tokenizer)
     with written_beside(output) as temporary:
         save_policy(
@@ -92,15 +89,20 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
             dtype=build.DTYPES[section.save_dtype],
         )
     progress.say(f"saved {output}: loss {losses[-1]:.4f}")
-    if solutions.num_overlong:
-        progress.say(f"left out {solutions.num_overlong} draws: solution longer than rollout.max_new_tokens")
-    held_out = _evaluate(recipe, output) if recipe.eval.before_and_after else None
+    if num_overlong:
+        progress.say(f"left out {num_overlong} draws: solution longer than rollout.max_new_tokens")
+    held_out = None
+    if recipe.eval.before_and_after:  # of the saved weights, as RL will load them
+        saved = recipe.model.model_copy(update={"tokenizer": None})  # the one that was saved
+        job = EvalJob(name="warm start", recipe=recipe.model_copy(update={"model": saved}))
+        [outcome] = run_evals(str(output), [job])
+        held_out = outcome.result
     figures = held_out.metrics() if held_out is not None else {}
     every = max(1, len(losses) // 20)
     record = {  # no times, so that the same recipe writes the same file
         "recipe": recipe.model_dump(mode="json"),
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "num_overlong": solutions.num_overlong,
+        "num_overlong": num_overlong,
         "final_loss": losses[-1],
         "loss_by_step": {step: loss for step, loss in enumerate(losses, start=1) if step % every == 0},
         "held_out": {name: value for name, value in figures.items() if name != "time/eval"},
@@ -155,10 +157,10 @@ def _fine_tune(
     section: WarmStartSection,
     model: Transformer,
     accelerator: Accelerator,
-    solutions: SolutionStream,
+    batches: Iterator[tuple[list[TrainSequence], int]],
     progress: RunProgress,
-) -> list[float]:
-    """All optimizer steps; returns the loss of each.
+) -> tuple[list[float], int]:
+    """All optimizer steps; returns the loss of each, and the number of draws left out (see `solution_batches`).
 
     Where the weights have float32 masters, those are the model's at the end, so that `save_dtype` float32 saves what
     was learned to the last bit.
@@ -166,7 +168,7 @@ def _fine_tune(
     optimizer = build.make_optimizer(model, section, recipe)
     losses: list[float] = []
     for step in range(1, section.num_steps + 1):
-        batch = solutions.batch(section.batch_tokens)
+        batch, num_overlong = next(batches)
         metrics = supervised_step(model, optimizer, accelerator, batch, recipe, step)
         losses.append(metrics["loss"])
         progress.step(
@@ -176,7 +178,7 @@ def _fine_tune(
         )
     if isinstance(optimizer, MasterWeightAdamW):
         optimizer.hand_over_masters()
-    return losses
+    return losses, num_overlong
 
 
 def supervised_step(
@@ -229,13 +231,6 @@ def supervised_step(
         )
 
 
-def _evaluate(recipe: Recipe, output: Path) -> EvalResult:
-    """Held-out accuracy of the saved weights, as RL will load them."""
-    model = recipe.model.model_copy(update={"tokenizer": None})  # the one that was saved
-    [outcome] = run_evals(str(output), [EvalJob(name="warm start", recipe=recipe.model_copy(update={"model": model}))])
-    return outcome.result
-
-
 def solution_sequence(task: Task, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> TrainSequence:
     """Prompt, solution and end token; the solution is tokenised alone, so that the boundary is the one that RL sees.
 
@@ -255,87 +250,57 @@ def solution_sequence(task: Task, tokenizer: PreTrainedTokenizerBase, prompt: Pr
     )
 
 
-class SolutionStream:
-    """The endless stream of solutions of the first `warm_start.num_problems` training problems, in data order.
+def solution_batches(
+    recipe: Recipe, section: WarmStartSection, task: Task, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[list[TrainSequence], int]]:
+    """The solutions of the first `warm_start.num_problems` training problems, in data order and without end.
 
     A solution that no rollout could produce, for it has more than `rollout.max_new_tokens` tokens, is left out and
     counted. `warm_start.noise` is the share of a solution's tokens that are replaced by uniformly random ones.
+
+    Yields:
+        The next sequences that fit in `warm_start.batch_tokens` packed tokens, at least one; and the number of draws
+        left out so far.
+
+    Raises:
+        ValueError: a problem has no solution, or all of them are too long, or the tokenizer has no end token.
     """
-
-    def __init__(
-        self, recipe: Recipe, section: WarmStartSection, task: Task, tokenizer: PreTrainedTokenizerBase
-    ) -> None:
-        if tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has no end token (eos_token), so that none could be learned")
-        self._task = task
-        self._tokenizer = tokenizer
-        self._order = DataOrder(len(task.train_prompts[: section.num_problems]), recipe.seed)
-        self._max_new_tokens = recipe.rollout.max_new_tokens
-        self._noise = section.noise
-        self._random = np.random.default_rng((recipe.seed, 0x501))
-        self._position = 0
-        self.num_overlong = 0
-        """Draws left out so far."""
-        self._following = self._next()
-
-    def batch(self, num_tokens: int) -> list[TrainSequence]:
-        """The next sequences that fit in `num_tokens` packed tokens; at least one.
-
-        Raises:
-            ValueError: a problem has no solution, or all of them are too long.
-        """
-        sequences = [self._following]
-        used = len(self._following.token_ids)
-        self._following = self._next()
-        while used + len(self._following.token_ids) <= num_tokens:
-            sequences.append(self._following)
-            used += len(self._following.token_ids)
-            self._following = self._next()
-        return sequences
-
-    def _next(self) -> TrainSequence:
-        for _ in range(self._order.num_prompts):
-            prompt = self._task.train_prompts[self._order.prompt_of(self._position)]
-            self._position += 1
-            sequence = solution_sequence(self._task, self._tokenizer, prompt)
-            solution = sequence.token_ids[sequence.num_prompt_tokens :]
-            if len(solution) <= self._max_new_tokens:
-                if self._noise:
-                    chosen = self._random.random(len(solution)) < self._noise
-                    solution[chosen] = self._random.integers(0, len(self._tokenizer), int(chosen.sum()))
-                return sequence
-            self.num_overlong += 1
-        raise ValueError(f"every solution is longer than rollout.max_new_tokens ({self._max_new_tokens}): raise it")
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no end token (eos_token), so that none could be learned")
+    order = DataOrder(len(task.train_prompts[: section.num_problems]), recipe.seed)
+    random = np.random.default_rng((recipe.seed, 0x501))
+    max_new_tokens = recipe.rollout.max_new_tokens
+    batch: list[TrainSequence] = []
+    num_tokens = num_overlong = 0
+    for draw in count():
+        sequence = solution_sequence(task, tokenizer, task.train_prompts[order.prompt_of(draw)])
+        solution = sequence.token_ids[sequence.num_prompt_tokens :]
+        if len(solution) > max_new_tokens:
+            num_overlong += 1
+            if num_overlong == order.num_prompts == draw + 1:
+                raise ValueError(f"every solution is longer than rollout.max_new_tokens ({max_new_tokens}): raise it")
+            continue
+        if section.noise:
+            chosen = random.random(len(solution)) < section.noise
+            solution[chosen] = random.integers(0, len(tokenizer), int(chosen.sum()))
+        if batch and num_tokens + len(sequence.token_ids) > section.batch_tokens:
+            yield batch, num_overlong
+            batch, num_tokens = [], 0
+        batch.append(sequence)
+        num_tokens += len(sequence.token_ids)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
     """Train a byte-level BPE tokenizer that encodes any text and decodes it back to the same text.
 
-    All 256 bytes are tokens, so nothing is ever unknown; every digit is a token of its own, so that a small policy sees
-    numbers place by place. Merges are learned from `texts` alone; the result is the same for the same texts.
+    It is of the bundled tokenizer's kind: all 256 bytes are tokens, so nothing is ever unknown; every digit is a token
+    of its own, so that a small policy sees numbers place by place; the only special token, `<|endoftext|>`, ends a
+    response, and pads. Merges are learned from `texts` alone; the result is the same for the same texts.
 
     Args:
         texts: What to learn the merges from.
         vocab_size: Most tokens, the 256 bytes and the end token included; fewer where no pair is left to merge.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,
-    )
+    kind: Any = load_tokenizer("bundled:tiny")
+    tokenizer: PreTrainedTokenizerBase = kind.train_new_from_iterator(texts, vocab_size, show_progress=False)
+    return tokenizer
