@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import numpy as np
 
@@ -23,9 +23,13 @@ from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.trainer.checkpoint import (
     CRITIC_FOLDER,
+    MANIFEST,
     TrainerState,
+    check_prompts,
+    checkpoint_to_resume,
     latest_checkpoint,
     load_training_state,
+    prompts_digest,
     save_checkpoint,
 )
 from srtrl.trainer.credit import Credit, assign_credit, train_sequences, with_numbers
@@ -35,6 +39,7 @@ from srtrl.trainer.optimizer import gradient_bytes
 from srtrl.trainer.run_folder import (
     RunFolder,
     RunProgress,
+    StartFlags,
     check_run_folder,
     open_run_folder,
     run_path,
@@ -75,9 +80,7 @@ class TrainingResult:
     summary: RunSummary
 
 
-def run_training(
-    recipe: Recipe, *, resume: bool = False, overwrite: bool = False, progress: RunProgress | None = None
-) -> TrainingResult:
+def run_training(recipe: Recipe, *, progress: RunProgress | None = None, **flags: Unpack[StartFlags]) -> TrainingResult:
     """Train as the recipe says, into `<output_dir>/<name>`.
 
     Cheap checks come first: flags, trackers and task before any weight is loaded. The run's
@@ -85,9 +88,8 @@ def run_training(
 
     Args:
         recipe: Everything that decides the run.
-        resume: Continue from the last checkpoint of the run's folder; a run that is not there is begun.
-        overwrite: Delete the run's folder and begin again.
         progress: Where to report; bars or lines on standard output by default.
+        flags: How it begins; see `StartFlags`.
 
     Raises:
         ValueError: a mistake in the recipe, its data or the flags.
@@ -95,7 +97,7 @@ def run_training(
         KeyboardInterrupt: the second Ctrl-C.
     """
     progress = progress if progress is not None else RunProgress(recipe.name, recipe.train.num_steps)
-    with open_trainer(recipe, resume=resume, overwrite=overwrite, progress=progress) as trainer:
+    with open_trainer(recipe, progress=progress, **flags) as trainer:
         try:
             with long_lived_objects_left_alone():
                 trainer.train()
@@ -121,6 +123,9 @@ class Trainer:
         self.tokenizer = build.build_tokenizer(recipe)
         self.end_ids = build.response_end_ids(recipe.model.path, self.tokenizer)
         self.task = load_task(recipe, self.tokenizer)
+        self.prompts_sha256 = prompts_digest(self.task.train_prompts)
+        if checkpoint is not None:
+            check_prompts(checkpoint, self.prompts_sha256)
         has_eval = recipe.eval.before_and_after or recipe.eval.every_steps is not None
         self.eval_prompts = held_out_prompts(self.task, recipe) if has_eval else []
         self.accelerator = build.build_accelerator(recipe, run_path(recipe))
@@ -141,7 +146,8 @@ class Trainer:
             self.engine.drafter.load(checkpoint)
         self.engine.policy_version = state.policy_version
         self.step = state.step
-        self.kl_coefficient = state.kl_coefficient
+        is_adaptive = recipe.algorithm.kl.target is not None
+        self.kl_coefficient = state.kl_coefficient if is_adaptive else recipe.algorithm.kl.coefficient
         self.timer = StageTimer()
         self.interrupt = Interrupt(progress.say)
         self.grader = Grader(self.task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)
@@ -272,6 +278,7 @@ class Trainer:
                     policy_version=self.engine.policy_version,
                     num_draws=self.sampler.num_draws,
                     kl_coefficient=self.kl_coefficient,
+                    prompts_sha256=self.prompts_sha256,
                 ),
                 model=self.policy,
                 optimizer=self.optimizer,
@@ -297,19 +304,22 @@ class Trainer:
 
 
 @contextmanager
-def open_trainer(
-    recipe: Recipe, *, resume: bool = False, overwrite: bool = False, progress: RunProgress
-) -> Iterator[Trainer]:
+def open_trainer(recipe: Recipe, *, progress: RunProgress, **flags: Unpack[StartFlags]) -> Iterator[Trainer]:
     """Everything that a run needs, ready for its next step; see `run_training` for the arguments and errors."""
-    check_run_folder(recipe, resume=resume, overwrite=overwrite)
+    changes = check_run_folder(recipe, **flags)
     build.check_trackers(recipe.log.trackers)
     build.check_compiler(recipe)
     check_task(recipe)
-    checkpoint = latest_checkpoint(run_path(recipe) / "checkpoints") if resume else None
+    resume = flags.get("resume", False)
+    checkpoint = checkpoint_to_resume(run_path(recipe) / "checkpoints", flags.get("from_step")) if resume else None
     with ExitStack() as stack:
         trainer = Trainer(recipe, checkpoint, progress)
         stack.enter_context(trainer.grader)
-        run = trainer.run = stack.enter_context(open_run_folder(recipe, resume=resume, overwrite=overwrite))
+        if trainer.step > recipe.train.num_steps:
+            raise ValueError(
+                f"train.num_steps: {checkpoint} has done {trainer.step}; --checkpoint takes an earlier one"
+            )
+        run = trainer.run = stack.enter_context(open_run_folder(recipe, **flags))
         if run.checkpoint != checkpoint:
             raise ValueError(f"{run.path} has changed while the model was loading: another process trains there")
         trainer.accelerator.init_trackers(
@@ -321,6 +331,10 @@ def open_trainer(
         )
         counts = ", ".join(f"{name} {count:,}" for name, count in trainer.task.load_report.items())
         progress.say(f"task {recipe.task.name}: {counts}")
+        for change in changes:
+            progress.say(f"--change: {change}")
+        if checkpoint is not None and not (checkpoint / MANIFEST).is_file():
+            progress.say(f"{checkpoint} cannot be verified: an earlier version wrote it, without {MANIFEST}")
         if resume and checkpoint is None:
             progress.say(f"--resume: {run.path} has no checkpoint, starting from step 0")
         elif resume:
@@ -357,7 +371,7 @@ def how_to_resume(checkpoints: Path, error: Exception) -> str:
     else:
         advice = (
             "would continue from it with the same numbers and stop at the same place; to continue in another way, "
-            f"start {new_run}, for example with a lower train.learning_rate"
+            f"add --change train.learning_rate=LOWER, or start {new_run}"
         )
     return f"The last checkpoint is intact: {checkpoint}. --resume {advice}"
 
