@@ -180,7 +180,7 @@ def test_a_change_on_resume_holds_from_there_on(
         (["--checkpoint", 2, "--overwrite"], "--change and --checkpoint need --resume"),
         (["--resume", "--change", "train.num_epochs=1"], "--change: train.num_epochs cannot change within a run"),
         (["--resume", "--change", "train.learning_rate=-1"], "override `train.learning_rate=-1`"),
-        (["--resume", "--change", "train.num_steps=3"], "has done 4; --checkpoint takes an earlier one"),
+        (["--resume", "--change", "train.num_steps=3"], "4 are done; --checkpoint resumes from an earlier"),
         (["--resume", "train.learning_rate=0.1"], "train.learning_rate: the run has 0.01, now 0.1"),
         (["--resume", "--checkpoint", 3], "has no step_000003; there: step_000002, step_000004"),
     ],

@@ -104,14 +104,7 @@ def run_path(recipe: Recipe) -> Path:
     return Path(recipe.output_dir) / recipe.name
 
 
-def check_run_folder(
-    recipe: Recipe,
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-    changed: Collection[str] = (),
-    from_step: int | None = None,
-) -> list[str]:
+def check_run_folder(recipe: Recipe, **flags: Unpack[StartFlags]) -> list[str]:
     """Refuse what `open_run_folder` would refuse; changes nothing, so that it can run before anything else.
 
     Returns:
@@ -121,10 +114,11 @@ def check_run_folder(
         ValueError: flags that exclude each other; a folder that exists without any; `overwrite` of a folder that no run
             made, or of a link; `resume` with a recipe that would learn something else.
     """
-    folder = run_path(recipe)
+    folder, changed = run_path(recipe), flags.get("changed", ())
+    resume, overwrite = flags.get("resume", False), flags.get("overwrite", False)
     if resume and overwrite:
         raise ValueError("--resume and --overwrite exclude each other: continue the run, or begin it again")
-    if not resume and (changed or from_step is not None):
+    if not resume and (changed or flags.get("from_step") is not None):
         raise ValueError("--change and --checkpoint need --resume; a new run takes its values as SECTION.KEY=VALUE")
     if unsafe := sorted(set(changed).difference(CHANGEABLE_KEYS)):
         raise ValueError(f"--change: {unsafe[0]} cannot change within a run; these can: {', '.join(CHANGEABLE_KEYS)}")
@@ -238,11 +232,9 @@ def _check_same_run(old: Recipe, new: Recipe, folder: Path, changeable: Collecti
         (wanted if key in changeable else changed).append(f"{key}: the run has {before!r}, now {after!r}")
     if changed:
         raise ValueError(
-            f"--resume: the recipe differs from that of {folder / 'recipe.yaml'}, so the run would not continue as it "
-            "began:\n  "
+            f"--resume: the recipe differs from {folder / 'recipe.yaml'}; the run would not continue as it began:\n  "
             + "\n  ".join(changed)
-            + f"\nUndo the change (`srtrl train {folder} --resume` takes the run's own "
-            "recipe), see `srtrl train --help` for what --change can change, or start a run of its own with name=OTHER"
+            + f"\nUndo the change (`srtrl train {folder} --resume` does), use --change, or start a run with name=OTHER"
         )
     return wanted
 

@@ -316,9 +316,7 @@ def open_trainer(recipe: Recipe, *, progress: RunProgress, **flags: Unpack[Start
         trainer = Trainer(recipe, checkpoint, progress)
         stack.enter_context(trainer.grader)
         if trainer.step > recipe.train.num_steps:
-            raise ValueError(
-                f"train.num_steps: {checkpoint} has done {trainer.step}; --checkpoint takes an earlier one"
-            )
+            raise ValueError(f"train.num_steps: {trainer.step} are done; --checkpoint resumes from an earlier one")
         run = trainer.run = stack.enter_context(open_run_folder(recipe, **flags))
         if run.checkpoint != checkpoint:
             raise ValueError(f"{run.path} has changed while the model was loading: another process trains there")
