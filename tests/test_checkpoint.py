@@ -185,11 +185,15 @@ def test_resume_takes_the_folder_back_to_its_checkpoint(policy: Path, tmp_path: 
         for step in (0, 1, 2, 3):
             run.log.write(step, {"loss": 1.0})
             (rollouts / f"step_{step:06d}.parquet").touch()
+        mine = run.path / "analysis" / "step_000009.parquet"
+        mine.parent.mkdir()
+        mine.touch()
     with open_run_folder(recipe, resume=True) as run:
         assert run.checkpoint == run.checkpoints / "step_000002"
         assert [row["step"] for row in read_metrics(run.path / "metrics.jsonl")] == [0, 1, 2]
         assert sorted(path.name for path in rollouts.iterdir())[-1] == "step_000002.parquet"
         assert [path.name for path in run.checkpoints.iterdir()] == ["step_000002"]
+        assert mine.is_file()
 
 
 def test_resume_without_a_checkpoint_starts_again(tmp_path: Path) -> None:

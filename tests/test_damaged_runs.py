@@ -105,6 +105,8 @@ DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
     "rollouts": (write("rollouts/step_000004.parquet"), "step_000004.parquet", (REPORT, TRIE)),
     "cut rollouts": (cut("rollouts/step_000004.parquet"), "step_000004.parquet", (REPORT, TRIE)),
     "other rollouts": (write("rollouts/step_x.parquet"), "step_x.parquet", (TRAIN, REPORT, TRIE)),
+    "flipped rollouts": (flip("rollouts/step_000004.parquet"), "step_000004.parquet", (REPORT, TRIE)),
+    "no checkpoints": (lambda run: shutil.rmtree(run / "checkpoints"), "no checkpoint", (TRAIN, EVAL)),
     "timeline": (write("timeline/step_000004.parquet"), "timeline/step_000004.parquet", (REPORT,)),
     "recipe": (write("recipe.yaml"), "recipe.yaml", (TRAIN, *READERS, EVAL)),
     "cut recipe": (cut("recipe.yaml"), "recipe.yaml", (TRAIN, *READERS, EVAL)),

@@ -68,6 +68,6 @@ def read_rollouts(path: Path, columns: Sequence[str] | None = None, *, prompt_id
 
     filters = None if prompt_id is None else [("prompt_id", "=", prompt_id)]
     try:
-        return pyarrow.parquet.read_table(path, columns=columns, filters=filters)
+        return pyarrow.parquet.read_table(path, columns=columns, filters=filters, page_checksum_verification=True)
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: cannot read these rollouts: {error}") from error
+        raise ValueError(f"{path}: cannot read these rollouts: {str(error).partition(chr(10))[0]}") from error

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from srtrl.engine.stats import DecodeStep
-from srtrl.metrics import MetricLog, sync_folder, write_atomic
+from srtrl.metrics import MetricLog, read_metrics, sync_folder, write_atomic
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import dump_recipe, load_recipe
 from srtrl.trainer.build import choose_device, is_deterministic
@@ -133,17 +133,13 @@ def check_run_folder(recipe: Recipe, **flags: Unpack[StartFlags]) -> list[str]:
         )
     if all(path.name.startswith(".") for path in folder.iterdir()):  # a run killed at its start left a lock
         return []
+    if resume:
+        return _check_resume(folder, recipe, changed)
     lock = folder / ".lock"
-    if overwrite:
-        if folder.is_symlink() or not lock.is_file() or lock.read_bytes() != MARK:
-            reason = "is a link" if folder.is_symlink() else "has no mark of srtrl (as in runs of earlier versions)"
-            raise ValueError(f"--overwrite: {folder} {reason}; delete it yourself if you wish, or take another name")
-        return []
-    if not (lock.is_file() and (folder / "recipe.yaml").is_file()):
-        raise ValueError(f"--resume: {folder} holds no recipe.yaml or no .lock, so it is not a run; take another name")
-    if files := [folder / name for name in FOLDERS if (folder / name).is_file()]:
-        raise ValueError(f"--resume: {files[0]} is a file; expected a folder of the run: move it away")
-    return _check_same_run(load_recipe(folder / "recipe.yaml"), recipe, folder, changed)
+    if folder.is_symlink() or not lock.is_file() or lock.read_bytes() != MARK:
+        reason = "is a link" if folder.is_symlink() else "has no mark of srtrl (as in runs of earlier versions)"
+        raise ValueError(f"--overwrite: {folder} {reason}; delete it yourself if you wish, or take another name")
+    return []
 
 
 @contextmanager
@@ -201,12 +197,29 @@ def _delete_outputs(folder: Path) -> None:
 
 def _drop_later_files(folder: Path, step: int) -> None:
     """Delete what the steps after `step` wrote, and the end-of-run files."""
-    for file in folder.glob("*/step_*.parquet"):
+    for file in chain.from_iterable((folder / name).glob("step_*.parquet") for name in FOLDERS):
         if step_of(file) > step:
             file.unlink()
     for name in ("summary.json", "report.html"):
         (folder / name).unlink(missing_ok=True)
     sync_folder(folder)
+
+
+def _check_resume(folder: Path, recipe: Recipe, changed: Collection[str]) -> list[str]:
+    """See `check_run_folder`."""
+    if not ((folder / ".lock").is_file() and (folder / "recipe.yaml").is_file()):
+        raise ValueError(f"--resume: {folder} holds no recipe.yaml or no .lock, so it is not a run; take another name")
+    if files := [folder / name for name in FOLDERS if (folder / name).is_file()]:
+        raise ValueError(f"--resume: {files[0]} is a file; expected a folder of the run: move it away")
+    old, log = load_recipe(folder / "recipe.yaml"), folder / "metrics.jsonl"
+    if log.is_file() and latest_checkpoint(folder / "checkpoints") is None:
+        num_steps = max([0, *(row["step"] for row in read_metrics(log))])
+        if num_steps > old.train.checkpoint_every:  # no run comes so far without one
+            raise ValueError(
+                f"--resume: {folder / 'checkpoints'} holds no checkpoint of this run of {num_steps} steps: restore one "
+                "from a copy, or begin again with --overwrite"
+            )
+    return _check_same_run(old, recipe, folder, changed)
 
 
 def _check_same_run(old: Recipe, new: Recipe, folder: Path, changeable: Collection[str]) -> list[str]:
@@ -318,7 +331,7 @@ def read_timeline(path: Path) -> list[DecodeStep]:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(path)
+        table = pyarrow.parquet.read_table(path, page_checksum_verification=True)
         return [DecodeStep(**row) for row in table.select(list(TIMELINE_COLUMNS)).to_pylist()]
     except (pyarrow.ArrowException, OSError, KeyError) as error:
         raise ValueError(f"{path}: cannot read this timeline: {error}; expected a file of a run's timeline/") from error
@@ -332,7 +345,8 @@ def _write_table(path: Path, rows: Sequence[Mapping[str, object]], columns: Mapp
     types = {"list<int32>": pyarrow.list_(pyarrow.int32()), "list<float>": pyarrow.list_(pyarrow.float32())}
     schema = pyarrow.schema([(name, types.get(kind, kind)) for name, kind in columns.items()])
     sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), sink, compression="zstd")
+    table = pyarrow.Table.from_pylist(rows, schema=schema)
+    pyarrow.parquet.write_table(table, sink, compression="zstd", write_page_checksum=True)
     write_atomic(path, sink.getvalue().to_pybytes())
 
 
