@@ -58,6 +58,7 @@ from srtrl.trainer.update import (
     UpdateMemoryError,
     compute_logprobs,
     explain_out_of_memory,
+    needs_pass,
     next_kl_coefficient,
     update_policy,
 )
@@ -182,7 +183,7 @@ class Trainer:
         self.checkpoint_if_due()
 
     def assign_credit(self, step: int, rollouts: StepRollouts) -> Credit:
-        """Advantages of the kept samples; with a reference also its log-probs, with a critic its values."""
+        """Advantages of the kept samples; with the log-probs and values that the recipe needs."""
         if not rollouts.kept:
             return Credit(sequences=[], advantages={}, sampled_kl=None, metrics={})
         sequences = train_sequences(rollouts.kept)
@@ -190,6 +191,10 @@ class Trainer:
             with self._stage("reference", step):
                 ref_logprobs = compute_logprobs(self.reference, sequences, self.accelerator, self.recipe)
             sequences = with_numbers(sequences, "ref_logprobs", ref_logprobs)
+        if self.recipe.algorithm.old_logprobs == "recompute":
+            with self._stage("old_logprobs", step):
+                old_logprobs = compute_logprobs(self.policy, sequences, self.accelerator, self.recipe)
+            sequences = with_numbers(sequences, "old_logprobs", old_logprobs)
         if self.critic is not None:
             with self._stage("values", step):
                 where = f"step {step}"
@@ -209,7 +214,7 @@ class Trainer:
             step=step,
             kl_coefficient=self.kl_coefficient,
         )
-        num_tokens = sum(len(sequence.token_ids) for sequence in credit.sequences)
+        num_tokens = sum(len(one.token_ids) for one in credit.sequences if needs_pass(one, recipe))
         metrics["tokens/update"] = recipe.train.num_epochs * num_tokens
         if recipe.algorithm.kl.target is not None:
             metrics["kl/coefficient"] = self.kl_coefficient
@@ -252,7 +257,8 @@ class Trainer:
 
     def log(self, metrics: Mapping[str, float], credit: Credit) -> None:
         """One row of `metrics.jsonl`, the trackers, and a line for people; the row is on disk when this returns."""
-        num_flops = update_flops(self.recipe, self.policy.config, credit.sequences)
+        computed = [sequence for sequence in credit.sequences if needs_pass(sequence, self.recipe)]
+        num_flops = update_flops(self.recipe, self.policy.config, computed)
         timed = time_metrics(self.timer.take(), metrics, num_flops, peak_tflops=self.recipe.train.peak_tflops)
         row = {**metrics, **timed, **memory_metrics(self.policy.device)}
         self._write_row(row)
