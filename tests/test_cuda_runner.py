@@ -153,19 +153,6 @@ def test_logits_go_through_small_buffers(monkeypatch: pytest.MonkeyPatch, is_fil
     samples.check_step([0, 1, 2], random_trees(np.random.default_rng(0), [4, 0, 2]), filters=keep_all)
 
 
-def test_the_rest_of_a_step_that_nobody_waited_for_is_not_the_next_ones_time() -> None:
-    runner, samples = graphed_samples()
-    prepared = []
-    for _ in range(4):
-        samples.step()
-        prepared.append(runner.was_prepared)
-        samples.prefill()
-    assert prepared == [False] * 4
-    samples.step()
-    samples.step()
-    assert runner.was_prepared
-
-
 def test_deterministic_mode_and_a_missing_triton_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Transformer(runner_policy().config, torch.float32, "meta")  # no CPU
     with pytest.raises(ValueError, match=r"rollout.deterministic: true .* CPU"):

@@ -509,27 +509,3 @@ def test_drafts_that_come_to_pay_are_found(quality: float) -> None:
     world.run(control, 1500)
     assert world.run(control, 100) > 0.95 * world.best_fixed_rate()
     assert world.num_drafted > 90
-
-
-def test_a_floor_that_leaves_no_node_falls_until_it_leaves_some() -> None:
-    """Scores become lower than the floor that high ones have set: the drafter must not fall silent for good."""
-    control = control_of(StepCost(points=[(1, 1.0), (2, 1.0), (3, 2.0), (400, 300.0)]))
-    for _ in range(2):
-        control.max_nodes(1, 8)
-        control.record(
-            trees=DraftTrees.empty(1),
-            num_accepted=np.zeros(1, np.int64),
-            num_sequences=1,
-            num_rows=1,
-            drafted=True,
-            draft_seconds=1.0,
-            seconds=1.0,
-        )
-    assert control.choose(chains(np.array([[0.9, 0.1]])), 1, 0).tolist() == [1]
-    assert control.score_floor(1) == pytest.approx(FLOOR_SHARE * 0.9)
-    num_silent = 0
-    while control.score_floor(1) > 0.1:
-        assert control.choose(DraftTrees.empty(1), 1, 0).tolist() == [0]
-        num_silent += 1
-    assert num_silent <= 4
-    assert control.choose(chains(np.array([[0.1]])), 1, 0).tolist() == [1]
