@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import KERNEL_DEVICE
-from runner_cases import Samples, cuda_runner, runner_policy, use_reference
-from step_cases import random_trees
+from runner_cases import Samples, cuda_runner, random_trees, runner_policy, use_reference
 
 from srtrl.bench.shapes import SHAPES
 from srtrl.engine import cuda_runner as cuda_runner_module

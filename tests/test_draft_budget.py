@@ -10,8 +10,9 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runner_cases import random_tree
 
-from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
+from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.draft_budget import (
     AUTO_SLOWDOWN,
     CHECK_EVERY,
@@ -144,13 +145,7 @@ def scored_trees(random: np.random.Generator, num_trees: int, most_nodes: int, l
     for _ in range(num_trees):
         size = int(random.integers(0, most_nodes + 1))
         scores = random.integers(0, levels + 1, size) / levels if levels else random.random(size)
-        trees.append(
-            DraftTree(
-                token_ids=np.arange(size, dtype=np.int32),
-                parents=np.array([random.integers(ROOT, node) for node in range(size)], np.int32),
-                scores=-np.sort(-scores).astype(np.float32),
-            )
-        )
+        trees.append(replace(random_tree(random, size), scores=-np.sort(-scores).astype(np.float32)))
     return DraftTrees.of(trees)
 
 
