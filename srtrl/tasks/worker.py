@@ -10,16 +10,15 @@ import os
 import resource
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from numbers import Real
-from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from srtrl.resolve import describe_error
 from srtrl.tasks.reward_input import RewardInput
 
 MEMORY_LIMIT_BYTES = 4 * 1024**3
@@ -73,14 +72,6 @@ class Caught(AbstractContextManager["Caught"]):
     ) -> bool:
         self.error = error if isinstance(error, Exception) else None
         return self.error is not None
-
-
-def describe_error(error: Exception) -> str:
-    """One line: the exception, and the place in the user's code that raised it."""
-    text = " ".join("".join(traceback.format_exception_only(error)).split())
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""
-    return (text if len(text) <= 300 else text[:297] + "...") + place
 
 
 def check_reward(name: str, value: object) -> float:
