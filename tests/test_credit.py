@@ -285,7 +285,12 @@ def test_whitening_comes_before_overlong_filtering() -> None:
 
 def test_nothing_may_be_left_by_overlong_filtering() -> None:
     credit = credit_of([group(0, [1.0, 0.0], cut=[0, 1])], algorithm__overlong_filtering=True)
-    assert credit == Credit(sequences=[], advantages={}, sampled_kl=None, metrics={"groups/zero_advantage_share": 0.0, "samples/overlong_dropped": 2})
+    assert credit == Credit(
+        sequences=[],
+        advantages={},
+        sampled_kl=None,
+        metrics={"groups/zero_advantage_share": 0.0, "samples/overlong_dropped": 2},
+    )
 
 
 def test_groups_without_any_advantage_are_counted() -> None:

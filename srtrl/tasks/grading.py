@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from srtrl.recipe import GradingSection, RewardSection
+from srtrl.resolve import describe_error
 from srtrl.tasks.base import Task
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.reward_terms import Reward, check_importable, is_isolated, resolve_rewards
@@ -24,7 +25,6 @@ from srtrl.tasks.worker import (
     InvalidRewardError,
     IsolatedFunctions,
     check_reward,
-    describe_error,
 )
 from srtrl.tasks.worker_pool import WorkerPool
 from srtrl.types import FinishReason, Grade, Prompt

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, get_args
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import Collector, OnProgress, collect_rollouts
-from srtrl.tasks.base import Task, check_task, load_task
+from srtrl.tasks.base import Task, load_task
 from srtrl.tasks.final_answer import extractor
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
@@ -254,8 +254,6 @@ def run_evals(
     recipes = [
         job.recipe.model_copy(update={"model": job.recipe.model.model_copy(update={"path": model})}) for job in jobs
     ]
-    for recipe in recipes:
-        check_task(recipe)
     base = max(recipes, key=lambda one: one.rollout.max_prompt_tokens + one.rollout.max_new_tokens)
     set_cpu_threads(base.num_threads)
     tokenizer = build.build_tokenizer(base)

@@ -18,7 +18,7 @@ import numpy as np
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import StageTimer
-from srtrl.tasks.base import check_task, load_task
+from srtrl.tasks.base import load_task
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.trainer.checkpoint import (
@@ -81,8 +81,8 @@ def run_training(
 ) -> TrainingResult:
     """Train as the recipe says, into `<output_dir>/<name>`.
 
-    Cheap checks come first: flags, trackers and task before any weight is loaded. The run's
-    folder is touched last, so that a run which cannot start neither leaves one behind nor deletes one.
+    Cheap checks come first: flags, trackers and task before any weight is loaded. The run's folder is touched last, so
+    that a run which cannot start neither leaves one behind nor deletes one.
 
     Args:
         recipe: Everything that decides the run.
@@ -310,7 +310,6 @@ def open_trainer(
     check_run_folder(recipe, resume=resume, overwrite=overwrite)
     build.check_trackers(recipe.log.trackers)
     build.check_compiler(recipe)
-    check_task(recipe)
     checkpoint = latest_checkpoint(run_path(recipe) / "checkpoints") if resume else None
     with ExitStack() as stack:
         trainer = Trainer(recipe, checkpoint, progress)
