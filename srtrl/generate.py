@@ -70,6 +70,7 @@ def command(
     import torch
 
     from srtrl.engine.engine import Engine, EngineOptions
+    from srtrl.engine.warm_up import COMPILE_MESSAGE
     from srtrl.model.weights import end_token_ids, load_model, load_tokenizer, read_config
     from srtrl.rollout.collect import response_text, sample_requests
 
@@ -92,6 +93,7 @@ def command(
         kv_memory_share=KV_SHARE,
     )
     engine = Engine(policy, options, tokenizer=tokenizer, drafter=built_drafter)
+    engine.warm_up(lambda number, _: print(COMPILE_MESSAGE, file=sys.stderr) if number == 1 else None)
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -172,3 +172,10 @@ def make_group(
             )
         )
     return RolloutGroup(prompt=prompt, draw_index=draw_index, rollouts=rollouts)
+
+
+def graded(grades: Sequence[Grade]) -> RolloutGroup:
+    """A group of samples with these grades."""
+    group = make_group(0, ["wrong"] * len(grades))
+    rollouts = [replace(one, grade=grade) for one, grade in zip(group.rollouts, grades, strict=True)]
+    return replace(group, rollouts=rollouts)

@@ -4,8 +4,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from numba import njit
+from numba.core import event
+
+from srtrl.engine.warm_up import CompileListener
 
 CHECK = """
 import sys
@@ -65,3 +70,18 @@ def test_a_rollout_compiles_nothing(drafter: str) -> None:
     environment = os.environ | {"PYTHONPATH": path}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_kernels_are_counted_as_they_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, also for several types of arguments; functions that are not ours are not."""
+    ours = njit(lambda x: x + 1)
+    others = njit(lambda x: x + 2)
+    second = njit(lambda x: ours(x) + others(x))
+    monkeypatch.setitem(sys.modules, "srtrl.own", SimpleNamespace(ours=ours, second=second))
+    seen: list[tuple[int, int]] = []
+    with event.install_listener("numba:compile", CompileListener(lambda *numbers: seen.append(numbers))):
+        assert (second(1), second(1.5), ours(2)) == (5, 6.0, 3)
+        first = list(seen)
+        second(1)
+    assert [number for number, _ in first] == [1, 2]
+    assert seen == first

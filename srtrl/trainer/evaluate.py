@@ -235,7 +235,11 @@ class EvalOutcome:
 
 
 def run_evals(
-    model: str, jobs: Sequence[EvalJob], *, on_progress: Callable[[str, int, int], None] = lambda *_: None
+    model: str,
+    jobs: Sequence[EvalJob],
+    *,
+    on_progress: Callable[[str, int, int], None] = lambda *_: None,
+    on_compile: OnProgress = lambda *_: None,
 ) -> Iterator[EvalOutcome]:
     """Evaluate the policy `model` on each job, with one decoder; an outcome as soon as its job is done.
 
@@ -247,6 +251,7 @@ def run_evals(
         jobs: At least one.
         on_progress: Called after each completion, with the job's name, the number of completions so far and of those
             that are requested.
+        on_compile: See `Engine.warm_up`.
 
     Raises:
         ValueError: the model or a task cannot be loaded, or a task has no held-out problems.
@@ -261,6 +266,7 @@ def run_evals(
     prompts = [held_out_prompts(task, recipe) for task, recipe in zip(tasks, recipes, strict=True)]
     policy = build.build_policy(base, model, build.choose_device(base))
     engine = build.build_engine(base, policy, tokenizer)
+    engine.warm_up(on_compile)
     for job, recipe, task, problems in zip(jobs, recipes, tasks, prompts, strict=True):
         with Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens) as grader:
             show = functools.partial(on_progress, job.name)

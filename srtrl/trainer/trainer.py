@@ -158,6 +158,8 @@ class Trainer:
             KeyboardInterrupt: the second interrupt.
         """
         with self.interrupt, self.progress:
+            with self._stage("compile", self.step):
+                self.engine.warm_up(self.progress.compiling)
             if self.step == 0 and self.recipe.eval.before_and_after:
                 self._write_row(self.evaluate("before training").metrics())
             while self.step < self.recipe.train.num_steps and not self.interrupt.requested:
@@ -270,6 +272,7 @@ class Trainer:
         is_last = self.step == train.num_steps or self.interrupt.requested
         if not is_last and self.step % train.checkpoint_every != 0:
             return
+        self.progress.stage("checkpoint")
         with self.timer.stage("checkpoint"):  # counted in the next row: this step's row precedes its checkpoint
             save_checkpoint(
                 self.run.checkpoints,
@@ -294,7 +297,8 @@ class Trainer:
 
     @contextmanager
     def _stage(self, name: str, step: int) -> Iterator[None]:
-        """Time a stage, and say what helps where it runs out of the device's memory."""
+        """Show and time a stage, and say what helps where it runs out of the device's memory."""
+        self.progress.stage(name)
         with self.timer.stage(name), explain_out_of_memory(f"step {step}, {name}", self.recipe):
             yield
 
@@ -314,6 +318,7 @@ def open_trainer(
     with ExitStack() as stack:
         trainer = Trainer(recipe, checkpoint, progress)
         stack.enter_context(trainer.grader)
+        trainer.grader.try_rewards(trainer.task.train_prompts[0])
         run = trainer.run = stack.enter_context(open_run_folder(recipe, resume=resume, overwrite=overwrite))
         if run.checkpoint != checkpoint:
             raise ValueError(f"{run.path} has changed while the model was loading: another process trains there")
