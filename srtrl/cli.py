@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from srtrl import __version__, generate
+from srtrl import __version__, complete
 from srtrl.bench.replay import replay
 from srtrl.checks import build_checked
 from srtrl.evaluation import command as evaluation
@@ -148,7 +148,7 @@ def warm_start(recipe: RecipePath, overrides: Overrides = None, overwrite: Overw
 
 
 app.command("eval")(evaluation.command)
-app.command("generate")(generate.command)
+app.command("generate")(complete.command)
 
 
 @app.command(

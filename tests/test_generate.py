@@ -1,6 +1,9 @@
 """`srtrl generate`: order, reproducibility, and prompts that cannot be served beside those that can."""
 
 import json
+import re
+import shutil
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,10 @@ from bench_cases import write_rows
 from tiny_run import VOCAB_SIZE, make_policy
 from typer.testing import CliRunner, Result
 
+from srtrl import generate
 from srtrl.cli import app
 from srtrl.model.weights import load_tokenizer
+from srtrl.rollout.recorded import read_recorded
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +40,9 @@ def test_rows_are_in_order_whole_and_the_same_at_any_number_of_slots(policy: Pat
     expected = list(product(("p5", "p1", "p3"), range(3)))
     assert [(row["prompt_id"], row["sample_index"]) for row in found] == expected
     for row in found:
-        assert set(row) == {"prompt_id", "sample_index", "token_ids", "text", "logprobs", "finish_reason"}
+        assert set(row) == {
+            *("prompt_id", "sample_index", "prompt_token_ids", "token_ids", "text", "logprobs", "finish_reason")
+        }
         assert len(row["token_ids"]) == len(row["logprobs"]) <= 12
         assert all(value < 0 for value in row["logprobs"])
         assert row["finish_reason"] == ("length" if len(row["token_ids"]) == 12 else "stop")
@@ -128,3 +135,24 @@ def test_a_cache_of_another_models_rollouts_is_refused(policy: Path, tmp_path: P
     result, rows = run(policy, "--prompt-ids", "5,6", "--cache", cache, "--drafter", "suffix")
     assert (result.exit_code, rows) == (2, [])
     assert f"token id {VOCAB_SIZE} is not in the model's vocabulary of {VOCAB_SIZE}" in result.stderr
+
+
+def test_rows_of_a_run_are_what_python_returns_and_what_cache_and_replay_read(policy: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(policy, folder / "checkpoints" / "step_000003")
+    shutil.copy(policy / "config.json", folder / "recipe.yaml")  # there; what it says is not read
+    flags = ("--prompt", "12+30=", "--prompt-ids", "5,6,7", "--samples", 2, "--max-new-tokens", 12)
+    _, rows = run(folder, *flags)
+    assert rows == run(policy, *flags)[1]
+    found = generate(str(folder), ["12+30=", [5, 6, 7]], num_samples=2, max_new_tokens=12)
+    kept = ("text", "token_ids", "logprobs", "finish_reason")
+    assert [{name: row[name] for name in kept} for row in rows] == [asdict(one) for group in found for one in group]
+    recorded = write_rows(tmp_path / "rows.jsonl", *rows)
+    prompts = read_recorded(recorded, tokenizer=None, max_tokens=100).prompts()
+    assert [prompt.prompt_token_ids for prompt in prompts] == [tuple(rows[0]["prompt_token_ids"]), (5, 6, 7)]
+    assert [sample.tolist() for prompt in prompts for sample in prompt.samples] == [row["token_ids"] for row in rows]
+    result, again = run(policy, *flags, "--cache", recorded)
+    assert (again, "rollouts of 2 of the 2 prompts" in result.stderr) == (rows, True)
+    for prompts_given, message in (([""], "prompts[0]: the prompt is empty"), ([], "prompts: there is none")):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            generate(str(policy), prompts_given)

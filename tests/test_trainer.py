@@ -4,7 +4,7 @@ import io
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ from rich.console import Console
 from tiny_run import learned_rows, make_recipe, train
 from torch import Tensor
 
+import srtrl
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.metrics import read_metrics
 from srtrl.recipe import Recipe
+from srtrl.recipe_file import dump_recipe
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.trainer import build, sampling, trainer
 from srtrl.trainer.evaluate import EvalJob, resolve_eval_source, run_evals
@@ -308,6 +310,21 @@ def test_a_run_that_cannot_start_deletes_nothing(
     with pytest.raises(ValueError, match=message):
         train(make_recipe(policy, tmp_path / "new", **changes))
     assert not (tmp_path / "new").exists(), "nothing is left that would be in the way of the next run"
+
+
+# --- From Python ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_from_python_has_the_commands_checks_and_a_callback_for_each_step(policy: Path, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(dump_recipe(make_recipe(policy, tmp_path, eval__before_and_after=False)), encoding="utf-8")
+    with pytest.raises(ValueError, match="train.num_step: unknown key, did you mean `num_steps`"):
+        srtrl.load_recipe(file, ["train.num_step=3"])
+    seen: list[tuple[int, Mapping[str, float]]] = []
+    result = srtrl.train(srtrl.load_recipe(file), on_step=lambda *step: seen.append(step))
+    rows = read_metrics(result.folder / "metrics.jsonl")
+    assert [{"step": step} | dict(row) for step, row in seen] == rows
+    assert len(rows) == 2
 
 
 # --- Progress ---------------------------------------------------------------------------------------------------------

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 from numba import njit
-from numba.core import event
 
-from srtrl.engine.warm_up import CompileListener
+from srtrl.engine.warm_up import reporting_compilation
 
 CHECK = """
 import sys
@@ -79,7 +78,7 @@ def test_kernels_are_counted_as_they_are_compiled(monkeypatch: pytest.MonkeyPatc
     second = njit(lambda x: ours(x) + others(x))
     monkeypatch.setitem(sys.modules, "srtrl.own", SimpleNamespace(ours=ours, second=second))
     seen: list[tuple[int, int]] = []
-    with event.install_listener("numba:compile", CompileListener(lambda *numbers: seen.append(numbers))):
+    with reporting_compilation(lambda *numbers: seen.append(numbers)):
         assert (second(1), second(1.5), ours(2)) == (5, 6.0, 3)
         first = list(seen)
         second(1)

@@ -5,7 +5,6 @@ from functools import partial
 from importlib.util import find_spec
 
 import numpy as np
-from numba.core import event
 
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import DraftTrees, check_trees
@@ -28,7 +27,7 @@ from srtrl.engine.scheduler import ScheduledStep, Scheduler
 from srtrl.engine.stats import DecodeStep, EngineStats, StageClock
 from srtrl.engine.stopping import Tokenizer
 from srtrl.engine.verify import AT_LENGTH, GOES_ON, Verified, plan_moves, verify
-from srtrl.engine.warm_up import CompileListener, warm_up_kernels
+from srtrl.engine.warm_up import reporting_compilation, warm_up_kernels
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.transformer import Transformer
 from srtrl.types import Completion, Purpose, Request
@@ -454,14 +453,11 @@ class Engine:
     def warm_up(self, on_compile: Callable[[int, int], None] = lambda *_: None) -> None:
         """Once: compile (or load) all kernels, and measure the cost of a step where drafts are budgeted by it.
 
-        The first rollout does so by itself; who wants to show it calls it before.
-
-        Args:
-            on_compile: Called with the number of CPU kernels compiled so far, and of all, where any must be compiled.
+        The first rollout does so by itself. `on_compile` gets the number of CPU kernels compiled so far, and of all.
         """
         if not self._is_warm:
             self._is_warm = True
-            with event.install_listener("numba:compile", CompileListener(on_compile)):
+            with reporting_compilation(on_compile):
                 self._warm_up()
 
     def _warm_up(self) -> None:

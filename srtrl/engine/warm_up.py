@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import numpy as np
 from numba.core import event
@@ -36,14 +37,17 @@ def warm_up_kernels() -> None:
 COMPILE_MESSAGE = "compiling CPU kernels: once for this installation, half a minute to two minutes"
 
 
-class CompileListener(event.Listener):
-    """Counts the kernels of srtrl as Numba compiles them; none where its cache on the disk has all of them.
+def reporting_compilation(on_compile: Callable[[int, int], None]) -> AbstractContextManager[None]:
+    """Call `on_compile` with the number of srtrl's kernels compiled so far, and of all, whenever Numba begins another.
 
-    To be used with `numba.core.event.install_listener("numba:compile", listener)`.
+    Not at all where Numba's cache on the disk has all of them.
     """
+    installed: AbstractContextManager[None] = event.install_listener("numba:compile", _CompileListener(on_compile))
+    return installed
 
+
+class _CompileListener(event.Listener):
     def __init__(self, on_compile: Callable[[int, int], None]) -> None:
-        """`on_compile` gets the number of kernels begun so far, and that of all."""
         self._on_compile = on_compile
         modules = [vars(module) for name, module in list(sys.modules.items()) if name.startswith("srtrl.")]
         self._kernels = {value for names in modules for value in names.values() if isinstance(value, CPUDispatcher)}

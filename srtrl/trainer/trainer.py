@@ -77,7 +77,12 @@ class TrainingResult:
 
 
 def run_training(
-    recipe: Recipe, *, resume: bool = False, overwrite: bool = False, progress: RunProgress | None = None
+    recipe: Recipe,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: RunProgress | None = None,
+    on_step: Callable[[int, Mapping[str, float]], None] = lambda *_: None,
 ) -> TrainingResult:
     """Train as the recipe says, into `<output_dir>/<name>`.
 
@@ -89,6 +94,7 @@ def run_training(
         resume: Continue from the last checkpoint of the run's folder; a run that is not there is begun.
         overwrite: Delete the run's folder and begin again.
         progress: Where to report; bars or lines on standard output by default.
+        on_step: Called after each step with its number and its row of `metrics.jsonl`.
 
     Raises:
         ValueError: a mistake in the recipe, its data or the flags.
@@ -97,6 +103,7 @@ def run_training(
     """
     progress = progress if progress is not None else RunProgress(recipe.name, recipe.train.num_steps)
     with open_trainer(recipe, resume=resume, overwrite=overwrite, progress=progress) as trainer:
+        trainer.on_step = on_step
         try:
             with long_lived_objects_left_alone():
                 trainer.train()
@@ -112,6 +119,8 @@ class Trainer:
 
     run: RunFolder
     """Set by `open_trainer`, once everything else is loaded."""
+    on_step: Callable[[int, Mapping[str, float]], None] = staticmethod(lambda *_: None)
+    """Called after each step with its number and its row of `metrics.jsonl`."""
 
     def __init__(self, recipe: Recipe, checkpoint: Path | None, progress: RunProgress) -> None:
         """Load the task, then the weights, and start at `checkpoint`; None starts a new run."""
@@ -265,6 +274,7 @@ class Trainer:
         row = {**metrics, **timed, **memory_metrics(self.policy.device)}
         self._write_row(row)
         self.progress.step(self.step, describe_step(row))
+        self.on_step(self.step, row)
 
     def checkpoint_if_due(self) -> None:
         """Write a checkpoint where the recipe wants one, after the last step, and when the run is to end."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,12 +13,13 @@ import typer
 
 from srtrl.recipe_file import SURROGATE
 from srtrl.tasks.rows import Row, RowError, RowSource, parse_row, read_rows
-from srtrl.types import Completion, Prompt, Request, SamplingParams
+from srtrl.types import Completion, FinishReason, Prompt, Request, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from srtrl.drafters.base import DrafterBase
+    from srtrl.engine.engine import Engine
 
 KV_SHARE = 0.85
 """Of a CUDA device's free memory, the part for pages: there is no update to leave room for, but logits are large."""
@@ -27,7 +29,10 @@ MAX_TOKENS = 1 << 30
 
 def command(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Hugging Face folder, hub name, `bundled:tiny`, or a checkpoint.")
+        str,
+        typer.Argument(
+            metavar="MODEL_OR_RUN", help="Hugging Face folder, hub name, `bundled:tiny`, or a run's folder."
+        ),
     ],
     *,
     prompts: Annotated[
@@ -67,33 +72,27 @@ def command(
     Rows are printed in the order of the prompts, each as soon as those before it are. A prompt that cannot be served is
     named on standard error, the others are completed, and the exit code is 2.
     """
-    import torch
-
-    from srtrl.engine.engine import Engine, EngineOptions
-    from srtrl.engine.warm_up import COMPILE_MESSAGE
-    from srtrl.model.weights import end_token_ids, load_model, load_tokenizer, read_config
+    from srtrl.model.weights import end_token_ids, load_tokenizer
     from srtrl.rollout.collect import response_text, sample_requests
 
     rows = _given_rows(prompts, prompt or (), prompt_ids or ())
-    config, tokenizer = read_config(model), load_tokenizer(model)
+    model = _model_of(model)
+    tokenizer = load_tokenizer(model)
     readable = list(_read_prompts(rows, tokenizer, chat=chat))
     if not readable:
         raise typer.Exit(2)
-    token_ids = {one.token_ids for _, one in readable}
-    longest = min(max(map(len, token_ids)) + max_new_tokens, config.max_position_embeddings)
-    built_drafter = _build_drafter(drafter, cache, tokenizer, config.vocab_size, token_ids)
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device: cuda, but torch sees no CUDA device here; use --device cpu or leave it out")
-    device = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    policy = load_model(model, dtype=getattr(torch, dtype), device=torch.device(device))
-    options = EngineOptions(
+    engine = _open_engine(
+        model,
+        tokenizer,
+        {one.token_ids for _, one in readable},
+        max_new_tokens=max_new_tokens,
         slots=slots,
-        max_sequence_tokens=longest,
-        kv_memory_gib="auto" if kv_memory_gib is None else kv_memory_gib,
-        kv_memory_share=KV_SHARE,
+        kv_memory_gib=kv_memory_gib,
+        dtype=dtype,
+        device=device,
+        drafter=drafter,
+        cache=cache,
     )
-    engine = Engine(policy, options, tokenizer=tokenizer, drafter=built_drafter)
-    engine.warm_up(lambda number, _: print(COMPILE_MESSAGE, file=sys.stderr) if number == 1 else None)
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -119,6 +118,156 @@ def command(
         print(f"drafter {drafter}: {tokens:.2f} tokens per sequence and step, {verified:.2f} verified", file=sys.stderr)
     if len(requests) < samples * len(rows):
         raise typer.Exit(2)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Generated:
+    """One completion of a prompt."""
+
+    text: str
+    """Without special tokens, cut before a stop string."""
+    token_ids: list[int]
+    """The end token, if one was sampled, is the last."""
+    logprobs: list[float]
+    """Of each token, under the full distribution at the temperature."""
+    finish_reason: FinishReason
+    """`stop` or `length`."""
+
+
+def generate(
+    model: str,
+    prompts: Sequence[str | Sequence[int]],
+    *,
+    num_samples: int = 1,
+    max_new_tokens: int = 256,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    stop: Sequence[str] = (),
+    chat: bool = False,
+    seed: int = 0,
+    slots: int = 64,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    drafter: str = "srt",
+) -> list[list[Generated]]:
+    """Complete prompts: `srtrl generate` from Python.
+
+    Args:
+        model: Hugging Face folder, hub name, `bundled:tiny`, a checkpoint or the folder of a run (its last checkpoint).
+        prompts: Texts, or token ids.
+        num_samples: Completions of each.
+        max_new_tokens: Maximum number of tokens of a completion.
+        temperature: 0 is greedy.
+        top_k: Keep the k most likely tokens; 0 keeps all.
+        top_p: Keep the most likely tokens up to this probability.
+        stop: Texts that end a completion.
+        chat: Put each text into the model's chat template.
+        seed: Of the sampling; the same seed gives the same completions (on a CPU, with one number of threads).
+        slots: Sequences decoded at a time.
+        dtype: Type of the weights.
+        device: `auto` is CUDA where torch sees a device.
+        drafter: For speculation, which changes only the speed; or `none`.
+
+    Returns:
+        For each prompt its completions.
+
+    Raises:
+        ValueError: the model cannot be loaded, or a prompt is empty or too long; names the prompt.
+    """
+    from srtrl.model.weights import end_token_ids, load_tokenizer
+    from srtrl.rollout.collect import response_text, sample_requests
+
+    model = _model_of(model)
+    tokenizer = load_tokenizer(model)
+    draws: list[tuple[int, Prompt]] = []
+    for draw, given in enumerate(prompts):
+        try:
+            row = {"prompt": given} if isinstance(given, str) else {"token_ids": list(given)}
+            draws.append((draw, _read_prompt(row, str(draw), tokenizer, chat=chat)))
+        except ValueError as error:
+            raise ValueError(f"prompts[{draw}]: {error}") from error
+    if not draws:
+        raise ValueError("prompts: there is none")
+    token_ids = {prompt.token_ids for _, prompt in draws}
+    engine = _open_engine(
+        model,
+        tokenizer,
+        token_ids,
+        max_new_tokens=max_new_tokens,
+        slots=slots,
+        dtype=dtype,
+        device=device,
+        drafter=drafter,
+    )
+    sampling = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        end_token_ids=end_token_ids(model, tokenizer),
+        stop_strings=tuple(stop),
+    )
+    requests = sample_requests(draws, num_samples=num_samples, sampling=sampling, seed=seed, purpose="generate")
+    found: list[list[Generated]] = [[] for _ in draws]
+    for completion in _in_order(requests, engine.generate(requests)):
+        found[completion.request.draw_index].append(
+            Generated(
+                text=response_text(tokenizer, completion.token_ids, sampling.stop_strings),
+                token_ids=completion.token_ids,
+                logprobs=completion.rollout_logprobs,
+                finish_reason=completion.finish_reason,
+            )
+        )
+    return found
+
+
+def _model_of(model_or_run: str) -> str:
+    """A model as given; of the folder of a run its last checkpoint."""
+    from srtrl.trainer.evaluate import resolve_eval_source
+
+    return resolve_eval_source(model_or_run)[0]
+
+
+def _open_engine(
+    model: str,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Collection[tuple[int, ...]],
+    *,
+    max_new_tokens: int,
+    slots: int,
+    dtype: str,
+    device: str,
+    drafter: str,
+    kv_memory_gib: float | None = None,
+    cache: Path | None = None,
+) -> Engine:
+    """A decoder for these prompts, with its kernels compiled.
+
+    Raises:
+        ValueError: the model cannot be loaded, the drafter is unknown, or there is no such device or memory.
+    """
+    import torch
+
+    from srtrl.engine.engine import Engine, EngineOptions
+    from srtrl.engine.warm_up import COMPILE_MESSAGE
+    from srtrl.model.weights import load_model, read_config
+
+    config = read_config(model)
+    built_drafter = _build_drafter(drafter, cache, tokenizer, config.vocab_size, prompts)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device: cuda, but torch sees no CUDA device here; use --device cpu or leave it out")
+    device = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    policy = load_model(model, dtype=getattr(torch, dtype), device=torch.device(device))
+    options = EngineOptions(
+        slots=slots,
+        max_sequence_tokens=min(max(map(len, prompts)) + max_new_tokens, config.max_position_embeddings),
+        kv_memory_gib="auto" if kv_memory_gib is None else kv_memory_gib,
+        kv_memory_share=KV_SHARE,
+    )
+    engine = Engine(policy, options, tokenizer=tokenizer, drafter=built_drafter)
+    engine.warm_up(lambda number, _: print(COMPILE_MESSAGE, file=sys.stderr) if number == 1 else None)
+    return engine
 
 
 def _given_rows(file: Path | None, texts: Sequence[str], id_lists: Sequence[str]) -> list[Row]:
@@ -201,6 +350,7 @@ def _line(completion: Completion, text: str, *, as_json: bool) -> str:
     row = {
         "prompt_id": request.prompt_id,
         "sample_index": request.sample_index,
+        "prompt_token_ids": request.prompt_token_ids,
         "token_ids": token_ids,
         "text": text,
         "logprobs": completion.rollout_logprobs,
