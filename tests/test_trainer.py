@@ -318,13 +318,13 @@ def test_a_run_that_cannot_start_deletes_nothing(
 def test_a_run_from_python_has_the_commands_checks_and_a_callback_for_each_step(policy: Path, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(dump_recipe(make_recipe(policy, tmp_path, eval__before_and_after=False)), encoding="utf-8")
-    with pytest.raises(ValueError, match="train.num_step: unknown key, did you mean `num_steps`"):
+    with pytest.raises(ValueError, match=r"train\.num_step: unknown key, did you mean `num_steps`"):
         srtrl.load_recipe(file, ["train.num_step=3"])
     seen: list[tuple[int, Mapping[str, float]]] = []
     result = srtrl.train(srtrl.load_recipe(file), on_step=lambda *step: seen.append(step))
     rows = read_metrics(result.folder / "metrics.jsonl")
     assert [{"step": step} | dict(row) for step, row in seen] == rows
-    assert len(rows) == 2
+    assert len(rows) == 4
 
 
 # --- Progress ---------------------------------------------------------------------------------------------------------
