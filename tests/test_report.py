@@ -1,6 +1,7 @@
 """The report of a run: complete, self-contained, and honest about what is missing."""
 
 import base64
+import json
 import math
 import random
 import re
@@ -8,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from xml.etree import ElementTree
 
+import bench_cases
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -154,3 +156,73 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="no complete row yet"):
         write_report(tmp_path)
+
+
+# --- srtrl rollouts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps: the first as an older version wrote it, the second with texts that ask for trouble."""
+    run = make_run(tmp_path_factory.mktemp("runs") / "told", 2)
+    samples = [
+        {"sample_index": 0, "text": "short\x1b[2J [bold]", "token_ids": [1], "reward": 1.1, "outcome": "correct"},
+        {"sample_index": 1, "text": "x" * 2500, "token_ids": [1] * 9, "reward": -0.5, "outcome": "wrong"},
+        {"sample_index": 2, "text": "middle", "token_ids": [1] * 3, "reward": 0.1, "outcome": "wrong"},
+    ]
+    shared = {"step": 2, "prompt_id": "p-1", "draw_index": 9, "prompt": "What is 2?\n", "answer": "two"}
+    rows = [shared | {"reward_format": 1.0, "advantage": None, "finish_reason": "stop"} | row for row in samples]
+    pq.write_table(pa.Table.from_pylist(rows), run / "rollouts" / step_file_name(2))
+    return run
+
+
+def rollouts(*arguments: object, exit_code: int = 0) -> str:
+    result = bench_cases.run("rollouts", *arguments)
+    assert result.exit_code == exit_code, result.output
+    return result.output
+
+
+def test_rollouts_are_shown_with_all_that_is_known_of_them(told: Path) -> None:
+    shown = rollouts(told)
+    assert "step 2, prompt p-1, sample 0: reward 1.1 (format 1), no advantage (not learned from), correct" in shown
+    assert "1 tokens, finish reason: stop" in shown
+    assert shown.count("What is 2?") == 1
+    assert shown.count("reference answer\ntwo\n") == 3
+    assert "short·[2J [bold]" in shown, "no control character reaches the terminal, and nothing is markup"
+    assert "... 500 more characters; --full shows all" in shown
+    assert "x" * 2500 in rollouts(told, "--full")
+    assert "... 2 more samples; --limit shows more" in rollouts(told, "--limit", 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), [0, 1, 2]),
+        (("--sort", "reward"), [1, 2, 0]),
+        (("--sort", "-reward", "--limit", 2), [0, 2]),
+        (("--sort", "length"), [0, 2, 1]),
+        (("--prompt", "p-1", "--step", 2), [0, 1, 2]),
+        (("--prompt", "train-3"), [0, 1, 2, 3]),  # of step 1: step 2 did not sample it
+    ],
+)
+def test_rollouts_as_json(told: Path, arguments: tuple[object, ...], expected: list[int]) -> None:
+    rows = [json.loads(line) for line in rollouts(told, *arguments, "--json").splitlines() if line[0] == "{"]
+    assert [row["sample_index"] for row in rows] == expected
+    first = "train-3" not in arguments
+    assert {(row["step"], row["answer"], row["advantage"]) for row in rows} == {
+        (2, "two", None) if first else (1, None, None)
+    }
+    assert all(len(row["text"]) == 2500 for row in rows if row["length"] == 9), "whole"
+    assert not rows[0].keys() & {"token_ids", "rollout_logprobs"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--step", 3), r"--step 3: .*told has rollouts of the steps 1, 2"),
+        (("--prompt", "p1"), r"has no rollouts of `p1`, did you mean `p-1`\?; it has those of p-1, train-0"),
+        (("--prompt", "p-1", "--step", 1), r"step 1 of .*told has no rollouts of `p-1`"),
+    ],
+)
+def test_rollouts_that_are_not_there(told: Path, arguments: tuple[object, ...], message: str) -> None:
+    assert re.search(message, rollouts(told, *arguments, exit_code=2))

@@ -92,7 +92,8 @@ def test_rollout_file_is_what_was_learned_from(run: TrainingResult, policy: Path
         assert r["text"] == tokenizer.decode(r["token_ids"], skip_special_tokens=True)
         assert len(r["rollout_logprobs"]) == len(r["token_ids"])
         assert (r["finish_reason"] == "stop") == (r["token_ids"][-1] == tokenizer.eos_token_id)
-        assert r["policy_version"] == 1
+        assert (r["policy_version"], r["step"]) == (1, 2)
+        assert r["answer"] == str(eval(r["prompt"].removeprefix("Compute ").rstrip(".\n")))
     for draw in range(4, 8):  # of the run: step 1 had 0 to 3
         group = [r for r in table if r["draw_index"] == draw]
         rewards = torch.tensor([r["reward"] for r in group])

@@ -1,6 +1,6 @@
 """The folder of a run, finished or not, as `srtrl report`, `srtrl compare` and `srtrl trie` read it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +12,9 @@ from srtrl.trainer.run_folder import step_of
 
 if TYPE_CHECKING:
     import pyarrow
+
+NUM_LISTED = 8
+"""How many prompts or steps a message lists."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -55,6 +58,30 @@ def read_run(folder: Path) -> Run:
     if not rows:
         raise ValueError(f"{metrics_file} has no complete row yet: there is nothing to show before the first step ends")
     return Run(folder=folder, recipe=load_recipe(recipe_file), rows=rows)
+
+
+def saved_rollouts(run: Run, step: int | None = None) -> dict[int, Path]:
+    """The run's rollout files by step, in order; at least one, and one of `step` where it is given.
+
+    Raises:
+        ValueError: there are none, or none of `step`: says why, or which there are.
+    """
+    files = run.rollout_files
+    if not files:
+        raise ValueError(
+            f"{run.folder / 'rollouts'} has no step_*.parquet: no step of the run has ended yet, or its recipe has "
+            "log.save_rollouts: false"
+        )
+    if step is not None and step not in files:
+        raise ValueError(f"--step {step}: {run.folder} has rollouts of the steps {listing(files)}")
+    return files
+
+
+def listing(names: Iterable[object]) -> str:
+    """The first few, and how many there are in total."""
+    texts = list(map(str, names))
+    more = f", ... ({len(texts)} in total)" if len(texts) > NUM_LISTED else ""
+    return ", ".join(texts[:NUM_LISTED]) + more
 
 
 def read_rollouts(path: Path, columns: Sequence[str] | None = None, *, prompt_id: str | None = None) -> "pyarrow.Table":
