@@ -78,6 +78,7 @@ def rollout_table(step: int, noise: random.Random) -> pa.Table:
     rows = [
         {
             **{"prompt_id": f"train-{draw}", "draw_index": draw, "sample_index": sample, "prompt": f"{draw}+1.\n"},
+            **{"prompt_token_ids": [7] * 5, "answer": "</pre><script>alert(1)</script>"},
             **{"token_ids": [1] * noise.randint(5, 15 + step % 40), "text": f"<b>{draw}</b>+1={draw + 1} & so on\n"},
             **{"reward": correct + 0.1, "reward_format": 1.0, "outcome": "correct" if correct else "wrong"},
             "finish_reason": "stop",
@@ -112,10 +113,17 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path, num_steps: in
     assert {"reward/mean", "reward/correct", "reward/format"} <= texts_of(charts["Reward"])
     for figure in ("31.0%", "71.0%", "+40.0 points", "training reward", "time: rollout", "reward_format 1"):
         assert figure in page
-    assert f"Samples of step {num_steps}" in page
-    assert {">correct</span>" in page, ">wrong</span>" in page} == {True}
+    steps = sorted({1, 7, 13, 18, 24, 30} & set(range(num_steps + 1)))
+    assert [int(step) for step in re.findall(r"Samples of step (\d+): 6 of 32", page)] == steps
+    shown = re.findall(r'<section class="card sample" data-step="(\d+)" data-outcome="(\w+)">', page)
+    assert shown == [(str(step), outcome) for step in steps for outcome in ("correct", "wrong") for _ in range(3)]
+    assert [step or None for step in re.findall(r'<option value="(\d*)">', page)] == [None, *map(str, steps), None]
+    assert re.findall(r"<option>(\w+)</option>", page) == ["correct", "wrong"]
     assert "still running" not in page
-    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)|@import|url\(|<script""", page), "needs no network"
+    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)|@import|url\(|<script[^>]""", page), "needs no network"
+    assert page.count("<script>") == 1, "what a task or the policy wrote is escaped"
+    assert "<h4>Reference answer</h4><pre>&lt;/pre&gt;&lt;script&gt;alert" in page
+    assert re.search(r'<span class="tag">5 tokens</span>\s*<pre>\d\+1.', page), "a prompt as the policy reads it"
     assert "<b>0</b>+1" not in page, "what the policy wrote is escaped"
     assert "&lt;b&gt;" in page
 
@@ -144,7 +152,8 @@ def test_an_interrupted_run_says_so_and_leaves_out_what_is_missing(tmp_path: Pat
     assert "KL to the reference" not in charts_of(page)
     for text in ("This run has done 3 of 50 steps", "not evaluated", "count as incorrect: 1 timeout."):
         assert text in page
-    assert "Samples of step" not in page
+    assert "Samples" not in page
+    assert "<script" not in page
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
@@ -165,6 +174,8 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps: the first as an older version wrote it, the second with texts that ask for trouble."""
     run = make_run(tmp_path_factory.mktemp("runs") / "told", 2)
+    first = run / "rollouts" / step_file_name(1)
+    pq.write_table(pq.read_table(first).drop_columns(["answer"]), first)
     samples = [
         {"sample_index": 0, "text": "short\x1b[2J [bold]", "token_ids": [1], "reward": 1.1, "outcome": "correct"},
         {"sample_index": 1, "text": "x" * 2500, "token_ids": [1] * 9, "reward": -0.5, "outcome": "wrong"},

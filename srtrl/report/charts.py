@@ -47,6 +47,7 @@ class Chart:
     """Logarithmic scale."""
 
 
+SPEED = "Speed and speculation"
 CHARTS = {
     "Learning": (
         Chart("Reward", "reward", ["reward/*"], "Each named reward without its weight; mean: the weighted sum."),
@@ -69,7 +70,7 @@ CHARTS = {
         Chart("Explained variance", "share of variance", ["critic/explained_variance"], "1: perfect, 0: no help."),
         Chart("Decoder against trainer", "nats", ["logprob_difference/m*"], "Expected: rounding error.", is_log=True),
     ),
-    "Speed and speculation": (
+    SPEED: (
         Chart("Speed of the decoder", "tokens per second", ["time/tokens_per_second"], "Response tokens."),
         Chart("Speed of the update", "tokens per second", ["time/update_tokens_per_second"]),
         Chart("Time by stage", "seconds", [f"time/{stage}" for stage in STAGES], "time/step is the sum."),
