@@ -291,6 +291,7 @@ def test_step_without_a_sample_left_is_logged_and_learns_nothing(
     [
         ({"log__trackers": ["tensorbord"]}, "unknown tracker 'tensorbord'; known: .*tensorboard"),
         ({"log__trackers": ["swanlab"]}, "swanlab is not installed"),
+        ({"log__tracker_options": {"wandb": {"mode": "offline"}}}, "'wandb' is not in log.trackers, which has none"),
         ({"rollout__max_new_tokens": 100}, "the model was made for 128"),
         ({"model__path": "missing-policy"}, "missing-policy"),
         ({"WORLD_SIZE": "2"}, "srtrl trains in one process"),

@@ -164,7 +164,7 @@ def _check_same_run(old: Recipe, new: Recipe, folder: Path) -> None:
     device = choose_device(old)
     free = FREE_KEYS + (FREE_KEYS_IF_DETERMINISTIC if is_deterministic(old, device) else ())
     free += FREE_KEYS_ON_CUDA if device.type == "cuda" else ()
-    old_values, new_values = dict(_flatten(old.model_dump())), dict(_flatten(new.model_dump()))
+    old_values, new_values = dict(flatten(old.model_dump())), dict(flatten(new.model_dump()))
     changed = []
     for key in sorted(old_values.keys() | new_values.keys()):
         before, after = old_values.get(key), new_values.get(key)
@@ -180,11 +180,11 @@ def _check_same_run(old: Recipe, new: Recipe, folder: Path) -> None:
         )
 
 
-def _flatten(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+def flatten(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Dotted keys and leaf values; a list is a leaf."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
-            yield from _flatten(item, f"{prefix}.{key}" if prefix else str(key))
+            yield from flatten(item, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, value
 
