@@ -110,7 +110,7 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path, num_steps: in
     charts = charts_of(page)
     failed = ["Failed gradings"] if num_steps > 1 else []
     assert sorted(charts) == sorted(PLAIN_CHARTS + failed)
-    assert {"reward/mean", "reward/correct", "reward/format"} <= texts_of(charts["Reward"])
+    assert {"reward/mean = reward/correct", "reward/format"} <= texts_of(charts["Reward"]), "equal ones share a line"
     for figure in ("31.0%", "71.0%", "+40.0 points", "training reward", "time: rollout", "reward_format 1"):
         assert figure in page
     steps = sorted({1, 7, 13, 18, 24, 30} & set(range(num_steps + 1)))
