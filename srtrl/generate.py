@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from srtrl.recipe_file import SURROGATE
+from srtrl.tasks.rows import Row, RowError, RowSource, parse_row, read_rows
 from srtrl.types import Completion, Prompt, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ def command(
     *,
     prompts: Annotated[
         Path | None,
-        typer.Option(help='File of JSON rows: {"prompt": TEXT} or {"token_ids": [...]}, with or without "id".'),
+        typer.Option(help='.jsonl or .parquet; rows {"prompt": TEXT} or {"token_ids": [...]}, with or without "id".'),
     ] = None,
     prompt: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="A prompt's text; may be given more than once.")
@@ -68,6 +70,7 @@ def command(
     import torch
 
     from srtrl.engine.engine import Engine, EngineOptions
+    from srtrl.engine.warm_up import COMPILE_MESSAGE
     from srtrl.model.weights import end_token_ids, load_model, load_tokenizer, read_config
     from srtrl.rollout.collect import response_text, sample_requests
 
@@ -79,6 +82,8 @@ def command(
     token_ids = {one.token_ids for _, one in readable}
     longest = min(max(map(len, token_ids)) + max_new_tokens, config.max_position_embeddings)
     built_drafter = _build_drafter(drafter, cache, tokenizer, config.vocab_size, token_ids)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device: cuda, but torch sees no CUDA device here; use --device cpu or leave it out")
     device = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     policy = load_model(model, dtype=getattr(torch, dtype), device=torch.device(device))
     options = EngineOptions(
@@ -88,6 +93,7 @@ def command(
         kv_memory_share=KV_SHARE,
     )
     engine = Engine(policy, options, tokenizer=tokenizer, drafter=built_drafter)
+    engine.warm_up(lambda number, _: print(COMPILE_MESSAGE, file=sys.stderr) if number == 1 else None)
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -115,59 +121,51 @@ def command(
         raise typer.Exit(2)
 
 
-def _given_rows(file: Path | None, texts: Sequence[str], id_lists: Sequence[str]) -> list[tuple[str, str]]:
-    """Every prompt of a command line as (where it was given, JSON row), the file's first.
+def _given_rows(file: Path | None, texts: Sequence[str], id_lists: Sequence[str]) -> list[Row]:
+    """Every prompt of a command line as a row, the file's first.
 
     Raises:
         ValueError: no prompts, or the file cannot be read.
     """
-    rows: list[tuple[str, str]] = []
-    if file is not None:
-        try:
-            lines = file.read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--prompts: cannot read {file}: {error}") from error
-        rows += [(f"{file}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
-    rows += [(f"--prompt {text[:40]!r}", json.dumps({"prompt": text})) for text in texts]
-    rows += [(f"--prompt-ids {ids}", f'{{"token_ids": [{ids}]}}') for ids in id_lists]
+    rows = [] if file is None else list(read_rows(RowSource(files=[str(file)])))
+    rows += [Row(place=f"--prompt {text[:40]!r}", name="", fields={"prompt": text}) for text in texts]
+    for ids in id_lists:
+        rows.append(Row(place=f"--prompt-ids {ids}", name="", fields=parse_row(f'{{"token_ids": [{ids}]}}')))
     if not rows:
         raise ValueError("no prompts: give --prompts FILE.jsonl, --prompt TEXT or --prompt-ids 1,2,3")
     return rows
 
 
 def _read_prompts(
-    rows: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, *, chat: bool
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, chat: bool
 ) -> Iterator[tuple[str, Prompt]]:
     """The prompts that have tokens, each with where it was given; what is wrong with the others is printed."""
     if chat and tokenizer.chat_template is None:
         raise ValueError("--chat: the tokenizer has no chat template")
-    for index, (where, line) in enumerate(rows):
+    for index, row in enumerate(rows):
         try:
-            yield where, _read_prompt(line, str(index), tokenizer, chat=chat)
+            yield row.place, _read_prompt(row.fields, str(index), tokenizer, chat=chat)
         except ValueError as error:
-            _print_error(where, error)
+            _print_error(row.place, error)
 
 
-def _read_prompt(line: str, default_id: str, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> Prompt:
-    """The prompt of a JSON row, with what the tokenizer or its chat template adds; ValueError where it has none."""
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error}") from error
-    match row:
-        case {"prompt": str(text), **others} if others.get("token_ids") is None:
-            token_ids = _tokenise(text, tokenizer, chat=chat) if text else []
-        case {"token_ids": [*token_ids], **others} if others.get("prompt") is None and _are_integers(token_ids):
-            text = ""
-        case _:
-            raise ValueError(f'expected {{"prompt": TEXT}} or {{"token_ids": [INTEGER, ...]}}, found {line[:80]}')
+def _read_prompt(
+    row: Mapping[str, Any] | RowError, default_id: str, tokenizer: PreTrainedTokenizerBase, *, chat: bool
+) -> Prompt:
+    """The prompt of a row, with what the tokenizer or its chat template adds; ValueError where it has none."""
+    if isinstance(row, RowError):
+        raise row
+    text, token_ids = row.get("prompt"), row.get("token_ids")
+    if isinstance(text, str) and token_ids is None:
+        if SURROGATE.search(text):
+            raise ValueError("the prompt is no valid Unicode: it has half of a surrogate pair")
+        token_ids = _tokenise(text, tokenizer, chat=chat) if text else []
+    elif text is not None or not isinstance(token_ids, list) or any(type(token) is not int for token in token_ids):
+        found = json.dumps(row, ensure_ascii=False, default=str)[:80]
+        raise ValueError(f'expected {{"prompt": TEXT}} or {{"token_ids": [INTEGER, ...]}}, found {found}')
     if not token_ids:
         raise ValueError("the prompt is empty; at least one token is needed")
-    return Prompt(prompt_id=str(row.get("id", default_id)), text=text, token_ids=tuple(token_ids), answer="")
-
-
-def _are_integers(values: Sequence[object]) -> bool:
-    return all(type(value) is int for value in values)
+    return Prompt(prompt_id=str(row.get("id", default_id)), text=text or "", token_ids=tuple(token_ids), answer="")
 
 
 def _tokenise(text: str, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> list[int]:

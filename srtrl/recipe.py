@@ -400,7 +400,7 @@ class UpdatePlan:
 class Recipe(Section):
     """Everything that decides a run."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     """Name of the run; its folder is `<output_dir>/<name>`."""
     output_dir: str = "runs"
     """Folder of the run folders."""

@@ -111,9 +111,9 @@ class Rollout:
     prompt: Prompt
     draw_index: int
     sample_index: int
-    token_ids: list[int]
-    """Response tokens, [L]."""
-    rollout_logprobs: list[float]
+    token_ids: npt.NDArray[np.int32]
+    """Response tokens, [L]: arrays, because a step with dynamic sampling may hold a hundred million of them."""
+    rollout_logprobs: npt.NDArray[np.float32]
     """[L], by the decoder; see `Completion`."""
     text: str
     """Decoded response without special tokens, truncated before a stop string."""

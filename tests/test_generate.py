@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from bench_cases import write_rows
 from tiny_run import VOCAB_SIZE, make_policy
 from typer.testing import CliRunner, Result
@@ -68,13 +69,17 @@ def test_prompts_that_cannot_be_served_are_named_and_the_others_go_on(policy: Pa
     rows = [
         ('{"prompt": "1+1="}', None),
         ('{"prompt": "1+1=', "not JSON"),
-        ("[1, 2]", expected),
+        ("[1, 2]", "expected an object with fields, found list"),
         ('{"prompt": ""}', "the prompt is empty"),
         ('{"token_ids": [1, "2"]}', expected),
         ('{"text": "2+2="}', expected + '{"text": "2+2="}'),
         ('{"prompt": "1", "token_ids": [1]}', expected),
         (f'{{"token_ids": [1, {VOCAB_SIZE}]}}', f"token id {VOCAB_SIZE} is not in the vocabulary of {VOCAB_SIZE}"),
         (json.dumps({"prompt": "1+" * 200}), "exceed the limit of 128 tokens"),
+        ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
+        ('{"token_ids": [' + "9" * 5000 + "]}", "not JSON: Exceeds the limit"),
+        ("[" * 100_000, "not JSON: maximum recursion depth"),
+        ('{"token_ids": [-1]}', "token id -1 is not in the vocabulary"),
         ("", None),
         ('{"id": 7, "token_ids": [1, 2]}', None),
     ]
@@ -83,7 +88,7 @@ def test_prompts_that_cannot_be_served_are_named_and_the_others_go_on(policy: Pa
         policy, "--prompts", prompts, "--prompt", "2+2=", "--prompt-ids", "1,,2", "--max-new-tokens", 4
     )
     assert result.exit_code == 2
-    assert [row["prompt_id"] for row in served] == ["0", "7", "10"]
+    assert [row["prompt_id"] for row in served] == ["0", "7", "14"]
     errors = {line.split(": ")[1]: line for line in result.stderr.splitlines() if line.startswith("error: ")}
     wrong = {f"{prompts}:{number}": error for number, (_, error) in enumerate(rows, start=1) if error}
     assert set(errors) == {*wrong, "--prompt-ids 1,,2"}
@@ -95,7 +100,13 @@ def test_prompts_that_cannot_be_served_are_named_and_the_others_go_on(policy: Pa
     ("flags", "error"),
     [
         ((), "no prompts: give --prompts FILE.jsonl, --prompt TEXT or --prompt-ids 1,2,3"),
-        (("--prompts", "/nowhere.jsonl"), "--prompts: cannot read /nowhere.jsonl"),
+        (("--prompts", "/nowhere.jsonl"), "cannot read /nowhere.jsonl: No such file or directory"),
+        (("--prompts", "/"), "cannot read /: Is a directory"),
+        pytest.param(
+            ("--prompt", "1", "--device", "cuda"),
+            "--device: cuda, but torch sees no CUDA device here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA"),
+        ),
         (
             ("--prompt", "1", "--top-p", 0),
             "expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1, found 1.0, 0",

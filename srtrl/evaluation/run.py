@@ -73,7 +73,8 @@ def evaluate(
 def _run(model: str, jobs: Sequence[EvalJob], output: Path | None) -> Iterator[EvalOutcome]:
     """Evaluate, showing progress on standard error and writing each job's rows when it is done."""
     with RunProgress("eval", len(jobs), console=Console(stderr=True)) as progress:
-        for number, outcome in enumerate(run_evals(model, jobs, on_progress=progress.stage), start=1):
+        outcomes = run_evals(model, jobs, on_progress=progress.stage, on_compile=progress.compiling)
+        for number, outcome in enumerate(outcomes, start=1):
             if output is not None:
                 tables.append_rows(output, outcome)
             if len(jobs) > 1:

@@ -1,6 +1,6 @@
 """What a task is, and how the one that a recipe names is made."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from srtrl.recipe import Recipe, Section
@@ -29,9 +29,8 @@ class Task(Protocol):
     """Prompts, their grading, and supervised targets.
 
     A task is a class with these attributes, a class attribute `Options` (a `Section`: the documentation and check of
-    `task.options`), a constructor `(options, *, tokenizer, max_prompt_tokens)`, and two class methods:
-    `check_options(options)` raises ValueError for what can be known to be wrong before any weight is loaded, and
-    `texts(options)` yields the training texts before there is a tokenizer (to train one on them).
+    `task.options`), a constructor `(options, *, tokenizer, max_prompt_tokens)`, and a class method
+    `check_options(options)` that raises ValueError for what can be known to be wrong before any weight is loaded.
     """
 
     @property
@@ -60,24 +59,21 @@ def check_task(recipe: Recipe) -> None:
     task_class.check_options(options)
 
 
-def load_task(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> Task:
-    """Load the prompts of the recipe's task, tokenised for `tokenizer`.
+def load_task(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", *, max_prompt_tokens: int | None = None) -> Task:
+    """Load the prompts of the recipe's task, tokenised for `tokenizer`, of at most `rollout.max_prompt_tokens`.
 
     Raises:
         ValueError: the task's name, an option, or a row of its data is wrong.
     """
     task_class, options = _resolve_task(recipe)
-    task: Task = task_class(options, tokenizer=tokenizer, max_prompt_tokens=recipe.rollout.max_prompt_tokens)
+    longest = max_prompt_tokens or recipe.rollout.max_prompt_tokens
+    task: Task = task_class(options, tokenizer=tokenizer, max_prompt_tokens=longest)
     return task
-
-
-def task_texts(recipe: Recipe) -> Iterator[str]:
-    """Training prompts with their solutions as plain text, to train a tokenizer on; ValueError as `load_task`."""
-    task_class, options = _resolve_task(recipe)
-    texts: Iterator[str] = task_class.texts(options)
-    return texts
 
 
 def _resolve_task(recipe: Recipe) -> tuple[Any, Section]:
     task_class = resolve_class("srtrl.tasks", recipe.task.name, "Task")
-    return task_class, validate_section(task_class.Options, dict(recipe.task.options), "task.options")
+    options = getattr(task_class, "Options", None)
+    if not (isinstance(options, type) and issubclass(options, Section)):
+        raise ValueError(f"`{recipe.task.name}` is no task; expected a class with `Options`, a subclass of Section")
+    return task_class, validate_section(options, dict(recipe.task.options), "task.options")

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from srtrl.recipe import Section
+from srtrl.recipe_file import SURROGATE
 from srtrl.tasks.choices import choice_letter, is_chosen, render_choices
 from srtrl.tasks.final_answer import last_boxed
 from srtrl.tasks.math_verifier import is_correct
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from srtrl.tasks.base import Verifier
 
 logger = logging.getLogger(__name__)
-
-SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class MathOptions(Section):
@@ -130,16 +129,6 @@ class Task:
                 for name in source.files:
                     next(read_problems(options, RowSource(files=[name]), split, Counter()))
 
-    @classmethod
-    def texts(cls, options: MathOptions) -> Iterator[str]:
-        """Prompts and solutions of the training problems, to train a tokenizer on."""
-        if options.chat_template:
-            raise ValueError("task.options.chat_template: a tokenizer that is yet to be trained has no chat template")
-        if options.train is None:
-            raise ValueError("task.options.train: there are no training problems to train a tokenizer on")
-        for problem in read_problems(options, options.train, "train", Counter()):
-            yield problem.text + solution_of(options, problem)
-
     @property
     def verifier(self) -> "Verifier":
         """The judge of all completions."""
@@ -147,7 +136,12 @@ class Task:
 
     def solution(self, prompt: Prompt) -> str:
         """The worked solution of the prompt's row; ValueError if it has none."""
-        return solution_of(self._options, prompt)
+        try:
+            return _text_of(prompt.metadata, self._options.solution_field)
+        except RowError as error:
+            raise ValueError(
+                f"{prompt.prompt_id} has no solution: {error} (see task.options.solution_field)"
+            ) from error
 
     def _load(
         self, split: str, source: RowSource | None, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
@@ -250,14 +244,6 @@ def _text_of(fields: Mapping[str, Any], name: str) -> str:
     if SURROGATE.search(value):
         raise RowError(f"field `{name}` is no valid Unicode: it has half of a surrogate pair")
     return value
-
-
-def solution_of(options: MathOptions, problem: Prompt) -> str:
-    """The worked solution in a problem's row; ValueError if it has none."""
-    try:
-        return _text_of(problem.metadata, options.solution_field)
-    except RowError as error:
-        raise ValueError(f"{problem.prompt_id} has no solution: {error} (see task.options.solution_field)") from error
 
 
 def _apply_chat_template(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, get_args
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import Collector, OnProgress, collect_rollouts
-from srtrl.tasks.base import Task, check_task, load_task
+from srtrl.tasks.base import Task, load_task
 from srtrl.tasks.final_answer import extractor
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
@@ -235,7 +235,11 @@ class EvalOutcome:
 
 
 def run_evals(
-    model: str, jobs: Sequence[EvalJob], *, on_progress: Callable[[str, int, int], None] = lambda *_: None
+    model: str,
+    jobs: Sequence[EvalJob],
+    *,
+    on_progress: Callable[[str, int, int], None] = lambda *_: None,
+    on_compile: OnProgress = lambda *_: None,
 ) -> Iterator[EvalOutcome]:
     """Evaluate the policy `model` on each job, with one decoder; an outcome as soon as its job is done.
 
@@ -247,6 +251,7 @@ def run_evals(
         jobs: At least one.
         on_progress: Called after each completion, with the job's name, the number of completions so far and of those
             that are requested.
+        on_compile: See `Engine.warm_up`.
 
     Raises:
         ValueError: the model or a task cannot be loaded, or a task has no held-out problems.
@@ -254,8 +259,6 @@ def run_evals(
     recipes = [
         job.recipe.model_copy(update={"model": job.recipe.model.model_copy(update={"path": model})}) for job in jobs
     ]
-    for recipe in recipes:
-        check_task(recipe)
     base = max(recipes, key=lambda one: one.rollout.max_prompt_tokens + one.rollout.max_new_tokens)
     set_cpu_threads(base.num_threads)
     tokenizer = build.build_tokenizer(base)
@@ -263,6 +266,7 @@ def run_evals(
     prompts = [held_out_prompts(task, recipe) for task, recipe in zip(tasks, recipes, strict=True)]
     policy = build.build_policy(base, model, build.choose_device(base))
     engine = build.build_engine(base, policy, tokenizer)
+    engine.warm_up(on_compile)
     for job, recipe, task, problems in zip(jobs, recipes, tasks, prompts, strict=True):
         with Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens) as grader:
             show = functools.partial(on_progress, job.name)

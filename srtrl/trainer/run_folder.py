@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from srtrl.engine.stats import DecodeStep
+from srtrl.engine.warm_up import COMPILE_MESSAGE
 from srtrl.metrics import MetricLog, sync_folder, write_atomic
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import dump_recipe, load_recipe
@@ -293,7 +294,7 @@ def _write_table(path: Path, rows: Sequence[Mapping[str, object]], columns: Mapp
 
 
 class RunProgress:
-    """Two bars on a terminal (steps of the run, samples of the running stage); plain lines where there is none."""
+    """A line for each step; on a terminal also two bars: steps of the run, and how far the running stage is."""
 
     def __init__(self, title: str, num_steps: int, *, console: Console | None = None, plain_every: int = 1) -> None:
         """Show `num_steps` steps.
@@ -302,7 +303,7 @@ class RunProgress:
             title: Name of the outer bar.
             num_steps: Steps of the whole run.
             console: Where to write; standard output by default.
-            plain_every: Without a terminal, print every this many steps (and the last).
+            plain_every: Print a line every this many steps (and the last).
         """
         self.console = console if console is not None else Console()
         self._title = title
@@ -311,14 +312,17 @@ class RunProgress:
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[count]}", justify="right"),
             TimeElapsedColumn(),
             TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(),
             console=self.console,
+            speed_estimate_period=3600,  # seconds: a step may take many minutes
             disable=not self.console.is_terminal,
         )
-        self._outer = self._bars.add_task(title, total=num_steps, text="")
-        self._inner = self._bars.add_task("", total=1, text="", visible=False)
+        self._outer = self._bars.add_task(title, total=num_steps, count=f"0/{num_steps}", text="")
+        self._inner = self._bars.add_task("", total=1, count="", text="", visible=False)
+        self._stage = ""
 
     def __enter__(self) -> Self:
         self._bars.start()
@@ -329,14 +333,28 @@ class RunProgress:
 
     def step(self, step: int, text: str) -> None:
         """Step `step` (1-based) is done; `text` says how it went."""
-        self._bars.update(self._outer, completed=step, text=text)
+        self._bars.update(self._outer, completed=step, count=f"{step}/{self._num_steps}", text="left:")
         self._bars.update(self._inner, visible=False)
-        if self._bars.disable and (step % self._plain_every == 0 or step == self._num_steps):
+        if step % self._plain_every == 0 or step == self._num_steps:
             self.say(f"{self._title} step {step}/{self._num_steps}  {text}")
 
-    def stage(self, name: str, num_done: int, num_total: int) -> None:
-        """Show how far the running stage is (a terminal only)."""
-        self._bars.update(self._inner, description=f"  {name}", completed=num_done, total=num_total, visible=True)
+    def stage(self, name: str, num_done: int = 0, num_total: int = 0) -> None:
+        """Show how far the running stage is (a terminal only); without `num_total` only that it runs."""
+        if num_done == num_total and name == "rollout":
+            name, num_done, num_total = "grading", 0, 0  # of what is decoded; there is nothing to count
+        if name != self._stage:
+            self._stage = name
+            self._bars.reset(self._inner)
+        count = f"{num_done}/{num_total}" if num_total else ""
+        self._bars.update(
+            self._inner, description=f"  {name}", completed=num_done, total=max(1, num_total), count=count, visible=True
+        )
+
+    def compiling(self, num_done: int, num_total: int) -> None:
+        """A CPU kernel is being compiled: say once what takes so long."""
+        if num_done == 1:
+            self.say(COMPILE_MESSAGE)
+        self.stage("compile", num_done, num_total)
 
     def say(self, text: str) -> None:
         """Print one line, above the bars."""

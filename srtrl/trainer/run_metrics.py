@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import get_args
 
 import torch
@@ -26,7 +26,8 @@ NO_STAGES = frozenset({"step", "tokens_per_second", "update_tokens_per_second", 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """What the policy did in a step, before any filter.
 
-    `reward/mean` is the weighted sum, `reward/<name>` each reward's own unweighted mean; `accuracy` the share of
+    `reward/mean` and `reward/std` (over all samples) are of the weighted sum, `reward/<name>` is each reward's own
+    unweighted mean; `accuracy` the share of
     samples graded correct (a failed grading is not correct); `groups/all_right` and `groups/all_wrong` count groups
     whose samples are all correct, or none of them; lengths in response tokens; `tokens/prompt` counts a draw's prompt
     once, for its pages are shared by the samples.
@@ -34,7 +35,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     outcomes = Counter(rollout.grade.outcome for rollout in rollouts)
-    metrics = {"reward/mean": fmean(rollout.grade.reward for rollout in rollouts)}
+    rewards = [rollout.grade.reward for rollout in rollouts]
+    metrics = {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
     for name in rollouts[0].grade.parts:
         metrics[f"reward/{name}"] = fmean(rollout.grade.parts[name] for rollout in rollouts)
     right = [[rollout.grade.outcome == "correct" for rollout in group.rollouts] for group in groups]
@@ -66,14 +68,13 @@ def merge_metrics(row: Mapping[str, float], update: Mapping[str, float]) -> dict
 
 
 def update_flops(recipe: Recipe, config: ModelConfig, sequences: Sequence[TrainSequence]) -> float:
-    """Operations of a policy update on these sequences: all epochs, and the forward pass of `recompute`."""
+    """Operations of a policy update on these sequences, in all epochs."""
     flops = model_flops(
         config,
         [len(sequence.token_ids) for sequence in sequences],
         num_targets=sum(len(sequence.rollout_logprobs) for sequence in sequences),
     )
-    num_passes = recipe.train.num_epochs + (1 / 3 if recipe.algorithm.old_logprobs == "recompute" else 0)
-    return num_passes * flops
+    return recipe.train.num_epochs * flops
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
@@ -130,6 +131,8 @@ def describe_step(metrics: Mapping[str, float]) -> str:
         parts.append("critic warm-up: no update of the policy")
     elif "grad_norm" not in metrics:
         parts.append("no update: the filters left no sample")
+    elif metrics.get("groups/zero_advantage_share") == 1:
+        parts.append("nothing learned: all advantages are 0")
     return "  ".join(parts)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import StageTimer
-from srtrl.tasks.base import check_task, load_task
+from srtrl.tasks.base import load_task
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.trainer.checkpoint import (
@@ -59,6 +59,7 @@ from srtrl.trainer.update import (
     UpdateMemoryError,
     compute_logprobs,
     explain_out_of_memory,
+    needs_pass,
     next_kl_coefficient,
     update_policy,
 )
@@ -81,8 +82,8 @@ def run_training(
 ) -> TrainingResult:
     """Train as the recipe says, into `<output_dir>/<name>`.
 
-    Cheap checks come first: flags, trackers and task before any weight is loaded. The run's
-    folder is touched last, so that a run which cannot start neither leaves one behind nor deletes one.
+    Cheap checks come first: flags, trackers and task before any weight is loaded. The run's folder is touched last, so
+    that a run which cannot start neither leaves one behind nor deletes one.
 
     Args:
         recipe: Everything that decides the run.
@@ -158,6 +159,8 @@ class Trainer:
             KeyboardInterrupt: the second interrupt.
         """
         with self.interrupt, self.progress:
+            with self._stage("compile", self.step):
+                self.engine.warm_up(self.progress.compiling)
             if self.step == 0 and self.recipe.eval.before_and_after:
                 self._write_row(self.evaluate("before training").metrics())
             while self.step < self.recipe.train.num_steps and not self.interrupt.requested:
@@ -184,7 +187,7 @@ class Trainer:
         self.checkpoint_if_due()
 
     def assign_credit(self, step: int, rollouts: StepRollouts) -> Credit:
-        """Advantages of the kept samples; with a reference also its log-probs, with a critic its values."""
+        """Advantages of the kept samples; with the log-probs and values that the recipe needs."""
         if not rollouts.kept:
             return Credit(sequences=[], advantages={}, sampled_kl=None, metrics={})
         sequences = train_sequences(rollouts.kept)
@@ -192,6 +195,10 @@ class Trainer:
             with self._stage("reference", step):
                 ref_logprobs = compute_logprobs(self.reference, sequences, self.accelerator, self.recipe)
             sequences = with_numbers(sequences, "ref_logprobs", ref_logprobs)
+        if self.recipe.algorithm.old_logprobs == "recompute":
+            with self._stage("old_logprobs", step):
+                old_logprobs = compute_logprobs(self.policy, sequences, self.accelerator, self.recipe)
+            sequences = with_numbers(sequences, "old_logprobs", old_logprobs)
         if self.critic is not None:
             with self._stage("values", step):
                 where = f"step {step}"
@@ -211,7 +218,7 @@ class Trainer:
             step=step,
             kl_coefficient=self.kl_coefficient,
         )
-        num_tokens = sum(len(sequence.token_ids) for sequence in credit.sequences)
+        num_tokens = sum(len(one.token_ids) for one in credit.sequences if needs_pass(one, recipe))
         metrics["tokens/update"] = recipe.train.num_epochs * num_tokens
         if recipe.algorithm.kl.target is not None:
             metrics["kl/coefficient"] = self.kl_coefficient
@@ -254,7 +261,8 @@ class Trainer:
 
     def log(self, metrics: Mapping[str, float], credit: Credit) -> None:
         """One row of `metrics.jsonl`, the trackers, and a line for people; the row is on disk when this returns."""
-        num_flops = update_flops(self.recipe, self.policy.config, credit.sequences)
+        computed = [sequence for sequence in credit.sequences if needs_pass(sequence, self.recipe)]
+        num_flops = update_flops(self.recipe, self.policy.config, computed)
         timed = time_metrics(self.timer.take(), metrics, num_flops, peak_tflops=self.recipe.train.peak_tflops)
         row = {**metrics, **timed, **memory_metrics(self.policy.device)}
         self._write_row(row)
@@ -266,6 +274,7 @@ class Trainer:
         is_last = self.step == train.num_steps or self.interrupt.requested
         if not is_last and self.step % train.checkpoint_every != 0:
             return
+        self.progress.stage("checkpoint")
         with self.timer.stage("checkpoint"):  # counted in the next row: this step's row precedes its checkpoint
             save_checkpoint(
                 self.run.checkpoints,
@@ -290,7 +299,8 @@ class Trainer:
 
     @contextmanager
     def _stage(self, name: str, step: int) -> Iterator[None]:
-        """Time a stage, and say what helps where it runs out of the device's memory."""
+        """Show and time a stage, and say what helps where it runs out of the device's memory."""
+        self.progress.stage(name)
         with self.timer.stage(name), explain_out_of_memory(f"step {step}, {name}", self.recipe):
             yield
 
@@ -306,11 +316,11 @@ def open_trainer(
     check_run_folder(recipe, resume=resume, overwrite=overwrite)
     check_trackers(recipe.log)
     build.check_compiler(recipe)
-    check_task(recipe)
     checkpoint = latest_checkpoint(run_path(recipe) / "checkpoints") if resume else None
     with ExitStack() as stack:
         trainer = Trainer(recipe, checkpoint, progress)
         stack.enter_context(trainer.grader)
+        trainer.grader.try_rewards(trainer.task.train_prompts[0])
         run = trainer.run = stack.enter_context(open_run_folder(recipe, resume=resume, overwrite=overwrite))
         if run.checkpoint != checkpoint:
             raise ValueError(f"{run.path} has changed while the model was loading: another process trains there")
