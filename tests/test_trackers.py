@@ -96,7 +96,8 @@ def test_tensorboard_gets_hyperparameters_and_text(policy: Path, tmp_path: Path)
     }
     assert "    name: run\n" in text["recipe"][0][1]
     assert [step for step, _ in text["samples"]] == [1, 2]
-    assert "outcome wrong" in text["samples"][0][1]
+    assert text["samples"][0][1].startswith("step 1, prompt_id arithmetic-train-")
+    assert ", outcome wrong, " in text["samples"][0][1]
     assert "prompt:\n\n    Compute " in text["samples"][0][1]
     found = records.HParamsPluginData.FromString(
         events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content

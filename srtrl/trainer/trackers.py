@@ -106,7 +106,7 @@ def log_samples(
         return
     chosen = [replace(group, rollouts=group.rollouts[:1]) for group in groups[:NUM_SAMPLES]]
     rows = rollout_rows(step, chosen, advantages)
-    columns = [name for name in rows[0] if name in SAMPLE_COLUMNS or name.startswith("reward_")]
+    columns = [*SAMPLE_COLUMNS, *(name for name in rows[0] if name.startswith("reward_"))]
     for tracker in accelerator.trackers:
         if hasattr(tracker, "log_table"):
             data = [[row.get(name) for name in columns] for row in rows]
@@ -117,6 +117,8 @@ def log_samples(
 
 def _as_markdown(row: Mapping[str, object], columns: Sequence[str]) -> str:
     """Figures on one line, then the texts as blocks of code: nothing in them is markup."""
-    parts = [", ".join(f"{name} {row.get(name)}" for name in columns if name not in SAMPLE_TEXTS)]
+    figures = ((name, row.get(name)) for name in columns if name not in SAMPLE_TEXTS)
+    shown = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in figures)
+    parts = [", ".join(shown)]
     parts += [f"{name}:\n\n{indent(str(row[name]), '    ', lambda line: True)}" for name in SAMPLE_TEXTS]
     return "\n\n".join(parts)
