@@ -181,7 +181,14 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"sample_index": 1, "text": "x" * 2500, "token_ids": [1] * 9, "reward": -0.5, "outcome": "wrong"},
         {"sample_index": 2, "text": "middle", "token_ids": [1] * 3, "reward": 0.1, "outcome": "wrong"},
     ]
-    shared = {"step": 2, "prompt_id": "p-1", "draw_index": 9, "prompt": "What is 2?\n", "answer": "two"}
+    shared = {
+        "step": 2,
+        "prompt_id": "p-1",
+        "draw_index": 9,
+        "prompt_token_ids": [7, 7],
+        "prompt": "What is 2?\n",
+        "answer": "two",
+    }
     rows = [shared | {"reward_format": 1.0, "advantage": None, "finish_reason": "stop"} | row for row in samples]
     pq.write_table(pa.Table.from_pylist(rows), run / "rollouts" / step_file_name(2))
     return run
@@ -195,7 +202,7 @@ def rollouts(*arguments: object, exit_code: int = 0) -> str:
 
 def test_rollouts_are_shown_with_all_that_is_known_of_them(told: Path) -> None:
     shown = rollouts(told)
-    assert "step 2, prompt p-1, sample 0: reward 1.1 (format 1), no advantage (not learned from), correct" in shown
+    assert "step 2, prompt p-1, sample 0: reward 1.1 (format 1), not learned from, correct" in shown
     assert "1 tokens, finish reason: stop" in shown
     assert shown.count("What is 2?") == 1
     assert shown.count("reference answer\ntwo\n") == 3
@@ -231,8 +238,8 @@ def test_rollouts_as_json(told: Path, arguments: tuple[object, ...], expected: l
     ("arguments", "message"),
     [
         (("--step", 3), r"--step 3: .*told has rollouts of the steps 1, 2"),
-        (("--prompt", "p1"), r"has no rollouts of `p1`, did you mean `p-1`\?; it has those of p-1, train-0"),
-        (("--prompt", "p-1", "--step", 1), r"step 1 of .*told has no rollouts of `p-1`"),
+        (("--prompt", "p1"), r"has no rollouts of `p1`, did you mean `p-1`\?; it has those of train-0, train-1"),
+        (("--prompt", "p-1", "--step", 1), r"--step 1: prompt p-1 was sampled in the steps 2"),
     ],
 )
 def test_rollouts_that_are_not_there(told: Path, arguments: tuple[object, ...], message: str) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 MAX_CHARACTERS = 2000
 """Of a text in the terminal; --full shows all."""
 NOT_TO_READ = {"token_ids", "prompt_token_ids", "rollout_logprobs"}
-"""Columns that `--json` leaves out; the Parquet files have them."""
+"""Columns that are left out; the Parquet files have them."""
 
 
 def command(
@@ -29,9 +29,7 @@ def command(
         typer.Option(help="Lowest first, with a minus highest first. [default: in the order of the data]"),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of samples.")] = 4,
-    full: Annotated[
-        bool, typer.Option("--full", help=f"Show texts of more than {MAX_CHARACTERS} characters whole.")
-    ] = (False),
+    full: Annotated[bool, typer.Option("--full", help="Show long texts whole.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON row per sample, texts whole, without tokens and log-probs.")
     ] = False,
@@ -47,11 +45,7 @@ def command(
         samples.sort(key=lambda sample: sample[sort.removeprefix("-")], reverse=sort.startswith("-"))
     if as_json:
         for sample in samples[:limit]:
-            print(
-                json.dumps(
-                    {name: value for name, value in sample.items() if name not in NOT_TO_READ}, ensure_ascii=False
-                )
-            )
+            print(json.dumps(sample, ensure_ascii=False))
     else:
         print_samples(samples[:limit], max_characters=None if full else MAX_CHARACTERS)
     if len(samples) > limit:
@@ -59,7 +53,7 @@ def command(
 
 
 def read_samples(run: "Run", *, step: int | None = None, prompt_id: str | None = None) -> list[dict[str, Any]]:
-    """The samples of a step, in the order of the data, with `length` in tokens beside the columns of the file.
+    """The samples of a step, in the order of the data: the columns of the file, with lengths in place of tokens.
 
     Args:
         run: The run.
@@ -69,23 +63,17 @@ def read_samples(run: "Run", *, step: int | None = None, prompt_id: str | None =
     Raises:
         ValueError: there are none.
     """
-    from srtrl.report.runs import listing, read_rollouts, saved_rollouts
-    from srtrl.resolve import suggestion
+    from srtrl.report.runs import read_rollouts, saved_rollouts, steps_by_prompt, steps_of_prompt
 
     files = saved_rollouts(run, step)
-    known: dict[str, None] = {}
-    for number in reversed(files) if step is None else [step]:
-        rows = read_rollouts(files[number], prompt_id=prompt_id).to_pylist()
-        if rows or prompt_id is None:
-            return [
-                {"step": number, "answer": None, "advantage": None} | row | {"length": len(row["token_ids"])}
-                for row in rows
-            ]
-        known |= dict.fromkeys(read_rollouts(files[number], ["prompt_id"])["prompt_id"].to_pylist())
-    where = run.folder if step is None else f"step {step} of {run.folder}"
-    assert prompt_id is not None
-    near = suggestion(prompt_id, known)
-    raise ValueError(f"--prompt: {where} has no rollouts of `{prompt_id}`{near}; it has those of {listing(known)}")
+    steps = list(files) if prompt_id is None else steps_of_prompt(run, steps_by_prompt(files), prompt_id, step)
+    step = steps[-1] if step is None else step
+    return [
+        {"step": step, "answer": None, "advantage": None}
+        | {name: value for name, value in row.items() if name not in NOT_TO_READ}
+        | {"length": len(row["token_ids"]), "prompt_length": len(row["prompt_token_ids"])}
+        for row in read_rollouts(files[step], prompt_id=prompt_id).to_pylist()
+    ]
 
 
 def print_samples(samples: Sequence[Mapping[str, Any]], *, max_characters: int | None) -> None:
@@ -96,13 +84,11 @@ def print_samples(samples: Sequence[Mapping[str, Any]], *, max_characters: int |
     console = Console(soft_wrap=True, highlight=False)
     shown: set[str] = set()
 
-    def show(title: str, text: str, style: str = "") -> None:
+    def show(title: str, text: str) -> None:
         console.print(Text(title, "bold cyan"))
-        console.print(Text(printable(text[:max_characters]).rstrip("\n"), style))
-        if len(text) > len(text[:max_characters]):
-            console.print(
-                Text(f"... {len(text) - len(text[:max_characters]):,} more characters; --full shows all", "dim")
-            )
+        console.print(Text(printable(text[:max_characters]).rstrip("\n")))
+        if num_hidden := len(text) - len(text[:max_characters]):
+            console.print(Text(f"... {num_hidden:,} more characters; --full shows all", "dim"))
 
     for sample in samples:
         console.print(Text(printable(heading(sample)), "bold green" if sample["outcome"] == "correct" else "bold red"))
@@ -122,9 +108,7 @@ def heading(sample: Mapping[str, Any]) -> str:
         for name, value in sample.items()
         if name.startswith("reward_") and value is not None
     ]
-    advantage = (
-        "no advantage (not learned from)" if sample["advantage"] is None else f"advantage {sample['advantage']:.3g}"
-    )
+    advantage = "not learned from" if sample["advantage"] is None else f"advantage {sample['advantage']:.3g}"
     return (
         f"step {sample['step']}, prompt {sample['prompt_id']}, sample {sample['sample_index']}: "
         f"reward {sample['reward']:.3g} ({', '.join(parts)}), {advantage}, {sample['outcome']}, "

@@ -1,6 +1,6 @@
 """The folder of a run, finished or not, as `srtrl report`, `srtrl compare` and `srtrl trie` read it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from srtrl.metrics import MetricRow, read_metrics
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import load_recipe
+from srtrl.resolve import suggestion
 from srtrl.trainer.run_folder import step_of
 
 if TYPE_CHECKING:
@@ -75,6 +76,31 @@ def saved_rollouts(run: Run, step: int | None = None) -> dict[int, Path]:
     if step is not None and step not in files:
         raise ValueError(f"--step {step}: {run.folder} has rollouts of the steps {listing(files)}")
     return files
+
+
+def steps_by_prompt(files: Mapping[int, Path]) -> dict[str, list[int]]:
+    """The steps, of these files, that sampled each prompt."""
+    steps_of: dict[str, list[int]] = {}
+    for step, path in files.items():
+        for prompt_id in dict.fromkeys(read_rollouts(path, ["prompt_id"])["prompt_id"].to_pylist()):
+            steps_of.setdefault(prompt_id, []).append(step)
+    return steps_of
+
+
+def steps_of_prompt(run: Run, steps_of: Mapping[str, list[int]], prompt_id: str, step: int | None) -> list[int]:
+    """The steps that sampled a prompt, among them `step` where it is given.
+
+    Raises:
+        ValueError: none did, or `step` did not: says which there are.
+    """
+    if prompt_id not in steps_of:
+        near = suggestion(prompt_id, steps_of)
+        raise ValueError(
+            f"--prompt: {run.folder} has no rollouts of `{prompt_id}`{near}; it has those of {listing(steps_of)}"
+        )
+    if step not in {None, *steps_of[prompt_id]}:
+        raise ValueError(f"--step {step}: prompt {prompt_id} was sampled in the steps {listing(steps_of[prompt_id])}")
+    return steps_of[prompt_id]
 
 
 def listing(names: Iterable[object]) -> str:
