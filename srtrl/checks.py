@@ -59,7 +59,8 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     """Key of the recipe -> a function that raises ValueError where the value there is wrong."""
     from srtrl.tasks.base import check_task
     from srtrl.tasks.reward_terms import resolve_rewards
-    from srtrl.trainer.build import build_drafter, check_trackers, choose_device, is_deterministic
+    from srtrl.trainer.build import build_drafter, choose_device, is_deterministic
+    from srtrl.trainer.trackers import check_trackers
 
     algorithm = recipe.algorithm
     functions = [
@@ -82,7 +83,7 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     if recipe.warm_start is not None:
         yield "warm_start.output", partial(_check_folder, recipe.warm_start.output)
     yield "device", lambda: is_deterministic(recipe, choose_device(recipe))
-    yield "log.trackers", partial(check_trackers, recipe.log.trackers)
+    yield "log.trackers", partial(check_trackers, recipe.log)
 
 
 def _problem_of(error: Exception, default_key: str) -> Problem:

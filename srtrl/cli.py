@@ -17,7 +17,7 @@ from srtrl.checks import build_checked
 from srtrl.evaluation import command as evaluation
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import build_recipe, dump_recipe, read_source
-from srtrl.report import compare, trie
+from srtrl.report import compare, export, rollouts, trie
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, such as those in recipes/.")]
 Overrides = Annotated[
@@ -200,7 +200,9 @@ def report(
 
 
 app.command("compare")(compare.command)
+app.command("rollouts")(rollouts.command)
 app.command("trie")(trie.command)
+app.command("export")(export.command)
 
 
 @app.command("show-config")

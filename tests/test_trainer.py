@@ -94,7 +94,8 @@ def test_rollout_file_is_what_was_learned_from(run: TrainingResult, policy: Path
         assert r["text"] == tokenizer.decode(r["token_ids"], skip_special_tokens=True)
         assert len(r["rollout_logprobs"]) == len(r["token_ids"])
         assert (r["finish_reason"] == "stop") == (r["token_ids"][-1] == tokenizer.eos_token_id)
-        assert r["policy_version"] == 1
+        assert (r["policy_version"], r["step"]) == (1, 2)
+        assert r["answer"] == str(eval(r["prompt"].removeprefix("Compute ").rstrip(".\n")))
     for draw in range(4, 8):  # of the run: step 1 had 0 to 3
         group = [r for r in table if r["draw_index"] == draw]
         rewards = torch.tensor([r["reward"] for r in group])
@@ -292,6 +293,7 @@ def test_step_without_a_sample_left_is_logged_and_learns_nothing(
     [
         ({"log__trackers": ["tensorbord"]}, "unknown tracker 'tensorbord'; known: .*tensorboard"),
         ({"log__trackers": ["swanlab"]}, "swanlab is not installed"),
+        ({"log__tracker_options": {"wandb": {"mode": "offline"}}}, "'wandb' is not in log.trackers, which has none"),
         ({"rollout__max_new_tokens": 100}, "the model was made for 128"),
         ({"model__path": "missing-policy"}, "missing-policy"),
         ({"WORLD_SIZE": "2"}, "srtrl trains in one process"),

@@ -165,7 +165,7 @@ def _check_same_run(old: Recipe, new: Recipe, folder: Path) -> None:
     device = choose_device(old)
     free = FREE_KEYS + (FREE_KEYS_IF_DETERMINISTIC if is_deterministic(old, device) else ())
     free += FREE_KEYS_ON_CUDA if device.type == "cuda" else ()
-    old_values, new_values = dict(_flatten(old.model_dump())), dict(_flatten(new.model_dump()))
+    old_values, new_values = dict(flatten(old.model_dump())), dict(flatten(new.model_dump()))
     changed = []
     for key in sorted(old_values.keys() | new_values.keys()):
         before, after = old_values.get(key), new_values.get(key)
@@ -181,11 +181,11 @@ def _check_same_run(old: Recipe, new: Recipe, folder: Path) -> None:
         )
 
 
-def _flatten(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+def flatten(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Dotted keys and leaf values; a list is a leaf."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
-            yield from _flatten(item, f"{prefix}.{key}" if prefix else str(key))
+            yield from flatten(item, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, value
 
@@ -193,6 +193,7 @@ def _flatten(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
 # --- Files of a step --------------------------------------------------------------------------------------------------
 
 ROLLOUT_COLUMNS = {
+    "step": "int32",
     "prompt_id": "string",
     "draw_index": "int32",
     "sample_index": "int32",
@@ -200,6 +201,7 @@ ROLLOUT_COLUMNS = {
     "prompt_token_ids": "list<int32>",
     "token_ids": "list<int32>",
     "text": "string",
+    "answer": "string",
     "rollout_logprobs": "list<float>",
     "advantage": "float",
     "reward": "float",
@@ -208,7 +210,8 @@ ROLLOUT_COLUMNS = {
     "policy_version": "int32",
 }
 """Columns of `rollouts/step_000001.parquet`, one row a sample; beside them a `reward_<name>` (unweighted) for each
-reward of the recipe."""
+reward of the recipe. `text` is the response, `answer` the reference answer; runs from before the first hour have
+neither `step` nor `answer`."""
 
 
 def step_file_name(step: int) -> str:
@@ -220,25 +223,34 @@ def write_rollouts(path: Path, groups: Sequence[RolloutGroup], advantages: Mappi
     """Write all samples of a step, as they were learned from; the file is whole or not there.
 
     Args:
-        path: The file.
+        path: The file, named by `step_file_name`.
         groups: All groups of the step, those that a filter dropped too.
         advantages: Advantage of (draw, sample); a sample without one was dropped by a filter and gets a null.
     """
+    rows = rollout_rows(step_of(path), groups, advantages)
+    rewards = [name for name in chain.from_iterable(rows) if name.startswith("reward_")]
+    _write_table(path, rows, ROLLOUT_COLUMNS | dict.fromkeys(rewards, "float"))
+
+
+def rollout_rows(
+    step: int, groups: Sequence[RolloutGroup], advantages: Mapping[tuple[int, int], float]
+) -> list[dict[str, object]]:
+    """One row a sample, with the columns that `write_rollouts` describes."""
     rows: list[dict[str, object]] = []
-    parts: Mapping[str, float] = {}
     for rollout in chain.from_iterable(group.rollouts for group in groups):
-        parts = rollout.grade.parts
         given: dict[str, object] = {
+            "step": step,
             "prompt_id": rollout.prompt.prompt_id,
             "prompt": rollout.prompt.text,
             "prompt_token_ids": rollout.prompt.token_ids,
+            "answer": rollout.prompt.answer,
             "advantage": advantages.get((rollout.draw_index, rollout.sample_index)),
             "reward": rollout.grade.reward,
             "outcome": rollout.grade.outcome,
-            **{f"reward_{name}": value for name, value in parts.items()},
+            **{f"reward_{name}": value for name, value in rollout.grade.parts.items()},
         }
         rows.append({name: getattr(rollout, name) for name in ROLLOUT_COLUMNS if name not in given} | given)
-    _write_table(path, rows, ROLLOUT_COLUMNS | {f"reward_{name}": "float" for name in parts})
+    return rows
 
 
 TIMELINE_COLUMNS = {field.name: "float" if field.name == "seconds" else "int32" for field in fields(DecodeStep)}

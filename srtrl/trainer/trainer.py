@@ -52,6 +52,7 @@ from srtrl.trainer.run_metrics import (
     write_summary,
 )
 from srtrl.trainer.sampling import StepRollouts, StepSampler
+from srtrl.trainer.trackers import check_trackers, log_samples, start_trackers, tracker_folder
 from srtrl.trainer.update import (
     LogprobDifferenceError,
     NonFiniteError,
@@ -133,7 +134,7 @@ class Trainer:
         self.task = load_task(recipe, self.tokenizer)
         has_eval = recipe.eval.before_and_after or recipe.eval.every_steps is not None
         self.eval_prompts = held_out_prompts(self.task, recipe) if has_eval else []
-        self.accelerator = build.build_accelerator(recipe, run_path(recipe))
+        self.accelerator = build.build_accelerator(recipe, tracker_folder(recipe))
         device = self.accelerator.device
         self.policy = build.build_policy(recipe, str(checkpoint or recipe.model.path), device)
         self.optimizer = build.make_optimizer(self.policy, recipe.train, recipe)
@@ -191,6 +192,7 @@ class Trainer:
         metrics |= self.evaluate_if_due(step)
         self.step = step
         self.log(metrics, credit)
+        log_samples(self.accelerator, self.recipe, step, rollouts.groups, credit.advantages)
         self.checkpoint_if_due()
 
     def assign_credit(self, step: int, rollouts: StepRollouts) -> Credit:
@@ -322,7 +324,7 @@ def open_trainer(
 ) -> Iterator[Trainer]:
     """Everything that a run needs, ready for its next step; see `run_training` for the arguments and errors."""
     check_run_folder(recipe, resume=resume, overwrite=overwrite)
-    build.check_trackers(recipe.log.trackers)
+    check_trackers(recipe.log)
     build.check_compiler(recipe)
     checkpoint = latest_checkpoint(run_path(recipe) / "checkpoints") if resume else None
     with ExitStack() as stack:
@@ -332,13 +334,7 @@ def open_trainer(
         run = trainer.run = stack.enter_context(open_run_folder(recipe, resume=resume, overwrite=overwrite))
         if run.checkpoint != checkpoint:
             raise ValueError(f"{run.path} has changed while the model was loading: another process trains there")
-        trainer.accelerator.init_trackers(
-            "srtrl",
-            init_kwargs={
-                "wandb": {"name": recipe.name},
-                "tensorboard": {"purge_step": trainer.step + 1},  # hides what a killed run logged after its checkpoint
-            },
-        )
+        start_trackers(trainer.accelerator, recipe, step=trainer.step)
         counts = ", ".join(f"{name} {count:,}" for name, count in trainer.task.load_report.items())
         progress.say(f"task {recipe.task.name}: {counts}")
         if resume and checkpoint is None:
