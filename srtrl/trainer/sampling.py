@@ -136,7 +136,7 @@ class StepSampler:
             groups = collect_rollouts(engine, collector, self.draws(draws), run_ahead=run_ahead)
             kept = filter_groups(groups, filters)
         self.num_draws = first + len(groups)
-        metrics = rollout_metrics(groups) | {
+        metrics = rollout_metrics(groups, self.grader.outcomes) | {
             "data/epoch": first / self.order.num_prompts,
             "data/draws": len(groups),
             "groups/kept": len(kept),
