@@ -259,6 +259,21 @@ def test_what_needs_a_verdict_is_refused(policy: Path, tmp_path: Path, changes: 
     assert not (tmp_path / "runs").exists()
 
 
+class Own(prompts.Task):
+    """As a user may write it: that there is no verifier shows only once the task is loaded."""
+
+    verifier = property(lambda self: None)  # type: ignore[assignment]
+
+
+def test_a_loaded_task_without_a_verifier_is_refused_too(policy: Path, tmp_path: Path) -> None:
+    options = {"train": write_rows(tmp_path / "rows.jsonl", [{"prompt": "Hi?"}])}
+    task = {"name": "test_tasks_prompts:Own", "options": options}
+    recipe = recipe_of(policy, tmp_path, task=task, rewards=[{"name": "correct"}])
+    check_recipe(recipe)
+    with pytest.raises(ValueError, match=r"^rewards\.0\.name: `correct` \(the default\) asks whether"):
+        load_task(recipe, byte_tokenizer())
+
+
 def test_the_middle_of_a_long_prompt_is_left_out() -> None:
     tokenizer = byte_tokenizer()
     text = "a" * 300 + "b" * 1200 + "c" * 300

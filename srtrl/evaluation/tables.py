@@ -62,7 +62,8 @@ def _score(result: EvalResult) -> dict[str, str]:
     if result.accuracy is not None:
         return {"avg@N (95% interval)": _text(_accuracy(result)), "mean reward": f"{result.reward:.4g}"}
     low, high = result.reward_interval
-    return {"mean reward (95% interval)": f"{result.reward:.4g} ({low:.4g} to {high:.4g})"}
+    interval = f" ({low:.4g} to {high:.4g})" if low < high else ""  # none for one problem, or where all are alike
+    return {"mean reward (95% interval)": f"{result.reward:.4g}{interval}"}
 
 
 def settings_of(outcome: EvalOutcome) -> dict[str, Any]:

@@ -84,9 +84,9 @@ def _check_judges(task: object, recipe: Recipe) -> None:
     """Refuse what asks whether a completion is correct where the task, or its class, has no verifier."""
     if getattr(task, "verifier", True) is not None:
         return
-    reason = f"asks whether a completion is correct, and the task {recipe.task.name} has no reference answers"
+    reason = f"asks whether a completion is correct, and the task {recipe.task.name} has no verifier"
     problems = [
-        Problem(f"rewards.{index}.name", f"`correct` (the default) {reason}: name rewards of your own (docs/data.md)")
+        Problem(f"rewards.{index}.name", f"`correct` (the default) {reason}: name other rewards (docs/data.md)")
         for index, reward in enumerate(recipe.rewards)
         if reward.name == "correct"
     ]

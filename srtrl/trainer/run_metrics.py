@@ -240,7 +240,8 @@ def _with_interval(held_out: Mapping[str, float]) -> str:
     name = _main_figure(held_out)
     digits = ".1%" if name == "accuracy" else ".3f"
     value, low, high = (format(held_out[f"{name}{end}"], digits) for end in ("", "_low", "_high"))
-    return f"{value} (95%: {low} to {high})"
+    is_known = held_out[f"{name}_low"] < held_out[f"{name}_high"]  # not for one problem, or where all are alike
+    return f"{value} (95%: {low} to {high})" if is_known else value
 
 
 def timed_stages(rows: Iterable[Mapping[str, float]]) -> set[str]:
