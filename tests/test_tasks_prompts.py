@@ -262,7 +262,7 @@ def test_what_needs_a_verdict_is_refused(policy: Path, tmp_path: Path, changes: 
 class Own(prompts.Task):
     """As a user may write it: that there is no verifier shows only once the task is loaded."""
 
-    verifier = property(lambda self: None)  # type: ignore[assignment]
+    verifier = property(lambda self: None)
 
 
 def test_a_loaded_task_without_a_verifier_is_refused_too(policy: Path, tmp_path: Path) -> None:
