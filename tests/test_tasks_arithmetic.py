@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from task_cases import byte_tokenizer
 
 from srtrl.tasks.arithmetic import ArithmeticOptions, Task, draw_expressions, is_correct, split_of
-from srtrl.tasks.prompts import tokenise
+from srtrl.tasks.rendering import tokenise
 from srtrl.types import Prompt
 
 

@@ -30,7 +30,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("arithmetic", {"max_value": 5, "max_operand": 9}, "task.options: max_value (5) is below max_operand (9)"),
     ("arithmetic", {"operators": ["/"]}, "task.options.operators.0: should be '+', '-' or '*', found \"/\""),
     ("arithmetic", HARD, "different train problems of this difficulty, num_train asks for 100; raise"),
-    ("math", {}, "task.options: name the problems: `train`, `eval` or both"),
+    ("math", {}, "task.options: name the prompts: `train`, `eval` or both"),
     ("math", {"train": {"file": ["x"]}}, "task.options.train.file: unknown key, did you mean `files`"),
     ("math", FILES, "task.options.train.files.0: no file no.jsonl"),
     ("math", {"train": {"files": ["rows.csv"]}}, "task.options.train.files.0: expected a .jsonl or .parquet file"),

@@ -17,6 +17,7 @@ from srtrl.tasks.base import load_task
 from srtrl.trainer.build import build_tokenizer
 from srtrl.trainer.evaluate import EvalJob, EvalOutcome, resolve_eval_source, run_evals
 from srtrl.trainer.run_folder import RunProgress
+from srtrl.trainer.run_metrics import describe_held_out
 
 if TYPE_CHECKING:
     from srtrl.evaluation.suite import OpenSuite
@@ -78,7 +79,7 @@ def _run(model: str, jobs: Sequence[EvalJob], output: Path | None) -> Iterator[E
             if output is not None:
                 tables.append_rows(output, outcome)
             if len(jobs) > 1:
-                progress.step(number, f"{outcome.job.name}: {outcome.result.accuracy:.1%}")
+                progress.step(number, f"{outcome.job.name}: {describe_held_out(outcome.result.metrics())}")
             yield outcome
 
 

@@ -50,7 +50,7 @@ class Chart:
 SPEED = "Speed and speculation"
 CHARTS = {
     "Learning": (
-        Chart("Reward", "reward", ["reward/*"], "Each named reward without its weight; mean: the weighted sum."),
+        Chart("Reward", "reward", ["reward/*", "eval/reward"], "Each without its weight; mean, eval/: weighted sum."),
         Chart("Accuracy", "share", ["accuracy", "eval/accuracy"], "Held-out problems (eval/) with 95% intervals."),
         Chart("Response length", "tokens", ["length/mean", "length/max"], "The end token included."),
         Chart("Truncated responses", "share of samples", ["length/truncated_share"], "Reached the length limit."),

@@ -74,7 +74,7 @@ def _notices(run: Run) -> Iterator[str]:
     failed = {kind: sum(row.get(f"grading/{kind}", 0) for row in run.rows) for kind in ("timeout", "crash", "error")}
     if any(failed.values()):
         counts = ", ".join(f"{count:.0f} {kind}" for kind, count in failed.items() if count)
-        yield f"Grading failed for some training samples, which count as incorrect: {counts}."
+        yield f"Grading failed for some training samples, whose reward is 0: {counts}."
 
 
 def _sections(run: Run) -> dict[str, list[tuple[Chart, str]]]:

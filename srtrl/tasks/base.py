@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from srtrl.recipe import Recipe, Section
-from srtrl.recipe_file import validate_section
+from srtrl.recipe_file import Problem, RecipeError, validate_section
 from srtrl.resolve import resolve_class
 from srtrl.types import Prompt
 
@@ -46,8 +46,8 @@ class Task(Protocol):
         """Counts of loading: `train/rows`, and where rows can be left out, `train/malformed`, `train/overlong`."""
 
     @property
-    def verifier(self) -> Verifier:
-        """The judge of all completions."""
+    def verifier(self) -> Verifier | None:
+        """The judge of all completions; None (best as an attribute of the class) where only rewards judge them."""
 
     def solution(self, prompt: Prompt) -> str:
         """The supervised target of a prompt; ValueError if its row has none."""
@@ -57,6 +57,7 @@ def check_task(recipe: Recipe) -> None:
     """Check the task's name and options without a tokenizer or weights; ValueError names the option and the reason."""
     task_class, options = _resolve_task(recipe)
     task_class.check_options(options)
+    _check_judges(task_class, recipe)
 
 
 def load_task(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", *, max_prompt_tokens: int | None = None) -> Task:
@@ -68,7 +69,27 @@ def load_task(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", *, max_promp
     task_class, options = _resolve_task(recipe)
     longest = max_prompt_tokens or recipe.rollout.max_prompt_tokens
     task: Task = task_class(options, tokenizer=tokenizer, max_prompt_tokens=longest)
+    _check_judges(task, recipe)
     return task
+
+
+def _check_judges(task: object, recipe: Recipe) -> None:
+    """Refuse what asks whether a completion is correct where the task, or its class, has no verifier."""
+    if getattr(task, "verifier", True) is not None:
+        return
+    reason = f"asks whether a completion is correct, and the task {recipe.task.name} has no verifier"
+    problems = [
+        Problem(f"rewards.{index}.name", f"`correct` (the default) {reason}: name other rewards (docs/data.md)")
+        for index, reward in enumerate(recipe.rewards)
+        if reward.name == "correct"
+    ]
+    problems += [
+        Problem(f"algorithm.filters.{index}", f"{name} {reason}: use drop_uniform")
+        for index, name in enumerate(recipe.algorithm.filters)
+        if name == "drop_all_right_or_wrong"
+    ]
+    if problems:
+        raise RecipeError(*problems)
 
 
 def _resolve_task(recipe: Recipe) -> tuple[Any, Section]:

@@ -28,7 +28,15 @@ from srtrl.tasks.worker import (
     check_reward,
 )
 from srtrl.tasks.worker_pool import WorkerPool
-from srtrl.types import FinishReason, Grade, Prompt, RolloutGroup
+from srtrl.types import (
+    UNVERIFIED_OUTCOMES,
+    VERIFIED_OUTCOMES,
+    FinishReason,
+    Grade,
+    GradeOutcome,
+    Prompt,
+    RolloutGroup,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +58,7 @@ class Grader:
     neither the verifier nor a reward is `isolated`.
 
     Args:
-        task: Whose verifier decides what is correct.
+        task: Whose verifier decides what is correct; without one, nothing is correct or wrong.
         rewards: The recipe's rewards; the sample's reward is their weighted sum.
         grading: Number of workers and their CPU limit.
         max_new_tokens: The limit that `RewardInput` tells the rewards.
@@ -66,6 +74,8 @@ class Grader:
         self._max_new_tokens = max_new_tokens
         self._num_failed: Counter[tuple[str, str]] = Counter()
         self._verifier = task.verifier
+        self.outcomes = VERIFIED_OUTCOMES if task.verifier is not None else UNVERIFIED_OUTCOMES
+        """How a grading can end."""
         self._verifier_isolated = is_isolated(task.verifier)
         if self._verifier_isolated:
             check_importable("the task's verifier", task.verifier)
@@ -103,7 +113,7 @@ class Grader:
             num_tokens=num_tokens,
             max_new_tokens=self._max_new_tokens,
         )
-        if not self._verifier_isolated:
+        if self._verifier is not None and not self._verifier_isolated:
             with Caught() as caught:
                 sample = replace(sample, correct=bool(self._verifier(text, prompt.answer)))
             if caught.error is not None:
@@ -175,7 +185,8 @@ class Grader:
             return Grade(reward=0.0, parts=parts, outcome=verdict.outcome, detail=verdict.detail)
         parts = {reward.name: verdict.parts[reward.name] for reward in self._rewards}
         total = sum(reward.weight * parts[reward.name] for reward in self._rewards)
-        return Grade(reward=total, parts=parts, outcome="correct" if verdict.correct else "wrong")
+        outcome: GradeOutcome = "correct" if verdict.correct else "wrong"
+        return Grade(reward=total, parts=parts, outcome=outcome if self._verifier is not None else "graded")
 
 
 def check_not_all_failed(groups: Sequence[RolloutGroup], where: str) -> None:

@@ -137,7 +137,7 @@ class StepSampler:
             kept = filter_groups(groups, filters)
         check_not_all_failed(groups, f"step {step}")
         self.num_draws = first + len(groups)
-        metrics = rollout_metrics(groups) | {
+        metrics = rollout_metrics(groups, self.grader.outcomes) | {
             "data/epoch": first / self.order.num_prompts,
             "data/draws": len(groups),
             "groups/kept": len(kept),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -44,6 +44,7 @@ from srtrl.trainer.run_folder import (
 )
 from srtrl.trainer.run_metrics import (
     RunSummary,
+    describe_held_out,
     describe_step,
     memory_metrics,
     merge_metrics,
@@ -63,6 +64,13 @@ from srtrl.trainer.update import (
     next_kl_coefficient,
     update_policy,
 )
+from srtrl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SHOWN_CHARACTERS = 500
+"""Of the first prompt, at the start of a run."""
 
 
 class TrainingStoppedError(RuntimeError):
@@ -245,7 +253,7 @@ class Trainer:
         return self.evaluate(f"after step {step}").metrics()
 
     def evaluate(self, when: str) -> EvalResult:
-        """Held-out accuracy of the policy as it is."""
+        """Held-out accuracy (without a verifier: reward) of the policy as it is."""
         _, result = evaluate(
             self.recipe,
             self.eval_prompts,
@@ -256,8 +264,7 @@ class Trainer:
             on_progress=partial(self.progress.stage, "evaluation"),
         )
         self.engine.take_timeline()  # the next step's would begin with it
-        low, high = result.interval
-        self.progress.say(f"{when}: held-out accuracy {result.accuracy:.1%} (95%: {low:.1%} to {high:.1%})")
+        self.progress.say(f"{when}: {describe_held_out(result.metrics())}")
         return result
 
     def save_rollouts(self, step: int, rollouts: StepRollouts, credit: Credit) -> None:
@@ -337,6 +344,7 @@ def open_trainer(
         start_trackers(trainer.accelerator, recipe, step=trainer.step)
         counts = ", ".join(f"{name} {count:,}" for name, count in trainer.task.load_report.items())
         progress.say(f"task {recipe.task.name}: {counts}")
+        progress.say(describe_prompt(trainer.task.train_prompts[0], trainer.tokenizer))
         if resume and checkpoint is None:
             progress.say(f"--resume: {run.path} has no checkpoint, starting from step 0")
         elif resume:
@@ -345,6 +353,19 @@ def open_trainer(
             yield trainer
         finally:
             trainer.accelerator.end_training()
+
+
+def describe_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The prompt as the policy reads it, special tokens and the ends of lines included; the middle of a long one goes.
+
+    Each line begins with `| `, so that an end of line at the very end is seen.
+    """
+    text = str(tokenizer.decode(list(prompt.token_ids), clean_up_tokenization_spaces=False))
+    if (num_left_out := len(text) - SHOWN_CHARACTERS) > 0:
+        half = SHOWN_CHARACTERS // 2
+        text = f"{text[:half]} [... {num_left_out:,} characters left out ...] {text[-half:]}"
+    heading = f"first training prompt, {prompt.prompt_id} ({len(prompt.token_ids):,} tokens):"
+    return "\n| ".join([heading, *text.split("\n")])
 
 
 def seed_generators(seed: int, step: int) -> None:
