@@ -136,8 +136,6 @@ def test_messages_need_a_chat_template(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^task\.options\.train: some rows hold messages, others a text; set chat_t"):
         load(tmp_path, *mixed)
     assert len(load(tmp_path, *mixed, **WRAPPED).train_prompts) == 2
-    with pytest.raises(ValueError, match="yet to be trained has no chat template"):
-        list(prompts.Task.texts(prompts.PromptsOptions.model_validate({"train": write_rows(tmp_path / "m", mixed)})))
 
 
 def test_wrong_options(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
 """Of a checkpoint, beside the tokenizer's; the rest is for `--resume`."""
-CARD_METRICS = ("reward/mean", "accuracy", "eval/accuracy", "length/mean", "entropy", "kl/ref")
+CARD_METRICS = ("reward/mean", "accuracy", "eval/accuracy", "eval/reward", "length/mean", "entropy", "kl/ref")
 """Columns of the model card's table, as far as the run logged them."""
 NUM_CARD_ROWS = 12
 """About how many rows the table has."""
@@ -77,7 +77,7 @@ def model_card(recipe: "Recipe", rows: Sequence["MetricRow"], step: int) -> str:
     if re.fullmatch(r"[\w.-]+/[\w.-]+", recipe.model.path) and not Path(recipe.model.path).exists():
         front["base_model"] = recipe.model.path
     every = max(1, -(-len(rows) // NUM_CARD_ROWS))
-    last_evaluation = max((index for index, row in enumerate(rows) if "eval/accuracy" in row), default=0)
+    last_evaluation = max((index for index, row in enumerate(rows) if "eval/reward" in row), default=0)
     always = {last_evaluation, len(rows) - 1}
     chosen = [row for index, row in enumerate(rows) if index % every == 0 or index in always]
     columns = [name for name in CARD_METRICS if any(name in row for row in chosen)]

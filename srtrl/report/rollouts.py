@@ -96,8 +96,9 @@ def print_samples(samples: Sequence[Mapping[str, Any]], *, max_characters: int |
             shown.add(sample["prompt_id"])
             show("prompt", sample["prompt"])
         show("response", sample["text"])
-        if sample["answer"] is not None:
-            show("reference answer", sample["answer"])
+        if sample["answer"]:
+            if sample["answer"]:
+                show("reference answer", sample["answer"])
         console.print()
 
 
