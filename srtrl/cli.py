@@ -113,20 +113,36 @@ def train(
     recipe: RecipePath,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint.")] = False,
+    change: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="With --resume: continue with another learning rate or the like."),
+    ] = None,
+    checkpoint: Annotated[
+        int | None, typer.Option(metavar="STEP", help="With --resume: the checkpoint to resume from; drops later ones.")
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Train a policy by reinforcement learning.
 
-    Everything is written into the folder <output_dir>/<name> (runs/<name> by default).
+    Everything is written into the folder <output_dir>/<name> (runs/<name> by default). With --resume, RECIPE may be
+    that folder: its own recipe.yaml is used. Keys that --change can change: train.learning_rate, train.num_steps,
+    train.schedule, critic.learning_rate, algorithm.kl.coefficient and a few others.
     """
-    loaded = build_checked(read_source(recipe, overrides or ()))
+    is_run = resume and recipe.is_dir()
+    source = read_source(recipe / "recipe.yaml" if is_run else recipe, [*(overrides or ()), *(change or ())])
+    if is_run:
+        folder = recipe.resolve()
+        source.put(["output_dir"], str(folder.parent), "RECIPE")
+        source.put(["name"], folder.name, "RECIPE")
+    loaded = build_checked(source)
     from srtrl.trainer.run_metrics import summary_table
     from srtrl.trainer.trainer import run_training
 
-    result = run_training(loaded, resume=resume, overwrite=overwrite)
+    changed = [one.partition("=")[0].strip() for one in change or ()]
+    result = run_training(loaded, resume=resume, overwrite=overwrite, changed=changed, from_step=checkpoint)
     _print_table(summary_table(result.summary))
     if result.summary.interrupted:
-        again = shlex.join(["srtrl", "train", str(recipe), *(overrides or ()), "--resume"])
+        again = shlex.join(["srtrl", "train", str(result.folder), "--resume"])
         print(f"interrupted after step {result.summary.num_steps}; to resume: {again}")
         raise typer.Exit(130)
     print(f"the run is in {result.folder}; its page: srtrl report {result.folder}")

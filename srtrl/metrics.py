@@ -56,17 +56,19 @@ def read_metrics(path: Path) -> list[MetricRow]:
     """Read the rows of a metric log, in file order; a last line without its newline (a killed run) is left out.
 
     Raises:
-        ValueError: a line is not a JSON object with a `step`; the message names file and line.
+        ValueError: a line is not a JSON object of numbers with a `step`; the message names file and line.
     """
     rows = []
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            row = json.loads(line.decode())
+        except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
             raise ValueError(f"{path}:{number}: not JSON ({error}); expected one row of metrics a line") from error
-        if not isinstance(row, dict) or "step" not in row:
-            raise ValueError(f"{path}:{number}: expected an object with the key `step`, found {row!r:.80}")
+        if not (isinstance(row, dict) and "step" in row and all(isinstance(value, Real) for value in row.values())):
+            raise ValueError(
+                f"{path}:{number}: expected an object with the key `step` and numbers, found {str(row)[:80]}"
+            )
         rows.append(row)
     return rows
 

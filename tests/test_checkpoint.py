@@ -1,5 +1,6 @@
 """Checkpoints: the same bits back, whole or not there, and who may use a run folder."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from srtrl.trainer.run_folder import check_run_folder, open_run_folder
 
 def save(policy: Path, folder: Path, step: int, *, keep: int = 2, critic: Critic | None = None) -> Path:
     """Save the policy as the checkpoint of this step."""
+    (folder.parent / "metrics.jsonl").touch()
     model = load_model(str(policy), dtype=torch.float32, device="cpu")
     return save_checkpoint(
         folder,
@@ -108,13 +110,70 @@ def test_run_folder_is_not_overwritten_unasked(tmp_path: Path) -> None:
         assert read_metrics(tmp_path / "run" / "metrics.jsonl") == []
 
 
-@pytest.mark.parametrize("flag", ["overwrite", "resume"])
-def test_a_folder_that_is_no_run_is_left_alone(flag: str, tmp_path: Path) -> None:
+def not_a_run(folder: Path) -> None:
+    folder.mkdir()
+    for name in ("recipe.yaml", "report.html"):
+        (folder / name).write_text("years of work")
+
+
+def run_of_an_earlier_version(folder: Path) -> None:
+    with open_run_folder(make_recipe(folder.parent / "policy", folder.parent)):
+        (folder / ".lock").write_text("")
+
+
+def link_to_a_run(folder: Path) -> None:
+    with open_run_folder(make_recipe(folder.parent / "policy", folder.parent / "elsewhere")) as run:
+        folder.symlink_to(run.path)
+
+
+def file_for_a_folder(folder: Path) -> None:
+    with open_run_folder(make_recipe(folder.parent / "policy", folder.parent)):
+        (folder / "rollouts").rmdir()
+        (folder / "rollouts").touch()
+
+
+@pytest.mark.parametrize(
+    ("make", "flag", "refused"),
+    [
+        (not_a_run, "overwrite", "--overwrite: .*run has no mark of srtrl .*delete it yourself"),
+        (not_a_run, "resume", "--resume: .*no recipe.yaml or no .lock, so it is not a run"),
+        (run_of_an_earlier_version, "overwrite", r"no mark of srtrl \(as in runs of earlier versions"),
+        (run_of_an_earlier_version, "resume", ""),
+        (link_to_a_run, "overwrite", "run is a link"),
+        (link_to_a_run, "resume", ""),
+        (file_for_a_folder, "overwrite", ""),
+        (file_for_a_folder, "resume", "rollouts is a file; expected a folder of the run"),
+    ],
+)
+def test_which_folders_a_run_takes_over(make: Callable[[Path], None], flag: str, refused: str, tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path / "policy", tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "report.html").write_text("years of work")
-    with pytest.raises(ValueError, match=rf"--{flag}: .*no recipe.yaml, so it is not a run"):
-        check_run_folder(recipe, overwrite=flag == "overwrite", resume=flag == "resume")
+    make(tmp_path / "run")
+    before = sorted(tmp_path.rglob("*"))
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            check_run_folder(recipe, overwrite=flag == "overwrite", resume=flag == "resume")
+        assert sorted(tmp_path.rglob("*")) == before
+    else:
+        with open_run_folder(recipe, overwrite=flag == "overwrite", resume=flag == "resume"):
+            pass
+
+
+def test_overwrite_deletes_the_files_of_the_run_alone(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path / "policy", tmp_path)
+    with open_run_folder(recipe) as run:
+        pass
+    mine = [run.path / "notes.txt", run.path / "code" / "reward.py", tmp_path / "big" / "step_000001" / "weights"]
+    for file in mine:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("years of work")
+    run.checkpoints.rmdir()
+    run.checkpoints.symlink_to(tmp_path / "big")
+    (run.path / "rollouts" / "step_000001.parquet").touch()
+    with open_run_folder(recipe, overwrite=True) as again:
+        assert again.checkpoint is None
+    assert [file.read_text() for file in mine] == ["years of work"] * 3
+    assert list((run.path / "rollouts").iterdir()) == []
+    assert not run.checkpoints.is_symlink()
 
 
 def test_resume_takes_the_folder_back_to_its_checkpoint(policy: Path, tmp_path: Path) -> None:
@@ -169,3 +228,15 @@ def test_resume_with_another_recipe(
     else:
         with open_run_folder(changed, resume=True) as run:
             assert load_recipe(run.path / "recipe.yaml") == changed
+
+
+def test_an_adaptive_kl_coefficient_cannot_be_set(tmp_path: Path) -> None:
+    """The checkpoint's would be used, and the new value ignored."""
+    for coefficient in (0.01, 0.02):
+        kl = {"coefficient": coefficient, "target": 0.1, "placement": "reward"}
+        recipe = make_recipe(tmp_path / "policy", tmp_path, algorithm__kl=kl)
+        if coefficient == 0.01:
+            with open_run_folder(recipe):
+                pass
+    with pytest.raises(ValueError, match=r"--change: algorithm\.kl\.coefficient follows algorithm\.kl\.target"):
+        check_run_folder(recipe, resume=True, changed=["algorithm.kl.coefficient"])

@@ -123,10 +123,15 @@ def test_train_hands_over_the_recipe_and_says_what_to_do_next(
     overrides = ["train.num_steps=5", "task.options={num_train: 10}"]
     result = run("train", recipe_file, *overrides, "--overwrite")
     assert (result.exit_code, result.stderr) == (130 if interrupted else 0, "")
-    run_training.assert_called_once_with(load_recipe(recipe_file, overrides), resume=False, overwrite=True)
+    run_training.assert_called_once_with(
+        load_recipe(recipe_file, overrides), resume=False, overwrite=True, changed=[], from_step=None
+    )
     assert "before, after" in result.stdout
-    again = f"srtrl train {recipe_file} train.num_steps=5 'task.options={{num_train: 10}}' --resume"
-    following = f"interrupted after step 3; to resume: {again}" if interrupted else "srtrl report runs/test"
+    following = (
+        "interrupted after step 3; to resume: srtrl train runs/test --resume"
+        if interrupted
+        else "srtrl report runs/test"
+    )
     assert following in result.stdout
 
 

@@ -57,12 +57,12 @@ def test_an_export_is_a_model_with_tokenizer_and_card(
 def test_the_card_of_a_long_run_has_some_rows_and_its_last_evaluation() -> None:
     text = recipe_text("log: {tracker_options: {wandb: {id: secret}}}\n", path="Qwen/Qwen2.5-0.5B")
     rows = [{"step": step, "reward/mean": 0.5} for step in range(20_001)]
-    rows[19_999]["eval/accuracy"] = 0.12345
+    rows[19_999] |= {"eval/accuracy": 0.12345, "eval/reward": 0.5}
     card = model_card(Recipe.model_validate(yaml.safe_load(text)), rows, 20_000)
     table = [line for line in card.splitlines() if line.startswith("| ")]
-    assert table[0] == "| step | reward/mean | eval/accuracy |"
-    assert table[2] == "| 0 | 0.5 |  |"
-    assert table[-2:] == ["| 19999 | 0.5 | 0.1235 |", "| 20000 | 0.5 |  |"]
+    assert table[0] == "| step | reward/mean | eval/accuracy | eval/reward |"
+    assert table[2] == "| 0 | 0.5 |  |  |"
+    assert table[-2:] == ["| 19999 | 0.5 | 0.1235 | 0.5 |", "| 20000 | 0.5 |  |  |"]
     assert len(table) == 2 + 14
     assert "base_model: Qwen/Qwen2.5-0.5B" in card
     assert "secret" not in card

@@ -46,13 +46,19 @@ def test_truncate_drops_later_rows_and_a_half_written_one(tmp_path: Path, rest: 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_damaged_row_is_named_by_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"step": ', "not JSON"),
+        (b'{"step": 2, "loss": "\xff"}', "not JSON .*utf-8"),
+        (b'{"loss": 3}', "expected an object with the key `step`"),
+        (b'{"step": 2, "loss": null}', "expected an object with the key `step` and numbers, found .*None"),
+    ],
+)
+def test_a_damaged_row_is_named_by_line(line: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl:2: not JSON"):
-        read_metrics(path)
-    path.write_text('{"step": 1}\n{"loss": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl:2: expected an object with the key `step`"):
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=rf"metrics.jsonl:2: {message}"):
         read_metrics(path)
 
 

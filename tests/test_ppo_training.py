@@ -195,7 +195,7 @@ def test_a_checkpoint_without_its_critic_cannot_be_resumed(policy: Path, uninter
     shutil.copytree(uninterrupted, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000004" / "critic")
     longer = make_ppo_recipe(policy, tmp_path, rollout__drafter="none", train__num_steps=5)
-    with pytest.raises(ValueError, match="step_000004/critic: no local folder"):
+    with pytest.raises(ValueError, match=r"step_000004/critic/.* is missing"):
         run_training(longer, resume=True)
 
 

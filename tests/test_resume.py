@@ -69,8 +69,9 @@ KILLS: dict[str, Callable[[], None]] = {
     "in grading": lambda: die_at_call(Grader, "collect", 5),
     # in step 3, after the second of its four optimizer steps
     "in update": lambda: die_at_call(torch.optim.AdamW, "step", 2 * 4 + 2, after=True),
-    # the second has its weights and optimizer, but not yet its state; each writes generation_config.json before that
-    "in checkpoint": lambda: die_at_call(checkpoint, "write_atomic", 4),
+    # the second has its weights and optimizer, but not yet its state; each writes generation_config.json before that,
+    # and its manifest after it
+    "in checkpoint": lambda: die_at_call(checkpoint, "write_atomic", 5),
 }
 MORE_KILLS: dict[str, Callable[[], None]] = {
     "between row and checkpoint": lambda: die_at_call(trainer, "save_checkpoint", 2),

@@ -97,8 +97,7 @@ def print_samples(samples: Sequence[Mapping[str, Any]], *, max_characters: int |
             show("prompt", sample["prompt"])
         show("response", sample["text"])
         if sample["answer"]:
-            if sample["answer"]:
-                show("reference answer", sample["answer"])
+            show("reference answer", sample["answer"])
         console.print()
 
 

@@ -122,5 +122,5 @@ def read_rollouts(path: Path, columns: Sequence[str] | None = None, *, prompt_id
     filters = None if prompt_id is None else [("prompt_id", "=", prompt_id)]
     try:
         return pyarrow.parquet.read_table(path, columns=columns, filters=filters)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: cannot read these rollouts: {error}") from error

@@ -2,18 +2,22 @@
 
 A checkpoint is a folder `step_000010` that `transformers` loads as a model, with `optimizer.pt` and `state.json` for
 the trainer, `critic/` and `critic_optimizer.pt` where there is a critic, and the drafter's files (its rollouts, so that
-speculation resumes as good as it was). Nothing random is stored: learning rate, data order, sampling noise and the
-seed of the global generators are functions of (seed, step).
+speculation resumes as good as it was). `manifest.json` has size and SHA-256 of each file, and of the rows of
+`metrics.jsonl` up to there: a resume compares them. Nothing random is stored: learning rate, data order, sampling
+noise and the seed of the global generators are functions of (seed, step).
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +25,7 @@ import torch
 from srtrl.metrics import sync_folder, write_atomic
 from srtrl.model.value_model import save_value_model
 from srtrl.model.weights import save_model
+from srtrl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,6 +40,7 @@ OPTIMIZER = "optimizer.pt"
 """Moments and, for a bfloat16 model, its float32 master weights: the model's own files are for whoever decodes it."""
 CRITIC_FOLDER = "critic"
 CRITIC_OPTIMIZER = "critic_optimizer.pt"
+MANIFEST = "manifest.json"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -49,6 +55,8 @@ class TrainerState:
     """Draws of the data order that these steps have used; with dynamic sampling no function of `step`."""
     kl_coefficient: float
     """The KL coefficient of the next step; the recipe's where it is not adaptive."""
+    prompts_sha256: str = ""
+    """`prompts_digest` of the training prompts; empty in checkpoints of earlier versions, which have no manifest."""
     format: int = FORMAT
 
 
@@ -69,10 +77,89 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 
-def clean_unfinished(folder: Path) -> None:
-    """Delete what a killed run left half-written or half-deleted."""
+def checkpoint_to_resume(folder: Path, step: int | None = None) -> Path | None:
+    """The newest checkpoint of a `checkpoints` folder, or that of `step`, with all files as they were written.
+
+    Returns:
+        None where there is no checkpoint at all.
+
+    Raises:
+        ValueError: it is damaged (the message names the file and the newest intact one before it), is no folder of its
+            own, or there is none of that step.
+    """
+    for path in folder.glob("step_*"):
+        if path.is_symlink() or not path.is_dir():
+            kind = "a link" if path.is_symlink() else "a file"
+            raise ValueError(f"--resume: {path} is {kind}; expected the folder of a checkpoint: move it away")
+    found = list_checkpoints(folder)
+    if step is not None:
+        known = ", ".join(path.name for path in found) or "none"
+        found = [path for path in found if int(path.name[5:]) <= step]
+        if not found or int(found[-1].name[5:]) != step:
+            raise ValueError(f"--checkpoint {step}: {folder} has no {checkpoint_name(step)}; there: {known}")
+    if not found:
+        return None
+    if (damage := find_damage(found[-1])) is None:
+        return found[-1]
+    intact = next((path for path in reversed(found[:-1]) if find_damage(path) is None), None)
+    advice = "no checkpoint before it is intact: restore the file from a copy, or begin again with --overwrite"
+    if intact is not None:
+        advice = f"{intact} before it is intact: --resume --checkpoint {int(intact.name[5:])} continues from that one"
+    raise ValueError(f"{damage}, so {found[-1]} is damaged; {advice}")
+
+
+def find_damage(checkpoint: Path) -> str | None:
+    """What is not as it was written: a file of the checkpoint, or the rows of `metrics.jsonl` up to its step.
+
+    None where all is well, and for a checkpoint of an earlier version, which has no manifest.
+
+    Raises:
+        ValueError: there is no manifest and no state.
+    """
+    manifest, log = checkpoint / MANIFEST, checkpoint.parent.parent / "metrics.jsonl"
+    if not manifest.is_file():
+        return f"{manifest} is missing" if read_state(checkpoint).prompts_sha256 else None
+    try:
+        record = json.loads(manifest.read_bytes())
+        files, num_log_bytes = dict(record["files"]), int(record["log"]["size"])
+    except (ValueError, LookupError, TypeError) as error:
+        return f"{manifest} cannot be read ({type(error).__name__}: {error})"
+    if not log.is_file() or _entry(log, num_log_bytes) != record["log"]:
+        return f"{log} has not all rows as they were written"
+    damaged = (name for name in files if not (checkpoint / name).is_file() or _entry(checkpoint / name) != files[name])
+    return next((f"{checkpoint / name} is missing or not as it was written" for name in damaged), None)
+
+
+def _entry(file: Path, num_bytes: int | None = None) -> dict[str, int | str]:
+    """Size and SHA-256 of a file, or of its first `num_bytes`."""
+    with io.BytesIO(file.read_bytes()[:num_bytes]) if num_bytes is not None else file.open("rb") as stream:
+        return {"sha256": hashlib.file_digest(stream, "sha256").hexdigest(), "size": stream.seek(0, io.SEEK_END)}
+
+
+def prompts_digest(prompts: Iterable[Prompt]) -> str:
+    """SHA-256 of the prompts in order, by their token ids and answers."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(repr((tuple(prompt.token_ids), prompt.answer)).encode())
+    return digest.hexdigest()
+
+
+def check_prompts(checkpoint: Path, digest: str) -> None:
+    """Refuse to resume on other training prompts than those of the checkpoint; `digest` is that of `prompts_digest`."""
+    if read_state(checkpoint).prompts_sha256 not in ("", digest):
+        raise ValueError(
+            "--resume: the data of task.options has changed: the training prompts or their answers are not those that "
+            f"{checkpoint} has seen; restore them, or begin a new run with name=OTHER model.path={checkpoint}"
+        )
+
+
+def drop_checkpoints(folder: Path, after: int | None) -> None:
+    """Delete what a killed run left half-written or half-deleted, and checkpoints later than step `after`, if given."""
     for path in folder.glob(".step_*"):
         shutil.rmtree(path)
+    for path in list_checkpoints(folder):
+        if after is not None and int(path.name[5:]) > after:
+            _delete(path)
 
 
 def save_checkpoint(
@@ -103,6 +190,10 @@ def save_checkpoint(
             torch.save(critic.optimizer.state_dict(), temporary / CRITIC_OPTIMIZER)
         drafter.save(temporary)
         write_atomic(temporary / "state.json", json.dumps(asdict(state), indent=2) + "\n")
+        files = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
+        entries = {str(path.relative_to(temporary)): _entry(path) for path in files}
+        manifest = {"log": _entry(folder.parent / "metrics.jsonl"), "files": entries}
+        write_atomic(temporary / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     for old in list_checkpoints(folder)[:-keep]:
         _delete(old)
     return final
@@ -145,12 +236,16 @@ def read_state(checkpoint: Path) -> TrainerState:
     """The trainer's state in a checkpoint folder.
 
     Raises:
-        ValueError: written by another version of the layout.
+        ValueError: it cannot be read, or was written by another version of the layout.
     """
-    record = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    file = checkpoint / "state.json"
+    try:
+        record = dict(json.loads(file.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{file} cannot be read ({error})") from error
     if record.get("format") != FORMAT:
         raise ValueError(
-            f"{checkpoint / 'state.json'}: format {record.get('format')!r}, but this version of srtrl reads {FORMAT}; "
+            f"{file}: format {record.get('format')!r}, but this version of srtrl reads {FORMAT}; "
             f"begin a new run from its weights with name=OTHER model.path={checkpoint}"
         )
     return TrainerState(**record)
@@ -174,7 +269,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, file: Path) -> None:
     optimizer.state.clear()  # or the old moments and the new would be on the device together
     try:
         optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-    except ValueError as error:
+    except (ValueError, RuntimeError, OSError, EOFError, UnpicklingError) as error:  # the last four: a damaged file
         raise ValueError(
             f"{file}: {error}; begin a new run from its weights with name=OTHER model.path={file.parent}"
         ) from error

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
-from typing import Self
+from typing import Self, TypedDict, Unpack
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -21,10 +21,11 @@ from srtrl.metrics import MetricLog, sync_folder, write_atomic
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import dump_recipe, load_recipe
 from srtrl.trainer.build import choose_device, is_deterministic
-from srtrl.trainer.checkpoint import clean_unfinished, latest_checkpoint
+from srtrl.trainer.checkpoint import drop_checkpoints, latest_checkpoint
 from srtrl.types import RolloutGroup
 
 FREE_KEYS = (
+    "name",
     "output_dir",
     "log.*",
     "grading.num_workers",
@@ -56,6 +57,33 @@ FREE_KEYS_ON_CUDA = (
 """What a run that ran out of memory may change. It changes what is learned by rounding alone, and the backward pass of
 attention on CUDA adds up in no fixed order anyway."""
 
+CHANGEABLE_KEYS = (
+    *("train.learning_rate", "train.warmup_steps", "train.schedule", "train.num_steps", "train.max_grad_norm"),
+    *("train.max_logprob_difference", "train.max_logprob_kl", "critic.learning_rate", "critic.max_grad_norm"),
+    *("algorithm.entropy_coefficient", "algorithm.kl.coefficient"),
+)
+"""What `--change` may change in a resumed run: it learns in another way from there on."""
+
+MARK = b"srtrl made this folder: --overwrite may delete its files of a run\n"
+"""Content of `.lock` in a folder that a run made; earlier versions left it empty."""
+
+FOLDERS = ("checkpoints", "rollouts", "timeline")
+OUTPUTS = (*FOLDERS, "tensorboard", "wandb", "metrics.jsonl", "summary.json", "report.html")
+"""What `--overwrite` deletes: what a run, or its report, writes anew."""
+
+
+class StartFlags(TypedDict, total=False):
+    """How a run begins; without any, in a new folder."""
+
+    resume: bool
+    """Continue from the last checkpoint of the run's folder; a run that is not there is begun."""
+    overwrite: bool
+    """Delete the files of the run in its folder, and begin again."""
+    changed: Collection[str]
+    """With `resume`, keys (of `CHANGEABLE_KEYS`) whose values may differ from those of the run."""
+    from_step: int | None
+    """With `resume`, continue from the checkpoint of this step, and delete later ones."""
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RunFolder:
@@ -77,18 +105,26 @@ def run_path(recipe: Recipe) -> Path:
     return Path(recipe.output_dir) / recipe.name
 
 
-def check_run_folder(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
+def check_run_folder(recipe: Recipe, **flags: Unpack[StartFlags]) -> list[str]:
     """Refuse what `open_run_folder` would refuse; changes nothing, so that it can run before anything else.
 
+    Returns:
+        For each key of `changed` that has another value than in the run, a line that says so.
+
     Raises:
-        ValueError: both flags; a folder that exists without either; `overwrite` of a folder that is not a run; `resume`
-            with a recipe that would learn something else.
+        ValueError: flags that exclude each other; a folder that exists without any; `overwrite` of a folder that no run
+            made, or of a link; `resume` with a recipe that would learn something else.
     """
-    folder = run_path(recipe)
+    folder, changed = run_path(recipe), flags.get("changed", ())
+    resume, overwrite = flags.get("resume", False), flags.get("overwrite", False)
     if resume and overwrite:
         raise ValueError("--resume and --overwrite exclude each other: continue the run, or begin it again")
+    if not resume and (changed or flags.get("from_step") is not None):
+        raise ValueError("--change and --checkpoint need --resume; a new run takes its values as SECTION.KEY=VALUE")
+    if unsafe := sorted(set(changed).difference(CHANGEABLE_KEYS)):
+        raise ValueError(f"--change: {unsafe[0]} cannot change within a run; these can: {', '.join(CHANGEABLE_KEYS)}")
     if not folder.exists():
-        return
+        return []
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file; the run's folder would be there: change `name` or `output_dir`")
     if not (resume or overwrite) and any(folder.iterdir()):
@@ -96,16 +132,23 @@ def check_run_folder(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
             f"{folder} exists: --resume continues that run, --overwrite deletes it and begins again, "
             "name=OTHER starts a run of its own"
         )
-    if (folder / "recipe.yaml").is_file():
-        if resume:
-            _check_same_run(load_recipe(folder / "recipe.yaml"), recipe, folder)
-    elif any(not path.name.startswith(".") for path in folder.iterdir()):  # a run killed at its start left a lock
-        flag = "--overwrite" if overwrite else "--resume"
-        raise ValueError(f"{flag}: {folder} holds no recipe.yaml, so it is not a run of srtrl; take another name")
+    if all(path.name.startswith(".") for path in folder.iterdir()):  # a run killed at its start left a lock
+        return []
+    lock = folder / ".lock"
+    if overwrite:
+        if folder.is_symlink() or not lock.is_file() or lock.read_bytes() != MARK:
+            reason = "is a link" if folder.is_symlink() else "has no mark of srtrl (as in runs of earlier versions)"
+            raise ValueError(f"--overwrite: {folder} {reason}; delete it yourself if you wish, or take another name")
+        return []
+    if not (lock.is_file() and (folder / "recipe.yaml").is_file()):
+        raise ValueError(f"--resume: {folder} holds no recipe.yaml or no .lock, so it is not a run; take another name")
+    if files := [folder / name for name in FOLDERS if (folder / name).is_file()]:
+        raise ValueError(f"--resume: {files[0]} is a file; expected a folder of the run: move it away")
+    return _check_same_run(load_recipe(folder / "recipe.yaml"), recipe, folder, changed)
 
 
 @contextmanager
-def open_run_folder(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -> Iterator[RunFolder]:
+def open_run_folder(recipe: Recipe, **flags: Unpack[StartFlags]) -> Iterator[RunFolder]:
     """Make the run's folder, or take an existing one back to its last checkpoint; locked inside the `with` block.
 
     With `resume`, rows and rollouts later than the checkpoint are dropped (the steps will be done again, with the same
@@ -114,20 +157,24 @@ def open_run_folder(recipe: Recipe, *, resume: bool = False, overwrite: bool = F
     Raises:
         ValueError: as `check_run_folder`, or another process holds the folder.
     """
-    check_run_folder(recipe, resume=resume, overwrite=overwrite)
+    check_run_folder(recipe, **flags)
     folder = run_path(recipe)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a") as lock:  # the system releases it when the process ends, in any way
+    with (folder / ".lock").open("ab") as lock:  # the system releases it when the process ends, in any way
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a POSIX lock: forked graders do not inherit it
         except OSError as error:
             raise ValueError(f"{folder} is in use by another srtrl process") from error
-        if overwrite:
-            _empty(folder)
+        if flags.get("overwrite"):
+            _delete_outputs(folder)
+        if not (folder / "recipe.yaml").exists():  # a new run; a resumed one of an earlier version stays unmarked
+            lock.truncate(0)
+            lock.write(MARK)
+            lock.flush()
         write_atomic(folder / "recipe.yaml", dump_recipe(recipe))
-        for name in ("rollouts", "timeline", "checkpoints"):
+        for name in FOLDERS:
             (folder / name).mkdir(exist_ok=True)
-        clean_unfinished(folder / "checkpoints")
+        drop_checkpoints(folder / "checkpoints", after=flags.get("from_step"))
         checkpoint = latest_checkpoint(folder / "checkpoints")
         step = -1 if checkpoint is None else step_of(checkpoint)
         with MetricLog(folder / "metrics.jsonl") as log:
@@ -137,17 +184,20 @@ def open_run_folder(recipe: Recipe, *, resume: bool = False, overwrite: bool = F
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint or a rollout file, `step_000010...`."""
-    return int(path.name.removeprefix("step_").split(".")[0])
+    """The step in the name of a checkpoint or a rollout file, `step_000010...`; ValueError where there is none."""
+    digits = path.name.removeprefix("step_").split(".")[0]
+    if not digits.isdecimal():
+        raise ValueError(f"{path}: no step in this name, such as step_000010: move the file away")
+    return int(digits)
 
 
-def _empty(folder: Path) -> None:
-    """Delete everything but the lock and the recipe, so that a kill leaves what --overwrite accepts again."""
-    for entry in folder.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        elif entry.name not in (".lock", "recipe.yaml"):
-            entry.unlink()
+def _delete_outputs(folder: Path) -> None:
+    """Delete what a run writes; of a link the link alone. Files of the user's own stay."""
+    for path in (folder / name for name in OUTPUTS):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _drop_later_files(folder: Path, step: int) -> None:
@@ -160,25 +210,34 @@ def _drop_later_files(folder: Path, step: int) -> None:
     sync_folder(folder)
 
 
-def _check_same_run(old: Recipe, new: Recipe, folder: Path) -> None:
-    """Refuse to continue with a recipe that would not have learned what the run has learned so far."""
+def _check_same_run(old: Recipe, new: Recipe, folder: Path, changeable: Collection[str]) -> list[str]:
+    """Refuse to continue with a recipe that would not have learned what the run has learned so far.
+
+    Returns:
+        A line for each key of `changeable` that differs.
+    """
     device = choose_device(old)
     free = FREE_KEYS + (FREE_KEYS_IF_DETERMINISTIC if is_deterministic(old, device) else ())
     free += FREE_KEYS_ON_CUDA if device.type == "cuda" else ()
     old_values, new_values = dict(flatten(old.model_dump())), dict(flatten(new.model_dump()))
-    changed = []
+    changed: list[str] = []
+    wanted: list[str] = []
     for key in sorted(old_values.keys() | new_values.keys()):
         before, after = old_values.get(key), new_values.get(key)
         if before == after or any(fnmatchcase(key, pattern) for pattern in free):
             continue
         if key == "train.num_steps" and new.train.schedule == "constant" and new.train.num_steps > old.train.num_steps:
             continue
-        changed.append(f"  {key}: the run has {before!r}, now {after!r}")
+        if key == "algorithm.kl.coefficient" and new.algorithm.kl.target is not None and key in changeable:
+            raise ValueError(f"--change: {key} follows algorithm.kl.target in this run, and cannot be set")
+        (wanted if key in changeable else changed).append(f"{key}: the run has {before!r}, now {after!r}")
     if changed:
         raise ValueError(
-            f"--resume: the recipe differs from that of {folder / 'recipe.yaml'}, so the run would not continue as it "
-            "began:\n" + "\n".join(changed) + "\nUndo the change, or start a run of its own with name=OTHER"
+            f"--resume: the recipe differs from {folder / 'recipe.yaml'}; the run would not continue as it began:\n  "
+            + "\n  ".join(changed)
+            + f"\nUndo the change (`srtrl train {folder} --resume` does), use --change, or start a run with name=OTHER"
         )
+    return wanted
 
 
 def flatten(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -274,7 +333,7 @@ def read_timeline(path: Path) -> list[DecodeStep]:
     try:
         table = pyarrow.parquet.read_table(path)
         return [DecodeStep(**row) for row in table.select(list(TIMELINE_COLUMNS)).to_pylist()]
-    except (pyarrow.ArrowException, KeyError) as error:
+    except (pyarrow.ArrowException, OSError, KeyError) as error:
         raise ValueError(f"{path}: cannot read this timeline: {error}; expected a file of a run's timeline/") from error
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import numpy as np
 
@@ -23,9 +23,13 @@ from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.trainer.checkpoint import (
     CRITIC_FOLDER,
+    MANIFEST,
     TrainerState,
+    check_prompts,
+    checkpoint_to_resume,
     latest_checkpoint,
     load_training_state,
+    prompts_digest,
     save_checkpoint,
 )
 from srtrl.trainer.credit import Credit, assign_credit, train_sequences, with_numbers
@@ -35,6 +39,7 @@ from srtrl.trainer.optimizer import gradient_bytes
 from srtrl.trainer.run_folder import (
     RunFolder,
     RunProgress,
+    StartFlags,
     check_run_folder,
     open_run_folder,
     run_path,
@@ -88,10 +93,9 @@ class TrainingResult:
 def run_training(
     recipe: Recipe,
     *,
-    resume: bool = False,
-    overwrite: bool = False,
     progress: RunProgress | None = None,
     on_step: Callable[[int, Mapping[str, float]], None] = lambda *_: None,
+    **flags: Unpack[StartFlags],
 ) -> TrainingResult:
     """Train as the recipe says, into `<output_dir>/<name>`.
 
@@ -100,10 +104,9 @@ def run_training(
 
     Args:
         recipe: Everything that decides the run.
-        resume: Continue from the last checkpoint of the run's folder; a run that is not there is begun.
-        overwrite: Delete the run's folder and begin again.
         progress: Where to report; bars or lines on standard output by default.
         on_step: Called after each step with its number and its row of `metrics.jsonl`.
+        flags: How it begins; see `StartFlags`.
 
     Raises:
         ValueError: a mistake in the recipe, its data or the flags.
@@ -111,7 +114,7 @@ def run_training(
         KeyboardInterrupt: the second Ctrl-C.
     """
     progress = progress if progress is not None else RunProgress(recipe.name, recipe.train.num_steps)
-    with open_trainer(recipe, resume=resume, overwrite=overwrite, progress=progress) as trainer:
+    with open_trainer(recipe, progress=progress, **flags) as trainer:
         trainer.on_step = on_step
         try:
             with long_lived_objects_left_alone():
@@ -140,6 +143,9 @@ class Trainer:
         self.tokenizer = build.build_tokenizer(recipe)
         self.end_ids = build.response_end_ids(recipe.model.path, self.tokenizer)
         self.task = load_task(recipe, self.tokenizer)
+        self.prompts_sha256 = prompts_digest(self.task.train_prompts)
+        if checkpoint is not None:
+            check_prompts(checkpoint, self.prompts_sha256)
         has_eval = recipe.eval.before_and_after or recipe.eval.every_steps is not None
         self.eval_prompts = held_out_prompts(self.task, recipe) if has_eval else []
         self.accelerator = build.build_accelerator(recipe, tracker_folder(recipe))
@@ -160,7 +166,8 @@ class Trainer:
             self.engine.drafter.load(checkpoint)
         self.engine.policy_version = state.policy_version
         self.step = state.step
-        self.kl_coefficient = state.kl_coefficient
+        is_adaptive = recipe.algorithm.kl.target is not None
+        self.kl_coefficient = state.kl_coefficient if is_adaptive else recipe.algorithm.kl.coefficient
         self.timer = StageTimer()
         self.interrupt = Interrupt(progress.say)
         self.grader = Grader(self.task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)
@@ -300,6 +307,7 @@ class Trainer:
                     policy_version=self.engine.policy_version,
                     num_draws=self.sampler.num_draws,
                     kl_coefficient=self.kl_coefficient,
+                    prompts_sha256=self.prompts_sha256,
                 ),
                 model=self.policy,
                 optimizer=self.optimizer,
@@ -326,25 +334,30 @@ class Trainer:
 
 
 @contextmanager
-def open_trainer(
-    recipe: Recipe, *, resume: bool = False, overwrite: bool = False, progress: RunProgress
-) -> Iterator[Trainer]:
+def open_trainer(recipe: Recipe, *, progress: RunProgress, **flags: Unpack[StartFlags]) -> Iterator[Trainer]:
     """Everything that a run needs, ready for its next step; see `run_training` for the arguments and errors."""
-    check_run_folder(recipe, resume=resume, overwrite=overwrite)
+    changes = check_run_folder(recipe, **flags)
     check_trackers(recipe.log)
     build.check_compiler(recipe)
-    checkpoint = latest_checkpoint(run_path(recipe) / "checkpoints") if resume else None
+    resume = flags.get("resume", False)
+    checkpoint = checkpoint_to_resume(run_path(recipe) / "checkpoints", flags.get("from_step")) if resume else None
     with ExitStack() as stack:
         trainer = Trainer(recipe, checkpoint, progress)
         stack.enter_context(trainer.grader)
         trainer.grader.try_rewards(trainer.task.train_prompts[0])
-        run = trainer.run = stack.enter_context(open_run_folder(recipe, resume=resume, overwrite=overwrite))
+        if trainer.step > recipe.train.num_steps:
+            raise ValueError(f"train.num_steps: {trainer.step} are done; --checkpoint resumes from an earlier one")
+        run = trainer.run = stack.enter_context(open_run_folder(recipe, **flags))
         if run.checkpoint != checkpoint:
             raise ValueError(f"{run.path} has changed while the model was loading: another process trains there")
         start_trackers(trainer.accelerator, recipe, step=trainer.step)
         counts = ", ".join(f"{name} {count:,}" for name, count in trainer.task.load_report.items())
         progress.say(f"task {recipe.task.name}: {counts}")
         progress.say(describe_prompt(trainer.task.train_prompts[0], trainer.tokenizer))
+        for change in changes:
+            progress.say(f"--change: {change}")
+        if checkpoint is not None and not (checkpoint / MANIFEST).is_file():
+            progress.say(f"{checkpoint} cannot be verified: an earlier version wrote it, without {MANIFEST}")
         if resume and checkpoint is None:
             progress.say(f"--resume: {run.path} has no checkpoint, starting from step 0")
         elif resume:
@@ -394,7 +407,7 @@ def how_to_resume(checkpoints: Path, error: Exception) -> str:
     else:
         advice = (
             "would continue from it with the same numbers and stop at the same place; to continue in another way, "
-            f"start {new_run}, for example with a lower train.learning_rate"
+            f"add --change train.learning_rate=LOWER, or start {new_run}"
         )
     return f"The last checkpoint is intact: {checkpoint}. --resume {advice}"
 

@@ -1,0 +1,193 @@
+"""A damaged run: each command names the file in one line, and a resume never begins with other numbers unasked."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tiny_run import assert_same_run, learned_rows, make_recipe, train
+from typer.testing import CliRunner, Result
+
+from srtrl.cli import app
+from srtrl.recipe_file import load_recipe
+from srtrl.tasks.base import load_task
+from srtrl.trainer import trainer
+
+LAST = "checkpoints/step_000004"
+Damage = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def finished(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with checkpoints at 2 and 4."""
+    return train(make_recipe(policy, tmp_path_factory.mktemp("runs"))).folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def edit(name: str, change: Callable[[bytes], bytes]) -> Damage:
+    return lambda run: (run / name).write_bytes(change((run / name).read_bytes()))
+
+
+def flip(name: str) -> Damage:
+    """Invert one bit in the middle of a file."""
+    return edit(
+        name, lambda data: data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
+    )
+
+
+def cut(name: str) -> Damage:
+    """Keep the first half of a file."""
+    return edit(name, lambda data: data[: len(data) // 2])
+
+
+def write(name: str, content: bytes = b"\xff{ no such content\n") -> Damage:
+    return lambda run: (run / name).write_bytes(content)
+
+
+def remove(name: str) -> Damage:
+    return lambda run: (run / name).unlink()
+
+
+def all_of(*damages: Damage) -> Damage:
+    return lambda run: [damage(run) for damage in damages]
+
+
+def as_of_an_earlier_version(run: Path) -> None:
+    """Without manifests."""
+    for checkpoint in (run / "checkpoints").iterdir():
+        (checkpoint / "manifest.json").unlink()
+        state = json.loads((checkpoint / "state.json").read_text())
+        del state["prompts_sha256"]
+        (checkpoint / "state.json").write_text(json.dumps(state))
+
+
+def link_last(run: Path) -> None:
+    (run / LAST).rename(run.parent / "elsewhere")
+    (run / LAST).symlink_to(run.parent / "elsewhere")
+
+
+TRAIN, REPORT, TRIE, COMPARE, EVAL = "train", "report", "trie", "compare", "eval"
+READERS = (REPORT, TRIE, COMPARE)
+DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
+    "flipped weights": (flip(f"{LAST}/model.safetensors"), "model.safetensors", (TRAIN,)),
+    "cut weights": (cut(f"{LAST}/model.safetensors"), "model.safetensors", (TRAIN, EVAL)),
+    "flipped optimizer": (flip(f"{LAST}/optimizer.pt"), "optimizer.pt", (TRAIN,)),
+    "other state": (write(f"{LAST}/state.json", b'{"format": 2}'), "state.json", (TRAIN,)),
+    "no state": (remove(f"{LAST}/state.json"), "state.json", (TRAIN,)),
+    "no manifest": (remove(f"{LAST}/manifest.json"), "manifest.json", (TRAIN,)),
+    "cut manifest": (cut(f"{LAST}/manifest.json"), "manifest.json", (TRAIN,)),
+    "old, no state": (all_of(as_of_an_earlier_version, remove(f"{LAST}/state.json")), "state.json", (TRAIN,)),
+    "old, cut optimizer": (all_of(as_of_an_earlier_version, cut(f"{LAST}/optimizer.pt")), "optimizer.pt", (TRAIN,)),
+    "linked checkpoint": (link_last, LAST, (TRAIN,)),
+    "file for a checkpoint": (write("checkpoints/step_000003"), "checkpoints/step_000003", (TRAIN,)),
+    "tokenizer": (write(f"{LAST}/tokenizer.json"), LAST, (TRAIN, TRIE, EVAL)),
+    "model config": (write(f"{LAST}/config.json"), "config.json", (TRAIN, TRIE, EVAL)),
+    "row cut": (write("metrics.jsonl", b'{"step": 1, "lo\n{"step": 2}\n'), "metrics.jsonl", (TRAIN, *READERS)),
+    "other row": (
+        edit("metrics.jsonl", lambda rows: rows.replace(b'"step": 1,', b'"step": 3,')),
+        "metrics.jsonl",
+        (TRAIN,),
+    ),
+    "no rows": (write("metrics.jsonl", b""), "metrics.jsonl", (TRAIN, *READERS)),
+    "no log": (remove("metrics.jsonl"), "metrics.jsonl", (TRAIN, *READERS)),
+    "rollouts": (write("rollouts/step_000004.parquet"), "step_000004.parquet", (REPORT, TRIE)),
+    "cut rollouts": (cut("rollouts/step_000004.parquet"), "step_000004.parquet", (REPORT, TRIE)),
+    "other rollouts": (write("rollouts/step_x.parquet"), "step_x.parquet", (TRAIN, REPORT, TRIE)),
+    "timeline": (write("timeline/step_000004.parquet"), "timeline/step_000004.parquet", (REPORT,)),
+    "recipe": (write("recipe.yaml"), "recipe.yaml", (TRAIN, *READERS, EVAL)),
+    "cut recipe": (cut("recipe.yaml"), "recipe.yaml", (TRAIN, *READERS, EVAL)),
+}
+
+
+COMMANDS: dict[str, list[object]] = {TRAIN: ["--resume"], EVAL: ["--problems", 1], REPORT: [], TRIE: [], COMPARE: []}
+
+
+@pytest.mark.parametrize(
+    ("damage", "command"), [(name, command) for name, (_, _, refusing) in DAMAGES.items() for command in refusing]
+)
+def test_a_damaged_run_gives_one_clear_line(damage: str, command: str, run: Path) -> None:
+    make, file, _ = DAMAGES[damage]
+    make(run)
+    result = call(command, run, *COMMANDS[command])
+    assert result.exit_code == 2, (result.exception, result.stdout)
+    assert result.stderr.startswith("error: ")
+    assert file in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_run_of_an_earlier_version_is_read_and_resumed(command: str, run: Path) -> None:
+    as_of_an_earlier_version(run)
+    (run / ".lock").write_bytes(b"")
+    result = call(command, run, *COMMANDS[command])
+    assert (result.exit_code, result.stderr) == (0, ""), result.exception
+    assert (f"{LAST} cannot be verified: an earlier version wrote it" in result.stdout) == (command == TRAIN)
+
+
+def test_a_damaged_checkpoint_names_the_intact_one_and_the_run_goes_on_from_there(run: Path, finished: Path) -> None:
+    flip(f"{LAST}/optimizer.pt")(run)
+    refused = call("train", run, "--resume")
+    assert f"{LAST}/optimizer.pt is missing or not as it was written" in refused.stderr
+    assert f"{run}/checkpoints/step_000002 before it is intact: --resume --checkpoint 2 continues" in refused.stderr
+    assert call("train", run, "--resume", "--checkpoint", 2).exit_code == 0
+    assert_same_run(run, finished)
+
+
+def test_changed_training_data_is_not_resumed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reordered(*arguments: object) -> object:
+        return SimpleNamespace(train_prompts=load_task(*arguments).train_prompts[::-1])  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trainer, "load_task", reordered)
+    assert "the data of task.options has changed" in call("train", run, "--resume").stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "line", "metrics"),
+    [
+        ("train.learning_rate=0.005", "train.learning_rate: the run has 0.01, now 0.005", {"learning_rate": 0.005}),
+        ("algorithm.kl.coefficient=0", "algorithm.kl.coefficient: the run has 0.01, now 0.0", {"kl/ref": None}),
+        ("train.num_steps=3", "train.num_steps: the run has 4, now 3", {"step": 3}),
+    ],
+)
+def test_a_change_on_resume_holds_from_there_on(
+    change: str, line: str, metrics: dict[str, float | None], run: Path, finished: Path
+) -> None:
+    result = call("train", run, "--resume", "--checkpoint", 2, "--change", change)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert f"--change: {line}" in result.stdout
+    assert learned_rows(run)[:3] == learned_rows(finished)[:3]
+    assert {name: learned_rows(run)[-1].get(name) for name in metrics} == metrics
+    expected = load_recipe(finished / "recipe.yaml", [change, f"output_dir={run.parent}"])
+    assert load_recipe(run / "recipe.yaml") == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--change", "train.learning_rate=0.1"], "--change and --checkpoint need --resume"),
+        (["--checkpoint", 2, "--overwrite"], "--change and --checkpoint need --resume"),
+        (["--resume", "--change", "train.num_epochs=1"], "--change: train.num_epochs cannot change within a run"),
+        (["--resume", "--change", "train.learning_rate=-1"], "override `train.learning_rate=-1`"),
+        (["--resume", "--change", "train.num_steps=3"], "4 are done; --checkpoint resumes from an earlier"),
+        (["--resume", "train.learning_rate=0.1"], "train.learning_rate: the run has 0.01, now 0.1"),
+        (["--resume", "--checkpoint", 3], "has no step_000003; there: step_000002, step_000004"),
+    ],
+)
+def test_what_a_resume_refuses(options: list[object], message: str, run: Path) -> None:
+    recipe = run if "--resume" in options else run / "recipe.yaml"
+    result = call("train", recipe, *options)
+    assert result.exit_code == 2
+    assert re.search(message, result.stderr), result.stderr
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
