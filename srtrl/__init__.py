@@ -1,7 +1,13 @@
 """srtrl: reinforcement learning of language models with rollouts that are fast and exact."""
 
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from srtrl.api import generate, load_recipe, train
+
+__all__ = ["__version__", "generate", "load_recipe", "train"]
 __version__ = "0.1.0"
 
 # OpenMP's threads wait for each other by spinning, by default for milliseconds: one more busy process on a machine of
@@ -9,3 +15,10 @@ __version__ = "0.1.0"
 # (docs/LOG.md). libgomp reads this when torch is loaded; what the user has set stays.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+
+def __getattr__(name: str) -> Any:
+    """`load_recipe`, `train` and `generate`, imported when they are used: `srtrl --help` waits for no torch."""
+    if name in ("generate", "load_recipe", "train"):
+        return getattr(importlib.import_module("srtrl.api"), name)
+    raise AttributeError(f"module `srtrl` has no attribute `{name}`")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import Problem, RecipeError, RecipeSource, build_recipe
-from srtrl.resolve import check_call, resolve_part
+from srtrl.resolve import RAISED_BY_USER_CODE, check_call, describe_error, resolve_part
 
 Call = tuple[int, tuple[str, ...]]
 """How the trainer calls a function: the number of arguments by position, and the names of the others."""
@@ -48,6 +48,8 @@ def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_sta
             problems.extend(error.problems)
         except ValueError as error:
             problems.append(_problem_of(error, key))
+        except OSError as error:  # a name that is too long, a folder that may not be read
+            problems.append(Problem(key, f"{error.strerror}: {error.filename!s:.80}"))
     if problems:
         found = RecipeError(*problems)
         raise source.located(found) if source else found
@@ -57,7 +59,8 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     """Key of the recipe -> a function that raises ValueError where the value there is wrong."""
     from srtrl.tasks.base import check_task
     from srtrl.tasks.reward_terms import resolve_rewards
-    from srtrl.trainer.build import build_drafter, check_trackers, choose_device, is_deterministic
+    from srtrl.trainer.build import build_drafter, choose_device, is_deterministic
+    from srtrl.trainer.trackers import check_trackers
 
     algorithm = recipe.algorithm
     functions = [
@@ -76,8 +79,11 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     yield "task.name", partial(check_task, recipe)
     yield "model.path", partial(_check_model, recipe, warm_start=warm_start)
     yield "rollout.drafter", partial(build_drafter, recipe)
+    yield "output_dir", partial(_check_folder, recipe.output_dir)
+    if recipe.warm_start is not None:
+        yield "warm_start.output", partial(_check_folder, recipe.warm_start.output)
     yield "device", lambda: is_deterministic(recipe, choose_device(recipe))
-    yield "log.trackers", partial(check_trackers, recipe.log.trackers)
+    yield "log.trackers", partial(check_trackers, recipe.log)
 
 
 def _problem_of(error: Exception, default_key: str) -> Problem:
@@ -133,8 +139,8 @@ def _check_loss(recipe: Recipe) -> None:
             function(tokens, tokens, tokens, index, **clip, **options)
     except ValueError as error:
         raise RecipeError(_problem_of(error, "algorithm.loss_options" if options else "algorithm.loss")) from error
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
-        tried = f"`{name}` with {options}, tried on two tokens, raised {type(error).__name__}: {error}"
+    except RAISED_BY_USER_CODE as error:
+        tried = f"`{name}` with {options}, tried on two tokens, raised {describe_error(error)}"
         raise ValueError(f"algorithm.loss_options: {tried}") from error
 
 
@@ -170,6 +176,15 @@ def _check_critic(recipe: Recipe) -> None:
     critic, policy = recipe.critic.path, recipe.model.path
     if critic is not None and _is_local(critic) and (policy.startswith("bundled:") or Path(policy).exists()):
         check_critic(recipe, read_config(policy).vocab_size, build_tokenizer(recipe))
+
+
+def _check_folder(folder: str) -> None:
+    """Nothing on the way to a folder may be a file."""
+    if "\0" in folder:
+        raise ValueError(f"expected the name of a folder, found {folder!r}")
+    for path in (Path(folder), *Path(folder).parents):
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{folder}: {path} is a file, expected a folder")
 
 
 def _is_local(path: str) -> bool:

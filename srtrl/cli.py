@@ -1,5 +1,6 @@
 """The command line: a command checks its arguments and calls one function. Heavy imports wait until then."""
 
+import errno
 import os
 import shlex
 import sys
@@ -10,13 +11,13 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from srtrl import __version__, generate
+from srtrl import __version__, complete
 from srtrl.bench.replay import replay
 from srtrl.checks import build_checked
 from srtrl.evaluation import command as evaluation
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import build_recipe, dump_recipe, read_source
-from srtrl.report import compare, trie
+from srtrl.report import compare, export, rollouts, trie
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, such as those in recipes/.")]
 Overrides = Annotated[
@@ -26,13 +27,15 @@ Overrides = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an existing result and start again.")]
 
+DISK_FULL = ": free some space, or set output_dir to another disk; train --resume continues from the last checkpoint"
+
 
 class Commands(TyperGroup):
     """The commands; their errors become messages and exit codes.
 
     2: a mistake of the user: a ValueError that our own code raised. 1: a RuntimeError or FloatingPointError of ours (a
-    run that had to stop). 130: interrupted. Any other exception is a bug and keeps its traceback, as all do with
-    SRTRL_TRACEBACK=1.
+    run that had to stop), or what the operating system refuses (a full disk, a missing permission, a file that ends too
+    early). 130: interrupted. Any other exception is a bug and keeps its traceback, as all do with SRTRL_TRACEBACK=1.
     """
 
     def invoke(self, context: Any) -> Any:
@@ -41,15 +44,36 @@ class Commands(TyperGroup):
             return super().invoke(context)
         except typer.Exit:  # a RuntimeError too
             raise
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            raise typer.Exit(130) from None
-        except (ValueError, RuntimeError, FloatingPointError) as error:
-            raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-            if not raised_in.is_relative_to(Path(__file__).parent) or os.environ.get("SRTRL_TRACEBACK") == "1":
+        except (KeyboardInterrupt, ValueError, RuntimeError, FloatingPointError, OSError, EOFError) as error:
+            message = _message(error)
+            if message is None or os.environ.get("SRTRL_TRACEBACK") == "1":
+                if isinstance(error, EOFError):  # typer takes it for Ctrl-D
+                    raise RuntimeError(message) from error
                 raise
-            print(f"error: {error}", file=sys.stderr)
-            raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
+            print(message, file=sys.stderr)
+            code = 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, ValueError) else 1
+            raise typer.Exit(code) from None
+
+
+def _message(error: BaseException) -> str | None:
+    """What to say instead of a traceback; None for what keeps it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    match error:
+        case KeyboardInterrupt():
+            return "interrupted"
+        case BrokenPipeError():  # `srtrl ... | head`: for typer
+            return None
+        case OSError():
+            advice = DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            reason = error.strerror or " ".join(str(error).split()) or type(error).__name__
+            place = error.filename or f"{Path(frame.filename).name}:{frame.lineno}"
+            return f"error: {place}: {reason}{advice}; SRTRL_TRACEBACK=1 shows where"
+        case EOFError() | RecursionError():
+            kind = "a file ends too early" if isinstance(error, EOFError) else "data is nested too deeply"
+            return f"error: {kind}: {error}; SRTRL_TRACEBACK=1 shows where"
+        case _ if Path(frame.filename).is_relative_to(Path(__file__).parent):
+            return f"error: {error}"
+    return None
 
 
 app = typer.Typer(
@@ -140,7 +164,7 @@ def warm_start(recipe: RecipePath, overrides: Overrides = None, overwrite: Overw
 
 
 app.command("eval")(evaluation.command)
-app.command("generate")(generate.command)
+app.command("generate")(complete.command)
 
 
 @app.command(
@@ -192,7 +216,9 @@ def report(
 
 
 app.command("compare")(compare.command)
+app.command("rollouts")(rollouts.command)
 app.command("trie")(trie.command)
+app.command("export")(export.command)
 
 
 @app.command("show-config")

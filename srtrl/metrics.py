@@ -3,7 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Self
@@ -28,9 +29,10 @@ class MetricLog:
         assert "step" not in metrics, "a metric named `step` would replace the row's"
         row: MetricRow = {"step": step}
         row |= {name: _number(name, value) for name, value in metrics.items()}
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with named_in_errors(self._path):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def truncate(self, step: int) -> None:
         """Drop the rows after `step` and a half-written last line: what a resume from the checkpoint of `step` does."""
@@ -61,7 +63,7 @@ def read_metrics(path: Path) -> list[MetricRow]:
     for number, line in enumerate(lines[:-1], start=1):
         try:
             row = json.loads(line.decode())
-        except ValueError as error:  # no JSON, or no UTF-8
+        except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
             raise ValueError(f"{path}:{number}: not JSON ({error}); expected one row of metrics a line") from error
         if not (isinstance(row, dict) and "step" in row and all(isinstance(value, Real) for value in row.values())):
             raise ValueError(
@@ -76,7 +78,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     data = content.encode("utf-8") if isinstance(content, str) else content
     try:
-        with temporary.open("wb") as file:
+        with named_in_errors(path), temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -84,6 +86,17 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+@contextmanager
+def named_in_errors(path: Path) -> Iterator[None]:
+    """An OSError of a write (a full disk, say) does not name the file by itself: name `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def sync_folder(folder: Path) -> None:

@@ -310,6 +310,16 @@ class LogSection(Section):
 
     trackers: list[str] = Field(default_factory=lambda: ["tensorboard"])
     """Trackers of accelerate, by name; `metrics.jsonl` is always written."""
+    project: str = Field(default="srtrl", min_length=1)
+    """Project of the trackers."""
+    run_name: str | None = Field(default=None, min_length=1)
+    """Name of the run in the trackers; by default `name`."""
+    folder: str | None = None
+    """Folder of the trackers' own files, one folder per run in it; by default they are in the run's folder."""
+    tracker_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Arguments of a tracker's start by its name, such as `{wandb: {entity: me, id: run-1, resume: allow}}`."""
+    samples_every: int | None = Field(default=10, ge=1)
+    """After step 1 and every this many steps, wandb, ClearML and TensorBoard show a few samples; null: never."""
     save_rollouts: bool = True
     """Write `rollouts/step_N.parquet`."""
 
@@ -390,7 +400,7 @@ class UpdatePlan:
 class Recipe(Section):
     """Everything that decides a run."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     """Name of the run; its folder is `<output_dir>/<name>`."""
     output_dir: str = "runs"
     """Folder of the run folders."""

@@ -4,16 +4,16 @@ Each value of the file is known by its dotted key (`rewards.0.weight`), and so i
 checks the plain data; each of its errors becomes a sentence with that line, what was expected and what was found.
 """
 
-import copy
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from yaml.composer import ComposerError
 
 from srtrl.recipe import Recipe, Section
@@ -30,6 +30,30 @@ REMOVED = {
     "rollout.run_ahead_coupled": "was removed (run-aheads always use the RNG keys of their samples): delete the key",
 }
 """Keys of earlier versions -> what to do about them."""
+
+OTHER_NAMES = {
+    "adam_beta1": "train.betas",
+    "batch_size": "rollout.num_prompts",
+    "beta": "algorithm.kl.coefficient",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "gpu_memory_utilization": "rollout.kv_memory_share",
+    "gradient_accumulation_steps": "train.micro_batch_tokens",
+    "kl_coef": "algorithm.kl.coefficient",
+    "lr": "train.learning_rate",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_prompt_length": "rollout.max_prompt_tokens",
+    "max_response_length": "rollout.max_new_tokens",
+    "max_steps": "train.num_steps",
+    "num_generations": "rollout.num_samples",
+    "num_iterations": "train.num_epochs",
+    "per_device_train_batch_size": "train.micro_batch_tokens",
+    "ppo_epochs": "train.num_epochs",
+    "ppo_mini_batch_size": "train.mini_batch_prompts",
+    "save_steps": "train.checkpoint_every",
+    "train_batch_size": "rollout.num_prompts",
+}
+"""What TRL and verl call an option -> the key that does the same here, or comes nearest."""
 
 EXPECTED = {
     "string_type": "should be a text (quote it if it looks like a number)",
@@ -228,9 +252,11 @@ def _key_in(data: Any, location: Sequence[Any]) -> str:
     return ".".join(parts)
 
 
-def _unknown_key(key: str, fields: Iterable[str]) -> str:
-    """Name the nearest key of the same section, or the section that does have this key."""
+def _unknown_key(key: str, fields: Mapping[str, FieldInfo]) -> str:
+    """Name what another trainer's key is here, the nearest key of the section, or the section that has this key."""
     section, _, name = key.rpartition(".")
+    if (own := OTHER_NAMES.get(name, "")) in fields:
+        return f"unknown key, did you mean `{own}`: {(fields[own].description or '').splitlines()[0]}"
     known = [inner for outer, _, inner in (field_key.rpartition(".") for field_key in fields) if outer == section]
     elsewhere = [field_key for field_key in fields if field_key.rpartition(".")[2] == name]
     if near := suggestion(name, known):
@@ -253,36 +279,59 @@ SCALARS = {
     "null": r"~|null|Null|NULL|",
     "int": r"[-+]?(?:0|[1-9][0-9]*)",
     "float": r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-    "merge": r"<<",
 }
 """Scalars of YAML 1.2: `1e-6` is a number and `no` is a text (PyYAML's own YAML 1.1 has both the other way)."""
 
 
+SURROGATE = re.compile("[\ud800-\udfff]")
+MAX_DEPTH = 20
+"""Maximum number of lists and sections around a value."""
+
+
 class _RecipeLoader(yaml.SafeLoader):
-    """Keys are texts, each given once; aliases (`*name`) and merges (`<<: *name`) become copies of what they name."""
+    """Plain values only: no aliases (a few can stand for gigabytes), no tags; keys are texts, each given once."""
+
+    depth = 0
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (PyYAML's interface)
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        is_alias = self.check_event(yaml.AliasEvent)
+        self.check_event()  # reads the next one
+        event, problem = self.current_event, None
+        if isinstance(event, yaml.AliasEvent):
+            problem = f"an alias (*{event.anchor}) is not supported: write the value out"
+        elif event.tag is not None:
+            problem = f"a tag (found {event.tag}) is not supported: remove it, and quote what is a text"
+        elif self.depth > MAX_DEPTH:
+            problem = f"nested more than {MAX_DEPTH} levels deep"
+        if problem:
+            raise ComposerError(None, None, problem, event.start_mark)
+        self.depth += 1
         node = super().compose_node(parent, index)
-        if is_alias and node is not None and node.end_mark is None:  # it is not complete yet
-            problem = "an alias (*name) inside the value that it names"
+        self.depth -= 1
+        return node
+
+    def compose_scalar_node(self, anchor: dict[Any, yaml.Node]) -> yaml.ScalarNode:
+        node, problem = super().compose_scalar_node(anchor), None
+        if node.tag == "tag:yaml.org,2002:int" and (len(node.value) > 20 or abs(int(node.value)) >= 2**63):
+            problem = f"an integer of more than 64 bits: {_show(node.value)}"
+        elif SURROGATE.search(node.value):
+            problem = "half of a surrogate pair is not a character"
+        if problem:
             raise ComposerError(None, None, problem, node.start_mark)
-        return copy.deepcopy(node) if is_alias else node
+        return node
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:
-            if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
-                raise ComposerError(None, None, f"a key must be a text, found {key.value}", key.start_mark)
+            if key.tag != "tag:yaml.org,2002:str":
+                found = key.value if isinstance(key, yaml.ScalarNode) else f"a {key.id}"
+                raise ComposerError(None, None, f"a key must be a text, found {found}", key.start_mark)
             if key.value in lines:
                 problem = f"`{key.value}` is given twice, first in line {lines[key.value]}"
                 raise ComposerError(None, None, problem, key.start_mark)
             lines[key.value] = key.start_mark.line + 1
-        self.flatten_mapping(node)
-        node.value = list({key.value: (key, value) for key, value in node.value}.values())
         return node
 
 
@@ -310,15 +359,17 @@ def _read_yaml(text: str, where: str, *, is_file: bool = False) -> tuple[Any, di
     Raises:
         RecipeError: it is not valid YAML; of a file, with line and column.
     """
-    loader = _RecipeLoader(text)
     try:
+        loader = _RecipeLoader(text)
         node = loader.get_single_node()
         return loader.construct_document(node) if node else None, dict(_lines(node))
-    except yaml.YAMLError as error:
-        reason, mark = str(error), None
-        if isinstance(error, yaml.MarkedYAMLError):
-            mark = error.problem_mark or error.context_mark
-            reason = ", ".join(part for part in (error.context, error.problem) if part)
+    except yaml.reader.ReaderError as error:
+        place = f"{where}:{text.count(chr(10), 0, error.position) + 1}" if is_file else where
+        problem = f"the character U+{error.character:04X} is not allowed; in a quoted text it can be escaped"
+        raise RecipeError(Problem("", f"not valid YAML: {problem}", place)) from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
         place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark and is_file else where
         raise RecipeError(Problem("", f"not valid YAML: {reason}", place)) from error
 

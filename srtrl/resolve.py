@@ -11,10 +11,26 @@ import importlib
 import inspect
 import re
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+RAISED_BY_USER_CODE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""What code of the user's may raise when it is imported or tried: a mistake to be told in one line."""
 
 PARTS = {
     "algorithm.advantage": ("srtrl.algorithms.advantages", ("rewards", "token_rewards")),
@@ -101,6 +117,15 @@ def check_call(name: str, function: Callable[..., Any], num_positional: int, key
         raise ValueError(f"`{name}` cannot be called with ({call}): {error}; it is {name}({own})") from error
 
 
+def describe_error(error: Exception | SystemExit) -> str:
+    """One line of at most some 300 characters: the exception, and the place in the user's code that raised it."""
+    text = " ".join("".join(traceback.format_exception_only(error)).split())
+    machinery = ("<frozen", importlib.__file__, __file__)  # of an import
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(machinery)]
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""
+    return (text if len(text) <= 300 else text[:297] + "...") + place
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
     """A sentence part naming the nearest known name (", did you mean `x`?"), or nothing where none is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
@@ -118,8 +143,9 @@ def _resolve_own(name: str) -> Callable[..., Any]:
     importlib.invalidate_caches()
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"`{name}`: cannot import {module_name} ({error}); looked in {folder} and sys.path") from error
+    except RAISED_BY_USER_CODE as error:
+        reason = f"{describe_error(error)}; looked in {folder} and sys.path"
+        raise ValueError(f"`{name}`: cannot import {module_name}: {reason}") from error
     value: Callable[..., Any] | None = getattr(module, attribute, None)
     if value is None or not callable(value):
         what = "has no" if value is None else "has a value that cannot be called:"

@@ -15,8 +15,13 @@ import numpy.typing as npt
 FinishReason = Literal["stop", "length"]
 """`stop`: an end token or a stop string; `length`: `max_new_tokens` was reached."""
 
-GradeOutcome = Literal["correct", "wrong", "timeout", "crash", "error"]
-"""How grading ended. The last three are failures of the grader, counted apart from wrong answers."""
+GradeOutcome = Literal["correct", "wrong", "graded", "timeout", "crash", "error"]
+"""How grading ended; `graded`: by rewards alone, for the task has no verifier. The last three are failures of the
+grader, counted apart from wrong answers."""
+VERIFIED_OUTCOMES: tuple[GradeOutcome, ...] = ("correct", "wrong", "timeout", "crash", "error")
+"""How grading can end where the task has a verifier."""
+UNVERIFIED_OUTCOMES: tuple[GradeOutcome, ...] = ("graded", "timeout", "crash", "error")
+"""How it can end where the task has none: `accuracy` and the like are then not defined."""
 
 Purpose = Literal["train", "eval", "generate"]
 """What a sample is for; part of its RNG key, so that evaluation never shares noise with training."""
@@ -33,7 +38,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     """Tokens of `text`, special tokens included; never empty."""
     answer: str
-    """Reference answer, as the grader wants it."""
+    """Reference answer, as the grader wants it; empty where the task has none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The row's other fields (`problem`, `solution`, ...), for reward functions."""
 
@@ -111,9 +116,9 @@ class Rollout:
     prompt: Prompt
     draw_index: int
     sample_index: int
-    token_ids: list[int]
-    """Response tokens, [L]."""
-    rollout_logprobs: list[float]
+    token_ids: npt.NDArray[np.int32]
+    """Response tokens, [L]: arrays, because a step with dynamic sampling may hold a hundred million of them."""
+    rollout_logprobs: npt.NDArray[np.float32]
     """[L], by the decoder; see `Completion`."""
     text: str
     """Decoded response without special tokens, truncated before a stop string."""

@@ -6,8 +6,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 from kernel_cases import KERNEL_DEVICE
-from runner_cases import batch_arrays
-from step_cases import random_trees
+from runner_cases import batch_arrays, random_trees
 from torch import Tensor
 
 from srtrl.engine.rows import PrefillChunk, StepInputs, StepShape, fill_inputs

@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from engine_cases import make_request
 
 from srtrl.drafters.base import DrafterBase, end_to_end
 from srtrl.drafters.draft_tree import ROOT, DraftTree, check_trees
-from srtrl.types import Completion, Purpose, Request, SamplingParams
+from srtrl.types import Completion, Purpose, Request
 
 VOCAB = 1000
 TEXT = list(np.random.default_rng(1).integers(0, 50, 60).tolist())
@@ -16,16 +17,7 @@ OTHER = list(np.random.default_rng(2).integers(0, 50, 60).tolist())
 def request(
     prompt: Sequence[int] = (1, 2), rng_key: int = 0, *, purpose: Purpose = "train", is_run_ahead: bool = False
 ) -> Request:
-    return Request(
-        prompt_id=str(prompt),
-        prompt_token_ids=tuple(prompt),
-        draw_index=0,
-        sample_index=0,
-        rng_key=rng_key,
-        sampling=SamplingParams(max_new_tokens=1000),
-        purpose=purpose,
-        is_run_ahead=is_run_ahead,
-    )
+    return make_request(prompt=prompt, rng_key=rng_key, purpose=purpose, is_run_ahead=is_run_ahead, max_new_tokens=1000)
 
 
 def completion(request: Request, tokens: Sequence[int]) -> Completion:

@@ -13,7 +13,7 @@ from srtrl.engine.sampling import make_rng_key
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import init_model
-from srtrl.types import Completion, Request, SamplingParams
+from srtrl.types import Completion, Purpose, Request, SamplingParams
 
 PROMPTS = ((5,), (1, 2, 3, 4, 5, 6, 7, 8, 9), tuple(range(10, 27)), (3, 3, 3, 3), tuple(range(20, 36)))
 
@@ -74,6 +74,7 @@ def make_request(
     prompt: Iterable[int] = (1, 2),
     *,
     rng_key: int = 0,
+    purpose: Purpose = "train",
     is_run_ahead: bool = False,
     **sampling: Any,
 ) -> Request:
@@ -85,7 +86,7 @@ def make_request(
         sample_index=sample,
         rng_key=rng_key,
         sampling=SamplingParams(**sampling),
-        purpose="train",
+        purpose=purpose,
         is_run_ahead=is_run_ahead,
     )
 

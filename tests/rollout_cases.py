@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -163,8 +163,8 @@ def make_group(
                 prompt=prompt,
                 draw_index=draw_index,
                 sample_index=index,
-                token_ids=[5] * length,
-                rollout_logprobs=(-rng.random(length)).tolist(),
+                token_ids=np.full(length, 5, np.int32),
+                rollout_logprobs=-rng.random(length).astype(np.float32),
                 text=texts[index] if texts else "",
                 finish_reason="length" if index in cut else "stop",
                 policy_version=0,
@@ -172,3 +172,10 @@ def make_group(
             )
         )
     return RolloutGroup(prompt=prompt, draw_index=draw_index, rollouts=rollouts)
+
+
+def graded(grades: Sequence[Grade]) -> RolloutGroup:
+    """A group of samples with these grades."""
+    group = make_group(0, ["wrong"] * len(grades))
+    rollouts = [replace(one, grade=grade) for one, grade in zip(group.rollouts, grades, strict=True)]
+    return replace(group, rollouts=rollouts)

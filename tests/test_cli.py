@@ -1,5 +1,6 @@
 """The command line: what reaches the functions behind it, what it prints, and how it fails."""
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,9 @@ def test_help_fields_documents_every_field_and_the_tasks_options() -> None:
             "rollout.max_new_tokens=65",
             "rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = 129 is more than the",
         ),
+        ("output_dir=recipe.yaml/runs", "output_dir: recipe.yaml/runs: recipe.yaml is a file, expected a folder"),
+        ('output_dir="a\\0b"', r"output_dir: expected the name of a folder, found 'a\x00b'"),
+        (f"model.path={'x/' * 3000}", "model.path: File name too long: x/x/x/"),
         ("log.trackers=[tensorbord]", "log.trackers: unknown tracker 'tensorbord'"),
     ],
 )
@@ -90,6 +94,7 @@ def test_names_paths_and_options_are_checked_before_weights(
 ) -> None:
     for name in ("srtrl.trainer.trainer.run_training", "srtrl.trainer.build.load_model"):
         monkeypatch.setattr(name, Mock(side_effect=AssertionError("must not be reached")))
+    monkeypatch.chdir(recipe_file.parent)
     result = run(command, recipe_file, override, *(["--check"] if command == "show-config" else []))
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: override `{override}`: ")
@@ -135,6 +140,34 @@ def test_interrupts_and_bugs_are_told_apart(recipe_file: Path, monkeypatch: pyte
     result = run("train", recipe_file)
     assert (result.exit_code, result.stderr) == (130, "interrupted\n")
     assert isinstance(run("train", recipe_file).exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    ("raised", "message"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "runs/a"),
+            "runs/a: No space left on device: free some space, ",
+        ),
+        (OSError(errno.ENOSPC, "No space left on device"), ".py:"),
+        (PermissionError(errno.EACCES, "Permission denied", "runs"), "runs: Permission denied; SRTRL_TRACEBACK=1"),
+        (OSError("two\nlines"), "two lines; SRTRL_TRACEBACK=1 shows where"),
+        (EOFError("ran out of input"), "a file ends too early: ran out of input"),
+        (RecursionError("maximum recursion depth exceeded"), "data is nested too deeply: maximum recursion depth"),
+    ],
+)
+def test_what_the_operating_system_refuses_is_one_line(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception, message: str
+) -> None:
+    monkeypatch.setattr("srtrl.trainer.trainer.run_training", Mock(side_effect=raised))
+    result = run("train", recipe_file)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+    monkeypatch.setenv("SRTRL_TRACEBACK", "1")
+    shown = run("train", recipe_file).exception
+    assert raised in (shown, getattr(shown, "__cause__", None))
 
 
 def test_only_our_own_value_errors_lose_their_traceback(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,10 @@ def test_kl_in_the_reward_is_summed_over_the_sample(estimator: str) -> None:
     expected = [sum(row) for row in token_rewards(groups, sequences, estimator)]
     assert list(credit.advantages.values()) == pytest.approx(expected, rel=1e-12)
     plain = [rollout.grade.reward for group in groups for rollout in group.rollouts]
-    assert credit.metrics == {"reward/kl_penalty": pytest.approx(np.mean(np.array(plain) - expected), rel=1e-9)}
+    assert credit.metrics["reward/kl_penalty"] == pytest.approx(np.mean(np.array(plain) - expected), rel=1e-9)
+    recomputed = [replace(one, old_logprobs=one.rollout_logprobs, rollout_logprobs=one.advantages) for one in sequences]
+    again = credit_of(groups, recomputed, algorithm__advantage="test_credit:as_it_is", algorithm__kl=kl)
+    assert again.advantages == credit.advantages, "the trainer's own log-probs count where it has computed them"
     in_loss = credit_of(
         groups,
         sequences,
@@ -137,7 +140,7 @@ def test_kl_in_the_reward_is_summed_over_the_sample(estimator: str) -> None:
     assert credit.sampled_kl == pytest.approx(charged / num_tokens, rel=1e-9), "over tokens, not over samples"
     assert in_loss.sampled_kl is None
     assert list(in_loss.advantages.values()) == plain
-    assert in_loss.metrics == {}
+    assert in_loss.metrics == {"groups/zero_advantage_share": 0.0}
 
 
 def test_all_tokens_of_a_sample_share_its_advantage() -> None:
@@ -261,7 +264,7 @@ def test_cut_samples_count_in_the_baseline_and_are_not_learned_from() -> None:
     credit = credit_of(groups, algorithm__overlong_filtering=True)
     left = [(0, 0), (0, 1), (1, 1)]
     assert credit.advantages == {sample: whole.advantages[sample] for sample in left}
-    assert credit.metrics == {"samples/overlong_dropped": 3}
+    assert credit.metrics["samples/overlong_dropped"] == 3
     assert [len(sequence.advantages) for sequence in credit.sequences] == [1, 2, 2]
     for mine, index in zip(credit.sequences, (0, 1, 3), strict=True):
         assert mine.draw_index == whole.sequences[index].draw_index
@@ -282,4 +285,14 @@ def test_whitening_comes_before_overlong_filtering() -> None:
 
 def test_nothing_may_be_left_by_overlong_filtering() -> None:
     credit = credit_of([group(0, [1.0, 0.0], cut=[0, 1])], algorithm__overlong_filtering=True)
-    assert credit == Credit(sequences=[], advantages={}, sampled_kl=None, metrics={"samples/overlong_dropped": 2})
+    assert credit == Credit(
+        sequences=[],
+        advantages={},
+        sampled_kl=None,
+        metrics={"groups/zero_advantage_share": 0.0, "samples/overlong_dropped": 2},
+    )
+
+
+def test_groups_without_any_advantage_are_counted() -> None:
+    groups = [group(0, [1.0, 1.0]), group(1, [0.0, 1.0]), group(2, [0.0, 0.0]), group(3, [0.5, 0.5])]
+    assert credit_of(groups).metrics["groups/zero_advantage_share"] == 0.75

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import KERNEL_DEVICE
-from runner_cases import Samples, cuda_runner, runner_policy, use_reference
-from step_cases import random_trees
+from runner_cases import Samples, cuda_runner, random_trees, runner_policy, use_reference
 
 from srtrl.bench.shapes import SHAPES
 from srtrl.engine import cuda_runner as cuda_runner_module
@@ -151,19 +150,6 @@ def test_logits_go_through_small_buffers(monkeypatch: pytest.MonkeyPatch, is_fil
     samples.prefill()
     keep_all = RowFilters(top_k=np.zeros(9, np.int64), top_p=np.ones(9)) if is_filtered else None
     samples.check_step([0, 1, 2], random_trees(np.random.default_rng(0), [4, 0, 2]), filters=keep_all)
-
-
-def test_the_rest_of_a_step_that_nobody_waited_for_is_not_the_next_ones_time() -> None:
-    runner, samples = graphed_samples()
-    prepared = []
-    for _ in range(4):
-        samples.step()
-        prepared.append(runner.was_prepared)
-        samples.prefill()
-    assert prepared == [False] * 4
-    samples.step()
-    samples.step()
-    assert runner.was_prepared
 
 
 def test_deterministic_mode_and_a_missing_triton_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

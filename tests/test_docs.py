@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_run import make_policy, make_recipe
@@ -56,13 +57,20 @@ PPO = {
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Every key of the rows of two real runs with evaluation and checkpoints."""
+    """Every key of the rows of three real runs with evaluation and checkpoints."""
     folder = tmp_path_factory.mktemp("docs")
     policy = make_policy(folder / "policy")
     keys: set[str] = set()
-    for name, changes in (("grpo", GRPO), ("ppo", PPO)):
+    (folder / "rows.jsonl").write_text('{"prompt": "Hi?"}\n', encoding="utf-8")
+    rows = {"files": [str(folder / "rows.jsonl")]}
+    unverified: dict[str, Any] = {
+        "task": {"name": "prompts", "options": {"train": rows, "eval": rows}},
+        "rewards": [{"name": "tiny_run:digits"}],
+        "train__num_steps": 1,
+    }
+    for name, changes in (("grpo", GRPO), ("ppo", PPO), ("unverified", unverified)):
         recipe = make_recipe(policy, folder / "runs", name=name, **changes)
-        assert tuple(reward.name.rpartition(":")[2] for reward in recipe.rewards) == REWARD_NAMES
+        assert {reward.name.rpartition(":")[2] for reward in recipe.rewards} <= set(REWARD_NAMES)
         result = run_training(recipe, progress=RunProgress("docs", recipe.train.num_steps, plain_every=1000))
         keys |= {key for row in read_metrics(result.folder / "metrics.jsonl") for key in row}
     assert not keys & ONLY_ON_CUDA, "these runs are on the CPU"

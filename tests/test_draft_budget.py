@@ -10,8 +10,9 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runner_cases import random_tree
 
-from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
+from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.draft_budget import (
     AUTO_SLOWDOWN,
     CHECK_EVERY,
@@ -144,13 +145,7 @@ def scored_trees(random: np.random.Generator, num_trees: int, most_nodes: int, l
     for _ in range(num_trees):
         size = int(random.integers(0, most_nodes + 1))
         scores = random.integers(0, levels + 1, size) / levels if levels else random.random(size)
-        trees.append(
-            DraftTree(
-                token_ids=np.arange(size, dtype=np.int32),
-                parents=np.array([random.integers(ROOT, node) for node in range(size)], np.int32),
-                scores=-np.sort(-scores).astype(np.float32),
-            )
-        )
+        trees.append(replace(random_tree(random, size), scores=-np.sort(-scores).astype(np.float32)))
     return DraftTrees.of(trees)
 
 
@@ -509,27 +504,3 @@ def test_drafts_that_come_to_pay_are_found(quality: float) -> None:
     world.run(control, 1500)
     assert world.run(control, 100) > 0.95 * world.best_fixed_rate()
     assert world.num_drafted > 90
-
-
-def test_a_floor_that_leaves_no_node_falls_until_it_leaves_some() -> None:
-    """Scores become lower than the floor that high ones have set: the drafter must not fall silent for good."""
-    control = control_of(StepCost(points=[(1, 1.0), (2, 1.0), (3, 2.0), (400, 300.0)]))
-    for _ in range(2):
-        control.max_nodes(1, 8)
-        control.record(
-            trees=DraftTrees.empty(1),
-            num_accepted=np.zeros(1, np.int64),
-            num_sequences=1,
-            num_rows=1,
-            drafted=True,
-            draft_seconds=1.0,
-            seconds=1.0,
-        )
-    assert control.choose(chains(np.array([[0.9, 0.1]])), 1, 0).tolist() == [1]
-    assert control.score_floor(1) == pytest.approx(FLOOR_SHARE * 0.9)
-    num_silent = 0
-    while control.score_floor(1) > 0.1:
-        assert control.choose(DraftTrees.empty(1), 1, 0).tolist() == [0]
-        num_silent += 1
-    assert num_silent <= 4
-    assert control.choose(chains(np.array([[0.1]])), 1, 0).tolist() == [1]

@@ -1,8 +1,5 @@
 """What every drafter must do, then each of them on texts made by hand."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -132,36 +129,6 @@ def test_what_is_saved_is_loaded(make: type[TrieDrafter], tmp_path: Path) -> Non
     assert other.cache("train").num_prompts == 0, "caches with other keys have other files"
     read.load(tmp_path / "of another drafter")
     assert run(read, request(), TEXT) <= BY_CHANCE
-
-
-_COMPILED_LATE = """
-import sys, numpy as np
-from numba.core.dispatcher import Dispatcher
-from drafter_cases import *
-from srtrl.resolve import resolve_class
-from srtrl.drafters.draft_tree import DraftTrees
-drafter = resolve_class("srtrl.drafters", sys.argv[1], "Drafter")()
-drafter.warm_up()
-kernels = [one for name, module in list(sys.modules.items()) if name.startswith("srtrl.drafters")
-           for one in vars(module).values() if isinstance(one, Dispatcher)]
-before = {id(one): len(one.signatures) for one in kernels}
-run(drafter, request(rng_key=4, is_run_ahead=True), TEXT[:40] + OTHER[:5])
-drafter.on_policy_update()
-run(drafter, request(rng_key=4), TEXT, slot=3)
-run(drafter, request((5, 6)), TEXT * 20)
-drafter.learn([completion(request((5, 6)), TEXT * 20)])
-start(drafter, {0: request((5, 6)), 1: request((5, 7))})
-observe(drafter, {0: TEXT, 1: OTHER})
-propose(drafter, [0, 1], [200, 3])
-late = [one.__name__ for one in kernels if len(one.signatures) > before[id(one)] and one.__name__ != "_find_problem"]
-assert not late, late
-"""
-
-
-@pytest.mark.parametrize("name", ["srt", "suffix"])
-def test_warm_up_compiles_every_kernel_that_a_rollout_needs(name: str) -> None:
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    subprocess.run([sys.executable, "-c", _COMPILED_LATE, name], check=True, env=os.environ | {"PYTHONPATH": path})
 
 
 # --- Checked trees ----------------------------------------------------------------------------------------------------

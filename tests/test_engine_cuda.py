@@ -4,7 +4,7 @@ Without a GPU most steps are computed in plain PyTorch from the inputs of the ke
 interpreted kernels. With one all tests run on it, as part of `pytest -m gpu`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,11 @@ from engine_cases import Completions, FakeDrafter, decode, options, outputs, req
 from kernel_cases import KERNEL_DEVICE
 from runner_cases import runner_policy, use_reference
 
-from srtrl.drafters.base import DrafterBase, Int32Array
+from srtrl.drafters.base import DrafterBase
 from srtrl.engine.cuda_graphs import StepGraphs
 from srtrl.engine.cuda_runner import CudaRunner
 from srtrl.engine.engine import Engine, EngineOptions, make_runner
 from srtrl.engine.runner import SampledRows, page_bytes_of
-from srtrl.engine.stopping import Tokenizer
 from srtrl.model.transformer import Transformer
 from srtrl.types import Request
 
@@ -30,7 +29,6 @@ def cuda_engine(
     policy: Transformer,
     *,
     drafter: DrafterBase | None = None,
-    tokenizer: Tokenizer | None = None,
     by_kernels: bool = False,
     **changes: object,
 ) -> Engine:
@@ -39,7 +37,7 @@ def cuda_engine(
     runner = CudaRunner(policy, wanted, 32)
     if KERNEL_DEVICE == "cpu" and not by_kernels:
         use_reference(runner)
-    return Engine(policy, wanted, drafter=drafter, tokenizer=tokenizer, runner=runner)
+    return Engine(policy, wanted, drafter=drafter, runner=runner)
 
 
 def cuda_requests(prompts: Sequence[tuple[int, ...]] = PROMPTS, **changes: Any) -> list[Request]:
@@ -51,13 +49,9 @@ def runner_of(engine: Engine) -> CudaRunner:
     return engine.runner
 
 
-def sequential(
-    requests: list[Request], *, tokenizer: Tokenizer | None = None, trace: Mapping[int, Int32Array] | None = None
-) -> Completions:
+def sequential(requests: list[Request]) -> Completions:
     """The reference: the CPU path, one sample after the other and one token at a time."""
-    engine = Engine(runner_policy().cpu(), options(slots=1, max_sequence_tokens=32), tokenizer=tokenizer)
-    engine.trace = trace
-    return decode(engine, requests)
+    return decode(Engine(runner_policy().cpu(), options(slots=1, max_sequence_tokens=32)), requests)
 
 
 def assert_same_text(found: Completions, expected: Completions) -> None:

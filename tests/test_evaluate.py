@@ -19,6 +19,7 @@ from srtrl.trainer.evaluate import (
     estimate,
     macro_average,
     majority_scores,
+    mean_interval,
     pass_at_k,
     pass_at_ks,
     summarise,
@@ -59,6 +60,14 @@ def test_interval_covers_the_truth_about_95_times_in_100(num_samples: int) -> No
         low, high = confidence_interval(shares)
         covered += low <= 0.5 <= high
     assert 0.93 <= covered / 1000 <= 0.97  # the standard deviation of this share is 0.007
+
+
+def test_interval_of_rewards_is_not_limited_to_shares() -> None:
+    generator = random.Random(2)
+    rewards = [generator.gauss(-3, 2) for _ in range(50)]
+    half = 1.959963984540054 * stats.sem(rewards)
+    assert mean_interval(rewards) == pytest.approx((fmean(rewards) - half, fmean(rewards) + half))
+    assert mean_interval([7.0]) == mean_interval([7.0, 7.0]) == (7.0, 7.0)
 
 
 def test_summary_counts_failures_apart_and_as_not_right() -> None:

@@ -99,6 +99,7 @@ def test_the_task_loads_and_its_errors_name_the_option(recipe_file: Path) -> Non
     recipe = recipe_of(command, recipe_file)
     task = load_task(recipe, load_tokenizer(recipe.model.path))
     assert [prompt.answer for prompt in task.train_prompts] == ["enots", "repap"]
+    assert task.verifier is not None
     assert task.verifier("ssalg \n", task.eval_prompts[0].answer)
     recipe_file.write_text(dump_recipe(recipe))
     message = r"^override `.*`: task.options.words: expected more than num_eval \(1\) words$"

@@ -42,17 +42,14 @@ def test_products_are_those_that_torch_counts(num_targets: int) -> None:
     assert (model_flops(config, LENGTHS) == expected) == (num_targets == sum(LENGTHS)), "by default every token's"
 
 
-@pytest.mark.parametrize(("old_logprobs", "num_passes"), [("rollout", 3), ("recompute", 3 + 1 / 3)])
-def test_flops_of_an_update_are_those_of_its_epochs_and_the_extra_forward_pass(
-    old_logprobs: str, num_passes: float
-) -> None:
+def test_flops_of_an_update_are_those_of_its_epochs() -> None:
     policy = make_policy()
     sequences = make_sequences(policy)
-    recipe = make_recipe(train__num_epochs=3, algorithm__old_logprobs=old_logprobs)
+    recipe = make_recipe(train__num_epochs=3)
     lengths = [len(sequence.token_ids) for sequence in sequences]
     num_targets = sum(len(sequence.token_ids) - sequence.num_prompt_tokens for sequence in sequences)
     once = model_flops(policy.config, lengths, num_targets=num_targets)
-    assert update_flops(recipe, policy.config, sequences) == pytest.approx(num_passes * once, rel=1e-12)
+    assert update_flops(recipe, policy.config, sequences) == pytest.approx(3 * once, rel=1e-12)
 
 
 def test_speeds_are_logged_where_there_was_an_update() -> None:

@@ -1,17 +1,23 @@
 """`srtrl generate`: order, reproducibility, and prompts that cannot be served beside those that can."""
 
 import json
+import re
+import shutil
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from bench_cases import write_rows
 from tiny_run import VOCAB_SIZE, make_policy
 from typer.testing import CliRunner, Result
 
+from srtrl import generate
 from srtrl.cli import app
 from srtrl.model.weights import load_tokenizer
+from srtrl.rollout.recorded import read_recorded
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +40,9 @@ def test_rows_are_in_order_whole_and_the_same_at_any_number_of_slots(policy: Pat
     expected = list(product(("p5", "p1", "p3"), range(3)))
     assert [(row["prompt_id"], row["sample_index"]) for row in found] == expected
     for row in found:
-        assert set(row) == {"prompt_id", "sample_index", "token_ids", "text", "logprobs", "finish_reason"}
+        assert set(row) == {
+            *("prompt_id", "sample_index", "prompt_token_ids", "token_ids", "text", "logprobs", "finish_reason")
+        }
         assert len(row["token_ids"]) == len(row["logprobs"]) <= 12
         assert all(value < 0 for value in row["logprobs"])
         assert row["finish_reason"] == ("length" if len(row["token_ids"]) == 12 else "stop")
@@ -68,13 +76,17 @@ def test_prompts_that_cannot_be_served_are_named_and_the_others_go_on(policy: Pa
     rows = [
         ('{"prompt": "1+1="}', None),
         ('{"prompt": "1+1=', "not JSON"),
-        ("[1, 2]", expected),
+        ("[1, 2]", "expected an object with fields, found list"),
         ('{"prompt": ""}', "the prompt is empty"),
         ('{"token_ids": [1, "2"]}', expected),
         ('{"text": "2+2="}', expected + '{"text": "2+2="}'),
         ('{"prompt": "1", "token_ids": [1]}', expected),
         (f'{{"token_ids": [1, {VOCAB_SIZE}]}}', f"token id {VOCAB_SIZE} is not in the vocabulary of {VOCAB_SIZE}"),
         (json.dumps({"prompt": "1+" * 200}), "exceed the limit of 128 tokens"),
+        ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
+        ('{"token_ids": [' + "9" * 5000 + "]}", "not JSON: Exceeds the limit"),
+        ("[" * 100_000, "not JSON: maximum recursion depth"),
+        ('{"token_ids": [-1]}', "token id -1 is not in the vocabulary"),
         ("", None),
         ('{"id": 7, "token_ids": [1, 2]}', None),
     ]
@@ -83,7 +95,7 @@ def test_prompts_that_cannot_be_served_are_named_and_the_others_go_on(policy: Pa
         policy, "--prompts", prompts, "--prompt", "2+2=", "--prompt-ids", "1,,2", "--max-new-tokens", 4
     )
     assert result.exit_code == 2
-    assert [row["prompt_id"] for row in served] == ["0", "7", "10"]
+    assert [row["prompt_id"] for row in served] == ["0", "7", "14"]
     errors = {line.split(": ")[1]: line for line in result.stderr.splitlines() if line.startswith("error: ")}
     wrong = {f"{prompts}:{number}": error for number, (_, error) in enumerate(rows, start=1) if error}
     assert set(errors) == {*wrong, "--prompt-ids 1,,2"}
@@ -95,7 +107,13 @@ def test_prompts_that_cannot_be_served_are_named_and_the_others_go_on(policy: Pa
     ("flags", "error"),
     [
         ((), "no prompts: give --prompts FILE.jsonl, --prompt TEXT or --prompt-ids 1,2,3"),
-        (("--prompts", "/nowhere.jsonl"), "--prompts: cannot read /nowhere.jsonl"),
+        (("--prompts", "/nowhere.jsonl"), "cannot read /nowhere.jsonl: No such file or directory"),
+        (("--prompts", "/"), "cannot read /: Is a directory"),
+        pytest.param(
+            ("--prompt", "1", "--device", "cuda"),
+            "--device: cuda, but torch sees no CUDA device here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA"),
+        ),
         (
             ("--prompt", "1", "--top-p", 0),
             "expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1, found 1.0, 0",
@@ -117,3 +135,24 @@ def test_a_cache_of_another_models_rollouts_is_refused(policy: Path, tmp_path: P
     result, rows = run(policy, "--prompt-ids", "5,6", "--cache", cache, "--drafter", "suffix")
     assert (result.exit_code, rows) == (2, [])
     assert f"token id {VOCAB_SIZE} is not in the model's vocabulary of {VOCAB_SIZE}" in result.stderr
+
+
+def test_rows_of_a_run_are_what_python_returns_and_what_cache_and_replay_read(policy: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(policy, folder / "checkpoints" / "step_000003")
+    shutil.copy(policy / "config.json", folder / "recipe.yaml")  # there; what it says is not read
+    flags = ("--prompt", "12+30=", "--prompt-ids", "5,6,7", "--samples", 2, "--max-new-tokens", 12)
+    _, rows = run(folder, *flags)
+    assert rows == run(policy, *flags)[1]
+    found = generate(str(folder), ["12+30=", [5, 6, 7]], num_samples=2, max_new_tokens=12)
+    kept = ("text", "token_ids", "logprobs", "finish_reason")
+    assert [{name: row[name] for name in kept} for row in rows] == [asdict(one) for group in found for one in group]
+    recorded = write_rows(tmp_path / "rows.jsonl", *rows)
+    prompts = read_recorded(recorded, tokenizer=None, max_tokens=100).prompts()
+    assert [prompt.prompt_token_ids for prompt in prompts] == [tuple(rows[0]["prompt_token_ids"]), (5, 6, 7)]
+    assert [sample.tolist() for prompt in prompts for sample in prompt.samples] == [row["token_ids"] for row in rows]
+    result, again = run(policy, *flags, "--cache", recorded)
+    assert (again, "rollouts of 2 of the 2 prompts" in result.stderr) == (rows, True)
+    for prompts_given, message in (([""], "prompts[0]: the prompt is empty"), ([], "prompts: there is none")):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            generate(str(policy), prompts_given)

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rollout_cases
 from task_cases import Rows
 
 from srtrl.recipe import GradingSection, RewardSection
 from srtrl.resolve import resolve_function
 from srtrl.tasks import rewards
 from srtrl.tasks.base import Verifier
-from srtrl.tasks.grading import Grader
+from srtrl.tasks.grading import Grader, check_not_all_failed
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.reward_terms import resolve_rewards
 from srtrl.tasks.rewards import overlong_penalty
@@ -170,7 +171,9 @@ def test_bad_samples_cost_only_themselves(
     assert "4 GiB" in details["memory"]
     assert re.search(r"KeyError.*no such thing.*own_rewards.py:2", details["raise"])
     named = [record.getMessage().partition(":")[0] for record in caplog.records]
-    assert named == [f"prompt p{i}" for i, grade in enumerate(grades) if grade.detail]
+    reasons = [grade.detail for grade in grades]
+    first = [i for i, reason in enumerate(reasons) if reason and reason not in reasons[:i]]
+    assert named == [f"prompt p{i}" for i in first]
     assert "prompt p1: grading ended in timeout, reward 0: more than 0.3 CPU seconds" in caplog.text
 
 
@@ -207,6 +210,34 @@ def test_workers_killed_at_their_start_are_replaced(package: str, caplog: pytest
                 process.kill()
         assert [grade.outcome for grade in grade_all(grader, ["ok"] * 4)] == ["correct"] * 4
     assert "ended at its start with exit code -9" in caplog.text
+
+
+def test_a_reason_is_logged_once_and_then_counted(package: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), make_grader(f"{package}:length") as grader:
+        grade_all(grader, ["raise"] * 12)
+        grade_all(grader, ["raise"] * 88)
+    messages = [record.getMessage() for record in caplog.records]
+    assert [message.partition(":")[0] for message in messages] == [
+        "prompt p0",
+        "10 samples so far",
+        "100 samples so far",
+    ]
+    assert all("ZeroDivisionError: in process (own_rewards.py:" in message for message in messages)
+
+
+def test_rewards_are_tried_before_the_run_and_a_step_without_any_grade_stops_it(package: str) -> None:
+    with make_grader(f"{package}:length") as grader:
+        grader.try_rewards(prompt_of("ok"))
+        with pytest.raises(
+            ValueError, match=r"tried on prompt p0 with the response 'raise', .*ZeroDivisionError: in pro"
+        ):
+            grader.try_rewards(prompt_of("raise"))
+        failed = rollout_cases.graded(grade_all(grader, ["raise", "raise"]))
+        with pytest.raises(
+            ValueError, match=r"step 3: none of the 4 samples could be graded, .* \(error\): reward `length`"
+        ):
+            check_not_all_failed([failed, failed], "step 3")
+        check_not_all_failed([failed, rollout_cases.graded(grade_all(grader, ["raise", "ok"]))], "step 3")
 
 
 def test_leaving_the_process_is_a_rewards_error(package: str) -> None:

@@ -16,7 +16,7 @@ LAYERS = (
     ("rollout",),
     ("trainer",),
     ("evaluation", "report", "bench"),
-    ("cli", "generate", "checks", "__main__"),
+    ("cli", "complete", "checks", "api", "__main__"),
 )
 """From the top of the table down; the last ones, though in the root, are commands that use all the others."""
 KNOWN_UPWARD = {("srtrl.evaluation.settings", "srtrl.checks")}

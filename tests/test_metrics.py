@@ -1,5 +1,6 @@
 """The metric log survives kills, and files are whole or not there."""
 
+import errno
 import math
 from pathlib import Path
 
@@ -66,10 +67,10 @@ def test_write_atomic_leaves_the_old_file_when_it_fails(tmp_path: Path, monkeypa
     write_atomic(path, "old")
 
     def fail(_: int) -> None:
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "disk full")
 
     monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError, match=rf"disk full: '{path}'"):
         write_atomic(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]

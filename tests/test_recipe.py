@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipe_cases import MINIMAL
 
-from srtrl.recipe_file import REMOVED, RecipeError, dump_recipe, load_recipe, read_source
+from srtrl.recipe import Recipe
+from srtrl.recipe_fields import fields_of
+from srtrl.recipe_file import OTHER_NAMES, REMOVED, RecipeError, dump_recipe, load_recipe, read_source
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def test_scientific_notation_is_a_number(recipe_file: Path) -> None:
         ("  learning_rat: 1", "13: train.learning_rat: unknown key, did you mean `learning_rate`?"),
         ("  slots: 3", "13: train.slots: unknown key, did you mean `rollout.slots`?"),
         ("modle: {}", "13: modle: unknown key, did you mean `model`?"),
-        ("log: {colour: red}", "13: log.colour: unknown key; known here: trackers, save_rollouts"),
+        ("log: {colour: red}", "13: log.colour: unknown key; known here: trackers, project, run_name, folder"),
         ("  mini_batch_prompts: '4'", '13: train.mini_batch_prompts: should be a valid integer, found "4"'),
         ("  mini_batch_prompts: 4.0", "13: train.mini_batch_prompts: should be a valid integer, found 4.0"),
         ("  learning_rate: -1", "13: train.learning_rate: should be greater than 0, found -1"),
@@ -76,7 +78,18 @@ def test_scientific_notation_is_a_number(recipe_file: Path) -> None:
         ("  num_steps: 4", "13:3: not valid YAML: `num_steps` is given twice, first in line 12"),
         ("  1: 4", "13:3: not valid YAML: a key must be a text, found 1"),
         ("rewards: ]", "13:10: not valid YAML: while parsing a block node, expected the node content, but found ']'"),
-        ("rewards: &a [*a]", "13:10: not valid YAML: an alias (*name) inside the value that it names"),
+        ("rewards: &a [*a]", "13:14: not valid YAML: an alias (*a) is not supported: write the value out"),
+        ("  ? [a, b]\n  : 1", "13:5: not valid YAML: a key must be a text, found a sequence"),
+        ("  ? {a: b}\n  : 1", "13:5: not valid YAML: a key must be a text, found a mapping"),
+        ("  x: !!python/object/apply:os.system [ls]", "13:6: not valid YAML: a tag (found tag:yaml.org,2002:python/"),
+        ("  x: !!binary aGk=", "13:6: not valid YAML: a tag (found tag:yaml.org,2002:binary) is not supported"),
+        ("  x: \x01", "13: not valid YAML: the character U+0001 is not allowed; in a quoted text it can be escaped"),
+        ('  x: "\\ud800"', "13:6: not valid YAML: half of a surrogate pair is not a character"),
+        ("seed: " + "9" * 5000, '13:7: not valid YAML: an integer of more than 64 bits: "9999'),
+        (f"seed: {2**63}", f'13:7: not valid YAML: an integer of more than 64 bits: "{2**63}"'),
+        ("  learning_rate: 1e999", "13: train.learning_rate: should be a finite number, found Infinity"),
+        ("  learning_rate: " + "[" * 2000, "13:37: not valid YAML: nested more than 20 levels deep"),
+        ("output_dir: null", "13: output_dir: should be a text (quote it if it looks like a number), found null"),
     ],
 )
 def test_file_errors_name_line_key_and_expectation(recipe_file: Path, line: str, error: str) -> None:
@@ -90,6 +103,8 @@ def test_file_errors_name_line_key_and_expectation(recipe_file: Path, line: str,
         ("train.num_step=4", "train.num_step: unknown key, did you mean `num_steps`?"),
         ("train.num_steps='4'", 'train.num_steps: should be a valid integer, found "4"'),
         ("train.num_steps=", "no value; write train.num_steps=null for none or train.num_steps=\"''\" for an empty"),
+        (f"name={'x' * 201}", 'name: should have at most 200 characters, found "xxx'),
+        ("task.options.x=\x01", "not valid YAML: the character U+0001 is not allowed"),
         ("train.num_steps=[", "not valid YAML: while parsing a flow node, expected the node content, but found "),
         ("train.num_steps", "expected section.key=value"),
         ("train..num_steps=1", "expected section.key=value"),
@@ -114,14 +129,21 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str | None) 
     assert error.startswith(f"recipe.yaml: {reason}")
 
 
-def test_merge_keys_and_aliases_are_read(tmp_path: Path) -> None:
+def test_a_value_is_located_at_its_line_or_its_override(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text("a: &a {x: 1, y: 2}\nb:\n  <<: *a\n  y: 3\nc: *a\n")
-    source = read_source(path, ["c.x=5"])
-    assert source.data == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}, "c": {"x": 5, "y": 2}}
-    assert source.locate("b.y") == f"{path}:4"
-    assert source.locate("b.x.unknown") == f"{path}:1"
-    assert source.locate("c.x") == "override `c.x=5`"
+    path.write_text("a: {x: 1, y: 2}\nb:\n  y: 3\n")
+    source = read_source(path, ["a.x=5"])
+    assert source.data == {"a": {"x": 5, "y": 2}, "b": {"y": 3}}
+    keys = ("a.x", "a.y", "b.y", "b.y.unknown")
+    assert [source.locate(key) for key in keys] == ["override `a.x=5`", f"{path}:1", f"{path}:3", f"{path}:3"]
+
+
+@pytest.mark.parametrize(("name", "own"), OTHER_NAMES.items())
+def test_an_option_of_another_trainer_is_translated(recipe_file: Path, name: str, own: str) -> None:
+    description = fields_of(Recipe)[own].description
+    assert description is not None
+    expected = f"recipe.yaml:13: train.{name}: unknown key, did you mean `{own}`: {description.splitlines()[0]}"
+    assert errors_of(with_line(recipe_file, f"  {name}: 1")) == [expected]
 
 
 def test_missing_sections_and_keys_are_all_listed(tmp_path: Path) -> None:
@@ -142,7 +164,7 @@ def test_several_impossible_combinations_are_all_listed(recipe_file: Path) -> No
 TRICKY = ["", " \n", "\n ", "a\nb\n", "a\r\n", "\x85/", "a\u2028b", "--- ", "<<", "=", "~", "null", "no", "on", "true"]
 NUMBERS = ["1", ".5", "1e-6", "0x1", "1:30", "2001-01-01"]
 texts = st.one_of(st.text(max_size=20), st.sampled_from(TRICKY + NUMBERS))
-numbers = st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False))
+numbers = st.one_of(st.integers(-(2**63) + 1, 2**63 - 1), st.floats(allow_nan=False, allow_infinity=False))
 plain = st.recursive(
     st.one_of(texts, numbers, st.booleans(), st.none()),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(texts, inner, max_size=3)),

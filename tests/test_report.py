@@ -1,6 +1,7 @@
 """The report of a run: complete, self-contained, and honest about what is missing."""
 
 import base64
+import json
 import math
 import random
 import re
@@ -8,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from xml.etree import ElementTree
 
+import bench_cases
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -76,6 +78,7 @@ def rollout_table(step: int, noise: random.Random) -> pa.Table:
     rows = [
         {
             **{"prompt_id": f"train-{draw}", "draw_index": draw, "sample_index": sample, "prompt": f"{draw}+1.\n"},
+            **{"prompt_token_ids": [7] * 5, "answer": "</pre><script>alert(1)</script>"},
             **{"token_ids": [1] * noise.randint(5, 15 + step % 40), "text": f"<b>{draw}</b>+1={draw + 1} & so on\n"},
             **{"reward": correct + 0.1, "reward_format": 1.0, "outcome": "correct" if correct else "wrong"},
             "finish_reason": "stop",
@@ -107,13 +110,20 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path, num_steps: in
     charts = charts_of(page)
     failed = ["Failed gradings"] if num_steps > 1 else []
     assert sorted(charts) == sorted(PLAIN_CHARTS + failed)
-    assert {"reward/mean", "reward/correct", "reward/format"} <= texts_of(charts["Reward"])
+    assert {"reward/mean = reward/correct", "reward/format"} <= texts_of(charts["Reward"]), "equal ones share a line"
     for figure in ("31.0%", "71.0%", "+40.0 points", "training reward", "time: rollout", "reward_format 1"):
         assert figure in page
-    assert f"Samples of step {num_steps}" in page
-    assert {">correct</span>" in page, ">wrong</span>" in page} == {True}
+    steps = sorted({1, 7, 13, 18, 24, 30} & set(range(num_steps + 1)))
+    assert [int(step) for step in re.findall(r"Samples of step (\d+): 6 of 32", page)] == steps
+    shown = re.findall(r'<section class="card sample" data-step="(\d+)" data-outcome="(\w+)">', page)
+    assert shown == [(str(step), outcome) for step in steps for outcome in ("correct", "wrong") for _ in range(3)]
+    assert [step or None for step in re.findall(r'<option value="(\d*)">', page)] == [None, *map(str, steps), None]
+    assert re.findall(r"<option>(\w+)</option>", page) == ["correct", "wrong"]
     assert "still running" not in page
-    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)|@import|url\(|<script""", page), "needs no network"
+    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)|@import|url\(|<script[^>]""", page), "needs no network"
+    assert page.count("<script>") == 1, "what a task or the policy wrote is escaped"
+    assert "<h4>Reference answer</h4><pre>&lt;/pre&gt;&lt;script&gt;alert" in page
+    assert re.search(r'<span class="tag">5 tokens</span>\s*<pre>\d\+1.', page), "a prompt as the policy reads it"
     assert "<b>0</b>+1" not in page, "what the policy wrote is escaped"
     assert "&lt;b&gt;" in page
 
@@ -140,9 +150,10 @@ def test_an_interrupted_run_says_so_and_leaves_out_what_is_missing(tmp_path: Pat
         log.write('{"step": 4, "reward/me')
     page = write_report(run).read_text(encoding="utf-8")
     assert "KL to the reference" not in charts_of(page)
-    for text in ("This run has done 3 of 50 steps", "not evaluated", "count as incorrect: 1 timeout."):
+    for text in ("This run has done 3 of 50 steps", "not evaluated", "whose reward is 0: 1 timeout."):
         assert text in page
-    assert "Samples of step" not in page
+    assert "Samples" not in page
+    assert "<script" not in page
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
@@ -154,3 +165,82 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="no complete row yet"):
         write_report(tmp_path)
+
+
+# --- srtrl rollouts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps: the first as an older version wrote it, the second with texts that ask for trouble."""
+    run = make_run(tmp_path_factory.mktemp("runs") / "told", 2)
+    first = run / "rollouts" / step_file_name(1)
+    pq.write_table(pq.read_table(first).drop_columns(["answer"]), first)
+    samples = [
+        {"sample_index": 0, "text": "short\x1b[2J [bold]", "token_ids": [1], "reward": 1.1, "outcome": "correct"},
+        {"sample_index": 1, "text": "x" * 2500, "token_ids": [1] * 9, "reward": -0.5, "outcome": "wrong"},
+        {"sample_index": 2, "text": "middle", "token_ids": [1] * 3, "reward": 0.1, "outcome": "wrong"},
+    ]
+    shared = {
+        "step": 2,
+        "prompt_id": "p-1",
+        "draw_index": 9,
+        "prompt_token_ids": [7, 7],
+        "prompt": "What is 2?\n",
+        "answer": "two",
+    }
+    rows = [shared | {"reward_format": 1.0, "advantage": None, "finish_reason": "stop"} | row for row in samples]
+    pq.write_table(pa.Table.from_pylist(rows), run / "rollouts" / step_file_name(2))
+    return run
+
+
+def rollouts(*arguments: object, exit_code: int = 0) -> str:
+    result = bench_cases.run("rollouts", *arguments)
+    assert result.exit_code == exit_code, result.output
+    return result.output
+
+
+def test_rollouts_are_shown_with_all_that_is_known_of_them(told: Path) -> None:
+    shown = rollouts(told)
+    assert "step 2, prompt p-1, sample 0: reward 1.1 (format 1), not learned from, correct" in shown
+    assert "1 tokens, finish reason: stop" in shown
+    assert shown.count("What is 2?") == 1
+    assert shown.count("reference answer\ntwo\n") == 3
+    assert "short·[2J [bold]" in shown, "no control character reaches the terminal, and nothing is markup"
+    assert "... 500 more characters; --full shows all" in shown
+    assert "x" * 2500 in rollouts(told, "--full")
+    assert "... 2 more samples; --limit shows more" in rollouts(told, "--limit", 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), [0, 1, 2]),
+        (("--sort", "reward"), [1, 2, 0]),
+        (("--sort", "-reward", "--limit", 2), [0, 2]),
+        (("--sort", "length"), [0, 2, 1]),
+        (("--prompt", "p-1", "--step", 2), [0, 1, 2]),
+        (("--prompt", "train-3"), [0, 1, 2, 3]),  # of step 1: step 2 did not sample it
+    ],
+)
+def test_rollouts_as_json(told: Path, arguments: tuple[object, ...], expected: list[int]) -> None:
+    rows = [json.loads(line) for line in rollouts(told, *arguments, "--json").splitlines() if line[0] == "{"]
+    assert [row["sample_index"] for row in rows] == expected
+    first = "train-3" not in arguments
+    assert {(row["step"], row["answer"], row["advantage"]) for row in rows} == {
+        (2, "two", None) if first else (1, None, None)
+    }
+    assert all(len(row["text"]) == 2500 for row in rows if row["length"] == 9), "whole"
+    assert not rows[0].keys() & {"token_ids", "rollout_logprobs"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--step", 3), r"--step 3: .*told has rollouts of the steps 1, 2"),
+        (("--prompt", "p1"), r"has no rollouts of `p1`, did you mean `p-1`\?; it has those of train-0, train-1"),
+        (("--prompt", "p-1", "--step", 1), r"--step 1: prompt p-1 was sampled in the steps 2"),
+    ],
+)
+def test_rollouts_that_are_not_there(told: Path, arguments: tuple[object, ...], message: str) -> None:
+    assert re.search(message, rollouts(told, *arguments, exit_code=2))

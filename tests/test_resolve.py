@@ -37,6 +37,7 @@ def own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (package / "losses.py").write_text(OWN)
     (package / "empty.py").write_text("raise AssertionError('must not be imported')\n")
     (package / "base.py").write_text("class Task:\n    pass\n")
+    (package / "typo.py").write_text("def f(:\n")
     (package / "broken.py").write_text("import a_module_that_is_not_there\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
@@ -72,7 +73,13 @@ def test_unknown_names_list_what_exists_and_the_nearest() -> None:
         ("{own}.losses:gspp", "has no `gspp`, did you mean `gspo`"),
         ("{own}.losses:RATE", "has a value that cannot be called: `RATE`"),
         ("{own}.nothing:f", "cannot import {own}.nothing"),
-        ("{own}.broken:f", "No module named 'a_module_that_is_not_there'"),
+        (
+            "{own}.broken:f",
+            "cannot import {own}.broken: ModuleNotFoundError: No module named .* .broken.py:1, <module>",
+        ),
+        ("{own}.typo:f", "cannot import {own}.typo: File .*typo.py., line 1 def f.: .* SyntaxError: "),
+        ("{own}.empty:f", r"cannot import {own}.empty: AssertionError: must not be imported .empty.py:1, <module>."),
+        ("{own}.losses.deeper:f", "cannot import .*: ModuleNotFoundError: .* is not a package; looked in "),
         ("{own}:", "is not a name of the form package.module:attribute"),
         (".losses:f", "is not a name of the form package.module:attribute"),
     ],

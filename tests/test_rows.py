@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from step_cases import branch, kv_index, make_batch, random_trees, size_of
+from runner_cases import branch, kv_index, make_batch, random_trees, size_of
 
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.batch import Batch

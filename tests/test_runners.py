@@ -11,11 +11,12 @@ from runner_cases import (
     PAGE_SIZE,
     RunnerFactory,
     Samples,
+    branch,
     cuda_runner,
+    random_trees,
     runner_options,
     runner_policy,
 )
-from step_cases import branch, random_trees
 
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.runner import RowFilters, Runner, kv_cache_for

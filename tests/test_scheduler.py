@@ -371,10 +371,6 @@ def test_where_pages_are_short_the_oldest_samples_get_room_for_drafts_whatever_t
     scheduler.check_integrity()
 
 
-def started_ahead(step: ScheduledStep) -> list[tuple[int, int]]:
-    return names(sample for sample in step.started if sample.request.is_run_ahead)
-
-
 def running_ahead(scheduler: Scheduler) -> list[int]:
     """Draws of the running run-aheads, in the order of admission."""
     return [sample.request.draw_index for sample in scheduler.run_aheads.running]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from task_cases import byte_tokenizer
 
 from srtrl.tasks.arithmetic import ArithmeticOptions, Task, draw_expressions, is_correct, split_of
-from srtrl.tasks.prompts import tokenise
+from srtrl.tasks.rendering import tokenise
 from srtrl.types import Prompt
 
 
@@ -70,8 +70,6 @@ def test_task_has_tokenised_prompts_and_right_solutions() -> None:
     assert len({prompt.prompt_id for prompt in [*task.train_prompts, *task.eval_prompts]}) == 70
     with pytest.raises(ValueError, match=r"tokens, rollout.max_prompt_tokens is 12; raise it, or lower"):
         Task(ArithmeticOptions(num_train=50, num_eval=20), tokenizer=tokenizer, max_prompt_tokens=12)
-    texts = list(Task.texts(ArithmeticOptions(num_train=50, num_eval=20)))
-    assert texts == [prompt.text + task.solution(prompt) for prompt in task.train_prompts]
 
 
 def test_tokenise_refuses_an_end_token_and_no_tokens() -> None:

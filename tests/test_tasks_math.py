@@ -284,14 +284,10 @@ def test_parquet_and_the_hub_give_the_same_prompts_as_jsonl(tmp_path: Path, monk
         list(read_rows(RowSource(files=[str(parquet)])))
 
 
-def test_eval_only_and_texts(tmp_path: Path) -> None:
+def test_eval_only(tmp_path: Path) -> None:
     source = RowSource(files=[write_rows(tmp_path / "rows.jsonl", [ROW])])
     task = Task(MathOptions(eval=source), tokenizer=byte_tokenizer(), max_prompt_tokens=200)
     assert (len(task.train_prompts), len(task.eval_prompts)) == (0, 1)
-    options = MathOptions(train=source, prompt_template="{problem}\n")
-    assert list(Task.texts(options)) == ["What is 1+1?\n1+1=2"]
-    with pytest.raises(ValueError, match="no training problems"):
-        list(Task.texts(MathOptions(eval=source)))
 
 
 @pytest.mark.parametrize(

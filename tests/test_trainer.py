@@ -4,7 +4,7 @@ import io
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ from rich.console import Console
 from tiny_run import learned_rows, make_recipe, train
 from torch import Tensor
 
+import srtrl
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.metrics import read_metrics
 from srtrl.recipe import Recipe
+from srtrl.recipe_file import dump_recipe
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.trainer import build, sampling, trainer
 from srtrl.trainer.evaluate import EvalJob, resolve_eval_source, run_evals
@@ -71,7 +73,7 @@ def test_every_promised_metric_is_logged(run: TrainingResult) -> None:
         assert row["logprob_difference/max"] < 1e-4
         assert row["grading/wrong"] + row["grading/correct"] == 16
         assert (row["data/draws"], row["data/epoch"], row["groups/short"]) == (4, 4 * (row["step"] - 1) / 10, 0)
-        stages = ("rollout", "grading", "reference", "update", "save_rollouts", "eval", "checkpoint")
+        stages = ("compile", "rollout", "grading", "reference", "update", "save_rollouts", "eval", "checkpoint")
         learned_from = 2 * (row["tokens/response"] + 4 * row["tokens/prompt"])  # two epochs of 4 samples of a prompt
         assert row["tokens/update"] == learned_from
         assert row["time/update_tokens_per_second"] == pytest.approx(learned_from / row["time/update"])
@@ -92,7 +94,8 @@ def test_rollout_file_is_what_was_learned_from(run: TrainingResult, policy: Path
         assert r["text"] == tokenizer.decode(r["token_ids"], skip_special_tokens=True)
         assert len(r["rollout_logprobs"]) == len(r["token_ids"])
         assert (r["finish_reason"] == "stop") == (r["token_ids"][-1] == tokenizer.eos_token_id)
-        assert r["policy_version"] == 1
+        assert (r["policy_version"], r["step"]) == (1, 2)
+        assert r["answer"] == str(eval(r["prompt"].removeprefix("Compute ").rstrip(".\n")))
     for draw in range(4, 8):  # of the run: step 1 had 0 to 3
         group = [r for r in table if r["draw_index"] == draw]
         rewards = torch.tensor([r["reward"] for r in group])
@@ -126,7 +129,8 @@ def test_checkpoint_evaluates_as_the_run_did(run: TrainingResult) -> None:
     [outcome] = run_evals(model, [EvalJob(name="it", recipe=recipe)])
     row = read_metrics(run.folder / "metrics.jsonl")[-1]
     again = {name: value for name, value in outcome.result.metrics().items() if name.startswith("eval/")}
-    del again["eval/reward"]  # that one draws at random
+    for name in ("eval/reward", "eval/reward_low", "eval/reward_high"):
+        del again[name]  # that one draws at random
     assert again == {name: row[name] for name in again}
     with pytest.raises(ValueError, match=r"no checkpoint of step 1; there: step_000002"):
         resolve_eval_source(str(run.folder), step=1)
@@ -290,6 +294,7 @@ def test_step_without_a_sample_left_is_logged_and_learns_nothing(
     [
         ({"log__trackers": ["tensorbord"]}, "unknown tracker 'tensorbord'; known: .*tensorboard"),
         ({"log__trackers": ["swanlab"]}, "swanlab is not installed"),
+        ({"log__tracker_options": {"wandb": {"mode": "offline"}}}, "'wandb' is not in log.trackers, which has none"),
         ({"rollout__max_new_tokens": 100}, "the model was made for 128"),
         ({"model__path": "missing-policy"}, "missing-policy"),
         ({"WORLD_SIZE": "2"}, "srtrl trains in one process"),
@@ -310,6 +315,21 @@ def test_a_run_that_cannot_start_deletes_nothing(
     assert not (tmp_path / "new").exists(), "nothing is left that would be in the way of the next run"
 
 
+# --- From Python ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_from_python_has_the_commands_checks_and_a_callback_for_each_step(policy: Path, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(dump_recipe(make_recipe(policy, tmp_path, eval__before_and_after=False)), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"train\.num_step: unknown key, did you mean `num_steps`"):
+        srtrl.load_recipe(file, ["train.num_step=3"])
+    seen: list[tuple[int, Mapping[str, float]]] = []
+    result = srtrl.train(srtrl.load_recipe(file), on_step=lambda *step: seen.append(step))
+    rows = read_metrics(result.folder / "metrics.jsonl")
+    assert [{"step": step} | dict(row) for step, row in seen] == rows
+    assert len(rows) == 4
+
+
 # --- Progress ---------------------------------------------------------------------------------------------------------
 
 
@@ -324,10 +344,12 @@ def test_progress_in_lines_and_in_bars(terminal: bool) -> None:
         progress.say("done [not markup]")
     text = output.getvalue()
     assert "done [not markup]" in text
+    lines = ["a run step 2/3  reward 2", "a run step 3/3  reward 3", "done [not markup]"]
     if terminal:
         assert "3/3" in text
+        assert all(line in text for line in lines)
     else:
-        assert text.splitlines() == ["a run step 2/3  reward 2", "a run step 3/3  reward 3", "done [not markup]"]
+        assert text.splitlines() == lines
 
 
 # --- Parts that are plain functions -----------------------------------------------------------------------------------

@@ -42,11 +42,12 @@ from update_cases import (
 
 from srtrl.model.transformer import Transformer
 from srtrl.recipe import Recipe
+from srtrl.rollout.packing import PackedBatch
 from srtrl.trainer.update import (
     compute_logprobs,
     mini_batches,
     next_kl_coefficient,
-    update_policy,
+    response_logprobs,
 )
 from srtrl.types import TrainSequence
 
@@ -312,9 +313,7 @@ def test_two_steps_have_the_metrics_weights_and_kl_coefficients_of_padded_batche
     coefficient = expected_coefficient = 0.05
     for step in (1, 2):
         sequences = make_sequences(naive, noise=0.5, seed=step)
-        metrics = update_policy(
-            ours, optimizer, accelerator, sequences, recipe=recipe, step=step, kl_coefficient=coefficient
-        )
+        metrics = update(ours, optimizer, accelerator, sequences, recipe, step=step, kl_coefficient=coefficient)
         coefficient = next_kl_coefficient(coefficient, metrics, recipe, sampled_kl=None, num_samples=len(sequences))
         expected = naive_step(naive, sequences, recipe, expected_coefficient)
         for name, value in expected.items():
@@ -375,3 +374,55 @@ def test_the_entropy_bonus_has_the_entropys_own_gradient(accelerator: Accelerato
     assert distance([a - b for a, b in zip(found, without, strict=True)], expected) < 1e-10
     assert metrics["loss"] == pytest.approx(plain["loss"] - 0.3 * entropy.item(), rel=1e-12)
     assert metrics["entropy"] == pytest.approx(entropy.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_skipped"),
+    [
+        ({}, True),
+        ({"loss": "gspo"}, True),
+        ({"kl": {"coefficient": 0.05, "estimator": "k1", "placement": "reward"}}, True),
+        ({"kl": {"coefficient": 0.05}}, False),
+        ({"entropy_coefficient": 0.1}, False),
+        ({"loss": "padded_update:own_loss"}, False),
+    ],
+)
+def test_samples_without_advantage_are_not_computed_and_the_gradient_is_the_same(
+    options: dict[str, Any], is_skipped: bool, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of three, then all of them: one sample is computed then, for an optimizer step with a gradient of zeros."""
+    sequences = random_case(make_policy(scale=SCALE), seed=3)
+    for num_zero in (2 * len(sequences) // 3, len(sequences)):
+        cases = [
+            replace(one, advantages=0 * one.advantages) if index < num_zero else one
+            for index, one in enumerate(sequences)
+        ]
+        computed = [recorded_packs(cases, options, accelerator, monkeypatch)]
+        monkeypatch.setattr("srtrl.trainer.update.needs_pass", lambda *_, **__: True)
+        computed.append(recorded_packs(cases, options, accelerator, monkeypatch))
+        monkeypatch.undo()
+        (found, num_found), (expected, num_expected) = computed
+        assert num_expected == len(cases)
+        assert num_found == (max(1, len(cases) - num_zero) if is_skipped else len(cases))
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15)
+
+
+def recorded_packs(
+    sequences: list[TrainSequence],
+    options: dict[str, Any],
+    accelerator: Accelerator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[list[Tensor], int]:
+    """The gradient, and the number of sequences that were computed for it."""
+    num_computed = 0
+
+    def recording(model: Transformer, packed: PackedBatch, *arguments: Any) -> tuple[Tensor, Tensor]:
+        nonlocal num_computed
+        num_computed += len(packed.lengths)
+        return response_logprobs(model, packed, *arguments)
+
+    with monkeypatch.context() as context:
+        context.setattr("srtrl.trainer.update.response_logprobs", recording)
+        gradient, _ = packed_gradient({"kl": {}} | options, sequences, accelerator, micro_batch_tokens=30)
+    return gradient, num_computed

@@ -7,7 +7,7 @@ import pytest
 from engine_cases import Letters, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from step_cases import kv_index, random_trees
+from runner_cases import kv_index, random_trees
 
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.batch import NO_TOKEN, Batch, PromptPages, Sample

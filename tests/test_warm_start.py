@@ -205,6 +205,14 @@ def test_mistakes_are_named(tmp_path: Path, changes: dict[str, Any], message: st
         run(recipe.model_copy(update={"warm_start": None}))
 
 
+def test_a_tokenizer_is_trained_on_prompts_with_their_solutions(policy: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path / "out", num_steps=1)
+    task = load_task(recipe, load_tokenizer(str(policy)))
+    texts = [prompt.text + task.solution(prompt) for prompt in task.train_prompts]
+    run(recipe)
+    assert load_tokenizer(str(tmp_path / "out")).get_vocab() == train_tokenizer(texts, 280).get_vocab()
+
+
 def test_output_is_not_overwritten_unasked(tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()

@@ -16,7 +16,8 @@ from torch import Tensor
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import Transformer
 from srtrl.recipe import Recipe
-from srtrl.trainer.update import update_policy
+from srtrl.trainer.credit import with_numbers
+from srtrl.trainer.update import compute_logprobs, update_policy
 from srtrl.types import TrainSequence
 
 NUM_GROUPS, NUM_SAMPLES = 3, 2
@@ -126,8 +127,11 @@ def update(
     recipe: Recipe,
     *,
     step: int = 1,
+    kl_coefficient: float | None = None,
 ) -> dict[str, float]:
-    """`update_policy` with the recipe's own KL coefficient."""
+    """`update_policy` on what the trainer gives it; by default with the recipe's own KL coefficient."""
+    if recipe.algorithm.old_logprobs == "recompute":
+        sequences = with_numbers(sequences, "old_logprobs", compute_logprobs(policy, sequences, accelerator, recipe))
     return update_policy(
         policy,
         optimizer,
@@ -135,7 +139,7 @@ def update(
         sequences,
         recipe=recipe,
         step=step,
-        kl_coefficient=recipe.algorithm.kl.coefficient,
+        kl_coefficient=recipe.algorithm.kl.coefficient if kl_coefficient is None else kl_coefficient,
     )
 
 

@@ -27,7 +27,7 @@ from srtrl.engine.scheduler import ScheduledStep, Scheduler
 from srtrl.engine.stats import DecodeStep, EngineStats, StageClock
 from srtrl.engine.stopping import Tokenizer
 from srtrl.engine.verify import AT_LENGTH, GOES_ON, Verified, plan_moves, verify
-from srtrl.engine.warm_up import warm_up_kernels
+from srtrl.engine.warm_up import reporting_compilation, warm_up_kernels
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.transformer import Transformer
 from srtrl.types import Completion, Purpose, Request
@@ -198,7 +198,7 @@ class Engine:
         The first time, kernels are compiled and, where drafts are budgeted by it, the cost of a step is measured.
         """
         assert not self.has_work, "a rollout begins while samples are decoding"
-        self._warm_up()
+        self.warm_up()
         self.control.begin_rollout(purpose)
         self._rollout_seconds = 0.0
 
@@ -279,7 +279,7 @@ class Engine:
 
     def _queue(self, request: Request) -> None:
         """Queue a request that was checked."""
-        self._warm_up()
+        self.warm_up()
         if not self.runner.num_pages:  # released for an update
             allocate_pages(self.runner, self.options, self.max_sequence_tokens, num_pages=self.pool.num_pages)
             self.pool.resize(self.runner.num_pages)
@@ -450,11 +450,17 @@ class Engine:
                 seconds=seconds,
             )
 
+    def warm_up(self, on_compile: Callable[[int, int], None] = lambda *_: None) -> None:
+        """Once: compile (or load) all kernels, and measure the cost of a step where drafts are budgeted by it.
+
+        The first rollout does so by itself. `on_compile` gets the number of CPU kernels compiled so far, and of all.
+        """
+        if not self._is_warm:
+            self._is_warm = True
+            with reporting_compilation(on_compile):
+                self._warm_up()
+
     def _warm_up(self) -> None:
-        """Once: compile (or load) all kernels, and measure the cost of a step where drafts are budgeted by it."""
-        if self._is_warm:
-            return
-        self._is_warm = True
         if not self.runner.is_asynchronous:
             set_cpu_threads()
             self.runner.time_step(1, 1, 1)

@@ -38,7 +38,8 @@ def command(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens of a response.")] = None,
     prompt_template: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Text of the prompt, with {problem} in it.")
+        str | None,
+        typer.Option(metavar="TEXT", help="Text of the prompt, with {problem} in it (task prompts: {prompt})."),
     ] = None,
     chat: Annotated[
         bool | None, typer.Option("--chat/--no-chat", help="Put the prompt into the model's chat template, or do not.")

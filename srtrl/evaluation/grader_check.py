@@ -50,7 +50,15 @@ class GraderReport:
 def check_grader(
     name: str, place: str, task: Task, grading: GradingSection, num_problems: int | None = None
 ) -> GraderReport:
-    """Ask the task's verifier about its held-out problems, or those to train on where it has no others."""
+    """Ask the task's verifier about its held-out problems, or those to train on where it has no others.
+
+    Raises:
+        ValueError: the task has no verifier.
+    """
+    if task.verifier is None:
+        raise ValueError(
+            f"--check-grader: the task {name} has no verifier: its completions are judged by rewards alone"
+        )
     prompts = (task.eval_prompts or task.train_prompts)[:num_problems]
     asked = list(_questions(task, prompts))
     with Grader(task, (), grading, max_new_tokens=1) as grader:

@@ -17,6 +17,7 @@ from srtrl.tasks.base import load_task
 from srtrl.trainer.build import build_tokenizer
 from srtrl.trainer.evaluate import EvalJob, EvalOutcome, resolve_eval_source, run_evals
 from srtrl.trainer.run_folder import RunProgress
+from srtrl.trainer.run_metrics import describe_held_out
 
 if TYPE_CHECKING:
     from srtrl.evaluation.suite import OpenSuite
@@ -73,11 +74,12 @@ def evaluate(
 def _run(model: str, jobs: Sequence[EvalJob], output: Path | None) -> Iterator[EvalOutcome]:
     """Evaluate, showing progress on standard error and writing each job's rows when it is done."""
     with RunProgress("eval", len(jobs), console=Console(stderr=True)) as progress:
-        for number, outcome in enumerate(run_evals(model, jobs, on_progress=progress.stage), start=1):
+        outcomes = run_evals(model, jobs, on_progress=progress.stage, on_compile=progress.compiling)
+        for number, outcome in enumerate(outcomes, start=1):
             if output is not None:
                 tables.append_rows(output, outcome)
             if len(jobs) > 1:
-                progress.step(number, f"{outcome.job.name}: {outcome.result.accuracy:.1%}")
+                progress.step(number, f"{outcome.job.name}: {describe_held_out(outcome.result.metrics())}")
             yield outcome
 
 

@@ -48,8 +48,9 @@ class EvalFlags:
 
     def __post_init__(self) -> None:
         """Refuse what would otherwise be blamed on a recipe."""
-        if self.prompt_template is not None and "{problem}" not in self.prompt_template:
-            raise ValueError(f"--prompt-template: it must contain {{problem}}, found {self.prompt_template!r}")
+        template = self.prompt_template
+        if template is not None and not any(name in template for name in ("{problem}", "{prompt}")):
+            raise ValueError(f"--prompt-template: it must contain {{problem}} (task prompts: {{prompt}}): {template!r}")
 
     def put(self, source: RecipeSource) -> None:
         """Put the flags into the recipe's data, then the overrides; errors name the flag."""

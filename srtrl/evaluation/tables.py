@@ -43,8 +43,7 @@ def _figures(result: EvalResult) -> dict[str, str]:
     speed = result.num_tokens / result.seconds if result.seconds > 0 else 0.0
     figures = {
         "problems x samples": f"{result.num_problems:,} x {result.num_samples}",
-        "avg@N (95% interval)": _text(_accuracy(result)),
-        "mean reward": f"{result.reward:.4g}",
+        **_score(result),
         "tokens: mean, median, max": f"{result.mean_length:,.0f}, {result.median_length:,.0f}, {result.max_length:,}",
         "truncated": f"{result.truncated_share:.1%}",
         "not graded": str(num_failed),
@@ -56,6 +55,15 @@ def _figures(result: EvalResult) -> dict[str, str]:
     if result.majority is not None:
         figures["maj@N"] = _text(result.majority)
     return figures | {f"pass@{k}": _text(share) for k, share in result.pass_at.items() if k > 1}
+
+
+def _score(result: EvalResult) -> dict[str, str]:
+    """Accuracy and reward, or, where the task has no verifier, the reward with its interval."""
+    if result.accuracy is not None:
+        return {"avg@N (95% interval)": _text(_accuracy(result)), "mean reward": f"{result.reward:.4g}"}
+    low, high = result.reward_interval
+    interval = f" ({low:.4g} to {high:.4g})" if low < high else ""  # none for one problem, or where all are alike
+    return {"mean reward (95% interval)": f"{result.reward:.4g}{interval}"}
 
 
 def settings_of(outcome: EvalOutcome) -> dict[str, Any]:
@@ -134,6 +142,8 @@ def _left_out(outcome: EvalOutcome) -> list[str]:
 
 
 def _accuracy(result: EvalResult) -> Estimate:
+    assert result.accuracy is not None
+    assert result.interval is not None
     return Estimate(value=result.accuracy, low=result.interval[0], high=result.interval[1])
 
 
@@ -171,7 +181,8 @@ def append_rows(path: Path, outcome: EvalOutcome) -> None:
             "text": rollout.text,
             "extracted": None if extract is None else extract(rollout.text),
             "answer": rollout.prompt.answer,
-            "correct": rollout.grade.outcome == "correct",
+            "correct": None if outcome.task.verifier is None else rollout.grade.outcome == "correct",
+            "reward": rollout.grade.reward,
             "outcome": rollout.grade.outcome,
             "detail": rollout.grade.detail,
             "num_tokens": len(rollout.token_ids),

@@ -86,7 +86,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if not has_tokenizer(folder):  # transformers would make an empty tokenizer
         raise ValueError(f"{folder}: no tokenizer in this folder; expected one of {', '.join(_VOCABULARY_FILES)}")
     try:
-        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder))
+        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder}: transformers reads no tokenizer from this folder: {error}") from error
 

@@ -47,9 +47,10 @@ class Chart:
     """Logarithmic scale."""
 
 
+SPEED = "Speed and speculation"
 CHARTS = {
     "Learning": (
-        Chart("Reward", "reward", ["reward/*"], "Each named reward without its weight; mean: the weighted sum."),
+        Chart("Reward", "reward", ["reward/*", "eval/reward"], "Each without its weight; mean, eval/: weighted sum."),
         Chart("Accuracy", "share", ["accuracy", "eval/accuracy"], "Held-out problems (eval/) with 95% intervals."),
         Chart("Response length", "tokens", ["length/mean", "length/max"], "The end token included."),
         Chart("Truncated responses", "share of samples", ["length/truncated_share"], "Reached the length limit."),
@@ -69,7 +70,7 @@ CHARTS = {
         Chart("Explained variance", "share of variance", ["critic/explained_variance"], "1: perfect, 0: no help."),
         Chart("Decoder against trainer", "nats", ["logprob_difference/m*"], "Expected: rounding error.", is_log=True),
     ),
-    "Speed and speculation": (
+    SPEED: (
         Chart("Speed of the decoder", "tokens per second", ["time/tokens_per_second"], "Response tokens."),
         Chart("Speed of the update", "tokens per second", ["time/update_tokens_per_second"]),
         Chart("Time by stage", "seconds", [f"time/{stage}" for stage in STAGES], "time/step is the sum."),
@@ -99,7 +100,7 @@ def chart_style() -> AbstractContextManager[None]:
 def draw(chart: Chart, rows: Sequence[Mapping[str, float]], *, x: str = "step") -> str | None:
     """SVG text of the chart's metrics; None where each of them is absent or zero throughout.
 
-    Where rows have `<metric>_low` and `<metric>_high`, they are drawn as an interval.
+    Where rows have `<metric>_low` and `<metric>_high`, they are drawn as an interval. Equal metrics share a line.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -112,10 +113,13 @@ def draw(chart: Chart, rows: Sequence[Mapping[str, float]], *, x: str = "step") 
         figure = Figure(figsize=(4.4, 2.5 + 0.16 * len(metrics)), layout="constrained")
         axes = figure.add_subplot(xlabel=x, ylabel=chart.unit)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+        same: dict[tuple[tuple[float, float], ...], list[str]] = {}
         for metric in metrics:
+            same.setdefault(tuple((row[x], row[metric]) for row in rows if metric in row), []).append(metric)
+        for points, (metric, *others) in same.items():
+            steps, values = zip(*points, strict=True)
+            line = draw_line(axes, steps, values, label=" = ".join((metric, *others)))
             found = [row for row in rows if metric in row]
-            steps, values = [row[x] for row in found], [row[metric] for row in found]
-            line = draw_line(axes, steps, values, label=metric)
             if f"{metric}_low" in found[0]:
                 low, high = ([row[f"{metric}_{end}"] for row in found] for end in ("low", "high"))
                 arms = [np.subtract(values, low), np.subtract(high, values)]

@@ -74,7 +74,10 @@ class RunGroup:
 def command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
     *,
-    metric: Annotated[str, typer.Option(help="Name of the metric in metrics.jsonl.")] = "eval/accuracy",
+    metric: Annotated[
+        str | None,
+        typer.Option(help="Name of the metric in metrics.jsonl; by default eval/accuracy, or eval/reward without it."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="Draw the metric over the steps into this file.")
     ] = None,
@@ -91,6 +94,7 @@ def command(
         raise ValueError(f"--out: expected a file name that ends in .svg, found {out}")
     if out is not None and not out.parent.is_dir():
         raise ValueError(f"--out: there is no folder {out.parent}")
+    metric = metric or default_metric(runs)
     groups = group_runs(runs, metric)
     if out is not None:
         write_atomic(out, draw_comparison(groups, metric))
@@ -109,6 +113,14 @@ def command(
                 )
     if out is not None:
         print(f"the picture is in {out}")
+
+
+def default_metric(folders: Sequence[Path]) -> str:
+    """`eval/accuracy`, or `eval/reward` where only that was logged: the task has no verifier."""
+    from srtrl.report.runs import read_run
+
+    names = {name for folder in folders for row in read_run(folder).rows for name in row}
+    return "eval/reward" if "eval/reward" in names and "eval/accuracy" not in names else "eval/accuracy"
 
 
 def group_runs(folders: Sequence[Path], metric: str) -> list[RunGroup]:

@@ -9,14 +9,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from srtrl import __version__
 from srtrl.metrics import write_atomic
-from srtrl.report.charts import CHARTS, TIMELINE, Chart, draw
-from srtrl.report.runs import Run, read_rollouts, read_run
+from srtrl.report.charts import CHARTS, SPEED, TIMELINE, Chart, draw
+from srtrl.report.rollouts import read_samples
+from srtrl.report.runs import Run, read_run
 from srtrl.trainer.run_folder import read_timeline
 from srtrl.trainer.run_metrics import summarise_run, summary_table
 
 TEMPLATE = Path(__file__).parent / "page.html"
+NUM_STEPS = 6
+"""Steps of which samples are shown."""
+NUM_PER_OUTCOME = 3
+"""Samples of a step and outcome that are shown."""
 
 
 def write_report(folder: Path) -> Path:
@@ -51,6 +58,7 @@ def render(run: Run) -> str:
         figures=list(zip(*(column.cells for column in summary_table(summary).columns), strict=True)),
         notices=list(_notices(run)),
         sections={name: list(charts) for name, charts in _sections(run).items() if charts},
+        run_folder=run.folder,
         samples=list(_samples(run)),
         version=__version__,
     )
@@ -66,15 +74,20 @@ def _notices(run: Run) -> Iterator[str]:
     failed = {kind: sum(row.get(f"grading/{kind}", 0) for row in run.rows) for kind in ("timeout", "crash", "error")}
     if any(failed.values()):
         counts = ", ".join(f"{count:.0f} {kind}" for kind, count in failed.items() if count)
-        yield f"Grading failed for some training samples, which count as incorrect: {counts}."
+        yield f"Grading failed for some training samples, whose reward is 0: {counts}."
 
 
 def _sections(run: Run) -> dict[str, list[tuple[Chart, str]]]:
     """The charts that there is data for, each with the URI of its picture."""
     timelines = sorted((run.folder / "timeline").glob("step_*.parquet"))
     decode_steps = [asdict(step) for path in timelines[-1:] for step in read_timeline(path)]
-    drawn = {name: [(chart, draw(chart, run.rows)) for chart in charts] for name, charts in CHARTS.items()}
-    drawn["Speed and speculation"].append((TIMELINE, draw(TIMELINE, decode_steps, x="seconds")))
+    in_training = [row for row in run.rows if row["step"] > 0]
+    drawn = {
+        # The seconds of the evaluation before training, compilation included, would dwarf those of the steps.
+        name: [(chart, draw(chart, in_training if name == SPEED else run.rows)) for chart in charts]
+        for name, charts in CHARTS.items()
+    }
+    drawn[SPEED].append((TIMELINE, draw(TIMELINE, decode_steps, x="seconds")))
     return {
         name: [(chart, _data_uri(svg)) for chart, svg in charts if svg is not None] for name, charts in drawn.items()
     }
@@ -84,18 +97,18 @@ def _data_uri(svg: str) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode("utf-8")).decode("ascii")
 
 
-def _samples(run: Run) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Samples of the first, the middle and the last step with saved rollouts: the first of each outcome.
+def _samples(run: Run) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
+    """Of the first, the last and evenly spaced steps between: step, number of its samples, and some of each outcome.
 
     Those of a prompt that was shown before come first, so that a reader sees how its responses change.
     """
-    files = list(run.rollout_files.items())
+    steps = list(run.rollout_files)
     shown: set[str] = set()
-    for index in sorted({0, len(files) // 2, len(files) - 1}) if files else []:
-        step, path = files[index]
-        table = read_rollouts(path)
-        prompt_ids, outcomes = table["prompt_id"].to_pylist(), table["outcome"].to_pylist()
-        order = sorted(range(len(outcomes)), key=lambda row: prompt_ids[row] not in shown)
-        chosen = {outcomes[row]: row for row in reversed(order)}
-        shown |= {prompt_ids[row] for row in chosen.values()}
-        yield step, table.take([chosen[outcome] for outcome in sorted(chosen)]).to_pylist()
+    for index in np.unique(np.linspace(0, len(steps) - 1, NUM_STEPS).round().astype(int)) if steps else []:
+        samples = read_samples(run, step=steps[index])
+        chosen: dict[str, list[dict[str, Any]]] = {}
+        for sample in sorted(samples, key=lambda sample: (sample["prompt_id"] not in shown, sample["sample_index"])):
+            chosen.setdefault(sample["outcome"], []).append(sample)
+        picked = [sample for outcome in sorted(chosen) for sample in chosen[outcome][:NUM_PER_OUTCOME]]
+        shown |= {sample["prompt_id"] for sample in picked}
+        yield steps[index], len(samples), picked

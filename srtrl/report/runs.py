@@ -1,6 +1,6 @@
 """The folder of a run, finished or not, as `srtrl report`, `srtrl compare` and `srtrl trie` read it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING
 from srtrl.metrics import MetricRow, read_metrics
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import load_recipe
+from srtrl.resolve import suggestion
 from srtrl.trainer.run_folder import step_of
 
 if TYPE_CHECKING:
     import pyarrow
+
+NUM_LISTED = 8
+"""How many prompts or steps a message lists."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -55,6 +59,55 @@ def read_run(folder: Path) -> Run:
     if not rows:
         raise ValueError(f"{metrics_file} has no complete row yet: there is nothing to show before the first step ends")
     return Run(folder=folder, recipe=load_recipe(recipe_file), rows=rows)
+
+
+def saved_rollouts(run: Run, step: int | None = None) -> dict[int, Path]:
+    """The run's rollout files by step, in order; at least one, and one of `step` where it is given.
+
+    Raises:
+        ValueError: there are none, or none of `step`: says why, or which there are.
+    """
+    files = run.rollout_files
+    if not files:
+        raise ValueError(
+            f"{run.folder / 'rollouts'} has no step_*.parquet: no step of the run has ended yet, or its recipe has "
+            "log.save_rollouts: false"
+        )
+    if step is not None and step not in files:
+        raise ValueError(f"--step {step}: {run.folder} has rollouts of the steps {listing(files)}")
+    return files
+
+
+def steps_by_prompt(files: Mapping[int, Path]) -> dict[str, list[int]]:
+    """The steps, of these files, that sampled each prompt."""
+    steps_of: dict[str, list[int]] = {}
+    for step, path in files.items():
+        for prompt_id in dict.fromkeys(read_rollouts(path, ["prompt_id"])["prompt_id"].to_pylist()):
+            steps_of.setdefault(prompt_id, []).append(step)
+    return steps_of
+
+
+def steps_of_prompt(run: Run, steps_of: Mapping[str, list[int]], prompt_id: str, step: int | None) -> list[int]:
+    """The steps that sampled a prompt, among them `step` where it is given.
+
+    Raises:
+        ValueError: none did, or `step` did not: says which there are.
+    """
+    if prompt_id not in steps_of:
+        near = suggestion(prompt_id, steps_of)
+        raise ValueError(
+            f"--prompt: {run.folder} has no rollouts of `{prompt_id}`{near}; it has those of {listing(steps_of)}"
+        )
+    if step not in {None, *steps_of[prompt_id]}:
+        raise ValueError(f"--step {step}: prompt {prompt_id} was sampled in the steps {listing(steps_of[prompt_id])}")
+    return steps_of[prompt_id]
+
+
+def listing(names: Iterable[object]) -> str:
+    """The first few, and how many there are in total."""
+    texts = list(map(str, names))
+    more = f", ... ({len(texts)} in total)" if len(texts) > NUM_LISTED else ""
+    return ", ".join(texts[:NUM_LISTED]) + more
 
 
 def read_rollouts(path: Path, columns: Sequence[str] | None = None, *, prompt_id: str | None = None) -> "pyarrow.Table":

@@ -2,7 +2,7 @@
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,13 +12,10 @@ from srtrl.drafters.srt import SrtOptions
 from srtrl.drafters.suffix_automaton import START_TOKEN
 from srtrl.drafters.token_trie import TokenTrie, TrieCursors
 from srtrl.drafters.trie_draft import BLEND, draft_trees
-from srtrl.report.runs import Run, read_rollouts
-from srtrl.resolve import suggestion
+from srtrl.report.runs import Run, read_rollouts, saved_rollouts, steps_by_prompt, steps_of_prompt
 
 DRAFT_NODES = 16
 """Nodes of a draft in the replay of the later rollout."""
-NUM_LISTED = 8
-"""How many prompts or steps a message lists."""
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text."""
@@ -105,29 +102,12 @@ def read_history(run: Run, prompt_id: str | None = None, step: int | None = None
     Raises:
         ValueError: The run has no rollouts, or none of the prompt (in the step): says what there is.
     """
-    files = run.rollout_files
-    if not files:
-        raise ValueError(
-            f"{run.folder / 'rollouts'} has no step_*.parquet: no step of the run has ended yet, or its recipe has "
-            "log.save_rollouts: false"
-        )
-    if step is not None and step not in files:
-        raise ValueError(f"--step {step}: {run.folder} has rollouts of the steps {_listing(files)}")
-    steps_of: dict[str, list[int]] = {}
-    for number, path in files.items():
-        for name in read_rollouts(path, ["prompt_id"])["prompt_id"].to_pylist():
-            steps_of.setdefault(name, []).append(number)
+    files = saved_rollouts(run, step)
+    steps_of = steps_by_prompt(files)
     if prompt_id is None:
         candidates = [name for name, steps in steps_of.items() if step is None or step in steps]
         prompt_id = max(candidates, key=lambda name: (len(steps_of[name]), steps_of[name][-1]))
-    if prompt_id not in steps_of:
-        near = suggestion(prompt_id, steps_of)
-        raise ValueError(
-            f"--prompt: {run.folder} has no rollouts of `{prompt_id}`{near}; it has those of {_listing(steps_of)}"
-        )
-    steps = list(dict.fromkeys(steps_of[prompt_id]))
-    if step not in {None, *steps}:
-        raise ValueError(f"--step {step}: prompt {prompt_id} was sampled in the steps {_listing(steps)}")
+    steps = steps_of_prompt(run, steps_of, prompt_id, step)
     step = steps[-1] if step is None else step
     rows = []
     for number in (one for one in steps if one <= step):
@@ -142,13 +122,6 @@ def read_history(run: Run, prompt_id: str | None = None, step: int | None = None
         earlier=rollouts[:num_earlier],
         later=rollouts[num_earlier],
     )
-
-
-def _listing(names: Iterable[object]) -> str:
-    """The first few, and how many there are in total."""
-    texts = list(map(str, names))
-    more = f", ... ({len(texts)} in total)" if len(texts) > NUM_LISTED else ""
-    return ", ".join(texts[:NUM_LISTED]) + more
 
 
 def view_trie(history: PromptHistory, decode: Decode, *, num_branches: int, max_depth: int) -> TrieView:

@@ -14,6 +14,8 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from srtrl.engine.sampling import make_rng_key
 from srtrl.engine.stopping import cut_at_stop_string
 from srtrl.types import Completion, Prompt, Purpose, Request, Rollout, RolloutGroup, SamplingParams
@@ -157,8 +159,8 @@ class Collector:
             prompt=draw.prompt,
             draw_index=draw_index,
             sample_index=sample_index,
-            token_ids=completion.token_ids,
-            rollout_logprobs=completion.rollout_logprobs,
+            token_ids=np.array(completion.token_ids, np.int32),
+            rollout_logprobs=np.array(completion.rollout_logprobs, np.float32),
             text=text,
             finish_reason=completion.finish_reason,
             policy_version=completion.policy_version,

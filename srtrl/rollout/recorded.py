@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
+from pydantic import AliasChoices, Field, model_validator
 
 from srtrl.recipe import Section
 from srtrl.recipe_file import RecipeError, validate_section
@@ -117,7 +117,7 @@ def read_recorded(path: Path, *, tokenizer: PreTrainedTokenizerBase | None, max_
     Args:
         path: A JSONL file with rows `{"id", "prompt", "samples": [{"text"}, ...]}`; a Parquet file of a run's
             `rollouts/`; that folder, or the run's. In a JSONL file `prompt_token_ids` may stand for `prompt` and
-            `token_ids` for `text`; they are taken as they are.
+            `token_ids` for `text`; they are taken as they are. Rows of `srtrl generate --json` are samples.
         tokenizer: Encodes texts, and its end token is appended to each sample's; needed where there are texts.
         max_tokens: Samples are cut to this number of tokens.
 
@@ -175,11 +175,19 @@ class _TextSample(Section, extra="ignore"):
 class _TextRow(Section, extra="ignore"):
     """A row of a JSONL file."""
 
-    id: Any = None
+    id: Any = Field(default=None, validation_alias=AliasChoices("id", "prompt_id"))
     prompt: Text | None = None
     prompt_token_ids: TokenIds | None = None
     samples: Annotated[list[_TextSample], Field(min_length=1)]
     """A list of {"text": ...} or {"token_ids": ...}."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def one_sample(cls, row: Any) -> Any:
+        """A row of `srtrl generate --json` is a sample of its prompt."""
+        if isinstance(row, dict) and "samples" not in row and "token_ids" in row:
+            return row | {"samples": [{"token_ids": row["token_ids"]}]}
+        return row
 
 
 class _RunRow(Section, extra="ignore"):

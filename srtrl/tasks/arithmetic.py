@@ -12,7 +12,7 @@ problem is ever trained on, for any seeds, sizes and difficulties of the recipes
 import hashlib
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import add, mul, sub
 from typing import TYPE_CHECKING, Literal, Self
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import Field, model_validator
 
 from srtrl.recipe import Section
-from srtrl.tasks.prompts import tokenise
+from srtrl.tasks.rendering import tokenise
 from srtrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -123,12 +123,6 @@ class Task:
         """Raise ValueError where the difficulty has too few different problems."""
         draw_expressions(options, "train")
         draw_expressions(options, "eval")
-
-    @classmethod
-    def texts(cls, options: ArithmeticOptions) -> Iterator[str]:
-        """Prompts and solutions of the training problems, to train a tokenizer on."""
-        for expression in draw_expressions(options, "train"):
-            yield _prompt_text(expression) + _solution_text(expression)
 
     def solution(self, prompt: Prompt) -> str:
         """The worked solution, one step a line, ending in the answer."""

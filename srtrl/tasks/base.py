@@ -1,10 +1,10 @@
 """What a task is, and how the one that a recipe names is made."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from srtrl.recipe import Recipe, Section
-from srtrl.recipe_file import validate_section
+from srtrl.recipe_file import Problem, RecipeError, validate_section
 from srtrl.resolve import resolve_class
 from srtrl.types import Prompt
 
@@ -29,9 +29,8 @@ class Task(Protocol):
     """Prompts, their grading, and supervised targets.
 
     A task is a class with these attributes, a class attribute `Options` (a `Section`: the documentation and check of
-    `task.options`), a constructor `(options, *, tokenizer, max_prompt_tokens)`, and two class methods:
-    `check_options(options)` raises ValueError for what can be known to be wrong before any weight is loaded, and
-    `texts(options)` yields the training texts before there is a tokenizer (to train one on them).
+    `task.options`), a constructor `(options, *, tokenizer, max_prompt_tokens)`, and a class method
+    `check_options(options)` that raises ValueError for what can be known to be wrong before any weight is loaded.
     """
 
     @property
@@ -47,8 +46,8 @@ class Task(Protocol):
         """Counts of loading: `train/rows`, and where rows can be left out, `train/malformed`, `train/overlong`."""
 
     @property
-    def verifier(self) -> Verifier:
-        """The judge of all completions."""
+    def verifier(self) -> Verifier | None:
+        """The judge of all completions; None (best as an attribute of the class) where only rewards judge them."""
 
     def solution(self, prompt: Prompt) -> str:
         """The supervised target of a prompt; ValueError if its row has none."""
@@ -58,26 +57,44 @@ def check_task(recipe: Recipe) -> None:
     """Check the task's name and options without a tokenizer or weights; ValueError names the option and the reason."""
     task_class, options = _resolve_task(recipe)
     task_class.check_options(options)
+    _check_judges(task_class, recipe)
 
 
-def load_task(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> Task:
-    """Load the prompts of the recipe's task, tokenised for `tokenizer`.
+def load_task(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", *, max_prompt_tokens: int | None = None) -> Task:
+    """Load the prompts of the recipe's task, tokenised for `tokenizer`, of at most `rollout.max_prompt_tokens`.
 
     Raises:
         ValueError: the task's name, an option, or a row of its data is wrong.
     """
     task_class, options = _resolve_task(recipe)
-    task: Task = task_class(options, tokenizer=tokenizer, max_prompt_tokens=recipe.rollout.max_prompt_tokens)
+    longest = max_prompt_tokens or recipe.rollout.max_prompt_tokens
+    task: Task = task_class(options, tokenizer=tokenizer, max_prompt_tokens=longest)
+    _check_judges(task, recipe)
     return task
 
 
-def task_texts(recipe: Recipe) -> Iterator[str]:
-    """Training prompts with their solutions as plain text, to train a tokenizer on; ValueError as `load_task`."""
-    task_class, options = _resolve_task(recipe)
-    texts: Iterator[str] = task_class.texts(options)
-    return texts
+def _check_judges(task: object, recipe: Recipe) -> None:
+    """Refuse what asks whether a completion is correct where the task, or its class, has no verifier."""
+    if getattr(task, "verifier", True) is not None:
+        return
+    reason = f"asks whether a completion is correct, and the task {recipe.task.name} has no verifier"
+    problems = [
+        Problem(f"rewards.{index}.name", f"`correct` (the default) {reason}: name other rewards (docs/data.md)")
+        for index, reward in enumerate(recipe.rewards)
+        if reward.name == "correct"
+    ]
+    problems += [
+        Problem(f"algorithm.filters.{index}", f"{name} {reason}: use drop_uniform")
+        for index, name in enumerate(recipe.algorithm.filters)
+        if name == "drop_all_right_or_wrong"
+    ]
+    if problems:
+        raise RecipeError(*problems)
 
 
 def _resolve_task(recipe: Recipe) -> tuple[Any, Section]:
     task_class = resolve_class("srtrl.tasks", recipe.task.name, "Task")
-    return task_class, validate_section(task_class.Options, dict(recipe.task.options), "task.options")
+    options = getattr(task_class, "Options", None)
+    if not (isinstance(options, type) and issubclass(options, Section)):
+        raise ValueError(f"`{recipe.task.name}` is no task; expected a class with `Options`, a subclass of Section")
+    return task_class, validate_section(options, dict(recipe.task.options), "task.options")

@@ -118,7 +118,7 @@ def _tidy(answer: str) -> str | None:
     return answer.strip(" \t\r\n$").rstrip(".").strip() or None
 
 
-def extractor(verifier: Callable[..., bool]) -> Callable[[str], str | None] | None:
+def extractor(verifier: Callable[..., bool] | None) -> Callable[[str], str | None] | None:
     """How the verifier's task reads the final answer of a completion: the verifier's attribute `extract`, if any."""
     extract: Callable[[str], str | None] | None = getattr(verifier, "extract", None)
     return extract

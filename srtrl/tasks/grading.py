@@ -7,6 +7,7 @@ its outcome, and a line in the log.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from srtrl.recipe import GradingSection, RewardSection
+from srtrl.resolve import describe_error
 from srtrl.tasks.base import Task
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.reward_terms import Reward, check_importable, is_isolated, resolve_rewards
@@ -24,10 +26,17 @@ from srtrl.tasks.worker import (
     InvalidRewardError,
     IsolatedFunctions,
     check_reward,
-    describe_error,
 )
 from srtrl.tasks.worker_pool import WorkerPool
-from srtrl.types import FinishReason, Grade, Prompt
+from srtrl.types import (
+    UNVERIFIED_OUTCOMES,
+    VERIFIED_OUTCOMES,
+    FinishReason,
+    Grade,
+    GradeOutcome,
+    Prompt,
+    RolloutGroup,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +58,7 @@ class Grader:
     neither the verifier nor a reward is `isolated`.
 
     Args:
-        task: Whose verifier decides what is correct.
+        task: Whose verifier decides what is correct; without one, nothing is correct or wrong.
         rewards: The recipe's rewards; the sample's reward is their weighted sum.
         grading: Number of workers and their CPU limit.
         max_new_tokens: The limit that `RewardInput` tells the rewards.
@@ -63,7 +72,10 @@ class Grader:
     ) -> None:
         self._rewards = resolve_rewards(rewards, max_new_tokens)
         self._max_new_tokens = max_new_tokens
+        self._num_failed: Counter[tuple[str, str]] = Counter()
         self._verifier = task.verifier
+        self.outcomes = VERIFIED_OUTCOMES if task.verifier is not None else UNVERIFIED_OUTCOMES
+        """How a grading can end."""
         self._verifier_isolated = is_isolated(task.verifier)
         if self._verifier_isolated:
             check_importable("the task's verifier", task.verifier)
@@ -101,7 +113,7 @@ class Grader:
             num_tokens=num_tokens,
             max_new_tokens=self._max_new_tokens,
         )
-        if not self._verifier_isolated:
+        if self._verifier is not None and not self._verifier_isolated:
             with Caught() as caught:
                 sample = replace(sample, correct=bool(self._verifier(text, prompt.answer)))
             if caught.error is not None:
@@ -138,14 +150,33 @@ class Grader:
                 _apply(reward, samples, verdicts)
         grades = [self._grade(verdict) for verdict in verdicts]
         for ticket, grade in zip(tickets, grades, strict=True):
-            if grade.outcome not in ("correct", "wrong"):
-                logger.warning(
-                    "prompt %s: grading ended in %s, reward 0: %s",
-                    ticket.sample.prompt.prompt_id,
-                    grade.outcome,
-                    grade.detail,
-                )
+            if grade.detail:
+                self._warn(ticket.sample.prompt.prompt_id, grade)
         return grades
+
+    def try_rewards(self, prompt: Prompt) -> None:
+        """Grade the reference answer of a prompt once, before anything is decoded.
+
+        Raises:
+            ValueError: the verifier or a reward raises on it; says which, where and why.
+        """
+        text = prompt.answer or "an answer"
+        verdict = self.submit(prompt, text, "stop", len(text))
+        [grade] = self.collect([verdict])
+        if grade.outcome == "error":
+            raise ValueError(
+                f"rewards: tried on prompt {prompt.prompt_id} with the response {text[:80]!r}, before the run began: "
+                f"{grade.detail}"
+            )
+
+    def _warn(self, prompt_id: str, grade: Grade) -> None:
+        """Log why a sample could not be graded: a reason the first time, then at 10, 100, ... samples."""
+        self._num_failed[grade.outcome, grade.detail] += 1
+        number = self._num_failed[grade.outcome, grade.detail]
+        if number == 1:
+            logger.warning("prompt %s: grading ended in %s, reward 0: %s", prompt_id, grade.outcome, grade.detail)
+        elif set(str(number)[1:]) == {"0"} and str(number)[0] == "1":
+            logger.warning("%d samples so far: grading ended in %s: %s", number, grade.outcome, grade.detail)
 
     def _grade(self, verdict: Graded | Failure) -> Grade:
         if isinstance(verdict, Failure):
@@ -154,7 +185,23 @@ class Grader:
             return Grade(reward=0.0, parts=parts, outcome=verdict.outcome, detail=verdict.detail)
         parts = {reward.name: verdict.parts[reward.name] for reward in self._rewards}
         total = sum(reward.weight * parts[reward.name] for reward in self._rewards)
-        return Grade(reward=total, parts=parts, outcome="correct" if verdict.correct else "wrong")
+        outcome: GradeOutcome = "correct" if verdict.correct else "wrong"
+        return Grade(reward=total, parts=parts, outcome=outcome if self._verifier is not None else "graded")
+
+
+def check_not_all_failed(groups: Sequence[RolloutGroup], where: str) -> None:
+    """Stop where no sample of a step could be graded, all for one reason: nothing would ever be learned.
+
+    Raises:
+        ValueError: all outcomes are `error` or `crash`, with the same detail; it begins with `where` ("step 3").
+    """
+    grades = [rollout.grade for group in groups for rollout in group.rollouts]
+    reasons = {(grade.outcome, grade.detail) for grade in grades}
+    if len(reasons) == 1 and grades[0].outcome in ("error", "crash"):
+        raise ValueError(
+            f"{where}: none of the {len(grades)} samples could be graded, all for the same reason "
+            f"({grades[0].outcome}): {grades[0].detail}"
+        )
 
 
 def _done(verdict: Graded | Failure) -> "Future[Graded | Failure]":

@@ -1,48 +1,49 @@
-"""The prompts of one split, tokenised in chunks."""
+"""Prompts without reference answers, texts or messages: nothing is correct or incorrect, and rewards alone judge.
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+In a recipe, for rows such as `{"prompt": "Write a haiku about rain."}`:
 
-from srtrl.types import Prompt
+    task:
+      name: prompts
+      options:
+        train: {files: [prompts.jsonl]}
+        chat_template: true
+    rewards: [{name: my_package.my_module:my_reward}]
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from srtrl.tasks.row_task import RowOptions, RowTask, text_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-TOKENIZER_CHUNK = 1024
-"""Texts given to the tokenizer at once: enough to use its threads, few enough to bound its memory."""
+    from srtrl.tasks.base import Verifier
 
 
-def tokenise(
-    tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt], *, add_special_tokens: bool = True
-) -> list[Prompt]:
-    """The same prompts with the token ids of their texts.
+class PromptsOptions(RowOptions):
+    """Where the prompts are, and which fields to use; rewards find all fields of a row in `Prompt.metadata`."""
 
-    Args:
-        tokenizer: Any tokenizer of transformers.
-        prompts: Their `token_ids` are not read.
-        add_special_tokens: Add what the tokenizer itself adds, such as BOS; False where a chat template has done it.
+    placeholder: ClassVar[str] = "{prompt}"
 
-    Raises:
-        ValueError: a text has no tokens, or the tokenizer ends each text with its end token (the policy would have to
-            continue after the end).
-    """
-    tokenised: list[Prompt] = []
-    shared: dict[int, int] = {}  # one object for each token id: a token of a prompt takes 8 bytes instead of 36
-    for start in range(0, len(prompts), TOKENIZER_CHUNK):
-        chunk = prompts[start : start + TOKENIZER_CHUNK]
-        texts = [prompt.text for prompt in chunk]
-        encoded = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
-        for prompt, ids in zip(chunk, encoded, strict=True):
-            tokenised.append(replace(prompt, token_ids=tuple(shared.setdefault(token, token) for token in ids)))
-    for prompt in tokenised:
-        if not prompt.token_ids:
-            raise ValueError(f"the tokenizer gives no tokens for the prompt {prompt.text[:80]!r}")
-    end, ids = tokenizer.eos_token_id, [prompt.token_ids for prompt in tokenised]
-    # A tokenizer whose BOS and EOS are the same token may open every text with it.
-    if add_special_tokens and end is not None and ids and all(len(one) > 1 and one[-1] == end for one in ids):
-        raise ValueError(
-            f"the tokenizer ends every prompt with its end token {tokenizer.eos_token!r}; "
-            "set add_eos_token to false in its tokenizer_config.json"
-        )
-    return tokenised
+    prompt_field: str = "prompt"
+    """Field of the text, or of a list of messages `{role: ..., content: ...}`; `a.b` is the field `b` inside `a`."""
+    answer_field: str | None = None
+    """Field that becomes `Prompt.answer`, for rewards that compare with it; by default that is empty."""
+    prompt_template: str = "{prompt}"
+    """Text of the prompt; `{prompt}` is replaced by the row's text (of messages: the text of the last one), and other
+    braces stay as they are."""
+
+    @property
+    def text_field(self) -> str:
+        """Field of the prompt."""
+        return self.prompt_field
+
+    def text_and_answer(self, fields: Mapping[str, Any], text: str) -> tuple[str, str]:
+        """The text as it is, and what `answer_field` holds."""
+        return text, "" if self.answer_field is None else text_of(fields, self.answer_field)
+
+
+class Task(RowTask[PromptsOptions]):
+    """Prompts that only rewards judge; see the options."""
+
+    Options = PromptsOptions
+    verifier: "Verifier | None" = None

@@ -17,7 +17,8 @@ class RewardInput:
     text: str
     """The completion without special tokens."""
     correct: bool | None
-    """The verdict of the task's verifier; None where it failed (the sample's reward is then 0 in any case)."""
+    """The verdict of the task's verifier; None where the task has none, and where it failed (the sample's reward is
+    then 0 in any case)."""
     finish_reason: FinishReason
     num_tokens: int
     """Length of the completion, the end token included."""

@@ -61,7 +61,7 @@ def read_rows(source: RowSource) -> Iterator[Row]:
     """Rows in order; a malformed one carries its error, so that the caller decides whether to continue.
 
     Raises:
-        ValueError: a file as a whole cannot be read.
+        ValueError: a file as a whole cannot be read, or a Parquet file is damaged.
         MissingDataError: the hub's data set cannot be read.
     """
     if source.hub is not None:
@@ -72,7 +72,10 @@ def read_rows(source: RowSource) -> Iterator[Row]:
     for path in paths:
         label = path.name if names.count(path.name) == 1 else str(path)
         reader = _read_parquet if path.suffix == ".parquet" else _read_jsonl
-        yield from reader(path, label)
+        try:
+            yield from reader(path, label)
+        except OSError as error:
+            raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def check_source(source: RowSource, option: str) -> None:
@@ -107,10 +110,11 @@ def _read_jsonl(path: Path, label: str) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield Row(place=f"{path}:{number}", name=f"{label}:{number}", fields=_parse_line(line))
+                yield Row(place=f"{path}:{number}", name=f"{label}:{number}", fields=parse_row(line))
 
 
-def _parse_line(line: bytes) -> Mapping[str, Any] | RowError:
+def parse_row(line: bytes | str) -> Mapping[str, Any] | RowError:
+    """The fields of a row in JSON, or why it has none."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -131,8 +135,9 @@ def _read_parquet(path: Path, label: str) -> Iterator[Row]:
                 for fields in batch.to_pylist():
                     number += 1
                     yield Row(place=f"{path}:{number}", name=f"{label}:{number}", fields=fields)
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{path}: cannot read this Parquet file after row {number}: {error}") from error
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: cannot read this Parquet file after row {number}: {reason}") from error
 
 
 def _read_hub(source: RowSource) -> Iterator[Row]:

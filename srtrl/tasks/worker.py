@@ -10,7 +10,6 @@ import os
 import resource
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from srtrl.resolve import describe_error
 from srtrl.tasks.reward_input import RewardInput
 
 MEMORY_LIMIT_BYTES = 4 * 1024**3
@@ -74,14 +74,6 @@ class Caught(AbstractContextManager["Caught"]):
     ) -> bool:
         self.error = error if isinstance(error, Exception | SystemExit) else None
         return self.error is not None
-
-
-def describe_error(error: Exception | SystemExit) -> str:
-    """One line: the exception, and the place in the user's code that raised it."""
-    text = " ".join("".join(traceback.format_exception_only(error)).split())
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""
-    return (text if len(text) <= 300 else text[:297] + "...") + place
 
 
 def check_reward(name: str, value: object) -> float:

@@ -70,26 +70,8 @@ def check_compiler(recipe: Recipe) -> None:
         ) from error
 
 
-def check_trackers(names: list[str]) -> None:
-    """Refuse trackers that accelerate does not know or that are not installed.
-
-    Raises:
-        ValueError: naming the tracker, and the known ones or what to install.
-    """
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-
-    available = {str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()}
-    for name in names:
-        if name not in LOGGER_TYPE_TO_CLASS:
-            raise ValueError(
-                f"log.trackers: unknown tracker {name!r}; known: {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}"
-            )
-        if name not in available:
-            raise ValueError(f"log.trackers: {name} is not installed here: `pip install {name}`, or take it out")
-
-
 def build_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
-    """Accelerate's device, precision, clipping and trackers (which write into the run folder).
+    """Accelerate's device, precision, clipping and trackers (which write into `folder`).
 
     The model is not given to `Accelerator.prepare`: decoder and update share the raw module, and the wrapper would put
     the decoder under autocast too.

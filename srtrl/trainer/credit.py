@@ -32,7 +32,7 @@ class Credit:
     """Advantage of each (draw, sample) that is learned from; the mean over its tokens where they differ."""
     sampled_kl: float | None
     """KL(policy || reference) that the reward is charged for: mean of the estimates over all response tokens of the
-    groups, by the decoder's log-probs. None where the KL is not in the reward."""
+    groups, by the log-probs of the policy that sampled. None where the KL is not in the reward."""
     metrics: dict[str, float]
 
 
@@ -63,10 +63,10 @@ def train_sequences(groups: Sequence[RolloutGroup]) -> list[TrainSequence]:
     """One sequence a rollout, in order, with advantages still zero."""
     return [
         TrainSequence(
-            token_ids=np.array([*rollout.prompt.token_ids, *rollout.token_ids], np.int64),
+            token_ids=np.concatenate([np.array(rollout.prompt.token_ids, np.int64), rollout.token_ids]),
             num_prompt_tokens=len(rollout.prompt.token_ids),
             draw_index=rollout.draw_index,
-            rollout_logprobs=np.array(rollout.rollout_logprobs, np.float32),
+            rollout_logprobs=rollout.rollout_logprobs,
             advantages=np.zeros(len(rollout.token_ids), np.float32),
         )
         for group in groups
@@ -96,12 +96,13 @@ def assign_credit(
     Args:
         groups: The groups to learn from, at least one.
         sequences: Their rollouts, as `train_sequences` gives them, with `ref_logprobs` where a reference is kept and
-            `values` where there is a critic.
+            `values` where there is a critic, `old_logprobs` where the trainer has computed them.
         recipe: Its `algorithm` section names the advantage and the KL.
         kl_coefficient: The present one; the recipe's is only the first where it is adaptive.
 
     Returns:
-        The credit; its metrics are `reward/kl_penalty`, the mean penalty of a sample (the `reward` that is logged and
+        The credit; its metrics are `groups/zero_advantage_share`, the share of these groups in which no sample has an
+        advantage other than 0, `reward/kl_penalty`, the mean penalty of a sample (the `reward` that is logged and
         saved stays the graders'), and `samples/overlong_dropped`, each only where the recipe asks for it.
 
     Raises:
@@ -132,6 +133,8 @@ def assign_credit(
     if algorithm.whiten_advantages:
         advantages = whiten(advantages, mask)
     learned = list(zip(rollouts, sequences, torch.split(advantages[mask], lengths), strict=True))
+    taught = {rollout.draw_index for rollout, _, row in learned if bool(row.any())}
+    metrics["groups/zero_advantage_share"] = 1 - len(taught) / len(groups)
     if algorithm.overlong_filtering:
         learned = [one for one in learned if one[0].finish_reason != "length"]
         metrics["samples/overlong_dropped"] = len(rollouts) - len(learned)
@@ -159,9 +162,10 @@ def _kl_estimates(sequences: Sequence[TrainSequence], name: str) -> Tensor:
     """Estimate of KL(policy || reference) at each response token, [R] float64.
 
     Its multiple is what the reward of each token loses, as in equation 2 of InstructGPT (arXiv 2203.02155; its reward
-    of a sample has the sum). The policy's log-probs are the decoder's: the samples are from that policy.
+    of a sample has the sum). The policy's log-probs are those that the ratio takes: the decoder's, or with
+    `algorithm.old_logprobs: recompute` the trainer's, which the reference's resemble in their rounding.
     """
-    logprobs = _joined([sequence.rollout_logprobs for sequence in sequences])
+    logprobs = _joined([one.rollout_logprobs if one.old_logprobs is None else one.old_logprobs for one in sequences])
     estimates: Tensor = resolve_part("algorithm.kl.estimator", name)(
         logprobs, _joined([sequence.ref_logprobs for sequence in sequences])
     )

@@ -1,4 +1,4 @@
-"""Held-out accuracy with confidence intervals, through the same decoder and graders as training.
+"""Held-out accuracy and reward with confidence intervals, through the same decoder and graders as training.
 
 In training it is `evaluate`; outside of it (`srtrl eval`) `run_evals`: a policy on the held-out problems of one task,
 or of several, one after the other. At the end of the file are its statistics: pass@k, means with a 95% confidence
@@ -17,17 +17,17 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import Collector, OnProgress, collect_rollouts
-from srtrl.tasks.base import Task, check_task, load_task
+from srtrl.tasks.base import Task, load_task
 from srtrl.tasks.final_answer import extractor
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.trainer.checkpoint import checkpoint_name, latest_checkpoint, list_checkpoints
-from srtrl.types import GradeOutcome, Prompt, RolloutGroup
+from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, Prompt, RolloutGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,16 +55,19 @@ class EvalResult:
     num_problems: int
     num_samples: int
     """Samples of each problem, N."""
-    accuracy: float
-    """Share of samples that are right: avg@N, the estimate of pass@1. A failed grading counts as not right."""
-    interval: tuple[float, float]
+    accuracy: float | None
+    """Share of samples that are right: avg@N, the estimate of pass@1. A failed grading counts as not right. None, as
+    the next two, where the task has no verifier."""
+    interval: tuple[float, float] | None
     """95% confidence interval of `accuracy`; see `confidence_interval`."""
-    solved_any: float
+    solved_any: float | None
     """Share of problems with at least one right sample: pass@N."""
     pass_at: dict[int, Estimate]
-    """pass@k for k = 1, 2, 4, ..., N; see `pass_at_k`."""
+    """pass@k for k = 1, 2, 4, ..., N; see `pass_at_k`. Empty where the task has no verifier."""
     reward: float
     """Mean reward of a sample."""
+    reward_interval: tuple[float, float]
+    """95% confidence interval of `reward`; see `mean_interval`."""
     mean_length: float
     """Mean response length in tokens."""
     median_length: float
@@ -72,7 +75,7 @@ class EvalResult:
     truncated_share: float
     """Share of samples that reached the length limit."""
     outcomes: dict[GradeOutcome, int]
-    """Number of samples by how grading ended, every outcome present."""
+    """Number of samples by how grading ended, every outcome of such a task present."""
     num_tokens: int
     """Response tokens in all."""
     seconds: float
@@ -84,12 +87,15 @@ class EvalResult:
 
     def metrics(self) -> dict[str, float]:
         """The row of `metrics.jsonl`: `eval/...` (and `time/eval`)."""
-        row = {
+        low, high = self.interval or (None, None)
+        known = {
             "eval/accuracy": self.accuracy,
-            "eval/accuracy_low": self.interval[0],
-            "eval/accuracy_high": self.interval[1],
+            "eval/accuracy_low": low,
+            "eval/accuracy_high": high,
             "eval/solved_any": self.solved_any,
             "eval/reward": self.reward,
+            "eval/reward_low": self.reward_interval[0],
+            "eval/reward_high": self.reward_interval[1],
             "eval/length/mean": self.mean_length,
             "eval/length/median": self.median_length,
             "eval/length/max": self.max_length,
@@ -99,6 +105,7 @@ class EvalResult:
             "eval/tokens": self.num_tokens,
             "time/eval": self.seconds,
         }
+        row = {name: value for name, value in known.items() if value is not None}
         row |= {f"eval/pass_at_{k}": share.value for k, share in self.pass_at.items() if k > 1}
         return row | {f"eval/grading/{outcome}": count for outcome, count in self.outcomes.items()}
 
@@ -150,34 +157,45 @@ def evaluate(
     groups = collect_rollouts(engine, collector, list(enumerate(prompts)))
     seconds = sum(collector.timer.take().values())
     tokens_per_step = engine.take_metrics()["engine/tokens_per_decode_step"]
-    return groups, summarise(groups, seconds, tokens_per_decode_step=tokens_per_step)
+    return groups, summarise(groups, seconds, grader.outcomes, tokens_per_decode_step=tokens_per_step)
 
 
 def summarise(
-    groups: Sequence[RolloutGroup], seconds: float, *, tokens_per_decode_step: float | None = None
+    groups: Sequence[RolloutGroup],
+    seconds: float,
+    grade_outcomes: Sequence[GradeOutcome] = VERIFIED_OUTCOMES,
+    *,
+    tokens_per_decode_step: float | None = None,
 ) -> EvalResult:
-    """The figures of an evaluation's graded groups, all of the same number of samples."""
+    """The figures of an evaluation's graded groups, all of the same number of samples.
+
+    Without `correct` among `grade_outcomes` (how grading can end) there are no figures of correctness.
+    """
+    is_verified = "correct" in grade_outcomes
     rollouts = list(chain.from_iterable(group.rollouts for group in groups))
     num_samples = len(groups[0].rollouts)
     num_correct = [sum(rollout.grade.outcome == "correct" for rollout in group.rollouts) for group in groups]
     shares = [count / num_samples for count in num_correct]
+    rewards = [fmean(rollout.grade.reward for rollout in group.rollouts) for group in groups]
     counts = Counter(rollout.grade.outcome for rollout in rollouts)
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     return EvalResult(
         num_problems=len(groups),
         num_samples=num_samples,
-        accuracy=fmean(shares),
-        interval=confidence_interval(shares),
-        solved_any=fmean(share > 0 for share in shares),
+        accuracy=fmean(shares) if is_verified else None,
+        interval=confidence_interval(shares) if is_verified else None,
+        solved_any=fmean(share > 0 for share in shares) if is_verified else None,
         pass_at={
-            k: estimate([pass_at_k(num_samples, count, k) for count in num_correct]) for k in pass_at_ks(num_samples)
+            k: estimate([pass_at_k(num_samples, count, k) for count in num_correct])
+            for k in (pass_at_ks(num_samples) if is_verified else ())
         },
         reward=fmean(rollout.grade.reward for rollout in rollouts),
+        reward_interval=mean_interval(rewards),
         mean_length=fmean(lengths),
         median_length=float(median(lengths)),
         max_length=max(lengths),
         truncated_share=fmean(rollout.finish_reason == "length" for rollout in rollouts),
-        outcomes={outcome: counts[outcome] for outcome in get_args(GradeOutcome)},
+        outcomes={outcome: counts[outcome] for outcome in grade_outcomes},
         num_tokens=sum(lengths),
         seconds=seconds,
         tokens_per_decode_step=tokens_per_decode_step,
@@ -235,7 +253,11 @@ class EvalOutcome:
 
 
 def run_evals(
-    model: str, jobs: Sequence[EvalJob], *, on_progress: Callable[[str, int, int], None] = lambda *_: None
+    model: str,
+    jobs: Sequence[EvalJob],
+    *,
+    on_progress: Callable[[str, int, int], None] = lambda *_: None,
+    on_compile: OnProgress = lambda *_: None,
 ) -> Iterator[EvalOutcome]:
     """Evaluate the policy `model` on each job, with one decoder; an outcome as soon as its job is done.
 
@@ -247,6 +269,7 @@ def run_evals(
         jobs: At least one.
         on_progress: Called after each completion, with the job's name, the number of completions so far and of those
             that are requested.
+        on_compile: See `Engine.warm_up`.
 
     Raises:
         ValueError: the model or a task cannot be loaded, or a task has no held-out problems.
@@ -254,8 +277,6 @@ def run_evals(
     recipes = [
         job.recipe.model_copy(update={"model": job.recipe.model.model_copy(update={"path": model})}) for job in jobs
     ]
-    for recipe in recipes:
-        check_task(recipe)
     base = max(recipes, key=lambda one: one.rollout.max_prompt_tokens + one.rollout.max_new_tokens)
     set_cpu_threads(base.num_threads)
     tokenizer = build.build_tokenizer(base)
@@ -263,6 +284,7 @@ def run_evals(
     prompts = [held_out_prompts(task, recipe) for task, recipe in zip(tasks, recipes, strict=True)]
     policy = build.build_policy(base, model, build.choose_device(base))
     engine = build.build_engine(base, policy, tokenizer)
+    engine.warm_up(on_compile)
     for job, recipe, task, problems in zip(jobs, recipes, tasks, prompts, strict=True):
         with Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens) as grader:
             show = functools.partial(on_progress, job.name)
@@ -296,8 +318,18 @@ def confidence_interval(scores: Sequence[float]) -> tuple[float, float]:
     spread = stdev(scores) if n > 1 else 0.0
     if spread == 0.0 or all(score in (0.0, 1.0) for score in scores):
         return wilson_interval(mean, n)
-    half = Z_95 * spread / math.sqrt(n)
-    return max(0.0, mean - half), min(1.0, mean + half)
+    low, high = mean_interval(scores)
+    return max(0.0, low), min(1.0, high)
+
+
+def mean_interval(scores: Sequence[float]) -> tuple[float, float]:
+    """95% confidence interval of the mean of any numbers, one for each problem: mean +- z s / sqrt(n).
+
+    Without spread, or for one problem, it is the mean alone, which does not say that there is no error.
+    """
+    mean, n = fmean(scores), len(scores)
+    half = Z_95 * (stdev(scores) if n > 1 else 0.0) / math.sqrt(n)
+    return mean - half, mean + half
 
 
 def wilson_interval(share: float, n: int) -> tuple[float, float]:

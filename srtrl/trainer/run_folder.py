@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Self, TypedDict, Unpack
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from srtrl.engine.stats import DecodeStep
+from srtrl.engine.warm_up import COMPILE_MESSAGE
 from srtrl.metrics import MetricLog, read_metrics, sync_folder, write_atomic
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import dump_recipe, load_recipe
@@ -67,7 +68,7 @@ MARK = b"srtrl made this folder: --overwrite may delete its files of a run\n"
 """Content of `.lock` in a folder that a run made; earlier versions left it empty."""
 
 FOLDERS = ("checkpoints", "rollouts", "timeline")
-OUTPUTS = (*FOLDERS, "tensorboard", "metrics.jsonl", "summary.json", "report.html")
+OUTPUTS = (*FOLDERS, "tensorboard", "wandb", "metrics.jsonl", "summary.json", "report.html")
 """What `--overwrite` deletes: what a run, or its report, writes anew."""
 
 
@@ -231,7 +232,7 @@ def _check_same_run(old: Recipe, new: Recipe, folder: Path, changeable: Collecti
     device = choose_device(old)
     free = FREE_KEYS + (FREE_KEYS_IF_DETERMINISTIC if is_deterministic(old, device) else ())
     free += FREE_KEYS_ON_CUDA if device.type == "cuda" else ()
-    old_values, new_values = dict(_flatten(old.model_dump())), dict(_flatten(new.model_dump()))
+    old_values, new_values = dict(flatten(old.model_dump())), dict(flatten(new.model_dump()))
     changed: list[str] = []
     wanted: list[str] = []
     for key in sorted(old_values.keys() | new_values.keys()):
@@ -252,11 +253,11 @@ def _check_same_run(old: Recipe, new: Recipe, folder: Path, changeable: Collecti
     return wanted
 
 
-def _flatten(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+def flatten(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Dotted keys and leaf values; a list is a leaf."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
-            yield from _flatten(item, f"{prefix}.{key}" if prefix else str(key))
+            yield from flatten(item, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, value
 
@@ -264,6 +265,7 @@ def _flatten(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
 # --- Files of a step --------------------------------------------------------------------------------------------------
 
 ROLLOUT_COLUMNS = {
+    "step": "int32",
     "prompt_id": "string",
     "draw_index": "int32",
     "sample_index": "int32",
@@ -271,6 +273,7 @@ ROLLOUT_COLUMNS = {
     "prompt_token_ids": "list<int32>",
     "token_ids": "list<int32>",
     "text": "string",
+    "answer": "string",
     "rollout_logprobs": "list<float>",
     "advantage": "float",
     "reward": "float",
@@ -279,7 +282,8 @@ ROLLOUT_COLUMNS = {
     "policy_version": "int32",
 }
 """Columns of `rollouts/step_000001.parquet`, one row a sample; beside them a `reward_<name>` (unweighted) for each
-reward of the recipe."""
+reward of the recipe. `text` is the response, `answer` the reference answer; runs from before the first hour have
+neither `step` nor `answer`."""
 
 
 def step_file_name(step: int) -> str:
@@ -291,25 +295,34 @@ def write_rollouts(path: Path, groups: Sequence[RolloutGroup], advantages: Mappi
     """Write all samples of a step, as they were learned from; the file is whole or not there.
 
     Args:
-        path: The file.
+        path: The file, named by `step_file_name`.
         groups: All groups of the step, those that a filter dropped too.
         advantages: Advantage of (draw, sample); a sample without one was dropped by a filter and gets a null.
     """
+    rows = rollout_rows(step_of(path), groups, advantages)
+    rewards = [name for name in chain.from_iterable(rows) if name.startswith("reward_")]
+    _write_table(path, rows, ROLLOUT_COLUMNS | dict.fromkeys(rewards, "float"))
+
+
+def rollout_rows(
+    step: int, groups: Sequence[RolloutGroup], advantages: Mapping[tuple[int, int], float]
+) -> list[dict[str, object]]:
+    """One row a sample, with the columns that `write_rollouts` describes."""
     rows: list[dict[str, object]] = []
-    parts: Mapping[str, float] = {}
     for rollout in chain.from_iterable(group.rollouts for group in groups):
-        parts = rollout.grade.parts
         given: dict[str, object] = {
+            "step": step,
             "prompt_id": rollout.prompt.prompt_id,
             "prompt": rollout.prompt.text,
             "prompt_token_ids": rollout.prompt.token_ids,
+            "answer": rollout.prompt.answer,
             "advantage": advantages.get((rollout.draw_index, rollout.sample_index)),
             "reward": rollout.grade.reward,
             "outcome": rollout.grade.outcome,
-            **{f"reward_{name}": value for name, value in parts.items()},
+            **{f"reward_{name}": value for name, value in rollout.grade.parts.items()},
         }
         rows.append({name: getattr(rollout, name) for name in ROLLOUT_COLUMNS if name not in given} | given)
-    _write_table(path, rows, ROLLOUT_COLUMNS | {f"reward_{name}": "float" for name in parts})
+    return rows
 
 
 TIMELINE_COLUMNS = {field.name: "float" if field.name == "seconds" else "int32" for field in fields(DecodeStep)}
@@ -354,7 +367,7 @@ def _write_table(path: Path, rows: Sequence[Mapping[str, object]], columns: Mapp
 
 
 class RunProgress:
-    """Two bars on a terminal (steps of the run, samples of the running stage); plain lines where there is none."""
+    """A line for each step; on a terminal also two bars: steps of the run, and how far the running stage is."""
 
     def __init__(self, title: str, num_steps: int, *, console: Console | None = None, plain_every: int = 1) -> None:
         """Show `num_steps` steps.
@@ -363,7 +376,7 @@ class RunProgress:
             title: Name of the outer bar.
             num_steps: Steps of the whole run.
             console: Where to write; standard output by default.
-            plain_every: Without a terminal, print every this many steps (and the last).
+            plain_every: Print a line every this many steps (and the last).
         """
         self.console = console if console is not None else Console()
         self._title = title
@@ -372,14 +385,17 @@ class RunProgress:
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[count]}", justify="right"),
             TimeElapsedColumn(),
             TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(),
             console=self.console,
+            speed_estimate_period=3600,  # seconds: a step may take many minutes
             disable=not self.console.is_terminal,
         )
-        self._outer = self._bars.add_task(title, total=num_steps, text="")
-        self._inner = self._bars.add_task("", total=1, text="", visible=False)
+        self._outer = self._bars.add_task(title, total=num_steps, count=f"0/{num_steps}", text="")
+        self._inner = self._bars.add_task("", total=1, count="", text="", visible=False)
+        self._stage = ""
 
     def __enter__(self) -> Self:
         self._bars.start()
@@ -390,14 +406,28 @@ class RunProgress:
 
     def step(self, step: int, text: str) -> None:
         """Step `step` (1-based) is done; `text` says how it went."""
-        self._bars.update(self._outer, completed=step, text=text)
+        self._bars.update(self._outer, completed=step, count=f"{step}/{self._num_steps}", text="left:")
         self._bars.update(self._inner, visible=False)
-        if self._bars.disable and (step % self._plain_every == 0 or step == self._num_steps):
+        if step % self._plain_every == 0 or step == self._num_steps:
             self.say(f"{self._title} step {step}/{self._num_steps}  {text}")
 
-    def stage(self, name: str, num_done: int, num_total: int) -> None:
-        """Show how far the running stage is (a terminal only)."""
-        self._bars.update(self._inner, description=f"  {name}", completed=num_done, total=num_total, visible=True)
+    def stage(self, name: str, num_done: int = 0, num_total: int = 0) -> None:
+        """Show how far the running stage is (a terminal only); without `num_total` only that it runs."""
+        if num_done == num_total and name == "rollout":
+            name, num_done, num_total = "grading", 0, 0  # of what is decoded; there is nothing to count
+        if name != self._stage:
+            self._stage = name
+            self._bars.reset(self._inner)
+        count = f"{num_done}/{num_total}" if num_total else ""
+        self._bars.update(
+            self._inner, description=f"  {name}", completed=num_done, total=max(1, num_total), count=count, visible=True
+        )
+
+    def compiling(self, num_done: int, num_total: int) -> None:
+        """A CPU kernel is being compiled: say once what takes so long."""
+        if num_done == 1:
+            self.say(COMPILE_MESSAGE)
+        self.stage("compile", num_done, num_total)
 
     def say(self, text: str) -> None:
         """Print one line, above the bars."""

@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
-from typing import get_args
+from statistics import fmean, pstdev
 
 import torch
 from rich.table import Table
@@ -17,38 +16,46 @@ from rich.table import Table
 from srtrl.metrics import MetricRow, read_metrics, write_atomic
 from srtrl.model.transformer import ModelConfig, model_flops
 from srtrl.recipe import Recipe
-from srtrl.types import GradeOutcome, RolloutGroup, TrainSequence
+from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, RolloutGroup, TrainSequence
 
 NO_STAGES = frozenset({"step", "tokens_per_second", "update_tokens_per_second", "update_mfu"})
 """Names under `time/` that are not the seconds of a stage: their total, and speeds."""
 
 
-def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+def rollout_metrics(
+    groups: Sequence[RolloutGroup], grade_outcomes: Sequence[GradeOutcome] = VERIFIED_OUTCOMES
+) -> dict[str, float]:
     """What the policy did in a step, before any filter.
 
-    `reward/mean` is the weighted sum, `reward/<name>` each reward's own unweighted mean; `accuracy` the share of
+    `reward/mean` and `reward/std` (over all samples) are of the weighted sum, `reward/<name>` is each reward's own
+    unweighted mean; `accuracy` the share of
     samples graded correct (a failed grading is not correct); `groups/all_right` and `groups/all_wrong` count groups
-    whose samples are all correct, or none of them; lengths in response tokens; `tokens/prompt` counts a draw's prompt
-    once, for its pages are shared by the samples.
+    whose samples are all correct, or none of them; these three are absent where `grade_outcomes` (how grading can end)
+    has no `correct`. Lengths in response tokens; `tokens/prompt` counts a draw's prompt once, for its pages are shared
+    by the samples.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     outcomes = Counter(rollout.grade.outcome for rollout in rollouts)
-    metrics = {"reward/mean": fmean(rollout.grade.reward for rollout in rollouts)}
+    rewards = [rollout.grade.reward for rollout in rollouts]
+    metrics = {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
     for name in rollouts[0].grade.parts:
         metrics[f"reward/{name}"] = fmean(rollout.grade.parts[name] for rollout in rollouts)
-    right = [[rollout.grade.outcome == "correct" for rollout in group.rollouts] for group in groups]
+    if "correct" in grade_outcomes:
+        right = [[rollout.grade.outcome == "correct" for rollout in group.rollouts] for group in groups]
+        metrics |= {
+            "groups/all_right": sum(map(all, right)),
+            "groups/all_wrong": len(right) - sum(map(any, right)),
+            "accuracy": outcomes["correct"] / len(rollouts),
+        }
     metrics |= {
-        "groups/all_right": sum(map(all, right)),
-        "groups/all_wrong": len(right) - sum(map(any, right)),
-        "accuracy": outcomes["correct"] / len(rollouts),
         "length/mean": fmean(lengths),
         "length/max": max(lengths),
         "length/truncated_share": fmean(rollout.finish_reason == "length" for rollout in rollouts),
         "tokens/prompt": sum(len(group.prompt.token_ids) for group in groups),
         "tokens/response": sum(lengths),
     }
-    return metrics | {f"grading/{outcome}": outcomes[outcome] for outcome in get_args(GradeOutcome)}
+    return metrics | {f"grading/{outcome}": outcomes[outcome] for outcome in grade_outcomes}
 
 
 def merge_metrics(row: Mapping[str, float], update: Mapping[str, float]) -> dict[str, float]:
@@ -66,14 +73,13 @@ def merge_metrics(row: Mapping[str, float], update: Mapping[str, float]) -> dict
 
 
 def update_flops(recipe: Recipe, config: ModelConfig, sequences: Sequence[TrainSequence]) -> float:
-    """Operations of a policy update on these sequences: all epochs, and the forward pass of `recompute`."""
+    """Operations of a policy update on these sequences, in all epochs."""
     flops = model_flops(
         config,
         [len(sequence.token_ids) for sequence in sequences],
         num_targets=sum(len(sequence.rollout_logprobs) for sequence in sequences),
     )
-    num_passes = recipe.train.num_epochs + (1 / 3 if recipe.algorithm.old_logprobs == "recompute" else 0)
-    return num_passes * flops
+    return recipe.train.num_epochs * flops
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
@@ -114,7 +120,7 @@ def describe_step(metrics: Mapping[str, float]) -> str:
     """One line about a training step."""
     parts = [
         f"reward {metrics['reward/mean']:.3f}",
-        f"accuracy {metrics['accuracy']:.1%}",
+        *([f"accuracy {metrics['accuracy']:.1%}"] if "accuracy" in metrics else []),
         f"length {metrics['length/mean']:.0f}",
         f"{metrics['time/tokens_per_second']:,.0f} tokens/s",
         f"{metrics['time/step']:.1f} s",
@@ -130,6 +136,8 @@ def describe_step(metrics: Mapping[str, float]) -> str:
         parts.append("critic warm-up: no update of the policy")
     elif "grad_norm" not in metrics:
         parts.append("no update: the filters left no sample")
+    elif metrics.get("groups/zero_advantage_share") == 1:
+        parts.append("nothing learned: all advantages are 0")
     return "  ".join(parts)
 
 
@@ -148,7 +156,7 @@ class RunSummary:
     after: MetricRow | None
     """The latest evaluation of a trained policy."""
     best: MetricRow | None
-    """The most accurate evaluation (the earliest of equals)."""
+    """The evaluation of the highest accuracy, or of the highest reward without a verifier (the earliest of equals)."""
     first_reward: float | None
     """Mean training reward of the first step."""
     last_reward: float | None
@@ -163,7 +171,7 @@ class RunSummary:
 def summarise_run(name: str, rows: Sequence[MetricRow], *, interrupted: bool) -> RunSummary:
     """The summary of the rows of `metrics.jsonl`."""
     steps = [row for row in rows if row["step"] > 0]
-    evals = [_held_out(row) for row in rows if "eval/accuracy" in row]
+    evals = [held_out_figures(row) for row in rows if "eval/accuracy" in row or "eval/reward" in row]
     trained = [held_out for held_out in evals if held_out["step"] > 0]
     return RunSummary(
         name=name,
@@ -171,7 +179,7 @@ def summarise_run(name: str, rows: Sequence[MetricRow], *, interrupted: bool) ->
         interrupted=interrupted,
         before=next((held_out for held_out in evals if held_out["step"] == 0), None),
         after=trained[-1] if trained else None,
-        best=max(evals, key=lambda held_out: held_out["accuracy"], default=None),
+        best=max(evals, key=lambda held_out: held_out[_main_figure(held_out)], default=None),
         first_reward=steps[0]["reward/mean"] if steps else None,
         last_reward=steps[-1]["reward/mean"] if steps else None,
         seconds={stage: sum(row.get(f"time/{stage}", 0.0) for row in rows) for stage in sorted(timed_stages(rows))},
@@ -191,14 +199,17 @@ def write_summary(folder: Path, name: str, *, interrupted: bool) -> RunSummary:
 def summary_table(summary: RunSummary) -> Table:
     """Before, after and time by stage, for people."""
     table = Table(title=f"{summary.name}: {summary.num_steps} steps", show_header=False)
-    table.add_row("held-out accuracy before", _accuracy(summary.before))
-    table.add_row("held-out accuracy after", _accuracy(summary.after))
+    main = "" if summary.best is None else _main_figure(summary.best)
+    for when, held_out in (("before", summary.before), ("after", summary.after)) if main else ():
+        table.add_row(f"held-out {main} {when}", "not evaluated" if held_out is None else _with_interval(held_out))
+    if not main:
+        table.add_row("held-out problems", "not evaluated")
     if summary.before is not None:
         counts = "{num_problems} x {num_samples}".format_map(summary.before)
         table.add_row("held-out problems x samples", counts)
     if summary.before is not None and summary.after is not None:
-        gain = summary.after["accuracy"] - summary.before["accuracy"]
-        table.add_row("gain", f"{100 * gain:+.1f} points", end_section=True)
+        gain = summary.after[main] - summary.before[main]
+        table.add_row("gain", f"{100 * gain:+.1f} points" if main == "accuracy" else f"{gain:+.3f}", end_section=True)
     if summary.first_reward is not None and summary.last_reward is not None:
         table.add_row("training reward, first to last step", f"{summary.first_reward:.3f} to {summary.last_reward:.3f}")
     if summary.num_skipped_steps:
@@ -211,16 +222,29 @@ def summary_table(summary: RunSummary) -> Table:
     return table
 
 
-def _held_out(row: MetricRow) -> MetricRow:
-    """The evaluation in a row of `metrics.jsonl`."""
+def held_out_figures(row: Mapping[str, float]) -> MetricRow:
+    """The evaluation in a row of `metrics.jsonl`, without `eval/`, and its step."""
     figures = {name.removeprefix("eval/"): value for name, value in row.items() if name.startswith("eval/")}
-    return {"step": row["step"], **figures}
+    return {"step": row.get("step", 0), **figures}
 
 
-def _accuracy(held_out: MetricRow | None) -> str:
-    if held_out is None:
-        return "not evaluated"
-    return "{accuracy:.1%}  (95%: {accuracy_low:.1%} to {accuracy_high:.1%})".format_map(held_out)
+def describe_held_out(metrics: Mapping[str, float]) -> str:
+    """The main one of these `eval/...` metrics: `held-out accuracy 50.7% (95%: 48.1% to 53.3%)`, or the reward."""
+    held_out = held_out_figures(metrics)
+    return f"held-out {_main_figure(held_out)} {_with_interval(held_out)}"
+
+
+def _main_figure(held_out: Mapping[str, float]) -> str:
+    """The figure that says how good a policy is; without a verifier there is no accuracy."""
+    return "accuracy" if "accuracy" in held_out else "reward"
+
+
+def _with_interval(held_out: Mapping[str, float]) -> str:
+    name = _main_figure(held_out)
+    digits = ".1%" if name == "accuracy" else ".3f"
+    value, low, high = (format(held_out[f"{name}{end}"], digits) for end in ("", "_low", "_high"))
+    is_known = held_out[f"{name}_low"] < held_out[f"{name}_high"]  # not for one problem, or where all are alike
+    return f"{value} (95%: {low} to {high})" if is_known else value
 
 
 def timed_stages(rows: Iterable[Mapping[str, float]]) -> set[str]:

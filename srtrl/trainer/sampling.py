@@ -11,6 +11,7 @@ import numpy.typing as npt
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import Collector, OnProgress, StageTimer, collect_rollouts
 from srtrl.rollout.dynamic_sampling import sample_until_full
+from srtrl.tasks.grading import Grader, check_not_all_failed
 from srtrl.trainer.build import train_sampling
 from srtrl.trainer.credit import filter_groups
 from srtrl.trainer.run_metrics import rollout_metrics
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from srtrl.engine.engine import Engine
     from srtrl.engine.stats import DecodeStep
     from srtrl.tasks.base import Task
-    from srtrl.tasks.grading import Grader
 
 MAX_NEXT_USES = 4096
 """Draws, from the current step's on, that a drafter is told of: what is needed later may all be forgotten first."""
@@ -135,8 +135,9 @@ class StepSampler:
             run_ahead = self.run_ahead(step, draws, collector)
             groups = collect_rollouts(engine, collector, self.draws(draws), run_ahead=run_ahead)
             kept = filter_groups(groups, filters)
+        check_not_all_failed(groups, f"step {step}")
         self.num_draws = first + len(groups)
-        metrics = rollout_metrics(groups) | {
+        metrics = rollout_metrics(groups, self.grader.outcomes) | {
             "data/epoch": first / self.order.num_prompts,
             "data/draws": len(groups),
             "groups/kept": len(kept),

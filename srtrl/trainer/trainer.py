@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import numpy as np
 
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import StageTimer
-from srtrl.tasks.base import check_task, load_task
+from srtrl.tasks.base import load_task
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.trainer.checkpoint import (
@@ -49,6 +49,7 @@ from srtrl.trainer.run_folder import (
 )
 from srtrl.trainer.run_metrics import (
     RunSummary,
+    describe_held_out,
     describe_step,
     memory_metrics,
     merge_metrics,
@@ -57,15 +58,24 @@ from srtrl.trainer.run_metrics import (
     write_summary,
 )
 from srtrl.trainer.sampling import StepRollouts, StepSampler
+from srtrl.trainer.trackers import check_trackers, log_samples, start_trackers, tracker_folder
 from srtrl.trainer.update import (
     LogprobDifferenceError,
     NonFiniteError,
     UpdateMemoryError,
     compute_logprobs,
     explain_out_of_memory,
+    needs_pass,
     next_kl_coefficient,
     update_policy,
 )
+from srtrl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SHOWN_CHARACTERS = 500
+"""Of the first prompt, at the start of a run."""
 
 
 class TrainingStoppedError(RuntimeError):
@@ -80,15 +90,22 @@ class TrainingResult:
     summary: RunSummary
 
 
-def run_training(recipe: Recipe, *, progress: RunProgress | None = None, **flags: Unpack[StartFlags]) -> TrainingResult:
+def run_training(
+    recipe: Recipe,
+    *,
+    progress: RunProgress | None = None,
+    on_step: Callable[[int, Mapping[str, float]], None] = lambda *_: None,
+    **flags: Unpack[StartFlags],
+) -> TrainingResult:
     """Train as the recipe says, into `<output_dir>/<name>`.
 
-    Cheap checks come first: flags, trackers and task before any weight is loaded. The run's
-    folder is touched last, so that a run which cannot start neither leaves one behind nor deletes one.
+    Cheap checks come first: flags, trackers and task before any weight is loaded. The run's folder is touched last, so
+    that a run which cannot start neither leaves one behind nor deletes one.
 
     Args:
         recipe: Everything that decides the run.
         progress: Where to report; bars or lines on standard output by default.
+        on_step: Called after each step with its number and its row of `metrics.jsonl`.
         flags: How it begins; see `StartFlags`.
 
     Raises:
@@ -98,6 +115,7 @@ def run_training(recipe: Recipe, *, progress: RunProgress | None = None, **flags
     """
     progress = progress if progress is not None else RunProgress(recipe.name, recipe.train.num_steps)
     with open_trainer(recipe, progress=progress, **flags) as trainer:
+        trainer.on_step = on_step
         try:
             with long_lived_objects_left_alone():
                 trainer.train()
@@ -113,6 +131,8 @@ class Trainer:
 
     run: RunFolder
     """Set by `open_trainer`, once everything else is loaded."""
+    on_step: Callable[[int, Mapping[str, float]], None] = staticmethod(lambda *_: None)
+    """Called after each step with its number and its row of `metrics.jsonl`."""
 
     def __init__(self, recipe: Recipe, checkpoint: Path | None, progress: RunProgress) -> None:
         """Load the task, then the weights, and start at `checkpoint`; None starts a new run."""
@@ -128,7 +148,7 @@ class Trainer:
             check_prompts(checkpoint, self.prompts_sha256)
         has_eval = recipe.eval.before_and_after or recipe.eval.every_steps is not None
         self.eval_prompts = held_out_prompts(self.task, recipe) if has_eval else []
-        self.accelerator = build.build_accelerator(recipe, run_path(recipe))
+        self.accelerator = build.build_accelerator(recipe, tracker_folder(recipe))
         device = self.accelerator.device
         self.policy = build.build_policy(recipe, str(checkpoint or recipe.model.path), device)
         self.optimizer = build.make_optimizer(self.policy, recipe.train, recipe)
@@ -163,6 +183,8 @@ class Trainer:
             KeyboardInterrupt: the second interrupt.
         """
         with self.interrupt, self.progress:
+            with self._stage("compile", self.step):
+                self.engine.warm_up(self.progress.compiling)
             if self.step == 0 and self.recipe.eval.before_and_after:
                 self._write_row(self.evaluate("before training").metrics())
             while self.step < self.recipe.train.num_steps and not self.interrupt.requested:
@@ -185,10 +207,11 @@ class Trainer:
         metrics |= self.evaluate_if_due(step)
         self.step = step
         self.log(metrics, credit)
+        log_samples(self.accelerator, self.recipe, step, rollouts.groups, credit.advantages)
         self.checkpoint_if_due()
 
     def assign_credit(self, step: int, rollouts: StepRollouts) -> Credit:
-        """Advantages of the kept samples; with a reference also its log-probs, with a critic its values."""
+        """Advantages of the kept samples; with the log-probs and values that the recipe needs."""
         if not rollouts.kept:
             return Credit(sequences=[], advantages={}, sampled_kl=None, metrics={})
         sequences = train_sequences(rollouts.kept)
@@ -196,6 +219,10 @@ class Trainer:
             with self._stage("reference", step):
                 ref_logprobs = compute_logprobs(self.reference, sequences, self.accelerator, self.recipe)
             sequences = with_numbers(sequences, "ref_logprobs", ref_logprobs)
+        if self.recipe.algorithm.old_logprobs == "recompute":
+            with self._stage("old_logprobs", step):
+                old_logprobs = compute_logprobs(self.policy, sequences, self.accelerator, self.recipe)
+            sequences = with_numbers(sequences, "old_logprobs", old_logprobs)
         if self.critic is not None:
             with self._stage("values", step):
                 where = f"step {step}"
@@ -215,7 +242,7 @@ class Trainer:
             step=step,
             kl_coefficient=self.kl_coefficient,
         )
-        num_tokens = sum(len(sequence.token_ids) for sequence in credit.sequences)
+        num_tokens = sum(len(one.token_ids) for one in credit.sequences if needs_pass(one, recipe))
         metrics["tokens/update"] = recipe.train.num_epochs * num_tokens
         if recipe.algorithm.kl.target is not None:
             metrics["kl/coefficient"] = self.kl_coefficient
@@ -233,7 +260,7 @@ class Trainer:
         return self.evaluate(f"after step {step}").metrics()
 
     def evaluate(self, when: str) -> EvalResult:
-        """Held-out accuracy of the policy as it is."""
+        """Held-out accuracy (without a verifier: reward) of the policy as it is."""
         _, result = evaluate(
             self.recipe,
             self.eval_prompts,
@@ -244,8 +271,7 @@ class Trainer:
             on_progress=partial(self.progress.stage, "evaluation"),
         )
         self.engine.take_timeline()  # the next step's would begin with it
-        low, high = result.interval
-        self.progress.say(f"{when}: held-out accuracy {result.accuracy:.1%} (95%: {low:.1%} to {high:.1%})")
+        self.progress.say(f"{when}: {describe_held_out(result.metrics())}")
         return result
 
     def save_rollouts(self, step: int, rollouts: StepRollouts, credit: Credit) -> None:
@@ -258,11 +284,13 @@ class Trainer:
 
     def log(self, metrics: Mapping[str, float], credit: Credit) -> None:
         """One row of `metrics.jsonl`, the trackers, and a line for people; the row is on disk when this returns."""
-        num_flops = update_flops(self.recipe, self.policy.config, credit.sequences)
+        computed = [sequence for sequence in credit.sequences if needs_pass(sequence, self.recipe)]
+        num_flops = update_flops(self.recipe, self.policy.config, computed)
         timed = time_metrics(self.timer.take(), metrics, num_flops, peak_tflops=self.recipe.train.peak_tflops)
         row = {**metrics, **timed, **memory_metrics(self.policy.device)}
         self._write_row(row)
         self.progress.step(self.step, describe_step(row))
+        self.on_step(self.step, row)
 
     def checkpoint_if_due(self) -> None:
         """Write a checkpoint where the recipe wants one, after the last step, and when the run is to end."""
@@ -270,6 +298,7 @@ class Trainer:
         is_last = self.step == train.num_steps or self.interrupt.requested
         if not is_last and self.step % train.checkpoint_every != 0:
             return
+        self.progress.stage("checkpoint")
         with self.timer.stage("checkpoint"):  # counted in the next row: this step's row precedes its checkpoint
             save_checkpoint(
                 self.run.checkpoints,
@@ -295,7 +324,8 @@ class Trainer:
 
     @contextmanager
     def _stage(self, name: str, step: int) -> Iterator[None]:
-        """Time a stage, and say what helps where it runs out of the device's memory."""
+        """Show and time a stage, and say what helps where it runs out of the device's memory."""
+        self.progress.stage(name)
         with self.timer.stage(name), explain_out_of_memory(f"step {step}, {name}", self.recipe):
             yield
 
@@ -307,28 +337,23 @@ class Trainer:
 def open_trainer(recipe: Recipe, *, progress: RunProgress, **flags: Unpack[StartFlags]) -> Iterator[Trainer]:
     """Everything that a run needs, ready for its next step; see `run_training` for the arguments and errors."""
     changes = check_run_folder(recipe, **flags)
-    build.check_trackers(recipe.log.trackers)
+    check_trackers(recipe.log)
     build.check_compiler(recipe)
-    check_task(recipe)
     resume = flags.get("resume", False)
     checkpoint = checkpoint_to_resume(run_path(recipe) / "checkpoints", flags.get("from_step")) if resume else None
     with ExitStack() as stack:
         trainer = Trainer(recipe, checkpoint, progress)
         stack.enter_context(trainer.grader)
+        trainer.grader.try_rewards(trainer.task.train_prompts[0])
         if trainer.step > recipe.train.num_steps:
             raise ValueError(f"train.num_steps: {trainer.step} are done; --checkpoint resumes from an earlier one")
         run = trainer.run = stack.enter_context(open_run_folder(recipe, **flags))
         if run.checkpoint != checkpoint:
             raise ValueError(f"{run.path} has changed while the model was loading: another process trains there")
-        trainer.accelerator.init_trackers(
-            "srtrl",
-            init_kwargs={
-                "wandb": {"name": recipe.name},
-                "tensorboard": {"purge_step": trainer.step + 1},  # hides what a killed run logged after its checkpoint
-            },
-        )
+        start_trackers(trainer.accelerator, recipe, step=trainer.step)
         counts = ", ".join(f"{name} {count:,}" for name, count in trainer.task.load_report.items())
         progress.say(f"task {recipe.task.name}: {counts}")
+        progress.say(describe_prompt(trainer.task.train_prompts[0], trainer.tokenizer))
         for change in changes:
             progress.say(f"--change: {change}")
         if checkpoint is not None and not (checkpoint / MANIFEST).is_file():
@@ -341,6 +366,19 @@ def open_trainer(recipe: Recipe, *, progress: RunProgress, **flags: Unpack[Start
             yield trainer
         finally:
             trainer.accelerator.end_training()
+
+
+def describe_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The prompt as the policy reads it, special tokens and the ends of lines included; the middle of a long one goes.
+
+    Each line begins with `| `, so that an end of line at the very end is seen.
+    """
+    text = str(tokenizer.decode(list(prompt.token_ids), clean_up_tokenization_spaces=False))
+    if (num_left_out := len(text) - SHOWN_CHARACTERS) > 0:
+        half = SHOWN_CHARACTERS // 2
+        text = f"{text[:half]} [... {num_left_out:,} characters left out ...] {text[-half:]}"
+    heading = f"first training prompt, {prompt.prompt_id} ({len(prompt.token_ids):,} tokens):"
+    return "\n| ".join([heading, *text.split("\n")])
 
 
 def seed_generators(seed: int, step: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,6 @@ from srtrl.model.attention import PackedPlan, copy_to_device
 from srtrl.model.logprobs import token_logprobs
 from srtrl.recipe import Recipe, TrainSection, UpdatePlan
 from srtrl.rollout.packing import PackedBatch, pack
-from srtrl.trainer.credit import with_numbers
 from srtrl.trainer.objective import Objective
 from srtrl.trainer.optimizer import gradient_holders, learning_rate_at
 from srtrl.types import TrainSequence
@@ -65,14 +65,15 @@ def update_policy(
     so that nothing of the update is saved for resume but the optimizer's state.
 
     The decoder's log-probs are compared with the trainer's while both have the same weights: in the forward passes of
-    the first mini-batch (`algorithm.old_logprobs: rollout`), or for all sequences in `recompute`'s extra forward pass.
+    the first mini-batch (`algorithm.old_logprobs: rollout`), or for all sequences as `recompute` has computed them.
 
     Args:
         policy: its parameters are those of `optimizer`.
         optimizer: see `srtrl.trainer.optimizer`.
         accelerator: gives autocast, backward and clipping.
         sequences: those of each kept draw, whole or what overlong filtering left of it, sorted by (draw, sample); at
-            least one. With a KL coefficient above 0 they have `ref_logprobs`; `old_logprobs` are filled here.
+            least one. With a KL coefficient above 0 they have `ref_logprobs`, with `old_logprobs: recompute` also
+            `old_logprobs`, by `policy`.
         recipe: the sections `algorithm`, `train`, `rollout` and the seed.
         step: names the step in errors and places it on the learning rate's schedule.
         kl_coefficient: the present one; see `next_kl_coefficient`.
@@ -80,7 +81,7 @@ def update_policy(
     Returns:
         `loss` and `grad_norm` (before clipping): means over optimizer steps; `learning_rate`: the last one's.
         `entropy`, `kl/ref` and what loss function and importance weights log: means over all response tokens of all
-        mini-batches. `logprob_difference/mean`, `/max`, `/kl`.
+        mini-batches, without the samples that `needs_pass` skips. `logprob_difference/mean`, `/max`, `/kl`.
 
     Raises:
         NonFiniteError: a log-prob, a loss or a gradient norm is not finite; raised before that optimizer step.
@@ -93,9 +94,11 @@ def update_policy(
     compare = partial(logprob_difference, limits=recipe.train)
     difference: dict[str, float] = {}  # empty until the log-probs are compared
     first_logprobs: list[Tensor] = []  # of the first mini-batch, until then
-    old_logprobs = [one.rollout_logprobs for one in sequences]
-    if recipe.algorithm.old_logprobs == "recompute":
-        old_logprobs = compute_logprobs(policy, sequences, accelerator, recipe)
+    if recipe.algorithm.old_logprobs == "rollout":
+        sequences = [replace(one, old_logprobs=one.rollout_logprobs) for one in sequences]
+    else:
+        old_logprobs = [one.old_logprobs for one in sequences if one.old_logprobs is not None]
+        assert len(old_logprobs) == len(sequences), "recomputed before credit assignment"
         difference |= compare(sequences, np.concatenate(old_logprobs), where=f"step {step}")
 
     def micro_batch_loss(packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -112,7 +115,7 @@ def update_policy(
         policy,
         optimizer,
         accelerator,
-        with_numbers(sequences, "old_logprobs", old_logprobs),
+        sequences,
         micro_batch_loss,
         updates=recipe.policy_updates,
         recipe=recipe,
@@ -120,8 +123,21 @@ def update_policy(
         max_grad_norm=recipe.train.max_grad_norm,
         where=f"step {step}",
         before_step=compare_first,
+        needs_pass=partial(needs_pass, recipe=recipe),
     )
     return {**metrics, **difference}
+
+
+def needs_pass(sequence: TrainSequence, recipe: Recipe) -> bool:
+    """Whether a forward and backward pass over a sequence can give the policy a gradient.
+
+    It cannot where all advantages are 0 and the loss is one of ours, each of which is proportional to the advantage,
+    without a KL or an entropy bonus beside it.
+    """
+    algorithm = recipe.algorithm
+    has_kl = algorithm.kl.coefficient > 0 and algorithm.kl.placement == "loss"
+    is_own = ":" in algorithm.loss
+    return bool(sequence.advantages.any()) or has_kl or algorithm.entropy_coefficient > 0 or is_own
 
 
 def next_kl_coefficient(
@@ -260,6 +276,7 @@ def run_optimizer_steps(
     max_grad_norm: float,
     where: str,
     before_step: Callable[[Sequence[TrainSequence], str], None] = lambda *_: None,
+    needs_pass: Callable[[TrainSequence], bool] = lambda _: True,
 ) -> dict[str, float]:
     """One optimizer step for each mini-batch: the gradient of its whole loss, its norm clipped.
 
@@ -276,8 +293,10 @@ def run_optimizer_steps(
         step: the training step.
         max_grad_norm: the gradient's norm is clipped to this.
         where: begins error messages, such as "step 3".
-        before_step: called with each mini-batch and its place ("step 3, epoch 1, mini-batch 2") between gradient and
-            optimizer step; raises to stop there.
+        before_step: called with the computed sequences of each mini-batch and its place ("step 3, epoch 1, mini-batch
+            2") between gradient and optimizer step; raises to stop there.
+        needs_pass: which sequences can have a gradient. The others count in the mini-batch's lengths and are not
+            computed, but for one where there is no other: the optimizer's moments go on.
 
     Returns:
         `loss` and `grad_norm` (before clipping): means over optimizer steps. The micro-batches' metrics: means over all
@@ -299,16 +318,18 @@ def run_optimizer_steps(
     for number, (name, mini_batch) in enumerate(plan):
         place = f"{where}, {name}"
         optimizer.zero_grad(set_to_none=True)
-        lengths = [len(sequence.rollout_logprobs) for sequence in mini_batch]
+        skipped = [sequence for sequence in mini_batch if not needs_pass(sequence)]
+        computed = [sequence for sequence in mini_batch if needs_pass(sequence)] or [skipped.pop(0)]
+        lengths = [len(sequence.rollout_logprobs) for sequence in (*computed, *skipped)]
         sequence_lengths = copy_to_device(torch.tensor(lengths), device)  # [B]
         loss = torch.zeros((), dtype=torch.float64, device=device)
-        for packed in pack(mini_batch, recipe.train.micro_batch_tokens, device):
+        for packed in pack(computed, recipe.train.micro_batch_tokens, device):
             share, metrics = micro_batch_loss(packed, sequence_lengths)
             accelerator.backward(share)
             loss += share.detach()
             sums.append({name: value.detach().sum(dtype=torch.float64) for name, value in metrics.items()})
-        num_tokens += sum(lengths)
-        before_step(mini_batch, place)
+        num_tokens += sum(lengths[: len(computed)])
+        before_step(computed, place)
         losses.append(_finite(loss, f"{place}: the loss"))
         norm = accelerator.clip_grad_norm_(gradient_holders(model, optimizer), max_grad_norm)
         grad_norms.append(_finite(norm, f"{place}: the gradient norm"))

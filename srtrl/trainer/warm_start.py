@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from srtrl.model.hf_config import config_from_hf
 from srtrl.model.weights import init_model, load_tokenizer
 from srtrl.recipe import Recipe, UpdatePlan, WarmStartSection
 from srtrl.rollout.packing import PackedBatch
-from srtrl.tasks.base import Task, load_task, task_texts
+from srtrl.tasks.base import Task, load_task
 from srtrl.trainer import build
 from srtrl.trainer.checkpoint import save_policy, written_beside
 from srtrl.trainer.evaluate import EvalJob, EvalResult, held_out_prompts, run_evals
@@ -129,7 +130,9 @@ def _tokenizer(recipe: Recipe, section: WarmStartSection) -> PreTrainedTokenizer
             "warm_start.train_tokenizer_vocab_size needs warm_start.architecture: "
             "the weights of model.path belong to the tokenizer of that model"
         )
-    return train_tokenizer(islice(task_texts(recipe), TOKENIZER_PROBLEMS), section.train_tokenizer_vocab_size)
+    task = load_task(recipe, load_tokenizer("bundled:tiny"), max_prompt_tokens=sys.maxsize)  # for its texts
+    texts = (prompt.text + task.solution(prompt) for prompt in task.train_prompts[:TOKENIZER_PROBLEMS])
+    return train_tokenizer(texts, section.train_tokenizer_vocab_size)
 
 
 def _model(

@@ -1,0 +1,121 @@
+"""`srtrl rollouts`: the samples of a training step, to read in a terminal or as JSON rows."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from srtrl.report.runs import Run
+
+MAX_CHARACTERS = 2000
+"""Of a text in the terminal; --full shows all."""
+NOT_TO_READ = {"token_ids", "prompt_token_ids", "rollout_logprobs"}
+"""Columns that are left out; the Parquet files have them."""
+
+
+def command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    *,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="The step. [default: the last, with --prompt the last that sampled it]")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="ID", help="Samples of this prompt alone.")] = None,
+    sort: Annotated[
+        Literal["reward", "-reward", "length", "-length"] | None,
+        typer.Option(help="Lowest first, with a minus highest first. [default: in the order of the data]"),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of samples.")] = 4,
+    full: Annotated[bool, typer.Option("--full", help="Show long texts whole.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON row per sample, texts whole, without tokens and log-probs.")
+    ] = False,
+) -> None:
+    """Show samples of a step: prompt, response, reference answer, reward with its parts, advantage.
+
+    They are read from the run's folder, also while the run continues.
+    """
+    from srtrl.report.runs import read_run
+
+    samples = read_samples(read_run(run), step=step, prompt_id=prompt)
+    if sort is not None:
+        samples.sort(key=lambda sample: sample[sort.removeprefix("-")], reverse=sort.startswith("-"))
+    if as_json:
+        for sample in samples[:limit]:
+            print(json.dumps(sample, ensure_ascii=False))
+    else:
+        print_samples(samples[:limit], max_characters=None if full else MAX_CHARACTERS)
+    if len(samples) > limit:
+        print(f"... {len(samples) - limit} more samples; --limit shows more", file=sys.stderr if as_json else None)
+
+
+def read_samples(run: "Run", *, step: int | None = None, prompt_id: str | None = None) -> list[dict[str, Any]]:
+    """The samples of a step, in the order of the data: the columns of the file, with lengths in place of tokens.
+
+    Args:
+        run: The run.
+        step: The step; by default the last with saved rollouts, and with `prompt_id` the last that sampled the prompt.
+        prompt_id: Only this prompt's samples.
+
+    Raises:
+        ValueError: there are none.
+    """
+    from srtrl.report.runs import read_rollouts, saved_rollouts, steps_by_prompt, steps_of_prompt
+
+    files = saved_rollouts(run, step)
+    steps = list(files) if prompt_id is None else steps_of_prompt(run, steps_by_prompt(files), prompt_id, step)
+    step = steps[-1] if step is None else step
+    return [
+        {"step": step, "answer": None, "advantage": None}
+        | {name: value for name, value in row.items() if name not in NOT_TO_READ}
+        | {"length": len(row["token_ids"]), "prompt_length": len(row["prompt_token_ids"])}
+        for row in read_rollouts(files[step], prompt_id=prompt_id).to_pylist()
+    ]
+
+
+def print_samples(samples: Sequence[Mapping[str, Any]], *, max_characters: int | None) -> None:
+    """Print samples; a text longer than `max_characters` says how much is left out, a prompt is printed once."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(soft_wrap=True, highlight=False)
+    shown: set[str] = set()
+
+    def show(title: str, text: str) -> None:
+        console.print(Text(title, "bold cyan"))
+        console.print(Text(printable(text[:max_characters]).rstrip("\n")))
+        if num_hidden := len(text) - len(text[:max_characters]):
+            console.print(Text(f"... {num_hidden:,} more characters; --full shows all", "dim"))
+
+    for sample in samples:
+        console.print(Text(printable(heading(sample)), "bold green" if sample["outcome"] == "correct" else "bold red"))
+        if sample["prompt_id"] not in shown:
+            shown.add(sample["prompt_id"])
+            show("prompt", sample["prompt"])
+        show("response", sample["text"])
+        if sample["answer"]:
+            show("reference answer", sample["answer"])
+        console.print()
+
+
+def heading(sample: Mapping[str, Any]) -> str:
+    """Everything about a sample that is not a text, on one line."""
+    parts = [
+        f"{name.removeprefix('reward_')} {value:.3g}"
+        for name, value in sample.items()
+        if name.startswith("reward_") and value is not None
+    ]
+    advantage = "not learned from" if sample["advantage"] is None else f"advantage {sample['advantage']:.3g}"
+    return (
+        f"step {sample['step']}, prompt {sample['prompt_id']}, sample {sample['sample_index']}: "
+        f"reward {sample['reward']:.3g} ({', '.join(parts)}), {advantage}, {sample['outcome']}, "
+        f"{sample['length']} tokens, finish reason: {sample['finish_reason']}"
+    )
+
+
+def printable(text: str) -> str:
+    """The text without control characters, which would steer the terminal."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "·" for character in text)

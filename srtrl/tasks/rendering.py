@@ -1,0 +1,79 @@
+"""From texts and messages to what the policy reads: the tokenizer's chat template, and tokens."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from srtrl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+"""`{"role": "user", "content": "..."}`, and what else the tokenizer's chat template reads."""
+TOKENIZER_CHUNK = 1024
+"""Texts given to the tokenizer at once: enough to use its threads, few enough to bound its memory."""
+
+
+def apply_chat_template(
+    tokenizer: "PreTrainedTokenizerBase", conversations: Sequence[list[Message]], options: Mapping[str, Any]
+) -> list[str]:
+    """The text of each list of messages; the template adds special tokens and the start of the answer.
+
+    Args:
+        tokenizer: Any tokenizer of transformers.
+        conversations: The messages of each prompt, the user's last.
+        options: Further arguments of the template.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or the template refuses the messages.
+    """
+    import jinja2
+
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "task.options.chat_template: the tokenizer has no chat template, which `chat_template: true` and rows of "
+            "messages need; use texts and a plain prompt_template, or the tokenizer of a model for chats"
+        )
+    try:
+        texts = tokenizer.apply_chat_template(
+            list(conversations), tokenize=False, add_generation_prompt=True, **options
+        )
+    except jinja2.TemplateError as error:
+        raise ValueError(f"task.options.chat_template: the tokenizer's template refuses: {error}") from error
+    return [str(text) for text in texts]
+
+
+def tokenise(
+    tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt], *, add_special_tokens: bool = True
+) -> list[Prompt]:
+    """The same prompts with the token ids of their texts.
+
+    Args:
+        tokenizer: Any tokenizer of transformers.
+        prompts: Their `token_ids` are not read.
+        add_special_tokens: Add what the tokenizer itself adds, such as BOS; False where a chat template has done it.
+
+    Raises:
+        ValueError: a text has no tokens, or the tokenizer ends each text with its end token (the policy would have to
+            continue after the end).
+    """
+    tokenised: list[Prompt] = []
+    shared: dict[int, int] = {}  # one object for each token id: a token of a prompt takes 8 bytes instead of 36
+    for start in range(0, len(prompts), TOKENIZER_CHUNK):
+        chunk = prompts[start : start + TOKENIZER_CHUNK]
+        texts = [prompt.text for prompt in chunk]
+        encoded = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        for prompt, ids in zip(chunk, encoded, strict=True):
+            tokenised.append(replace(prompt, token_ids=tuple(shared.setdefault(token, token) for token in ids)))
+    for prompt in tokenised:
+        if not prompt.token_ids:
+            raise ValueError(f"the tokenizer gives no tokens for the prompt {prompt.text[:80]!r}")
+    end, ids = tokenizer.eos_token_id, [prompt.token_ids for prompt in tokenised]
+    # A tokenizer whose BOS and EOS are the same token may open every text with it.
+    if add_special_tokens and end is not None and ids and all(len(one) > 1 and one[-1] == end for one in ids):
+        raise ValueError(
+            f"the tokenizer ends every prompt with its end token {tokenizer.eos_token!r}; "
+            "set add_eos_token to false in its tokenizer_config.json"
+        )
+    return tokenised

@@ -1,0 +1,217 @@
+"""What tasks of rows share: from the rows of files or the hub to prompts, by templates.
+
+A task adds a class of options that says where in a row the text and the answer are: see `math.py` and `prompts.py`.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import isfinite
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar
+
+from pydantic import Field, model_validator
+
+from srtrl.recipe import Section
+from srtrl.recipe_file import SURROGATE
+from srtrl.tasks.rendering import Message, apply_chat_template, tokenise
+from srtrl.tasks.rows import Row, RowError, RowSource, check_source, get_field, read_rows
+from srtrl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+class RowOptions(Section):
+    """Where the rows are, and how each becomes a prompt."""
+
+    placeholder: ClassVar[str]
+    """What `prompt_template` replaces by the text of the row."""
+
+    train: RowSource | None = None
+    """Rows to train on."""
+    eval: RowSource | None = None
+    """Held-out rows."""
+    id_field: str | None = None
+    """Field of a unique name for each row; by default its file and line."""
+    prompt_template: str
+    chat_template: bool = False
+    """Wrap a text as a user's message in the tokenizer's chat template; a list of messages always goes through it."""
+    chat_template_options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of that template, such as `enable_thinking: false`."""
+    system_prompt: str | None = None
+    """System message of the chat template; messages that begin with one of their own keep it."""
+    overlong_prompts: Literal["drop", "error"] = "drop"
+    """What happens to a prompt longer than `rollout.max_prompt_tokens`; dropped ones are counted and logged."""
+    malformed_rows: Literal["stop", "skip"] = "stop"
+    """What happens to a row that is not JSON or lacks a field; skipped ones are counted and logged."""
+
+    @model_validator(mode="after")
+    def check_source_and_templates(self) -> Self:
+        """Refuse options that contradict each other."""
+        if self.train is None and self.eval is None:
+            raise ValueError("name the prompts: `train`, `eval` or both, as {files: [...]} or {hub: ..., split: ...}")
+        if self.placeholder not in self.prompt_template:
+            raise ValueError(f"prompt_template must contain {self.placeholder}, found {self.prompt_template!r}")
+        for name in ("system_prompt", "chat_template_options"):
+            if getattr(self, name) and not self.chat_template:
+                raise ValueError(f"{name} needs chat_template: true")
+        return self
+
+    @property
+    def text_field(self) -> str:
+        """Field of the text, or of the messages."""
+        raise NotImplementedError
+
+    def text_and_answer(self, fields: Mapping[str, Any], text: str) -> tuple[str, str]:
+        """What replaces the placeholder, given the row's `text`, and the reference answer; `RowError` without one."""
+        raise NotImplementedError
+
+    def solution_of(self, prompt: Prompt) -> str:
+        """The worked solution in a prompt's row; ValueError if it has none."""
+        raise ValueError(f"{prompt.prompt_id} has no solution: the rows of this task hold prompts only")
+
+
+OptionsT = TypeVar("OptionsT", bound=RowOptions)
+
+
+class RowTask(Generic[OptionsT]):
+    """Prompts from rows; see the options. A subclass adds `Options` and `verifier`."""
+
+    def __init__(self, options: OptionsT, *, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int) -> None:
+        self._options = options
+        self.load_report: dict[str, int] = {}
+        self.train_prompts: Sequence[Prompt] = self._load("train", options.train, tokenizer, max_prompt_tokens)
+        self.eval_prompts: Sequence[Prompt] = self._load("eval", options.eval, tokenizer, max_prompt_tokens)
+
+    @classmethod
+    def check_options(cls, options: OptionsT) -> None:
+        """Raise ValueError where a file is missing or has no row with such fields; the hub is not asked."""
+        for split, source in (("train", options.train), ("eval", options.eval)):
+            if source is not None and source.hub is None:
+                check_source(source, f"task.options.{split}")
+                for name in source.files:
+                    next(read_prompts(options, RowSource(files=[name]), split, Counter()))
+
+    def solution(self, prompt: Prompt) -> str:
+        """The worked solution of the prompt's row; ValueError if it has none."""
+        return self._options.solution_of(prompt)
+
+    def _load(
+        self, split: str, source: RowSource | None, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
+    ) -> list[Prompt]:
+        """Read, render and tokenise the rows of a split; none where the options name none."""
+        if source is None:
+            return []
+        options = self._options
+        counts: Counter[str] = Counter(rows=0, malformed=0, overlong=0)
+        rows = list(read_prompts(options, source, split, counts))
+        prompts = [prompt for prompt, _ in rows]
+        conversations = [messages for _, messages in rows if messages is not None]
+        if conversations:
+            if len(conversations) < len(rows):
+                message = "some rows hold messages, others a text; set chat_template: true to make messages of all"
+                raise ValueError(f"task.options.{split}: {message}")
+            texts = apply_chat_template(tokenizer, conversations, options.chat_template_options)
+            prompts = [replace(prompt, text=text) for prompt, text in zip(prompts, texts, strict=True)]
+        prompts = tokenise(tokenizer, prompts, add_special_tokens=not conversations)
+        overlong = [prompt for prompt in prompts if len(prompt.token_ids) > max_prompt_tokens]
+        counts["overlong"] = len(overlong)
+        self.load_report |= {f"{split}/{name}": count for name, count in counts.items()}
+        if overlong:
+            first = f"the first, {overlong[0].prompt_id}, has {len(overlong[0].token_ids)} tokens"
+            limit = f"rollout.max_prompt_tokens ({max_prompt_tokens})"
+            message = f"{len(overlong)} of {len(prompts)} prompts are longer than {limit}; {first}"
+            if options.overlong_prompts == "error" or len(overlong) == len(prompts):
+                raise ValueError(f"task.options.{split}: {message}")
+            logger.warning("task.options.%s: dropped: %s", split, message)
+        return [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
+
+
+# --- From rows to prompts ---------------------------------------------------------------------------------------------
+
+
+def read_prompts(
+    options: RowOptions, source: RowSource, split: str, counts: Counter[str]
+) -> Iterator[tuple[Prompt, list[Message] | None]]:
+    """The well-formed rows of a source in order, each as a prompt without tokens and its messages.
+
+    A prompt for the chat template has messages, and `text` is that of the last one. `counts` takes the numbers of
+    rows and of malformed ones.
+    """
+    prompt_ids: set[str] = set()
+    first_reason = ""
+    for row in read_rows(source):
+        counts["rows"] += 1
+        try:
+            prompt, messages = _prompt_of(options, row)
+            if prompt.prompt_id in prompt_ids:
+                raise RowError(f"an earlier row has the same `{options.id_field}`, {prompt.prompt_id}")
+        except RowError as error:
+            if options.malformed_rows == "stop":
+                raise ValueError(f"{row.place}: {error} (or set task.options.malformed_rows: skip)") from error
+            counts["malformed"] += 1
+            first_reason = first_reason or f"{row.place}: {error}"
+        else:
+            prompt_ids.add(prompt.prompt_id)
+            yield prompt, messages
+    place = f"task.options.{split}: {source.hub or ', '.join(source.files)}"
+    num_rows, num_malformed = counts["rows"], counts["malformed"]
+    if num_rows == 0:
+        raise ValueError(f"{place}: there are no rows")
+    if not prompt_ids:
+        raise ValueError(f"{place}: none of the {num_rows} rows can be used; the first: {first_reason}")
+    if num_malformed:
+        logger.warning("%s: skipped %d of %d rows; the first: %s", place, num_malformed, num_rows, first_reason)
+
+
+def _prompt_of(options: RowOptions, row: Row) -> tuple[Prompt, list[Message] | None]:
+    """The prompt that a row holds, and its messages if it has any; `RowError` if it holds none."""
+    if isinstance(row.fields, RowError):
+        raise row.fields
+    name = options.text_field
+    value = get_field(row.fields, name)
+    messages = _check_messages(value, name) if isinstance(value, list) else None
+    text, answer = options.text_and_answer(
+        row.fields, text_of(row.fields, name) if messages is None else messages[-1]["content"]
+    )
+    text = options.prompt_template.replace(options.placeholder, text)
+    prompt_id = row.name if options.id_field is None else text_of(row.fields, options.id_field)
+    if messages is not None:
+        messages = [*messages[:-1], {**messages[-1], "content": text}]
+    elif options.chat_template:
+        messages = [{"role": "user", "content": text}]
+    if messages is not None and options.system_prompt is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": options.system_prompt}, *messages]
+    return Prompt(prompt_id=prompt_id, text=text, token_ids=(), answer=answer, metadata=row.fields), messages
+
+
+def _check_messages(values: Sequence[Any], name: str) -> list[Message]:
+    """The messages of a conversation; `RowError` unless each has a role and a text, and the user's is the last."""
+    if not values:
+        raise RowError(f"field `{name}` is an empty list; expected messages, the user's last")
+    messages = []
+    for index, message in enumerate(values):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RowError(f'{name}.{index}: expected {{"role": ..., "content": ...}}, found {message!r:.80}')
+        place = f"{name}.{index}.content"
+        messages.append({**message, "content": text_of({place: message.get("content")}, place)})
+    if (role := messages[-1]["role"]) != "user":
+        raise RowError(f"the last message of `{name}` must be the user's, it is of the role {role}")
+    return messages
+
+
+def text_of(fields: Mapping[str, Any], name: str) -> str:
+    """The field as a text, numbers included (AIME's answers are integers); `RowError` where it is empty or no text."""
+    value = get_field(fields, name)
+    if (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and isfinite(value)):
+        return str(value)
+    if not isinstance(value, str):
+        raise RowError(f"field `{name}` must be a text or a number, it is {type(value).__name__}")
+    if not value.strip():
+        raise RowError(f"field `{name}` is empty")
+    if SURROGATE.search(value):
+        raise RowError(f"field `{name}` is no valid Unicode: it has half of a surrogate pair")
+    return value
