@@ -78,8 +78,8 @@ def link_last(run: Path) -> None:
     (run / LAST).symlink_to(run.parent / "elsewhere")
 
 
-TRAIN, REPORT, TRIE, COMPARE, EVAL = "train", "report", "trie", "compare", "eval"
-READERS = (REPORT, TRIE, COMPARE)
+TRAIN, REPORT, TRIE, ROLLOUTS, COMPARE, EVAL = "train", "report", "trie", "rollouts", "compare", "eval"
+READERS = (REPORT, TRIE, ROLLOUTS, COMPARE)
 DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
     "flipped weights": (flip(f"{LAST}/model.safetensors"), "model.safetensors", (TRAIN,)),
     "cut weights": (cut(f"{LAST}/model.safetensors"), "model.safetensors", (TRAIN, EVAL)),
@@ -102,10 +102,10 @@ DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
     ),
     "no rows": (write("metrics.jsonl", b""), "metrics.jsonl", (TRAIN, *READERS)),
     "no log": (remove("metrics.jsonl"), "metrics.jsonl", (TRAIN, *READERS)),
-    "rollouts": (write("rollouts/step_000004.parquet"), "step_000004.parquet", (REPORT, TRIE)),
-    "cut rollouts": (cut("rollouts/step_000004.parquet"), "step_000004.parquet", (REPORT, TRIE)),
-    "other rollouts": (write("rollouts/step_x.parquet"), "step_x.parquet", (TRAIN, REPORT, TRIE)),
-    "flipped rollouts": (flip("rollouts/step_000004.parquet"), "step_000004.parquet", (REPORT, TRIE)),
+    "rollouts": (write("rollouts/step_000004.parquet"), "step_000004.parquet", (REPORT, TRIE, ROLLOUTS)),
+    "cut rollouts": (cut("rollouts/step_000004.parquet"), "step_000004.parquet", (REPORT, TRIE, ROLLOUTS)),
+    "other rollouts": (write("rollouts/step_x.parquet"), "step_x.parquet", (TRAIN, REPORT, TRIE, ROLLOUTS)),
+    "flipped rollouts": (flip("rollouts/step_000004.parquet"), "step_000004.parquet", (REPORT, TRIE, ROLLOUTS)),
     "no checkpoints": (lambda run: shutil.rmtree(run / "checkpoints"), "no checkpoint", (TRAIN, EVAL)),
     "timeline": (write("timeline/step_000004.parquet"), "timeline/step_000004.parquet", (REPORT,)),
     "recipe": (write("recipe.yaml"), "recipe.yaml", (TRAIN, *READERS, EVAL)),
@@ -113,7 +113,14 @@ DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
 }
 
 
-COMMANDS: dict[str, list[object]] = {TRAIN: ["--resume"], EVAL: ["--problems", 1], REPORT: [], TRIE: [], COMPARE: []}
+COMMANDS: dict[str, list[object]] = {
+    TRAIN: ["--resume"],
+    EVAL: ["--problems", 1],
+    REPORT: [],
+    TRIE: [],
+    ROLLOUTS: [],
+    COMPARE: [],
+}
 
 
 @pytest.mark.parametrize(
