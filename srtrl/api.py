@@ -37,7 +37,7 @@ def train(
     Args:
         recipe: From `load_recipe`.
         resume: Continue from the last checkpoint of the run's folder.
-        overwrite: Delete the run's folder and begin again.
+        overwrite: Delete the files of the run in that folder and begin again.
         on_step: Called after each training step with its number and its metrics (docs/metrics.md), which are on disk
             then. What it raises ends the run; `resume` continues it from its last checkpoint.
 

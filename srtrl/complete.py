@@ -178,6 +178,13 @@ def generate(
     from srtrl.model.weights import end_token_ids, load_tokenizer
     from srtrl.rollout.collect import response_text, sample_requests
 
+    if isinstance(prompts, str):
+        raise ValueError("prompts: expected a list of texts, found one text")
+    for name, value in (("num_samples", num_samples), ("slots", slots), ("max_new_tokens", max_new_tokens)):
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, found {value}")
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype: expected float32 or bfloat16, found {dtype!r}")
     model = _model_of(model)
     tokenizer = load_tokenizer(model)
     draws: list[tuple[int, Prompt]] = []

@@ -17,6 +17,7 @@ from srtrl.recipe_file import load_recipe
 from srtrl.trainer import checkpoint
 from srtrl.trainer.checkpoint import (
     TrainerState,
+    checkpoint_to_resume,
     latest_checkpoint,
     list_checkpoints,
     read_state,
@@ -180,11 +181,12 @@ def test_resume_takes_the_folder_back_to_its_checkpoint(policy: Path, tmp_path: 
     recipe = make_recipe(policy, tmp_path)
     rollouts = tmp_path / "run" / "rollouts"
     with open_run_folder(recipe) as run:
-        save(policy, run.checkpoints, 2)
         (run.checkpoints / ".step_000003.writing").mkdir()
         for step in (0, 1, 2, 3):
             run.log.write(step, {"loss": 1.0})
             (rollouts / f"step_{step:06d}.parquet").touch()
+            if step == 2:
+                save(policy, run.checkpoints, 2)
         mine = run.path / "analysis" / "step_000009.parquet"
         mine.parent.mkdir()
         mine.touch()
@@ -194,6 +196,23 @@ def test_resume_takes_the_folder_back_to_its_checkpoint(policy: Path, tmp_path: 
         assert sorted(path.name for path in rollouts.iterdir())[-1] == "step_000002.parquet"
         assert [path.name for path in run.checkpoints.iterdir()] == ["step_000002"]
         assert mine.is_file()
+
+
+def test_the_repair_of_a_damaged_log_reads_no_row_after_the_intact_checkpoint(policy: Path, tmp_path: Path) -> None:
+    """Or it would fail, with the later checkpoint deleted already."""
+    recipe = make_recipe(policy, tmp_path)
+    with open_run_folder(recipe) as run:
+        for step in (1, 2):
+            run.log.write(step, {"loss": 1.0})
+            save(policy, run.checkpoints, step)
+    log = tmp_path / "run" / "metrics.jsonl"
+    damaged = log.read_bytes().replace(b'{"step": 2', b'{"step" 2')
+    log.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl has not all rows.*--resume --checkpoint 1 continues"):
+        checkpoint_to_resume(tmp_path / "run" / "checkpoints")
+    with open_run_folder(recipe, resume=True, from_step=1) as run:
+        assert [row["step"] for row in read_metrics(log)] == [1]
+        assert [path.name for path in run.checkpoints.iterdir()] == ["step_000001"]
 
 
 def test_resume_without_a_checkpoint_starts_again(tmp_path: Path) -> None:

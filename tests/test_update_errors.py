@@ -44,12 +44,18 @@ def shift_logprob(sequences: list[TrainSequence], index: int, token: int, by: fl
     ],
 )
 def test_a_large_logprob_difference_stops_before_any_change(
-    old_logprobs: str, option: str, name: str, of_shift: Callable[[float], float], accelerator: Accelerator
+    old_logprobs: str,
+    option: str,
+    name: str,
+    of_shift: Callable[[float], float],
+    accelerator: Accelerator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One token that is off by 2 nats stops no run by itself: the mean and the KL over all tokens count."""
     policy = make_policy()
     sequences = shift_logprob(make_sequences(policy), 4, 1, by=-2.0)
     before = [parameter.detach().clone() for parameter in policy.parameters()]
+    state = {key: value.clone() for key, value in policy.state_dict().items()}
     recipe = make_recipe(algorithm__old_logprobs=old_logprobs, train__micro_batch_tokens=16)
     expected = of_shift(-2.0) / sum(len(sequence.rollout_logprobs) for sequence in sequences)
 
@@ -61,6 +67,11 @@ def test_a_large_logprob_difference_stops_before_any_change(
         rf"step 7.*: the {name} .* is (\S+) nats per token, more than train\.{option} .*largest.*: "
         rf"sequence 4 .*, response token 1 \(id {token}\).*; the policy's weights were not changed by this step"
     )
+    assert (
+        update(policy, RecordingSGD(policy), accelerator, sequences, limited(0.99 * expected), step=7)["grad_norm"] > 0
+    )
+    policy.load_state_dict(state)  # those were too few tokens to stop a run
+    monkeypatch.setattr("srtrl.trainer.update.MIN_COMPARED_TOKENS", 1)
     with pytest.raises(LogprobDifferenceError, match=message) as caught:
         update(policy, RecordingSGD(policy), accelerator, sequences, limited(0.99 * expected), step=7)
     found = re.search(message, str(caught.value))

@@ -102,11 +102,15 @@ def push(folder: Path, name: str) -> str:
         ValueError: the hub refuses: no such name, not logged in, no permission, no network.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    transport_error: type[Exception] = HfHubHTTPError.__mro__[
+        1
+    ]  # that of the HTTP client in use, which is no OSError everywhere
 
     try:
         HfApi().create_repo(name, exist_ok=True)
         HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message="Export of srtrl")
-    except (HFValidationError, OSError) as error:
+    except (HFValidationError, transport_error, OSError) as error:
         raise ValueError(f"--push-to-hub {name}: {error}\nThe model is in {folder}; `hf upload` can retry") from error
     return f"https://huggingface.co/{name}"

@@ -154,15 +154,14 @@ class Grader:
                 self._warn(ticket.sample.prompt.prompt_id, grade)
         return grades
 
-    def try_rewards(self, prompt: Prompt) -> None:
-        """Grade the reference answer of a prompt once, before anything is decoded.
+    def try_rewards(self, prompt: Prompt, num_samples: int = 1) -> None:
+        """Grade the reference answer of a prompt, as a group of samples, before anything is decoded.
 
         Raises:
             ValueError: the verifier or a reward raises on it; says which, where and why.
         """
         text = prompt.answer or "an answer"
-        verdict = self.submit(prompt, text, "stop", len(text))
-        [grade] = self.collect([verdict])
+        grade, *_ = self.collect([self.submit(prompt, text, "stop", len(text)) for _ in range(num_samples)])
         if grade.outcome == "error":
             raise ValueError(
                 f"rewards: tried on prompt {prompt.prompt_id} with the response {text[:80]!r}, before the run began: "

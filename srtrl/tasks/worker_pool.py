@@ -62,7 +62,12 @@ class Worker:
             self._kill()
 
     def _kill(self) -> None:
-        """Kill the process and what its rewards have started: the process group that `serve` has made."""
+        """Kill the process and what its rewards have started: the process group that `serve` has made.
+
+        Nothing where that was done already: another process may have the number by now.
+        """
+        if self._buried:
+            return
         self._process.kill()
         assert self._process.pid is not None
         with suppress(ProcessLookupError):  # it has none yet, or all of it is gone
@@ -82,6 +87,7 @@ class Worker:
             # Ctrl-C reaches all processes, also one that has not come to ignore it yet: it inherits the blocked signal.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             self._process.start()
+            self._buried = False
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         other_end.close()
         self._alive = True
@@ -129,6 +135,7 @@ class Worker:
                 self._process.join(REAP_SECONDS)
             self._kill()
             self._process.join()
+            self._buried = True
         self._connection.close()
         return self._process.exitcode
 

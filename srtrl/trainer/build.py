@@ -80,6 +80,7 @@ def build_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
         ValueError: more than one process, which this version does not train with.
     """
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
     from accelerate.utils import ProjectConfiguration
 
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))  # before Accelerator, which would wait for the others
@@ -88,6 +89,7 @@ def build_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
             f"srtrl trains in one process, but this one is one of {num_processes} (WORLD_SIZE): "
             "start it without `accelerate launch` or `torchrun`"
         )
+    AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier run in this process, with other settings
     return Accelerator(
         cpu=choose_device(recipe).type == "cpu",
         mixed_precision=recipe.model.mixed_precision,

@@ -153,6 +153,12 @@ def check_prompts(checkpoint: Path, digest: str) -> None:
         )
 
 
+def num_log_bytes(checkpoint: Path) -> int | None:
+    """Bytes of the rows of `metrics.jsonl` up to an intact checkpoint; None for one of an earlier version."""
+    manifest = checkpoint / MANIFEST
+    return int(json.loads(manifest.read_bytes())["log"]["size"]) if manifest.is_file() else None
+
+
 def drop_checkpoints(folder: Path, after: int | None) -> None:
     """Delete what a killed run left half-written or half-deleted, and checkpoints later than step `after`, if given."""
     for path in folder.glob(".step_*"):

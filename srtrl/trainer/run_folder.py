@@ -21,7 +21,7 @@ from srtrl.metrics import MetricLog, read_metrics, sync_folder, write_atomic
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import dump_recipe, load_recipe
 from srtrl.trainer.build import choose_device, is_deterministic
-from srtrl.trainer.checkpoint import drop_checkpoints, latest_checkpoint
+from srtrl.trainer.checkpoint import drop_checkpoints, latest_checkpoint, list_checkpoints, num_log_bytes
 from srtrl.types import RolloutGroup
 
 FREE_KEYS = (
@@ -170,11 +170,15 @@ def open_run_folder(recipe: Recipe, **flags: Unpack[StartFlags]) -> Iterator[Run
         write_atomic(folder / "recipe.yaml", dump_recipe(recipe))
         for name in FOLDERS:
             (folder / name).mkdir(exist_ok=True)
-        drop_checkpoints(folder / "checkpoints", after=flags.get("from_step"))
-        checkpoint = latest_checkpoint(folder / "checkpoints")
+        from_step = flags.get("from_step")
+        found = [
+            one for one in list_checkpoints(folder / "checkpoints") if from_step is None or step_of(one) <= from_step
+        ]
+        checkpoint = found[-1] if found else None
         step = -1 if checkpoint is None else step_of(checkpoint)
         with MetricLog(folder / "metrics.jsonl") as log:
-            log.truncate(step)
+            log.truncate(step, None if checkpoint is None else num_log_bytes(checkpoint))  # raises before any deletion
+            drop_checkpoints(folder / "checkpoints", after=from_step)
             _drop_later_files(folder, step)
             yield RunFolder(path=folder, checkpoint=checkpoint, log=log)
 

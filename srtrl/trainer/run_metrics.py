@@ -136,7 +136,7 @@ def describe_step(metrics: Mapping[str, float]) -> str:
         parts.append("critic warm-up: no update of the policy")
     elif "grad_norm" not in metrics:
         parts.append("no update: the filters left no sample")
-    elif metrics.get("groups/zero_advantage_share") == 1:
+    elif metrics.get("groups/zero_advantage_share") == 1 and metrics["grad_norm"] == 0:
         parts.append("nothing learned: all advantages are 0")
     return "  ".join(parts)
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,13 @@ def check_trackers(log: LogSection) -> None:
             )
         if name not in available:
             raise ValueError(f"log.trackers: {name} is not installed here: `pip install {name}`, or take it out")
+    if "tensorboard" in log.tracker_options:
+        try:  # now, and not when the folder of an earlier run has been deleted
+            signature(import_module("torch.utils.tensorboard").SummaryWriter).bind_partial(
+                **log.tracker_options["tensorboard"]
+            )
+        except TypeError as error:
+            raise ValueError(f"log.tracker_options.tensorboard: {error}") from error
     for name in log.tracker_options:
         if name not in log.trackers:
             raise ValueError(

@@ -344,7 +344,7 @@ def open_trainer(recipe: Recipe, *, progress: RunProgress, **flags: Unpack[Start
     with ExitStack() as stack:
         trainer = Trainer(recipe, checkpoint, progress)
         stack.enter_context(trainer.grader)
-        trainer.grader.try_rewards(trainer.task.train_prompts[0])
+        trainer.grader.try_rewards(trainer.task.train_prompts[0], recipe.rollout.num_samples)
         if trainer.step > recipe.train.num_steps:
             raise ValueError(f"train.num_steps: {trainer.step} are done; --checkpoint resumes from an earlier one")
         run = trainer.run = stack.enter_context(open_run_folder(recipe, **flags))
