@@ -156,3 +156,12 @@ def test_rows_of_a_run_are_what_python_returns_and_what_cache_and_replay_read(po
     for prompts_given, message in (([""], "prompts[0]: the prompt is empty"), ([], "prompts: there is none")):
         with pytest.raises(ValueError, match=re.escape(message)):
             generate(str(policy), prompts_given)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"prompts": "1+1="}, "prompts: expected a list of texts, found one text"),
+        ({"num_samples": 0}, "num_samples: expected at least 1, found 0"),
+        ({"slots": 0}, "slots: expected at least 1, found 0"),
+        ({"dtype": "float16"}, "dtype: expected float32 or bfloat16, found 'float16'"),
+    ]
+    for changes, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            generate(**{"model": str(policy), "prompts": ["1+1="]} | changes)

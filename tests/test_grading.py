@@ -30,7 +30,7 @@ from srtrl.types import FinishReason, Grade, Prompt
 CPU_SECONDS = 0.3
 
 REWARDS = """
-    import mmap, os, subprocess, sys, time
+    import mmap, os, statistics, subprocess, sys, time
     from srtrl.tasks.reward_input import RewardInput, batched, isolated
 
     ACTS = {
@@ -93,6 +93,10 @@ REWARDS = """
     @batched
     def named(samples: list[RewardInput]) -> dict[str, float]:
         return {sample.text: 1.0 for sample in samples}
+
+    @batched
+    def spread(samples: list[RewardInput]) -> list[float]:
+        return [statistics.stdev(len(sample.text) for sample in samples)] * len(samples)
 
     def leaves(sample: RewardInput) -> float:
         sys.exit(0)
@@ -232,6 +236,8 @@ def test_rewards_are_tried_before_the_run_and_a_step_without_any_grade_stops_it(
             ValueError, match=r"tried on prompt p0 with the response 'raise', .*ZeroDivisionError: in pro"
         ):
             grader.try_rewards(prompt_of("raise"))
+        with make_grader(f"{package}:spread") as batched:
+            batched.try_rewards(prompt_of("ok"), num_samples=2)
         failed = rollout_cases.graded(grade_all(grader, ["raise", "raise"]))
         with pytest.raises(
             ValueError, match=r"step 3: none of the 4 samples could be graded, .* \(error\): reward `length`"
