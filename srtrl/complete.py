@@ -72,46 +72,34 @@ def command(
     Rows are printed in the order of the prompts, each as soon as those before it are. A prompt that cannot be served is
     named on standard error, the others are completed, and the exit code is 2.
     """
-    from srtrl.model.weights import end_token_ids, load_tokenizer
-    from srtrl.rollout.collect import response_text, sample_requests
-
     rows = _given_rows(prompts, prompt or (), prompt_ids or ())
-    model = _model_of(model)
-    tokenizer = load_tokenizer(model)
-    readable = list(_read_prompts(rows, tokenizer, chat=chat))
-    if not readable:
-        raise typer.Exit(2)
-    engine = _open_engine(
+    completer = _Completer(
         model,
-        tokenizer,
-        {one.token_ids for _, one in readable},
-        max_new_tokens=max_new_tokens,
-        slots=slots,
-        kv_memory_gib=kv_memory_gib,
-        dtype=dtype,
-        device=device,
-        drafter=drafter,
-        cache=cache,
-    )
-    sampling = SamplingParams(
+        num_samples=samples,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        end_token_ids=end_token_ids(model, tokenizer),
-        stop_strings=tuple(stop or ()),
+        stop=stop or (),
+        seed=seed,
+    )
+    readable = list(_read_prompts(rows, completer.tokenizer, chat=chat))
+    if not readable:
+        raise typer.Exit(2)
+    token_ids = {one.token_ids for _, one in readable}
+    engine = completer.open_engine(
+        token_ids, slots=slots, dtype=dtype, device=device, drafter=drafter, kv_memory_gib=kv_memory_gib, cache=cache
     )
     requests: list[Request] = []
     for draw, (where, one) in enumerate(readable):
-        drawn = sample_requests([(draw, one)], num_samples=samples, sampling=sampling, seed=seed, purpose="generate")
+        drawn = completer.requests([(draw, one)])
         try:
             engine.check_request(drawn[0])
             requests.extend(drawn)
         except ValueError as error:
             _print_error(where, error)
     for completion in _in_order(requests, engine.generate(requests)):
-        text = response_text(tokenizer, completion.token_ids, sampling.stop_strings)
-        print(_line(completion, text, as_json=as_json), flush=True)
+        print(_line(completion, completer.text(completion), as_json=as_json), flush=True)
     metrics = engine.take_metrics()
     if metrics["engine/tokens_per_decode_step"] > 1:
         tokens, verified = (metrics[f"engine/{name}_per_decode_step"] for name in ("tokens", "verified"))
@@ -175,9 +163,6 @@ def generate(
     Raises:
         ValueError: the model cannot be loaded, or a prompt is empty or too long; names the prompt.
     """
-    from srtrl.model.weights import end_token_ids, load_tokenizer
-    from srtrl.rollout.collect import response_text, sample_requests
-
     if isinstance(prompts, str):
         raise ValueError("prompts: expected a list of texts, found one text")
     for name, value in (("num_samples", num_samples), ("slots", slots), ("max_new_tokens", max_new_tokens)):
@@ -185,42 +170,33 @@ def generate(
             raise ValueError(f"{name}: expected at least 1, found {value}")
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype: expected float32 or bfloat16, found {dtype!r}")
-    model = _model_of(model)
-    tokenizer = load_tokenizer(model)
+    completer = _Completer(
+        model,
+        num_samples=num_samples,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop=stop,
+        seed=seed,
+    )
     draws: list[tuple[int, Prompt]] = []
     for draw, given in enumerate(prompts):
         try:
             row = {"prompt": given} if isinstance(given, str) else {"token_ids": list(given)}
-            draws.append((draw, _read_prompt(row, str(draw), tokenizer, chat=chat)))
+            draws.append((draw, _read_prompt(row, str(draw), completer.tokenizer, chat=chat)))
         except ValueError as error:
             raise ValueError(f"prompts[{draw}]: {error}") from error
     if not draws:
         raise ValueError("prompts: there is none")
     token_ids = {prompt.token_ids for _, prompt in draws}
-    engine = _open_engine(
-        model,
-        tokenizer,
-        token_ids,
-        max_new_tokens=max_new_tokens,
-        slots=slots,
-        dtype=dtype,
-        device=device,
-        drafter=drafter,
-    )
-    sampling = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        end_token_ids=end_token_ids(model, tokenizer),
-        stop_strings=tuple(stop),
-    )
-    requests = sample_requests(draws, num_samples=num_samples, sampling=sampling, seed=seed, purpose="generate")
+    engine = completer.open_engine(token_ids, slots=slots, dtype=dtype, device=device, drafter=drafter)
+    requests = completer.requests(draws)
     found: list[list[Generated]] = [[] for _ in draws]
     for completion in _in_order(requests, engine.generate(requests)):
         found[completion.request.draw_index].append(
             Generated(
-                text=response_text(tokenizer, completion.token_ids, sampling.stop_strings),
+                text=completer.text(completion),
                 token_ids=completion.token_ids,
                 logprobs=completion.rollout_logprobs,
                 finish_reason=completion.finish_reason,
@@ -229,52 +205,90 @@ def generate(
     return found
 
 
-def _model_of(model_or_run: str) -> str:
-    """A model as given; of the folder of a run its last checkpoint."""
-    from srtrl.trainer.evaluate import resolve_eval_source
+class _Completer:
+    """A model with its tokenizer, and how its completions are sampled."""
 
-    return resolve_eval_source(model_or_run)[0]
+    def __init__(
+        self,
+        model_or_run: str,
+        *,
+        num_samples: int,
+        max_new_tokens: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        stop: Sequence[str],
+        seed: int,
+    ) -> None:
+        """The arguments are those of `generate`; of the folder of a run the model is its last checkpoint."""
+        from srtrl.model.weights import end_token_ids, load_tokenizer
+        from srtrl.trainer.evaluate import resolve_eval_source
 
+        self.model = resolve_eval_source(model_or_run)[0]
+        self.tokenizer = load_tokenizer(self.model)
+        self.sampling = SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            end_token_ids=end_token_ids(self.model, self.tokenizer),
+            stop_strings=tuple(stop),
+        )
+        self._num_samples = num_samples
+        self._seed = seed
 
-def _open_engine(
-    model: str,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Collection[tuple[int, ...]],
-    *,
-    max_new_tokens: int,
-    slots: int,
-    dtype: str,
-    device: str,
-    drafter: str,
-    kv_memory_gib: float | None = None,
-    cache: Path | None = None,
-) -> Engine:
-    """A decoder for these prompts, with its kernels compiled.
+    def requests(self, draws: Sequence[tuple[int, Prompt]]) -> list[Request]:
+        """The samples of prompts, each with its place on the command line or in the list."""
+        from srtrl.rollout.collect import sample_requests
 
-    Raises:
-        ValueError: the model cannot be loaded, the drafter is unknown, or there is no such device or memory.
-    """
-    import torch
+        return sample_requests(
+            draws, num_samples=self._num_samples, sampling=self.sampling, seed=self._seed, purpose="generate"
+        )
 
-    from srtrl.engine.engine import Engine, EngineOptions
-    from srtrl.engine.warm_up import COMPILE_MESSAGE
-    from srtrl.model.weights import load_model, read_config
+    def text(self, completion: Completion) -> str:
+        """A completion without special tokens, cut before a stop string."""
+        from srtrl.rollout.collect import response_text
 
-    config = read_config(model)
-    built_drafter = _build_drafter(drafter, cache, tokenizer, config.vocab_size, prompts)
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device: cuda, but torch sees no CUDA device here; use --device cpu or leave it out")
-    device = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    policy = load_model(model, dtype=getattr(torch, dtype), device=torch.device(device))
-    options = EngineOptions(
-        slots=slots,
-        max_sequence_tokens=min(max(map(len, prompts)) + max_new_tokens, config.max_position_embeddings),
-        kv_memory_gib="auto" if kv_memory_gib is None else kv_memory_gib,
-        kv_memory_share=KV_SHARE,
-    )
-    engine = Engine(policy, options, tokenizer=tokenizer, drafter=built_drafter)
-    engine.warm_up(lambda number, _: print(COMPILE_MESSAGE, file=sys.stderr) if number == 1 else None)
-    return engine
+        return response_text(self.tokenizer, completion.token_ids, self.sampling.stop_strings)
+
+    def open_engine(
+        self,
+        prompts: Collection[tuple[int, ...]],
+        *,
+        slots: int,
+        dtype: str,
+        device: str,
+        drafter: str,
+        kv_memory_gib: float | None = None,
+        cache: Path | None = None,
+    ) -> Engine:
+        """A decoder for these prompts, with its kernels compiled.
+
+        Raises:
+            ValueError: the model cannot be loaded, the drafter is unknown, or there is no such device or memory.
+        """
+        import torch
+
+        from srtrl.engine.engine import Engine, EngineOptions
+        from srtrl.engine.warm_up import COMPILE_MESSAGE
+        from srtrl.model.weights import load_model, read_config
+
+        config = read_config(self.model)
+        built_drafter = _build_drafter(drafter, cache, self.tokenizer, config.vocab_size, prompts)
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device: cuda, but torch sees no CUDA device here; use --device cpu or leave it out")
+        device = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        policy = load_model(self.model, dtype=getattr(torch, dtype), device=torch.device(device))
+        longest = max(map(len, prompts)) + self.sampling.max_new_tokens
+        options = EngineOptions(
+            slots=slots,
+            max_sequence_tokens=min(longest, config.max_position_embeddings),
+            kv_memory_gib="auto" if kv_memory_gib is None else kv_memory_gib,
+            kv_memory_share=KV_SHARE,
+        )
+        engine = Engine(policy, options, tokenizer=self.tokenizer, drafter=built_drafter)
+        engine.warm_up(lambda number, _: print(COMPILE_MESSAGE, file=sys.stderr) if number == 1 else None)
+        return engine
 
 
 def _given_rows(file: Path | None, texts: Sequence[str], id_lists: Sequence[str]) -> list[Row]:

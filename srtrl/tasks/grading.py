@@ -174,7 +174,7 @@ class Grader:
         number = self._num_failed[grade.outcome, grade.detail]
         if number == 1:
             logger.warning("prompt %s: grading ended in %s, reward 0: %s", prompt_id, grade.outcome, grade.detail)
-        elif set(str(number)[1:]) == {"0"} and str(number)[0] == "1":
+        elif str(number).rstrip("0") == "1":
             logger.warning("%d samples so far: grading ended in %s: %s", number, grade.outcome, grade.detail)
 
     def _grade(self, verdict: Graded | Failure) -> Grade:

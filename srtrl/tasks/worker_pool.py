@@ -131,8 +131,7 @@ class Worker:
         """Wait for the end of the process, and kill it where that does not come soon; returns its exit code."""
         self._alive = False
         with _process_lock:
-            if self._process.exitcode is None:
-                self._process.join(REAP_SECONDS)
+            self._process.join(REAP_SECONDS)
             self._kill()
             self._process.join()
             self._buried = True
