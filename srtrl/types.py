@@ -79,7 +79,13 @@ class Request:
     purpose: Purpose = "generate"
     """What the sample is for; drafters keep what they learned for each purpose apart."""
     is_run_ahead: bool = False
-    """Decoded in idle slots for the sake of later drafts: it ends when the others do and is never a completion."""
+    """Decoded in idle slots for the sake of later drafts: it ends when the others do, or after its first turn, and is
+    never a completion."""
+    has_turns: bool = False
+    """Where an end token or a stop string comes, the sample does not finish but pauses, and `Engine.extend` or
+    `Engine.end` decides how it goes on."""
+    turn: int = 0
+    """Number of the turn that is decoded, from 0; the engine counts."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -94,6 +100,8 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int
     """Number of policy updates before this completion was decoded."""
+    extensions: tuple[tuple[int, int], ...] = ()
+    """Start and stop of each part of `token_ids` that nobody sampled (`Engine.extend`); log-probs are 0 there."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -23,7 +23,7 @@ from srtrl.engine.cuda_shapes import (
     padded_rows,
     row_edges,
 )
-from srtrl.engine.engine import make_runner
+from srtrl.engine.devices import make_runner
 from srtrl.engine.options import EngineOptions
 from srtrl.engine.rows import StepSize
 from srtrl.engine.runner import RowFilters

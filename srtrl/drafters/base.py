@@ -24,7 +24,8 @@ class DrafterBase:
     A subclass named `Drafter` in `srtrl/drafters/<name>.py` is the drafter `<name>`. Its `Options` document and check
     `rollout.drafter_options`. `propose` must be written; the rest does nothing unless it is. A decoding sample is known
     by its slot, a small integer that another sample has after `finish`. A sample that was preempted starts again, and
-    all of its tokens are observed again.
+    all of its tokens are observed again. So does a sample of several turns at each turn: then `request.turn` is above
+    0, and what is observed is what was put in after the turn before, and what has followed that.
     """
 
     Options: type[Section] = NoOptions

@@ -137,7 +137,7 @@ class Collector:
         the second of every prompt.
         """
         ordered = sorted(self.requests(draws), key=lambda request: (request.sample_index, request.draw_index))
-        return [replace(request, is_run_ahead=True) for request in ordered]
+        return [replace(request, is_run_ahead=True, has_turns=False) for request in ordered]
 
     def open(self, draw_index: int, prompt: Prompt) -> list[Request]:
         """The samples of one more draw, which the engine shall decode."""
