@@ -78,6 +78,25 @@ class GradingSection(Section):
     """CPU seconds one sample may take; a sample that takes longer is retried once alone, then counted as `timeout`."""
 
 
+class EnvironmentSection(Section):
+    """What answers the policy between the turns of a sample: a tool, a game, another program."""
+
+    name: str
+    """An environment in `srtrl/environments/`, or `package.module:Class` of your own."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of that environment; its `Options` class documents and checks them."""
+    format: str = "text"
+    """How calls are written and observations are put in: `text`, `chat`, `code_tags` or `hermes`, or a class of your
+    own (`package.module:Class`)."""
+    max_turns: int = Field(default=8, ge=1, le=10_000)
+    """Maximum number of turns of the policy in a sample."""
+    max_observation_tokens: int = Field(default=512, ge=16, le=1_000_000)
+    """Of a longer observation the middle is left out."""
+    timeout_seconds: float = Field(default=300.0, gt=0, le=86_400)
+    """Wall-clock time that an environment may take for one turn; the sample ends then. A last resort: the Python tool
+    has limits of its own."""
+
+
 class RolloutSection(Section):
     """The decoder and what it decodes in a step."""
 
@@ -105,6 +124,8 @@ class RolloutSection(Section):
     """The logits are divided by it, both in the decoder and in the update."""
     stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """A response ends once its text contains one of these."""
+    environment: EnvironmentSection | None = None
+    """What the policy may call or talk to (docs/tools.md); by default a sample is a single turn."""
     drafter: str = "srt"
     """A drafter in `srtrl/drafters/` (`none` drafts nothing), or `package.module:Class` of your own."""
     drafter_options: dict[str, Any] = Field(default_factory=dict)

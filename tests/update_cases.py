@@ -102,7 +102,7 @@ def make_sequences(
         blank = np.zeros(num_response, np.float32)
         sequence = TrainSequence(
             token_ids=rng.integers(19, size=num_prompt + num_response),
-            num_prompt_tokens=num_prompt,
+            targets=np.arange(num_prompt, num_prompt + num_response),
             draw_index=index // NUM_SAMPLES,
             rollout_logprobs=blank,
             advantages=np.full(num_response, rng.standard_normal(), np.float32),

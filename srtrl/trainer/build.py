@@ -12,6 +12,7 @@ import torch
 
 from srtrl.drafters.base import DrafterBase
 from srtrl.engine.engine import Engine, EngineOptions
+from srtrl.environments.conversations import Conversations, resolve_format
 from srtrl.model.attention import check_packed_attention
 from srtrl.model.transformer import CompiledLayers
 from srtrl.model.value_model import ValueModel, load_value_model
@@ -256,8 +257,24 @@ def train_sampling(recipe: Recipe, end_ids: tuple[int, ...]) -> SamplingParams:
         max_new_tokens=recipe.rollout.max_new_tokens,
         temperature=recipe.rollout.temperature,
         end_token_ids=end_ids,
-        stop_strings=tuple(recipe.rollout.stop_strings),
+        stop_strings=(*recipe.rollout.stop_strings, *_turn_ends(recipe)),
     )
+
+
+def _turn_ends(recipe: Recipe) -> tuple[str, ...]:
+    """What ends a turn by the format of the recipe's environment."""
+    environment = recipe.rollout.environment
+    return () if environment is None else resolve_format(environment).stop_strings
+
+
+def build_conversations(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Conversations | None:
+    """What answers the policy between two turns; None where a sample is a single turn.
+
+    Raises:
+        ValueError: the environment or its format is unknown or wrong, or does not fit the tokenizer.
+    """
+    environment = recipe.rollout.environment
+    return None if environment is None else Conversations(environment, tokenizer)
 
 
 def eval_sampling(recipe: Recipe, end_ids: tuple[int, ...]) -> SamplingParams:

@@ -8,6 +8,7 @@ interval, and maj@N, whether the answer that most of a problem's samples give is
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import re
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from srtrl.engine.engine import Engine
+    from srtrl.environments.conversations import Conversations
 
 Z_95 = 1.959963984540054
 """The 97.5% quantile of the normal distribution."""
@@ -133,6 +135,7 @@ def evaluate(
     end_ids: tuple[int, ...],
     *,
     on_progress: OnProgress = lambda *_: None,
+    conversations: Conversations | None = None,
 ) -> tuple[list[RolloutGroup], EvalResult]:
     """Sample every problem `eval.num_samples` times and grade; the groups, one a problem in order, and their figures.
 
@@ -153,8 +156,13 @@ def evaluate(
         seed=recipe.seed,
         purpose="eval",
         on_progress=on_progress,
+        conversations=conversations,
     )
+    if conversations is not None:
+        prompts = [conversations.started(prompt, recipe.rollout.max_prompt_tokens) for prompt in prompts]
     groups = collect_rollouts(engine, collector, list(enumerate(prompts)))
+    if conversations is not None:
+        conversations.check_not_all_raised("evaluation")
     seconds = sum(collector.timer.take().values())
     tokens_per_step = engine.take_metrics()["engine/tokens_per_decode_step"]
     return groups, summarise(groups, seconds, grader.outcomes, tokens_per_decode_step=tokens_per_step)
@@ -280,16 +288,23 @@ def run_evals(
     base = max(recipes, key=lambda one: one.rollout.max_prompt_tokens + one.rollout.max_new_tokens)
     set_cpu_threads(base.num_threads)
     tokenizer = build.build_tokenizer(base)
-    tasks = [load_task(recipe, tokenizer) for recipe in recipes]
+    talks = [build.build_conversations(recipe, tokenizer) for recipe in recipes]
+    tasks = [
+        load_task(recipe, tokenizer, tools=talk.tools if talk else ())
+        for recipe, talk in zip(recipes, talks, strict=True)
+    ]
     prompts = [held_out_prompts(task, recipe) for task, recipe in zip(tasks, recipes, strict=True)]
     policy = build.build_policy(base, model, build.choose_device(base))
     engine = build.build_engine(base, policy, tokenizer)
     engine.warm_up(on_compile)
-    for job, recipe, task, problems in zip(jobs, recipes, tasks, prompts, strict=True):
-        with Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens) as grader:
+    for job, recipe, task, problems, talk in zip(jobs, recipes, tasks, prompts, talks, strict=True):
+        grader = Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)
+        with grader, talk or contextlib.nullcontext():
             show = functools.partial(on_progress, job.name)
             end_ids = build.response_end_ids(model, tokenizer)
-            groups, result = evaluate(recipe, problems, engine, grader, tokenizer, end_ids, on_progress=show)
+            groups, result = evaluate(
+                recipe, problems, engine, grader, tokenizer, end_ids, on_progress=show, conversations=talk
+            )
         extract = extractor(task.verifier)
         if extract is not None and recipe.eval.num_samples > 1:
             result = replace(result, majority=estimate(majority_scores(groups, extract)))

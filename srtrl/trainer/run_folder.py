@@ -68,7 +68,9 @@ MARK = b"srtrl made this folder: --overwrite may delete its files of a run\n"
 """Content of `.lock` in a folder that a run made; earlier versions left it empty."""
 
 FOLDERS = ("checkpoints", "rollouts", "timeline")
-OUTPUTS = (*FOLDERS, "tensorboard", "wandb", "metrics.jsonl", "summary.json", "report.html")
+OBSERVATIONS = "observations"
+"""Folder of what environments said in the steps since the oldest checkpoint: a step that is repeated reads it."""
+OUTPUTS = (*FOLDERS, OBSERVATIONS, "tensorboard", "wandb", "metrics.jsonl", "summary.json", "report.html")
 """What `--overwrite` deletes: what a run, or its report, writes anew."""
 
 
@@ -290,6 +292,15 @@ reward of the recipe. `text` is the response, `answer` the reference answer; run
 neither `step` nor `answer`."""
 
 
+TURN_COLUMNS = {
+    "segment_kinds": "list<string>",
+    "segment_lengths": "list<int32>",
+    "num_turns": "int32",
+    "stop_reason": "string",
+}
+"""Further columns where samples have several turns: see `Conversation` in `srtrl/types.py`."""
+
+
 def step_file_name(step: int) -> str:
     """File name of the rollouts, or of the timeline, of `step`."""
     return f"step_{step:06d}.parquet"
@@ -305,7 +316,8 @@ def write_rollouts(path: Path, groups: Sequence[RolloutGroup], advantages: Mappi
     """
     rows = rollout_rows(step_of(path), groups, advantages)
     rewards = [name for name in chain.from_iterable(rows) if name.startswith("reward_")]
-    _write_table(path, rows, ROLLOUT_COLUMNS | dict.fromkeys(rewards, "float"))
+    turns = TURN_COLUMNS if any("segment_kinds" in row for row in rows) else {}
+    _write_table(path, rows, ROLLOUT_COLUMNS | turns | dict.fromkeys(rewards, "float"))
 
 
 def rollout_rows(
@@ -325,6 +337,14 @@ def rollout_rows(
             "outcome": rollout.grade.outcome,
             **{f"reward_{name}": value for name, value in rollout.grade.parts.items()},
         }
+        if (conversation := rollout.conversation) is not None:
+            kinds, lengths = zip(*conversation.segments, strict=True)
+            given |= {
+                "segment_kinds": kinds,
+                "segment_lengths": lengths,
+                "num_turns": conversation.num_turns,
+                "stop_reason": conversation.stop_reason,
+            }
         rows.append({name: getattr(rollout, name) for name in ROLLOUT_COLUMNS if name not in given} | given)
     return rows
 
@@ -359,7 +379,11 @@ def _write_table(path: Path, rows: Sequence[Mapping[str, object]], columns: Mapp
     import pyarrow
     import pyarrow.parquet
 
-    types = {"list<int32>": pyarrow.list_(pyarrow.int32()), "list<float>": pyarrow.list_(pyarrow.float32())}
+    types = {
+        "list<int32>": pyarrow.list_(pyarrow.int32()),
+        "list<float>": pyarrow.list_(pyarrow.float32()),
+        "list<string>": pyarrow.list_(pyarrow.string()),
+    }
     schema = pyarrow.schema([(name, types.get(kind, kind)) for name, kind in columns.items()])
     sink = pyarrow.BufferOutputStream()
     table = pyarrow.Table.from_pylist(rows, schema=schema)

@@ -244,9 +244,10 @@ def solution_sequence(task: Task, tokenizer: PreTrainedTokenizerBase, prompt: Pr
     """
     solution_ids = tokenizer.encode(task.solution(prompt), add_special_tokens=False)
     zeros = np.zeros(len(solution_ids) + 1, np.float32)
+    token_ids = np.array([*prompt.token_ids, *solution_ids, tokenizer.eos_token_id], np.int64)
     return TrainSequence(
-        token_ids=np.array([*prompt.token_ids, *solution_ids, tokenizer.eos_token_id], np.int64),
-        num_prompt_tokens=len(prompt.token_ids),
+        token_ids=token_ids,
+        targets=np.arange(len(prompt.token_ids), len(token_ids)),
         draw_index=0,
         rollout_logprobs=zeros,
         advantages=zeros,
