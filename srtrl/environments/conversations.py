@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -37,6 +37,8 @@ from srtrl.types import Completion, Conversation, Prompt, SegmentKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from srtrl.engine.engine import Engine
 
 NUM_THREADS = 64
 """Steps of environments that run at the same time, where `step` is no coroutine."""
@@ -203,6 +205,28 @@ class Conversations:
         self._pending = waiting
         return answers
 
+    def take_ended(self, engine: Engine) -> Iterator[tuple[Completion, Conversation]]:
+        """Let the samples go on whose answers have come since the last call; yields those that end with them.
+
+        Their finish reason is `length` where an observation did not fit.
+        """
+        for answer in self.take():
+            if answer.conversation is None:
+                engine.extend(answer.completion, answer.extension)
+                continue
+            engine.end(answer.completion)
+            completion = answer.completion
+            if answer.conversation.stop_reason == "observation":
+                completion = replace(completion, finish_reason="length")
+            yield completion, answer.conversation
+
+    def advance(self, engine: Engine, wait: Callable[[], object]) -> Iterator[tuple[Completion, Conversation]]:
+        """As `take_ended`, but while nothing decodes it calls `wait`, until an answer brings work or none is due."""
+        yield from self.take_ended(engine)
+        while self.num_pending and not engine.has_work:
+            wait()
+            yield from self.take_ended(engine)
+
     def futures(self) -> list[Future[Step]]:
         """What `take` waits for; wait at most `POLL_SECONDS` for it, because of the time limit."""
         return [pending.answer for pending in self._pending]
@@ -341,7 +365,15 @@ class Conversations:
             reward=sample.reward,
             metrics=tuple(sample.metrics),
             tool_seconds=tuple(sample.seconds),
+            texts=tuple(self._texts(completion.token_ids, sample.segments)),
         )
+
+    def _texts(self, token_ids: list[int], segments: Sequence[tuple[SegmentKind, int]]) -> Iterator[str]:
+        start = 0
+        for kind, length in segments:
+            part = token_ids[start : start + length]
+            yield str(self.tokenizer.decode(part, skip_special_tokens=kind == "model"))
+            start += length
 
     def _tokenise(self, observation: str | Sequence[str]) -> list[tuple[SegmentKind, list[int]]]:
         """The tokens of what follows a turn. Text of an environment never becomes a special token."""

@@ -179,7 +179,7 @@ def append_rows(path: Path, outcome: EvalOutcome) -> None:
             "sample_index": rollout.sample_index,
             "prompt": rollout.prompt.text,
             "text": rollout.text,
-            "extracted": None if extract is None else extract(rollout.text),
+            "extracted": None if extract is None else extract(rollout.said),
             "answer": rollout.prompt.answer,
             "correct": None if outcome.task.verifier is None else rollout.grade.outcome == "correct",
             "reward": rollout.grade.reward,

@@ -295,6 +295,7 @@ neither `step` nor `answer`."""
 TURN_COLUMNS = {
     "segment_kinds": "list<string>",
     "segment_lengths": "list<int32>",
+    "segment_texts": "list<string>",
     "num_turns": "int32",
     "stop_reason": "string",
 }
@@ -342,6 +343,7 @@ def rollout_rows(
             given |= {
                 "segment_kinds": kinds,
                 "segment_lengths": lengths,
+                "segment_texts": conversation.texts,
                 "num_turns": conversation.num_turns,
                 "stop_reason": conversation.stop_reason,
             }
