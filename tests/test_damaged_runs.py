@@ -155,7 +155,7 @@ def test_a_damaged_checkpoint_names_the_intact_one_and_the_run_goes_on_from_ther
 
 
 def test_changed_training_data_is_not_resumed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def reordered(*arguments: object) -> object:
+    def reordered(*arguments: object, **_: object) -> object:
         return SimpleNamespace(train_prompts=load_task(*arguments).train_prompts[::-1])  # type: ignore[arg-type]
 
     monkeypatch.setattr(trainer, "load_task", reordered)

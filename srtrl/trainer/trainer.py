@@ -378,7 +378,7 @@ def open_trainer(recipe: Recipe, *, progress: RunProgress, **flags: Unpack[Start
         start_trackers(trainer.accelerator, recipe, step=trainer.step)
         counts = ", ".join(f"{name} {count:,}" for name, count in trainer.task.load_report.items())
         progress.say(f"task {recipe.task.name}: {counts}")
-        progress.say(describe_prompt(trainer.sampler.prompt_of(0), trainer.tokenizer))
+        progress.say(describe_prompt(trainer.sampler.started(trainer.task.train_prompts[0]), trainer.tokenizer))
         for change in changes:
             progress.say(f"--change: {change}")
         if checkpoint is not None and not (checkpoint / MANIFEST).is_file():
