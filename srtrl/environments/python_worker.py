@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
+import numpy.random  # which numpy itself imports at its first use: not in each call
 import sympy  # noqa: F401  for the calls: each fork finds it imported
 
 MEMORY_EXIT_CODE = 71

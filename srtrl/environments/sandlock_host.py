@@ -16,7 +16,6 @@ def main() -> None:
     sandbox = Sandbox(
         fs_readable=settings["readable"],
         fs_writable=["/dev/null"],
-        max_processes=2,  # the interpreter and the call that runs
         no_coredump=True,
     )
     result = sandbox.popen(settings["command"]).wait()
