@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from srtrl import __version__, complete
 from srtrl.bench.replay import replay
 from srtrl.checks import build_checked
+from srtrl.environments import command as tools
 from srtrl.evaluation import command as evaluation
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import build_recipe, dump_recipe, read_source
@@ -196,6 +197,7 @@ def bench(
 
 
 app.command("replay")(replay)
+app.add_typer(tools.app, name="tool")
 
 
 @app.command("report")
