@@ -95,6 +95,8 @@ class RecipeSource:
     data: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     """Dotted key -> `file:line`, or the override's text."""
+    is_foreign: bool = False
+    """Perhaps made by somebody else: what it imports is printed, and is not imported from the current folder."""
 
     def locate(self, key: str) -> str:
         """Where a value stands, or else the nearest section around it that the file has."""
