@@ -219,4 +219,5 @@ def _check_folder(folder: str) -> None:
 
 def _is_local(path: str) -> bool:
     """A hub name is `name` or `organisation/name`; what cannot be one was meant as a folder, there or not."""
-    return path.startswith(("bundled:", ".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
+    is_hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path)
+    return path.startswith(("bundled:", ".", "/", "~")) or not is_hub_name or Path(path).exists()

@@ -16,7 +16,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 
 MAX_WIDTH = 65536
-"""Of slots, samples of a prompt and tokens of a page: more would only take memory."""
+"""Of slots, prompts of a step, samples of a prompt and tokens of a page: more would only take memory."""
 
 
 class Section(BaseModel):
@@ -29,8 +29,8 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def check_size(cls, value: object, info: ValidationInfo) -> object:
-        """No count has more than 31 bits: it would overflow in an array, long after the start."""
-        if isinstance(value, int) and abs(value) >= 2**31 and info.field_name != "seed":
+        """No number needs more than 31 bits: it would overflow in an array, long after the start."""
+        if isinstance(value, int | float) and abs(value) >= 2**31 and info.field_name != "seed":
             raise ValueError(f"expected less than 2^31, found {value}")
         return value
 
@@ -93,7 +93,7 @@ class GradingSection(Section):
 class RolloutSection(Section):
     """The decoder and what it decodes in a step."""
 
-    num_prompts: int = Field(ge=1)
+    num_prompts: int = Field(ge=1, le=MAX_WIDTH)
     """Prompts drawn per step. The rollout batch of a step is `num_prompts` x `num_samples` samples.
 
     verl's `train_batch_size` counts prompts too; TRL's `generation_batch_size` counts samples.

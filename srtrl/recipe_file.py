@@ -247,7 +247,7 @@ def _key_in(data: Any, location: Sequence[Any]) -> str:
     """The dotted key of a value in `data`; pydantic's location may end in the name of an alternative of `A | B`."""
     parts = []
     for part in location:
-        if not isinstance(data, dict | list):
+        if part not in (data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()):
             break
         parts.append(str(part))
         data = data[part]
