@@ -7,12 +7,16 @@ overrides and error messages live in `recipe_file.py`; names such as `algorithm.
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from srtrl.recipe_conflicts import RecipeConflictsError, find_conflicts
 
 Schedule = Literal["constant", "linear", "cosine"]
 """A learning rate after its warm-up."""
+
+
+MAX_WIDTH = 65536
+"""Of slots, prompts of a step, samples of a prompt and tokens of a page: more would only take memory."""
 
 
 class Section(BaseModel):
@@ -21,6 +25,14 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @field_validator("*")
+    @classmethod
+    def check_size(cls, value: object, info: ValidationInfo) -> object:
+        """No number needs more than 31 bits: it would overflow in an array, long after the start."""
+        if isinstance(value, int | float) and abs(value) >= 2**31 and info.field_name != "seed":
+            raise ValueError(f"expected less than 2^31, found {value}")
+        return value
 
 
 class ModelSection(Section):
@@ -100,12 +112,12 @@ class EnvironmentSection(Section):
 class RolloutSection(Section):
     """The decoder and what it decodes in a step."""
 
-    num_prompts: int = Field(ge=1)
+    num_prompts: int = Field(ge=1, le=MAX_WIDTH)
     """Prompts drawn per step. The rollout batch of a step is `num_prompts` x `num_samples` samples.
 
     verl's `train_batch_size` counts prompts too; TRL's `generation_batch_size` counts samples.
     """
-    num_samples: int = Field(ge=1)
+    num_samples: int = Field(ge=1, le=MAX_WIDTH)
     """Samples (responses) of each prompt: the group of GRPO."""
     dynamic_sampling: bool = False
     """Replace the groups that `algorithm.filters` drop by further ones until `num_prompts` are kept (DAPO)."""
@@ -132,7 +144,7 @@ class RolloutSection(Section):
     """Options of that drafter; its `Options` class documents and checks them."""
     draft_budget: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     """`auto`: as many draft nodes as the measured cost of steps justifies. N: at most N per sequence, up to 128."""
-    slots: int = Field(default=64, ge=1)
+    slots: int = Field(default=64, ge=1, le=MAX_WIDTH)
     """Sequences decoded at a time; a finished one is replaced at once."""
     run_ahead: Literal["off", "next_step"] = "next_step"
     """What idle slots decode. `next_step`: samples of the next step, whose tokens later serve as drafts.
@@ -147,7 +159,7 @@ class RolloutSection(Section):
 
     `auto`: 0.03, by the measured cost of steps. On most CPUs a further row is not cheap, and this allows no run-aheads.
     """
-    page_size: int = Field(default=16, ge=1)
+    page_size: int = Field(default=16, ge=1, le=MAX_WIDTH)
     """Tokens in one page of the KV cache."""
     num_pages: int | None = Field(default=None, ge=1)
     """Pages of the KV cache; by default enough for all slots at full length, within `kv_memory_gib`."""
@@ -316,7 +328,7 @@ class EvalSection(Section):
     """Evaluate the first and the last policy (the run's summary compares them)."""
     num_problems: int | None = Field(default=None, ge=1)
     """Held-out problems to use, from the first; by default all of the task's."""
-    num_samples: int = Field(default=1, ge=1)
+    num_samples: int = Field(default=1, ge=1, le=MAX_WIDTH)
     """Samples of each problem."""
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.base import DrafterBase, resolve_drafter
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.environments.conversations import Conversations, resolve_format
 from srtrl.model.attention import check_packed_attention
@@ -19,7 +19,6 @@ from srtrl.model.value_model import ValueModel, load_value_model
 from srtrl.model.weights import end_token_ids, has_tokenizer, load_model, load_tokenizer, read_config
 from srtrl.recipe import CriticSection, Recipe, TrainSection, WarmStartSection
 from srtrl.recipe_file import validate_section
-from srtrl.resolve import resolve_class
 from srtrl.trainer.checkpoint import CRITIC_FOLDER
 from srtrl.trainer.critic import Critic
 from srtrl.trainer.optimizer import build_optimizer
@@ -241,14 +240,9 @@ def build_drafter(recipe: Recipe) -> DrafterBase:
     Raises:
         ValueError: unknown, no drafter, or an option of it is wrong.
     """
-    drafter_class = resolve_class("srtrl.drafters", recipe.rollout.drafter, "Drafter")
-    if not (isinstance(drafter_class, type) and issubclass(drafter_class, DrafterBase)):
-        raise ValueError(
-            f"`{recipe.rollout.drafter}` is no drafter; expected a subclass of {DrafterBase.__module__}:DrafterBase"
-        )
+    drafter_class = resolve_drafter("rollout.drafter", recipe.rollout.drafter)
     given = dict(recipe.rollout.drafter_options)
-    drafter: DrafterBase = drafter_class(validate_section(drafter_class.Options, given, "rollout.drafter_options"))
-    return drafter
+    return drafter_class(validate_section(drafter_class.Options, given, "rollout.drafter_options"))
 
 
 def train_sampling(recipe: Recipe, end_ids: tuple[int, ...]) -> SamplingParams:
