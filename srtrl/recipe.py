@@ -115,7 +115,7 @@ class RolloutSection(Section):
     """Sequences decoded at a time; a finished one is replaced at once.
 
     `auto`: 64 on a CPU. On CUDA as many as the KV cache holds at a quarter of their maximum length, but not more than
-    the samples of a step.
+    the samples of a step, or 1,024.
     """
     run_ahead: Literal["off", "next_step"] = "next_step"
     """What idle slots decode. `next_step`: samples of the next step, whose tokens later serve as drafts.
