@@ -144,8 +144,12 @@ class RolloutSection(Section):
     """Options of that drafter; its `Options` class documents and checks them."""
     draft_budget: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     """`auto`: as many draft nodes as the measured cost of steps justifies. N: at most N per sequence, up to 128."""
-    slots: int = Field(default=64, ge=1, le=MAX_WIDTH)
-    """Sequences decoded at a time; a finished one is replaced at once."""
+    slots: Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_WIDTH)] = "auto"
+    """Sequences decoded at a time; a finished one is replaced at once.
+
+    `auto`: 64 on a CPU. On CUDA as many as the KV cache holds at a quarter of their maximum length, but not more than
+    the samples of a step, or 1,024.
+    """
     run_ahead: Literal["off", "next_step"] = "next_step"
     """What idle slots decode. `next_step`: samples of the next step, whose tokens later serve as drafts.
 
@@ -181,8 +185,11 @@ class RolloutSection(Section):
     """
     cuda_graphs: bool = True
     """On CUDA: launch a decode step as one captured graph. `false` saves memory, but small steps take longer."""
-    prefill_chunk_tokens: int = Field(default=512, ge=1)
-    """Maximum number of prompt tokens computed in one decode step, beside the decoding sequences."""
+    prefill_chunk_tokens: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Maximum number of prompt tokens computed in one decode step, beside the decoding sequences.
+
+    `auto`: 512 on a CPU, 8,192 on CUDA.
+    """
     deterministic: bool | None = None
     """Same tokens and bit-equal log-probs for any slots, pages, drafter and batch (one machine, one thread count).
 
@@ -307,9 +314,10 @@ class TrainSection(Section):
     Take the figure that `srtrl bench gpu` prints, or the data sheet's for dense matrices of the update's type.
     """
     max_logprob_difference: float = Field(default=0.1, gt=0)
-    """The run stops, before any optimizer step, if decoder and trainer log-probs differ by more, in nats: the mean.
+    """The run stops, before any optimizer step, if the log-probs of decoder and trainer differ by more nats on average.
 
-    The largest difference of one token is logged only: in bfloat16 a trainer differs from itself by 0.6 nats at some.
+    The largest difference of a single token is only logged, because in bfloat16 two correct computations of one token's
+    log-prob can differ by 0.6 nats.
     """
     max_logprob_kl: float = Field(default=0.05, gt=0)
     """The same for the estimate of KL(decoder || trainer) in nats per token, which a few large differences raise."""

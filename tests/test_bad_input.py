@@ -6,7 +6,6 @@ refuses), one message, no traceback, and no file or folder made or changed.
 
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
@@ -36,7 +35,18 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "--temperature": (*NUMBERS, "inf"),
         "--top-p": (*NUMBERS, "0", "2", "inf"),
         "--kv-memory-gib": (*NUMBERS, "0", "inf", "1e-9"),
-        "--drafter": ("", "x", "os:system", "os", ":", "no_such_module:D", "os:nothing", "../srt", "base", "srtrl.cli:app"),
+        "--drafter": (
+            "",
+            "x",
+            "os:system",
+            "os",
+            ":",
+            "no_such_module:D",
+            "os:nothing",
+            "../srt",
+            "base",
+            "srtrl.cli:app",
+        ),
         "--device": ("gpu", "CUDA:99"),
         "--dtype": ("float16",),
         "--prompt": ("", "\ud800"),
@@ -47,11 +57,10 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "--no-such-option": ("1",),
     },
     "generate policy": {"": ("",), "--prompts": ("empty.jsonl",)},
-    "generate --prompt 1": {name: ("",) for name in ()}
-    | {
-        model: ("",)
-        for model in ("nowhere/at/all", "garbage", "folder", "bundled:", "bundled:x", "bundled:../..", "/", "run/checkpoints")
-    },
+    "generate --prompt 1": dict.fromkeys((), ("",))
+    | dict.fromkeys(
+        ("nowhere/at/all", "garbage", "folder", "bundled:", "bundled:x", "bundled:../..", "/", "run/checkpoints"), ("",)
+    ),
     EVAL: {
         "--samples": (*INTEGERS, "0", "1000000000"),
         "--problems": (*INTEGERS, "0"),
@@ -200,7 +209,7 @@ def command_lines() -> Iterator[list[str]]:
                 words = [word for word in words if word]
                 if joins:
                     words[-1] += value.replace("_", " ") if "{" in words[-1] + value else value
-                elif value or option.startswith("--") and option not in FLAGS:
+                elif value or (option.startswith("--") and option not in FLAGS):
                     words.append(value)
                 yield words
     for override in values_of_fields():

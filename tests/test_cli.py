@@ -1,6 +1,7 @@
 """The command line: what reaches the functions behind it, what it prints, and how it fails."""
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,23 @@ def test_train_hands_over_the_recipe_and_says_what_to_do_next(
         else "srtrl report runs/test"
     )
     assert following in result.stdout
+
+
+@pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "a"}, {"PYTORCH_ALLOC_CONF": "b"}])
+def test_train_lets_memory_segments_of_cuda_grow_unless_the_user_configured_torchs_allocator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
+) -> None:
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    environment = {name: value for name, value in os.environ.items() if name not in names} | given
+    monkeypatch.setattr(os, "environ", environment)
+    run("train", tmp_path / "absent.yaml")
+    expected = given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert {name: environment[name] for name in names if name in environment} == expected
+
+
+def test_train_configures_torchs_allocator_before_torch_is_imported() -> None:
+    code = "import sys, srtrl.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_interrupts_and_bugs_are_told_apart(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

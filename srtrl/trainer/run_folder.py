@@ -446,7 +446,7 @@ class RunProgress:
             disable=not self.console.is_terminal,
         )
         self._outer = self._bars.add_task(title, total=num_steps, count=f"0/{num_steps}", text="")
-        self._inner = self._bars.add_task("", total=1, count="", text="", visible=False)
+        self._inner = self._bars.add_task("", count="", text="", visible=False)
         self._stage = ""
 
     def __enter__(self) -> Self:
@@ -454,6 +454,7 @@ class RunProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._bars.update(self._inner, visible=False)
         self._bars.stop()
 
     def step(self, step: int, text: str) -> None:
@@ -467,13 +468,12 @@ class RunProgress:
         """Show how far the running stage is (a terminal only); without `num_total` only that it runs."""
         if num_done == num_total and name == "rollout":
             name, num_done, num_total = "grading", 0, 0  # of what is decoded; there is nothing to count
+        count = f"{f'{num_done}/{num_total}' if num_total else '':>9}"  # of one width, so that the bars stay in place
         if name != self._stage:
             self._stage = name
-            self._bars.reset(self._inner)
-        count = f"{num_done}/{num_total}" if num_total else ""
-        self._bars.update(
-            self._inner, description=f"  {name}", completed=num_done, total=max(1, num_total), count=count, visible=True
-        )
+            self._bars.remove_task(self._inner)
+            self._inner = self._bars.add_task(f"  {name:<12}", total=num_total or None, count=count, text="")
+        self._bars.update(self._inner, completed=num_done, total=num_total or None, count=count, visible=True)
 
     def compiling(self, num_done: int, num_total: int) -> None:
         """A CPU kernel is being compiled: say once what takes so long."""
