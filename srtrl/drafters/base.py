@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.recipe import Section
+from srtrl.resolve import resolve_class
 from srtrl.types import Completion, Request
 
 Int32Array = npt.NDArray[np.int32]
@@ -90,6 +91,17 @@ class DrafterBase:
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote; a folder without it (of another drafter) leaves the drafter empty."""
+
+
+def resolve_drafter(option: str, name: str) -> type[DrafterBase]:
+    """The class of the drafter `name`, ours or `package.module:Class`; ValueError, naming `option`, if it is none."""
+    try:
+        drafter_class = resolve_class("srtrl.drafters", name, "Drafter")
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from error
+    if not (isinstance(drafter_class, type) and issubclass(drafter_class, DrafterBase)):
+        raise ValueError(f"{option}: `{name}` is no drafter; expected a subclass of {__name__}:DrafterBase")
+    return drafter_class
 
 
 def end_to_end(texts: Sequence[Sequence[int] | Int32Array]) -> tuple[Int32Array, Int64Array]:

@@ -106,7 +106,7 @@ class Engine:
             raise ValueError(f"{who}: token id {unknown[0]} is not in the vocabulary of {self.vocab_size}")
         if sampling.max_new_tokens < 1:
             raise ValueError(f"{who}: max_new_tokens is {sampling.max_new_tokens}, expected at least 1")
-        if sampling.temperature < 0 or sampling.top_k < 0 or not 0 < sampling.top_p <= 1:
+        if not (0 <= sampling.temperature < float("inf") and 0 <= sampling.top_k < 2**31 and 0 < sampling.top_p <= 1):
             raise ValueError(
                 f"{who}: expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1, found {sampling.temperature}, "
                 f"{sampling.top_k} and {sampling.top_p}"

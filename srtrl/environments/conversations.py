@@ -458,6 +458,11 @@ def resolve_format(section: EnvironmentSection) -> type[Format]:
     found: Any = resolve_class("srtrl.environments", name, "Format") if ":" in name else FORMATS[name]
     if not (isinstance(found, type) and issubclass(found, Format)):
         raise ValueError(f"rollout.environment.format: `{name}` is no subclass of srtrl.environments.formats:Format")
+    if resolve_environment(section)[0].tools and not found.reads_calls:
+        raise ValueError(
+            f"rollout.environment.format: `{name}` finds no calls, and the environment {section.name} has tools: "
+            "expected code_tags or hermes"
+        )
     return found
 
 

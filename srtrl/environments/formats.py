@@ -35,6 +35,8 @@ class Format:
 
     stop_strings: ClassVar[tuple[str, ...]] = ()
     """What ends a turn, beside an end token."""
+    reads_calls: ClassVar[bool] = False
+    """Whether `parse` can find any."""
     describes_tools: ClassVar[bool] = False
     """Whether the chat template tells the policy of the tools."""
 
@@ -70,6 +72,7 @@ class CodeTags(Format):
     """
 
     stop_strings = ("</code>",)
+    reads_calls = True
     FENCE = re.compile(r"\A\s*```(?:python|py)?[ \t]*\n(.*?)\n?[ \t]*```\s*\Z", re.DOTALL)
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", tools: Sequence[Tool]) -> None:
@@ -170,7 +173,7 @@ class Hermes(Chat):
     """
 
     role = "tool"
-    describes_tools = True
+    reads_calls = describes_tools = True
     CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
     def parse(self, text: str) -> list[ToolCall]:

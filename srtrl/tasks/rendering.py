@@ -36,16 +36,13 @@ def apply_chat_template(
     import jinja2
 
     if tokenizer.chat_template is None:
-        raise ValueError(
-            "task.options.chat_template: the tokenizer has no chat template, which `chat_template: true` and rows of "
-            "messages need; use texts and a plain prompt_template, or the tokenizer of a model for chats"
-        )
+        raise ValueError("the tokenizer has no chat template: use plain texts, or the tokenizer of a model for chats")
     try:
         texts = tokenizer.apply_chat_template(
             list(conversations), tokenize=False, add_generation_prompt=add_generation_prompt, **options
         )
     except jinja2.TemplateError as error:
-        raise ValueError(f"task.options.chat_template: the tokenizer's template refuses: {error}") from error
+        raise ValueError(f"the tokenizer's chat template refuses: {error}") from error
     return [str(text) for text in texts]
 
 

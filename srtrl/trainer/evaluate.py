@@ -27,7 +27,7 @@ from srtrl.tasks.base import Task, load_task
 from srtrl.tasks.final_answer import extractor
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
-from srtrl.trainer.checkpoint import checkpoint_name, latest_checkpoint, list_checkpoints
+from srtrl.trainer.checkpoint import MANIFEST, check_policy, checkpoint_name, latest_checkpoint, list_checkpoints
 from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, Prompt, RolloutGroup
 
 if TYPE_CHECKING:
@@ -220,19 +220,23 @@ def resolve_eval_source(model_or_run: str, *, step: int | None = None) -> tuple[
         The model as given and None; for a run folder (one with `recipe.yaml`) the checkpoint and its recipe's path.
 
     Raises:
-        ValueError: the run has no checkpoint (of that step), or `step` is given for a model.
+        ValueError: the run has no checkpoint (of that step), or the policy in it is damaged, or `step` is given for a
+            model.
     """
     folder = Path(model_or_run)
     recipe_path = folder / "recipe.yaml"
     if not recipe_path.is_file():
         if step is not None:
             raise ValueError(f"--step: {model_or_run} is not a run folder (it has no recipe.yaml)")
+        if folder.name.startswith("step_") and (folder / MANIFEST).is_file():  # the checkpoint of a run
+            check_policy(folder)
         return model_or_run, None
     checkpoints = folder / "checkpoints"
     chosen = latest_checkpoint(checkpoints) if step is None else checkpoints / checkpoint_name(step)
     if chosen is None or not chosen.is_dir():
         known = ", ".join(path.name for path in list_checkpoints(checkpoints)) or "none"
         raise ValueError(f"{folder} has no checkpoint{'' if step is None else f' of step {step}'}; there: {known}")
+    check_policy(chosen)
     return str(chosen), recipe_path
 
 
@@ -295,7 +299,10 @@ def run_evals(
     ]
     prompts = [held_out_prompts(task, recipe) for task, recipe in zip(tasks, recipes, strict=True)]
     policy = build.build_policy(base, model, build.choose_device(base))
-    engine = build.build_engine(base, policy, tokenizer)
+    num_samples = max(
+        len(problems) * recipe.eval.num_samples for recipe, problems in zip(recipes, prompts, strict=True)
+    )
+    engine = build.build_engine(base, policy, tokenizer, num_samples=num_samples)
     engine.warm_up(on_compile)
     for job, recipe, task, problems, talk in zip(jobs, recipes, tasks, prompts, talks, strict=True):
         grader = Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)

@@ -160,7 +160,10 @@ class StepSampler:
 
     def prompt_of(self, draw: int) -> Prompt:
         """The prompt of one draw of the run."""
-        prompt = self.task.train_prompts[self.order.prompt_of(draw)]
+        return self.started(self.task.train_prompts[self.order.prompt_of(draw)])
+
+    def started(self, prompt: Prompt) -> Prompt:
+        """A prompt with what the environment, if there is one, begins with."""
         max_tokens = self.recipe.rollout.max_prompt_tokens
         return prompt if self.conversations is None else self.conversations.started(prompt, max_tokens)
 

@@ -361,7 +361,6 @@ def open_trainer(recipe: Recipe, *, progress: RunProgress, **flags: Unpack[Start
     """Everything that a run needs, ready for its next step; see `run_training` for the arguments and errors."""
     changes = check_run_folder(recipe, **flags)
     check_trackers(recipe.log)
-    build.check_compiler(recipe)
     resume = flags.get("resume", False)
     checkpoint = checkpoint_to_resume(run_path(recipe) / "checkpoints", flags.get("from_step")) if resume else None
     with ExitStack() as stack:
@@ -376,9 +375,10 @@ def open_trainer(recipe: Recipe, *, progress: RunProgress, **flags: Unpack[Start
         if run.checkpoint != checkpoint:
             raise ValueError(f"{run.path} has changed while the model was loading: another process trains there")
         start_trackers(trainer.accelerator, recipe, step=trainer.step)
+        run.has_begun()
         counts = ", ".join(f"{name} {count:,}" for name, count in trainer.task.load_report.items())
         progress.say(f"task {recipe.task.name}: {counts}")
-        progress.say(describe_prompt(trainer.sampler.prompt_of(0), trainer.tokenizer))
+        progress.say(describe_prompt(trainer.sampler.started(trainer.task.train_prompts[0]), trainer.tokenizer))
         for change in changes:
             progress.say(f"--change: {change}")
         if checkpoint is not None and not (checkpoint / MANIFEST).is_file():
