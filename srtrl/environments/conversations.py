@@ -101,8 +101,8 @@ class Conversations:
         self.environment_class, self.options = resolve_environment(section)
         self.format: Format = resolve_format(section)(tokenizer, self.environment_class.tools)
         self._samples: dict[tuple[str, int, int], _Sample] = {}
-        self._started: dict[str, Prompt] = {}
-        """By id, prompts with what the environment begins with."""
+        self._started: dict[tuple[str, str], Prompt] = {}
+        """By id and text, prompts with what the environment begins with."""
         self._pending: list[_Pending] = []
         self._record = Record(None)
         self._num_raised: Counter[bool] = Counter()
@@ -145,7 +145,8 @@ class Conversations:
         """
         if self.environment_class.start is EnvironmentBase.start:
             return prompt
-        if prompt.prompt_id not in self._started:
+        key = prompt.prompt_id, prompt.text
+        if key not in self._started:
             with Caught() as caught:
                 environment = self.environment_class(self.options, self._shared)
                 messages = environment.start(prompt)
@@ -153,8 +154,8 @@ class Conversations:
             if caught.error is not None:
                 message = f"`start` of the environment {self.section.name} raised on prompt {prompt.prompt_id!r}"
                 raise ValueError(f"{message}: {describe_error(caught.error)}") from caught.error
-            self._started[prompt.prompt_id] = self._append(prompt, messages or (), max_prompt_tokens)
-        return self._started[prompt.prompt_id]
+            self._started[key] = self._append(prompt, messages or (), max_prompt_tokens)
+        return self._started[key]
 
     def _append(self, prompt: Prompt, messages: Messages, max_prompt_tokens: int) -> Prompt:
         bos, text = self.tokenizer.bos_token, self.format.start(prompt.text, messages)
