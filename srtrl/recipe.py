@@ -7,12 +7,16 @@ overrides and error messages live in `recipe_file.py`; names such as `algorithm.
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from srtrl.recipe_conflicts import RecipeConflictsError, find_conflicts
 
 Schedule = Literal["constant", "linear", "cosine"]
 """A learning rate after its warm-up."""
+
+
+MAX_WIDTH = 65536
+"""Of slots, prompts of a step, samples of a prompt and tokens of a page: more would only take memory."""
 
 
 class Section(BaseModel):
@@ -21,6 +25,14 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @field_validator("*")
+    @classmethod
+    def check_size(cls, value: object, info: ValidationInfo) -> object:
+        """No number needs more than 31 bits: it would overflow in an array, long after the start."""
+        if isinstance(value, int | float) and abs(value) >= 2**31 and info.field_name != "seed":
+            raise ValueError(f"expected less than 2^31, found {value}")
+        return value
 
 
 class ModelSection(Section):
@@ -78,15 +90,34 @@ class GradingSection(Section):
     """CPU seconds one sample may take; a sample that takes longer is retried once alone, then counted as `timeout`."""
 
 
+class EnvironmentSection(Section):
+    """What answers the policy between the turns of a sample: a tool, a game, another program."""
+
+    name: str
+    """An environment in `srtrl/environments/`, or `package.module:Class` of your own."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of that environment; its `Options` class documents and checks them."""
+    format: str = "text"
+    """How calls are written and observations are put in: `text`, `chat`, `code_tags` or `hermes`, or a class of your
+    own (`package.module:Class`)."""
+    max_turns: int = Field(default=8, ge=1, le=10_000)
+    """Maximum number of turns of the policy in a sample."""
+    max_observation_tokens: int = Field(default=512, ge=16, le=1_000_000)
+    """Of a longer observation the middle is left out."""
+    timeout_seconds: float = Field(default=300.0, gt=0, le=86_400)
+    """Wall-clock time that an environment may take for one turn; the sample ends then. A last resort: the Python tool
+    has limits of its own."""
+
+
 class RolloutSection(Section):
     """The decoder and what it decodes in a step."""
 
-    num_prompts: int = Field(ge=1)
+    num_prompts: int = Field(ge=1, le=MAX_WIDTH)
     """Prompts drawn per step. The rollout batch of a step is `num_prompts` x `num_samples` samples.
 
     verl's `train_batch_size` counts prompts too; TRL's `generation_batch_size` counts samples.
     """
-    num_samples: int = Field(ge=1)
+    num_samples: int = Field(ge=1, le=MAX_WIDTH)
     """Samples (responses) of each prompt: the group of GRPO."""
     dynamic_sampling: bool = False
     """Replace the groups that `algorithm.filters` drop by further ones until `num_prompts` are kept (DAPO)."""
@@ -105,13 +136,15 @@ class RolloutSection(Section):
     """The logits are divided by it, both in the decoder and in the update."""
     stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """A response ends once its text contains one of these."""
+    environment: EnvironmentSection | None = None
+    """What the policy may call or talk to (docs/tools.md); by default a sample is a single turn."""
     drafter: str = "srt"
     """A drafter in `srtrl/drafters/` (`none` drafts nothing), or `package.module:Class` of your own."""
     drafter_options: dict[str, Any] = Field(default_factory=dict)
     """Options of that drafter; its `Options` class documents and checks them."""
     draft_budget: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     """`auto`: as many draft nodes as the measured cost of steps justifies. N: at most N per sequence, up to 128."""
-    slots: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    slots: Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_WIDTH)] = "auto"
     """Sequences decoded at a time; a finished one is replaced at once.
 
     `auto`: 64 on a CPU. On CUDA as many as the KV cache holds at a quarter of their maximum length, but not more than
@@ -130,7 +163,7 @@ class RolloutSection(Section):
 
     `auto`: 0.03, by the measured cost of steps. On most CPUs a further row is not cheap, and this allows no run-aheads.
     """
-    page_size: int = Field(default=16, ge=1)
+    page_size: int = Field(default=16, ge=1, le=MAX_WIDTH)
     """Tokens in one page of the KV cache."""
     num_pages: int | None = Field(default=None, ge=1)
     """Pages of the KV cache; by default enough for all slots at full length, within `kv_memory_gib`."""
@@ -303,7 +336,7 @@ class EvalSection(Section):
     """Evaluate the first and the last policy (the run's summary compares them)."""
     num_problems: int | None = Field(default=None, ge=1)
     """Held-out problems to use, from the first; by default all of the task's."""
-    num_samples: int = Field(default=1, ge=1)
+    num_samples: int = Field(default=1, ge=1, le=MAX_WIDTH)
     """Samples of each problem."""
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy."""

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import yaml
 from recipe_cases import recipe_text
-from tiny_run import make_policy
+from tiny_run import make_checkpoint, make_policy
 from typer.testing import CliRunner, Result
 
 from srtrl import __version__
@@ -242,9 +242,8 @@ def test_eval_of_a_run_uses_its_recipe_and_newest_checkpoint(
     recipe_file: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = recipe_file.parent
-    (folder / "checkpoints").mkdir()
     for step in (10, 20):
-        (folder / "checkpoints" / f"step_{step:06d}").symlink_to(policy)
+        make_checkpoint(policy, folder, step)
     assert evaluated(monkeypatch, folder).model.path == str(folder / "checkpoints" / "step_000020")
     assert evaluated(monkeypatch, folder, "--step", 10).model.path == str(folder / "checkpoints" / "step_000010")
 

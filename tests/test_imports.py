@@ -13,6 +13,7 @@ LAYERS = (
     ("drafters",),
     ("engine",),
     ("tasks",),
+    ("environments",),
     ("rollout",),
     ("trainer",),
     ("evaluation", "report", "bench"),

@@ -18,6 +18,11 @@ def correct(sample: RewardInput) -> float:
     return 1.0 if sample.correct else 0.0
 
 
+def environment(sample: RewardInput) -> float:
+    """The sum of the rewards that the sample's environment gave."""
+    return sample.environment_reward
+
+
 def format(sample: RewardInput) -> float:
     r"""1 where the completion ended by itself and its last line states the answer, else 0.
 

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.base import DrafterBase, resolve_drafter
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.kv_memory import choose_slots, free_bytes, kv_bytes
 from srtrl.engine.runner import page_bytes_of
+from srtrl.environments.conversations import Conversations, resolve_format
 from srtrl.model.attention import check_packed_attention
 from srtrl.model.transformer import CompiledLayers
 from srtrl.model.value_model import ValueModel, load_value_model
 from srtrl.model.weights import end_token_ids, has_tokenizer, load_model, load_tokenizer, read_config
 from srtrl.recipe import CriticSection, Recipe, TrainSection, WarmStartSection
 from srtrl.recipe_file import validate_section
-from srtrl.resolve import resolve_class
 from srtrl.trainer.checkpoint import CRITIC_FOLDER
 from srtrl.trainer.critic import Critic
 from srtrl.trainer.optimizer import build_optimizer
@@ -292,14 +292,9 @@ def build_drafter(recipe: Recipe) -> DrafterBase:
     Raises:
         ValueError: unknown, no drafter, or an option of it is wrong.
     """
-    drafter_class = resolve_class("srtrl.drafters", recipe.rollout.drafter, "Drafter")
-    if not (isinstance(drafter_class, type) and issubclass(drafter_class, DrafterBase)):
-        raise ValueError(
-            f"`{recipe.rollout.drafter}` is no drafter; expected a subclass of {DrafterBase.__module__}:DrafterBase"
-        )
+    drafter_class = resolve_drafter("rollout.drafter", recipe.rollout.drafter)
     given = dict(recipe.rollout.drafter_options)
-    drafter: DrafterBase = drafter_class(validate_section(drafter_class.Options, given, "rollout.drafter_options"))
-    return drafter
+    return drafter_class(validate_section(drafter_class.Options, given, "rollout.drafter_options"))
 
 
 def train_sampling(recipe: Recipe, end_ids: tuple[int, ...]) -> SamplingParams:
@@ -308,8 +303,24 @@ def train_sampling(recipe: Recipe, end_ids: tuple[int, ...]) -> SamplingParams:
         max_new_tokens=recipe.rollout.max_new_tokens,
         temperature=recipe.rollout.temperature,
         end_token_ids=end_ids,
-        stop_strings=tuple(recipe.rollout.stop_strings),
+        stop_strings=(*recipe.rollout.stop_strings, *_turn_ends(recipe)),
     )
+
+
+def _turn_ends(recipe: Recipe) -> tuple[str, ...]:
+    """What ends a turn by the format of the recipe's environment."""
+    environment = recipe.rollout.environment
+    return () if environment is None else resolve_format(environment).stop_strings
+
+
+def build_conversations(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Conversations | None:
+    """What answers the policy between two turns; None where a sample is a single turn.
+
+    Raises:
+        ValueError: the environment or its format is unknown or wrong, or does not fit the tokenizer.
+    """
+    environment = recipe.rollout.environment
+    return None if environment is None else Conversations(environment, tokenizer)
 
 
 def eval_sampling(recipe: Recipe, end_ids: tuple[int, ...]) -> SamplingParams:

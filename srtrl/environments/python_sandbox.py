@@ -1,0 +1,332 @@
+"""Python as a tool: a pool of sandboxed interpreters, each with a thread that hands it one call at a time.
+
+`srtrl/environments/python_worker.py` is what runs inside. What comes back is data that its trusted parent wrote; the
+code of a call can neither write to that pipe nor reach the process that does.
+"""
+
+import json
+import logging
+import os
+import queue
+import select
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+logger = logging.getLogger(__name__)
+
+SandboxKind = Literal["auto", "sandlock", "bubblewrap", "none"]
+ToolStatus = Literal["ok", "error", "timeout", "memory", "killed"]
+
+WORKER_FILE = Path(__file__).with_name("python_worker.py")
+HOST_FILE = Path(__file__).with_name("sandlock_host.py")
+PACKAGES = ("numpy", "sympy", "mpmath")
+"""What the interpreters need; all of the folders where these are installed can be read and imported by a call."""
+SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
+DEVICES = ("/dev/null", "/dev/urandom")
+MAX_CODE_BYTES = 1_000_000
+"""Longer code is refused: its syntax tree alone would take gigabytes."""
+START_SECONDS = 120.0
+"""How long an interpreter may take to start and to import numpy and sympy."""
+GRACE_SECONDS = 10.0
+"""How long after `wall_seconds` an interpreter may take to report, before it is killed itself."""
+REAP_SECONDS = 5.0
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SandboxLimits:
+    """What one call may use.
+
+    Raises:
+        ValueError: a limit that is not positive.
+    """
+
+    cpu_seconds: int = 5
+    """CPU time, in whole seconds, kept by the kernel."""
+    wall_seconds: float = 60.0
+    """Wall-clock time: a backstop for code that sleeps, generous because a loaded machine is slow."""
+    memory_mb: int = 1024
+    """MiB of address space beyond what the interpreter has when the call begins."""
+    output_bytes: int = 65536
+    """Of standard output, and of standard error; code that prints more is killed."""
+    num_files: int = 64
+    """Open file descriptors."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value <= 0:
+                raise ValueError(f"{name} must be positive, not {value}")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ToolResult:
+    """How a call ended."""
+
+    status: ToolStatus
+    """`ok`: exit code 0; `error`: another one, with the traceback in `stderr`; `timeout`: CPU or wall-clock time;
+    `memory`: a MemoryError; `killed`: by a signal, for too much output, or because its interpreter ended."""
+    stdout: str
+    stderr: str
+    exit_code: int
+    """Minus the number of the signal, if that ended it."""
+    seconds: float
+    """Wall-clock time."""
+    is_truncated: bool = False
+    """Whether it printed more than `output_bytes`; its output is what came before."""
+
+
+class PythonSandbox:
+    """Runs Python code in sandboxed interpreters. Use it as a context manager: leaving it ends all of them.
+
+    Args:
+        limits: Of each call.
+        num_workers: Number of interpreters, and so of calls at the same time.
+        sandbox: `auto` takes sandlock where the kernel can, else bubblewrap where it is installed, else refuses.
+
+    Raises:
+        ValueError: there is no sandbox of this kind on this machine, or a package is missing; says what to do.
+        RuntimeError: an interpreter does not start; with what it said.
+    """
+
+    def __init__(self, limits: SandboxLimits, *, num_workers: int = 2, sandbox: SandboxKind = "auto") -> None:
+        if num_workers < 1:
+            raise ValueError(f"the Python sandbox needs at least 1 worker, not {num_workers}")
+        self.kind = choose_kind(sandbox)
+        if self.kind == "none":
+            logger.warning(
+                "sandbox: none. Code that the policy writes runs with the rights of this user: it can read and write "
+                "your files and, for example, your credentials. Only its CPU time, memory and output are limited"
+            )
+        command, environment = _command(self.kind, limits)
+        self._workers: list[_Worker] = []
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="srtrl-python")
+        try:
+            for _ in range(num_workers):
+                self._workers.append(_Worker(command, environment, limits))
+            for worker in self._workers:
+                worker.await_start()
+                self._idle.put(worker)
+        except RuntimeError:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def submit(self, code: str) -> "Future[ToolResult]":
+        """Run `code` as soon as an interpreter is free; returns at once.
+
+        The result raises RuntimeError if an interpreter had ended and another does not start.
+        """
+        return self._threads.submit(self._run, code)
+
+    def run(self, code: str) -> ToolResult:
+        """Run `code` and wait for its end."""
+        return self.submit(code).result()
+
+    def close(self) -> None:
+        """End all interpreters now; calls that wait are dropped, calls that run end as `killed`."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.stop()
+        self._threads.shutdown(wait=True)
+        for worker in self._workers:
+            worker.reap()
+
+    def _run(self, code: str) -> ToolResult:
+        worker = self._idle.get()  # never waits: there are as many workers as threads
+        try:
+            return worker.run(code)
+        finally:
+            self._idle.put(worker)
+
+
+class _Worker:
+    """One interpreter, replaced when it ends; used by one thread at a time, but for `stop`."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], limits: SandboxLimits) -> None:
+        self._command = command
+        self._environment = environment
+        self._wall_seconds = limits.wall_seconds
+        self._max_reply_bytes = 12 * limits.output_bytes + 10_000  # a byte is at most six characters of JSON
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._start()
+
+    def run(self, code: str) -> ToolResult:
+        """Run one call.
+
+        Raises:
+            RuntimeError: the interpreter had to be replaced, and the new one does not start.
+        """
+        request = json.dumps(code).encode("ascii") + b"\n"
+        if len(request) > MAX_CODE_BYTES:
+            stderr = f"SyntaxError: the code has more than {MAX_CODE_BYTES} bytes\n"
+            return ToolResult(status="error", stdout="", stderr=stderr, exit_code=1, seconds=0.0)
+        if not self._is_ready:
+            self.reap()
+            self._start()
+            self.await_start()
+        begun = time.monotonic()
+        reply = self._exchange(request, self._wall_seconds + GRACE_SECONDS)
+        if reply is not None:
+            return ToolResult(**json.loads(reply))
+        said = self.reap()
+        if not self._stopped:
+            logger.warning("a sandboxed interpreter ended during a call, starting another: %s", said or "no message")
+        seconds = time.monotonic() - begun
+        return ToolResult(status="killed", stdout="", stderr="", exit_code=-9, seconds=seconds)
+
+    def await_start(self) -> None:
+        """Wait until the interpreter has imported its packages.
+
+        Raises:
+            RuntimeError: it has not.
+        """
+        self._is_ready = self._exchange(b"", START_SECONDS) is not None
+        if not self._is_ready:
+            said = self.reap()
+            raise RuntimeError(f"a sandboxed interpreter did not start: {said or 'no message'}")
+
+    def stop(self) -> None:
+        """Kill the interpreter and the call that it runs, from any thread; `run` then returns."""
+        with self._lock:
+            self._stopped = True
+            self._process.kill()
+
+    def reap(self) -> str:
+        """Kill the interpreter, if it lives, and wait until it is gone; returns the end of what it said on stderr."""
+        self._is_ready = False
+        self._process.kill()
+        try:
+            _, said = self._process.communicate(timeout=REAP_SECONDS)  # ends when all holders of the pipes have
+        except (subprocess.TimeoutExpired, ValueError):  # ValueError: reaped before
+            return ""
+        return said.decode("utf-8", "replace").strip()[-1000:]
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._stopped:
+                raise RuntimeError("the Python sandbox is closed")
+            self._is_ready = False
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=self._environment,
+                cwd="/",
+                start_new_session=True,  # Ctrl-C is for the trainer, which finishes its step
+                bufsize=0,
+            )
+            assert self._process.stdin is not None
+            os.set_blocking(self._process.stdin.fileno(), False)
+
+    def _exchange(self, request: bytes, seconds: float) -> bytes | None:
+        """Send a request, return the line that answers it; None if the interpreter ends or is late."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        requests, replies = self._process.stdin.fileno(), self._process.stdout.fileno()
+        deadline = time.monotonic() + seconds
+        poll = select.poll()
+        poll.register(replies, select.POLLIN)
+        if request:
+            poll.register(requests, select.POLLOUT)
+        reply = bytearray()
+        while not reply.endswith(b"\n"):
+            events = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+            if requests in events:
+                try:
+                    request = request[os.write(requests, request) :]
+                except BrokenPipeError:
+                    return None
+                if not request:
+                    poll.unregister(requests)
+            if replies in events:
+                chunk = os.read(replies, 1 << 16)
+                reply += chunk
+                if not chunk or len(reply) > self._max_reply_bytes:
+                    return None
+            if not events:
+                return None
+        return bytes(reply)
+
+
+def choose_kind(wanted: SandboxKind) -> Literal["sandlock", "bubblewrap", "none"]:
+    """The sandbox to use on this machine.
+
+    Raises:
+        ValueError: the wanted one, or for `auto` any, cannot be used; says why and what to do.
+    """
+    if wanted == "none":
+        return "none"
+    problem = _sandlock_problem()
+    if wanted in ("auto", "sandlock") and problem is None:
+        return "sandlock"
+    if wanted in ("auto", "bubblewrap") and shutil.which("bwrap"):
+        return "bubblewrap"
+    advice = "Install bubblewrap (the command bwrap), or write sandbox: none to run the code without protection"
+    reason = "bubblewrap: the command bwrap is not installed" if wanted == "bubblewrap" else f"sandlock: {problem}"
+    raise ValueError(f"no sandbox for the Python tool. {reason}. {advice}")
+
+
+def _sandlock_problem() -> str | None:
+    """Why sandlock cannot be used here."""
+    if find_spec("sandlock") is None:
+        return "the package is not installed: pip install 'srtrl[tools]'"
+    import sandlock
+
+    found, needed = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
+    if found < needed:
+        return f"it needs version {needed} of the kernel's Landlock (Linux 6.12), this kernel has {max(found, 0)}"
+    return None
+
+
+def _command(kind: str, limits: SandboxLimits) -> tuple[list[str], dict[str, str]]:
+    """The command that starts an interpreter, and all of its environment variables."""
+    folders = []
+    for package in (*PACKAGES, "sandlock") if kind == "sandlock" else PACKAGES:
+        spec = find_spec(package)
+        if spec is None or spec.origin is None:
+            raise ValueError(f"the Python sandbox needs the package {package}: pip install {package}")
+        folders.append(str(Path(spec.origin).parent.parent))
+    folders = list(dict.fromkeys(folders))
+    environment = {
+        "PYTHONPATH": os.pathsep.join(folders),
+        "PYTHONHASHSEED": "0",
+        "LC_ALL": "C.UTF-8",
+        "OPENBLAS_NUM_THREADS": "1",  # a fork has no other threads, so the interpreter must have none
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "1",
+    }
+    python = os.path.realpath(sys.executable)
+    inside = [python, "-S", "-P", "-s", "-B", "-X", "utf8", str(WORKER_FILE), json.dumps(asdict(limits))]
+    library = Path(sys.base_prefix) / "lib"
+    paths = [*SYSTEM_PATHS, str(library), sysconfig.get_path("stdlib"), *folders, python, str(WORKER_FILE)]
+    readable = [path for path in dict.fromkeys(paths) if Path(path).exists()]
+    if kind == "sandlock":
+        settings = {"readable": [*readable, *DEVICES], "command": inside}
+        return [sys.executable, "-S", "-P", "-s", "-B", str(HOST_FILE), json.dumps(settings)], environment
+    if kind == "bubblewrap":
+        wrapper = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+        for path in readable:
+            wrapper += ["--ro-bind", path, path]
+        for device in DEVICES:
+            wrapper += ["--dev-bind", device, device]
+        return [shutil.which("bwrap") or "bwrap", *wrapper[1:], "--remount-ro", "/", "--", *inside], environment
+    return inside, environment

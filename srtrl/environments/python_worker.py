@@ -1,0 +1,296 @@
+"""The program that a sandboxed interpreter runs: a fresh fork for each call. It imports nothing of ours.
+
+It imports numpy and sympy once. Then it reads a request per line, forks, and the fork runs the code: one process, one
+thread, with its limits kept by the kernel, and a seccomp filter that denies it new processes and threads and all that
+one process can do to another. So whatever the code does, killing that one process ends it. The parent never runs a line
+of the code; it reads the two pipes, waits for the end, and says how the call ended, so the code has no part in that.
+"""
+
+import ast
+import builtins
+import contextlib
+import ctypes
+import errno
+import gc
+import json
+import linecache
+import mmap
+import os
+import platform
+import random
+import resource
+import select
+import signal
+import struct
+import sys
+import time
+import traceback
+import types
+from types import TracebackType
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.random  # which numpy itself imports at its first use: not in each call
+import sympy  # noqa: F401  for the calls: each fork finds it imported
+
+MEMORY_EXIT_CODE = 71
+"""Of a call that ended with a MemoryError."""
+CHUNK_BYTES = 1 << 16
+SOURCE_NAME = "<tool>"
+
+DENIED_CALLS = """
+clone 56 220, clone3 435 435, fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, setpgid 109 154, setsid 112 157,
+kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
+pidfd_send_signal 424 424, pidfd_open 434 434, pidfd_getfd 438 438, ptrace 101 117, kcmp 312 272,
+process_vm_readv 310 270, process_vm_writev 311 271, process_madvise 440 440, process_mrelease 448 448,
+move_pages 279 239, migrate_pages 256 238, setpriority 141 140, ioprio_set 251 30, sched_setparam 142 118,
+sched_setscheduler 144 119, sched_setaffinity 203 122, sched_setattr 314 274,
+socket 41 198, memfd_create 319 279, memfd_secret 447 447, shmget 29 194, msgget 68 186, semget 64 190, mq_open 240 180,
+unshare 272 97, setns 308 268, mount 165 40, chroot 161 51, pivot_root 155 41, open_tree 428 428, fsopen 430 430,
+io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427, bpf 321 280, perf_event_open 298 241,
+userfaultfd 323 282, keyctl 250 219, add_key 248 217, request_key 249 218, personality 135 92, fanotify_init 300 262,
+name_to_handle_at 303 264, open_by_handle_at 304 265
+"""
+"""System calls that a call may not make, with their numbers on x86_64 and aarch64."""
+DENIED_ARGUMENTS = """
+prctl 157 167 0 0x1, fcntl 72 25 1 0x8, fcntl 72 25 1 0xf, ioctl 16 29 1 0x8901, ioctl 16 29 1 0x8902
+"""
+"""The same for one value of one argument (its index, the value): PR_SET_PDEATHSIG, and the four ways (F_SETOWN and its
+like) to have the kernel send a signal of one's choice to another process."""
+PRLIMIT = (302, 261)
+"""Number of prlimit64; a call may set limits only of itself."""
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+"""Column of the tables above, and the kernel's number of the machine."""
+
+
+def seccomp_program(machine: str) -> bytes:
+    """The filter as instructions of classic BPF: (code, jump if true, jump if false, operand) each.
+
+    Raises:
+        ValueError: a machine whose system calls it does not know.
+    """
+    if machine not in MACHINES:
+        raise ValueError(f"the Python sandbox knows the system calls of {', '.join(MACHINES)}, not those of {machine}")
+    column, audit_number = MACHINES[machine]
+    load, jump_if_equal, jump_if_greater_equal, end = 0x20, 0x15, 0x35, 0x06
+    refuse, allow, kill = (end, 0, 0, 0x00050000 | errno.EPERM), (end, 0, 0, 0x7FFF0000), (end, 0, 0, 0x80000000)
+    load_number = (load, 0, 0, 0)
+    program = [(load, 0, 0, 4), (jump_if_equal, 1, 0, audit_number), kill, load_number]
+    program += [(jump_if_greater_equal, 0, 1, 0x40000000), refuse]  # x86_64 has a second table of numbers there
+    for row in DENIED_CALLS.split(","):
+        number = row.split()[1 + column]
+        program += [(jump_if_equal, 0, 1, int(number)), refuse] if number != "-" else []
+    for row in DENIED_ARGUMENTS.split(","):
+        _, *numbers, argument, value = row.split()
+        program += [(jump_if_equal, 0, 4, int(numbers[column])), (load, 0, 0, 16 + 8 * int(argument))]
+        program += [(jump_if_equal, 0, 1, int(value, 16)), refuse, load_number]
+    program += [(jump_if_equal, 0, 3, PRLIMIT[column]), (load, 0, 0, 16), (jump_if_equal, 1, 0, 0), refuse, allow]
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+
+
+def check_libc(result: int) -> None:
+    """Raise the error of a failed call of the C library."""
+    if result != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def drop_capabilities(libc: ctypes.CDLL) -> None:
+    """Give up root's privileges (to raise a limit, to look into other processes), for good."""
+    check_libc(libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)))
+
+
+def install_filter(libc: ctypes.CDLL, program: bytes) -> None:
+    """From now on this process makes none of the denied system calls."""
+    instructions = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(instructions))
+    check_libc(libc.prctl(38, 1, 0, 0, 0))  # PR_SET_NO_NEW_PRIVS
+    check_libc(libc.prctl(22, 2, header, 0, 0))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+
+
+def mapped_bytes() -> int:
+    """Address space of this process to the next MiB, by trial: /proc cannot be read here."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    low, high = 0, 1 << 47
+    while high - low > 1 << 20:
+        middle = (low + high) // 2
+        resource.setrlimit(resource.RLIMIT_AS, (middle, limits[1]))
+        try:
+            mmap.mmap(-1, mmap.PAGESIZE).close()
+            high = middle
+        except (OSError, MemoryError):
+            low = middle
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+    return high
+
+
+class Calls:
+    """Runs one call after the other, each in a fork.
+
+    Args:
+        limits: The fields of `SandboxLimits`.
+        trainer: File descriptor that hangs up when the trainer is gone.
+    """
+
+    def __init__(self, limits: dict[str, Any], trainer: int) -> None:
+        self._limits = limits
+        self._trainer = trainer
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._filter = seccomp_program(platform.machine())
+        drop_capabilities(self._libc)
+        self._base_bytes = mapped_bytes()
+
+    def run(self, code: str) -> dict[str, Any]:
+        """Run `code`; returns the fields of its `ToolResult`."""
+        pipes = [os.pipe(), os.pipe()]
+        own_pid = os.getpid()
+        begun = time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            self._prepare(own_pid, [write_end for _, write_end in pipes])
+            execute(code)
+        for _, write_end in pipes:
+            os.close(write_end)
+        outputs = {read_end: bytearray() for read_end, _ in pipes}
+        reason, is_truncated = self._watch(pid, outputs, begun + self._limits["wall_seconds"])
+        _, wait_status, usage = os.wait4(pid, 0)
+        for read_end in outputs:
+            os.close(read_end)
+        exit_code = os.waitstatus_to_exitcode(wait_status)
+        spent_cpu = usage.ru_utime + usage.ru_stime > 0.9 * self._limits["cpu_seconds"]
+        if reason is None:
+            by_signal = "timeout" if spent_cpu and exit_code in (-signal.SIGKILL, -signal.SIGXCPU) else "killed"
+            by_code = {0: "ok", MEMORY_EXIT_CODE: "memory"}.get(exit_code, "error")
+            reason = by_signal if exit_code < 0 else by_code
+        stdout, stderr = (bytes(output).decode("utf-8", "replace") for output in outputs.values())
+        return {
+            "status": reason,
+            "stdout": stdout,
+            "stderr": stderr,
+            "exit_code": exit_code,
+            "seconds": time.monotonic() - begun,
+            "is_truncated": is_truncated,
+        }
+
+    def _watch(self, pid: int, outputs: dict[int, bytearray], deadline: float) -> tuple[str | None, bool]:
+        """Read the output until the process has ended; kill it when it prints too much or takes too long.
+
+        Returns:
+            The status if this has killed the process, else None; whether output is missing.
+        """
+        process = os.pidfd_open(pid)
+        poll = select.poll()
+        poll.register(self._trainer, 0)
+        waiting = {process, *outputs}
+        for descriptor in waiting:
+            poll.register(descriptor, select.POLLIN)
+        reason, is_truncated = None, False
+        while waiting:
+            remaining = deadline - time.monotonic() if reason is None else None
+            events = poll.poll(None if remaining is None else max(0.0, remaining) * 1000)
+            killed_for = None if events or reason else "timeout"
+            for descriptor, _ in events:
+                if descriptor == self._trainer:
+                    poll.unregister(descriptor)
+                    killed_for = "killed"
+                    continue
+                chunk = os.read(descriptor, CHUNK_BYTES) if descriptor in outputs else b""
+                if not chunk:
+                    poll.unregister(descriptor)
+                    waiting.remove(descriptor)
+                    continue
+                room = self._limits["output_bytes"] - len(outputs[descriptor])
+                outputs[descriptor] += chunk[:room]
+                if len(chunk) > room:
+                    is_truncated, killed_for = True, "killed"
+            if killed_for is not None and reason is None:
+                reason = killed_for
+                os.kill(pid, signal.SIGKILL)
+        os.close(process)
+        return reason, is_truncated
+
+    def _prepare(self, parent: int, outputs: list[int]) -> None:
+        """Make this fork what the code may have: three file descriptors and its limits."""
+        check_libc(self._libc.prctl(1, signal.SIGKILL, 0, 0, 0))  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it ended before that
+            os._exit(1)
+        for descriptor, output in enumerate(outputs, start=1):
+            os.dup2(output, descriptor)
+        os.closerange(3, 1 << 20)
+        memory_bytes = self._limits["memory_mb"] * 2**20
+        for kind, value in (
+            (resource.RLIMIT_CPU, self._limits["cpu_seconds"]),
+            (resource.RLIMIT_AS, self._base_bytes + memory_bytes),  # what the call adds, shared mappings included
+            (resource.RLIMIT_NOFILE, self._limits["num_files"]),
+            (resource.RLIMIT_FSIZE, 0),
+            (resource.RLIMIT_CORE, 0),
+        ):
+            resource.setrlimit(kind, (value, value))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        seeded = random.Random(0)
+        os.urandom = random._urandom = seeded.randbytes  # type: ignore[attr-defined]  # all that seeds itself uses it
+        random.seed(0)
+        np.random.seed(0)
+        install_filter(self._libc, self._filter)
+
+
+def execute(code: str) -> NoReturn:
+    """Run `code` as a script, print the value of a final expression, and end the process."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    linecache.cache[SOURCE_NAME] = (len(code), None, code.splitlines(keepends=True), SOURCE_NAME)
+    with contextlib.ExitStack() as stack:
+        stack.push(finish)
+        tree = ast.parse(code, SOURCE_NAME)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, SOURCE_NAME, "exec"), module.__dict__)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), SOURCE_NAME, "eval"), module.__dict__)
+            if value is not None:
+                print(repr(value))
+    raise AssertionError("`finish` does not return")
+
+
+def finish(_kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> NoReturn:
+    """End the process as the interpreter does: print a traceback, of the code's own lines, and set the exit code."""
+    exit_code = 1
+    try:
+        if isinstance(error, SystemExit):
+            exit_code = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+            if exit_code == 1 and not isinstance(error.code, int):
+                print(error.code, file=sys.stderr)
+        elif error is not None:
+            exit_code = MEMORY_EXIT_CODE if isinstance(error, MemoryError) else 1
+            while trace is not None and trace.tb_frame.f_code.co_filename != SOURCE_NAME:
+                trace = trace.tb_next
+            traceback.print_exception(error.with_traceback(trace))
+        else:
+            exit_code = 0
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(exit_code)
+
+
+def main() -> None:
+    """Answer requests until the trainer closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    requests, replies = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1):
+        os.dup2(nothing, descriptor)
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # of `site`, which is not imported
+    calls = Calls(json.loads(sys.argv[1]), requests)
+    gc.collect()
+    gc.freeze()
+    with os.fdopen(requests, "rb") as lines, os.fdopen(replies, "wb") as answers:
+        answers.write(b'"ready"\n')
+        answers.flush()
+        for line in lines:
+            answers.write(json.dumps(calls.run(json.loads(line))).encode("ascii") + b"\n")
+            answers.flush()
+
+
+if __name__ == "__main__":
+    main()
