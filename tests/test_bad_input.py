@@ -190,8 +190,8 @@ FILES: dict[str, bytes] = {
 
 def values_of_fields() -> Iterator[str]:
     """For each key of a recipe an override of another type; for each count and number also one that is too large."""
-    for key, info in fields_of(Recipe).items():
-        key, kind = key.replace(".N", ".0"), str(info.annotation)
+    for name, info in fields_of(Recipe).items():
+        key, kind = name.replace(".N", ".0"), str(info.annotation)
         if "Any" not in kind:
             yield f"{key}={{a: [1]}}"
         if re.search(r"\bint\b", kind) and key != "seed":
