@@ -431,7 +431,6 @@ class RunProgress:
             plain_every: Print a line every this many steps (and the last).
         """
         self.console = console if console is not None else Console()
-        self._title = title
         self._num_steps = num_steps
         self._plain_every = plain_every
         self._bars = Progress(
@@ -462,7 +461,7 @@ class RunProgress:
         self._bars.update(self._outer, completed=step, count=f"{step}/{self._num_steps}", text="left:")
         self._bars.update(self._inner, visible=False)
         if step % self._plain_every == 0 or step == self._num_steps:
-            self.say(f"{self._title} step {step}/{self._num_steps}  {text}")
+            self.say(f"step {step}/{self._num_steps}  {text}")
 
     def stage(self, name: str, num_done: int = 0, num_total: int = 0) -> None:
         """Show how far the running stage is (a terminal only); without `num_total` only that it runs."""
