@@ -84,7 +84,7 @@ class RewardSection(Section):
 class GradingSection(Section):
     """Where and how long rewards run."""
 
-    num_workers: int = Field(default=2, ge=1)
+    num_workers: int = Field(default=2, ge=1, le=1024)
     """Worker processes that grade while the decoder runs (only for isolated rewards and verifiers: math-verify)."""
     timeout_seconds: float = Field(default=10.0, gt=0, le=3600)
     """CPU seconds one sample may take; a sample that takes longer is retried once alone, then counted as `timeout`."""
@@ -345,7 +345,7 @@ class ArchitectureSection(Section):
     """Width of the model."""
     intermediate_size: int = Field(ge=1)
     """Width of the MLP."""
-    num_hidden_layers: int = Field(ge=1)
+    num_hidden_layers: int = Field(ge=1, le=1024)
     """Number of layers."""
     num_attention_heads: int = Field(ge=1)
     """Query heads."""
@@ -420,7 +420,7 @@ class Recipe(Section):
     """Seed of data order, sampling and initialisation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` (CUDA where present), `cpu` or `cuda`."""
-    num_threads: int | None = Field(default=None, ge=1)
+    num_threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads of torch; by default its own choice."""
     model: ModelSection
     """The policy."""
