@@ -21,7 +21,7 @@ from srtrl.metrics import MetricLog, read_metrics, sync_folder, write_atomic
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import dump_recipe, load_recipe
 from srtrl.trainer.build import choose_device, is_deterministic
-from srtrl.trainer.checkpoint import drop_checkpoints, latest_checkpoint, list_checkpoints, num_log_bytes
+from srtrl.trainer.checkpoint import delete_folder, drop_checkpoints, latest_checkpoint, list_checkpoints, num_log_bytes
 from srtrl.types import RolloutGroup
 
 FREE_KEYS = (
@@ -105,7 +105,8 @@ class RunFolder:
 
     def has_begun(self) -> None:
         """Nothing that can fail early is left: delete what `--overwrite` replaces."""
-        shutil.rmtree(self.path / REPLACED, ignore_errors=True)
+        if (self.path / REPLACED).is_dir():
+            delete_folder(self.path / REPLACED)
 
 
 def run_path(recipe: Recipe) -> Path:
