@@ -19,6 +19,8 @@ class Attack:
     output: str = ""
     """What stdout or stderr must contain."""
     slow: bool = False
+    is_harmless_in_bubblewrap: bool = False
+    """Whether it succeeds there, but finds only the empty folders on the way to those that can be read."""
     is_truncated: bool = False
 
 
@@ -46,9 +48,13 @@ seen = set()
 """
 
 
-def attempt(expression: str, output: str = "refused") -> Attack:
+def attempt(expression: str, *, is_harmless_in_bubblewrap: bool = False) -> Attack:
     """An expression that must raise an OSError."""
-    return Attack(code=f"{PRELUDE}attempt(lambda: {expression})\n", output=output)
+    return Attack(
+        code=f"{PRELUDE}attempt(lambda: {expression})\n",
+        output="refused",
+        is_harmless_in_bubblewrap=is_harmless_in_bubblewrap,
+    )
 
 
 def raw(name: str, arguments: str) -> Attack:
@@ -58,12 +64,12 @@ def raw(name: str, arguments: str) -> Attack:
 
 FILES = {
     "read the project": attempt("open({project!r}).read()"),
-    "list the project": attempt("os.listdir(os.path.dirname({project!r}))"),
+    "list the project": attempt("os.listdir(os.path.dirname({project!r}))", is_harmless_in_bubblewrap=True),
     "read the home folder": attempt("open({home_secret!r}).read()"),
-    "list the home folder": attempt("os.listdir({home!r})"),
+    "list the home folder": attempt("os.listdir({home!r})", is_harmless_in_bubblewrap=True),
     "read the password file": attempt("open('/etc/passwd').read()"),
-    "list the root": attempt("os.listdir('/')"),
-    "read by an open directory": attempt("os.open('..', os.O_DIRECTORY)"),
+    "list the root": attempt("os.listdir('/')", is_harmless_in_bubblewrap=True),
+    "read by an open directory": attempt("os.open('..', os.O_DIRECTORY)", is_harmless_in_bubblewrap=True),
     "read a secret with O_PATH": attempt("os.read(os.open({secret!r}, os.O_PATH), 100)"),
     "write into the project": attempt("open(os.path.dirname({project!r}) + '/{token}', 'w')"),
     "write into the home folder": attempt("open({home!r} + '/{token}', 'w')"),

@@ -301,9 +301,10 @@ def _command(kind: str, limits: SandboxLimits) -> tuple[list[str], dict[str, str
         host = [sys.executable, "-S", "-P", "-s", "-B", str(HOST_FILE), json.dumps([*readable, *DEVICES])]
         return [*host, *inside], environment
     if kind == "bubblewrap":
-        wrapper = f"{shutil.which('bwrap')} --unshare-all --die-with-parent --new-session --cap-drop ALL".split()
+        isolation = "--unshare-all --die-with-parent --new-session --cap-drop ALL --remount-ro /"
+        wrapper = [str(shutil.which("bwrap"))]
         for option, paths in (("--ro-bind", readable), ("--dev-bind", DEVICES)):
             for path in paths:
                 wrapper += [option, path, path]
-        return [*wrapper, "--remount-ro", "/", "--", *inside], environment
+        return [*wrapper, *isolation.split(), "--", *inside], environment
     return inside, environment
