@@ -1,13 +1,14 @@
 """What can be known to be wrong with a recipe before any weight is loaded: names, task options, paths, the machine."""
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import Problem, RecipeError, RecipeSource, build_recipe
-from srtrl.resolve import RAISED_BY_USER_CODE, check_call, describe_error, resolve_part
+from srtrl.resolve import RAISED_BY_USER_CODE, check_call, describe_error, import_own, resolve_part
 
 Call = tuple[int, tuple[str, ...]]
 """How the trainer calls a function: the number of arguments by position, and the names of the others."""
@@ -25,8 +26,34 @@ VALUE_LOSS: Call = (4, ("value_clip",))
 def build_checked(source: RecipeSource, *, warm_start: bool = False) -> Recipe:
     """The recipe of `source`, every name and local path in it resolved; see `check_recipe`."""
     recipe = build_recipe(source)
+    if source.is_foreign:
+        _import_names(recipe, source)
     check_recipe(recipe, source, warm_start=warm_start)
     return recipe
+
+
+def _import_names(recipe: Recipe, source: RecipeSource) -> None:
+    """Import the modules that a recipe of somebody else names, saying which, from anywhere but the current folder."""
+    algorithm = recipe.algorithm
+    names = {
+        "task.name": recipe.task.name,
+        "rollout.drafter": recipe.rollout.drafter,
+        "algorithm.advantage": algorithm.advantage,
+        "algorithm.loss": algorithm.loss,
+        "algorithm.reduction": algorithm.reduction,
+        "algorithm.kl.estimator": algorithm.kl.estimator,
+        "critic.value_loss": recipe.critic.value_loss if recipe.critic else "",
+        **{f"algorithm.filters.{index}": name for index, name in enumerate(algorithm.filters)},
+        **{f"rewards.{index}.name": reward.name for index, reward in enumerate(recipe.rewards)},
+    }
+    for key, name in names.items():
+        module = name.partition(":")[0]
+        if module != name and module not in sys.modules:
+            print(f"{source.path} imports {module} ({key})", file=sys.stderr)
+            try:
+                import_own(name, from_here=False)
+            except ValueError as error:
+                raise source.located(RecipeError(Problem(key, str(error)))) from error
 
 
 def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_start: bool = False) -> None:
@@ -57,9 +84,10 @@ def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_sta
 
 def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """Key of the recipe -> a function that raises ValueError where the value there is wrong."""
+    from srtrl.environments.conversations import resolve_environment, resolve_format
     from srtrl.tasks.base import check_task
     from srtrl.tasks.reward_terms import resolve_rewards
-    from srtrl.trainer.build import build_drafter, choose_device, is_deterministic
+    from srtrl.trainer.build import build_drafter, check_compiler, choose_device, is_deterministic
     from srtrl.trainer.trackers import check_trackers
 
     algorithm = recipe.algorithm
@@ -79,10 +107,14 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     yield "task.name", partial(check_task, recipe)
     yield "model.path", partial(_check_model, recipe, warm_start=warm_start)
     yield "rollout.drafter", partial(build_drafter, recipe)
+    if recipe.rollout.environment is not None:
+        yield "rollout.environment.name", partial(resolve_environment, recipe.rollout.environment)
+        yield "rollout.environment.format", partial(resolve_format, recipe.rollout.environment)
     yield "output_dir", partial(_check_folder, recipe.output_dir)
     if recipe.warm_start is not None:
         yield "warm_start.output", partial(_check_folder, recipe.warm_start.output)
     yield "device", lambda: is_deterministic(recipe, choose_device(recipe))
+    yield "model.compile", partial(check_compiler, recipe)
     yield "log.trackers", partial(check_trackers, recipe.log)
 
 
@@ -149,10 +181,12 @@ def _check_model(recipe: Recipe, *, warm_start: bool) -> None:
 
     A model that a warm start makes must have room for them; `model.path` is not read then.
     """
-    from srtrl.model.weights import read_config
+    from srtrl.model.weights import has_tokenizer, read_config
 
-    model = recipe.model.path
+    model, tokenizer = recipe.model.path, recipe.model.tokenizer
     architecture = recipe.warm_start.architecture if warm_start and recipe.warm_start else None
+    if tokenizer is not None and _is_local(tokenizer) and not has_tokenizer(tokenizer):
+        raise RecipeError(Problem("model.tokenizer", f"{tokenizer} holds no tokenizer (tokenizer.json or the like)"))
     if architecture is not None:
         model, num_positions = "warm_start.architecture", architecture.max_position_embeddings
     elif _is_local(model):
@@ -189,4 +223,5 @@ def _check_folder(folder: str) -> None:
 
 def _is_local(path: str) -> bool:
     """A hub name is `name` or `organisation/name`; what cannot be one was meant as a folder, there or not."""
-    return path.startswith(("bundled:", ".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
+    is_hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path)
+    return path.startswith(("bundled:", ".", "/", "~")) or not is_hub_name or Path(path).exists()

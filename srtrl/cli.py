@@ -6,6 +6,7 @@ import shlex
 import sys
 import traceback
 from pathlib import Path
+from pickle import PickleError
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +20,7 @@ from srtrl.evaluation import command as evaluation
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import build_recipe, dump_recipe, read_source
 from srtrl.report import compare, export, rollouts, trie
+from srtrl.resolve import RAISED_BY_USER_CODE
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, such as those in recipes/.")]
 Overrides = Annotated[
@@ -28,6 +30,10 @@ Overrides = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an existing result and start again.")]
 
+NUMBA_CACHE = (
+    f"Numba cannot use its cache of compiled kernels: delete the *.nbi and *.nbc files in {Path(__file__).parent}, or "
+    "set the environment variable NUMBA_CACHE_DIR to a new folder"
+)
 DISK_FULL = ": free some space, or set output_dir to another disk; train --resume continues from the last checkpoint"
 
 
@@ -35,8 +41,9 @@ class Commands(TyperGroup):
     """The commands; their errors become messages and exit codes.
 
     2: a mistake of the user: a ValueError that our own code raised. 1: a RuntimeError or FloatingPointError of ours (a
-    run that had to stop), or what the operating system refuses (a full disk, a missing permission, a file that ends too
-    early). 130: interrupted. Any other exception is a bug and keeps its traceback, as all do with SRTRL_TRACEBACK=1.
+    run that had to stop), or what the machine refuses (a full disk or memory, a missing permission, a file that ends
+    too early). 130: interrupted. Any other exception is a bug and keeps its traceback, as all do with
+    SRTRL_TRACEBACK=1.
     """
 
     def invoke(self, context: Any) -> Any:
@@ -45,7 +52,7 @@ class Commands(TyperGroup):
             return super().invoke(context)
         except typer.Exit:  # a RuntimeError too
             raise
-        except (KeyboardInterrupt, ValueError, RuntimeError, FloatingPointError, OSError, EOFError) as error:
+        except (KeyboardInterrupt, MemoryError, EOFError, PickleError, *RAISED_BY_USER_CODE) as error:
             message = _message(error)
             if message is None or os.environ.get("SRTRL_TRACEBACK") == "1":
                 if isinstance(error, EOFError):  # typer takes it for Ctrl-D
@@ -58,23 +65,32 @@ class Commands(TyperGroup):
 
 def _message(error: BaseException) -> str | None:
     """What to say instead of a traceback; None for what keeps it."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    is_ours = Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
+    text, name = str(error), type(error).__name__
+    advice = "; SRTRL_TRACEBACK=1 shows where"
     match error:
         case KeyboardInterrupt():
             return "interrupted"
         case BrokenPipeError():  # `srtrl ... | head`: for typer
             return None
+        case _ if any(frame.filename.endswith("numba/core/caching.py") for frame in frames):
+            text = f"{NUMBA_CACHE} ({name}: {text})"
+        case MemoryError() | RuntimeError() if isinstance(error, MemoryError) or "can't allocate memory" in text:
+            text = f"the memory of this machine is too small: {' '.join(text.split()) or name}"
         case OSError():
-            advice = DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-            reason = error.strerror or " ".join(str(error).split()) or type(error).__name__
-            place = error.filename or f"{Path(frame.filename).name}:{frame.lineno}"
-            return f"error: {place}: {reason}{advice}; SRTRL_TRACEBACK=1 shows where"
-        case EOFError() | RecursionError():
-            kind = "a file ends too early" if isinstance(error, EOFError) else "data is nested too deeply"
-            return f"error: {kind}: {error}; SRTRL_TRACEBACK=1 shows where"
-        case _ if Path(frame.filename).is_relative_to(Path(__file__).parent):
-            return f"error: {error}"
-    return None
+            reason = error.strerror or " ".join(text.split()) or name
+            place = error.filename or f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
+            text = f"{place}: {reason}{DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else ''}"
+        case EOFError():
+            text = f"a file ends too early: {text}"
+        case RecursionError():
+            text = f"data is nested too deeply: {text}"
+        case ValueError() | RuntimeError() | FloatingPointError() if is_ours:
+            advice = ""
+        case _:
+            return None
+    return f"error: {text}{advice}"
 
 
 app = typer.Typer(
@@ -129,6 +145,9 @@ def train(
     that folder: its own recipe.yaml is used. Keys that --change can change: train.learning_rate, train.num_steps,
     train.schedule, critic.learning_rate, algorithm.kl.coefficient and a few others.
     """
+    # Before torch is imported. Less memory is lost to fragmentation on CUDA.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     is_run = resume and recipe.is_dir()
     source = read_source(recipe / "recipe.yaml" if is_run else recipe, [*(overrides or ()), *(change or ())])
     if is_run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from srtrl.recipe import MAX_WIDTH
 from srtrl.recipe_file import SURROGATE
+from srtrl.tasks.rendering import apply_chat_template
 from srtrl.tasks.rows import Row, RowError, RowSource, parse_row, read_rows
 from srtrl.types import Completion, FinishReason, Prompt, Request, SamplingParams
 
@@ -25,6 +28,13 @@ KV_SHARE = 0.85
 """Of a CUDA device's free memory, the part for pages: there is no update to leave room for, but logits are large."""
 MAX_TOKENS = 1 << 30
 """No recorded rollout is longer."""
+
+
+def _finite(value: float | None) -> float | None:
+    """Refuse nan and inf, which every comparison lets pass or none."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"expected a finite number, found {value}")
+    return value
 
 
 def command(
@@ -45,7 +55,7 @@ def command(
     prompt_ids: Annotated[
         list[str] | None, typer.Option(metavar="1,2,3", help="A prompt's token ids; may be given more than once.")
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Completions per prompt.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, max=MAX_WIDTH, help="Completions per prompt.")] = 1,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Keep the k most likely tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(max=1, help="Keep the most likely tokens up to this probability.")] = 1.0,
@@ -54,9 +64,12 @@ def command(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of a completion.")] = 256,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
-    slots: Annotated[int, typer.Option(min=1, help="Sequences decoded at a time.")] = 64,
+    slots: Annotated[int, typer.Option(min=1, max=MAX_WIDTH, help="Sequences decoded at a time.")] = 64,
     kv_memory_gib: Annotated[
-        float | None, typer.Option(help="Memory of the KV cache; by default 4, on CUDA 0.85 of the free memory.")
+        float | None,
+        typer.Option(
+            min=0, callback=_finite, help="GiB of the KV cache; by default 4, on CUDA 0.85 of the free memory."
+        ),
     ] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights.")] = "float32",
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")] = "auto",
@@ -165,9 +178,11 @@ def generate(
     """
     if isinstance(prompts, str):
         raise ValueError("prompts: expected a list of texts, found one text")
-    for name, value in (("num_samples", num_samples), ("slots", slots), ("max_new_tokens", max_new_tokens)):
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, found {value}")
+    for name, value in (("num_samples", num_samples), ("slots", slots)):
+        if not 1 <= value <= MAX_WIDTH:
+            raise ValueError(f"{name}: expected 1 to {MAX_WIDTH}, found {value}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: expected at least 1, found {max_new_tokens}")
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype: expected float32 or bfloat16, found {dtype!r}")
     completer = _Completer(
@@ -342,9 +357,8 @@ def _tokenise(text: str, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> l
     """Token ids of a text, with what the tokenizer or its chat template adds."""
     if not chat:
         return list(tokenizer.encode(text))
-    message = [{"role": "user", "content": text}]
-    rendered = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer.encode(str(rendered), add_special_tokens=False))
+    [rendered] = apply_chat_template(tokenizer, [[{"role": "user", "content": text}]], {})
+    return list(tokenizer.encode(rendered, add_special_tokens=False))
 
 
 def _print_error(where: str, error: ValueError) -> None:
@@ -388,10 +402,10 @@ def _build_drafter(
     prompts: Collection[tuple[int, ...]],
 ) -> DrafterBase:
     """The drafter, knowing the rollouts of `cache`."""
-    from srtrl.resolve import resolve_class
+    from srtrl.drafters.base import resolve_drafter
     from srtrl.rollout.recorded import feed_drafter, read_recorded
 
-    drafter: DrafterBase = resolve_class("srtrl.drafters", name, "Drafter")()
+    drafter = resolve_drafter("--drafter", name)()
     if cache is not None:
         recorded = read_recorded(cache, tokenizer=tokenizer, max_tokens=MAX_TOKENS).prompts()
         largest = max(int(tokens.max()) for prompt in recorded for tokens in prompt.samples)

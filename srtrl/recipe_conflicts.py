@@ -61,6 +61,9 @@ def _size_conflicts(recipe: Recipe) -> Iterator[Conflict]:
                 f"has no effect with {other}, which sets the size of the KV cache: remove one of the two",
             )
     shape = recipe.warm_start.architecture if recipe.warm_start else None
+    if recipe.warm_start and recipe.warm_start.train_tokenizer_vocab_size is not None and shape is None:
+        message = "needs warm_start.architecture: the weights of model.path belong to the tokenizer of that model"
+        yield "warm_start.train_tokenizer_vocab_size", message
     for name, whole in (("num_attention_heads", "hidden_size"), ("num_key_value_heads", "num_attention_heads")):
         if shape and getattr(shape, whole) % getattr(shape, name) != 0:
             message = f"expected a divisor of {whole} ({getattr(shape, whole)}), found {getattr(shape, name)}"

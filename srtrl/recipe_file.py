@@ -95,6 +95,8 @@ class RecipeSource:
     data: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     """Dotted key -> `file:line`, or the override's text."""
+    is_foreign: bool = False
+    """Perhaps made by somebody else: what it imports is printed, and is not imported from the current folder."""
 
     def locate(self, key: str) -> str:
         """Where a value stands, or else the nearest section around it that the file has."""
@@ -245,7 +247,7 @@ def _key_in(data: Any, location: Sequence[Any]) -> str:
     """The dotted key of a value in `data`; pydantic's location may end in the name of an alternative of `A | B`."""
     parts = []
     for part in location:
-        if not isinstance(data, dict | list):
+        if part not in (data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()):
             break
         parts.append(str(part))
         data = data[part]

@@ -132,20 +132,43 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f", did you mean `{near[0]}`?" if near else ""
 
 
-def _resolve_own(name: str) -> Callable[..., Any]:
-    """Import `package.module:attribute`, with the current folder on the import path, after installed packages."""
+def import_own(name: str, *, from_here: bool) -> ModuleType:
+    """Import the module of `package.module:attribute`.
+
+    Args:
+        name: As a recipe has it.
+        from_here: Look in the current folder too, after installed packages; else not, even if it is in `sys.path`.
+
+    Raises:
+        ValueError: it is no such name, or the module cannot be imported.
+    """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute or module_name.startswith("."):
         raise ValueError(f"`{name}` is not a name of the form package.module:attribute")
-    folder = str(Path.cwd())
-    if folder not in sys.path and "" not in sys.path:
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    folder, before = str(Path.cwd()), list(sys.path)
+    if not from_here:
+        sys.path[:] = [entry for entry in before if entry not in (folder, "")]
+    elif folder not in before and "" not in before:
         sys.path.append(folder)
     importlib.invalidate_caches()
     try:
-        module = importlib.import_module(module_name)
+        return importlib.import_module(module_name)
     except RAISED_BY_USER_CODE as error:
-        reason = f"{describe_error(error)}; looked in {folder} and sys.path"
+        reason = f"{describe_error(error)}; looked in {f'{folder} and ' if from_here else ''}sys.path"
+        top, here = module_name.partition(".")[0], {path.name.partition(".")[0] for path in Path.cwd().iterdir()}
+        if not from_here and top in here:
+            reason = f"it is only imported from the current folder, {folder}, with --import-from-here"
         raise ValueError(f"`{name}`: cannot import {module_name}: {reason}") from error
+    finally:
+        if not from_here:
+            sys.path[:] = before
+
+
+def _resolve_own(name: str) -> Callable[..., Any]:
+    """The value of `package.module:attribute`, which is called."""
+    module, (module_name, _, attribute) = import_own(name, from_here=True), name.partition(":")
     value: Callable[..., Any] | None = getattr(module, attribute, None)
     if value is None or not callable(value):
         what = "has no" if value is None else "has a value that cannot be called:"

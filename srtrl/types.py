@@ -23,6 +23,9 @@ VERIFIED_OUTCOMES: tuple[GradeOutcome, ...] = ("correct", "wrong", "timeout", "c
 UNVERIFIED_OUTCOMES: tuple[GradeOutcome, ...] = ("graded", "timeout", "crash", "error")
 """How it can end where the task has none: `accuracy` and the like are then not defined."""
 
+SegmentKind = Literal["model", "observation", "boundary"]
+"""What the policy sampled; what an environment said; what the format puts between turns, sampled by nobody."""
+
 Purpose = Literal["train", "eval", "generate"]
 """What a sample is for; part of its RNG key, so that evaluation never shares noise with training."""
 
@@ -79,7 +82,13 @@ class Request:
     purpose: Purpose = "generate"
     """What the sample is for; drafters keep what they learned for each purpose apart."""
     is_run_ahead: bool = False
-    """Decoded in idle slots for the sake of later drafts: it ends when the others do and is never a completion."""
+    """Decoded in idle slots for the sake of later drafts: it ends when the others do, or after its first turn, and is
+    never a completion."""
+    has_turns: bool = False
+    """Where an end token or a stop string comes, the sample does not finish but pauses, and `Engine.extend` or
+    `Engine.end` decides how it goes on."""
+    turn: int = 0
+    """Number of the turn that is decoded, from 0; the engine counts."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -94,6 +103,8 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int
     """Number of policy updates before this completion was decoded."""
+    extensions: tuple[tuple[int, int], ...] = ()
+    """Start and stop of each part of `token_ids` that nobody sampled (`Engine.extend`); log-probs are 0 there."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -107,6 +118,39 @@ class Grade:
     outcome: GradeOutcome
     detail: str = ""
     """For failures: what happened (shown in the log)."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Segment:
+    """A part of a response."""
+
+    kind: SegmentKind
+    token_ids: npt.NDArray[np.int32]
+    """[length]."""
+    logprobs: npt.NDArray[np.float32] | None
+    """[length], by the decoder; None where nobody sampled."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Conversation:
+    """How the turns of a sample went."""
+
+    segments: tuple[tuple[SegmentKind, int], ...]
+    """Kind and number of tokens of each part of the response, in order."""
+    num_turns: int
+    num_void_turns: int
+    """Turns with neither a call nor an answer."""
+    stop_reason: str
+    """Why it ended: `answered`, `turns`, `response_tokens`, `observation` (one that does not fit), `time`, or the
+    environment's own."""
+    outcomes: tuple[str, ...] = ()
+    """How each call ended: `ok`, `malformed`, `unknown_tool`, `raised`, `time`, or the environment's own."""
+    reward: float = 0.0
+    """Sum of the rewards of the environment's steps."""
+    metrics: tuple[tuple[str, float], ...] = ()
+    """What the environment's steps have logged."""
+    tool_seconds: tuple[float, ...] = ()
+    """Wall-clock seconds that each step of the environment took."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -125,6 +169,29 @@ class Rollout:
     finish_reason: FinishReason
     policy_version: int
     grade: Grade
+    conversation: Conversation | None = None
+    """None: a single turn."""
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The parts of the response: one where it is a single turn."""
+        if self.conversation is None:
+            return [Segment(kind="model", token_ids=self.token_ids, logprobs=self.rollout_logprobs)]
+        segments, start = [], 0
+        for kind, length in self.conversation.segments:
+            part = slice(start, start + length)
+            logprobs = self.rollout_logprobs[part] if kind == "model" else None
+            segments.append(Segment(kind=kind, token_ids=self.token_ids[part], logprobs=logprobs))
+            start += length
+        return segments
+
+    @property
+    def sampled(self) -> npt.NDArray[np.int64]:
+        """Indices in the response of the tokens that the policy sampled."""
+        if self.conversation is None:
+            return np.arange(len(self.token_ids))
+        kinds, lengths = zip(*self.conversation.segments, strict=True)
+        return np.flatnonzero(np.repeat([kind == "model" for kind in kinds], lengths))
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -138,22 +205,32 @@ class RolloutGroup:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TrainSequence:
-    """One rollout as the update reads it: prompt and response with one number a response token."""
+    """One rollout as the update reads it: prompt and response with one number for each sampled token.
+
+    R here is the number of tokens that the policy sampled: of a single turn the whole response; of several turns what
+    an environment or the format put in is left out. It is read, and nothing is learned from it.
+    """
 
     token_ids: npt.NDArray[np.int64]
     """Prompt then response, [L]."""
-    num_prompt_tokens: int
+    targets: npt.NDArray[np.int64]
+    """Indices in `token_ids` of the sampled tokens, [R]; the first token after the prompt is one."""
     draw_index: int
     """Which draw of the run; the sequences of one draw are a group, whole or what is left of it."""
     rollout_logprobs: npt.NDArray[np.float32]
-    """[L - num_prompt_tokens]."""
+    """[R]."""
     advantages: npt.NDArray[np.float32]
-    """[L - num_prompt_tokens]."""
+    """[R]."""
     old_logprobs: npt.NDArray[np.float32] | None = None
-    """[L - num_prompt_tokens], PPO's snapshot; filled before the first mini-batch."""
+    """[R], PPO's snapshot; filled before the first mini-batch."""
     ref_logprobs: npt.NDArray[np.float32] | None = None
-    """[L - num_prompt_tokens], by the frozen reference; None where the recipe has no KL."""
+    """[R], by the frozen reference; None where the recipe has no KL."""
     values: npt.NDArray[np.float32] | None = None
-    """[L - num_prompt_tokens], by the critic before the update; None where the recipe has none."""
+    """[R], by the critic before the update; None where the recipe has none."""
     returns: npt.NDArray[np.float32] | None = None
-    """[L - num_prompt_tokens], the critic's targets: advantages before whitening + `values`."""
+    """[R], the critic's targets: advantages before whitening + `values`."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return int(self.targets[0])

@@ -48,10 +48,10 @@ def make_value_sequences() -> list[TrainSequence]:
 
 
 def padded_values(model: ValueModel, sequences: Sequence[TrainSequence]) -> Tensor:
-    """The value before each response token, [R], by a batch padded on the right."""
+    """The value before each sampled token, [R], by a batch padded on the right."""
     _, hidden = padded_forward(model.body, sequences)
     values = hidden @ model.value_head[0]  # [B, longest]
-    responses = [slice(one.num_prompt_tokens - 1, len(one.token_ids) - 1) for one in sequences]
+    responses = [torch.from_numpy(one.targets) - 1 for one in sequences]
     return torch.cat([row[response] for row, response in zip(values, responses, strict=True)])
 
 

@@ -1,14 +1,16 @@
 """The policy's loss on one padded batch with masks, in plain float64 PyTorch: the slow twin of the packed update.
 
 Written from the formulas on [B, L] tensors, sharing nothing with `srtrl.algorithms`, packing or micro-batches; only the
-forward pass is the policy's own. B sequences, L the longest response; the mask is true at response tokens.
+forward pass is the policy's own. B sequences, L the longest response; the mask is true at sampled tokens: what an
+environment said is a hole in it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from algorithm_reference import padded
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from update_cases import TEMPERATURE
@@ -48,12 +50,12 @@ def padded_forward(model: Transformer, sequences: Sequence[TrainSequence]) -> tu
 
 
 def padded_logprobs(policy: Transformer, sequences: Sequence[TrainSequence]) -> Tensor:
-    """Log-probs [B, L] float64 of each response's tokens; garbage in the padding."""
+    """Log-probs [B, L] float64 of each response's tokens; garbage in the padding and the holes."""
     token_ids, hidden = padded_forward(policy, sequences)
     logits = policy.logits(hidden).double()  # [B, longest, V]
     logprobs = torch.log_softmax(logits[:, :-1] / TEMPERATURE, dim=-1)
     chosen = logprobs.gather(2, token_ids[:, 1:, None])[..., 0]  # [B, longest - 1], of token 1, 2, ...
-    longest_response = max(len(sequence.rollout_logprobs) for sequence in sequences)
+    longest_response = max(len(sequence.token_ids) - sequence.num_prompt_tokens for sequence in sequences)
     rows = [
         torch.nn.functional.pad(row[sequence.num_prompt_tokens - 1 :], (0, len(row)))[:longest_response]
         for row, sequence in zip(chosen, sequences, strict=True)
@@ -65,15 +67,27 @@ def pad_all(policy: Transformer, sequences: Sequence[TrainSequence]) -> Padded:
     """Everything that a loss needs; `old` are the decoder's log-probs where the sequences have none."""
     references = [sequence.ref_logprobs for sequence in sequences if sequence.ref_logprobs is not None]
     olds = [s.rollout_logprobs if s.old_logprobs is None else s.old_logprobs for s in sequences]
-    advantages, mask = padded([sequence.advantages for sequence in sequences])
+    advantages, mask = spread(sequences, [sequence.advantages for sequence in sequences])
     return Padded(
         mask=mask,
         new=torch.where(mask, padded_logprobs(policy, sequences), 0.0),
-        old=padded(olds)[0],
-        rollout=padded([sequence.rollout_logprobs for sequence in sequences])[0],
-        ref=padded(references)[0],
+        old=spread(sequences, olds)[0],
+        rollout=spread(sequences, [sequence.rollout_logprobs for sequence in sequences])[0],
+        ref=spread(sequences, references)[0],
         advantages=advantages,
     )
+
+
+def spread(sequences: Sequence[TrainSequence], arrays: Sequence[npt.NDArray[np.float32]]) -> tuple[Tensor, Tensor]:
+    """Numbers of the sampled tokens at their places in the responses, [B, L] float64, and the mask of these places."""
+    longest = max(len(sequence.token_ids) - sequence.num_prompt_tokens for sequence in sequences)
+    numbers = torch.zeros(len(sequences), longest, dtype=torch.float64)
+    mask = torch.zeros(numbers.shape, dtype=torch.bool)
+    for row, sequence, array in zip(range(len(sequences)), sequences, arrays, strict=True):
+        for target, number in zip(sequence.targets.tolist(), array.tolist(), strict=True):
+            numbers[row, target - sequence.num_prompt_tokens] = number
+            mask[row, target - sequence.num_prompt_tokens] = True
+    return numbers, mask
 
 
 def ratios(name: str, p: Padded) -> Tensor:

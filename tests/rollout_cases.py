@@ -89,7 +89,7 @@ class FakeGrader:
     waits: bool = False
     """Whether `collect` may wait for a grade."""
 
-    def submit(self, prompt: Prompt, text: str, finish_reason: FinishReason, num_tokens: int) -> int:
+    def submit(self, prompt: Prompt, text: str, finish_reason: FinishReason, num_tokens: int, **_: object) -> int:
         self.submitted.append((prompt, text, finish_reason, num_tokens))
         self.pending[len(self.submitted) - 1] = self.random.choice(self.delays)
         return len(self.submitted) - 1

@@ -1,6 +1,7 @@
 """The command line: what reaches the functions behind it, what it prints, and how it fails."""
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import yaml
 from recipe_cases import recipe_text
-from tiny_run import make_policy
+from tiny_run import make_checkpoint, make_policy
 from typer.testing import CliRunner, Result
 
 from srtrl import __version__
@@ -135,6 +136,23 @@ def test_train_hands_over_the_recipe_and_says_what_to_do_next(
     assert following in result.stdout
 
 
+@pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "a"}, {"PYTORCH_ALLOC_CONF": "b"}])
+def test_train_lets_memory_segments_of_cuda_grow_unless_the_user_configured_torchs_allocator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
+) -> None:
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    environment = {name: value for name, value in os.environ.items() if name not in names} | given
+    monkeypatch.setattr(os, "environ", environment)
+    run("train", tmp_path / "absent.yaml")
+    expected = given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert {name: environment[name] for name in names if name in environment} == expected
+
+
+def test_train_configures_torchs_allocator_before_torch_is_imported() -> None:
+    code = "import sys, srtrl.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_interrupts_and_bugs_are_told_apart(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("srtrl.trainer.trainer.run_training", Mock(side_effect=[KeyboardInterrupt, ZeroDivisionError]))
     result = run("train", recipe_file)
@@ -224,9 +242,8 @@ def test_eval_of_a_run_uses_its_recipe_and_newest_checkpoint(
     recipe_file: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = recipe_file.parent
-    (folder / "checkpoints").mkdir()
     for step in (10, 20):
-        (folder / "checkpoints" / f"step_{step:06d}").symlink_to(policy)
+        make_checkpoint(policy, folder, step)
     assert evaluated(monkeypatch, folder).model.path == str(folder / "checkpoints" / "step_000020")
     assert evaluated(monkeypatch, folder, "--step", 10).model.path == str(folder / "checkpoints" / "step_000010")
 

@@ -14,11 +14,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences, update
 
+from srtrl.checks import check_recipe
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import CompiledLayers
 from srtrl.trainer import build
-from srtrl.trainer.run_folder import RunProgress
-from srtrl.trainer.trainer import run_training
 
 
 @pytest.fixture(autouse=True)
@@ -128,8 +127,7 @@ def test_a_run_without_a_compiler_is_refused_before_anything_is_loaded(
         torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",)}),
         pytest.raises(ValueError, match=message),
     ):
-        run_training(recipe, progress=RunProgress("test", 1))
-    assert not (tmp_path / "run").exists()
+        check_recipe(recipe)
     build.check_compiler(tiny_run.make_recipe(tmp_path / "no policy", tmp_path))
     monkeypatch.setattr(build, "choose_device", lambda _: torch.device("cuda"))
     monkeypatch.setitem(sys.modules, "triton", None)

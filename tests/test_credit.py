@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import algorithm_reference as reference
@@ -15,7 +16,7 @@ from update_cases import make_recipe
 
 from srtrl.algorithms.advantages import token_level
 from srtrl.trainer.credit import Credit, assign_credit, filter_groups, train_sequences, with_numbers
-from srtrl.types import GradeOutcome, RolloutGroup, TrainSequence
+from srtrl.types import Conversation, GradeOutcome, RolloutGroup, SegmentKind, TrainSequence
 
 KL = 0.1
 
@@ -296,3 +297,63 @@ def test_nothing_may_be_left_by_overlong_filtering() -> None:
 def test_groups_without_any_advantage_are_counted() -> None:
     groups = [group(0, [1.0, 1.0]), group(1, [0.0, 1.0]), group(2, [0.0, 0.0]), group(3, [0.5, 0.5])]
     assert credit_of(groups).metrics["groups/zero_advantage_share"] == 0.75
+
+
+def test_gae_passes_over_what_an_environment_said() -> None:
+    """By a loop over all positions of the response: at one that nobody sampled, nothing is added and nothing decays."""
+    gamma, lam = 0.9, 0.8
+    groups = [with_observations(one, seed) for seed, one in enumerate(random_groups(7))]
+    sequences = random_sequences(groups, 8, with_values=True)
+    found = credit_of(
+        groups,
+        sequences,
+        algorithm__advantage="gae",
+        algorithm__gamma=gamma,
+        algorithm__lam=lam,
+        algorithm__kl__coefficient=KL,
+        algorithm__kl__placement="reward",
+        algorithm__kl__estimator="k1",
+        critic={},
+    ).sequences
+    rollouts = [rollout for one in groups for rollout in one.rollouts]
+    for rollout, sequence, credited in zip(rollouts, sequences, found, strict=True):
+        assert sequence.values is not None
+        assert sequence.ref_logprobs is not None
+        mask = np.concatenate([[kind == "model"] * length for kind, length in rollout.conversation.segments])  # type: ignore[union-attr]
+        rewards, values = np.zeros(len(mask)), np.zeros(len(mask))
+        rewards[mask] = -KL * (sequence.rollout_logprobs - sequence.ref_logprobs)
+        values[mask] = sequence.values
+        rewards[np.flatnonzero(mask)[-1]] += rollout.grade.reward
+        expected, advantage, next_value = np.zeros(len(mask)), 0.0, 0.0
+        for position in reversed(range(len(mask))):
+            if mask[position]:
+                delta = rewards[position] + gamma * next_value - values[position]
+                advantage = delta + gamma * lam * advantage
+                next_value = values[position]
+                expected[position] = advantage
+        np.testing.assert_allclose(credited.advantages, expected[mask], rtol=1e-5, atol=1e-6)
+
+
+def with_observations(group: RolloutGroup, seed: int) -> RolloutGroup:
+    """Put one or two observations into each rollout."""
+    rng = np.random.default_rng(seed)
+    rollouts = []
+    for rollout in group.rollouts:
+        length = len(rollout.token_ids)
+        places = sorted(rng.integers(1, length, size=2).tolist()) if length > 1 else []
+        ends = [*places, length]
+        segments: list[tuple[SegmentKind, int]] = [("model", ends[0])]
+        for start, end in pairwise(ends):
+            segments += [("boundary", 1), ("observation", 2), ("model", end - start)]
+        inserted = np.repeat(places, 3).astype(int)
+        rollouts.append(
+            replace(
+                rollout,
+                token_ids=np.insert(rollout.token_ids, inserted, 9),
+                rollout_logprobs=np.insert(rollout.rollout_logprobs, inserted, np.float32(0)),
+                conversation=Conversation(
+                    segments=tuple(one for one in segments if one[1]), num_turns=2, num_void_turns=0, stop_reason="done"
+                ),
+            )
+        )
+    return replace(group, rollouts=rollouts)

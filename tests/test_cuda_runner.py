@@ -14,7 +14,7 @@ from runner_cases import Samples, cuda_runner, random_trees, runner_policy, use_
 
 from srtrl.bench.shapes import SHAPES
 from srtrl.engine import cuda_runner as cuda_runner_module
-from srtrl.engine import engine
+from srtrl.engine import devices
 from srtrl.engine.cuda_runner import CudaRunner
 from srtrl.engine.cuda_shapes import (
     MAX_GRAPH_ROWS,
@@ -23,7 +23,7 @@ from srtrl.engine.cuda_shapes import (
     padded_rows,
     row_edges,
 )
-from srtrl.engine.engine import make_runner
+from srtrl.engine.devices import make_runner
 from srtrl.engine.options import EngineOptions
 from srtrl.engine.rows import StepSize
 from srtrl.engine.runner import RowFilters
@@ -156,7 +156,7 @@ def test_deterministic_mode_and_a_missing_triton_are_refused(monkeypatch: pytest
     policy = Transformer(runner_policy().config, torch.float32, "meta")  # no CPU
     with pytest.raises(ValueError, match=r"rollout.deterministic: true .* CPU"):
         make_runner(policy, EngineOptions(deterministic=True), 100)
-    monkeypatch.setattr(engine, "find_spec", lambda name: None if name == "triton" else util.find_spec(name))
+    monkeypatch.setattr(devices, "find_spec", lambda name: None if name == "triton" else util.find_spec(name))
     with pytest.raises(ValueError, match="pip install triton"):
         make_runner(policy, EngineOptions(), 100)
 

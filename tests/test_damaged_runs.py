@@ -79,21 +79,25 @@ def link_last(run: Path) -> None:
 
 
 TRAIN, REPORT, TRIE, ROLLOUTS, COMPARE, EVAL = "train", "report", "trie", "rollouts", "compare", "eval"
+GENERATE, EXPORT = "generate", "export"
+POLICY = (EVAL, GENERATE, EXPORT)
 READERS = (REPORT, TRIE, ROLLOUTS, COMPARE)
 DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
-    "flipped weights": (flip(f"{LAST}/model.safetensors"), "model.safetensors", (TRAIN,)),
-    "cut weights": (cut(f"{LAST}/model.safetensors"), "model.safetensors", (TRAIN, EVAL)),
+    "flipped weights": (flip(f"{LAST}/model.safetensors"), "model.safetensors", (TRAIN, *POLICY)),
+    "cut weights": (cut(f"{LAST}/model.safetensors"), "model.safetensors", (TRAIN, *POLICY)),
+    "lost weights": (remove(f"{LAST}/model.safetensors"), "model.safetensors", (TRAIN, *POLICY)),
     "flipped optimizer": (flip(f"{LAST}/optimizer.pt"), "optimizer.pt", (TRAIN,)),
     "other state": (write(f"{LAST}/state.json", b'{"format": 2}'), "state.json", (TRAIN,)),
-    "no state": (remove(f"{LAST}/state.json"), "state.json", (TRAIN,)),
-    "no manifest": (remove(f"{LAST}/manifest.json"), "manifest.json", (TRAIN,)),
-    "cut manifest": (cut(f"{LAST}/manifest.json"), "manifest.json", (TRAIN,)),
+    "no state": (remove(f"{LAST}/state.json"), "state.json", (TRAIN, *POLICY)),
+    "no manifest": (remove(f"{LAST}/manifest.json"), "manifest.json", (TRAIN, *POLICY)),
+    "cut manifest": (cut(f"{LAST}/manifest.json"), "manifest.json", (TRAIN, *POLICY)),
+    "manifest without files": (write(f"{LAST}/manifest.json", b"{}"), "manifest.json", (TRAIN, *POLICY)),
     "old, no state": (all_of(as_of_an_earlier_version, remove(f"{LAST}/state.json")), "state.json", (TRAIN,)),
     "old, cut optimizer": (all_of(as_of_an_earlier_version, cut(f"{LAST}/optimizer.pt")), "optimizer.pt", (TRAIN,)),
     "linked checkpoint": (link_last, LAST, (TRAIN,)),
     "file for a checkpoint": (write("checkpoints/step_000003"), "checkpoints/step_000003", (TRAIN,)),
-    "tokenizer": (write(f"{LAST}/tokenizer.json"), LAST, (TRAIN, TRIE, EVAL)),
-    "model config": (write(f"{LAST}/config.json"), "config.json", (TRAIN, TRIE, EVAL)),
+    "tokenizer": (write(f"{LAST}/tokenizer.json"), LAST, (TRAIN, TRIE, *POLICY)),
+    "model config": (write(f"{LAST}/config.json"), "config.json", (TRAIN, TRIE, *POLICY)),
     "row cut": (write("metrics.jsonl", b'{"step": 1, "lo\n{"step": 2}\n'), "metrics.jsonl", (TRAIN, *READERS)),
     "other row": (
         edit("metrics.jsonl", lambda rows: rows.replace(b'"step": 1,', b'"step": 3,')),
@@ -106,7 +110,7 @@ DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
     "cut rollouts": (cut("rollouts/step_000004.parquet"), "step_000004.parquet", (REPORT, TRIE, ROLLOUTS)),
     "other rollouts": (write("rollouts/step_x.parquet"), "step_x.parquet", (TRAIN, REPORT, TRIE, ROLLOUTS)),
     "flipped rollouts": (flip("rollouts/step_000004.parquet"), "step_000004.parquet", (REPORT, TRIE, ROLLOUTS)),
-    "no checkpoints": (lambda run: shutil.rmtree(run / "checkpoints"), "no checkpoint", (TRAIN, EVAL)),
+    "no checkpoints": (lambda run: shutil.rmtree(run / "checkpoints"), "no checkpoint", (TRAIN, *POLICY)),
     "timeline": (write("timeline/step_000004.parquet"), "timeline/step_000004.parquet", (REPORT,)),
     "recipe": (write("recipe.yaml"), "recipe.yaml", (TRAIN, *READERS, EVAL)),
     "cut recipe": (cut("recipe.yaml"), "recipe.yaml", (TRAIN, *READERS, EVAL)),
@@ -120,16 +124,23 @@ COMMANDS: dict[str, list[object]] = {
     TRIE: [],
     ROLLOUTS: [],
     COMPARE: [],
+    GENERATE: ["--prompt", "1+1=", "--max-new-tokens", 2],
+    EXPORT: ["exported"],
 }
 
 
 @pytest.mark.parametrize(
     ("damage", "command"), [(name, command) for name, (_, _, refusing) in DAMAGES.items() for command in refusing]
 )
-def test_a_damaged_run_gives_one_clear_line(damage: str, command: str, run: Path) -> None:
+def test_a_damaged_run_gives_one_clear_line(
+    damage: str, command: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make, file, _ = DAMAGES[damage]
     make(run)
+    monkeypatch.chdir(run.parent)
+    before = sorted(run.parent.rglob("*"))
     result = call(command, run, *COMMANDS[command])
+    assert sorted(run.parent.rglob("*")) == before
     assert result.exit_code == 2, (result.exception, result.stdout)
     assert result.stderr.startswith("error: ")
     assert file in result.stderr
@@ -137,7 +148,10 @@ def test_a_damaged_run_gives_one_clear_line(damage: str, command: str, run: Path
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_run_of_an_earlier_version_is_read_and_resumed(command: str, run: Path) -> None:
+def test_a_run_of_an_earlier_version_is_read_and_resumed(
+    command: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parent)
     as_of_an_earlier_version(run)
     (run / ".lock").write_bytes(b"")
     result = call(command, run, *COMMANDS[command])
@@ -155,7 +169,7 @@ def test_a_damaged_checkpoint_names_the_intact_one_and_the_run_goes_on_from_ther
 
 
 def test_changed_training_data_is_not_resumed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def reordered(*arguments: object) -> object:
+    def reordered(*arguments: object, **_: object) -> object:
         return SimpleNamespace(train_prompts=load_task(*arguments).train_prompts[::-1])  # type: ignore[arg-type]
 
     monkeypatch.setattr(trainer, "load_task", reordered)

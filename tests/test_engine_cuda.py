@@ -17,7 +17,8 @@ from runner_cases import runner_policy, use_reference
 from srtrl.drafters.base import DrafterBase
 from srtrl.engine.cuda_graphs import StepGraphs
 from srtrl.engine.cuda_runner import CudaRunner
-from srtrl.engine.engine import Engine, EngineOptions, make_runner
+from srtrl.engine.devices import make_runner
+from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.runner import SampledRows, page_bytes_of
 from srtrl.model.transformer import Transformer
 from srtrl.types import Request

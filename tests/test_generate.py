@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from bench_cases import write_rows
-from tiny_run import VOCAB_SIZE, make_policy
+from tiny_run import VOCAB_SIZE, make_checkpoint, make_policy
 from typer.testing import CliRunner, Result
 
 from srtrl import generate
@@ -139,7 +139,7 @@ def test_a_cache_of_another_models_rollouts_is_refused(policy: Path, tmp_path: P
 
 def test_rows_of_a_run_are_what_python_returns_and_what_cache_and_replay_read(policy: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    shutil.copytree(policy, folder / "checkpoints" / "step_000003")
+    make_checkpoint(policy, folder, 3)
     shutil.copy(policy / "config.json", folder / "recipe.yaml")  # there; what it says is not read
     flags = ("--prompt", "12+30=", "--prompt-ids", "5,6,7", "--samples", 2, "--max-new-tokens", 12)
     _, rows = run(folder, *flags)
@@ -158,8 +158,10 @@ def test_rows_of_a_run_are_what_python_returns_and_what_cache_and_replay_read(po
             generate(str(policy), prompts_given)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"prompts": "1+1="}, "prompts: expected a list of texts, found one text"),
-        ({"num_samples": 0}, "num_samples: expected at least 1, found 0"),
-        ({"slots": 0}, "slots: expected at least 1, found 0"),
+        ({"num_samples": 0}, "num_samples: expected 1 to 65536, found 0"),
+        ({"slots": 10**9}, "slots: expected 1 to 65536, found 1000000000"),
+        ({"top_k": 2**31}, "expected temperature >= 0, top_k >= 0"),
+        ({"drafter": "os:system"}, "--drafter: `os:system` is no drafter"),
         ({"dtype": "float16"}, "dtype: expected float32 or bfloat16, found 'float16'"),
     ]
     for changes, message in wrong:

@@ -355,7 +355,7 @@ def test_a_value_that_is_no_finite_number_stops_the_run(package: str, name: str,
 
 REFUSED: list[tuple[list[dict[str, Any]], str]] = [
     ([{"name": "corect"}], "rewards.0: `corect` is not in srtrl/tasks/rewards.py, did you mean `correct`?"),
-    ([{"name": "isolated"}], "known: correct, format, overlong_penalty;"),
+    ([{"name": "isolated"}], "known: correct, environment, format, overlong_penalty;"),
     ([{"name": "own_rewards:both"}], "rewards.0: `own_rewards:both` is isolated and batched"),
     ([{"name": "statistics:mean"}], "rewards.0: `statistics:mean` cannot be logged as reward/mean"),
     ([{"name": "correct"}, {"name": "correct", "weight": 0.5}], "rewards.1: two are named `correct`"),

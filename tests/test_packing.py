@@ -20,7 +20,7 @@ def make_sequence(num_prompt: int, num_response: int, seed: int, with_optional: 
 
     return TrainSequence(
         token_ids=rng.integers(1000, size=num_prompt + num_response),
-        num_prompt_tokens=num_prompt,
+        targets=np.arange(num_prompt, num_prompt + num_response),
         draw_index=seed,
         rollout_logprobs=numbers(),
         advantages=numbers(),

@@ -103,6 +103,11 @@ CONFLICTS: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
         "rollout.kv_memory_share: has no effect with rollout.kv_memory_gib (8.0)",
         ("rollout.kv_memory_gib=auto",),
     ),
+    (
+        ("warm_start={output: made, train_tokenizer_vocab_size: 300}",),
+        "warm_start.train_tokenizer_vocab_size: needs",
+        ("warm_start={output: made}",),
+    ),
     ((HEADS % (2, 1),), "warm_start.architecture.num_attention_heads: expected a divisor of hid", (HEADS % (3, 1),)),
     ((HEADS % (3, 2),), "warm_start.architecture.num_key_value_heads: expected a divisor of num_", (HEADS % (3, 3),)),
     (("rollout.dynamic_sampling=true",), "rollout.dynamic_sampling: ", ("algorithm.filters=[drop_uniform]",)),

@@ -36,6 +36,8 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     module = SimpleNamespace(runs=[], config={})
 
     def init(**options: Any) -> FakeRun:
+        if options["project"] == "secret":
+            raise LookupError("not logged in")
         if "colour" in options:
             raise TypeError("init() got an unexpected keyword argument 'colour'")
         run = FakeRun(options)
@@ -78,8 +80,21 @@ def test_wandb_gets_options_recipe_metrics_and_samples(policy: Path, tmp_path: P
 
 def test_an_option_that_a_tracker_does_not_know(policy: Path, tmp_path: Path, wandb: SimpleNamespace) -> None:
     recipe = make_recipe(policy, tmp_path, log__trackers=["wandb"], log__tracker_options={"wandb": {"colour": "red"}})
-    with pytest.raises(ValueError, match=r"log.tracker_options: init\(\) got an unexpected keyword argument 'colour'"):
+    with pytest.raises(
+        ValueError, match=r"log.tracker_options: TypeError: .*init\(\) got an unexpected keyword argument 'colour'"
+    ):
         train(recipe)
+
+
+def test_a_tracker_that_cannot_start_leaves_the_old_run_as_it_was(
+    policy: Path, tmp_path: Path, wandb: SimpleNamespace
+) -> None:
+    folder = train(make_recipe(policy, tmp_path, **SHORT)).folder
+    before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+    refused = make_recipe(policy, tmp_path, log__trackers=["wandb"], log__project="secret", **SHORT)
+    with pytest.raises(ValueError, match=r"log.trackers: LookupError: .*not logged in"):
+        train(refused, overwrite=True)
+    assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before
 
 
 def test_tensorboard_gets_hyperparameters_and_text(policy: Path, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def make_draws(sizes: dict[int, int]) -> list[TrainSequence]:
     return [
         TrainSequence(
             token_ids=np.full(2, token_id),
-            num_prompt_tokens=1,
+            targets=np.ones(1, np.int64),
             draw_index=draw_index,
             rollout_logprobs=blank,
             advantages=blank,

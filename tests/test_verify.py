@@ -14,6 +14,7 @@ from srtrl.engine.batch import NO_TOKEN, Batch, PromptPages, Sample
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.runner import SampledRows
 from srtrl.engine.stats import MAX_DEPTH, EngineStats
+from srtrl.engine.stopping import StopFinder
 from srtrl.engine.verify import AT_LENGTH, GOES_ON, STOPPED, Verified, plan_moves, verify
 
 PAGE_SIZE = 4
@@ -29,7 +30,7 @@ class Step:
     sampled: SampledRows
 
     def verify(self) -> Verified:
-        return verify(self.batch, self.slots, self.trees, self.sampled, Letters())
+        return verify(self.batch, self.slots, self.trees, self.sampled, StopFinder(Letters(), 200))
 
 
 def random_step(seed: int, num_samples: int, vocab_size: int, max_nodes: int, *, share_broken: float = 0.0) -> Step:

@@ -192,7 +192,6 @@ def test_a_device_that_is_too_small_is_explained(tmp_path: Path, monkeypatch: py
     ("changes", "message"),
     [
         ({"max_new_tokens": 3}, r"every solution is longer than rollout\.max_new_tokens \(3\)"),
-        ({"architecture": None}, r"train_tokenizer_vocab_size needs warm_start\.architecture"),
         ({"learning_rate": 1e30, "max_grad_norm": 1e30}, r"warm start step \d+, .* is (nan|inf)"),
     ],
 )
@@ -219,11 +218,24 @@ def test_output_is_not_overwritten_unasked(tmp_path: Path) -> None:
     (output / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match="use --overwrite or another folder"):
         run(make_recipe(output))
-    with pytest.raises(ValueError, match=r"holds no config\.json, so it is not a model"):
-        run(make_recipe(output), overwrite=True)
     (output / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no mark of srtrl"):
+        run(make_recipe(output), overwrite=True)
+    assert (output / "thesis.tex").read_text() == "years of work"
+
+
+def test_overwrite_replaces_what_a_warm_start_made_alone(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    run(make_recipe(output, num_steps=1))
     run(make_recipe(output, num_steps=2, max_new_tokens=20), overwrite=True)
     assert json.loads((output / "warm_start.json").read_text())["num_overlong"] > 0  # solutions have 17 to 26 tokens
     load_model(output, dtype=torch.float32, device="cpu")
-    assert not (output / "thesis.tex").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    (output / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match=r"thesis\.tex is not from a warm start, and would be deleted"):
+        run(make_recipe(output), overwrite=True)
+    (tmp_path / "link").symlink_to(output)
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match=r"link is a link; expected the name of the folder"):
+            run(make_recipe(tmp_path / "link"), overwrite=overwrite)
+    assert (output / "thesis.tex").read_text() == "years of work"

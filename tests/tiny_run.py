@@ -1,6 +1,8 @@
 """A tiny random policy and a recipe that trains it in a second, for tests of the trainer."""
 
+import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from srtrl.model.transformer import Transformer
 from srtrl.model.weights import init_model
 from srtrl.recipe import Recipe
 from srtrl.tasks.reward_input import RewardInput
-from srtrl.trainer.checkpoint import latest_checkpoint, save_policy
+from srtrl.trainer.checkpoint import checkpoint_name, latest_checkpoint, save_policy
 from srtrl.trainer.run_folder import RunProgress
 from srtrl.trainer.trainer import TrainingResult, run_training
 from srtrl.trainer.warm_start import train_tokenizer
@@ -56,6 +58,14 @@ def make_policy(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int =
     model = init_policy(seed, dtype, eos_token_id=tokenizer.eos_token_id)
     folder.mkdir(parents=True)
     save_policy(folder, model=model, tokenizer=tokenizer, end_ids=[tokenizer.eos_token_id])
+    return folder
+
+
+def make_checkpoint(policy: Path, run: Path, step: int) -> Path:
+    """A checkpoint with the files of `policy`, as one of an earlier version: without manifest."""
+    folder = Path(shutil.copytree(policy, run / "checkpoints" / checkpoint_name(step)))
+    state = {"step": step, "policy_version": step, "num_draws": step, "kl_coefficient": 0.0, "format": 2}
+    (folder / "state.json").write_text(json.dumps(state))
     return folder
 
 

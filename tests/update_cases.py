@@ -76,33 +76,39 @@ def make_policy(
 
 
 def naive_distributions(policy: Transformer, sequence: TrainSequence, temperature: float = TEMPERATURE) -> Tensor:
-    """Log-probs of the whole vocabulary before each response token, one sequence alone: [R, V]."""
+    """Log-probs of the whole vocabulary before each sampled token, one sequence alone: [R, V]."""
     token_ids = torch.from_numpy(sequence.token_ids)
     hidden = policy(token_ids, PackedPlan.from_lengths([len(token_ids)], "cpu"))
-    logits = policy.logits(hidden)[sequence.num_prompt_tokens - 1 : -1]
+    logits = policy.logits(hidden)[torch.from_numpy(sequence.targets) - 1]
     return torch.log_softmax(logits.double() / temperature, dim=-1)
 
 
 def naive_logprobs(policy: Transformer, sequence: TrainSequence) -> list[float]:
     with torch.no_grad():
         rows = naive_distributions(policy, sequence)
-    return [
-        float(row[token]) for row, token in zip(rows, sequence.token_ids[sequence.num_prompt_tokens :], strict=True)
-    ]
+    return [float(row[token]) for row, token in zip(rows, sequence.token_ids[sequence.targets], strict=True)]
 
 
 def make_sequences(
     policy: Transformer, noise: float = 0.0, num_groups: int = NUM_GROUPS, seed: int = 5
 ) -> list[TrainSequence]:
-    """Random sequences; `rollout_logprobs` are the policy's, off by noise of this deviation, `ref_logprobs` by 0.5."""
+    """Random sequences; `rollout_logprobs` are the policy's, off by noise of this deviation, `ref_logprobs` by 0.5.
+
+    In every second one an environment has put in two tokens, in one or two places.
+    """
     rng = np.random.default_rng(seed)
     sequences = []
     for index in range(num_groups * NUM_SAMPLES):
         num_prompt, num_response = int(rng.integers(1, 6)), int(rng.integers(1, 10))
         blank = np.zeros(num_response, np.float32)
+        token_ids = rng.integers(19, size=num_prompt + num_response)
+        others = np.random.default_rng(index)
+        num_places = 2 if index % 2 and num_response > 1 else 0
+        places = np.sort(others.integers(1, max(2, num_response), size=num_places))
+        is_inserted = np.insert(np.zeros(num_response, bool), places, True)
         sequence = TrainSequence(
-            token_ids=rng.integers(19, size=num_prompt + num_response),
-            num_prompt_tokens=num_prompt,
+            token_ids=np.insert(token_ids, num_prompt + places, others.integers(19, size=len(places))),
+            targets=num_prompt + np.flatnonzero(~is_inserted),
             draw_index=index // NUM_SAMPLES,
             rollout_logprobs=blank,
             advantages=np.full(num_response, rng.standard_normal(), np.float32),

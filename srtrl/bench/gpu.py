@@ -260,7 +260,7 @@ def measure_update(sizes: Sizes, policy: Transformer, teraflops: float) -> Row:
     sequences = [
         TrainSequence(
             token_ids=np.array([*one.request.prompt_token_ids, *one.token_ids], np.int64),
-            num_prompt_tokens=num_prompt,
+            targets=np.arange(num_prompt, num_prompt + len(one.token_ids)),
             draw_index=one.request.draw_index // 2,
             rollout_logprobs=np.array(one.rollout_logprobs, np.float32),
             advantages=np.full(len(one.token_ids), random.standard_normal(), np.float32),

@@ -2,11 +2,12 @@
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from srtrl.resolve import resolve_class
+from srtrl.drafters.base import resolve_drafter
+from srtrl.recipe import MAX_WIDTH
 
 
 def _check_folder(path: Path | None) -> Path | None:
@@ -78,8 +79,8 @@ def parse_counts(option: str, text: str) -> tuple[int, ...]:
         ValueError: It is something else, or a number is below 1.
     """
     parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"{option}: expected counts like 8,32,128, found {text!r}")
+    if not all(part.strip().isdecimal() and len(part) < 10 and 0 < int(part) <= MAX_WIDTH for part in parts):
+        raise ValueError(f"{option}: expected counts like 8,32,128, at most {MAX_WIDTH}, found {text[:80]!r}")
     return tuple(int(part) for part in parts)
 
 
@@ -96,15 +97,3 @@ def parse_drafters(text: str, *others: str) -> tuple[str, ...]:
         if name not in others:
             resolve_drafter("--drafters", name)
     return names
-
-
-def resolve_drafter(option: str, name: str) -> Any:
-    """The class of a drafter.
-
-    Raises:
-        ValueError: There is none of this name; the message names the option.
-    """
-    try:
-        return resolve_class("srtrl.drafters", name, "Drafter")
-    except ValueError as error:
-        raise ValueError(f"{option}: {error}") from error

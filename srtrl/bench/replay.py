@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from srtrl.recipe import MAX_WIDTH
+
 DEFAULT_BUDGET = 16
 """Nodes of a draft tree where neither `--draft-budget` nor `--min-score` is given."""
 MAX_NODES = 128
@@ -28,7 +30,9 @@ def replay(
     draft_budget: Annotated[
         int | None,
         typer.Option(
-            min=0, help=f"Maximum nodes of a draft. [default: {DEFAULT_BUDGET}; {MAX_NODES} with --min-score]"
+            min=0,
+            max=MAX_WIDTH,
+            help=f"Maximum nodes of a draft. [default: {DEFAULT_BUDGET}; {MAX_NODES} with --min-score]",
         ),
     ] = None,
     min_score: Annotated[
@@ -49,7 +53,7 @@ def replay(
         int | None, typer.Option(min=1, help="Prompts of a training step. [default: as recorded; JSONL is one step]")
     ] = None,
     slots: Annotated[
-        int | None, typer.Option(min=1, help="Sequences decoded at a time. [default: all of one prompt]")
+        int | None, typer.Option(min=1, max=MAX_WIDTH, help="Sequences decoded at a time. [default: all of one prompt]")
     ] = None,
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Maximum number of tokens of a sample; the rest is dropped.")

@@ -19,10 +19,9 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.bench.options import resolve_drafter
 from srtrl.bench.tables import format_table
 from srtrl.bench.workload import make_request, read_rollouts
-from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.base import DrafterBase, resolve_drafter
 from srtrl.drafters.draft_tree import ROOT, check_trees
 from srtrl.engine.draft_budget import cut_trees
 from srtrl.recipe import Section
@@ -417,7 +416,7 @@ def find_drafter(name: str, overrides: Sequence[str]) -> tuple[type[DrafterBase]
     Raises:
         ValueError: There is no such drafter, or an option of it is incorrect.
     """
-    found: type[DrafterBase] = resolve_drafter("--drafter", name)
+    found = resolve_drafter("--drafter", name)
     source = RecipeSource(Path("--drafter-options"))
     try:
         source.override(overrides)

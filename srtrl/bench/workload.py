@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from srtrl.bench.options import resolve_drafter
+from srtrl.drafters.base import resolve_drafter
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.runner import Runner
 from srtrl.engine.sampling import make_rng_key

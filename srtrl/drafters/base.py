@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.recipe import Section
+from srtrl.resolve import resolve_class
 from srtrl.types import Completion, Request
 
 Int32Array = npt.NDArray[np.int32]
@@ -24,7 +25,8 @@ class DrafterBase:
     A subclass named `Drafter` in `srtrl/drafters/<name>.py` is the drafter `<name>`. Its `Options` document and check
     `rollout.drafter_options`. `propose` must be written; the rest does nothing unless it is. A decoding sample is known
     by its slot, a small integer that another sample has after `finish`. A sample that was preempted starts again, and
-    all of its tokens are observed again.
+    all of its tokens are observed again. So does a sample of several turns at each turn: then `request.turn` is above
+    0, and what is observed is what was put in after the turn before, and what has followed that.
     """
 
     Options: type[Section] = NoOptions
@@ -89,6 +91,17 @@ class DrafterBase:
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote; a folder without it (of another drafter) leaves the drafter empty."""
+
+
+def resolve_drafter(option: str, name: str) -> type[DrafterBase]:
+    """The class of the drafter `name`, ours or `package.module:Class`; ValueError, naming `option`, if it is none."""
+    try:
+        drafter_class = resolve_class("srtrl.drafters", name, "Drafter")
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from error
+    if not (isinstance(drafter_class, type) and issubclass(drafter_class, DrafterBase)):
+        raise ValueError(f"{option}: `{name}` is no drafter; expected a subclass of {__name__}:DrafterBase")
+    return drafter_class
 
 
 def end_to_end(texts: Sequence[Sequence[int] | Int32Array]) -> tuple[Int32Array, Int64Array]:

@@ -107,7 +107,8 @@ class TrieDrafter(DrafterBase):
     def learn(self, completions: Sequence[Completion]) -> None:
         """Keep completed rollouts, for the tries that are built from now on."""
         for completion in completions:
-            self.keep(self.key_of(completion.request), np.array(completion.token_ids, np.int32))
+            text, starts = np.array(completion.token_ids, np.int32), [start for start, _ in completion.extensions]
+            self.keep(self.key_of(completion.request), np.insert(text, starts, START_TOKEN) if starts else text)
 
     def expected_tokens(self, request: Request) -> float | None:
         """Mean length of the prompt's rollouts, those of finished siblings included."""

@@ -51,7 +51,8 @@ class RunAheads:
     def start(self, slot: int, key: PromptKey, request: Request) -> None:
         """Begin to record a run-ahead, or to follow the one on the sample's RNG key if there is one."""
         found = [made[key][request.rng_key] for made in self._texts if request.rng_key in made.get(key, {})]
-        text = found[0] if found and not request.is_run_ahead else np.zeros(0, np.int32)
+        is_first_turn = request.turn == 0  # where a run-ahead has ended
+        text = found[0] if found and is_first_turn and not request.is_run_ahead else np.zeros(0, np.int32)
         self._requests[slot] = key, request
         self._resize(slot, len(text))
         self._slot_texts[slot, : len(text)] = text

@@ -57,6 +57,9 @@ def learn_ngrams(table: Table, text: npt.NDArray[np.int32]) -> None:
     """Learn from a completed rollout."""
     before_last, last = START_TOKEN, START_TOKEN
     for token in text:
+        if token == START_TOKEN:  # another turn
+            before_last, last = START_TOKEN, START_TOKEN
+            continue
         _count(table, before_last, last, token)
         _count(table, NO_TOKEN, last, token)
         before_last, last = last, token

@@ -58,9 +58,25 @@ class Sample:
     has_started: bool = False
     """Whether it has its share of the prompt's pages: not while it waits, nor after a preemption."""
     token_ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
-    """Of a preempted sample: what it had generated."""
+    """Of a preempted or paused sample: its response so far."""
     logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     """Their log-probs."""
+    page_ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    """Of a paused sample: pages that it keeps without a slot, until others need them."""
+    num_computed: int = 0
+    """Positions whose KV is in these pages."""
+    extensions: list[tuple[int, int]] = field(default_factory=list)
+    """Start and stop of each part of the response that was not sampled."""
+
+    @property
+    def turn_start(self) -> int:
+        """Where in the response the sampled tokens of the present turn begin."""
+        return self.extensions[-1][1] if self.extensions else 0
+
+    @property
+    def text_start(self) -> int:
+        """Where in the response the text begins that drafts may continue: they never lead from a turn into the next."""
+        return self.extensions[-1][0] if self.extensions else 0
 
 
 class Batch:
@@ -187,18 +203,27 @@ class Batch:
         self.end_tokens[slot] = NO_TOKEN
         self.end_tokens[slot, : len(sampling.end_token_ids)] = sampling.end_token_ids
         self.num_pages[slot] = 0
+        if len(sample.page_ids):  # it was paused
+            self.set_pages(slot, sample.page_ids)
+            self.num_computed[slot], sample.has_started = sample.num_computed, True
+            sample.page_ids = sample.page_ids[:0]
         self.is_decoding[slot] = False
         self.is_run_ahead[slot] = request.is_run_ahead
 
     def take_out(self, sample: Sample) -> None:
-        """Free a sample's slot and its pages."""
+        """Free a sample's slot and the pages that it does not keep."""
         slot = sample.slot
-        self.pool.release(self.pages(slot))
+        self.pool.release(self.pages(slot)[len(sample.page_ids) :])
         self.samples[slot] = None
         self.is_decoding[slot] = False
         self.num_pages[slot] = 0
         sample.slot, sample.has_started = NO_SLOT, False
         self._free.append(slot)
+
+    def save_text(self, sample: Sample) -> None:
+        """Copy the response of a sample that leaves its slot and comes back."""
+        sample.token_ids = self.generated(sample.slot).copy()
+        sample.logprobs = self.generated_logprobs(sample.slot).copy()
 
     def generated(self, slot: int) -> Int32Array:
         """Tokens of the response so far (a view)."""

@@ -1,8 +1,7 @@
 """The rollout engine: requests in, completions out as they finish; one decode step reads like a list."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
 
 import numpy as np
 
@@ -10,14 +9,8 @@ from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import DraftTrees, check_trees
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.engine.batch import Batch
-from srtrl.engine.cpu_runner import CpuRunner
-from srtrl.engine.draft_budget import (
-    MAX_ROWS,
-    DraftControl,
-    StepCost,
-    cut_trees,
-    slowdown_of,
-)
+from srtrl.engine.devices import make_runner
+from srtrl.engine.draft_budget import MAX_ROWS, DraftControl, StepCost, cut_trees, slowdown_of
 from srtrl.engine.kv_memory import allocate_pages
 from srtrl.engine.options import EngineOptions
 from srtrl.engine.page_pool import PagePool
@@ -25,7 +18,7 @@ from srtrl.engine.rows import Int32Array, StepSize, fill_inputs
 from srtrl.engine.runner import RowFilters, Runner
 from srtrl.engine.scheduler import ScheduledStep, Scheduler
 from srtrl.engine.stats import DecodeStep, EngineStats, StageClock
-from srtrl.engine.stopping import Tokenizer
+from srtrl.engine.stopping import StopFinder, Tokenizer
 from srtrl.engine.verify import AT_LENGTH, GOES_ON, Verified, plan_moves, verify
 from srtrl.engine.warm_up import reporting_compilation, warm_up_kernels
 from srtrl.model.cpu_threads import set_cpu_threads
@@ -49,7 +42,7 @@ class Engine:
     ) -> None:
         """`runner`: what computes; by default the one of the policy's device."""
         self.options = options
-        self.tokenizer = tokenizer
+        self.stop_finder = StopFinder(tokenizer, policy.config.vocab_size)
         self.vocab_size = policy.config.vocab_size
         self.max_sequence_tokens = options.max_sequence_tokens or policy.config.max_position_embeddings
         if self.max_sequence_tokens > policy.config.max_position_embeddings:
@@ -90,7 +83,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sample is unfinished; run-aheads do not count."""
+        """Whether a sample decodes or waits for a slot; run-aheads and paused samples do not count."""
         return self.scheduler.has_work
 
     @property
@@ -113,12 +106,12 @@ class Engine:
             raise ValueError(f"{who}: token id {unknown[0]} is not in the vocabulary of {self.vocab_size}")
         if sampling.max_new_tokens < 1:
             raise ValueError(f"{who}: max_new_tokens is {sampling.max_new_tokens}, expected at least 1")
-        if sampling.temperature < 0 or sampling.top_k < 0 or not 0 < sampling.top_p <= 1:
+        if not (0 <= sampling.temperature < float("inf") and 0 <= sampling.top_k < 2**31 and 0 < sampling.top_p <= 1):
             raise ValueError(
                 f"{who}: expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1, found {sampling.temperature}, "
                 f"{sampling.top_k} and {sampling.top_p}"
             )
-        if sampling.stop_strings and self.tokenizer is None:
+        if sampling.stop_strings and self.stop_finder.tokenizer is None:
             raise ValueError(f"{who}: stop strings need a tokenizer")
         longest = len(prompt) + sampling.max_new_tokens
         if longest > self.max_sequence_tokens:
@@ -143,6 +136,28 @@ class Engine:
         self.check_request(request)
         self._queue(request)
 
+    def extend(self, completion: Completion, token_ids: Sequence[int]) -> None:
+        """Go on with a sample that paused at the end of a turn: its next turn follows these tokens.
+
+        Nobody samples them, no draft leads to them, and their log-probs are 0. May be called when `add` may.
+
+        Raises:
+            ValueError: There are no tokens, one is not in the vocabulary, or no room is left to sample one after them.
+        """
+        request = completion.request
+        room = request.sampling.max_new_tokens - len(completion.token_ids) - 1
+        if not 1 <= len(token_ids) <= room or not all(0 <= token < self.vocab_size for token in token_ids):
+            raise ValueError(
+                f"prompt {request.prompt_id!r}, sample {request.sample_index}: expected 1 to {room} tokens of a "
+                f"vocabulary of {self.vocab_size} to extend it by, found {len(token_ids)}: {token_ids!s:.60}"
+            )
+        self.scheduler.extend(request.rng_key, np.array(token_ids, np.int32))
+
+    def end(self, completion: Completion) -> None:
+        """A sample that paused at the end of a turn is finished: drafters may learn from it."""
+        self.scheduler.end(completion.request.rng_key)
+        self.drafter.learn([completion])
+
     def generate(
         self,
         requests: Iterable[Request],
@@ -153,9 +168,9 @@ class Engine:
     ) -> Iterator[Completion]:
         """Decode the requests; yields each completion as it finishes, in no particular order.
 
-        It ends when no sample is left. More may be added (`add`) while it runs: by the consumer between two
-        completions, the last one included, or by `before_step`. A consumer that stops early drops the rest: no sample
-        and no page is left.
+        It ends when no sample is left that is not paused. More may be added (`add`) or go on (`extend`) while it runs:
+        by the consumer between two completions, the last one included, or by `before_step`. A consumer that stops early
+        drops the rest: no sample and no page is left.
 
         Args:
             requests: The samples wanted.
@@ -214,7 +229,7 @@ class Engine:
         clock.lap("forward")
         sampled = self.runner.wait(num_sampled)
         clock.lap("wait" if self.runner.is_asynchronous else "forward")
-        verified = verify(self.batch, step.slots, trees, sampled, self.tokenizer)
+        verified = verify(self.batch, step.slots, trees, sampled, self.stop_finder)
         clock.lap("verify")
         if trees.num_nodes:
             self._commit(verified)
@@ -298,9 +313,9 @@ class Engine:
         if step.started:
             slots = np.array([sample.slot for sample in step.started])
             self.drafter.start(slots, [sample.request for sample in step.started])
-            resumed = [self.batch.generated(slot) for slot in slots]
+            resumed = [self.batch.generated(sample.slot)[sample.text_start :] for sample in step.started]
             offsets = np.cumsum([0, *map(len, resumed)])
-            if offsets[-1]:  # preempted samples: the drafter forgot them
+            if offsets[-1]:  # preempted and extended samples: the drafter forgot them
                 self.drafter.observe(slots, np.concatenate(resumed), offsets)
             if self.trace is not None or self.batch.trace_tokens.size:
                 trace, none = self.trace or {}, np.empty(0, np.int32)
@@ -361,11 +376,11 @@ class Engine:
             self.runner.move_kv(sources, targets)
 
     def _take_finished(self, verified: Verified) -> list[Completion]:
-        """Take out the finished samples."""
+        """Take out the finished samples, and pause those whose turn has ended."""
         ended = np.flatnonzero(verified.finish != GOES_ON).tolist()
         if not ended:
             return []
-        slots: list[int] = []
+        slots, found = list[int](), list[Completion]()
         completions: list[Completion | None] = []
         for b in ended:
             slot = int(verified.slots[b])
@@ -379,12 +394,15 @@ class Engine:
                     rollout_logprobs=self.batch.generated_logprobs(slot).tolist(),
                     finish_reason="length" if verified.finish[b] == AT_LENGTH else "stop",
                     policy_version=self.policy_version,
+                    extensions=tuple(sample.extensions),
                 )
+                found.append(completion)
             slots.append(slot)
-            completions.append(completion)
-            self.scheduler.finish(sample)
+            has_turns = sample.request.has_turns
+            completions.append(None if has_turns else completion)
+            (self.scheduler.pause if has_turns else self.scheduler.finish)(sample)
         self.drafter.finish(slots, completions)
-        return [completion for completion in completions if completion is not None]
+        return found
 
     def _do_bookkeeping(self) -> None:
         if self._bookkeeping is not None:
@@ -475,26 +493,3 @@ class Engine:
                 num_slots=slots,
                 most_rows=slots * (1 + self.options.max_draft_nodes),
             )
-
-
-def make_runner(policy: Transformer, options: EngineOptions, max_sequence_tokens: int) -> Runner:
-    """The runner for the policy's device, without pages yet.
-
-    Raises:
-        ValueError: Triton is not installed, or an option is not for this device.
-    """
-    if policy.device.type == "cpu":
-        return CpuRunner(policy, options)
-    if options.deterministic:
-        raise ValueError(
-            "rollout.deterministic: true is for decoding on a CPU: on a CUDA device kernels sum a row in an order that "
-            "depends on the batch. Leave it out; drafts still do not change the distribution of the tokens"
-        )
-    if find_spec("triton") is None:
-        raise ValueError(
-            "decoding on a CUDA device needs Triton, which PyTorch's CUDA builds for Linux include and this "
-            "installation lacks: `pip install triton`, or run with device=cpu"
-        )
-    from srtrl.engine.cuda_runner import CudaRunner
-
-    return CudaRunner(policy, options, max_sequence_tokens)

@@ -5,23 +5,21 @@ that later samples find drafts in what their siblings said. Within such a wave t
 go first: a training step ends when its last sample does. Only the order of decoding depends on this, never a token.
 
 Pages run out in this order of remedies: pages left over from rejected drafts; run-aheads are dropped; prompts that no
-running sample waits for are evicted; then the sample that was admitted last is preempted and later recomputed. The
-oldest sample always advances, so the engine cannot get stuck. Run-aheads get what is left after all this: a primary's
-schedule is the same, step for step, with and without them. Nothing here looks at a clock: the same requests give the
-same steps.
+running sample waits for are evicted; then the KV of samples that have no slot (between two turns); then the sample that
+was admitted last is preempted. What was evicted or preempted is recomputed. The oldest sample always advances, so the
+engine cannot get stuck. Run-aheads get what is left after all this: a primary's schedule is the same, step for step,
+with and without them. Nothing here looks at a clock: the same requests give the same steps.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from srtrl.engine.batch import NO_SLOT, Batch, PromptPages, Sample
-from srtrl.engine.rows import Int64Array, PrefillChunk
+from srtrl.engine.rows import Int32Array, Int64Array, PrefillChunk
 from srtrl.engine.run_aheads import RunAheads
+from srtrl.engine.waiting_line import WaitingLine
 from srtrl.types import Request
-
-CHANGES_PER_SORT = 1 / 16
-"""The waiting samples are sorted again once this share of them has finished since: the order is a guess anyway."""
 
 
 @dataclass(slots=True)
@@ -61,67 +59,6 @@ class ScheduledStep:
         self.started = kept
 
 
-class WaitingLine:
-    """Primaries without a slot: preempted ones in the order of their first admission, then the others in waves."""
-
-    def __init__(self) -> None:
-        self._line: list[Sample] = []
-        """Sorted, the next sample last, unless `_is_sorted` says otherwise."""
-        self._is_sorted = True
-        self._num_changes = 0
-        self._lengths: dict[tuple[int, ...], tuple[float, int]] = {}
-        """Prompt -> (sum, count) of the lengths it is expected by."""
-
-    def __len__(self) -> int:
-        return len(self._line)
-
-    def add(self, sample: Sample) -> None:
-        """A new or preempted sample waits."""
-        self._line.append(sample)
-        self._is_sorted = False
-
-    def expect(self, prompt_token_ids: tuple[int, ...], num_tokens: float) -> None:
-        """Take one more length, of a finished sample or from elsewhere, into the prompt's mean."""
-        total, count = self._lengths.get(prompt_token_ids, (0.0, 0))
-        self._lengths[prompt_token_ids] = (total + num_tokens, count + 1)
-        self._num_changes += 1
-
-    def first(self, running: list[Sample], batch: Batch) -> Sample:
-        """The sample to be admitted next; one must wait. How far the `running` ones are counts as a length, too."""
-        if not self._is_sorted or self._num_changes > CHANGES_PER_SORT * len(self._line):
-            self._sort(running, batch)
-        return self._line[-1]
-
-    def pop(self) -> None:
-        """Take `first` out of the line."""
-        self._line.pop()
-
-    def clear(self) -> None:
-        """Forget all samples and lengths."""
-        self._line.clear()
-        self._lengths.clear()
-        self._is_sorted, self._num_changes = True, 0
-
-    def _sort(self, running: list[Sample], batch: Batch) -> None:
-        """A prompt of which nothing is known is taken for an average one."""
-        expected = {prompt: total / count for prompt, (total, count) in self._lengths.items()}
-        average = sum(expected.values()) / max(1, len(expected))
-        # Scouts that still run say more than none: without them the long prompts would pass for average ones.
-        for sample in running:
-            prompt = sample.request.prompt_token_ids
-            expected[prompt] = max(expected.get(prompt, average), float(len(batch.generated(sample.slot))))
-
-        def order(sample: Sample) -> tuple[float, float, int]:
-            request = sample.request
-            if sample.admission >= 0:
-                return -1, sample.admission, 0
-            return request.sample_index, -expected.get(request.prompt_token_ids, average), request.draw_index
-
-        self._line.sort(key=order)
-        self._line.reverse()
-        self._is_sorted, self._num_changes = True, 0
-
-
 class Scheduler:
     """Keeps waiting and running samples and their pages."""
 
@@ -141,6 +78,10 @@ class Scheduler:
         """Primaries, in the order of admission."""
         self.run_aheads = RunAheads(batch)
         self.num_preemptions = 0
+        self.paused: dict[int, Sample] = {}
+        """Samples between two turns, by RNG key."""
+        self._keeping: list[Sample] = []
+        """Samples without a slot that keep pages: paused ones, and extended ones that wait."""
         self._starting: list[Sample] = []
         """Those of `running` that do not decode yet: KV before their root is missing."""
         self._waiting = WaitingLine()
@@ -151,7 +92,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether an unfinished primary is left."""
+        """Whether an unfinished primary is left that is not paused."""
         return bool(self.running or self._waiting)
 
     @property
@@ -252,6 +193,44 @@ class Scheduler:
         self.running.remove(sample)
         num_generated = len(self.batch.generated(sample.slot))
         self._release(sample)
+        self._forget(sample, num_generated)
+
+    def pause(self, sample: Sample) -> None:
+        """A turn has ended: free the slot; the KV is kept while there is room for it."""
+        assert sample.request.rng_key not in self.paused, "two samples with turns have the same RNG key"
+        self.running.remove(sample)
+        self.batch.save_text(sample)
+        sample.num_computed = int(self.batch.num_computed[sample.slot])
+        sample.page_ids = self.batch.pages(sample.slot)[: self.pool.pages_for(sample.num_computed)].copy()
+        self._release(sample)
+        self.paused[sample.request.rng_key] = sample
+        self._keeping.append(sample)
+
+    def extend(self, rng_key: int, token_ids: Int32Array) -> None:
+        """A paused sample waits for a slot again, with tokens after its last turn."""
+        sample = self.paused.pop(rng_key)
+        start = len(sample.token_ids)
+        sample.extensions.append((start, start + len(token_ids)))
+        sample.token_ids = np.concatenate([sample.token_ids, token_ids])
+        sample.logprobs = np.concatenate([sample.logprobs, np.zeros(len(token_ids), np.float32)])
+        sample.request = replace(sample.request, turn=sample.request.turn + 1)
+        self._waiting.add(sample)
+
+    def end(self, rng_key: int) -> None:
+        """A paused sample is finished."""
+        sample = self.paused.pop(rng_key)
+        if sample in self._keeping:
+            self._evict(sample)
+        self._forget(sample, len(sample.token_ids))
+
+    def _evict(self, sample: Sample) -> None:
+        """Take the pages of a sample without a slot; it will be recomputed."""
+        self._keeping.remove(sample)
+        self.pool.release(sample.page_ids)
+        sample.page_ids = sample.page_ids[:0]
+
+    def _forget(self, sample: Sample, num_generated: int) -> None:
+        """A sample has ended and holds nothing any more."""
         self._waiting.expect(sample.request.prompt_token_ids, num_generated)
         prompt = sample.prompt
         prompt.num_users -= 1
@@ -264,9 +243,11 @@ class Scheduler:
         slots = self._ended + [sample.slot for sample in self.running] + self.run_aheads.clear()
         for sample in self.running:
             self._release(sample)
+        for sample in list(self._keeping):
+            self._evict(sample)
         for prompt in self._prompts.values():
             self._drop_prompt(prompt)
-        for samples in (self.running, self._starting, self._prompts, self._waiting):
+        for samples in (self.running, self._starting, self._prompts, self._waiting, self.paused):
             samples.clear()
         self._ended = []
         return slots
@@ -278,7 +259,8 @@ class Scheduler:
         assert len(running) + batch.num_free == batch.num_slots
         assert all(batch.samples[sample.slot] is sample for sample in running)
         pages = [batch.pages(sample.slot) for sample in running]
-        self.pool.check_integrity([*pages, *(prompt.page_ids for prompt in self._prompts.values())])
+        kept = [sample.page_ids for sample in self._keeping]
+        self.pool.check_integrity([*pages, *kept, *(prompt.page_ids for prompt in self._prompts.values())])
         for sample, held in zip(running, pages, strict=True):
             num_computed = batch.num_computed[sample.slot]
             assert len(held) * self.pool.page_size >= num_computed
@@ -301,6 +283,8 @@ class Scheduler:
                 self.run_aheads.drop_newest(step)
             sample.admission = self._num_admissions
             self._num_admissions += 1
+            if sample in self._keeping:
+                self._keeping.remove(sample)
             self.batch.put(sample)
             self.running.append(sample)
             self._starting.append(sample)
@@ -312,6 +296,8 @@ class Scheduler:
             return 0
         prompt, num_prompt = sample.prompt, len(sample.prompt.token_ids)
         generated = sample.token_ids if sample.slot == NO_SLOT else self.batch.generated(sample.slot)
+        if len(sample.page_ids):
+            return self.pool.pages_for(num_prompt + len(generated)) - len(sample.page_ids)
         of_prompt = 0 if len(prompt.page_ids) else self.pool.pages_for(prompt.num_missing)
         return of_prompt + self.pool.pages_for(num_prompt + len(generated)) - num_prompt // self.pool.page_size
 
@@ -400,8 +386,11 @@ class Scheduler:
         return True
 
     def _obtain(self, count: int, sample: Sample, step: ScheduledStep) -> bool:
-        """Have `count` pages free for `sample`: evict idle prompts, preempt later samples, at last itself."""
+        """Have `count` pages free for `sample`: evict prompts and kept KV, preempt later samples, at last itself."""
         while not self._make_room(count, step, keep=sample.prompt):
+            if self._keeping:
+                self._evict(self._keeping[-1])
+                continue
             victim = self.running[-1]
             if victim is sample and len(self.running) == 1:
                 return self._make_room(count, step, keep=None)
@@ -444,8 +433,7 @@ class Scheduler:
         slot = sample.slot
         self.running.remove(sample)
         step.end(slot)
-        sample.token_ids = self.batch.generated(slot).copy()
-        sample.logprobs = self.batch.generated_logprobs(slot).copy()
+        self.batch.save_text(sample)
         self._release(sample)
         self._waiting.add(sample)
         self.num_preemptions += 1

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 
 class Tokenizer(Protocol):
     """The part of a tokenizer that stop strings need."""
@@ -11,10 +14,37 @@ class Tokenizer(Protocol):
         """Text of the tokens, special ones included."""
 
 
-def completes_stop_string(stop_strings: tuple[str, ...], tail: list[int], tokenizer: Tokenizer) -> bool:
-    """Whether the text of a response's last tokens has a stop string; no shorter prefix of the response had one."""
-    text = tokenizer.decode(tail)
-    return any(stop in text for stop in stop_strings)
+class StopFinder:
+    """Finds stop strings in the tokens of responses, as these arrive."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        """Without a tokenizer there are no stop strings (`Engine.check_request` sees to it)."""
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self._last_tokens: dict[tuple[str, ...], npt.NDArray[np.bool_]] = {}
+        """Of each set of stop strings: which tokens may be the last of one, [vocab_size]."""
+
+    def ends(self, stop_strings: tuple[str, ...], token_ids: npt.NDArray[np.int32]) -> bool:
+        """Whether the last token of a response completes a stop string; no shorter prefix of the response does."""
+        assert self.tokenizer is not None
+        if stop_strings not in self._last_tokens:
+            self._last_tokens[stop_strings] = self._find_last_tokens(stop_strings)
+        if not self._last_tokens[stop_strings][token_ids[-1]]:  # most tokens: no text is made
+            return False
+        text = self.tokenizer.decode(token_ids[-num_tail_tokens(stop_strings) :].tolist())
+        return any(stop in text for stop in stop_strings)
+
+    def _find_last_tokens(self, stop_strings: tuple[str, ...]) -> npt.NDArray[np.bool_]:
+        """The tokens whose own text has the last character of a stop string; all, where a token's text may hide it.
+
+        A tokenizer may drop white space at the start of a text, and a character that is not ASCII may come in pieces.
+        """
+        assert self.tokenizer is not None
+        last = {stop[-1] for stop in stop_strings}
+        if any(not character.isascii() or character.isspace() for character in last):
+            return np.ones(self.vocab_size, np.bool_)
+        texts = (self.tokenizer.decode([token]) for token in range(self.vocab_size))
+        return np.array([not last.isdisjoint(text) for text in texts])
 
 
 def num_tail_tokens(stop_strings: tuple[str, ...]) -> int:

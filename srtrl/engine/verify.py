@@ -17,7 +17,7 @@ from srtrl.drafters.draft_tree import ROOT, DraftTrees, ranges
 from srtrl.engine.batch import Batch
 from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array
 from srtrl.engine.runner import SampledRows
-from srtrl.engine.stopping import Tokenizer, completes_stop_string, num_tail_tokens
+from srtrl.engine.stopping import StopFinder
 
 Array = npt.NDArray[Any]
 
@@ -49,7 +49,7 @@ class Verified:
 
 
 def verify(
-    batch: Batch, slots: Int64Array, trees: DraftTrees, sampled: SampledRows, tokenizer: Tokenizer | None = None
+    batch: Batch, slots: Int64Array, trees: DraftTrees, sampled: SampledRows, stop_finder: StopFinder | None = None
 ) -> Verified:
     """Append the step's tokens and log-probs to the batch.
 
@@ -58,7 +58,7 @@ def verify(
         slots: [B], the decoding sequences.
         trees: One for each, as verified.
         sampled: For each sequence in turn the root's row, then its nodes' rows.
-        tokenizer: For stop strings.
+        stop_finder: For stop strings.
 
     Raises:
         FloatingPointError: A sampled row's logits are not finite (the policy has diverged or its weights are broken).
@@ -81,7 +81,8 @@ def verify(
         finish=finish,
     )
     if batch.has_stop_strings[slots].any():
-        verified = _cut_at_stop_strings(batch, verified, tokenizer)
+        assert stop_finder is not None
+        verified = _cut_at_stop_strings(batch, verified, stop_finder)
     if (finish == NOT_FINITE).any():
         sample = batch.samples[int(slots[finish == NOT_FINITE][0])]
         assert sample is not None
@@ -153,9 +154,8 @@ def _child(node: int, token: int, node_tokens: Array, parents: Array, begin: int
     return ROOT
 
 
-def _cut_at_stop_strings(batch: Batch, verified: Verified, tokenizer: Tokenizer | None) -> Verified:
+def _cut_at_stop_strings(batch: Batch, verified: Verified, stop_finder: StopFinder) -> Verified:
     """Take back what sequences got after the token that completed a stop string, and let them end there."""
-    assert tokenizer is not None, "check_request refuses stop strings without a tokenizer"
     keep = np.ones(len(verified.token_ids), np.bool_)
     last_nodes, finish = verified.last_nodes, verified.finish
     for b in np.flatnonzero(batch.has_stop_strings[verified.slots]).tolist():
@@ -163,12 +163,10 @@ def _cut_at_stop_strings(batch: Batch, verified: Verified, tokenizer: Tokenizer 
         sample = batch.samples[slot]
         assert sample is not None
         stops = sample.request.sampling.stop_strings
-        generated = batch.generated(slot)
+        text = batch.generated(slot)[sample.turn_start :]
         least = 1 if finish[b] == NOT_FINITE else 0  # a token of such logits says nothing
         for cut in range(end - begin - 1, least - 1, -1):  # tokens that would be taken back
-            stop = len(generated) - cut
-            tail = generated[max(0, stop - num_tail_tokens(stops)) : stop]
-            if completes_stop_string(stops, tail.tolist(), tokenizer):
+            if stop_finder.ends(stops, text[: len(text) - cut]):
                 batch.num_tokens[slot] -= cut
                 keep[end - cut : end] = False
                 finish[b] = STOPPED

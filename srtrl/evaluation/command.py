@@ -51,6 +51,13 @@ def command(
     check_grader: Annotated[
         bool, typer.Option("--check-grader", help="Grade the reference solutions, not a model.")
     ] = False,
+    import_from_here: Annotated[
+        bool,
+        typer.Option(
+            "--import-from-here",
+            help="Import what the run's recipe names (rewards, task, ...) from the current folder as well.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure a policy on held-out problems.
@@ -74,6 +81,7 @@ def command(
         prompt_template=prompt_template,
         chat=chat,
         overrides=tuple(overrides or ()),
+        import_from_here=import_from_here,
     )
     chosen = None
     if suite is not None:

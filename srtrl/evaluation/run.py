@@ -51,6 +51,7 @@ def evaluate(
     recipe_path = recipe or run_recipe
     source = read_source(recipe_path) if recipe_path else None
     if source is not None:
+        source.is_foreign = recipe is None and not flags.import_from_here
         source.put(("model", "path"), model, "MODEL_OR_RUN")
     elif open_suite is None and flags.task is None:
         raise ValueError(
@@ -111,7 +112,9 @@ def check_graders(
             raise ValueError(
                 "--check-grader: say what to check, with --suite NAME, --recipe FILE or the folder of a run"
             )
-        jobs = [settings.task_job(read_source(path), flags)]
+        source = read_source(path)
+        source.is_foreign = recipe is None and not flags.import_from_here
+        jobs = [settings.task_job(source, flags)]
         places = [f"task {job.name}" for job in jobs]
     reports = [_check_job(place, job) for place, job in zip(places, jobs, strict=True)]
     _print(grader_check.grader_table(reports), [asdict(report) for report in reports], as_json=as_json)

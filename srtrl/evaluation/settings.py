@@ -45,6 +45,8 @@ class EvalFlags:
     prompt_template: str | None = None
     chat: bool | None = None
     overrides: Sequence[str] = ()
+    import_from_here: bool = False
+    """Trust the recipe of a run with modules of the current folder."""
 
     def __post_init__(self) -> None:
         """Refuse what would otherwise be blamed on a recipe."""

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from srtrl.model.attention import AttentionPlan
 from srtrl.model.transformer import ModelConfig, Transformer
-from srtrl.model.weights import load_model, locate, read_tensors, save_model
+from srtrl.model.weights import full_disk_as_os_error, load_model, locate, read_tensors, save_model
 
 HEAD_FILE = "value_head.safetensors"
 _HEAD_NAME = "value_head.weight"
@@ -97,5 +97,6 @@ def save_value_model(model: ValueModel, folder: str | Path) -> None:
     folder = Path(folder)
     save_model(model.body, folder)
     file = folder / HEAD_FILE
-    save_file({_HEAD_NAME: model.value_head.detach().cpu()}, file, metadata={"format": "pt"})
+    with full_disk_as_os_error(file):
+        save_file({_HEAD_NAME: model.value_head.detach().cpu()}, file, metadata={"format": "pt"})
     file.chmod(0o644)  # safetensors makes it readable for its owner only

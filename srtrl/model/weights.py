@@ -1,7 +1,10 @@
 """Models and tokenizers in and out, in the Hugging Face layout; `transformers` loads what `save_model` writes."""
 
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -229,7 +232,8 @@ def save_model(
     folder.mkdir(parents=True, exist_ok=True)
     dtype = dtype or model.dtype
     copies = {name: tensor.to(device="cpu", dtype=dtype, copy=True) for name, tensor in named_tensors(model).items()}
-    huggingface_hub.save_torch_state_dict(copies, folder)  # in several files where they are many
+    with full_disk_as_os_error(folder):
+        huggingface_hub.save_torch_state_dict(copies, folder)  # in several files where they are many
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors makes it readable for its owner only
     config = model.config
@@ -244,6 +248,17 @@ def save_model(
     _write_json(folder / "config.json", fields)
     if config.hf_generation_config is not None:
         _write_json(folder / "generation_config.json", config.hf_generation_config)
+
+
+@contextmanager
+def full_disk_as_os_error(path: Path) -> Iterator[None]:
+    """Raise what safetensors cannot write as the OSError that it was."""
+    try:
+        yield
+    except SafetensorError as error:
+        if found := re.search(r"code: (\d+)", str(error)):
+            raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+        raise
 
 
 def _weight_files(folder: Path) -> Sequence[Path]:

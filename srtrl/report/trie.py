@@ -68,7 +68,7 @@ def text_decoder(run: "Run", tokenizer_path: str | None, *, special: str | None)
     from srtrl.trainer.checkpoint import latest_checkpoint
 
     own = latest_checkpoint(run.folder / "checkpoints") or run.recipe.model.tokenizer or run.recipe.model.path
-    tokenizer = load_tokenizer(tokenizer_path or str(own))
+    tokenizer = load_tokenizer(str(own) if tokenizer_path is None else tokenizer_path)
     replaced = [] if special is None else sorted(tokenizer.all_special_tokens, key=len, reverse=True)
 
     def decode(token_ids: Sequence[int]) -> str:

@@ -18,7 +18,18 @@ import numpy as np
 
 from srtrl.engine.sampling import make_rng_key
 from srtrl.engine.stopping import cut_at_stop_string
-from srtrl.types import Completion, Prompt, Purpose, Request, Rollout, RolloutGroup, SamplingParams
+from srtrl.environments.conversations import POLL_SECONDS, Conversations
+from srtrl.types import (
+    Completion,
+    Conversation,
+    Prompt,
+    Purpose,
+    Request,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    SegmentKind,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,7 +100,8 @@ def collect_rollouts(
     rng_keys = {request.rng_key for request in requests}
     assert rng_keys.isdisjoint(one.rng_key for one in run_ahead), "a run-ahead has the rng_key of a sample of this step"
     with collector.timer.stage("rollout"):
-        for completion in engine.generate(requests, run_ahead=run_ahead):
+        advance = partial(collector.advance, engine)
+        for completion in engine.generate(requests, run_ahead=run_ahead, before_step=advance):
             collector.receive(completion)
     with collector.timer.stage("grading"):
         return collector.take([draw_index for draw_index, _ in ordered])
@@ -112,6 +124,8 @@ class Collector:
     """The run's seed; with `purpose`, draw and sample index it makes each sample's RNG key."""
     purpose: Purpose
     """`train` or `eval`: they never share noise."""
+    conversations: Conversations | None = None
+    """The environments of samples with several turns."""
     on_progress: OnProgress = lambda *_: None
     timer: StageTimer = field(default_factory=StageTimer)
     """Counts decoding as `rollout` and waiting for graders while nothing decodes as `grading`."""
@@ -121,9 +135,10 @@ class Collector:
 
     def requests(self, draws: Sequence[tuple[int, Prompt]]) -> list[Request]:
         """One request a sample, sorted by (draw, sample); see `sample_requests`."""
-        return sample_requests(
+        requests = sample_requests(
             draws, num_samples=self.num_samples, sampling=self.sampling, seed=self.seed, purpose=self.purpose
         )
+        return requests if self.conversations is None else [replace(one, has_turns=True) for one in requests]
 
     def run_ahead(self, draws: Sequence[tuple[int, Prompt]]) -> list[Request]:
         """What idle slots decode: the samples of later draws, early. None of it is ever learned from.
@@ -137,7 +152,7 @@ class Collector:
         the second of every prompt.
         """
         ordered = sorted(self.requests(draws), key=lambda request: (request.sample_index, request.draw_index))
-        return [replace(request, is_run_ahead=True) for request in ordered]
+        return [replace(request, is_run_ahead=True, has_turns=False) for request in ordered]
 
     def open(self, draw_index: int, prompt: Prompt) -> list[Request]:
         """The samples of one more draw, which the engine shall decode."""
@@ -147,13 +162,57 @@ class Collector:
         return self.requests([(draw_index, prompt)])
 
     def receive(self, completion: Completion) -> None:
-        """A completion of an open draw goes to the graders."""
+        """A completion of an open draw goes to the graders; a turn to its environment."""
         assert not completion.request.is_run_ahead, "a run-ahead must never be learned from"
+        draw_index = completion.request.draw_index
+        if self.conversations is None:
+            text = response_text(self.tokenizer, completion.token_ids, self.sampling.stop_strings)
+            self._grade(completion, text, text, None)
+        else:
+            self.conversations.submit(completion, self._draws[draw_index].prompt)
+
+    def advance(self, engine: Engine) -> None:
+        """Go on with the samples that their environments have answered; wait for one while nothing decodes."""
+        self.take_turns(engine)
+        while self.conversations is not None and self.conversations.num_pending and not engine.has_work:
+            with self.timer.stage("tools"):
+                self._wait([])
+            self.take_turns(engine)
+
+    def take_turns(self, engine: Engine) -> None:
+        """Go on with the samples that their environments have answered."""
+        for answer in self.conversations.take() if self.conversations is not None else ():
+            completion, conversation = answer.completion, answer.conversation
+            if conversation is None:
+                engine.extend(completion, answer.extension)
+            else:
+                engine.end(completion)
+                # What a tool has printed is no answer of the policy's.
+                text = response_text(self.tokenizer, completion.token_ids, ())
+                said = "\n".join(
+                    response_text(self.tokenizer, part, ())
+                    for part in model_parts(completion.token_ids, conversation.segments)
+                )
+                self._grade(completion, text, said, conversation)
+
+    def _grade(self, completion: Completion, text: str, said: str, conversation: Conversation | None) -> None:
+        """A sample has ended; `said` is what is graded of its `text`."""
         draw_index, sample_index = completion.request.draw_index, completion.request.sample_index
         draw = self._draws[draw_index]
         assert sample_index not in draw.samples, f"the engine finished draw {draw_index}, sample {sample_index} twice"
-        text = response_text(self.tokenizer, completion.token_ids, self.sampling.stop_strings)
-        ticket = self.grader.submit(draw.prompt, text, completion.finish_reason, len(completion.token_ids))
+        num_tokens, finish_reason = len(completion.token_ids), completion.finish_reason
+        if conversation is not None:
+            num_tokens = sum(length for kind, length in conversation.segments if kind == "model")
+            if conversation.stop_reason == "observation":
+                finish_reason = "length"
+        ticket = self.grader.submit(
+            draw.prompt,
+            said,
+            finish_reason,
+            num_tokens,
+            environment_reward=conversation.reward if conversation else 0.0,
+            num_turns=conversation.num_turns if conversation else 1,
+        )
         rollout = partial(
             Rollout,
             prompt=draw.prompt,
@@ -162,8 +221,9 @@ class Collector:
             token_ids=np.array(completion.token_ids, np.int32),
             rollout_logprobs=np.array(completion.rollout_logprobs, np.float32),
             text=text,
-            finish_reason=completion.finish_reason,
+            finish_reason=finish_reason,
             policy_version=completion.policy_version,
+            conversation=conversation,
         )
         draw.samples[sample_index] = _Sample(ticket, rollout)
         self._num_done += 1
@@ -175,10 +235,19 @@ class Collector:
         return len(samples) == self.num_samples and all(self.grader.is_done(one.ticket) for one in samples.values())
 
     def wait_any(self, draw_indices: Sequence[int]) -> None:
-        """Wait until one of these draws, all of them decoded, is graded."""
-        while not any(self.is_graded(draw_index) for draw_index in draw_indices):
-            samples = [one for draw_index in draw_indices for one in self._draws[draw_index].samples.values()]
-            self.grader.wait_any([one.ticket for one in samples])
+        """Wait until one of these draws is graded, or an environment has answered; nothing decodes meanwhile."""
+        with self.timer.stage("tools" if self.conversations and self.conversations.num_pending else "grading"):
+            while not any(self.is_graded(draw_index) for draw_index in draw_indices) and not self._wait(draw_indices):
+                pass
+
+    def _wait(self, draw_indices: Sequence[int]) -> bool:
+        """Wait until a sample of these draws is graded, or an environment answers or is late; whether one may have."""
+        tickets = [one.ticket for draw_index in draw_indices for one in self._draws[draw_index].samples.values()]
+        if self.conversations is None or not self.conversations.num_pending:
+            self.grader.wait_any(tickets)
+            return False
+        self.grader.wait_any(tickets, self.conversations.futures(), POLL_SECONDS)
+        return True
 
     def take(self, draw_indices: Iterable[int]) -> list[RolloutGroup]:
         """The groups of decoded draws, in the given order; waits for their grades, and forgets them."""
@@ -234,6 +303,15 @@ def sample_requests(
         for draw_index, prompt in sorted(draws, key=lambda draw: draw[0])
         for sample_index in range(num_samples)
     ]
+
+
+def model_parts(token_ids: Sequence[int], segments: Iterable[tuple[SegmentKind, int]]) -> Iterator[Sequence[int]]:
+    """The parts of a response that the policy sampled, in order."""
+    start = 0
+    for kind, length in segments:
+        if kind == "model":
+            yield token_ids[start : start + length]
+        start += length
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], stop_strings: Sequence[str]) -> str:

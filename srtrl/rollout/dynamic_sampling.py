@@ -81,11 +81,12 @@ def sample_until_full(
                 engine.add(request)
 
     def advance() -> None:
-        """Decide what is graded and open what is needed; where nothing decodes, wait for the graders."""
+        """Decide what is graded and open what is needed; where nothing decodes, wait for graders and environments."""
+        collector.take_turns(engine)
         decide_and_open()
         while undecided and not engine.has_work:
-            with collector.timer.stage("grading"):
-                collector.wait_any(undecided)
+            collector.wait_any(undecided)
+            collector.take_turns(engine)
             decide_and_open()
 
     with collector.timer.stage("rollout"):

@@ -14,12 +14,12 @@ from srtrl.model.attention import copy_to_device
 from srtrl.types import TrainSequence
 
 PER_TOKEN = ("advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "returns")
-"""Fields of a sequence, and of a micro-batch, with one number for each response token."""
+"""Fields of a sequence, and of a micro-batch, with one number for each sampled token."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PackedBatch:
-    """One micro-batch. Rows of the tensors [R] are the response tokens, in the order of the packed tokens [T]."""
+    """One micro-batch. Rows of the tensors [R] are the sampled tokens, in the order of the packed tokens [T]."""
 
     token_ids: Tensor
     """Prompts and responses, [T] int64."""
@@ -77,8 +77,8 @@ def _pack_range(chosen: Sequence[TrainSequence], first: int, device: torch.devic
     token_ids = np.concatenate([sequence.token_ids for sequence in chosen])  # [T]
     lengths = [len(sequence.token_ids) for sequence in chosen]
     ends = np.cumsum(lengths)
-    targets = [np.arange(end - len(one.advantages), end) for end, one in zip(ends, chosen, strict=True)]
-    target_index = np.concatenate(targets)  # [R] packed position of each response token
+    targets = [end - len(one.token_ids) + one.targets for end, one in zip(ends, chosen, strict=True)]
+    target_index = np.concatenate(targets)  # [R] packed position of each sampled token
 
     def tensor(array: npt.NDArray[np.generic]) -> Tensor:
         return copy_to_device(torch.from_numpy(array), device)
@@ -101,8 +101,9 @@ def _pack_range(chosen: Sequence[TrainSequence], first: int, device: torch.devic
 
 
 def _check(sequence: TrainSequence) -> None:
-    num_response_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
-    assert sequence.num_prompt_tokens >= 1, "the first response token needs a token before it"
-    assert num_response_tokens >= 1, "a sequence without response tokens"
+    targets = sequence.targets
+    assert len(targets) >= 1, "a sequence without sampled tokens"
+    assert targets[0] >= 1, "the first sampled token needs a token before it"
+    assert targets[-1] < len(sequence.token_ids), "a target outside the sequence"
     lengths = {len(array) for field in PER_TOKEN if (array := getattr(sequence, field)) is not None}
-    assert lengths == {num_response_tokens}, f"{num_response_tokens} response tokens, but per-token arrays of {lengths}"
+    assert lengths == {len(targets)}, f"{len(targets)} sampled tokens, but per-token arrays of {lengths}"

@@ -60,13 +60,28 @@ def check_task(recipe: Recipe) -> None:
     _check_judges(task_class, recipe)
 
 
-def load_task(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", *, max_prompt_tokens: int | None = None) -> Task:
+def load_task(
+    recipe: Recipe,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    max_prompt_tokens: int | None = None,
+    tools: Sequence[dict[str, Any]] = (),
+) -> Task:
     """Load the prompts of the recipe's task, tokenised for `tokenizer`, of at most `rollout.max_prompt_tokens`.
+
+    Args:
+        recipe: Its sections `task`, `rollout` and `rewards`.
+        tokenizer: The policy's.
+        max_prompt_tokens: In place of `rollout.max_prompt_tokens`.
+        tools: What the chat template, where the task uses one, puts into each prompt.
 
     Raises:
         ValueError: the task's name, an option, or a row of its data is wrong.
     """
     task_class, options = _resolve_task(recipe)
+    if tools and "chat_template_options" in type(options).model_fields:
+        template_options = {"tools": list(tools), **getattr(options, "chat_template_options", {})}
+        options = options.model_copy(update={"chat_template_options": template_options})
     longest = max_prompt_tokens or recipe.rollout.max_prompt_tokens
     task: Task = task_class(options, tokenizer=tokenizer, max_prompt_tokens=longest)
     _check_judges(task, recipe)

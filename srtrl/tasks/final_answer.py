@@ -43,6 +43,11 @@ def extract_answer(text: str) -> str | None:
     return _stated(text) or _last_value(text)
 
 
+def states_answer(text: str) -> bool:
+    r"""Whether a text says that something is its answer: in a box, after `####` or `Answer:`, or in `<answer>` tags."""
+    return marked_answer(text) is not None or last_complete_box(text) is not None
+
+
 def marked_answer(text: str) -> str | None:
     """What a text marks as its answer, to the exclusion of all else in it, or None.
 

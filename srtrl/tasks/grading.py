@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from srtrl.recipe import GradingSection, RewardSection
 from srtrl.resolve import describe_error
@@ -96,7 +96,16 @@ class Grader:
         if self._pool is not None:
             self._pool.close()
 
-    def submit(self, prompt: Prompt, text: str, finish_reason: FinishReason, num_tokens: int) -> GradeTicket:
+    def submit(
+        self,
+        prompt: Prompt,
+        text: str,
+        finish_reason: FinishReason,
+        num_tokens: int,
+        *,
+        environment_reward: float = 0.0,
+        num_turns: int = 1,
+    ) -> GradeTicket:
         """Start grading one completion; isolated functions run while the caller continues.
 
         Args:
@@ -104,6 +113,8 @@ class Grader:
             text: The completion without special tokens.
             finish_reason: Why it ended.
             num_tokens: Its length, the end token included.
+            environment_reward: What the sample's environment gave.
+            num_turns: Turns of the policy.
         """
         sample = RewardInput(
             prompt=prompt,
@@ -112,6 +123,8 @@ class Grader:
             finish_reason=finish_reason,
             num_tokens=num_tokens,
             max_new_tokens=self._max_new_tokens,
+            environment_reward=environment_reward,
+            num_turns=num_turns,
         )
         if self._verifier is not None and not self._verifier_isolated:
             with Caught() as caught:
@@ -126,9 +139,12 @@ class Grader:
         """Whether `collect` would not have to wait for this one."""
         return ticket.verdict.done()
 
-    def wait_any(self, tickets: Sequence[GradeTicket]) -> None:
-        """Wait until one more of `tickets` is done; at once where all of them are."""
-        wait([ticket.verdict for ticket in tickets if not ticket.verdict.done()], return_when=FIRST_COMPLETED)
+    def wait_any(
+        self, tickets: Sequence[GradeTicket], others: Sequence[Future[Any]] = (), timeout: float | None = None
+    ) -> None:
+        """Wait until one more of `tickets` or `others` is done, or for `timeout` seconds; at once where all are."""
+        verdicts = [ticket.verdict for ticket in tickets]
+        wait([one for one in (*verdicts, *others) if not one.done()], timeout, return_when=FIRST_COMPLETED)
 
     def collect(self, tickets: Sequence[GradeTicket]) -> list[Grade]:
         """Wait for the grades of `tickets`, in their order; batched rewards see all of them at once.

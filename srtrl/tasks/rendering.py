@@ -16,7 +16,11 @@ TOKENIZER_CHUNK = 1024
 
 
 def apply_chat_template(
-    tokenizer: "PreTrainedTokenizerBase", conversations: Sequence[list[Message]], options: Mapping[str, Any]
+    tokenizer: "PreTrainedTokenizerBase",
+    conversations: Sequence[list[Message]],
+    options: Mapping[str, Any],
+    *,
+    add_generation_prompt: bool = True,
 ) -> list[str]:
     """The text of each list of messages; the template adds special tokens and the start of the answer.
 
@@ -24,6 +28,7 @@ def apply_chat_template(
         tokenizer: Any tokenizer of transformers.
         conversations: The messages of each prompt, the user's last.
         options: Further arguments of the template.
+        add_generation_prompt: Whether the start of the answer is added.
 
     Raises:
         ValueError: the tokenizer has no chat template, or the template refuses the messages.
@@ -31,16 +36,13 @@ def apply_chat_template(
     import jinja2
 
     if tokenizer.chat_template is None:
-        raise ValueError(
-            "task.options.chat_template: the tokenizer has no chat template, which `chat_template: true` and rows of "
-            "messages need; use texts and a plain prompt_template, or the tokenizer of a model for chats"
-        )
+        raise ValueError("the tokenizer has no chat template: use plain texts, or the tokenizer of a model for chats")
     try:
         texts = tokenizer.apply_chat_template(
-            list(conversations), tokenize=False, add_generation_prompt=True, **options
+            list(conversations), tokenize=False, add_generation_prompt=add_generation_prompt, **options
         )
     except jinja2.TemplateError as error:
-        raise ValueError(f"task.options.chat_template: the tokenizer's template refuses: {error}") from error
+        raise ValueError(f"the tokenizer's chat template refuses: {error}") from error
     return [str(text) for text in texts]
 
 

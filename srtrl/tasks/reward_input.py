@@ -15,15 +15,18 @@ class RewardInput:
 
     prompt: Prompt
     text: str
-    """The completion without special tokens."""
+    """The completion without special tokens; of several turns what the policy said, a line break between them."""
     correct: bool | None
     """The verdict of the task's verifier; None where the task has none, and where it failed (the sample's reward is
     then 0 in any case)."""
     finish_reason: FinishReason
     num_tokens: int
-    """Length of the completion, the end token included."""
+    """Length of the completion, the end token included; what an environment put in does not count."""
     max_new_tokens: int
     """Limit of that length."""
+    environment_reward: float = 0.0
+    """Sum of the rewards that the environment gave; 0 where there is none."""
+    num_turns: int = 1
 
 
 def isolated(reward: FunctionT) -> FunctionT:

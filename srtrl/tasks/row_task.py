@@ -114,7 +114,10 @@ class RowTask(Generic[OptionsT]):
             if len(conversations) < len(rows):
                 message = "some rows hold messages, others a text; set chat_template: true to make messages of all"
                 raise ValueError(f"task.options.{split}: {message}")
-            texts = apply_chat_template(tokenizer, conversations, options.chat_template_options)
+            try:
+                texts = apply_chat_template(tokenizer, conversations, options.chat_template_options)
+            except ValueError as error:
+                raise ValueError(f"task.options.chat_template (or a list of messages): {error}") from error
             prompts = [replace(prompt, text=text) for prompt, text in zip(prompts, texts, strict=True)]
         prompts = tokenise(tokenizer, prompts, add_special_tokens=not conversations)
         overlong = [prompt for prompt in prompts if len(prompt.token_ids) > max_prompt_tokens]

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
@@ -41,6 +41,13 @@ OPTIMIZER = "optimizer.pt"
 CRITIC_FOLDER = "critic"
 CRITIC_OPTIMIZER = "critic_optimizer.pt"
 MANIFEST = "manifest.json"
+
+
+class Entry(TypedDict):
+    """A file, or its first bytes, in the manifest."""
+
+    sha256: str
+    size: int
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -108,10 +115,11 @@ def checkpoint_to_resume(folder: Path, step: int | None = None) -> Path | None:
     raise ValueError(f"{damage}, so {found[-1]} is damaged; {advice}")
 
 
-def find_damage(checkpoint: Path) -> str | None:
+def find_damage(checkpoint: Path, *, policy_only: bool = False) -> str | None:
     """What is not as it was written: a file of the checkpoint, or the rows of `metrics.jsonl` up to its step.
 
-    None where all is well, and for a checkpoint of an earlier version, which has no manifest.
+    With `policy_only`, rows, optimizers and critic, which only training reads, are left out. None where all is well,
+    and for a checkpoint of an earlier version, which has no manifest.
 
     Raises:
         ValueError: there is no manifest and no state.
@@ -120,17 +128,30 @@ def find_damage(checkpoint: Path) -> str | None:
     if not manifest.is_file():
         return f"{manifest} is missing" if read_state(checkpoint).prompts_sha256 else None
     try:
-        record = json.loads(manifest.read_bytes())
-        files, num_log_bytes = dict(record["files"]), int(record["log"]["size"])
+        files, rows = _read_manifest(checkpoint)
     except (ValueError, LookupError, TypeError) as error:
         return f"{manifest} cannot be read ({type(error).__name__}: {error})"
-    if not log.is_file() or _entry(log, num_log_bytes) != record["log"]:
+    if policy_only:
+        files = {name: entry for name, entry in files.items() if not name.startswith((OPTIMIZER, CRITIC_FOLDER))}
+    elif not log.is_file() or _entry(log, rows["size"]) != rows:
         return f"{log} has not all rows as they were written"
     damaged = (name for name in files if not (checkpoint / name).is_file() or _entry(checkpoint / name) != files[name])
     return next((f"{checkpoint / name} is missing or not as it was written" for name in damaged), None)
 
 
-def _entry(file: Path, num_bytes: int | None = None) -> dict[str, int | str]:
+def check_policy(checkpoint: Path) -> None:
+    """Refuse a checkpoint whose policy is not as it was written; `ValueError` names the file."""
+    if damage := find_damage(checkpoint, policy_only=True):
+        raise ValueError(f"{damage}, so {checkpoint} is damaged: take another checkpoint, or restore the file")
+
+
+def _read_manifest(checkpoint: Path) -> tuple[dict[str, Entry], Entry]:
+    """The entries of the files, and of the rows of `metrics.jsonl`; LookupError and the like where it has none."""
+    record = json.loads((checkpoint / MANIFEST).read_bytes())
+    return dict(record["files"]), {"sha256": record["log"]["sha256"], "size": int(record["log"]["size"])}
+
+
+def _entry(file: Path, num_bytes: int | None = None) -> Entry:
     """Size and SHA-256 of a file, or of its first `num_bytes`."""
     with io.BytesIO(file.read_bytes()[:num_bytes]) if num_bytes is not None else file.open("rb") as stream:
         return {"sha256": hashlib.file_digest(stream, "sha256").hexdigest(), "size": stream.seek(0, io.SEEK_END)}
@@ -155,8 +176,7 @@ def check_prompts(checkpoint: Path, digest: str) -> None:
 
 def num_log_bytes(checkpoint: Path) -> int | None:
     """Bytes of the rows of `metrics.jsonl` up to an intact checkpoint; None for one of an earlier version."""
-    manifest = checkpoint / MANIFEST
-    return int(json.loads(manifest.read_bytes())["log"]["size"]) if manifest.is_file() else None
+    return _read_manifest(checkpoint)[1]["size"] if (checkpoint / MANIFEST).is_file() else None
 
 
 def drop_checkpoints(folder: Path, after: int | None) -> None:

@@ -19,7 +19,7 @@ from srtrl.algorithms.advantages import is_token_level, needs_critic, whiten
 from srtrl.recipe import AlgorithmSection, Recipe
 from srtrl.resolve import resolve_part
 from srtrl.trainer.objective import check_per_token
-from srtrl.types import RolloutGroup, TrainSequence
+from srtrl.types import Rollout, RolloutGroup, TrainSequence
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -61,17 +61,18 @@ def filter_groups(groups: Sequence[RolloutGroup], filters: Sequence[str]) -> lis
 
 def train_sequences(groups: Sequence[RolloutGroup]) -> list[TrainSequence]:
     """One sequence a rollout, in order, with advantages still zero."""
-    return [
-        TrainSequence(
-            token_ids=np.concatenate([np.array(rollout.prompt.token_ids, np.int64), rollout.token_ids]),
-            num_prompt_tokens=len(rollout.prompt.token_ids),
-            draw_index=rollout.draw_index,
-            rollout_logprobs=rollout.rollout_logprobs,
-            advantages=np.zeros(len(rollout.token_ids), np.float32),
-        )
-        for group in groups
-        for rollout in group.rollouts
-    ]
+    return [_train_sequence(rollout) for group in groups for rollout in group.rollouts]
+
+
+def _train_sequence(rollout: Rollout) -> TrainSequence:
+    sampled = rollout.sampled
+    return TrainSequence(
+        token_ids=np.concatenate([np.array(rollout.prompt.token_ids, np.int64), rollout.token_ids]),
+        targets=len(rollout.prompt.token_ids) + sampled,
+        draw_index=rollout.draw_index,
+        rollout_logprobs=rollout.rollout_logprobs[sampled],
+        advantages=np.zeros(len(sampled), np.float32),
+    )
 
 
 def with_numbers(

@@ -58,7 +58,7 @@ def compute_values(
     """Values of the response tokens of each sequence, without gradient.
 
     Returns:
-        One array [L - num_prompt_tokens] for each sequence, in their order.
+        One array [R] for each sequence, in their order.
 
     Raises:
         NonFiniteError: a value is not finite; names the sequence, after `where` ("step 3").

@@ -8,6 +8,7 @@ interval, and maj@N, whether the answer that most of a problem's samples give is
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import re
@@ -26,13 +27,14 @@ from srtrl.tasks.base import Task, load_task
 from srtrl.tasks.final_answer import extractor
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
-from srtrl.trainer.checkpoint import checkpoint_name, latest_checkpoint, list_checkpoints
+from srtrl.trainer.checkpoint import MANIFEST, check_policy, checkpoint_name, latest_checkpoint, list_checkpoints
 from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, Prompt, RolloutGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from srtrl.engine.engine import Engine
+    from srtrl.environments.conversations import Conversations
 
 Z_95 = 1.959963984540054
 """The 97.5% quantile of the normal distribution."""
@@ -133,6 +135,7 @@ def evaluate(
     end_ids: tuple[int, ...],
     *,
     on_progress: OnProgress = lambda *_: None,
+    conversations: Conversations | None = None,
 ) -> tuple[list[RolloutGroup], EvalResult]:
     """Sample every problem `eval.num_samples` times and grade; the groups, one a problem in order, and their figures.
 
@@ -153,8 +156,13 @@ def evaluate(
         seed=recipe.seed,
         purpose="eval",
         on_progress=on_progress,
+        conversations=conversations,
     )
+    if conversations is not None:
+        prompts = [conversations.started(prompt, recipe.rollout.max_prompt_tokens) for prompt in prompts]
     groups = collect_rollouts(engine, collector, list(enumerate(prompts)))
+    if conversations is not None:
+        conversations.check_not_all_raised("evaluation")
     seconds = sum(collector.timer.take().values())
     tokens_per_step = engine.take_metrics()["engine/tokens_per_decode_step"]
     return groups, summarise(groups, seconds, grader.outcomes, tokens_per_decode_step=tokens_per_step)
@@ -212,19 +220,23 @@ def resolve_eval_source(model_or_run: str, *, step: int | None = None) -> tuple[
         The model as given and None; for a run folder (one with `recipe.yaml`) the checkpoint and its recipe's path.
 
     Raises:
-        ValueError: the run has no checkpoint (of that step), or `step` is given for a model.
+        ValueError: the run has no checkpoint (of that step), or the policy in it is damaged, or `step` is given for a
+            model.
     """
     folder = Path(model_or_run)
     recipe_path = folder / "recipe.yaml"
     if not recipe_path.is_file():
         if step is not None:
             raise ValueError(f"--step: {model_or_run} is not a run folder (it has no recipe.yaml)")
+        if folder.name.startswith("step_") and (folder / MANIFEST).is_file():  # the checkpoint of a run
+            check_policy(folder)
         return model_or_run, None
     checkpoints = folder / "checkpoints"
     chosen = latest_checkpoint(checkpoints) if step is None else checkpoints / checkpoint_name(step)
     if chosen is None or not chosen.is_dir():
         known = ", ".join(path.name for path in list_checkpoints(checkpoints)) or "none"
         raise ValueError(f"{folder} has no checkpoint{'' if step is None else f' of step {step}'}; there: {known}")
+    check_policy(chosen)
     return str(chosen), recipe_path
 
 
@@ -280,16 +292,26 @@ def run_evals(
     base = max(recipes, key=lambda one: one.rollout.max_prompt_tokens + one.rollout.max_new_tokens)
     set_cpu_threads(base.num_threads)
     tokenizer = build.build_tokenizer(base)
-    tasks = [load_task(recipe, tokenizer) for recipe in recipes]
+    talks = [build.build_conversations(recipe, tokenizer) for recipe in recipes]
+    tasks = [
+        load_task(recipe, tokenizer, tools=talk.tools if talk else ())
+        for recipe, talk in zip(recipes, talks, strict=True)
+    ]
     prompts = [held_out_prompts(task, recipe) for task, recipe in zip(tasks, recipes, strict=True)]
     policy = build.build_policy(base, model, build.choose_device(base))
-    engine = build.build_engine(base, policy, tokenizer)
+    num_samples = max(
+        len(problems) * recipe.eval.num_samples for recipe, problems in zip(recipes, prompts, strict=True)
+    )
+    engine = build.build_engine(base, policy, tokenizer, num_samples=num_samples)
     engine.warm_up(on_compile)
-    for job, recipe, task, problems in zip(jobs, recipes, tasks, prompts, strict=True):
-        with Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens) as grader:
+    for job, recipe, task, problems, talk in zip(jobs, recipes, tasks, prompts, talks, strict=True):
+        grader = Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)
+        with grader, talk or contextlib.nullcontext():
             show = functools.partial(on_progress, job.name)
             end_ids = build.response_end_ids(model, tokenizer)
-            groups, result = evaluate(recipe, problems, engine, grader, tokenizer, end_ids, on_progress=show)
+            groups, result = evaluate(
+                recipe, problems, engine, grader, tokenizer, end_ids, on_progress=show, conversations=talk
+            )
         extract = extractor(task.verifier)
         if extract is not None and recipe.eval.num_samples > 1:
             result = replace(result, majority=estimate(majority_scores(groups, extract)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -65,11 +65,15 @@ CHANGEABLE_KEYS = (
 """What `--change` may change in a resumed run: it learns in another way from there on."""
 
 MARK = b"srtrl made this folder: --overwrite may delete its files of a run\n"
-"""Content of `.lock` in a folder that a run made; earlier versions left it empty."""
+"""Content of `.lock` in a folder that a run made; earlier versions left it empty. A warm start adds what it wrote."""
 
 FOLDERS = ("checkpoints", "rollouts", "timeline")
-OUTPUTS = (*FOLDERS, "tensorboard", "wandb", "metrics.jsonl", "summary.json", "report.html")
+OBSERVATIONS = "observations"
+"""Folder of what environments said in the steps since the oldest checkpoint: a step that is repeated reads it."""
+OUTPUTS = (*FOLDERS, OBSERVATIONS, "tensorboard", "wandb", "metrics.jsonl", "summary.json", "report.html")
 """What `--overwrite` deletes: what a run, or its report, writes anew."""
+REPLACED = ".overwritten"
+"""Folder of these in a run that `--overwrite` begins again, until that has begun."""
 
 
 class StartFlags(TypedDict, total=False):
@@ -98,6 +102,10 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
         return self.path / "checkpoints"
+
+    def has_begun(self) -> None:
+        """Nothing that can fail early is left: delete what `--overwrite` replaces."""
+        shutil.rmtree(self.path / REPLACED, ignore_errors=True)
 
 
 def run_path(recipe: Recipe) -> Path:
@@ -148,7 +156,8 @@ def open_run_folder(recipe: Recipe, **flags: Unpack[StartFlags]) -> Iterator[Run
     """Make the run's folder, or take an existing one back to its last checkpoint; locked inside the `with` block.
 
     With `resume`, rows and rollouts later than the checkpoint are dropped (the steps will be done again, with the same
-    numbers); without any checkpoint the run starts from step 0, and without a folder it is a new run.
+    numbers); without any checkpoint the run starts from step 0, and without a folder it is a new run. With `overwrite`,
+    the files of the old run come back unless `RunFolder.has_begun` is called.
 
     Raises:
         ValueError: as `check_run_folder`, or another process holds the folder.
@@ -156,13 +165,14 @@ def open_run_folder(recipe: Recipe, **flags: Unpack[StartFlags]) -> Iterator[Run
     check_run_folder(recipe, **flags)
     folder = run_path(recipe)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("ab") as lock:  # the system releases it when the process ends, in any way
+    with (folder / ".lock").open("ab") as lock, ExitStack() as stack:  # the system releases it at the end
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a POSIX lock: forked graders do not inherit it
         except OSError as error:
             raise ValueError(f"{folder} is in use by another srtrl process") from error
         if flags.get("overwrite"):
-            _delete_outputs(folder)
+            stack.callback(_put_back, folder)
+            _set_aside(folder)
         if not (folder / "recipe.yaml").exists():  # a new run; a resumed one of an earlier version stays unmarked
             lock.truncate(0)
             lock.write(MARK)
@@ -180,7 +190,9 @@ def open_run_folder(recipe: Recipe, **flags: Unpack[StartFlags]) -> Iterator[Run
             log.truncate(step, None if checkpoint is None else num_log_bytes(checkpoint))  # raises before any deletion
             drop_checkpoints(folder / "checkpoints", after=from_step)
             _drop_later_files(folder, step)
-            yield RunFolder(path=folder, checkpoint=checkpoint, log=log)
+            run = RunFolder(path=folder, checkpoint=checkpoint, log=log)
+            yield run
+        run.has_begun()
 
 
 def step_of(path: Path) -> int:
@@ -191,13 +203,27 @@ def step_of(path: Path) -> int:
     return int(digits)
 
 
-def _delete_outputs(folder: Path) -> None:
-    """Delete what a run writes; of a link the link alone. Files of the user's own stay."""
+def _set_aside(folder: Path) -> None:
+    """Move what a run writes into the folder `REPLACED`; of a link the link alone. Files of the user's own stay."""
+    shutil.rmtree(folder / REPLACED, ignore_errors=True)  # of a start that was killed
+    (folder / REPLACED).mkdir()
+    for path in (folder / name for name in (*OUTPUTS, "recipe.yaml")):
+        if path.exists() or path.is_symlink():
+            path.rename(folder / REPLACED / path.name)
+
+
+def _put_back(folder: Path) -> None:
+    """Where a start has failed: the files of `_set_aside` in place of what it wrote."""
+    if not (folder / REPLACED).is_dir():
+        return
     for path in (folder / name for name in OUTPUTS):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+    for path in (folder / REPLACED).iterdir():
+        path.replace(folder / path.name)
+    (folder / REPLACED).rmdir()
 
 
 def _drop_later_files(folder: Path, step: int) -> None:
@@ -290,6 +316,15 @@ reward of the recipe. `text` is the response, `answer` the reference answer; run
 neither `step` nor `answer`."""
 
 
+TURN_COLUMNS = {
+    "segment_kinds": "list<string>",
+    "segment_lengths": "list<int32>",
+    "num_turns": "int32",
+    "stop_reason": "string",
+}
+"""Further columns where samples have several turns: see `Conversation` in `srtrl/types.py`."""
+
+
 def step_file_name(step: int) -> str:
     """File name of the rollouts, or of the timeline, of `step`."""
     return f"step_{step:06d}.parquet"
@@ -305,7 +340,8 @@ def write_rollouts(path: Path, groups: Sequence[RolloutGroup], advantages: Mappi
     """
     rows = rollout_rows(step_of(path), groups, advantages)
     rewards = [name for name in chain.from_iterable(rows) if name.startswith("reward_")]
-    _write_table(path, rows, ROLLOUT_COLUMNS | dict.fromkeys(rewards, "float"))
+    turns = TURN_COLUMNS if any("segment_kinds" in row for row in rows) else {}
+    _write_table(path, rows, ROLLOUT_COLUMNS | turns | dict.fromkeys(rewards, "float"))
 
 
 def rollout_rows(
@@ -325,6 +361,14 @@ def rollout_rows(
             "outcome": rollout.grade.outcome,
             **{f"reward_{name}": value for name, value in rollout.grade.parts.items()},
         }
+        if (conversation := rollout.conversation) is not None:
+            kinds, lengths = zip(*conversation.segments, strict=True)
+            given |= {
+                "segment_kinds": kinds,
+                "segment_lengths": lengths,
+                "num_turns": conversation.num_turns,
+                "stop_reason": conversation.stop_reason,
+            }
         rows.append({name: getattr(rollout, name) for name in ROLLOUT_COLUMNS if name not in given} | given)
     return rows
 
@@ -359,7 +403,11 @@ def _write_table(path: Path, rows: Sequence[Mapping[str, object]], columns: Mapp
     import pyarrow
     import pyarrow.parquet
 
-    types = {"list<int32>": pyarrow.list_(pyarrow.int32()), "list<float>": pyarrow.list_(pyarrow.float32())}
+    types = {
+        "list<int32>": pyarrow.list_(pyarrow.int32()),
+        "list<float>": pyarrow.list_(pyarrow.float32()),
+        "list<string>": pyarrow.list_(pyarrow.string()),
+    }
     schema = pyarrow.schema([(name, types.get(kind, kind)) for name, kind in columns.items()])
     sink = pyarrow.BufferOutputStream()
     table = pyarrow.Table.from_pylist(rows, schema=schema)
@@ -398,7 +446,7 @@ class RunProgress:
             disable=not self.console.is_terminal,
         )
         self._outer = self._bars.add_task(title, total=num_steps, count=f"0/{num_steps}", text="")
-        self._inner = self._bars.add_task("", total=1, count="", text="", visible=False)
+        self._inner = self._bars.add_task("", count="", text="", visible=False)
         self._stage = ""
 
     def __enter__(self) -> Self:
@@ -406,6 +454,7 @@ class RunProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._bars.update(self._inner, visible=False)
         self._bars.stop()
 
     def step(self, step: int, text: str) -> None:
@@ -419,13 +468,12 @@ class RunProgress:
         """Show how far the running stage is (a terminal only); without `num_total` only that it runs."""
         if num_done == num_total and name == "rollout":
             name, num_done, num_total = "grading", 0, 0  # of what is decoded; there is nothing to count
+        count = f"{f'{num_done}/{num_total}' if num_total else '':>9}"  # of one width, so that the bars stay in place
         if name != self._stage:
             self._stage = name
-            self._bars.reset(self._inner)
-        count = f"{num_done}/{num_total}" if num_total else ""
-        self._bars.update(
-            self._inner, description=f"  {name}", completed=num_done, total=max(1, num_total), count=count, visible=True
-        )
+            self._bars.remove_task(self._inner)
+            self._inner = self._bars.add_task(f"  {name:<12}", total=num_total or None, count=count, text="")
+        self._bars.update(self._inner, completed=num_done, total=num_total or None, count=count, visible=True)
 
     def compiling(self, num_done: int, num_total: int) -> None:
         """A CPU kernel is being compiled: say once what takes so long."""

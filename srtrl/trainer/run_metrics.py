@@ -4,19 +4,20 @@
 """
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
 
+import numpy as np
 import torch
 from rich.table import Table
 
 from srtrl.metrics import MetricRow, read_metrics, write_atomic
 from srtrl.model.transformer import ModelConfig, model_flops
 from srtrl.recipe import Recipe
-from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, RolloutGroup, TrainSequence
+from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, Rollout, RolloutGroup, TrainSequence
 
 NO_STAGES = frozenset({"step", "tokens_per_second", "update_tokens_per_second", "update_mfu"})
 """Names under `time/` that are not the seconds of a stage: their total, and speeds."""
@@ -55,7 +56,47 @@ def rollout_metrics(
         "tokens/prompt": sum(len(group.prompt.token_ids) for group in groups),
         "tokens/response": sum(lengths),
     }
-    return metrics | {f"grading/{outcome}": outcomes[outcome] for outcome in grade_outcomes}
+    metrics |= {f"grading/{outcome}": outcomes[outcome] for outcome in grade_outcomes}
+    return metrics | turn_metrics([one for one in rollouts if one.conversation is not None])
+
+
+def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """How the turns of a step's samples went: `environment/...`; nothing where samples are single turns.
+
+    Calls are those that the format found, read or not; a valid one could be read and is of a known tool. The seconds of
+    tools depend on timing: `engine/tool_seconds_median` and `engine/tool_seconds_p99`.
+    """
+    talks = [rollout.conversation for rollout in rollouts if rollout.conversation is not None]
+    if not talks:
+        return {}
+    outcomes = Counter(outcome for talk in talks for outcome in talk.outcomes)
+    num_calls = sum(outcomes.values())
+    num_valid = num_calls - outcomes["malformed"] - outcomes["unknown_tool"] - outcomes["not_run"]
+    stops = Counter(talk.stop_reason for talk in talks)
+    tokens: Counter[str] = Counter()
+    for kind, length in (segment for talk in talks for segment in talk.segments):
+        tokens[kind] += length
+    own: defaultdict[str, list[float]] = defaultdict(list)
+    for name, value in (pair for talk in talks for pair in talk.metrics):
+        own[name].append(value)
+    seconds = [second for talk in talks for second in talk.tool_seconds]
+    metrics = {
+        "environment/turns_mean": fmean(talk.num_turns for talk in talks),
+        "environment/turns_max": max(talk.num_turns for talk in talks),
+        "environment/void_turns": sum(talk.num_void_turns for talk in talks),
+        "environment/call_share": fmean(bool(talk.outcomes) for talk in talks),
+        "environment/calls": num_calls,
+        **{f"environment/outcome_{name}": count for name, count in sorted(outcomes.items())},
+        **{f"environment/stop_{name}": count / len(talks) for name, count in sorted(stops.items())},
+        **{f"tokens/{kind}": tokens[kind] for kind in ("model", "observation", "boundary")},
+        **{f"environment/{name}": fmean(values) for name, values in sorted(own.items())},
+    }
+    if num_calls:
+        metrics["environment/valid_call_share"] = num_valid / num_calls
+    if seconds:
+        metrics["engine/tool_seconds_median"] = float(np.median(seconds))
+        metrics["engine/tool_seconds_p99"] = float(np.quantile(seconds, 0.99))
+    return metrics
 
 
 def merge_metrics(row: Mapping[str, float], update: Mapping[str, float]) -> dict[str, float]:
@@ -125,6 +166,8 @@ def describe_step(metrics: Mapping[str, float]) -> str:
         f"{metrics['time/tokens_per_second']:,.0f} tokens/s",
         f"{metrics['time/step']:.1f} s",
     ]
+    if (seconds := metrics.get("time/compile", 0)) >= 1:
+        parts[-1] += f" ({seconds:.1f} s of it compiling)"
     failed = sum(metrics[f"grading/{outcome}"] for outcome in ("timeout", "crash", "error"))
     if failed:
         parts.append(f"{failed:.0f} gradings failed")

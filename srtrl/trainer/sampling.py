@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from srtrl.engine.engine import Engine
     from srtrl.engine.stats import DecodeStep
+    from srtrl.environments.conversations import Conversations
     from srtrl.tasks.base import Task
 
 MAX_NEXT_USES = 4096
@@ -83,8 +84,10 @@ class StepSampler:
         end_ids: tuple[int, ...],
         *,
         num_draws: int,
+        conversations: Conversations | None = None,
     ) -> None:
         """Begin after the first `num_draws` draws of the run: 0 for a new one."""
+        self.conversations = conversations
         self.recipe = recipe
         self.task = task
         self.engine = engine
@@ -117,6 +120,7 @@ class StepSampler:
             purpose="train",
             on_progress=on_progress,
             timer=timer,
+            conversations=self.conversations,
         )
         if rollout.dynamic_sampling:
             groups, kept = sample_until_full(
@@ -136,6 +140,8 @@ class StepSampler:
             groups = collect_rollouts(engine, collector, self.draws(draws), run_ahead=run_ahead)
             kept = filter_groups(groups, filters)
         check_not_all_failed(groups, f"step {step}")
+        if self.conversations is not None:
+            self.conversations.check_not_all_raised(f"step {step}")
         self.num_draws = first + len(groups)
         metrics = rollout_metrics(groups, self.grader.outcomes) | {
             "data/epoch": first / self.order.num_prompts,
@@ -154,7 +160,12 @@ class StepSampler:
 
     def prompt_of(self, draw: int) -> Prompt:
         """The prompt of one draw of the run."""
-        return self.task.train_prompts[self.order.prompt_of(draw)]
+        return self.started(self.task.train_prompts[self.order.prompt_of(draw)])
+
+    def started(self, prompt: Prompt) -> Prompt:
+        """A prompt with what the environment, if there is one, begins with."""
+        max_tokens = self.recipe.rollout.max_prompt_tokens
+        return prompt if self.conversations is None else self.conversations.started(prompt, max_tokens)
 
     def next_uses(self, step: int) -> list[tuple[int, ...]]:
         """Token ids of the prompts that are drawn from this step on, in order, as far as a drafter's cache cares."""

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from srtrl.recipe import LogSection, Recipe
 from srtrl.recipe_file import dump_recipe
+from srtrl.resolve import describe_error
+from srtrl.tasks.worker import Caught
 from srtrl.trainer.run_folder import flatten, rollout_rows, run_path
 from srtrl.types import RolloutGroup
 
@@ -72,7 +74,7 @@ def start_trackers(accelerator: Accelerator, recipe: Recipe, *, step: int) -> No
     """Start the trackers of a run that has done `step` steps, and tell them the recipe.
 
     Raises:
-        ValueError: a tracker does not know one of its `log.tracker_options`.
+        ValueError: a tracker does not know one of its `log.tracker_options`, or cannot start.
     """
     folder = tracker_folder(recipe)
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,10 +84,11 @@ def start_trackers(accelerator: Accelerator, recipe: Recipe, *, step: int) -> No
     }
     for name, given in recipe.log.tracker_options.items():
         options[name] = options.get(name, {}) | given
-    try:
+    with Caught() as caught:  # each library has exceptions of its own: not logged in, no network
         accelerator.init_trackers(recipe.log.project, init_kwargs=options)
-    except TypeError as error:
-        raise ValueError(f"log.tracker_options: {error}") from error
+    if caught.error is not None:
+        option = "tracker_options" if isinstance(caught.error, TypeError) else "trackers"
+        raise ValueError(f"log.{option}: {describe_error(caught.error)}") from caught.error
     config = {
         key: value if value is None or isinstance(value, bool | int | float | str) else json.dumps(value)
         for key, value in flatten(recipe.model_dump())

@@ -28,6 +28,7 @@ from srtrl.trainer.checkpoint import (
     check_prompts,
     checkpoint_to_resume,
     latest_checkpoint,
+    list_checkpoints,
     load_training_state,
     prompts_digest,
     save_checkpoint,
@@ -37,6 +38,7 @@ from srtrl.trainer.critic import compute_values, update_critic
 from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
 from srtrl.trainer.optimizer import gradient_bytes
 from srtrl.trainer.run_folder import (
+    OBSERVATIONS,
     RunFolder,
     RunProgress,
     StartFlags,
@@ -44,6 +46,7 @@ from srtrl.trainer.run_folder import (
     open_run_folder,
     run_path,
     step_file_name,
+    step_of,
     write_rollouts,
     write_timeline,
 )
@@ -142,7 +145,8 @@ class Trainer:
         self.progress = progress
         self.tokenizer = build.build_tokenizer(recipe)
         self.end_ids = build.response_end_ids(recipe.model.path, self.tokenizer)
-        self.task = load_task(recipe, self.tokenizer)
+        self.conversations = build.build_conversations(recipe, self.tokenizer)
+        self.task = load_task(recipe, self.tokenizer, tools=self.conversations.tools if self.conversations else ())
         self.prompts_sha256 = prompts_digest(self.task.train_prompts)
         if checkpoint is not None:
             check_prompts(checkpoint, self.prompts_sha256)
@@ -172,7 +176,14 @@ class Trainer:
         self.interrupt = Interrupt(progress.say)
         self.grader = Grader(self.task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)
         self.sampler = StepSampler(
-            recipe, self.task, self.engine, self.grader, self.tokenizer, self.end_ids, num_draws=state.num_draws
+            recipe,
+            self.task,
+            self.engine,
+            self.grader,
+            self.tokenizer,
+            self.end_ids,
+            num_draws=state.num_draws,
+            conversations=self.conversations,
         )
 
     def train(self) -> None:
@@ -186,6 +197,7 @@ class Trainer:
             with self._stage("compile", self.step):
                 self.engine.warm_up(self.progress.compiling)
             if self.step == 0 and self.recipe.eval.before_and_after:
+                self._record_observations(0)
                 self._write_row(self.evaluate("before training").metrics())
             while self.step < self.recipe.train.num_steps and not self.interrupt.requested:
                 self.train_step(self.step + 1)
@@ -193,6 +205,7 @@ class Trainer:
     def train_step(self, step: int) -> None:
         """Training step `step`, from 1 on; docs/walkthrough.md follows it."""
         seed_generators(self.recipe.seed, step)
+        self._record_observations(step)
         rollouts = self.sampler.sample(step, on_progress=partial(self.progress.stage, "rollout"), timer=self.timer)
         credit = self.assign_credit(step, rollouts)
         metrics = rollouts.metrics | credit.metrics
@@ -269,6 +282,7 @@ class Trainer:
             self.tokenizer,
             self.end_ids,
             on_progress=partial(self.progress.stage, "evaluation"),
+            conversations=self.conversations,
         )
         self.engine.take_timeline()  # the next step's would begin with it
         self.progress.say(f"{when}: {describe_held_out(result.metrics())}")
@@ -317,6 +331,15 @@ class Trainer:
                 drafter=self.engine.drafter,
                 keep=train.keep_checkpoints,
             )
+            oldest = step_of(list_checkpoints(self.run.checkpoints)[0])
+            for path in (self.run.path / OBSERVATIONS).glob("step_*.jsonl"):
+                if step_of(path) <= oldest:  # no step that can be repeated
+                    path.unlink()
+
+    def _record_observations(self, step: int) -> None:
+        """From now on what environments say is written into the file of this step, or read where it is there."""
+        if self.conversations is not None:
+            self.conversations.use_record(self.run.path / OBSERVATIONS / f"step_{step:06d}.jsonl")
 
     def _write_row(self, metrics: Mapping[str, float]) -> None:
         self.run.log.write(self.step, metrics)
@@ -338,12 +361,13 @@ def open_trainer(recipe: Recipe, *, progress: RunProgress, **flags: Unpack[Start
     """Everything that a run needs, ready for its next step; see `run_training` for the arguments and errors."""
     changes = check_run_folder(recipe, **flags)
     check_trackers(recipe.log)
-    build.check_compiler(recipe)
     resume = flags.get("resume", False)
     checkpoint = checkpoint_to_resume(run_path(recipe) / "checkpoints", flags.get("from_step")) if resume else None
     with ExitStack() as stack:
         trainer = Trainer(recipe, checkpoint, progress)
         stack.enter_context(trainer.grader)
+        if trainer.conversations is not None:
+            stack.enter_context(trainer.conversations)
         trainer.grader.try_rewards(trainer.task.train_prompts[0], recipe.rollout.num_samples)
         if trainer.step > recipe.train.num_steps:
             raise ValueError(f"train.num_steps: {trainer.step} are done; --checkpoint resumes from an earlier one")
@@ -351,9 +375,10 @@ def open_trainer(recipe: Recipe, *, progress: RunProgress, **flags: Unpack[Start
         if run.checkpoint != checkpoint:
             raise ValueError(f"{run.path} has changed while the model was loading: another process trains there")
         start_trackers(trainer.accelerator, recipe, step=trainer.step)
+        run.has_begun()
         counts = ", ".join(f"{name} {count:,}" for name, count in trainer.task.load_report.items())
         progress.say(f"task {recipe.task.name}: {counts}")
-        progress.say(describe_prompt(trainer.task.train_prompts[0], trainer.tokenizer))
+        progress.say(describe_prompt(trainer.sampler.started(trainer.task.train_prompts[0]), trainer.tokenizer))
         for change in changes:
             progress.say(f"--change: {change}")
         if checkpoint is not None and not (checkpoint / MANIFEST).is_file():

@@ -183,7 +183,7 @@ def compute_logprobs(
     """Log-probs of the response tokens of each sequence, without gradient: for `ref_logprobs` and `old_logprobs`.
 
     Returns:
-        One array [L - num_prompt_tokens] for each sequence, in their order.
+        One array [R] for each sequence, in their order.
 
     Raises:
         ValueError: a sequence is longer than `train.micro_batch_tokens`.
@@ -262,10 +262,10 @@ def describe_token(sequences: Sequence[TrainSequence], row: int) -> str:
     """Name the response token in row `row` of the response tokens [R] of all sequences, laid end to end."""
     ends = np.cumsum([len(sequence.rollout_logprobs) for sequence in sequences])
     index = int(np.searchsorted(ends, row, side="right"))
-    position = row - int(ends[index]) + len(sequences[index].token_ids)
-    token = position - sequences[index].num_prompt_tokens
-    token_id = sequences[index].token_ids[position]
-    return f"sequence {index} (in order of draw and sample), response token {token} (id {token_id})"
+    sequence = sequences[index]
+    position = sequence.targets[row - int(ends[index])]
+    token = position - sequence.targets[0]  # the first is the first token of the response
+    return f"sequence {index} (in order of draw and sample), response token {token} (id {sequence.token_ids[position]})"
 
 
 def run_optimizer_steps(

@@ -24,7 +24,7 @@ from srtrl.trainer import build
 from srtrl.trainer.checkpoint import save_policy, written_beside
 from srtrl.trainer.evaluate import EvalJob, EvalResult, held_out_prompts, run_evals
 from srtrl.trainer.optimizer import MasterWeightAdamW
-from srtrl.trainer.run_folder import RunProgress
+from srtrl.trainer.run_folder import MARK, RunProgress
 from srtrl.trainer.sampling import DataOrder
 from srtrl.trainer.update import explain_out_of_memory, response_logprobs, run_optimizer_steps
 from srtrl.types import Prompt, TrainSequence
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from srtrl.model.transformer import Transformer
 
+RECORD = "warm_start.json"
 TOKENIZER_PROBLEMS = 10_000
 """Most problems whose texts train a tokenizer, from the first; merges of a larger sample hardly differ."""
 
@@ -69,7 +70,6 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
     output = Path(section.output)
     _check_output(output, overwrite)
     set_cpu_threads(recipe.num_threads)
-    build.check_compiler(recipe)
     accelerator = build.build_accelerator(recipe, output)
     tokenizer = _tokenizer(recipe, section)
     task = load_task(recipe, tokenizer)
@@ -81,6 +81,7 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
     with progress:
         losses, num_overlong = _fine_tune(recipe, section, model, accelerator, batches, progress)
     end_ids = () if section.architecture is not None else build.response_end_ids(recipe.model.path, tokenizer)
+    _check_output(output, overwrite)  # again: what has come into it while the policy learned stays as well
     with written_beside(output) as temporary:
         save_policy(
             temporary,
@@ -89,6 +90,8 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
             end_ids=sorted({int(tokenizer.eos_token_id), *end_ids}),
             dtype=build.DTYPES[section.save_dtype],
         )
+        names = sorted(path.name for path in temporary.iterdir())
+        (temporary / ".lock").write_bytes(MARK + "\n".join([*names, ".lock", RECORD]).encode())
     progress.say(f"saved {output}: loss {losses[-1]:.4f}")
     if num_overlong:
         progress.say(f"left out {num_overlong} draws: solution longer than rollout.max_new_tokens")
@@ -108,28 +111,31 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
         "loss_by_step": {step: loss for step, loss in enumerate(losses, start=1) if step % every == 0},
         "held_out": {name: value for name, value in figures.items() if name != "time/eval"},
     }
-    write_atomic(output / "warm_start.json", json.dumps(record, indent=2) + "\n")
+    write_atomic(output / RECORD, json.dumps(record, indent=2) + "\n")
     return WarmStartSummary(output=output, losses=losses, held_out=held_out)
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
+    """Refuse a link, a folder that is not empty, and with `overwrite` one that has anything that no warm start made."""
+    if output.is_symlink():
+        raise ValueError(f"warm_start.output: {output} is a link; expected the name of the folder itself")
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not overwrite:
         raise ValueError(f"warm_start.output: {output} exists and is not empty; use --overwrite or another folder")
-    if not (output / "config.json").is_file():
-        raise ValueError(f"--overwrite: {output} holds no config.json, so it is not a model; delete it yourself")
+    lock = output / ".lock"
+    marked = lock.read_bytes() if lock.is_file() else b""
+    if not marked.startswith(MARK):
+        raise ValueError(f"--overwrite: {output} has no mark of srtrl; delete it yourself, or take another folder")
+    made = marked.removeprefix(MARK).decode().split("\n")
+    if others := sorted(path.name for path in output.iterdir() if path.name not in made or path.is_dir()):
+        raise ValueError(f"--overwrite: {output / others[0]} is not from a warm start, and would be deleted: move it")
 
 
 def _tokenizer(recipe: Recipe, section: WarmStartSection) -> PreTrainedTokenizerBase:
     """The model's tokenizer, or one trained on the texts of the task's training problems."""
     if section.train_tokenizer_vocab_size is None:
         return build.build_tokenizer(recipe)
-    if section.architecture is None:
-        raise ValueError(
-            "warm_start.train_tokenizer_vocab_size needs warm_start.architecture: "
-            "the weights of model.path belong to the tokenizer of that model"
-        )
     task = load_task(recipe, load_tokenizer("bundled:tiny"), max_prompt_tokens=sys.maxsize)  # for its texts
     texts = (prompt.text + task.solution(prompt) for prompt in task.train_prompts[:TOKENIZER_PROBLEMS])
     return train_tokenizer(texts, section.train_tokenizer_vocab_size)
@@ -244,9 +250,10 @@ def solution_sequence(task: Task, tokenizer: PreTrainedTokenizerBase, prompt: Pr
     """
     solution_ids = tokenizer.encode(task.solution(prompt), add_special_tokens=False)
     zeros = np.zeros(len(solution_ids) + 1, np.float32)
+    token_ids = np.array([*prompt.token_ids, *solution_ids, tokenizer.eos_token_id], np.int64)
     return TrainSequence(
-        token_ids=np.array([*prompt.token_ids, *solution_ids, tokenizer.eos_token_id], np.int64),
-        num_prompt_tokens=len(prompt.token_ids),
+        token_ids=token_ids,
+        targets=np.arange(len(prompt.token_ids), len(token_ids)),
         draw_index=0,
         rollout_logprobs=zeros,
         advantages=zeros,

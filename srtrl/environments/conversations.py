@@ -1,0 +1,446 @@
+"""The turns of a rollout's samples: what was said goes to an environment, and its answer back into the context.
+
+Environments work in the background while other samples decode. Whatever they take, tokens are the same where they
+answer the same; their answers are recorded as they arrive, so that a step that is repeated after a crash has the same
+ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import json
+import queue
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Self, cast
+
+import numpy as np
+
+from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn
+from srtrl.environments.formats import FORMATS, Format, MalformedCallError, check_call, tool_schemas
+from srtrl.recipe import EnvironmentSection, Section
+from srtrl.recipe_file import validate_section
+from srtrl.resolve import describe_error, resolve_class, suggestion
+from srtrl.tasks.final_answer import states_answer
+from srtrl.tasks.rendering import tokenise
+from srtrl.tasks.worker import Caught
+from srtrl.types import Completion, Conversation, Prompt, SegmentKind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NUM_THREADS = 64
+"""Steps of environments that run at the same time, where `step` is no coroutine."""
+POLL_SECONDS = 0.05
+
+
+@dataclass(slots=True)
+class _Sample:
+    """One sample between its first turn and its end."""
+
+    prompt: Prompt
+    environment: EnvironmentBase
+    segments: list[tuple[SegmentKind, int]] = field(default_factory=list)
+    num_void_turns: int = 0
+    outcomes: list[str] = field(default_factory=list)
+    reward: float = 0.0
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    unseen: list[Turn] = field(default_factory=list)
+    """Turns that were answered from the record: the environment sees them before the next one."""
+    has_started: bool = False
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A turn whose answer is still to come."""
+
+    completion: Completion
+    sample: _Sample
+    turn: Turn
+    answer: Future[Step]
+    is_recorded: bool
+    """Whether the answer needs no place in the record: it is there, or takes no environment."""
+    started: float | None = None
+    """When the environment began, `time.monotonic`."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Answer:
+    """How a sample goes on after a turn: by an extension, or not at all."""
+
+    completion: Completion
+    extension: list[int]
+    """Tokens for `Engine.extend`; none where the sample has ended."""
+    conversation: Conversation | None
+    """Where the sample has ended: how its turns went."""
+
+
+class Conversations:
+    """Environments of the samples that are decoded. Use it as a context manager: leaving it ends what they share."""
+
+    def __init__(self, section: EnvironmentSection, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Resolve the environment and its format.
+
+        Raises:
+            ValueError: a name or an option is wrong, or the format does not fit the tokenizer.
+        """
+        self.section = section
+        self.tokenizer = tokenizer
+        self.environment_class, self.options = resolve_environment(section)
+        self.format: Format = resolve_format(section)(tokenizer, self.environment_class.tools)
+        self._samples: dict[tuple[str, int, int], _Sample] = {}
+        self._started: dict[str, Prompt] = {}
+        """By id, prompts with what the environment begins with."""
+        self._pending: list[_Pending] = []
+        self._record = Record(None)
+        self._num_raised: Counter[bool] = Counter()
+        """Samples of this step by whether their environment has raised."""
+        self._first_traceback = ""
+        self._stack = ExitStack()
+        self._shared: Any = None
+        self._loop = asyncio.new_event_loop()
+        self._queue: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
+
+    def __enter__(self) -> Self:
+        self._shared = self._stack.enter_context(self.environment_class.open(self.options))
+        is_async = inspect.iscoroutinefunction(self.environment_class.step)
+        for target in [self._loop.run_forever] if is_async else [self._work] * NUM_THREADS:
+            threading.Thread(target=target, name="environment", daemon=True).start()  # one that hangs shall not stay
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.clear()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        for _ in range(NUM_THREADS):
+            self._queue.put(None)
+        self._stack.close()
+
+    @property
+    def num_pending(self) -> int:
+        """Turns whose answer is still to come."""
+        return len(self._pending)
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The tools as a chat template reads them; none where the format needs none in the prompt."""
+        return tool_schemas(self.environment_class.tools) if self.format.describes_tools else []
+
+    def started(self, prompt: Prompt, max_prompt_tokens: int) -> Prompt:
+        """The prompt with what the environment begins with.
+
+        Raises:
+            ValueError: it is longer than `max_prompt_tokens` then, or the environment's `start` raises.
+        """
+        if self.environment_class.start is EnvironmentBase.start:
+            return prompt
+        if prompt.prompt_id not in self._started:
+            with Caught() as caught:
+                environment = self.environment_class(self.options, self._shared)
+                messages = environment.start(prompt)
+                environment.close()
+            if caught.error is not None:
+                message = f"`start` of the environment {self.section.name} raised on prompt {prompt.prompt_id!r}"
+                raise ValueError(f"{message}: {describe_error(caught.error)}") from caught.error
+            self._started[prompt.prompt_id] = self._append(prompt, messages or (), max_prompt_tokens)
+        return self._started[prompt.prompt_id]
+
+    def _append(self, prompt: Prompt, messages: Messages, max_prompt_tokens: int) -> Prompt:
+        bos, text = self.tokenizer.bos_token, self.format.start(prompt.text, messages)
+        has_bos = bos is not None and text.startswith(bos)  # by the chat template
+        (started,) = tokenise(self.tokenizer, [replace(prompt, text=text)], add_special_tokens=not has_bos)
+        if len(started.token_ids) > max_prompt_tokens:
+            raise ValueError(
+                f"prompt {prompt.prompt_id!r} has {len(started.token_ids)} tokens with what the environment "
+                f"{self.section.name} begins with; rollout.max_prompt_tokens is {max_prompt_tokens}"
+            )
+        return started
+
+    def use_record(self, path: Path | None) -> None:
+        """Begin a step: answers are taken from this file where it has them, and new ones are written into it."""
+        self._record.close()
+        self._record = Record(path)
+        self._num_raised.clear()
+
+    def submit(self, completion: Completion, prompt: Prompt) -> None:
+        """A turn has ended; its environment answers in the background, or at once who knows the answer without it."""
+        key = _key(completion)
+        if key not in self._samples:
+            self._samples[key] = _Sample(prompt, self.environment_class(self.options, self._shared))
+        sample = self._samples[key]
+        turn, answer = self._read_turn(completion)
+        sample.segments.append(("model", len(turn.token_ids)))
+        pending = _Pending(completion, sample, turn, Future(), is_recorded=answer is not None)
+        self._pending.append(pending)
+        if answer is None and (answer := self._record.find(completion)) is not None:
+            pending.is_recorded = True
+            sample.unseen.append(turn)
+        if answer is not None:
+            pending.answer.set_result(answer)
+        elif inspect.iscoroutinefunction(self.environment_class.step):
+            asyncio.run_coroutine_threadsafe(self._step_async(pending), self._loop)
+        else:
+            self._queue.put(pending)
+
+    def take(self) -> list[Answer]:
+        """The answers that have come since the last call; those that take too long end their samples."""
+        answers, waiting = [], []
+        for pending in self._pending:
+            is_late = pending.started is not None and time.monotonic() > pending.started + self.section.timeout_seconds
+            if pending.answer.done() or is_late:
+                answers.append(self._go_on(pending))
+            else:
+                waiting.append(pending)
+        self._pending = waiting
+        return answers
+
+    def futures(self) -> list[Future[Step]]:
+        """What `take` waits for; wait at most `POLL_SECONDS` for it, because of the time limit."""
+        return [pending.answer for pending in self._pending]
+
+    def clear(self) -> None:
+        """Give all samples up."""
+        for sample in self._samples.values():
+            sample.environment.close()
+        self._samples.clear()
+        self._pending.clear()
+        self._record.close()
+
+    def check_not_all_raised(self, where: str) -> None:
+        """Stop where the environments of all samples of a step have raised.
+
+        Raises:
+            ValueError: with the first traceback; it begins with `where` ("step 3").
+        """
+        if self._num_raised[True] and not self._num_raised[False]:
+            raise ValueError(
+                f"{where}: the environment {self.section.name} raised in each of {self._num_raised[True]} samples; "
+                f"the first time:\n{self._first_traceback}"
+            )
+
+    def _read_turn(self, completion: Completion) -> tuple[Turn, Step | None]:
+        """What was sampled last, and the answer where it takes no environment: calls that cannot be read or run."""
+        start = completion.extensions[-1][1] if completion.extensions else 0
+        token_ids = completion.token_ids[start:]
+        has_end = token_ids[-1] in completion.request.sampling.end_token_ids
+        text = str(self.tokenizer.decode(token_ids[:-1] if has_end else token_ids, skip_special_tokens=False))
+        turn = Turn(
+            index=completion.request.turn,
+            text=text,
+            token_ids=tuple(token_ids),
+            finish_reason=completion.finish_reason,
+        )
+        if completion.finish_reason == "length":
+            return turn, Step(is_done=True, stop_reason="response_tokens")
+        try:
+            calls = self.format.parse(text)
+        except MalformedCallError as error:
+            return turn, Step(observation=f"error: {error}", outcomes=["malformed"])
+        problems = [check_call(self.environment_class.tools, call) for call in calls]
+        if not any(problems):
+            return replace(turn, calls=tuple(calls)), None
+        found = [problem or ("not_run", "another call of this turn cannot be run") for problem in problems]
+        answer = [f"error: {message}" for _, message in found]
+        return turn, Step(observation=answer, outcomes=[outcome for outcome, _ in found])
+
+    def _turns_to_see(self, pending: _Pending) -> list[Turn]:
+        """The turns that an environment has not seen yet, the present one last."""
+        sample = pending.sample
+        if not sample.has_started:
+            sample.environment.start(sample.prompt)
+            sample.has_started = True
+        unseen, sample.unseen = sample.unseen, []
+        return [*unseen, pending.turn]
+
+    def _work(self) -> None:
+        """In threads: let environments answer."""
+        while (pending := self._queue.get()) is not None:
+            pending.started = time.monotonic()
+            with Caught() as caught:
+                answers = [pending.sample.environment.step(turn) for turn in self._turns_to_see(pending)]
+            self._set_answer(pending, caught, answers[-1] if caught.error is None else None)
+
+    async def _step_async(self, pending: _Pending) -> None:
+        """In the event loop: let an environment answer."""
+        pending.started = time.monotonic()
+        with Caught() as caught:
+            answers = [await cast("Any", pending.sample.environment.step(turn)) for turn in self._turns_to_see(pending)]
+        self._set_answer(pending, caught, answers[-1] if caught.error is None else None)
+
+    def _set_answer(self, pending: _Pending, caught: Caught, answer: object) -> None:
+        error: BaseException | None = caught.error
+        if error is None and not isinstance(answer, Step):
+            error = TypeError(f"`step` of the environment {self.section.name} must return a Step, found {answer!r:.80}")
+        if not pending.answer.set_running_or_notify_cancel():
+            return  # it took too long
+        if error is not None:
+            pending.answer.set_exception(error)
+        else:
+            pending.answer.set_result(cast("Step", answer))
+
+    def _go_on(self, pending: _Pending) -> Answer:
+        """Apply the limits in their order: the environment's own end, turns, tokens of the response and observation."""
+        completion, sample, turn = pending.completion, pending.sample, pending.turn
+        step = self._result(pending)
+        if not pending.is_recorded:
+            self._record.add(completion, step)
+        has_said_nothing = not step.outcomes and turn.finish_reason == "stop" and not states_answer(turn.text)
+        if self.environment_class.tools and has_said_nothing:
+            sample.num_void_turns += 1
+        sample.outcomes += step.outcomes
+        sample.reward += step.reward
+        sample.metrics += step.metrics.items()
+        if pending.started is not None:
+            sample.seconds.append(time.monotonic() - pending.started)
+        extension: list[int] = []
+        stop_reason = step.stop_reason if step.is_done else ""
+        if not stop_reason and turn.index + 1 >= self.section.max_turns:
+            stop_reason = "turns"
+        if not stop_reason:
+            parts = self._tokenise(step.observation)
+            extension = [token for _, token_ids in parts for token in token_ids]
+            if len(completion.token_ids) + len(extension) >= completion.request.sampling.max_new_tokens:
+                stop_reason, extension = "observation", []
+            else:
+                sample.segments += [(kind, len(token_ids)) for kind, token_ids in parts if token_ids]
+        conversation = self._end(completion, sample, stop_reason) if stop_reason else None
+        return Answer(completion=completion, extension=extension, conversation=conversation)
+
+    def _result(self, pending: _Pending) -> Step:
+        """The environment's answer; an error of its own is one, too."""
+        if not pending.answer.done():
+            pending.answer.cancel()
+            return Step(is_done=True, stop_reason="time", outcomes=["time"])
+        error = pending.answer.exception()
+        if error is None:
+            return pending.answer.result()
+        assert isinstance(error, Exception | SystemExit)
+        if not self._first_traceback:
+            self._first_traceback = "".join(traceback.format_exception(error))
+        return Step(observation=f"error: {describe_error(error)}", outcomes=["raised"])
+
+    def _end(self, completion: Completion, sample: _Sample, stop_reason: str) -> Conversation:
+        sample.environment.close()
+        del self._samples[_key(completion)]
+        self._num_raised["raised" in sample.outcomes] += 1
+        return Conversation(
+            segments=tuple(sample.segments),
+            num_turns=completion.request.turn + 1,
+            num_void_turns=sample.num_void_turns,
+            stop_reason=stop_reason,
+            outcomes=tuple(sample.outcomes),
+            reward=sample.reward,
+            metrics=tuple(sample.metrics),
+            tool_seconds=tuple(sample.seconds),
+        )
+
+    def _tokenise(self, observation: str | Sequence[str]) -> list[tuple[SegmentKind, list[int]]]:
+        """The tokens of what follows a turn. Text of an environment never becomes a special token."""
+        observations = [observation] if isinstance(observation, str) else list(observation)
+        parts: list[tuple[SegmentKind, list[int]]] = []
+        for text, kind in self.format.parts(observations):
+            is_ours = kind == "boundary"
+            token_ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=not is_ours)["input_ids"]
+            parts.append((kind, list(token_ids) if is_ours else self._truncate(token_ids)))
+        return parts
+
+    def _truncate(self, token_ids: list[int]) -> list[int]:
+        """Leave out the middle of an observation that is too long, and say so."""
+        limit = self.section.max_observation_tokens
+        if len(token_ids) <= limit:
+            return token_ids
+        note = self.tokenizer(f" [... {len(token_ids) - limit} tokens left out ...] ", add_special_tokens=False)
+        middle = list(note["input_ids"])[:limit]
+        head = (limit - len(middle) + 1) // 2
+        tail = limit - len(middle) - head
+        return [*token_ids[:head], *middle, *token_ids[len(token_ids) - tail :]]
+
+
+class Record:
+    """Answers of environments in a file of JSON lines, written as they arrive."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Read what the file has: a line without its end was not finished. None: nothing is kept."""
+        self._known: dict[str, Step] = {}
+        self._file: IO[bytes] | None = None
+        if path is None:
+            return
+        path.parent.mkdir(exist_ok=True)
+        self._file = path.open("a+b", buffering=0)
+        self._file.seek(0)
+        content = self._file.read()
+        complete = content.rpartition(b"\n")[0]
+        for number, line in enumerate(complete.split(b"\n") if complete else (), start=1):
+            try:
+                row = json.loads(line)
+                self._known[row["key"]] = Step(**row["step"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}:{number}: damaged: no answer of an environment ({error})") from error
+        self._file.truncate(len(complete) + 1 if complete else 0)
+
+    def find(self, completion: Completion) -> Step | None:
+        """The answer to the same turn after the same tokens."""
+        return self._known.get(_digest(completion))
+
+    def add(self, completion: Completion, step: Step) -> None:
+        """Write an answer."""
+        if self._file is not None:
+            row = {"key": _digest(completion), "step": asdict(step)}
+            self._file.write(json.dumps(row, allow_nan=True).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def resolve_environment(section: EnvironmentSection) -> tuple[type[EnvironmentBase], Section]:
+    """The class that the recipe names, and its options.
+
+    Raises:
+        ValueError: unknown, no environment, or an option of it is wrong.
+    """
+    environment = resolve_class("srtrl.environments", section.name, "Environment")
+    if not (isinstance(environment, type) and issubclass(environment, EnvironmentBase)):
+        raise ValueError(f"`{section.name}` is no environment; expected a subclass of {EnvironmentBase.__module__}")
+    options = validate_section(environment.Options, dict(section.options), "rollout.environment.options")
+    return environment, options
+
+
+def resolve_format(section: EnvironmentSection) -> type[Format]:
+    """The class of the recipe's format; ValueError where there is none of that name."""
+    name = section.format
+    if ":" not in name and name not in FORMATS:
+        known = f"known: {', '.join(FORMATS)}; or one of your own as package.module:Class"
+        raise ValueError(f"rollout.environment.format: `{name}` is unknown{suggestion(name, FORMATS) or ';'} {known}")
+    found: Any = resolve_class("srtrl.environments", name, "Format") if ":" in name else FORMATS[name]
+    if not (isinstance(found, type) and issubclass(found, Format)):
+        raise ValueError(f"rollout.environment.format: `{name}` is no subclass of srtrl.environments.formats:Format")
+    if resolve_environment(section)[0].tools and not found.reads_calls:
+        raise ValueError(
+            f"rollout.environment.format: `{name}` finds no calls, and the environment {section.name} has tools: "
+            "expected code_tags or hermes"
+        )
+    return found
+
+
+def _key(completion: Completion) -> tuple[str, int, int]:
+    request = completion.request
+    return request.purpose, request.draw_index, request.sample_index
+
+
+def _digest(completion: Completion) -> str:
+    """Of which sample a turn is and what was said in it and before."""
+    digest = hashlib.sha256(repr(_key(completion)).encode())
+    digest.update(np.array(completion.token_ids, np.int32).tobytes())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,150 @@
+"""Environments for the tests, completions of turns, and how a conversation is driven by hand."""
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import wait
+from typing import Any
+
+from srtrl.environments.base import EnvironmentBase, Step, Tool, ToolCall, ToolEnvironment, Turn
+from srtrl.environments.conversations import Answer, Conversations
+from srtrl.model.weights import load_tokenizer
+from srtrl.recipe import EnvironmentSection, Section
+from srtrl.types import Completion, Prompt, Request, SamplingParams
+
+END = 0
+"""The end token of the bundled tokenizer."""
+TOKENIZER = load_tokenizer("bundled:tiny")
+PROMPT = Prompt(prompt_id="p", text="Compute", token_ids=(1, 2), answer="4")
+
+
+def section_of(environment: type[EnvironmentBase], **changes: Any) -> EnvironmentSection:
+    return EnvironmentSection(name=f"{environment.__module__}:{environment.__name__}", **changes)
+
+
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+def completion_of(
+    turn: Sequence[int], before: Completion | None = None, extension: Sequence[int] = (), **changes: Any
+) -> Completion:
+    """The next turn of a sample: what the engine gives after `before` was extended."""
+    said = [*before.token_ids, *extension] if before else []
+    fields: dict[str, Any] = {"draw": 0, "sample": 0, "max_new_tokens": 400, "finish_reason": "stop"} | changes
+    request = Request(
+        prompt_id="p",
+        prompt_token_ids=PROMPT.token_ids,
+        draw_index=fields["draw"],
+        sample_index=fields["sample"],
+        rng_key=0,
+        sampling=SamplingParams(max_new_tokens=fields["max_new_tokens"], end_token_ids=(END,)),
+        has_turns=True,
+        turn=before.request.turn + 1 if before else 0,
+    )
+    new = ((len(said) - len(extension), len(said)),) if before else ()
+    return Completion(
+        request=request,
+        token_ids=[*said, *turn],
+        rollout_logprobs=[0.0] * (len(said) + len(turn)),
+        finish_reason=fields["finish_reason"],
+        policy_version=0,
+        extensions=(*before.extensions, *new) if before else (),
+    )
+
+
+def ask(conversations: Conversations, completion: Completion) -> Answer:
+    """Submit one turn and wait for the answer to it."""
+    conversations.submit(completion, PROMPT)
+    while not (answers := conversations.take()):
+        wait(conversations.futures(), timeout=0.02)
+    (answer,) = answers
+    return answer
+
+
+class Echo(EnvironmentBase):
+    """Repeats the turn; counts what it has heard; "stop" ends, and text after "raise" is raised."""
+
+    num_open = 0
+
+    def __init__(self, options: Section, shared: Any) -> None:
+        super().__init__(options, shared)
+        self.heard: list[str] = []
+        type(self).num_open += 1
+
+    def step(self, turn: Turn) -> Step:
+        self.heard.append(turn.text)
+        if turn.text.startswith("raise"):
+            raise RuntimeError(turn.text)
+        if turn.text.startswith("wait"):
+            time.sleep(float(turn.text.removeprefix("wait")))
+        is_done = turn.text == "stop"
+        return Step(
+            observation=f"{len(self.heard)}:{turn.text}",
+            is_done=is_done,
+            reward=1.0,
+            stop_reason="told",
+            metrics={"heard": len(self.heard)},
+        )
+
+    def close(self) -> None:
+        type(self).num_open -= 1
+
+
+class AsyncEcho(EnvironmentBase):
+    """As `Echo`, in the event loop."""
+
+    async def step(self, turn: Turn) -> Step:
+        await asyncio.sleep(0.01)
+        if turn.text.startswith("raise"):
+            raise RuntimeError(turn.text)
+        return Step(observation=turn.text)
+
+
+class NotAStep(EnvironmentBase):
+    """Returns something else."""
+
+    def step(self, turn: Turn) -> Step:
+        return "no step"  # type: ignore[return-value]
+
+
+class Upper(ToolEnvironment):
+    """A tool with two names."""
+
+    tools = tuple(
+        Tool(
+            name=name,
+            description="Upper case.",
+            parameters={"type": "object", "properties": {"text": {"type": "string"}}},
+        )
+        for name in ("upper", "shout")
+    )
+
+    def call(self, call: ToolCall) -> tuple[str, str]:
+        return call.arguments["text"].upper() + ("!" if call.name == "shout" else ""), "ok"
+
+
+class OneTool(Upper):
+    """For formats with a single tool."""
+
+    tools = Upper.tools[:1]
+
+
+class Slow(OneTool):
+    """Answers after a random time."""
+
+    def call(self, call: ToolCall) -> tuple[str, str]:
+        time.sleep(random.random() / 50)  # no seed: any order
+        return super().call(call)
+
+
+class Digits(EnvironmentBase):
+    """Answers any turn by digits that depend on it, after a random time; ends some samples."""
+
+    def step(self, turn: Turn) -> Step:
+        time.sleep(random.random() / 100)
+        total = sum(turn.token_ids)
+        return Step(
+            observation=str(total * 7919 % 10**6), is_done=total % 5 == 0, reward=total % 3, metrics={"sum": total}
+        )

@@ -1,0 +1,147 @@
+"""Rollouts of several turns in training: exactness with slow tools, what is learned from, metrics, files, resume."""
+
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_cases import options, tiny_policy
+from environment_cases import TOKENIZER, Digits, section_of
+
+from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.srt import Drafter as SrtDrafter
+from srtrl.drafters.suffix import Drafter as SuffixDrafter
+from srtrl.engine.engine import Engine
+from srtrl.environments.conversations import Conversations
+from srtrl.model.transformer import Transformer
+from srtrl.recipe import GradingSection, RewardSection
+from srtrl.rollout.collect import Collector, collect_rollouts
+from srtrl.rollout.dynamic_sampling import sample_until_full
+from srtrl.tasks.grading import Grader
+from srtrl.trainer.credit import train_sequences
+from srtrl.types import Prompt, RolloutGroup, SamplingParams
+
+END_TOKENS = (0, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
+
+
+class PlainTask:
+    """No verifier: rewards alone."""
+
+    verifier = None
+
+
+@pytest.fixture(scope="module")
+def policy() -> Transformer:
+    return tiny_policy(vocab_size=290, scale=5.0)
+
+
+def rollouts_of(
+    policy: Transformer, *, is_dynamic: bool = False, drafter: DrafterBase | None = None, **changes: Any
+) -> tuple[list[RolloutGroup], dict[str, float]]:
+    """Twice the same draws (the second time drafters know them), with tools of random latency."""
+    engine = Engine(policy, options(**({"max_sequence_tokens": 128} | changes)), tokenizer=TOKENIZER, drafter=drafter)
+    prompts = [Prompt(prompt_id=str(i), text="", token_ids=(i + 1, 2 * i + 3), answer="") for i in range(5)]
+    section = section_of(Digits, max_turns=4)
+    grader = Grader(PlainTask(), [RewardSection(name="environment")], GradingSection(), 100)  # type: ignore[arg-type]
+    with Conversations(section, TOKENIZER) as conversations, grader:
+        for _ in range(2):
+            collector = Collector(
+                grader,
+                TOKENIZER,
+                num_samples=4,
+                sampling=SamplingParams(max_new_tokens=100, end_token_ids=END_TOKENS),
+                seed=3,
+                purpose="train",
+                conversations=conversations,
+            )
+            if is_dynamic:
+                groups, _ = sample_until_full(
+                    engine,
+                    collector,
+                    prompts.__getitem__,
+                    first_draw=0,
+                    num_prompts=3,
+                    max_open_prompts=2,
+                    max_draws=5,
+                    keeps=lambda group: group.draw_index > 1,
+                )
+            else:
+                groups = collect_rollouts(engine, collector, list(enumerate(prompts)))
+            assert conversations.num_pending == 0
+            assert engine.pool.num_used == 0
+            assert not engine.scheduler.paused
+            metrics = engine.take_metrics()
+            engine.on_policy_update()
+    return groups, metrics
+
+
+def contents(groups: list[RolloutGroup]) -> list[Any]:
+    """All that must not depend on timing."""
+    return [
+        (
+            (one.draw_index, one.sample_index, one.text, one.finish_reason, one.grade),
+            (one.token_ids.tolist(), one.rollout_logprobs.tolist()),
+            one.conversation and (one.conversation.segments, one.conversation.stop_reason, one.conversation.metrics),
+        )
+        for one in chain.from_iterable(group.rollouts for group in groups)
+    ]
+
+
+@pytest.fixture(scope="module")
+def truth(policy: Transformer) -> list[RolloutGroup]:
+    return rollouts_of(policy, slots=1)[0]
+
+
+def test_rollouts_do_not_depend_on_drafts_slots_pages_or_latency(
+    policy: Transformer, truth: list[RolloutGroup]
+) -> None:
+    conversations = [one.conversation for group in truth for one in group.rollouts if one.conversation]
+    assert len(conversations) == 20
+    assert {one.num_turns for one in conversations} == {1, 2, 3, 4}
+    assert {"turns", "done"} <= {one.stop_reason for one in conversations}
+    for drafter, slots, num_pages in ((SrtDrafter(), 7, None), (SuffixDrafter(), 3, None), (SrtDrafter(), 64, 60)):
+        found, metrics = rollouts_of(policy, drafter=drafter, slots=slots, num_pages=num_pages)
+        assert contents(found) == contents(truth)
+        assert metrics["engine/tokens_per_decode_step"] > 1.2
+    found, _ = rollouts_of(policy, is_dynamic=True, drafter=SrtDrafter())
+    assert contents(found) == contents(truth)
+
+
+def test_only_what_was_sampled_is_learned_from(truth: list[RolloutGroup]) -> None:
+    rollouts = [one for group in truth for one in group.rollouts]
+    for rollout, sequence in zip(rollouts, train_sequences(truth), strict=True):
+        segments = rollout.segments
+        assert sum(len(one.token_ids) for one in segments) == len(rollout.token_ids)
+        said = [one for one in segments if one.kind == "model"]
+        assert sequence.token_ids[sequence.targets].tolist() == [t for one in said for t in one.token_ids.tolist()]
+        logprobs = np.concatenate([one.logprobs for one in said if one.logprobs is not None])
+        assert (sequence.rollout_logprobs == logprobs).all()
+        assert (logprobs < 0).all()
+        assert sequence.num_prompt_tokens == len(rollout.prompt.token_ids)
+        assert all(one.logprobs is None for one in segments if one.kind != "model")
+        reward = sum(value % 3 for _, value in (rollout.conversation.metrics if rollout.conversation else ()))
+        assert rollout.grade.reward == reward
+
+
+def test_a_sample_given_up_in_the_middle_leaves_nothing(policy: Transformer) -> None:
+    engine = Engine(policy, options(max_sequence_tokens=128), tokenizer=TOKENIZER)
+    grader = Grader(PlainTask(), [RewardSection(name="environment")], GradingSection(), 100)  # type: ignore[arg-type]
+    with Conversations(section_of(Digits), TOKENIZER) as conversations, grader:
+        collector = Collector(
+            grader,
+            TOKENIZER,
+            num_samples=8,
+            sampling=SamplingParams(max_new_tokens=100, end_token_ids=END_TOKENS),
+            seed=3,
+            purpose="train",
+            conversations=conversations,
+        )
+        requests = collector.open(0, Prompt(prompt_id="0", text="", token_ids=(1, 2), answer=""))
+        for number, completion in enumerate(engine.generate(requests)):
+            collector.receive(completion)
+            if number == 3:
+                break
+        assert engine.pool.num_used == 0
+        assert not engine.scheduler.paused
+        conversations.clear()
+        assert conversations.num_pending == 0

@@ -1,0 +1,321 @@
+"""Conversations by hand: limits in their order, formats, errors, time, the record; the calculator."""
+
+import json
+import re
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from environment_cases import (
+    END,
+    PROMPT,
+    TOKENIZER,
+    AsyncEcho,
+    Echo,
+    NotAStep,
+    OneTool,
+    Upper,
+    ask,
+    completion_of,
+    encode,
+    section_of,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from srtrl.environments.base import EnvironmentBase, Messages
+from srtrl.environments.calculator import evaluate, show
+from srtrl.environments.conversations import Conversations, Record
+from srtrl.environments.formats import CodeTags, Hermes, MalformedCallError
+from srtrl.model.weights import load_tokenizer
+from srtrl.recipe import EnvironmentSection
+from srtrl.types import Prompt
+
+CHAT_TEMPLATE = """{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|endoftext|>
+{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+EMPTY_THOUGHT = """{% if loop.last and message.role == 'assistant'
+and '<think>' not in message.content %}<think></think>
+{% endif %}"""
+THINKING_TEMPLATE = CHAT_TEMPLATE.replace("{{ message.content }}", EMPTY_THOUGHT + "{{ message.content }}")
+FORGETTING_TEMPLATE = CHAT_TEMPLATE.replace("message.content }}", "message.content if loop.last else '...' }}")
+
+
+def test_a_conversation_from_the_first_turn_to_the_last() -> None:
+    with Conversations(section_of(Echo), TOKENIZER) as conversations:
+        first = completion_of([*encode("abc"), END])
+        answer = ask(conversations, first)
+        assert answer.conversation is None
+        assert answer.extension == encode("1:abc")
+        second = completion_of(encode("stop"), first, answer.extension)
+        answer = ask(conversations, second)
+        assert answer.extension == []
+        found = answer.conversation
+        assert found is not None
+        assert found.segments == (
+            ("model", len(encode("abc")) + 1),
+            ("observation", len(encode("1:abc"))),
+            ("model", 1 + 3),
+        )
+        assert (found.stop_reason, found.num_turns, found.reward) == ("told", 2, 2.0)
+        assert found.metrics == (("heard", 1), ("heard", 2))
+        assert len(found.tool_seconds) == 2
+        assert Echo.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "limits", "stop_reason"),
+    [
+        ("stop", {"max_turns": 1}, "told"),  # the environment's own end comes first
+        ("abc", {"max_turns": 1}, "turns"),
+        ("abc", {"max_new_tokens": 8}, "observation"),
+        ("abc", {"finish_reason": "length"}, "response_tokens"),
+        ("wait1", {"timeout_seconds": 0.05}, "time"),
+    ],
+)
+def test_limits_have_names(said: str, limits: dict[str, Any], stop_reason: str) -> None:
+    section = {key: value for key, value in limits.items() if key in EnvironmentSection.model_fields}
+    others = {key: value for key, value in limits.items() if key not in section}
+    with Conversations(section_of(Echo, **section), TOKENIZER) as conversations:
+        answer = ask(conversations, completion_of(encode(said), **others))
+        assert answer.extension == []
+        assert answer.conversation is not None
+        assert answer.conversation.stop_reason == stop_reason
+
+
+def test_a_long_observation_loses_its_middle_by_tokens() -> None:
+    with Conversations(section_of(Echo, max_observation_tokens=40), TOKENIZER) as conversations:
+        said = "".join(str(i % 10) for i in range(100))
+        whole = encode(f"1:{said}")
+        extension = ask(conversations, completion_of(encode(said))).extension
+        assert len(extension) == 40
+        note = TOKENIZER.decode(extension)
+        assert f"[... {len(whole) - 40} tokens left out ...]" in note
+        assert extension[:4] == whole[:4]
+        assert extension[-4:] == whole[-4:]
+
+
+def test_what_an_environment_says_never_becomes_a_special_token() -> None:
+    with Conversations(section_of(Echo), TOKENIZER) as conversations:
+        extension = ask(conversations, completion_of(encode("<|endo") + encode("ftext|>"))).extension
+        assert END not in extension
+        assert TOKENIZER.decode(extension) == "1:<|endoftext|>"
+
+
+@pytest.mark.parametrize("environment", [Echo, AsyncEcho])
+def test_an_environment_that_raises_says_so_and_ends_the_run_only_where_it_always_does(
+    environment: type[EnvironmentBase],
+) -> None:
+    with Conversations(section_of(environment, max_turns=1), TOKENIZER) as conversations:
+        for sample, said in enumerate(("raise this", "raise that")):
+            answer = ask(conversations, completion_of(encode(said), sample=sample))
+            assert answer.conversation is not None
+            assert answer.conversation.outcomes == ("raised",)
+        with pytest.raises(ValueError, match=r"(?s)step 3: the environment .* in each of 2 samples.*raise this"):
+            conversations.check_not_all_raised("step 3")
+        ask(conversations, completion_of(encode("fine"), sample=2))
+        conversations.check_not_all_raised("step 3")
+        conversations.use_record(None)
+        conversations.check_not_all_raised("step 4")
+    with Conversations(section_of(environment), TOKENIZER) as conversations:
+        extension = ask(conversations, completion_of(encode("raise this"))).extension
+        assert "error: RuntimeError: raise this" in TOKENIZER.decode(extension)
+
+
+def test_an_answer_that_is_no_step_is_an_error() -> None:
+    with Conversations(section_of(NotAStep), TOKENIZER) as conversations:
+        extension = ask(conversations, completion_of(encode("a"))).extension
+        assert "must return a Step, found 'no step'" in TOKENIZER.decode(extension)
+
+
+def test_the_record_repeats_what_was_said_and_the_environment_catches_up(tmp_path: Path) -> None:
+    path = tmp_path / "observations" / "step_000001.jsonl"
+    turns = [completion_of(encode("one"))]
+    with Conversations(section_of(Echo), TOKENIZER) as conversations:
+        conversations.use_record(path)
+        first = ask(conversations, turns[0])
+        turns.append(completion_of(encode("two"), turns[0], first.extension))
+        second = ask(conversations, turns[1])
+    with path.open("a") as file:
+        file.write('{"key": "half a li')  # killed while it wrote
+    lines = path.read_bytes().split(b"\n")
+    changed = json.loads(lines[0])
+    changed["step"]["observation"] = "from the record"
+    path.write_bytes(b"\n".join([json.dumps(changed).encode(), *lines[1:]]))
+    with Conversations(section_of(Echo), TOKENIZER) as conversations:
+        conversations.use_record(path)
+        assert ask(conversations, turns[0]).extension == encode("from the record")
+        assert ask(conversations, turns[1]).extension == second.extension
+        third = ask(conversations, completion_of(encode("three"), turns[1], second.extension))
+        assert third.extension == encode("3:three")  # it has heard the first two turns by now
+        assert len(path.read_bytes().split(b"\n")) == 4
+        other = ask(conversations, completion_of(encode("two"), turns[0], encode("others"), sample=1))
+        assert other.extension == encode("1:two")  # another history: no answer of the record
+    path.write_text("no json\n")
+    with pytest.raises(ValueError, match=r"step_000001.jsonl:1: damaged"):
+        Record(path)
+
+
+@pytest.mark.parametrize(
+    ("said", "observation", "outcomes"),
+    [
+        ("so <code>ab</code>", "AB", ("ok",)),
+        ("<code>```python\nab\n```</code>", "AB", ("ok",)),
+        ("<code>x</code> and <code>\nab</code>", "\nAB", ("ok",)),
+        ("<code>ab", "error: a <code> without </code>", ("malformed",)),
+        ("ab</code>", "error: a </code> without <code>", ("malformed",)),
+    ],
+)
+def test_code_tags(said: str, observation: str, outcomes: tuple[str, ...]) -> None:
+    with Conversations(section_of(OneTool, format="code_tags"), TOKENIZER) as conversations:
+        first = completion_of(encode(said))
+        answer = ask(conversations, first)
+        assert TOKENIZER.decode(answer.extension) == f"\n<interpreter>\n{observation}\n</interpreter>\n"
+        last = ask(conversations, completion_of(encode("Answer: 4"), first, answer.extension)).conversation
+        assert last is not None
+        assert (last.outcomes, last.stop_reason, last.num_void_turns) == (outcomes, "answered", 0)
+        assert [kind for kind, _ in last.segments] == ["model", "boundary", "observation", "boundary", "model"]
+        void = ask(conversations, completion_of(encode("well"), sample=1)).conversation
+        assert void is not None
+        assert (void.stop_reason, void.num_void_turns) == ("answered", 1)
+
+
+def hermes(name: str, text: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'text': text}})}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("said", "observations"),
+    [
+        (hermes("upper", "ab"), ["AB"]),
+        (hermes("upper", "ab") + hermes("shout", "ab"), ["AB", "AB!"]),
+        (hermes("whisper", "ab"), ["error: there is no tool whisper; there is: upper, shout"]),
+        (hermes("upper", 3), ["error: the argument text of upper must be a string"]),
+        (
+            hermes("upper", "ab") + hermes("no", "ab"),
+            ["error: another call of this turn cannot be run", "error: there is no tool no; there is: upper, shout"],
+        ),
+        ("<tool_call>1 2</tool_call>", ["error: no JSON in <tool_call>: Extra data: line 1 column 3 (char 2)"]),
+        ("<tool_call>[]</tool_call>", ['error: expected {"name": ..., "arguments": {...}} in <tool_call>']),
+        (
+            '<tool_call>{"name": "upper", "arguments": []}</tool_call>',
+            ["error: the arguments of upper are no JSON object"],
+        ),
+        ('<tool_call>{"name": "upper"}</tool_call>', ["error: the call of upper lacks the argument text"]),
+        ("<tool_call>", ["error: a <tool_call> without </tool_call>"]),
+    ],
+)
+def test_hermes(said: str, observations: list[str]) -> None:
+    tokenizer = load_tokenizer("bundled:tiny")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    with Conversations(section_of(Upper, format="hermes"), tokenizer) as conversations:
+        answer = ask(conversations, completion_of([*encode(said), END]))
+        expected = "\n" + "".join(f"<|tool|>{text}<|endoftext|>\n" for text in observations) + "<|assistant|>"
+        assert tokenizer.decode(answer.extension) == expected
+        assert [tool["function"]["name"] for tool in conversations.tools] == ["upper", "shout"]
+
+
+def test_deeply_nested_json_is_malformed() -> None:
+    tokenizer = load_tokenizer("bundled:tiny")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    with pytest.raises(MalformedCallError, match="no JSON"):
+        Hermes(tokenizer, Upper.tools).parse("<tool_call>" + "[" * 100_000 + "</tool_call>")
+
+
+@pytest.mark.parametrize(
+    ("template", "is_fine"), [(THINKING_TEMPLATE, True), (FORGETTING_TEMPLATE, False), (None, False)]
+)
+def test_templates_that_rewrite_what_was_said_are_refused(template: str | None, is_fine: bool) -> None:
+    tokenizer = load_tokenizer("bundled:tiny")
+    tokenizer.chat_template = template
+    if is_fine:
+        parts = Hermes(tokenizer, Upper.tools).parts(["a"])
+        assert parts == [("\n<|tool|>", "boundary"), ("a", "observation"), ("<|endoftext|>\n<|assistant|>", "boundary")]
+    else:
+        with pytest.raises(ValueError, match="changes earlier messages" if template else "has no chat template"):
+            Conversations(section_of(Upper, format="hermes"), tokenizer)
+
+
+class Greeting(Echo):
+    """Begins with a message."""
+
+    def start(self, prompt: Prompt) -> Messages:
+        return [{"role": "user", "content": f"hello {prompt.prompt_id}"}]
+
+
+def test_an_environment_may_say_something_first() -> None:
+    with Conversations(section_of(Greeting), TOKENIZER) as conversations:
+        started = conversations.started(PROMPT, 100)
+        assert started.text == "Computehello p"
+        assert list(started.token_ids) == encode(started.text)
+        assert conversations.started(PROMPT, 100) is started
+    tokenizer = load_tokenizer("bundled:tiny")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    with Conversations(section_of(Greeting, format="chat"), tokenizer) as conversations:
+        prompt = Prompt(prompt_id="p", text="<|user|>hi<|endoftext|>\n<|assistant|>", token_ids=(1,), answer="")
+        expected = "<|user|>hi<|endoftext|>\n<|user|>hello p<|endoftext|>\n<|assistant|>"
+        assert conversations.started(prompt, 100).text == expected
+        with pytest.raises(ValueError, match=r"rollout.max_prompt_tokens is 3"):
+            Conversations(section_of(Greeting), TOKENIZER).started(PROMPT, 3)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (EnvironmentSection(name="calculatr"), "did you mean `calculator`"),
+        (EnvironmentSection(name="os:system"), "is no environment"),
+        (EnvironmentSection(name="calculator", options={"a": 1}), "unknown"),
+        (EnvironmentSection(name="calculator", format="code_tag"), "did you mean `code_tags`"),
+        (EnvironmentSection(name="calculator", format="os:system"), "no subclass of"),
+        (EnvironmentSection(name="calculator", format="text"), "finds no calls"),
+        (section_of(Upper, format="code_tags"), "is for one tool, the environment has 2"),
+    ],
+)
+def test_names_and_options_that_are_incorrect(section: EnvironmentSection, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Conversations(section, TOKENIZER)
+
+
+EXPRESSIONS = st.recursive(
+    st.integers(0, 99).map(str),
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from("+-*/"), inner).map("".join), inner.map("({})".format), inner.map("-{}".format)
+    ),
+    max_leaves=12,
+)
+
+
+@given(EXPRESSIONS)
+def test_the_calculator_is_pythons(expression: str) -> None:
+    try:
+        expected = eval(re.sub(r"\d+", r"Fraction(\g<0>)", expression), {"Fraction": Fraction})
+    except ZeroDivisionError:
+        with pytest.raises(ZeroDivisionError, match="division by zero"):
+            evaluate(expression)
+    else:
+        assert evaluate(expression) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("12345678901*98765432109", "1219326311336229232209"),
+        ("1/4", "0.25"),
+        (" 2 * (3 + 4) ", "14"),
+        ("1/3", "0.333333333333"),
+    ],
+)
+def test_the_calculator_shows_numbers(text: str, shown: str) -> None:
+    assert show(evaluate(text)) == shown
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1+", "(1", "1)", "2**3", "a", "1 2", "(" * 60 + "1", "9" * 3000, "__import__('os')", "-" * 70 + "1"]
+)
+def test_the_calculator_refuses(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        evaluate(text)
+
+
+def test_code_tags_parse_the_last_block() -> None:
+    assert CodeTags(TOKENIZER, OneTool.tools).parse("no call") == []

@@ -1,0 +1,204 @@
+"""Samples of several turns: how they are decoded, and how long a tool takes, changes no token."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import Completions, FakeDrafter, Letters, options, outputs, requests_for, tiny_policy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from srtrl.drafters.base import DrafterBase, Int64Array
+from srtrl.drafters.srt import Drafter as SrtDrafter
+from srtrl.drafters.suffix import Drafter as SuffixDrafter
+from srtrl.drafters.suffix_automaton import START_TOKEN
+from srtrl.drafters.token_trie import TokenTrie
+from srtrl.engine.engine import Engine, EngineOptions
+from srtrl.model.attention import PackedPlan
+from srtrl.model.logprobs import token_logprobs
+from srtrl.model.transformer import Transformer
+from srtrl.types import Completion, Request
+
+MAX_TURNS = 4
+
+
+def turn_requests(num_samples: int = 3, max_new_tokens: int = 60) -> list[Request]:
+    """Turns end at token 0 and at some texts, one of which an observation may hold as well."""
+    return [
+        replace(one, has_turns=True, sampling=replace(one.sampling, end_token_ids=(0, 5), stop_strings=("B", "CD")))
+        for one in requests_for(num_samples=num_samples, max_new_tokens=max_new_tokens)
+    ]
+
+
+def observation(completion: Completion) -> list[int]:
+    """What a tool answers: a function of the turn; up to 13 tokens, stop strings among them."""
+    start = completion.extensions[-1][1] if completion.extensions else 0
+    turn = completion.token_ids[start:]
+    return [(sum(turn) * (i + 1) + len(turn)) % 60 + 1 for i in range(1 + sum(turn) % 13)]
+
+
+def converse(engine: Engine, requests: list[Request], delays: np.random.Generator | None = None) -> Completions:
+    """Decode all turns; with `delays` a tool takes a random number of decode steps, and tools end in any order."""
+    calls: list[tuple[int, Completion]] = []
+    found: Completions = {}
+    num_steps = 0
+
+    def go_on(completion: Completion) -> None:
+        tokens = observation(completion)
+        room = completion.request.sampling.max_new_tokens - len(completion.token_ids) - 1
+        if completion.finish_reason == "length" or len(completion.extensions) == MAX_TURNS - 1 or len(tokens) > room:
+            engine.end(completion)
+            request = replace(completion.request, turn=0)
+            found[request.draw_index, request.sample_index] = replace(completion, request=request)
+        else:
+            engine.extend(completion, tokens)
+
+    def before_step() -> None:
+        nonlocal num_steps
+        num_steps += 1
+        engine.scheduler.check_integrity()
+        while calls and (not engine.has_work or any(when <= num_steps for when, _ in calls)):
+            first = min(range(len(calls)), key=lambda i: calls[i][0])
+            go_on(calls.pop(first)[1])
+
+    for completion in engine.generate(requests, before_step=before_step):
+        if delays is None:
+            go_on(completion)
+        else:
+            calls.append((num_steps + int(delays.integers(0, 12)), completion))
+    assert len(found) == len(requests)
+    assert not engine.scheduler.paused
+    assert engine.pool.num_used == 0
+    return found
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[tuple[Transformer, Completions]]:
+    policies = [tiny_policy(torch.float32), tiny_policy(torch.bfloat16)]
+    engines = [Engine(policy, turn_options(slots=1), tokenizer=Letters()) for policy in policies]
+    return [(policy, converse(engine, turn_requests())) for policy, engine in zip(policies, engines, strict=True)]
+
+
+def turn_options(**changes: object) -> EngineOptions:
+    return options(**({"max_sequence_tokens": 96} | changes))
+
+
+def test_the_reference_has_turns_of_all_kinds(cases: list[tuple[Transformer, Completions]]) -> None:
+    for _, truth in cases:
+        numbers = [len(completion.extensions) for completion in truth.values()]
+        assert max(numbers) == MAX_TURNS - 1
+        assert min(numbers) < MAX_TURNS - 1
+        assert {completion.finish_reason for completion in truth.values()} == {"stop", "length"}
+        for completion in truth.values():
+            for start, stop in completion.extensions:
+                assert not any(completion.rollout_logprobs[start:stop])
+                text = Letters().decode(completion.token_ids[:start])
+                assert completion.token_ids[start - 1] in (0, 5) or text.endswith(("B", "CD"))
+
+
+def test_log_probs_of_all_turns_are_those_of_one_forward_pass(cases: list[tuple[Transformer, Completions]]) -> None:
+    policy, truth = cases[0]
+    for completion in truth.values():
+        prompt = completion.request.prompt_token_ids
+        token_ids = torch.tensor([*prompt, *completion.token_ids])
+        hidden = policy(token_ids, PackedPlan.from_lengths([len(token_ids)], "cpu"))
+        rows = hidden[len(prompt) - 1 : -1]
+        logprobs, _ = token_logprobs(rows, policy.head_weight, token_ids[len(prompt) :], temperature=1.0)
+        for start, stop in completion.extensions:
+            logprobs[start:stop] = 0
+        assert torch.allclose(logprobs.detach(), torch.tensor(completion.rollout_logprobs), atol=1e-5, rtol=0)
+
+
+@settings(deadline=None, max_examples=25)
+@given(data=st.data())
+def test_turns_do_not_depend_on_how_they_are_decoded(
+    cases: list[tuple[Transformer, Completions]], data: st.DataObject
+) -> None:
+    policy, truth = data.draw(st.sampled_from(cases), "dtype")
+    page_size = data.draw(st.sampled_from([1, 4, 16]), "page size")
+    drafter: DrafterBase | None = data.draw(
+        st.sampled_from([None, SrtDrafter(), SuffixDrafter(), TurnDrafter(truth, accuracy=0.7)]), "drafter"
+    )
+    engine = Engine(
+        policy,
+        turn_options(
+            slots=data.draw(st.sampled_from([1, 7, 64]), "slots"),
+            page_size=page_size,
+            num_pages=-(-90 // page_size) + data.draw(st.integers(0, 200), "spare pages") // page_size,
+            prefill_chunk_tokens=data.draw(st.integers(1, 40), "chunk"),
+        ),
+        tokenizer=Letters(),
+        drafter=drafter,
+    )
+    for _ in range(2):  # the second time drafters know all, and nothing of the first time is left in the engine
+        delays = data.draw(st.sampled_from([None, np.random.default_rng(1), np.random.default_rng(2)]), "delays")
+        found = converse(engine, data.draw(st.permutations(turn_requests()), "order"), delays)
+        assert outputs(found) == outputs(truth)
+        assert all(one.extensions == truth[key].extensions for key, one in found.items())
+        engine.on_policy_update()
+
+
+class TurnDrafter(FakeDrafter):
+    """Drafts around the truth, across the end of turns: such drafts must be of no effect."""
+
+    def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
+        super().start(slots, requests)
+        assert self.truth is not None
+        for slot, request in zip(slots.tolist(), requests, strict=True):
+            if request.turn:
+                known = self.truth[request.draw_index, request.sample_index]
+                self.committed[slot] = known.token_ids[: known.extensions[request.turn - 1][0]]
+
+
+def test_srt_drafts_within_turns_and_never_across_one(cases: list[tuple[Transformer, Completions]]) -> None:
+    policy, truth = cases[0]
+    drafter = SrtDrafter()
+    engine = Engine(policy, turn_options(), tokenizer=Letters(), drafter=drafter)
+    steps = []
+    for _ in range(2):
+        converse(engine, turn_requests())
+        metrics = engine.take_metrics()
+        steps.append(metrics["engine/tokens_per_decode_step"])
+        engine.on_policy_update()
+    assert steps[1] > 1.3 * steps[0]
+    (prompt,) = {one.request.prompt_token_ids for one in truth.values() if one.request.draw_index == 1}
+    trie = TokenTrie()
+    for text in drafter.cache("train").rollouts(prompt):
+        trie.insert(text)
+    extended = [one for one in truth.values() if one.request.prompt_token_ids == prompt and one.extensions]
+    assert extended
+    for completion in extended:
+        start, stop = completion.extensions[0]
+        assert trie.continuations(completion.token_ids[start - 2 : start - 1])
+        assert trie.continuations([START_TOKEN, *completion.token_ids[:start]]) == {}
+        assert trie.continuations([START_TOKEN, *completion.token_ids[start:stop]])
+
+
+def test_few_pages_evict_what_paused_samples_keep(cases: list[tuple[Transformer, Completions]]) -> None:
+    policy, truth = cases[0]
+    num_prefill = []
+    for num_pages in (25, 400):  # a longest sequence needs 20 pages
+        engine = Engine(policy, turn_options(num_pages=num_pages), tokenizer=Letters())
+        assert outputs(converse(engine, turn_requests(), np.random.default_rng(0))) == outputs(truth)
+        metrics = engine.take_metrics()
+        assert (metrics["engine/preemptions"] > 0) == (num_pages == 25)
+        num_prefill.append(metrics["engine/prefill_tokens"])
+    num_extended = sum(stop - start for one in truth.values() for start, stop in one.extensions)
+    num_prompt = sum(len(prompt) - 1 for prompt in {one.request.prompt_token_ids for one in truth.values()})
+    assert num_prefill[1] == num_extended + num_prompt  # nothing is computed twice where there is room
+    assert num_prefill[0] > num_prefill[1]
+
+
+def test_what_cannot_be_extended_is_refused(cases: list[tuple[Transformer, Completions]]) -> None:
+    engine = Engine(cases[0][0], turn_options(), tokenizer=Letters())
+    generated = engine.generate(turn_requests()[:1])
+    completion = next(generated)
+    room = 60 - len(completion.token_ids) - 1
+    for tokens in ([], [61], [1] * (room + 1)):
+        with pytest.raises(ValueError, match=f"expected 1 to {room} tokens of a vocabulary of 61"):
+            engine.extend(completion, tokens)
+    engine.extend(completion, [1] * room)
+    assert len(list(generated)) == 1
+    assert engine.pool.num_used == 0
