@@ -12,9 +12,11 @@ from environment_cases import (
     PROMPT,
     TOKENIZER,
     AsyncEcho,
+    BrokenAtStart,
     Echo,
     NotAStep,
     OneTool,
+    Unusable,
     Upper,
     ask,
     completion_of,
@@ -24,7 +26,7 @@ from environment_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from srtrl.environments.base import EnvironmentBase, Messages
+from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn
 from srtrl.environments.calculator import evaluate, show
 from srtrl.environments.conversations import Conversations, Record
 from srtrl.environments.formats import CodeTags, Hermes, MalformedCallError
@@ -126,6 +128,49 @@ def test_an_answer_that_is_no_step_is_an_error() -> None:
     with Conversations(section_of(NotAStep), TOKENIZER) as conversations:
         extension = ask(conversations, completion_of(encode("a"))).extension
         assert "must return a Step, found 'no step'" in TOKENIZER.decode(extension)
+
+
+@pytest.mark.parametrize(
+    ("environment", "said", "message"),
+    [
+        (Unusable, "reward", "error: .*InvalidRewardError: .*a finite number, it returned nan"),
+        (Unusable, "metric", "error: .*InvalidRewardError: .*environment: a.*'b'"),
+        (Unusable, "type", "error: TypeError: "),
+        (Unusable, "exit", "error: SystemExit: 0"),
+        (Unusable, "what", "error: KeyError: 'what'"),
+        (BrokenAtStart, "a", "error: RuntimeError: no such game"),
+    ],
+)
+def test_mistakes_of_an_author_are_errors_of_the_sample(
+    environment: type[EnvironmentBase], said: str, message: str
+) -> None:
+    with Conversations(section_of(environment), TOKENIZER) as conversations:
+        extension = ask(conversations, completion_of(encode(said))).extension
+        assert re.search(message, str(TOKENIZER.decode(extension)))
+
+
+class Silent(EnvironmentBase):
+    """Says nothing."""
+
+    def step(self, turn: Turn) -> Step:
+        return Step()
+
+
+def test_an_empty_observation_is_refused_where_nothing_is_around_it() -> None:
+    with (
+        Conversations(section_of(Silent), TOKENIZER) as conversations,
+        pytest.raises(ValueError, match="answered with an empty text, and the format text"),
+    ):
+        ask(conversations, completion_of(encode("a")))
+
+
+def test_environments_that_hang_do_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("srtrl.environments.conversations.NUM_THREADS", 2)
+    with Conversations(section_of(Echo, timeout_seconds=0.05), TOKENIZER) as conversations:
+        for sample in range(5):
+            answer = ask(conversations, completion_of(encode("wait3"), sample=sample))
+            assert answer.conversation is not None
+            assert answer.conversation.stop_reason == "time"
 
 
 def test_the_record_repeats_what_was_said_and_the_environment_catches_up(tmp_path: Path) -> None:
