@@ -33,8 +33,8 @@ PACKAGES = ("numpy", "sympy", "mpmath")
 """What the interpreters need; all of the folders where these are installed can be read and imported by a call."""
 SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/urandom")
-MAX_CODE_BYTES = 1_000_000
-"""Longer code is refused: its syntax tree alone would take gigabytes."""
+MAX_CODE_CHARACTERS = 200_000
+"""Longer code is an error: its syntax tree alone would take hundreds of megabytes."""
 START_SECONDS = 120.0
 """How long an interpreter may take to start and to import numpy and sympy."""
 GRACE_SECONDS = 10.0
@@ -173,15 +173,14 @@ class _Worker:
         Raises:
             RuntimeError: the interpreter had to be replaced, and the new one does not start.
         """
-        request = json.dumps(code).encode("ascii") + b"\n"
-        if len(request) > MAX_CODE_BYTES:
-            stderr = f"SyntaxError: the code has more than {MAX_CODE_BYTES} bytes\n"
+        if len(code) > MAX_CODE_CHARACTERS:
+            stderr = f"SyntaxError: the code has {len(code)} characters, more than {MAX_CODE_CHARACTERS}\n"
             return ToolResult(status="error", stdout="", stderr=stderr, exit_code=1, seconds=0.0)
         if self._process.returncode is not None:
             self._start()
             self.await_start()
         begun = time.monotonic()
-        reply = self._exchange(request, self._wall_seconds + GRACE_SECONDS)
+        reply = self._exchange(json.dumps(code).encode("ascii") + b"\n", self._wall_seconds + GRACE_SECONDS)
         if reply:
             return ToolResult(**json.loads(reply))
         said = self.reap()
