@@ -20,8 +20,16 @@ from typer.testing import CliRunner
 
 from srtrl.cli import app
 from srtrl.environments import python_sandbox
-from srtrl.environments.python_sandbox import WORKER_FILE, PythonSandbox, SandboxLimits, ToolResult, choose_kind
+from srtrl.environments.python_sandbox import (
+    WORKER_FILE,
+    PythonSandbox,
+    SandboxLimits,
+    ToolResult,
+    choose_kind,
+    sandlock_problem,
+)
 
+NO_SANDLOCK = sandlock_problem()
 PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 LIMITS = SandboxLimits(cpu_seconds=1, wall_seconds=3.0 + os.getpid() * 1e-6, memory_mb=256, output_bytes=4096)
 OWN_LIMITS = replace(LIMITS, wall_seconds=LIMITS.wall_seconds + 1)
@@ -40,6 +48,13 @@ def worker_pids(limits: SandboxLimits = OWN_LIMITS) -> set[int]:
         if str(limits.wall_seconds).encode() in command and state != "Z":
             found.add(int(folder.name))
     return found
+
+
+def host_of(pool: PythonSandbox) -> int:
+    """The process that the trainer has started for the first interpreter."""
+    process = pool._workers[0]._process
+    assert process is not None
+    return process.pid
 
 
 @dataclass
@@ -78,7 +93,7 @@ class World:
 @pytest.fixture(
     scope="module",
     params=[
-        "sandlock",
+        pytest.param("sandlock", marks=pytest.mark.skipif(NO_SANDLOCK is not None, reason=f"{NO_SANDLOCK}")),
         pytest.param(
             "bubblewrap",
             marks=[pytest.mark.slow, pytest.mark.skipif(not shutil.which("bwrap"), reason="bwrap is not installed")],
@@ -117,7 +132,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             "project": str(PROJECT),
             "worker_file": str(WORKER_FILE),
             "trainer": os.getpid(),
-            "host": pool._workers[0]._process.pid,
+            "host": host_of(pool),
             "port": port,
             "unix_socket": str(folder / "s"),
             "unix_datagrams": str(folder / "d"),
@@ -239,7 +254,7 @@ def test_a_process_killed_from_outside_costs_only_its_call(whom: str) -> None:
     with PythonSandbox(OWN_LIMITS, num_workers=1) as pool:
         before = worker_pids()
         future = pool.submit("import time\nprint('begun')\ntime.sleep(1000)")
-        host = pool._workers[0]._process.pid
+        host = host_of(pool)
         while len(worker_pids()) == len(before):
             time.sleep(0.01)
         call = max(worker_pids() - before)
@@ -309,7 +324,7 @@ def test_choice_of_the_sandbox(
     has_bubblewrap: bool,
     outcome: str,
 ) -> None:
-    monkeypatch.setattr(python_sandbox, "_sandlock_problem", lambda: problem)
+    monkeypatch.setattr(python_sandbox, "sandlock_problem", lambda: problem)
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}" if has_bubblewrap else None)
     if " " not in outcome:
         assert choose_kind(wanted) == outcome
@@ -322,7 +337,7 @@ def test_an_old_kernel_is_told_by_its_landlock(monkeypatch: pytest.MonkeyPatch) 
     import sandlock
 
     monkeypatch.setattr(sandlock, "landlock_abi_version", lambda: 4)
-    assert "this kernel has 4" in str(python_sandbox._sandlock_problem())
+    assert "this kernel has 4" in str(sandlock_problem())
 
 
 @pytest.mark.parametrize(
