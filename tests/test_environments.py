@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -364,3 +365,36 @@ def test_the_calculator_refuses(text: str) -> None:
 
 def test_code_tags_parse_the_last_block() -> None:
     assert CodeTags(TOKENIZER, OneTool.tools).parse("no call") == []
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[Conversations]:
+    """Python in its sandbox, as a recipe would have it."""
+    section = EnvironmentSection(name="python", format="code_tags", options={"num_workers": 1, "cpu_seconds": 1})
+    with Conversations(section, TOKENIZER) as conversations:
+        yield conversations
+
+
+@pytest.mark.parametrize(
+    ("code", "observation", "outcome"),
+    [
+        ("print(3)\n4 * 5", "3\n20", "ok"),
+        ("import sympy\nsympy.factor(sympy.Symbol('x')**2 - 1)", "(x - 1)*(x + 1)", "ok"),
+        ("x = 1", "[no output]", "ok"),
+        ("print(1)\n1 / 0", "1\nZeroDivisionError: division by zero", "error"),
+        ("raise SystemExit(3)", "exit code 3", "error"),
+        ("while True: pass", "[the time limit was exceeded]", "timeout"),
+        ("x = bytearray(2**33)", "[the memory limit was exceeded]", "memory"),
+        ("while True: print('a' * 1000)", r"[more output than allowed; the rest is lost]", "truncated"),
+        ("import ctypes\nctypes.string_at(0)", "[the program was killed]", "killed"),
+    ],
+)
+def test_python_says_what_was_printed_and_how_it_ended(
+    python: Conversations, code: str, observation: str, outcome: str
+) -> None:
+    first = completion_of(encode(f"<code>\n```python\n{code}\n```\n</code>"), max_new_tokens=4000)
+    answer = ask(python, first)
+    assert str(TOKENIZER.decode(answer.extension)).endswith(f"{observation}\n</interpreter>\n")
+    last = ask(python, completion_of(encode("Answer: 4"), first, answer.extension, max_new_tokens=4000)).conversation
+    assert last is not None
+    assert last.outcomes == (outcome,)
