@@ -4,8 +4,11 @@ Each case is a command line that must fail before any training: exit code 2 (a m
 refuses), one message, no traceback, and no file or folder made or changed.
 """
 
+import json
 import os
 import re
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
@@ -24,7 +27,7 @@ INTEGERS = ("", "x", "1.5", "1e20", "nan", "-1", HUGE)
 NUMBERS = ("", "x", "nan", "-1", "0x10")
 
 GENERATE = "generate policy --prompt 1+1= --max-new-tokens 2"
-EVAL = "eval policy --task arithmetic task.options={num_train:_5,num_eval:_5} rollout.max_prompt_tokens=32"
+EVAL = "eval policy --task arithmetic task.options={num_train:|5,num_eval:|5} rollout.max_prompt_tokens=32"
 OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     GENERATE: {
         "--top-k": INTEGERS,
@@ -57,10 +60,9 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "--no-such-option": ("1",),
     },
     "generate policy": {"": ("",), "--prompts": ("empty.jsonl",)},
-    "generate --prompt 1": dict.fromkeys((), ("",))
-    | dict.fromkeys(
-        ("nowhere/at/all", "garbage", "folder", "bundled:", "bundled:x", "bundled:../..", "/", "run/checkpoints"), ("",)
-    ),
+    "generate --prompt 1": {
+        "": ("nowhere/at/all", "garbage", "folder", "bundled:", "bundled:x", "bundled:../..", "/", "run/checkpoints"),
+    },
     EVAL: {
         "--samples": (*INTEGERS, "0", "1000000000"),
         "--problems": (*INTEGERS, "0"),
@@ -75,7 +77,6 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "--data": ("x",),
         "--prompt-template": ("", "{}", "{problem"),
         "--output": ("", "nowhere/rows.jsonl", "folder", "rows.txt", "garbage/rows.jsonl", f"{LONG}.jsonl"),
-        "rewards=[{name:_os:system}]": ("",),
         "rollout.drafter=os:system": ("",),
     },
     "eval run": {"--step": ("0", "-1", "7", "x", HUGE), "--suite": ("x",), "task.name=x": ("",), "rewards=1": ("",)},
@@ -140,26 +141,35 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "seed=": ("-1", HUGE, "1.5", "true"),
         "model.path=": ("./nowhere", "garbage", "folder", "1", "bundled:x", "~nobody/x", '"\\0"', "run"),
         "model.tokenizer=": ("./nowhere", "garbage", "./folder", "bundled:x", "1", '""'),
-        "critic={path:": ("_./nowhere}", "_garbage}", "_./folder}"),
+        "critic={path:": ("|./nowhere}", "|garbage}", "|./folder}"),
         "task.name=": ("os:system", "x", "no_such_module:Task", '""', '":"', "base", "rows"),
-        "task.options=": ("{x:_1}", "{num_train:_0}", "{num_train:_4294967296}", "[]", "{max_operand:_.nan}"),
-        "rewards=": ("[]", "1", "[{}]", "[{name:_x}]", "[{name:_os:nothing}]", "[{name:_length,weight:_.inf}]"),
-        "algorithm.loss_options=": ("{x:_1}", "[]"),
+        "task.options=": ("{x:|1}", "{num_train:|0}", "{num_train:|4294967296}", "[]", "{max_operand:|.nan}"),
+        "rewards=": (
+            "[]",
+            "1",
+            "[{}]",
+            "[{name:|x}]",
+            "[{name:|os:nothing}]",
+            "[{name:|exits:reward}]",
+            "[{name:|stops:reward}]",
+            "[{name:|length,weight:|.inf}]",
+        ),
+        "algorithm.loss_options=": ("{x:|1}", "[]"),
         "algorithm.filters=": ("[x]", "x", "[os:nothing]"),
         "log.trackers=": ("[x]", "x"),
-        "log.tracker_options=": ("{wandb:_{}}", "[]"),
+        "log.tracker_options=": ("{wandb:|{}}", "[]"),
         "rollout.drafter=": ("os:system", "x", "os:nothing", "builtins:dict"),
-        "rollout.drafter_options=": ("{x:_1}", "{min_score:_.nan}"),
+        "rollout.drafter_options=": ("{x:|1}", "{min_score:|.nan}"),
         "device=": ("tpu", "1"),
     },
-    "train recipe.yaml warm_start={output:_out,train_tokenizer_vocab_size:_300}": {"": ("",)},
+    "train recipe.yaml warm_start={output:|out,train_tokenizer_vocab_size:|300}": {"": ("",)},
     "warm-start recipe.yaml": {
         "": ("",),
-        "warm_start={output:": ("_garbage}", "_folder}", "_link}", "_'\\0'}", "_garbage/x}"),
-        "--overwrite warm_start={output:": ("_folder}", "_policy}", "_link}", "_garbage}"),
+        "warm_start={output:": ("|garbage}", "|folder}", "|link}", '|"\\0"}', "|garbage/x}"),
+        "--overwrite warm_start={output:": ("|folder}", "|policy}", "|link}", "|garbage}"),
     },
 }
-"""Command line -> options (or further arguments) -> bad values; `_` is a space."""
+"""Command line -> options (or further arguments) -> bad values; `|` is a space."""
 
 FILES: dict[str, bytes] = {
     "not UTF-8": b"\xff\xfe\x00",
@@ -188,6 +198,16 @@ FILES: dict[str, bytes] = {
 """Recipe files."""
 
 
+MODELS: dict[str, dict[str, object]] = {
+    "endless": {"num_hidden_layers": 10**9},
+    "wide": {"hidden_size": 10**12},
+    "text": {"vocab_size": "x"},
+    "end": {"eos_token_id": 10**12},
+    "code": {"auto_map": {"AutoModelForCausalLM": "os.system"}},
+}
+"""Folders of models with such values in their config."""
+
+
 def values_of_fields() -> Iterator[str]:
     """For each key of a recipe an override of another type; for each count and number also one that is too large."""
     for name, info in fields_of(Recipe).items():
@@ -204,18 +224,18 @@ def command_lines() -> Iterator[list[str]]:
     for command, options in OPTIONS.items():
         for option, values in options.items():
             for value in values:
-                words = [word.replace("_", " ") if "{" in word else word for word in f"{command} {option}".split(" ")]
-                joins = option.endswith(("=", ":"))
-                words = [word for word in words if word]
-                if joins:
-                    words[-1] += value.replace("_", " ") if "{" in words[-1] + value else value
+                words = [word for word in f"{command} {option}".split(" ") if word]
+                if option.endswith(("=", ":")):
+                    words[-1] += value
                 elif value or (option.startswith("--") and option not in FLAGS):
                     words.append(value)
-                yield words
+                yield [word.replace("|", " ") for word in words]
     for override in values_of_fields():
         yield ["show-config", "recipe.yaml", override]
     for name in FILES:
         yield ["show-config", f"{name}.yaml"]
+    for name in MODELS:
+        yield ["generate", name, "--prompt", "1"]
 
 
 FLAGS = ("--chat", "--check-grader", "--import-from-here", "--resume --overwrite", "--resume folder")
@@ -238,10 +258,16 @@ def place(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     for name in ("empty.jsonl", "empty.parquet"):
         (folder / name).touch()
     train(make_recipe(policy, folder, train__num_steps=1, eval__before_and_after=False, eval__every_steps=None))
-    before = Path.cwd()
+    (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
+    (folder / "stops.py").write_text("raise AssertionError('not here')\n")
+    for name, values in MODELS.items():
+        config = json.loads((policy / "config.json").read_text())
+        (shutil.copytree(policy, folder / name) / "config.json").write_text(json.dumps(config | values))
+    before, paths = Path.cwd(), list(sys.path)
     os.chdir(folder)
     yield folder
     os.chdir(before)
+    sys.path[:] = paths
 
 
 def listing(folder: Path) -> dict[str, int]:
@@ -251,7 +277,7 @@ def listing(folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize("words", CASES, ids=lambda words: " ".join(words)[:100].encode("unicode_escape").decode())
 def test_bad_input_is_one_message(words: list[str], place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("srtrl.trainer.trainer.Trainer", Mock(side_effect=AssertionError("training begins")))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     before = listing(place)
     result = CliRunner().invoke(app, words)
     assert result.exit_code in (1, 2), (result.exit_code, result.output)

@@ -98,8 +98,8 @@ class CodeTags(Format):
 
     def parts(self, observations: Sequence[str]) -> Parts:
         """`<interpreter>` tags on lines of their own."""
-        (observation,) = observations
-        return [("\n<interpreter>\n", "boundary"), (observation, "observation"), ("\n</interpreter>\n", "boundary")]
+        text = "\n".join(observations)
+        return [("\n<interpreter>\n", "boundary"), (text, "observation"), ("\n</interpreter>\n", "boundary")]
 
 
 class Chat(Format):

@@ -8,8 +8,8 @@ import json
 import logging
 import os
 import queue
-import select
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -33,13 +33,12 @@ PACKAGES = ("numpy", "sympy", "mpmath")
 """What the interpreters need; all of the folders where these are installed can be read and imported by a call."""
 SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/urandom")
-MAX_CODE_BYTES = 1_000_000
-"""Longer code is refused: its syntax tree alone would take gigabytes."""
+MAX_CODE_CHARACTERS = 200_000
+"""Longer code is an error: its syntax tree alone would take hundreds of megabytes."""
 START_SECONDS = 120.0
 """How long an interpreter may take to start and to import numpy and sympy."""
 GRACE_SECONDS = 10.0
 """How long after `wall_seconds` an interpreter may take to report, before it is killed itself."""
-REAP_SECONDS = 5.0
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -107,14 +106,11 @@ class PythonSandbox:
                 "your files and, for example, your credentials. Only its CPU time, memory and output are limited"
             )
         command, environment = _command(self.kind, limits)
-        self._workers: list[_Worker] = []
+        self._workers = [_Worker(command, environment, limits) for _ in range(num_workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="srtrl-python")
         try:
-            for _ in range(num_workers):
-                self._workers.append(_Worker(command, environment, limits))
-            for worker in self._workers:
-                worker.await_start()
+            for worker, _ in zip(self._workers, self._threads.map(_Worker.start, self._workers), strict=True):
                 self._idle.put(worker)
         except RuntimeError:
             self.close()
@@ -165,106 +161,85 @@ class _Worker:
         self._wall_seconds = limits.wall_seconds
         self._max_reply_bytes = 12 * limits.output_bytes + 10_000  # a byte is at most six characters of JSON
         self._lock = threading.Lock()
-        self._stopped = False
-        self._start()
+        self._is_stopped = False
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the interpreter, and wait until it has imported its packages.
+
+        Raises:
+            RuntimeError: it ended before that, or took too long.
+        """
+        pipe = subprocess.PIPE
+        with self._lock:
+            if self._is_stopped:
+                raise RuntimeError("the Python sandbox is closed")
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                env=self._environment,
+                cwd="/",
+                start_new_session=True,  # Ctrl-C is for the trainer, which finishes its step
+            )
+        if not self._exchange(self._process, b"", START_SECONDS):
+            raise RuntimeError(f"a sandboxed interpreter did not start: {self.reap()}")
 
     def run(self, code: str) -> ToolResult:
         """Run one call.
 
         Raises:
-            RuntimeError: the interpreter had to be replaced, and the new one does not start.
+            RuntimeError: as `start`, where the interpreter had to be replaced.
         """
-        request = json.dumps(code).encode("ascii") + b"\n"
-        if len(request) > MAX_CODE_BYTES:
-            stderr = f"SyntaxError: the code has more than {MAX_CODE_BYTES} bytes\n"
+        if len(code) > MAX_CODE_CHARACTERS:
+            stderr = f"SyntaxError: the code has {len(code)} characters, more than {MAX_CODE_CHARACTERS}\n"
             return ToolResult(status="error", stdout="", stderr=stderr, exit_code=1, seconds=0.0)
-        if not self._is_ready:
-            self.reap()
-            self._start()
-            self.await_start()
+        if self._process is None:
+            self.start()
+        assert self._process is not None
         begun = time.monotonic()
-        reply = self._exchange(request, self._wall_seconds + GRACE_SECONDS)
-        if reply is not None:
+        reply = self._exchange(self._process, json.dumps(code).encode() + b"\n", self._wall_seconds + GRACE_SECONDS)
+        if reply:
             return ToolResult(**json.loads(reply))
         said = self.reap()
-        if not self._stopped:
-            logger.warning("a sandboxed interpreter ended during a call, starting another: %s", said or "no message")
+        if not self._is_stopped:
+            logger.warning("a sandboxed interpreter ended during a call, starting another: %s", said)
         seconds = time.monotonic() - begun
-        return ToolResult(status="killed", stdout="", stderr="", exit_code=-9, seconds=seconds)
-
-    def await_start(self) -> None:
-        """Wait until the interpreter has imported its packages.
-
-        Raises:
-            RuntimeError: it has not.
-        """
-        self._is_ready = self._exchange(b"", START_SECONDS) is not None
-        if not self._is_ready:
-            said = self.reap()
-            raise RuntimeError(f"a sandboxed interpreter did not start: {said or 'no message'}")
+        return ToolResult(status="killed", stdout="", stderr="", exit_code=-signal.SIGKILL, seconds=seconds)
 
     def stop(self) -> None:
         """Kill the interpreter and the call that it runs, from any thread; `run` then returns."""
         with self._lock:
-            self._stopped = True
-            self._process.kill()
+            self._is_stopped = True
+            if self._process is not None:
+                self._process.kill()
 
     def reap(self) -> str:
         """Kill the interpreter, if it lives, and wait until it is gone; returns the end of what it said on stderr."""
-        self._is_ready = False
-        self._process.kill()
-        try:
-            _, said = self._process.communicate(timeout=REAP_SECONDS)  # ends when all holders of the pipes have
-        except (subprocess.TimeoutExpired, ValueError):  # ValueError: reaped before
-            return ""
-        return said.decode("utf-8", "replace").strip()[-1000:]
-
-    def _start(self) -> None:
         with self._lock:
-            if self._stopped:
-                raise RuntimeError("the Python sandbox is closed")
-            self._is_ready = False
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=self._environment,
-                cwd="/",
-                start_new_session=True,  # Ctrl-C is for the trainer, which finishes its step
-                bufsize=0,
-            )
-            assert self._process.stdin is not None
-            os.set_blocking(self._process.stdin.fileno(), False)
+            process, self._process = self._process, None
+        if process is None:
+            return ""
+        process.kill()
+        _, said = process.communicate()  # ends when all that hold its pipes have: the kernel kills them with it
+        return said.decode("utf-8", "replace").strip()[-1000:] or "no message"
 
-    def _exchange(self, request: bytes, seconds: float) -> bytes | None:
-        """Send a request, return the line that answers it; None if the interpreter ends or is late."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        requests, replies = self._process.stdin.fileno(), self._process.stdout.fileno()
-        deadline = time.monotonic() + seconds
-        poll = select.poll()
-        poll.register(replies, select.POLLIN)
-        if request:
-            poll.register(requests, select.POLLOUT)
-        reply = bytearray()
-        while not reply.endswith(b"\n"):
-            events = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
-            if requests in events:
-                try:
-                    request = request[os.write(requests, request) :]
-                except BrokenPipeError:
-                    return None
-                if not request:
-                    poll.unregister(requests)
-            if replies in events:
-                chunk = os.read(replies, 1 << 16)
-                reply += chunk
-                if not chunk or len(reply) > self._max_reply_bytes:
-                    return None
-            if not events:
-                return None
-        return bytes(reply)
+    def _exchange(self, process: subprocess.Popen[bytes], request: bytes, seconds: float) -> bytes:
+        """Send a request, return the line that answers it; empty if the interpreter ends, or is late and killed."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        backstop = threading.Timer(seconds, process.kill)
+        backstop.start()
+        try:
+            process.stdin.write(request)
+            process.stdin.flush()
+            reply = process.stdout.readline(self._max_reply_bytes)
+        except BrokenPipeError:
+            return b""
+        finally:
+            backstop.cancel()
+        return reply if reply.endswith(b"\n") else b""
 
 
 def choose_kind(wanted: SandboxKind) -> Literal["sandlock", "bubblewrap", "none"]:
@@ -275,7 +250,7 @@ def choose_kind(wanted: SandboxKind) -> Literal["sandlock", "bubblewrap", "none"
     """
     if wanted == "none":
         return "none"
-    problem = _sandlock_problem()
+    problem = sandlock_problem()
     if wanted in ("auto", "sandlock") and problem is None:
         return "sandlock"
     if wanted in ("auto", "bubblewrap") and shutil.which("bwrap"):
@@ -285,7 +260,7 @@ def choose_kind(wanted: SandboxKind) -> Literal["sandlock", "bubblewrap", "none"
     raise ValueError(f"no sandbox for the Python tool. {reason}. {advice}")
 
 
-def _sandlock_problem() -> str | None:
+def sandlock_problem() -> str | None:
     """Why sandlock cannot be used here."""
     if find_spec("sandlock") is None:
         return "the package is not installed: pip install 'srtrl[tools]'"
@@ -315,18 +290,18 @@ def _command(kind: str, limits: SandboxLimits) -> tuple[list[str], dict[str, str
         "MALLOC_ARENA_MAX": "1",
     }
     python = os.path.realpath(sys.executable)
-    inside = [python, "-S", "-P", "-s", "-B", "-X", "utf8", str(WORKER_FILE), json.dumps(asdict(limits))]
-    library = Path(sys.base_prefix) / "lib"
-    paths = [*SYSTEM_PATHS, str(library), sysconfig.get_path("stdlib"), *folders, python, str(WORKER_FILE)]
-    readable = [path for path in dict.fromkeys(paths) if Path(path).exists()]
+    options = json.dumps(asdict(limits) | {"has_landlock": kind == "sandlock"})
+    inside = [python, "-S", "-P", "-s", "-B", "-X", "utf8", str(WORKER_FILE), options]
+    libraries = [str(Path(sys.base_prefix) / "lib"), sysconfig.get_path("stdlib"), *folders]
+    readable = [path for path in (*SYSTEM_PATHS, *libraries, python, str(WORKER_FILE)) if Path(path).exists()]
     if kind == "sandlock":
-        settings = {"readable": [*readable, *DEVICES], "command": inside}
-        return [sys.executable, "-S", "-P", "-s", "-B", str(HOST_FILE), json.dumps(settings)], environment
+        host = [sys.executable, "-S", "-P", "-s", "-B", str(HOST_FILE), json.dumps([*readable, *DEVICES])]
+        return [*host, *inside], environment
     if kind == "bubblewrap":
-        wrapper = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-        for path in readable:
-            wrapper += ["--ro-bind", path, path]
-        for device in DEVICES:
-            wrapper += ["--dev-bind", device, device]
-        return [shutil.which("bwrap") or "bwrap", *wrapper[1:], "--remount-ro", "/", "--", *inside], environment
+        isolation = "--unshare-all --die-with-parent --new-session --cap-drop ALL --remount-ro /"
+        wrapper = [str(shutil.which("bwrap"))]
+        for option, paths in (("--ro-bind", readable), ("--dev-bind", DEVICES)):
+            for path in paths:
+                wrapper += [option, path, path]
+        return [*wrapper, *isolation.split(), "--", *inside], environment
     return inside, environment

@@ -89,7 +89,7 @@ def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         **{f"environment/outcome_{name}": count for name, count in sorted(outcomes.items())},
         **{f"environment/stop_{name}": count / len(talks) for name, count in sorted(stops.items())},
         **{f"tokens/{kind}": tokens[kind] for kind in ("model", "observation", "boundary")},
-        **{f"environment/{name}": fmean(values) for name, values in sorted(own.items())},
+        **{f"environment/own/{name}": fmean(values) for name, values in sorted(own.items())},
     }
     if num_calls:
         metrics["environment/valid_call_share"] = num_valid / num_calls
@@ -167,7 +167,7 @@ def describe_step(metrics: Mapping[str, float]) -> str:
         f"{metrics['time/step']:.1f} s",
     ]
     if (seconds := metrics.get("time/compile", 0)) >= 1:
-        parts[-1] += f" ({seconds:.1f} s of it compiling)"
+        parts[-1] += f" ({seconds:.1f} s compiling)"
     failed = sum(metrics[f"grading/{outcome}"] for outcome in ("timeout", "crash", "error"))
     if failed:
         parts.append(f"{failed:.0f} gradings failed")
