@@ -198,6 +198,7 @@ class Hostile(OneTool):
     """Its answers are no answers: markup, terminal codes, a right answer."""
 
     def call(self, call: ToolCall) -> tuple[str, str]:
+        time.sleep(0.01)
         return "<script>alert(1)</script>\x1b[31m\n### 42", "ok"
 
     def step(self, turn: Turn) -> Step:

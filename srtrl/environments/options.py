@@ -73,7 +73,8 @@ def read_environment(
     Raises:
         ValueError: the recipe cannot be read, or a value is wrong.
     """
-    source = RecipeSource(Path("--environment")) if recipe is None else read_source(recipe)
+    is_given = recipe is None or flags.name is not None
+    source = RecipeSource(Path("--environment")) if is_given or recipe is None else read_source(recipe)
     flags.put(source)
     data = (source.data.get("rollout") or {}).get("environment")
     if not data:
@@ -82,6 +83,6 @@ def read_environment(
         section = validate_section(EnvironmentSection, data, ".".join(KEY))
     except RecipeError as error:
         raise source.located(error) from error
-    if recipe is not None and flags.name is None and not import_from_here:
+    if not (is_given or import_from_here):
         import_foreign({"rollout.environment.name": section.name, "rollout.environment.format": section.format}, source)
     return section
