@@ -80,7 +80,6 @@ def command(
     environment: environment_options.Name = None,
     environment_format: environment_options.FormatName = None,
     environment_option: environment_options.Options = None,
-    max_turns: environment_options.MaxTurns = None,
     import_from_here: Annotated[
         bool,
         typer.Option(
@@ -96,7 +95,7 @@ def command(
     environment is completed with it: its tools run, and a completion has several turns (--environment none: one turn).
     """
     flags = environment_options.EnvironmentFlags(
-        name=environment, format=environment_format, options=environment_option or (), max_turns=max_turns
+        name=environment, format=environment_format, options=environment_option or ()
     )
     rows = _given_rows(prompts, prompt or (), prompt_ids or ())
     completer = Completer(
@@ -205,7 +204,7 @@ def generate(
         top_p=top_p,
         stop=stop,
         seed=seed,
-        environment=environment,
+        environment=environment_options.EnvironmentFlags(name=environment),
     )
     with completer:
         draws: list[tuple[int, Prompt]] = []

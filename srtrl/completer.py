@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from srtrl.environments import options as environment_options
+from srtrl.checks import import_foreign
+from srtrl.environments.options import KEY, EnvironmentFlags
 from srtrl.recipe import EnvironmentSection
-from srtrl.recipe_file import validate_section
+from srtrl.recipe_file import RecipeError, RecipeSource, read_source, validate_section
 from srtrl.types import Completion, Conversation, FinishReason, Prompt, Request, SamplingParams, SegmentKind
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Completer:
         top_p: float,
         stop: Sequence[str],
         seed: int,
-        environment: environment_options.EnvironmentFlags | str | Mapping[str, Any] | None,
+        environment: EnvironmentFlags,
         import_from_here: bool = False,
     ) -> None:
         """The arguments are those of `generate`; of the folder of a run the model is its last checkpoint."""
@@ -84,14 +85,7 @@ class Completer:
         from srtrl.trainer.evaluate import resolve_eval_source
 
         self.model, recipe = resolve_eval_source(model_or_run)
-        if isinstance(environment, Mapping):
-            section: EnvironmentSection | None = validate_section(EnvironmentSection, dict(environment), "environment")
-        else:
-            flags = (
-                environment_options.EnvironmentFlags(name=environment) if isinstance(environment, str) else environment
-            )
-            flags = flags or environment_options.EnvironmentFlags()
-            section = environment_options.read_environment(recipe, flags, import_from_here=import_from_here)
+        section = _read_environment(recipe, environment, import_from_here=import_from_here)
         self.tokenizer = load_tokenizer(self.model)
         self.conversations = None if section is None else Conversations(section, self.tokenizer)
         self.sampling = SamplingParams(
@@ -235,6 +229,29 @@ class Completer:
         engine = Engine(policy, options, tokenizer=self.tokenizer, drafter=built_drafter)
         engine.warm_up(lambda number, _: print(COMPILE_MESSAGE, file=sys.stderr) if number == 1 else None)
         return engine
+
+
+def _read_environment(
+    recipe: Path | None, flags: EnvironmentFlags, *, import_from_here: bool = False
+) -> EnvironmentSection | None:
+    """The environment of a run's recipe, if there is one, with what the flags say; None: a single turn.
+
+    Raises:
+        ValueError: the recipe cannot be read, or a value is wrong.
+    """
+    is_given = recipe is None or flags.name is not None
+    source = RecipeSource(Path("--environment")) if is_given or recipe is None else read_source(recipe)
+    flags.put(source)
+    data = (source.data.get("rollout") or {}).get("environment")
+    if not data:
+        return None
+    try:
+        section = validate_section(EnvironmentSection, data, ".".join(KEY))
+    except RecipeError as error:
+        raise source.located(error) from error
+    if not (is_given or import_from_here):
+        import_foreign({"rollout.environment.name": section.name, "rollout.environment.format": section.format}, source)
+    return section
 
 
 def _in_order(

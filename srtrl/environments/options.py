@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from srtrl.checks import import_foreign
-from srtrl.recipe import EnvironmentSection
-from srtrl.recipe_file import RecipeError, RecipeSource, read_source, validate_section
+from srtrl.recipe_file import RecipeSource
 
 KEY = ("rollout", "environment")
 NONE = "none"
@@ -33,18 +30,17 @@ Options = Annotated[
     list[str] | None,
     typer.Option("--environment-option", metavar="KEY=VALUE", help="An option of the environment; may be repeated."),
 ]
-MaxTurns = Annotated[int | None, typer.Option("--max-turns", min=1, help="Maximum number of turns of a sample.")]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EnvironmentFlags:
-    """The command line's values; None where it has none."""
+    """What the user has chosen; None where nothing."""
 
-    name: str | None = None
+    name: str | Mapping[str, Any] | None = None
+    """Or, from Python, all fields of `rollout.environment`."""
     format: str | None = None
     options: Sequence[str] = ()
     """Each as KEY=VALUE."""
-    max_turns: int | None = None
 
     def put(self, source: RecipeSource) -> None:
         """Put them into `rollout.environment` of a recipe's data.
@@ -53,36 +49,12 @@ class EnvironmentFlags:
             ValueError: an option of no environment, or one that is not of the form KEY=VALUE.
         """
         if self.name is not None:
-            source.put(KEY, None if self.name == NONE else {"name": self.name}, "--environment")
-        given = {"--format": self.format, "--environment-option": self.options, "--max-turns": self.max_turns}
+            given = {"name": self.name} if isinstance(self.name, str) else dict(self.name)
+            source.put(KEY, None if self.name == NONE else given, "--environment")
         if not (source.data.get("rollout") or {}).get("environment"):
-            for flag, value in given.items():
+            for flag, value in (("--format", self.format), ("--environment-option", self.options)):
                 if value:
                     raise ValueError(f"{flag}: there is no environment; name one with --environment")
-        for key, value in (("format", self.format), ("max_turns", self.max_turns)):
-            if value is not None:
-                source.put((*KEY, key), value, f"--{key.replace('_', '-')}")
+        if self.format is not None:
+            source.put((*KEY, "format"), self.format, "--format")
         source.override([f"{'.'.join(KEY)}.options.{option}" for option in self.options])
-
-
-def read_environment(
-    recipe: Path | None, flags: EnvironmentFlags, *, import_from_here: bool = False
-) -> EnvironmentSection | None:
-    """The environment of a run's recipe, if there is one, with what the flags say; None: a single turn.
-
-    Raises:
-        ValueError: the recipe cannot be read, or a value is wrong.
-    """
-    is_given = recipe is None or flags.name is not None
-    source = RecipeSource(Path("--environment")) if is_given or recipe is None else read_source(recipe)
-    flags.put(source)
-    data = (source.data.get("rollout") or {}).get("environment")
-    if not data:
-        return None
-    try:
-        section = validate_section(EnvironmentSection, data, ".".join(KEY))
-    except RecipeError as error:
-        raise source.located(error) from error
-    if not (is_given or import_from_here):
-        import_foreign({"rollout.environment.name": section.name, "rollout.environment.format": section.format}, source)
-    return section

@@ -49,7 +49,6 @@ def command(
     environment: options.Name = None,
     environment_format: options.FormatName = None,
     environment_option: options.Options = None,
-    max_turns: options.MaxTurns = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a row for each sample: .jsonl or .parquet.")
@@ -88,7 +87,7 @@ def command(
         prompt_template=prompt_template,
         chat=chat,
         environment=options.EnvironmentFlags(
-            name=environment, format=environment_format, options=environment_option or (), max_turns=max_turns
+            name=environment, format=environment_format, options=environment_option or ()
         ),
         overrides=tuple(overrides or ()),
         import_from_here=import_from_here,
