@@ -14,7 +14,7 @@ import typer
 
 from srtrl.completer import Completer, Generated
 from srtrl.environments import options as environment_options
-from srtrl.environments.base import count_turns, segment_titles
+from srtrl.environments.base import count_turns, mark_segments
 from srtrl.recipe import MAX_WIDTH
 from srtrl.recipe_file import SURROGATE
 from srtrl.report.rollouts import printable
@@ -289,7 +289,6 @@ def _line(request: Request, generated: Generated, *, as_json: bool) -> str:
     size, text = f"{len(generated.token_ids)} tokens", generated.text
     if generated.segments:
         size += f", {count_turns(generated.num_turns, generated.stop_reason)}"
-        titles = segment_titles(one.kind for one in generated.segments)
-        parts = zip(titles, generated.segments, strict=True)
-        text = "\n".join(f"--- {title} ---\n{printable(one.text).strip(chr(10))}" for title, one in parts)
+        text = mark_segments([one.kind for one in generated.segments], [one.text for one in generated.segments])
+        text = printable(text)
     return f"--- prompt {request.prompt_id}, sample {request.sample_index}: {size}, {end}\n{text}"

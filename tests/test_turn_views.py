@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from srtrl.report.trie_view import PastRollout, PromptHistory, view_trie
 from srtrl.rollout.recorded import Recording, find_extensions, read_recorded
 from srtrl.trainer.credit import assign_credit, train_sequences
 from srtrl.trainer.evaluate import majority_scores
+from srtrl.trainer.trackers import log_samples
 from srtrl.types import Completion, Conversation, Rollout, RolloutGroup, SegmentKind
 
 TOOL_OUTPUT = "<script>alert(1)</script>"
@@ -339,3 +341,14 @@ def test_samples_with_a_void_turn_count_in_the_baseline_and_are_not_learned_from
     assert "samples/void_dropped" not in whole.metrics
     with pytest.raises(ValueError, match=r"algorithm\.drop_void_turns: needs rollout\.environment"):
         make_recipe(tmp_path, tmp_path, algorithm__drop_void_turns=True)
+
+
+def test_trackers_show_turns_too(tmp_path: Path) -> None:
+    logged: list[str] = []
+    tracker = SimpleNamespace(name="tensorboard", log=lambda values, step: logged.append(values["samples"]))
+    group = with_talks(make_group(0, ["wrong"]), talk(("model", "a\n"), ("observation", "<b>"), ("model", "c")))
+    accelerator: Any = SimpleNamespace(trackers=[tracker])
+    log_samples(accelerator, make_recipe(tmp_path, tmp_path), 1, [group], {})
+    lines = [line.strip() for line in logged[0].splitlines()]
+    start = lines.index("--- turn 1 ---")
+    assert lines[start : start + 6] == ["--- turn 1 ---", "a", "--- tool output ---", "<b>", "--- turn 2 ---", "c"]

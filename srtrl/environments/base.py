@@ -78,6 +78,12 @@ def segment_titles(kinds: Iterable[SegmentKind]) -> list[str]:
     return titles
 
 
+def mark_segments(kinds: Sequence[SegmentKind], texts: Sequence[str]) -> str:
+    """A sample as one text, with a line such as `--- turn 1 ---` before each segment."""
+    parts = zip(segment_titles(kinds), texts, strict=True)
+    return "\n".join(f"--- {title} ---\n{text.strip(chr(10))}" for title, text in parts)
+
+
 def count_turns(num_turns: int, stop_reason: str) -> str:
     """What people read about a sample: `2 turns, ended by: answered`."""
     return f"{num_turns} turn{'s' if num_turns != 1 else ''}, ended by: {stop_reason}"
