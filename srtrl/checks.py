@@ -35,8 +35,11 @@ def build_checked(source: RecipeSource, *, warm_start: bool = False) -> Recipe:
 def _import_names(recipe: Recipe, source: RecipeSource) -> None:
     """Import the modules that a recipe of somebody else names, saying which, from anywhere but the current folder."""
     algorithm = recipe.algorithm
+    environment = recipe.rollout.environment
     names = {
         "task.name": recipe.task.name,
+        "rollout.environment.name": environment.name if environment else "",
+        "rollout.environment.format": environment.format if environment else "",
         "rollout.drafter": recipe.rollout.drafter,
         "algorithm.advantage": algorithm.advantage,
         "algorithm.loss": algorithm.loss,
@@ -113,6 +116,8 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     yield "output_dir", partial(_check_folder, recipe.output_dir)
     if recipe.warm_start is not None:
         yield "warm_start.output", partial(_check_folder, recipe.warm_start.output)
+    if recipe.log.folder is not None:
+        yield "log.folder", partial(_check_folder, recipe.log.folder)
     yield "device", lambda: is_deterministic(recipe, choose_device(recipe))
     yield "model.compile", partial(check_compiler, recipe)
     yield "log.trackers", partial(check_trackers, recipe.log)

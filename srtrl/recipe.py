@@ -237,7 +237,7 @@ class ArchitectureSection(Section):
     """Width of the model."""
     intermediate_size: int = Field(ge=1)
     """Width of the MLP."""
-    num_hidden_layers: int = Field(ge=1)
+    num_hidden_layers: int = Field(ge=1, le=1024)
     """Number of layers."""
     num_attention_heads: int = Field(ge=1)
     """Query heads."""
@@ -312,7 +312,7 @@ class Recipe(Section):
     """Seed of data order, sampling and initialisation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` (CUDA where present), `cpu` or `cuda`."""
-    num_threads: int | None = Field(default=None, ge=1)
+    num_threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads of torch; by default its own choice."""
     model: ModelSection
     """The policy."""

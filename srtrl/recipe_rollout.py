@@ -38,7 +38,7 @@ class RewardSection(Section):
 class GradingSection(Section):
     """Where and how long rewards run."""
 
-    num_workers: int = Field(default=2, ge=1)
+    num_workers: int = Field(default=2, ge=1, le=1024)
     """Worker processes that grade while the decoder runs (only for isolated rewards and verifiers: math-verify)."""
     timeout_seconds: float = Field(default=10.0, gt=0, le=3600)
     """CPU seconds one sample may take; a sample that takes longer is retried once alone, then counted as `timeout`."""

@@ -369,7 +369,7 @@ def test_progress_in_lines_and_in_bars(terminal: bool) -> None:
         progress.say("done [not markup]")
     text = output.getvalue()
     assert "done [not markup]" in text
-    lines = ["a run step 2/3  reward 2", "a run step 3/3  reward 3", "done [not markup]"]
+    lines = ["step 2/3  reward 2", "step 3/3  reward 3", "done [not markup]"]
     if terminal:
         assert "3/3" in text
         assert all(line in text for line in lines)
@@ -420,7 +420,7 @@ def test_the_line_of_a_step_says_how_much_of_its_time_was_compilation() -> None:
     metrics = {"reward/mean": 0.5, "length/mean": 9.0, "time/tokens_per_second": 100.0, "time/step": 28.7}
     metrics |= {f"grading/{outcome}": 0.0 for outcome in ("timeout", "crash", "error")}
     metrics |= {"groups/dropped": 0.0, "groups/short": 0.0, "grad_norm": 1.0}
-    assert describe_step({**metrics, "time/compile": 25.9}).endswith("28.7 s (25.9 s of it compiling)")
+    assert describe_step({**metrics, "time/compile": 25.9}).endswith("28.7 s (25.9 s compiling)")
     assert describe_step({**metrics, "time/compile": 0.2}).endswith("28.7 s")
     assert describe_step(metrics).endswith("28.7 s")
 
