@@ -228,7 +228,7 @@ def test_overwrite_replaces_what_a_warm_start_made_alone(tmp_path: Path) -> None
     output = tmp_path / "out"
     run(make_recipe(output, num_steps=1))
     run(make_recipe(output, num_steps=2, max_new_tokens=20), overwrite=True)
-    assert json.loads((output / "warm_start.json").read_text())["num_overlong"] > 0  # solutions have 17 to 26 tokens
+    assert json.loads((output / "warm_start.json").read_text())["num_left_out"] > 0  # solutions have 17 to 26 tokens
     load_model(output, dtype=torch.float32, device="cpu")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     (output / "thesis.tex").write_text("years of work")

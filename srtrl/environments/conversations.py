@@ -343,6 +343,22 @@ class Conversations:
             tool_seconds=tuple(sample.seconds),
         )
 
+    def tokenise_solution(self, text: str) -> list[tuple[SegmentKind, list[int]]]:
+        """The segments of a worked solution, without an end token, as if a policy had sampled the model's in a rollout.
+
+        Raises:
+            MalformedCallError: no rollout can look like this.
+        """
+        segments: list[tuple[SegmentKind, list[int]]] = []
+        turns = self.format.split(text)
+        if len(turns) > self.section.max_turns:
+            raise MalformedCallError(f"{len(turns)} turns; rollout.environment.max_turns is {self.section.max_turns}")
+        for turn, observations in turns:
+            segments.append(("model", self.tokenizer.encode(turn, add_special_tokens=False)))
+            if observations:
+                segments += self._tokenise(observations)
+        return segments
+
     def _tokenise(self, observation: str | Sequence[str]) -> list[tuple[SegmentKind, list[int]]]:
         """The tokens of what follows a turn. Text of an environment never becomes a special token."""
         observations = [observation] if isinstance(observation, str) else list(observation)
