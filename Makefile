@@ -21,6 +21,7 @@ $(STAMP): pyproject.toml .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "srtrl needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing srtrl and its packages into $(VENV): about a minute, once"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]" --constraint .ci/constraints.txt
 	@touch $@
 

@@ -68,7 +68,10 @@ def command(
     kv_memory_gib: Annotated[
         float | None,
         typer.Option(
-            min=0, callback=_finite, help="GiB of the KV cache; by default 4, on CUDA 0.85 of the free memory."
+            min=0,
+            max=2**31,
+            callback=_finite,
+            help="GiB of the KV cache; by default 4, on CUDA 0.85 of the free memory.",
         ),
     ] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights.")] = "float32",

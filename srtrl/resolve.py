@@ -155,7 +155,7 @@ def import_own(name: str, *, from_here: bool) -> ModuleType:
     importlib.invalidate_caches()
     try:
         return importlib.import_module(module_name)
-    except RAISED_BY_USER_CODE as error:
+    except (*RAISED_BY_USER_CODE, SystemExit) as error:
         reason = f"{describe_error(error)}; looked in {f'{folder} and ' if from_here else ''}sys.path"
         top, here = module_name.partition(".")[0], {path.name.partition(".")[0] for path in Path.cwd().iterdir()}
         if not from_here and top in here:

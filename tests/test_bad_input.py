@@ -4,8 +4,10 @@ Each case is a command line that must fail before any training: exit code 2 (a m
 refuses), one message, no traceback, and no file or folder made or changed.
 """
 
+import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +38,18 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "--temperature": (*NUMBERS, "inf"),
         "--top-p": (*NUMBERS, "0", "2", "inf"),
         "--kv-memory-gib": (*NUMBERS, "0", "inf", "1e-9"),
-        "--drafter": ("", "x", "os:system", "os", ":", "no_such_module:D", "os:nothing", "../srt", "base", "srtrl.cli:app"),
+        "--drafter": (
+            "",
+            "x",
+            "os:system",
+            "os",
+            ":",
+            "no_such_module:D",
+            "os:nothing",
+            "../srt",
+            "base",
+            "srtrl.cli:app",
+        ),
         "--device": ("gpu", "CUDA:99"),
         "--dtype": ("float16",),
         "--prompt": ("", "\ud800"),
@@ -47,10 +60,8 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "--no-such-option": ("1",),
     },
     "generate policy": {"": ("",), "--prompts": ("empty.jsonl",)},
-    "generate --prompt 1": {name: ("",) for name in ()}
-    | {
-        model: ("",)
-        for model in ("nowhere/at/all", "garbage", "folder", "bundled:", "bundled:x", "bundled:../..", "/", "run/checkpoints")
+    "generate --prompt 1": {
+        "": ("nowhere/at/all", "garbage", "folder", "bundled:", "bundled:x", "bundled:../..", "/", "run/checkpoints"),
     },
     EVAL: {
         "--samples": (*INTEGERS, "0", "1000000000"),
@@ -134,7 +145,16 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "critic={path:": ("_./nowhere}", "_garbage}", "_./folder}"),
         "task.name=": ("os:system", "x", "no_such_module:Task", '""', '":"', "base", "rows"),
         "task.options=": ("{x:_1}", "{num_train:_0}", "{num_train:_4294967296}", "[]", "{max_operand:_.nan}"),
-        "rewards=": ("[]", "1", "[{}]", "[{name:_x}]", "[{name:_os:nothing}]", "[{name:_length,weight:_.inf}]"),
+        "rewards=": (
+            "[]",
+            "1",
+            "[{}]",
+            "[{name:_x}]",
+            "[{name:_os:nothing}]",
+            "[{name:_exits:reward}]",
+            "[{name:_stops:reward}]",
+            "[{name:_length,weight:_.inf}]",
+        ),
         "algorithm.loss_options=": ("{x:_1}", "[]"),
         "algorithm.filters=": ("[x]", "x", "[os:nothing]"),
         "log.trackers=": ("[x]", "x"),
@@ -179,10 +199,20 @@ FILES: dict[str, bytes] = {
 """Recipe files."""
 
 
+MODELS: dict[str, dict[str, object]] = {
+    "endless": {"num_hidden_layers": 10**9},
+    "wide": {"hidden_size": 10**12},
+    "text": {"vocab_size": "x"},
+    "end": {"eos_token_id": 10**12},
+    "code": {"auto_map": {"AutoModelForCausalLM": "os.system"}},
+}
+"""Folders of models with such values in their config."""
+
+
 def values_of_fields() -> Iterator[str]:
     """For each key of a recipe an override of another type; for each count and number also one that is too large."""
-    for key, info in fields_of(Recipe).items():
-        key, kind = key.replace(".N", ".0"), str(info.annotation)
+    for name, info in fields_of(Recipe).items():
+        key, kind = name.replace(".N", ".0"), str(info.annotation)
         if "Any" not in kind:
             yield f"{key}={{a: [1]}}"
         if re.search(r"\bint\b", kind) and key != "seed":
@@ -200,13 +230,15 @@ def command_lines() -> Iterator[list[str]]:
                 words = [word for word in words if word]
                 if joins:
                     words[-1] += value.replace("_", " ") if "{" in words[-1] + value else value
-                elif value or option.startswith("--") and option not in FLAGS:
+                elif value or (option.startswith("--") and option not in FLAGS):
                     words.append(value)
                 yield words
     for override in values_of_fields():
         yield ["show-config", "recipe.yaml", override]
     for name in FILES:
         yield ["show-config", f"{name}.yaml"]
+    for name in MODELS:
+        yield ["generate", name, "--prompt", "1"]
 
 
 FLAGS = ("--chat", "--check-grader", "--import-from-here", "--resume --overwrite", "--resume folder")
@@ -229,10 +261,16 @@ def place(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     for name in ("empty.jsonl", "empty.parquet"):
         (folder / name).touch()
     train(make_recipe(policy, folder, train__num_steps=1, eval__before_and_after=False, eval__every_steps=None))
-    before = Path.cwd()
+    (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
+    (folder / "stops.py").write_text("raise AssertionError('not here')\n")
+    for name, values in MODELS.items():
+        config = json.loads((policy / "config.json").read_text())
+        (shutil.copytree(policy, folder / name) / "config.json").write_text(json.dumps(config | values))
+    before, paths = Path.cwd(), list(sys.path)
     os.chdir(folder)
     yield folder
     os.chdir(before)
+    sys.path[:] = paths
 
 
 def listing(folder: Path) -> dict[str, int]:
@@ -243,6 +281,7 @@ def listing(folder: Path) -> dict[str, int]:
 def test_bad_input_is_one_message(words: list[str], place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("srtrl.trainer.trainer.Trainer", Mock(side_effect=AssertionError("training begins")))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     before = listing(place)
     result = CliRunner().invoke(app, words)
     assert result.exit_code in (1, 2), (result.exit_code, result.output)

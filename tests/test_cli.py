@@ -1,6 +1,8 @@
 """The command line: what reaches the functions behind it, what it prints, and how it fails."""
 
 import errno
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -135,6 +137,23 @@ def test_train_hands_over_the_recipe_and_says_what_to_do_next(
     assert following in result.stdout
 
 
+@pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "a"}, {"PYTORCH_ALLOC_CONF": "b"}])
+def test_train_lets_memory_segments_of_cuda_grow_unless_the_user_configured_torchs_allocator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
+) -> None:
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    environment = {name: value for name, value in os.environ.items() if name not in names} | given
+    monkeypatch.setattr(os, "environ", environment)
+    run("train", tmp_path / "absent.yaml")
+    expected = given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert {name: environment[name] for name in names if name in environment} == expected
+
+
+def test_train_configures_torchs_allocator_before_torch_is_imported() -> None:
+    code = "import sys, srtrl.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_interrupts_and_bugs_are_told_apart(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("srtrl.trainer.trainer.run_training", Mock(side_effect=[KeyboardInterrupt, ZeroDivisionError]))
     result = run("train", recipe_file)
@@ -153,6 +172,11 @@ def test_interrupts_and_bugs_are_told_apart(recipe_file: Path, monkeypatch: pyte
         (PermissionError(errno.EACCES, "Permission denied", "runs"), "runs: Permission denied; SRTRL_TRACEBACK=1"),
         (OSError("two\nlines"), "two lines; SRTRL_TRACEBACK=1 shows where"),
         (EOFError("ran out of input"), "a file ends too early: ran out of input"),
+        (MemoryError("Unable to allocate 7 TiB"), "the memory of this machine is too small: Unable to allocate 7 TiB"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+            "the memory of this machine is too small: Default",
+        ),
         (RecursionError("maximum recursion depth exceeded"), "data is nested too deeply: maximum recursion depth"),
     ],
 )
@@ -168,6 +192,17 @@ def test_what_the_operating_system_refuses_is_one_line(
     monkeypatch.setenv("SRTRL_TRACEBACK", "1")
     shown = run("train", recipe_file).exception
     assert raised in (shown, getattr(shown, "__cause__", None))
+
+
+def test_a_damaged_cache_of_numba_is_named(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object, **__: object) -> None:
+        raising = "import pickle\nraise pickle.UnpicklingError('invalid load key')"
+        exec(compile(raising, "numba/core/caching.py", "exec"))
+
+    monkeypatch.setattr("srtrl.trainer.trainer.run_training", load)
+    result = run("train", recipe_file)
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert re.search(r"delete the \*\.nbi and \*\.nbc files in .*NUMBA_CACHE_DIR.*invalid load key", result.stderr)
 
 
 def test_only_our_own_value_errors_lose_their_traceback(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +228,34 @@ def test_a_warm_start_from_scratch_needs_no_model_yet(recipe_file: Path, monkeyp
     assert too_short.exit_code == 2
     assert "is more than the 127 positions of warm_start.architecture" in too_short.stderr
     assert "model.path: ./made: " in run("warm-start", recipe_file, overrides[0], "warm_start={output: made}").stderr
+
+
+def test_eval_of_a_run_imports_nothing_from_the_current_folder_unasked(
+    recipe_file: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, name = recipe_file.parent, "reward_of_somebody_else"
+    make_checkpoint(policy, folder, 10)
+    recipe_file.write_text(recipe_text(f"rewards: [{{name: '{name}:reward'}}]\n", path=policy))
+    here, elsewhere = folder / "here", folder / "elsewhere"
+    for place in (here, elsewhere):
+        place.mkdir()
+    (here / f"{name}.py").write_text("def reward(sample): return 1.0\n")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", ["", str(here), *sys.path])
+    said = f"{recipe_file} imports {name} (rewards.0.name)\n"
+    refused = run("eval", folder)
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith(f"{said}error: {recipe_file}:")
+    assert f"cannot import {name}: it is only imported from the current folder, {here}, with --impo" in refused.stderr
+    assert name not in sys.modules
+    monkeypatch.setattr("srtrl.evaluation.run.run_evals", Mock(side_effect=KeyboardInterrupt))
+    assert run("eval", folder, "rewards=[{name: correct}]").stderr == "interrupted\n"
+    assert run("eval", folder, "--import-from-here").stderr == "interrupted\n"
+    assert sys.modules.pop(name).__file__ == str(here / f"{name}.py")
+    (here / f"{name}.py").rename(elsewhere / f"{name}.py")
+    monkeypatch.syspath_prepend(elsewhere)
+    assert run("eval", folder).stderr == f"{said}interrupted\n"
+    assert sys.modules.pop(name).__file__ == str(elsewhere / f"{name}.py")
 
 
 def evaluated(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Recipe:

@@ -142,6 +142,10 @@ def test_what_is_saved_is_loaded(make: type[TrieDrafter], tmp_path: Path) -> Non
         ({"token_ids": np.array([1, 2, 3, 4])}, "token_ids that are no one-dimensional int32 array"),
         ({"parents": np.array([-1, -1, 2, -1], np.int32)}, "node 2 of tree 0 has parent 2, but a parent comes before"),
         ({"scores": np.array([0.5, np.nan, 0.2, 0.9], np.float32)}, "node 1 of tree 0 has score nan"),
+        (
+            {"scores": np.array([0.5, 0.25, 0.6, 0.9], np.float32)},
+            "node 2 of tree 0 has score 0.6.*, more than its parent",
+        ),
         ({"offsets": np.array([0, 4])}, "expected 2 trees, .* found 1 trees"),
         ({"offsets": np.array([0, 0, 4])}, "tree 1 has 4 nodes, expected 0 to 3"),
     ],

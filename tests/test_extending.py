@@ -5,6 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import torch
 from tiny_run import make_policy, make_recipe
@@ -19,7 +20,8 @@ from srtrl.trainer.checkpoint import checkpoint_name
 from srtrl.trainer.trainer import run_training
 
 TEXT = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
-COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines()]
+BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
+COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", "").splitlines()]
 
 
 @pytest.fixture
@@ -105,3 +107,18 @@ def test_the_task_loads_and_its_errors_name_the_option(recipe_file: Path) -> Non
     message = r"^override `.*`: task.options.words: expected more than num_eval \(1\) words$"
     with pytest.raises(ValueError, match=message):
         recipe_of("srtrl train recipe.yaml task.options.words=[stone]", recipe_file)
+
+
+def test_an_environment_outside_the_package_answers(recipe_file: Path) -> None:
+    """A policy with random weights guesses badly, but every sample begins with the rules and every turn is answered."""
+    (command,) = [command for command in COMMANDS if "guessing" in command]
+    run = run_training(recipe_of(f"{command} train.num_steps=1 rollout.max_prompt_tokens=100", recipe_file))
+    row = read_metrics(run.folder / "metrics.jsonl")[-1]
+    assert row["environment/no_number"] > 0
+    assert row["environment/turns_mean"] >= 1
+    assert row["tokens/model"] + row["tokens/observation"] == row["tokens/response"]
+    table = pyarrow.parquet.read_table(run.folder / "rollouts" / "step_000001.parquet").to_pylist()
+    assert all("Guess the number." in sample["prompt"] for sample in table)
+    for sample in table:
+        assert sample["num_turns"] == sample["segment_kinds"].count("model")
+        assert ("observation" in sample["segment_kinds"]) == ("A number, please." in sample["text"])

@@ -174,7 +174,7 @@ plain = st.recursive(
 
 @settings(deadline=None, max_examples=50)
 @given(
-    options=st.dictionaries(texts, plain, max_size=4), rate=st.floats(1e-30, 1e30), stops=st.lists(texts.filter(bool))
+    options=st.dictionaries(texts, plain, max_size=4), rate=st.floats(1e-30, 1e9), stops=st.lists(texts.filter(bool))
 )
 def test_a_dumped_recipe_loads_as_the_same(
     tmp_path_factory: pytest.TempPathFactory, options: dict[str, object], rate: float, stops: list[str]

@@ -22,7 +22,7 @@ from srtrl.trainer.run_folder import TIMELINE_COLUMNS, read_timeline, step_file_
 
 REWARDS = "rewards: [{name: correct}, {name: format, weight: 0.1}]\n"
 PLAIN_CHARTS = [
-    *("Reward", "Accuracy", "Response length", "Truncated responses", "Groups"),
+    *("Reward", "Accuracy", "Response length", "Truncated responses", "Groups", "Samples without advantage"),
     *("Loss", "KL to the reference", "Entropy", "Clipped tokens", "Gradient norm", "Learning rate"),
     *("Decoder against trainer", "Speed of the decoder", "Time by stage"),
 ]
@@ -63,7 +63,13 @@ def step_metrics(step: int, noise: random.Random) -> dict[str, float]:
         **{"clip_share/low": 0.001, "clip_share/high": 0.002, "grad_norm": 0.6, "learning_rate": 1e-5},
         **{"logprob_difference/mean": 2e-7, "logprob_difference/max": 3e-6},
         **{"time/rollout": 1.2, "time/update": 0.8, "time/step": 2.1, "tokens/prompt": 200, "tokens/response": 700},
-        **{"groups/kept": 8, "grading/timeout": float(step == 2), "grading/crash": 0},
+        **({"time/compile": 100.0, "time/step": 102.1} if step == 1 else {}),
+        **{
+            "groups/kept": 8,
+            "groups/zero_advantage_share": 0.25,
+            "grading/timeout": float(step == 2),
+            "grading/crash": 0,
+        },
         "time/tokens_per_second": 900.0 + noise.gauss(0, 30),
     }
 
@@ -111,6 +117,8 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path, num_steps: in
     failed = ["Failed gradings"] if num_steps > 1 else []
     assert sorted(charts) == sorted(PLAIN_CHARTS + failed)
     assert {"reward/mean = reward/correct", "reward/format"} <= texts_of(charts["Reward"]), "equal ones share a line"
+    assert "groups/zero_advantage_share" not in texts_of(charts["Groups"]), "a share is no number of groups"
+    assert "100" not in texts_of(charts["Time by stage"]), "compilation would dwarf the other seconds"
     for figure in ("31.0%", "71.0%", "+40.0 points", "training reward", "time: rollout", "reward_format 1"):
         assert figure in page
     steps = sorted({1, 7, 13, 18, 24, 30} & set(range(num_steps + 1)))
@@ -152,7 +160,7 @@ def test_an_interrupted_run_says_so_and_leaves_out_what_is_missing(tmp_path: Pat
     assert "KL to the reference" not in charts_of(page)
     for text in ("This run has done 3 of 50 steps", "not evaluated", "whose reward is 0: 1 timeout."):
         assert text in page
-    assert "Samples" not in page
+    assert "<h2>Samples" not in page
     assert "<script" not in page
 
 

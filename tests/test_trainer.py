@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -330,6 +331,30 @@ def test_a_run_from_python_has_the_commands_checks_and_a_callback_for_each_step(
     assert len(rows) == 4
 
 
+def test_a_run_from_python_continues_from_an_earlier_checkpoint_with_a_changed_key(
+    policy: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "recipe.yaml"
+    recipe = make_recipe(policy, tmp_path, eval__before_and_after=False, train__checkpoint_every=1)
+    file.write_text(dump_recipe(recipe), encoding="utf-8")
+    srtrl.train(srtrl.load_recipe(file))
+    slower = srtrl.load_recipe(file, ["train.learning_rate=1e-5"])
+    with pytest.raises(ValueError, match=r"(?s)--resume: the recipe differs .*train\.learning_rate"):
+        srtrl.train(slower, resume=True)
+    last = recipe.train.num_steps
+    seen: dict[int, float] = {}
+    srtrl.train(
+        slower,
+        resume=True,
+        changed=["train.learning_rate"],
+        from_step=last - 1,
+        on_step=lambda step, row: seen.update({step: row["learning_rate"]}),
+    )
+    assert seen == {last: 1e-5}
+    with pytest.raises(ValueError, match="need --resume"):
+        srtrl.train(slower, changed=["train.learning_rate"])
+
+
 # --- Progress ---------------------------------------------------------------------------------------------------------
 
 
@@ -344,12 +369,27 @@ def test_progress_in_lines_and_in_bars(terminal: bool) -> None:
         progress.say("done [not markup]")
     text = output.getvalue()
     assert "done [not markup]" in text
-    lines = ["a run step 2/3  reward 2", "a run step 3/3  reward 3", "done [not markup]"]
+    lines = ["step 2/3  reward 2", "step 3/3  reward 3", "done [not markup]"]
     if terminal:
         assert "3/3" in text
         assert all(line in text for line in lines)
     else:
         assert text.splitlines() == lines
+
+
+def test_bars_stay_in_place_when_the_stage_changes() -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, color_system="standard", width=100)
+    with RunProgress("a run", 110, console=console) as progress:
+        for name, num_total in (("rollout", 2048), ("old_logprobs", 0), ("grading", 0), ("update", 0)):
+            progress.stage(name, 0, num_total)
+            begin = len(output.getvalue())
+            progress.say("")  # draws the bars again
+            shown = re.sub(r"\x1b\[[\d;]*\w", "", output.getvalue()[begin:])
+            lines = [line for line in shown.splitlines() if "━" in line]
+            assert {(line.index("━"), line.rindex("━")) for line in lines} == {(15, 54)}, lines
+            assert name in lines[-1]
+            assert lines[-1].count(":") == (4 if num_total else 2), "no time left where nothing can be counted"
 
 
 # --- Parts that are plain functions -----------------------------------------------------------------------------------
@@ -374,6 +414,15 @@ def test_data_order_depends_on_seed_and_epoch() -> None:
     assert len(set(map(tuple, epochs))) == 4
     with pytest.raises(ValueError, match="no training prompts"):
         DataOrder(0, 0)
+
+
+def test_the_line_of_a_step_says_how_much_of_its_time_was_compilation() -> None:
+    metrics = {"reward/mean": 0.5, "length/mean": 9.0, "time/tokens_per_second": 100.0, "time/step": 28.7}
+    metrics |= {f"grading/{outcome}": 0.0 for outcome in ("timeout", "crash", "error")}
+    metrics |= {"groups/dropped": 0.0, "groups/short": 0.0, "grad_norm": 1.0}
+    assert describe_step({**metrics, "time/compile": 25.9}).endswith("28.7 s (25.9 s compiling)")
+    assert describe_step({**metrics, "time/compile": 0.2}).endswith("28.7 s")
+    assert describe_step(metrics).endswith("28.7 s")
 
 
 def test_a_metric_has_one_source() -> None:

@@ -1,6 +1,8 @@
 """Models in and out: what is read, what is refused and how, and that saved folders are whole."""
 
+import errno
 import json
+import resource
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -265,3 +267,16 @@ def test_hub_names_are_downloaded_or_refused(folder: Path, monkeypatch: pytest.M
     download.side_effect = LocalEntryNotFoundError("no connection")
     with pytest.raises(ValueError, match=r"someone/other: no local folder.*no connection"):
         read_config("someone/other")
+
+
+def test_a_full_disk_while_saving_is_an_os_error(tmp_path: Path) -> None:
+    """A limit on the size of files, which safetensors meets as it meets a full disk."""
+    model = init_model(config_from_hf(FIELDS), 0, torch.float32, "cpu")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            save_model(model, tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "model"))

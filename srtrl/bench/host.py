@@ -88,7 +88,7 @@ def command(
     *,
     slots: options.Slots = "64,256",
     drafters: options.Drafters = "none,srt",
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, max=1024, help="CPU threads.")] = 1,
     device_ms: Annotated[
         str,
         typer.Option(

@@ -35,7 +35,7 @@ Slots = Annotated[
     str, typer.Option(metavar="N[,N...]", help="Sequences decoded at a time; one comparison for each number.")
 ]
 Drafters = Annotated[str, typer.Option(metavar="NAME,NAME,...", help="Drafters to compare; the first is the baseline.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's own choice.")]
+Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads; by default torch's own choice.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Runs of each, alternating, after a warm-up run.")]
 TraceFile = Annotated[
     Path | None, typer.Option(help="Recorded rollouts to decode again: JSONL, or Parquet of an srtrl run.")

@@ -30,7 +30,9 @@ def replay(
     draft_budget: Annotated[
         int | None,
         typer.Option(
-            min=0, max=MAX_WIDTH, help=f"Maximum nodes of a draft. [default: {DEFAULT_BUDGET}; {MAX_NODES} with --min-score]"
+            min=0,
+            max=MAX_WIDTH,
+            help=f"Maximum nodes of a draft. [default: {DEFAULT_BUDGET}; {MAX_NODES} with --min-score]",
         ),
     ] = None,
     min_score: Annotated[

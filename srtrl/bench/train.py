@@ -46,7 +46,7 @@ SETTINGS = (
 """Nothing is evaluated or kept."""
 REPLACED = ("output_dir", "rollout.drafter", "rollout.slots", "train.checkpoint_every")
 
-Key = tuple[int, str]
+Key = tuple[int | str, str]
 """Slots and drafter of one of the runs."""
 
 
@@ -71,12 +71,12 @@ def command(
     plain = load_recipe(recipe, overrides)
     if plain.train.num_steps < 2:
         raise ValueError("train.num_steps: expected at least 2 for bench train, whose first step does not count")
-    counts = options.parse_counts("--slots", slots) if slots else (plain.rollout.slots,)
+    counts: Sequence[int | str] = options.parse_counts("--slots", slots) if slots else (plain.rollout.slots,)
     set_cpu_threads(plain.num_threads)
     device = choose_device(plain)
     environment = read_environment(device)
     with tempfile.TemporaryDirectory() as folder:
-        recipes = {
+        recipes: dict[Key, Recipe] = {
             (count, name): _recipe_of(recipe, overrides, count, name, f"{folder}/{count}-{index}")
             for count in counts
             for index, name in enumerate(names)
@@ -97,7 +97,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
             )
 
 
-def _recipe_of(path: Path, overrides: Sequence[str], slots: int, drafter: str, output: str) -> Recipe:
+def _recipe_of(path: Path, overrides: Sequence[str], slots: int | str, drafter: str, output: str) -> Recipe:
     """The recipe with these slots and this drafter, which trains into the folder `output`."""
     mine = (f"rollout.drafter={drafter}", f"rollout.slots={slots}", f"output_dir={output}")
     recipe = load_recipe(path, [*overrides, *SETTINGS, *mine])

@@ -55,7 +55,7 @@ class DrafterBase:
 
         Nodes come in order of falling score, so that the first n of a tree are its best n.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{self} has no `propose`")
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
         """Tokens that were committed since the last call: `token_ids[offsets[b] : offsets[b + 1]]` to `slots[b]`."""

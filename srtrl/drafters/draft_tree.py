@@ -164,12 +164,14 @@ def check_trees(trees: DraftTrees, max_nodes: npt.NDArray[np.int64], vocab_size:
             _PARENT: f"{place} has parent {trees.parents[node]}, but a parent comes before its children",
             _TOKEN: f"{place} has token {trees.token_ids[node]} of a vocabulary of {vocab_size}; are its rollouts "
             "those of another tokenizer?",
-            _SCORE: f"{place} has score {trees.scores[node]}",
+            _SCORE: f"{place} has score {trees.scores[node]}, expected a finite number",
+            _RISE: f"{place} has score {trees.scores[node]}, more than its parent's: expected an estimate of the "
+            "probability that the node and all nodes above it are accepted, which is at most the parent's",
         }[problem]
     )
 
 
-_NONE, _NUMBER, _SIZE, _PARENT, _TOKEN, _SCORE = range(6)
+_NONE, _NUMBER, _SIZE, _PARENT, _TOKEN, _SCORE, _RISE = range(7)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -193,10 +195,15 @@ def _find_problem(
             return tree, 0, _SIZE
     for tree in range(len(max_nodes)):
         for node in range(offsets[tree], offsets[tree + 1]):
+            problem = _NONE
             if not ROOT <= parents[node] < node - offsets[tree]:
-                return tree, node, _PARENT
-            if not 0 <= token_ids[node] < vocab_size:
-                return tree, node, _TOKEN
-            if not np.isfinite(scores[node]):
-                return tree, node, _SCORE
+                problem = _PARENT
+            elif not 0 <= token_ids[node] < vocab_size:
+                problem = _TOKEN
+            elif not np.isfinite(scores[node]):
+                problem = _SCORE
+            elif parents[node] != ROOT and scores[node] > scores[offsets[tree] + parents[node]]:
+                problem = _RISE
+            if problem != _NONE:
+                return tree, node, problem
     return 0, 0, _NONE

@@ -3,6 +3,7 @@
 The arithmetic takes bytes as arguments and knows no device.
 """
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Literal
@@ -15,6 +16,11 @@ from srtrl.engine.runner import Runner
 GIB = 1 << 30
 CPU_GIB = 4.0
 """`kv_memory_gib: auto` on a CPU."""
+EXPECTED_SHARE = 0.25
+"""Of its maximum length, what a decoding sequence is assumed to hold on average (for `slots: auto`): the average
+response is half as long as the longest, and half of it is decoded. If sequences hold more, some are preempted."""
+MAX_AUTO_SLOTS = 1024
+"""With as many rows a decode step takes as long as its arithmetic: more slots would not make it more efficient."""
 FEWER = 0.85
 """Where pages cannot be allocated, this share of their number is tried next."""
 
@@ -97,6 +103,12 @@ def choose_num_pages(
             f"least {of_one * page_bytes / GIB:.3g} GiB. Raise it, or lower rollout.max_new_tokens"
         )
     return min(affordable, slots * (of_one + 1))
+
+
+def choose_slots(num_bytes: int, *, page_bytes: int, page_size: int, max_sequence_tokens: int, num_samples: int) -> int:
+    """Slots for which `num_bytes` of pages hold sequences of the expected length; at most `num_samples`."""
+    expected_pages = math.ceil(EXPECTED_SHARE * max_sequence_tokens / page_size)
+    return max(1, min(num_samples, MAX_AUTO_SLOTS, num_bytes // (expected_pages * page_bytes)))
 
 
 def allocate_or_fewer(allocate: Callable[[int], None], num_pages: int, *, fewest: int, page_bytes: int) -> int:

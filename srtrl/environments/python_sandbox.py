@@ -8,8 +8,8 @@ import json
 import logging
 import os
 import queue
-import select
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -39,7 +39,6 @@ START_SECONDS = 120.0
 """How long an interpreter may take to start and to import numpy and sympy."""
 GRACE_SECONDS = 10.0
 """How long after `wall_seconds` an interpreter may take to report, before it is killed itself."""
-REAP_SECONDS = 5.0
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -178,19 +177,18 @@ class _Worker:
         if len(request) > MAX_CODE_BYTES:
             stderr = f"SyntaxError: the code has more than {MAX_CODE_BYTES} bytes\n"
             return ToolResult(status="error", stdout="", stderr=stderr, exit_code=1, seconds=0.0)
-        if not self._is_ready:
-            self.reap()
+        if self._process.returncode is not None:
             self._start()
             self.await_start()
         begun = time.monotonic()
         reply = self._exchange(request, self._wall_seconds + GRACE_SECONDS)
-        if reply is not None:
+        if reply:
             return ToolResult(**json.loads(reply))
         said = self.reap()
         if not self._stopped:
-            logger.warning("a sandboxed interpreter ended during a call, starting another: %s", said or "no message")
+            logger.warning("a sandboxed interpreter ended during a call, starting another: %s", said)
         seconds = time.monotonic() - begun
-        return ToolResult(status="killed", stdout="", stderr="", exit_code=-9, seconds=seconds)
+        return ToolResult(status="killed", stdout="", stderr="", exit_code=-signal.SIGKILL, seconds=seconds)
 
     def await_start(self) -> None:
         """Wait until the interpreter has imported its packages.
@@ -198,10 +196,8 @@ class _Worker:
         Raises:
             RuntimeError: it has not.
         """
-        self._is_ready = self._exchange(b"", START_SECONDS) is not None
-        if not self._is_ready:
-            said = self.reap()
-            raise RuntimeError(f"a sandboxed interpreter did not start: {said or 'no message'}")
+        if not self._exchange(b"", START_SECONDS):
+            raise RuntimeError(f"a sandboxed interpreter did not start: {self.reap()}")
 
     def stop(self) -> None:
         """Kill the interpreter and the call that it runs, from any thread; `run` then returns."""
@@ -211,60 +207,42 @@ class _Worker:
 
     def reap(self) -> str:
         """Kill the interpreter, if it lives, and wait until it is gone; returns the end of what it said on stderr."""
-        self._is_ready = False
-        self._process.kill()
-        try:
-            _, said = self._process.communicate(timeout=REAP_SECONDS)  # ends when all holders of the pipes have
-        except (subprocess.TimeoutExpired, ValueError):  # ValueError: reaped before
+        if self._process.returncode is not None:
             return ""
-        return said.decode("utf-8", "replace").strip()[-1000:]
+        self._process.kill()
+        _, said = self._process.communicate()  # ends when all that hold its pipes have: the kernel kills them with it
+        return said.decode("utf-8", "replace").strip()[-1000:] or "no message"
 
     def _start(self) -> None:
         with self._lock:
             if self._stopped:
                 raise RuntimeError("the Python sandbox is closed")
-            self._is_ready = False
+            pipe = subprocess.PIPE  # a session of its own: Ctrl-C is for the trainer, which finishes its step
             self._process = subprocess.Popen(
                 self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
                 env=self._environment,
                 cwd="/",
-                start_new_session=True,  # Ctrl-C is for the trainer, which finishes its step
-                bufsize=0,
+                start_new_session=True,
             )
-            assert self._process.stdin is not None
-            os.set_blocking(self._process.stdin.fileno(), False)
 
-    def _exchange(self, request: bytes, seconds: float) -> bytes | None:
-        """Send a request, return the line that answers it; None if the interpreter ends or is late."""
+    def _exchange(self, request: bytes, seconds: float) -> bytes:
+        """Send a request, return the line that answers it; empty if the interpreter ends, or is late and killed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        requests, replies = self._process.stdin.fileno(), self._process.stdout.fileno()
-        deadline = time.monotonic() + seconds
-        poll = select.poll()
-        poll.register(replies, select.POLLIN)
-        if request:
-            poll.register(requests, select.POLLOUT)
-        reply = bytearray()
-        while not reply.endswith(b"\n"):
-            events = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
-            if requests in events:
-                try:
-                    request = request[os.write(requests, request) :]
-                except BrokenPipeError:
-                    return None
-                if not request:
-                    poll.unregister(requests)
-            if replies in events:
-                chunk = os.read(replies, 1 << 16)
-                reply += chunk
-                if not chunk or len(reply) > self._max_reply_bytes:
-                    return None
-            if not events:
-                return None
-        return bytes(reply)
+        backstop = threading.Timer(seconds, self._process.kill)
+        backstop.start()
+        try:
+            self._process.stdin.write(request)
+            self._process.stdin.flush()
+            reply = self._process.stdout.readline(self._max_reply_bytes)
+        except BrokenPipeError:
+            return b""
+        finally:
+            backstop.cancel()
+        return reply if reply.endswith(b"\n") else b""
 
 
 def choose_kind(wanted: SandboxKind) -> Literal["sandlock", "bubblewrap", "none"]:
@@ -315,18 +293,18 @@ def _command(kind: str, limits: SandboxLimits) -> tuple[list[str], dict[str, str
         "MALLOC_ARENA_MAX": "1",
     }
     python = os.path.realpath(sys.executable)
-    inside = [python, "-S", "-P", "-s", "-B", "-X", "utf8", str(WORKER_FILE), json.dumps(asdict(limits))]
-    library = Path(sys.base_prefix) / "lib"
-    paths = [*SYSTEM_PATHS, str(library), sysconfig.get_path("stdlib"), *folders, python, str(WORKER_FILE)]
-    readable = [path for path in dict.fromkeys(paths) if Path(path).exists()]
+    options = json.dumps(asdict(limits) | {"has_landlock": kind == "sandlock"})
+    inside = [python, "-S", "-P", "-s", "-B", "-X", "utf8", str(WORKER_FILE), options]
+    libraries = [str(Path(sys.base_prefix) / "lib"), sysconfig.get_path("stdlib"), *folders]
+    readable = [path for path in (*SYSTEM_PATHS, *libraries, python, str(WORKER_FILE)) if Path(path).exists()]
     if kind == "sandlock":
-        settings = {"readable": [*readable, *DEVICES], "command": inside}
-        return [sys.executable, "-S", "-P", "-s", "-B", str(HOST_FILE), json.dumps(settings)], environment
+        host = [sys.executable, "-S", "-P", "-s", "-B", str(HOST_FILE), json.dumps([*readable, *DEVICES])]
+        return [*host, *inside], environment
     if kind == "bubblewrap":
-        wrapper = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-        for path in readable:
-            wrapper += ["--ro-bind", path, path]
-        for device in DEVICES:
-            wrapper += ["--dev-bind", device, device]
-        return [shutil.which("bwrap") or "bwrap", *wrapper[1:], "--remount-ro", "/", "--", *inside], environment
+        isolation = "--unshare-all --die-with-parent --new-session --cap-drop ALL --remount-ro /"
+        wrapper = [str(shutil.which("bwrap"))]
+        for option, paths in (("--ro-bind", readable), ("--dev-bind", DEVICES)):
+            for path in paths:
+                wrapper += [option, path, path]
+        return [*wrapper, *isolation.split(), "--", *inside], environment
     return inside, environment

@@ -45,20 +45,25 @@ pidfd_send_signal 424 424, pidfd_open 434 434, pidfd_getfd 438 438, ptrace 101 1
 process_vm_readv 310 270, process_vm_writev 311 271, process_madvise 440 440, process_mrelease 448 448,
 move_pages 279 239, migrate_pages 256 238, setpriority 141 140, ioprio_set 251 30, sched_setparam 142 118,
 sched_setscheduler 144 119, sched_setaffinity 203 122, sched_setattr 314 274,
-socket 41 198, memfd_create 319 279, memfd_secret 447 447, shmget 29 194, msgget 68 186, semget 64 190, mq_open 240 180,
-unshare 272 97, setns 308 268, mount 165 40, chroot 161 51, pivot_root 155 41, open_tree 428 428, fsopen 430 430,
-io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427, bpf 321 280, perf_event_open 298 241,
-userfaultfd 323 282, keyctl 250 219, add_key 248 217, request_key 249 218, personality 135 92, fanotify_init 300 262,
-name_to_handle_at 303 264, open_by_handle_at 304 265
+socket 41 198, connect 42 203, bind 49 200, memfd_create 319 279, memfd_secret 447 447, mq_open 240 180,
+shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193, semctl 66 191, semtimedop 220 192,
+msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187,
+chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54,
+utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7,
+removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, setxattrat 463 463, removexattrat 466 466,
+file_setattr 469 469, unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, chroot 161 51, pivot_root 155 41,
+open_tree 428 428, fsopen 430 430, io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427,
+bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, keyctl 250 219, add_key 248 217, request_key 249 218,
+personality 135 92, fanotify_init 300 262, name_to_handle_at 303 264, open_by_handle_at 304 265
 """
-"""System calls that a call may not make, with their numbers on x86_64 and aarch64."""
-DENIED_ARGUMENTS = """
-prctl 157 167 0 0x1, fcntl 72 25 1 0x8, fcntl 72 25 1 0xf, ioctl 16 29 1 0x8901, ioctl 16 29 1 0x8902
-"""
-"""The same for one value of one argument (its index, the value): PR_SET_PDEATHSIG, and the four ways (F_SETOWN and its
-like) to have the kernel send a signal of one's choice to another process."""
-PRLIMIT = (302, 261)
-"""Number of prlimit64; a call may set limits only of itself."""
+"""System calls that a call may not make, with their numbers on x86_64 and aarch64: to start a process or thread, to do
+something to another one, network, memory that is not mapped, the attributes of files (which Landlock lets through)."""
+DENIED_VALUES = "prctl 157 167 0 0x1, fcntl 72 25 1 0x8, fcntl 72 25 1 0xf"
+"""The same for one value of one argument (index, value): PR_SET_PDEATHSIG, F_SETOWN, F_SETOWN_EX (whom to signal)."""
+ALLOWED_VALUES = "prlimit64 302 261 0 0x0, ioctl 16 29 1 0x5401 0x5421 0x5451, socketpair 53 199 1 0x1 0x80001"
+"""Calls with one argument that may have only these values: the process itself; TCGETS, FIONBIO, FIOCLEX; SOCK_STREAM
+(with SOCK_CLOEXEC), because a pair of datagram sockets can send to others."""
+LIBC = ctypes.CDLL(None, use_errno=True)
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of the tables above, and the kernel's number of the machine."""
 
@@ -72,39 +77,46 @@ def seccomp_program(machine: str) -> bytes:
     if machine not in MACHINES:
         raise ValueError(f"the Python sandbox knows the system calls of {', '.join(MACHINES)}, not those of {machine}")
     column, audit_number = MACHINES[machine]
-    load, jump_if_equal, jump_if_greater_equal, end = 0x20, 0x15, 0x35, 0x06
-    refuse, allow, kill = (end, 0, 0, 0x00050000 | errno.EPERM), (end, 0, 0, 0x7FFF0000), (end, 0, 0, 0x80000000)
+    load, if_equal, if_at_least = 0x20, 0x15, 0x35
+    refuse, allow, kill = ((0x06, 0, 0, action) for action in (0x00050000 | errno.EPERM, 0x7FFF0000, 0x80000000))
     load_number = (load, 0, 0, 0)
-    program = [(load, 0, 0, 4), (jump_if_equal, 1, 0, audit_number), kill, load_number]
-    program += [(jump_if_greater_equal, 0, 1, 0x40000000), refuse]  # x86_64 has a second table of numbers there
+    program = [(load, 0, 0, 4), (if_equal, 1, 0, audit_number), kill, load_number]
+    program += [(if_at_least, 0, 1, 0x40000000), refuse]  # x86_64 has a second table of numbers there
     for row in DENIED_CALLS.split(","):
         number = row.split()[1 + column]
-        program += [(jump_if_equal, 0, 1, int(number)), refuse] if number != "-" else []
-    for row in DENIED_ARGUMENTS.split(","):
-        _, *numbers, argument, value = row.split()
-        program += [(jump_if_equal, 0, 4, int(numbers[column])), (load, 0, 0, 16 + 8 * int(argument))]
-        program += [(jump_if_equal, 0, 1, int(value, 16)), refuse, load_number]
-    program += [(jump_if_equal, 0, 3, PRLIMIT[column]), (load, 0, 0, 16), (jump_if_equal, 1, 0, 0), refuse, allow]
-    return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+        program += [(if_equal, 0, 1, int(number)), refuse] if number != "-" else []
+    for table, action, otherwise in ((DENIED_VALUES, refuse, []), (ALLOWED_VALUES, allow, [refuse])):
+        for row in table.split(","):
+            _, *numbers, argument = (fields := row.split())[:4]
+            checks = [(load, 0, 0, 16 + 8 * int(argument))]
+            for value in fields[4:]:
+                checks += [(if_equal, 0, 1, int(value, 16)), action]
+            checks += [*otherwise, load_number]
+            program += [(if_equal, 0, len(checks), int(numbers[column])), *checks]
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in [*program, allow])
 
 
-def check_libc(result: int) -> None:
-    """Raise the error of a failed call of the C library."""
-    if result != 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+def call(function: str, *arguments: Any) -> int:
+    """Call a function of the C library; a negative result raises its OSError."""
+    result: int = LIBC[function](*arguments)
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{function}: {os.strerror(ctypes.get_errno())}")
+    return result
 
 
-def drop_capabilities(libc: ctypes.CDLL) -> None:
-    """Give up root's privileges (to raise a limit, to look into other processes), for good."""
-    check_libc(libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)))
+def enter_own_domain() -> None:
+    """From now on this process neither traces nor signals one outside it, nor follows /proc/PID/fd of its parent."""
+    ruleset = call("syscall", 444, struct.pack("QQQ", 0, 0, 3), 24, 0)  # landlock_create_ruleset: sockets, signals
+    call("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    call("syscall", 446, ruleset, 0)  # landlock_restrict_self
 
 
-def install_filter(libc: ctypes.CDLL, program: bytes) -> None:
+def install_filter(program: bytes) -> None:
     """From now on this process makes none of the denied system calls."""
     instructions = ctypes.create_string_buffer(program, len(program))
+    call("prctl", 38, 1, 0, 0, 0)
     header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(instructions))
-    check_libc(libc.prctl(38, 1, 0, 0, 0))  # PR_SET_NO_NEW_PRIVS
-    check_libc(libc.prctl(22, 2, header, 0, 0))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+    call("prctl", 22, 2, header, 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
 def mapped_bytes() -> int:
@@ -128,16 +140,15 @@ class Calls:
     """Runs one call after the other, each in a fork.
 
     Args:
-        limits: The fields of `SandboxLimits`.
+        limits: The fields of `SandboxLimits`; `has_landlock`: whether to use it (bubblewrap shows no /proc at all).
         trainer: File descriptor that hangs up when the trainer is gone.
     """
 
     def __init__(self, limits: dict[str, Any], trainer: int) -> None:
         self._limits = limits
         self._trainer = trainer
-        self._libc = ctypes.CDLL(None, use_errno=True)
         self._filter = seccomp_program(platform.machine())
-        drop_capabilities(self._libc)
+        call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))  # root's rights: to raise limits, to trace
         self._base_bytes = mapped_bytes()
 
     def run(self, code: str) -> dict[str, Any]:
@@ -152,25 +163,23 @@ class Calls:
         for _, write_end in pipes:
             os.close(write_end)
         outputs = {read_end: bytearray() for read_end, _ in pipes}
-        reason, is_truncated = self._watch(pid, outputs, begun + self._limits["wall_seconds"])
+        status, is_truncated = self._watch(pid, outputs, begun + self._limits["wall_seconds"])
         _, wait_status, usage = os.wait4(pid, 0)
-        for read_end in outputs:
-            os.close(read_end)
         exit_code = os.waitstatus_to_exitcode(wait_status)
-        spent_cpu = usage.ru_utime + usage.ru_stime > 0.9 * self._limits["cpu_seconds"]
-        if reason is None:
-            by_signal = "timeout" if spent_cpu and exit_code in (-signal.SIGKILL, -signal.SIGXCPU) else "killed"
-            by_code = {0: "ok", MEMORY_EXIT_CODE: "memory"}.get(exit_code, "error")
-            reason = by_signal if exit_code < 0 else by_code
-        stdout, stderr = (bytes(output).decode("utf-8", "replace") for output in outputs.values())
-        return {
-            "status": reason,
-            "stdout": stdout,
-            "stderr": stderr,
+        if status is None and exit_code < 0:
+            # By its CPU limit, and not by the system for want of memory; the kernel counts coarser for the limit.
+            spent_cpu = usage.ru_utime + usage.ru_stime > 0.5 * self._limits["cpu_seconds"]
+            status = "timeout" if spent_cpu and exit_code in (-signal.SIGKILL, -signal.SIGXCPU) else "killed"
+        result = {
+            "status": status or {0: "ok", MEMORY_EXIT_CODE: "memory"}.get(exit_code, "error"),
             "exit_code": exit_code,
             "seconds": time.monotonic() - begun,
             "is_truncated": is_truncated,
         }
+        for name, read_end in zip(("stdout", "stderr"), outputs, strict=True):
+            result[name] = outputs[read_end].decode("utf-8", "replace")
+            os.close(read_end)
+        return result
 
     def _watch(self, pid: int, outputs: dict[int, bytearray], deadline: float) -> tuple[str | None, bool]:
         """Read the output until the process has ended; kill it when it prints too much or takes too long.
@@ -180,58 +189,53 @@ class Calls:
         """
         process = os.pidfd_open(pid)
         poll = select.poll()
-        poll.register(self._trainer, 0)
-        waiting = {process, *outputs}
-        for descriptor in waiting:
+        poll.register(self._trainer, 0)  # only its end
+        for descriptor in (process, *outputs):
             poll.register(descriptor, select.POLLIN)
-        reason, is_truncated = None, False
-        while waiting:
-            remaining = deadline - time.monotonic() if reason is None else None
-            events = poll.poll(None if remaining is None else max(0.0, remaining) * 1000)
-            killed_for = None if events or reason else "timeout"
+        status, is_truncated, num_open, room = None, False, 1 + len(outputs), self._limits["output_bytes"]
+        while num_open:
+            events = poll.poll(max(0.0, deadline - time.monotonic()) * 1000 if status is None else None)
+            reason = None if events else "timeout"
             for descriptor, _ in events:
-                if descriptor == self._trainer:
-                    poll.unregister(descriptor)
-                    killed_for = "killed"
-                    continue
                 chunk = os.read(descriptor, CHUNK_BYTES) if descriptor in outputs else b""
                 if not chunk:
                     poll.unregister(descriptor)
-                    waiting.remove(descriptor)
+                    num_open -= descriptor != self._trainer
+                    reason = "killed" if descriptor == self._trainer else reason
                     continue
-                room = self._limits["output_bytes"] - len(outputs[descriptor])
-                outputs[descriptor] += chunk[:room]
-                if len(chunk) > room:
-                    is_truncated, killed_for = True, "killed"
-            if killed_for is not None and reason is None:
-                reason = killed_for
+                outputs[descriptor] += chunk
+                if len(outputs[descriptor]) > room:
+                    is_truncated, reason = True, "killed"
+                    del outputs[descriptor][room:]
+            if reason is not None and status is None:
+                status = reason
                 os.kill(pid, signal.SIGKILL)
         os.close(process)
-        return reason, is_truncated
+        return status, is_truncated
 
     def _prepare(self, parent: int, outputs: list[int]) -> None:
         """Make this fork what the code may have: three file descriptors and its limits."""
-        check_libc(self._libc.prctl(1, signal.SIGKILL, 0, 0, 0))  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it ended before that
+        call("prctl", 1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: it does not outlive the interpreter
+        if os.getppid() != parent:
             os._exit(1)
         for descriptor, output in enumerate(outputs, start=1):
             os.dup2(output, descriptor)
+        if self._limits["has_landlock"]:
+            enter_own_domain()
         os.closerange(3, 1 << 20)
-        memory_bytes = self._limits["memory_mb"] * 2**20
         for kind, value in (
             (resource.RLIMIT_CPU, self._limits["cpu_seconds"]),
-            (resource.RLIMIT_AS, self._base_bytes + memory_bytes),  # what the call adds, shared mappings included
+            (resource.RLIMIT_AS, self._base_bytes + self._limits["memory_mb"] * 2**20),
             (resource.RLIMIT_NOFILE, self._limits["num_files"]),
             (resource.RLIMIT_FSIZE, 0),
             (resource.RLIMIT_CORE, 0),
         ):
             resource.setrlimit(kind, (value, value))
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        seeded = random.Random(0)
-        os.urandom = random._urandom = seeded.randbytes  # type: ignore[attr-defined]  # all that seeds itself uses it
+        os.urandom = random._urandom = random.Random(0).randbytes  # type: ignore[attr-defined]  # what seeds come from
         random.seed(0)
         np.random.seed(0)
-        install_filter(self._libc, self._filter)
+        install_filter(self._filter)
 
 
 def execute(code: str) -> NoReturn:

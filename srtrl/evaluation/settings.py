@@ -56,6 +56,7 @@ class EvalFlags:
 
     def put(self, source: RecipeSource) -> None:
         """Put the flags into the recipe's data, then the overrides; errors name the flag."""
+        source.put(("model", "compile"), False, "srtrl eval")  # for the update only; there may be no compiler here
         for name, key in KEYS.items():
             value = getattr(self, name)
             if value is not None:

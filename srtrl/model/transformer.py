@@ -14,7 +14,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, cast
 
 import torch
-from pydantic import ConfigDict, Field, PositiveInt
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from srtrl.model.attention import AttentionPlan, PackedPlan
 
 ModelType = Literal["llama", "qwen2", "qwen3"]
+Size = Annotated[int, Field(gt=0, lt=2**24)]
 PositiveFiniteFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 _STRICT = ConfigDict(strict=True)
@@ -54,15 +55,15 @@ class ModelConfig:
     """Shape of a model; made by `hf_config.config_from_hf`, which refuses what is not supported."""
 
     model_type: ModelType
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt
-    head_dim: Annotated[int, Field(gt=0, multiple_of=2)]
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Annotated[int, Field(gt=0, le=1024)]
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Annotated[int, Field(gt=0, lt=2**24, multiple_of=2)]
     """Even, for rotary embeddings work on pairs."""
-    max_position_embeddings: PositiveInt
+    max_position_embeddings: Size
     rms_norm_eps: PositiveFiniteFloat = 1e-6
     rope: RopeConfig
     tie_word_embeddings: bool = False

@@ -11,12 +11,14 @@ from typing import Any, cast
 
 import huggingface_hub
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Layer, ModelConfig, Transformer
+from srtrl.resolve import RAISED_BY_USER_CODE
 
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -90,7 +92,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise ValueError(f"{folder}: no tokenizer in this folder; expected one of {', '.join(_VOCABULARY_FILES)}")
     try:
         return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
-    except (OSError, ValueError) as error:
+    except (*RAISED_BY_USER_CODE, StrictDataclassError) as error:  # damaged files
         raise ValueError(f"{folder}: transformers reads no tokenizer from this folder: {error}") from error
 
 
@@ -105,7 +107,7 @@ def end_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None) -
     for file in (folder / "config.json", folder / "generation_config.json"):
         value = _read_json(file).get("eos_token_id") if file.is_file() else None
         values = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(token, int) for token in values):
+        if not all(isinstance(token, int) and abs(token) < 2**31 for token in values):
             raise ValueError(f"{file}: eos_token_id is {value!r}; expected an integer or a list of integers")
         ids.update(values)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -256,7 +258,7 @@ def full_disk_as_os_error(path: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        if found := re.search(r"code: (\d+)", str(error)):
+        if found := re.search(r"(?:code:|os error) (\d+)", str(error)):
             raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
         raise
 

@@ -54,7 +54,8 @@ CHARTS = {
         Chart("Accuracy", "share", ["accuracy", "eval/accuracy"], "Held-out problems (eval/) with 95% intervals."),
         Chart("Response length", "tokens", ["length/mean", "length/max"], "The end token included."),
         Chart("Truncated responses", "share of samples", ["length/truncated_share"], "Reached the length limit."),
-        Chart("Groups", "groups", ["data/draws", "groups/*"], "Kept by filters; with all samples correct, or none."),
+        Chart("Groups", "groups", ["data/draws", "groups/[!z]*"], "Kept by filters; all samples correct, or none."),
+        Chart("Samples without advantage", "share of samples", ["groups/zero_advantage_share"], "They teach nothing."),
         Chart("Failed gradings", "samples", ["grading/timeout", "grading/crash", "grading/error"], "Reward: 0."),
     ),
     "Update": (
@@ -73,7 +74,7 @@ CHARTS = {
     SPEED: (
         Chart("Speed of the decoder", "tokens per second", ["time/tokens_per_second"], "Response tokens."),
         Chart("Speed of the update", "tokens per second", ["time/update_tokens_per_second"]),
-        Chart("Time by stage", "seconds", [f"time/{stage}" for stage in STAGES], "time/step is the sum."),
+        Chart("Time by stage", "seconds", [f"time/{stage}" for stage in STAGES], "Compilation is left out."),
         Chart(
             "Decode time", "seconds", [f"engine/{part}_seconds" for part in ("draft", "forward", "sample", "commit")]
         ),

@@ -53,6 +53,8 @@ def export(run_folder: Path, folder: Path, *, step: int | None = None) -> None:
     from srtrl.trainer.evaluate import resolve_eval_source
     from srtrl.trainer.run_folder import step_of
 
+    if folder.is_symlink():
+        raise ValueError(f"{folder} is a link: export to the folder itself")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not an empty folder: delete it, or export to another one")
     run = read_run(run_folder)

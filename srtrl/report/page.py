@@ -81,9 +81,14 @@ def _sections(run: Run) -> dict[str, list[tuple[Chart, str]]]:
     """The charts that there is data for, each with the URI of its picture."""
     timelines = sorted((run.folder / "timeline").glob("step_*.parquet"))
     decode_steps = [asdict(step) for path in timelines[-1:] for step in read_timeline(path)]
-    in_training = [row for row in run.rows if row["step"] > 0]
+    none_run_ahead = {"engine/run_ahead_tokens_made": 0, "engine/run_ahead_tokens_used": 0}  # absent in many steps
+    in_training = [
+        # Compilation, which is part of the first step, would dwarf all other seconds.
+        {**none_run_ahead, **row, "time/step": row["time/step"] - row.get("time/compile", 0)}
+        for row in run.rows
+        if row["step"] > 0
+    ]
     drawn = {
-        # The seconds of the evaluation before training, compilation included, would dwarf those of the steps.
         name: [(chart, draw(chart, in_training if name == SPEED else run.rows)) for chart in charts]
         for name, charts in CHARTS.items()
     }

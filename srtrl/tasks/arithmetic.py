@@ -44,9 +44,9 @@ class ArithmeticOptions(Section):
 
     seed: int = Field(default=0, ge=0)
     """Seed of the problems; the split of a problem does not depend on it."""
-    num_train: int = Field(default=20_000, ge=1)
+    num_train: int = Field(default=20_000, ge=1, le=10_000_000)
     """Training problems, all different."""
-    num_eval: int = Field(default=500, ge=1)
+    num_eval: int = Field(default=500, ge=1, le=10_000_000)
     """Held-out problems, all different and none of them a training problem of any seed."""
     min_operations: int = Field(default=2, ge=1, le=16)
     """Minimum number of operations of an expression."""

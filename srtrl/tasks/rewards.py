@@ -13,9 +13,9 @@ from srtrl.tasks.reward_input import RewardInput, with_options_check
 STATED_ANSWER = re.compile(r"####\s*\S|(?i:answer)\s*:\s*\S")
 
 
-def correct(sample: RewardInput) -> float:
-    """1 where the task's verifier accepts the completion, else 0."""
-    return 1.0 if sample.correct else 0.0
+def correct(sample: RewardInput, *, incorrect: float = 0.0) -> float:
+    """1 where the task's verifier accepts the completion, else `incorrect`."""
+    return 1.0 if sample.correct else incorrect
 
 
 def environment(sample: RewardInput) -> float:

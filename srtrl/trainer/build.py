@@ -12,6 +12,8 @@ import torch
 
 from srtrl.drafters.base import DrafterBase, resolve_drafter
 from srtrl.engine.engine import Engine, EngineOptions
+from srtrl.engine.kv_memory import choose_slots, free_bytes, kv_bytes
+from srtrl.engine.runner import page_bytes_of
 from srtrl.environments.conversations import Conversations, resolve_format
 from srtrl.model.attention import check_packed_attention
 from srtrl.model.transformer import CompiledLayers
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
     from srtrl.model.transformer import Transformer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CPU_SLOTS = 64
+"""`rollout.slots: auto` on a CPU."""
+PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
+"""`rollout.prefill_chunk_tokens: auto`, by type of device."""
 
 
 def choose_device(recipe: Recipe) -> torch.device:
@@ -206,17 +212,31 @@ def is_deterministic(recipe: Recipe, device: torch.device) -> bool:
 
 
 def build_engine(
-    recipe: Recipe, model: Transformer, tokenizer: PreTrainedTokenizerBase, *, reserved_bytes: int = 0
+    recipe: Recipe,
+    model: Transformer,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_samples: int | None = None,
+    reserved_bytes: int = 0,
 ) -> Engine:
     """The decoder, on the weights of `model`.
 
-    On a CUDA device it looks at what memory is free: all other weights and optimizers must be there already, and
-    `reserved_bytes` are left for what the update will take beside its activations.
+    On a CUDA device it looks at what memory is free: all other weights and optimizers must be there already.
+
+    Args:
+        recipe: Its model and its rollouts.
+        model: The policy.
+        tokenizer: For stop strings.
+        num_samples: Of one rollout, at most; by default those of a training step.
+        reserved_bytes: Memory left for what the update will take beside its activations.
     """
     rollout = recipe.rollout
     decode_dtype = recipe.model.decode_dtype
+    prefill = rollout.prefill_chunk_tokens
     options = EngineOptions(
-        slots=rollout.slots,
+        slots=number_of_slots(
+            recipe, model, free_bytes(model.device), num_samples=num_samples, reserved_bytes=reserved_bytes
+        ),
         page_size=rollout.page_size,
         num_pages=rollout.num_pages,
         kv_memory_gib=rollout.kv_memory_gib,
@@ -224,7 +244,7 @@ def build_engine(
         kv_reserved_bytes=reserved_bytes,
         kv_across_update=rollout.kv_across_update,
         cuda_graphs=rollout.cuda_graphs,
-        prefill_chunk_tokens=rollout.prefill_chunk_tokens,
+        prefill_chunk_tokens=PREFILL_TOKENS[model.device.type] if prefill == "auto" else prefill,
         deterministic=is_deterministic(recipe, model.device),
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         decode_dtype=DTYPES[decode_dtype] if decode_dtype is not None else None,
@@ -232,6 +252,38 @@ def build_engine(
         run_ahead_max_slowdown=rollout.run_ahead_max_slowdown,
     )
     return Engine(model, options, tokenizer=tokenizer, drafter=build_drafter(recipe))
+
+
+def number_of_slots(
+    recipe: Recipe, model: Transformer, free: int | None, *, num_samples: int | None = None, reserved_bytes: int = 0
+) -> int:
+    """`rollout.slots`; where it is `auto`, as many as the KV cache will hold (see `kv_memory.choose_slots`).
+
+    Args:
+        recipe: As for `build_engine`, like `model`, `num_samples` and `reserved_bytes`.
+        model: The policy.
+        free: Memory of the CUDA device that new tensors could take, in bytes; None on a CPU.
+        num_samples: The maximum.
+        reserved_bytes: For the update.
+    """
+    rollout = recipe.rollout
+    if rollout.slots != "auto":
+        return rollout.slots
+    if free is None:
+        return CPU_SLOTS
+    dtype = DTYPES[recipe.model.decode_dtype or recipe.model.dtype]
+    page_bytes = page_bytes_of(model, rollout.page_size) * dtype.itemsize // model.dtype.itemsize
+    if dtype != model.dtype:  # the decoder will have a copy of the weights
+        free -= sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    num_bytes, _ = kv_bytes(rollout.kv_memory_gib, free, share=rollout.kv_memory_share, reserved_bytes=reserved_bytes)
+    of_a_step = (rollout.max_open_prompts or rollout.num_prompts) * rollout.num_samples
+    return choose_slots(
+        num_bytes if rollout.num_pages is None else rollout.num_pages * page_bytes,
+        page_bytes=page_bytes,
+        page_size=rollout.page_size,
+        max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
+        num_samples=num_samples or of_a_step,
+    )
 
 
 def build_drafter(recipe: Recipe) -> DrafterBase:

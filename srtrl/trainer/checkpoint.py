@@ -185,7 +185,7 @@ def drop_checkpoints(folder: Path, after: int | None) -> None:
         shutil.rmtree(path)
     for path in list_checkpoints(folder):
         if after is not None and int(path.name[5:]) > after:
-            _delete(path)
+            delete_folder(path)
 
 
 def save_checkpoint(
@@ -221,7 +221,7 @@ def save_checkpoint(
         manifest = {"log": _entry(folder.parent / "metrics.jsonl"), "files": entries}
         write_atomic(temporary / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     for old in list_checkpoints(folder)[:-keep]:
-        _delete(old)
+        delete_folder(old)
     return final
 
 
@@ -238,7 +238,7 @@ def written_beside(final: Path) -> Iterator[Path]:
     for path in (*temporary.rglob("*"), temporary):
         sync_folder(path)  # files as well
     if final.exists():
-        _delete(final)
+        delete_folder(final)
     temporary.rename(final)
     sync_folder(final.parent)
 
@@ -301,7 +301,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, file: Path) -> None:
         ) from error
 
 
-def _delete(folder: Path) -> None:
+def delete_folder(folder: Path) -> None:
     """Rename first: a kill while deleting must not leave half a folder under a complete one's name."""
     doomed = folder.with_name(f".{folder.name}.deleting")
     shutil.rmtree(doomed, ignore_errors=True)

@@ -299,7 +299,10 @@ def run_evals(
     ]
     prompts = [held_out_prompts(task, recipe) for task, recipe in zip(tasks, recipes, strict=True)]
     policy = build.build_policy(base, model, build.choose_device(base))
-    engine = build.build_engine(base, policy, tokenizer)
+    num_samples = max(
+        len(problems) * recipe.eval.num_samples for recipe, problems in zip(recipes, prompts, strict=True)
+    )
+    engine = build.build_engine(base, policy, tokenizer, num_samples=num_samples)
     engine.warm_up(on_compile)
     for job, recipe, task, problems, talk in zip(jobs, recipes, tasks, prompts, talks, strict=True):
         grader = Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)

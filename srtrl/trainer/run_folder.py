@@ -21,7 +21,7 @@ from srtrl.metrics import MetricLog, read_metrics, sync_folder, write_atomic
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import dump_recipe, load_recipe
 from srtrl.trainer.build import choose_device, is_deterministic
-from srtrl.trainer.checkpoint import drop_checkpoints, latest_checkpoint, list_checkpoints, num_log_bytes
+from srtrl.trainer.checkpoint import delete_folder, drop_checkpoints, latest_checkpoint, list_checkpoints, num_log_bytes
 from srtrl.types import RolloutGroup
 
 FREE_KEYS = (
@@ -105,7 +105,8 @@ class RunFolder:
 
     def has_begun(self) -> None:
         """Nothing that can fail early is left: delete what `--overwrite` replaces."""
-        shutil.rmtree(self.path / REPLACED, ignore_errors=True)
+        if (self.path / REPLACED).is_dir():
+            delete_folder(self.path / REPLACED)
 
 
 def run_path(recipe: Recipe) -> Path:
@@ -431,7 +432,6 @@ class RunProgress:
             plain_every: Print a line every this many steps (and the last).
         """
         self.console = console if console is not None else Console()
-        self._title = title
         self._num_steps = num_steps
         self._plain_every = plain_every
         self._bars = Progress(
@@ -446,7 +446,7 @@ class RunProgress:
             disable=not self.console.is_terminal,
         )
         self._outer = self._bars.add_task(title, total=num_steps, count=f"0/{num_steps}", text="")
-        self._inner = self._bars.add_task("", total=1, count="", text="", visible=False)
+        self._inner = self._bars.add_task("", count="", text="", visible=False)
         self._stage = ""
 
     def __enter__(self) -> Self:
@@ -454,6 +454,7 @@ class RunProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._bars.update(self._inner, visible=False)
         self._bars.stop()
 
     def step(self, step: int, text: str) -> None:
@@ -461,19 +462,18 @@ class RunProgress:
         self._bars.update(self._outer, completed=step, count=f"{step}/{self._num_steps}", text="left:")
         self._bars.update(self._inner, visible=False)
         if step % self._plain_every == 0 or step == self._num_steps:
-            self.say(f"{self._title} step {step}/{self._num_steps}  {text}")
+            self.say(f"step {step}/{self._num_steps}  {text}")
 
     def stage(self, name: str, num_done: int = 0, num_total: int = 0) -> None:
         """Show how far the running stage is (a terminal only); without `num_total` only that it runs."""
         if num_done == num_total and name == "rollout":
             name, num_done, num_total = "grading", 0, 0  # of what is decoded; there is nothing to count
+        count = f"{f'{num_done}/{num_total}' if num_total else '':>9}"  # of one width, so that the bars stay in place
         if name != self._stage:
             self._stage = name
-            self._bars.reset(self._inner)
-        count = f"{num_done}/{num_total}" if num_total else ""
-        self._bars.update(
-            self._inner, description=f"  {name}", completed=num_done, total=max(1, num_total), count=count, visible=True
-        )
+            self._bars.remove_task(self._inner)
+            self._inner = self._bars.add_task(f"  {name:<12}", total=num_total or None, count=count, text="")
+        self._bars.update(self._inner, completed=num_done, total=num_total or None, count=count, visible=True)
 
     def compiling(self, num_done: int, num_total: int) -> None:
         """A CPU kernel is being compiled: say once what takes so long."""

@@ -166,6 +166,8 @@ def describe_step(metrics: Mapping[str, float]) -> str:
         f"{metrics['time/tokens_per_second']:,.0f} tokens/s",
         f"{metrics['time/step']:.1f} s",
     ]
+    if (seconds := metrics.get("time/compile", 0)) >= 1:
+        parts[-1] += f" ({seconds:.1f} s compiling)"
     failed = sum(metrics[f"grading/{outcome}"] for outcome in ("timeout", "crash", "error"))
     if failed:
         parts.append(f"{failed:.0f} gradings failed")

@@ -1,0 +1,152 @@
+"""The sections of a recipe that decide what is sampled and how it is graded, and what all sections share."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+MAX_WIDTH = 65536
+"""Of slots, prompts of a step, samples of a prompt and tokens of a page: more would only take memory."""
+
+
+class Section(BaseModel):
+    """A strict part of a recipe: unknown keys are errors, values are not coerced between types."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @field_validator("*")
+    @classmethod
+    def check_size(cls, value: object, info: ValidationInfo) -> object:
+        """No number needs more than 31 bits: it would overflow in an array, long after the start."""
+        if isinstance(value, int | float) and abs(value) >= 2**31 and info.field_name != "seed":
+            raise ValueError(f"expected less than 2^31, found {value}")
+        return value
+
+
+class RewardSection(Section):
+    """One term of the reward."""
+
+    name: str
+    """A function in `srtrl/tasks/rewards.py`, or `package.module:function` of your own."""
+    weight: float = 1.0
+    """Factor of this reward in the sum."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of that function, such as `cache_tokens` of `overlong_penalty`."""
+
+
+class GradingSection(Section):
+    """Where and how long rewards run."""
+
+    num_workers: int = Field(default=2, ge=1, le=1024)
+    """Worker processes that grade while the decoder runs (only for isolated rewards and verifiers: math-verify)."""
+    timeout_seconds: float = Field(default=10.0, gt=0, le=3600)
+    """CPU seconds one sample may take; a sample that takes longer is retried once alone, then counted as `timeout`."""
+
+
+class EnvironmentSection(Section):
+    """What answers the policy between the turns of a sample: a tool, a game, another program."""
+
+    name: str
+    """An environment in `srtrl/environments/`, or `package.module:Class` of your own."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of that environment; its `Options` class documents and checks them."""
+    format: str = "text"
+    """How calls are written and observations are put in: `text`, `chat`, `code_tags` or `hermes`, or a class of your
+    own (`package.module:Class`)."""
+    max_turns: int = Field(default=8, ge=1, le=10_000)
+    """Maximum number of turns of the policy in a sample."""
+    max_observation_tokens: int = Field(default=512, ge=16, le=1_000_000)
+    """Of a longer observation the middle is left out."""
+    timeout_seconds: float = Field(default=300.0, gt=0, le=86_400)
+    """Wall-clock time that an environment may take for one turn; the sample ends then. A last resort: the Python tool
+    has limits of its own."""
+
+
+class RolloutSection(Section):
+    """The decoder and what it decodes in a step."""
+
+    num_prompts: int = Field(ge=1, le=MAX_WIDTH)
+    """Prompts drawn per step. The rollout batch of a step is `num_prompts` x `num_samples` samples.
+
+    verl's `train_batch_size` counts prompts too; TRL's `generation_batch_size` counts samples.
+    """
+    num_samples: int = Field(ge=1, le=MAX_WIDTH)
+    """Samples (responses) of each prompt: the group of GRPO."""
+    dynamic_sampling: bool = False
+    """Replace the groups that `algorithm.filters` drop by further ones until `num_prompts` are kept (DAPO)."""
+    max_open_prompts: int | None = Field(default=None, ge=1)
+    """With dynamic sampling: maximum number of prompts decoded or graded at a time; by default `num_prompts`."""
+    max_draws: int | None = Field(default=None, ge=1)
+    """With dynamic sampling: maximum number of prompts drawn in a step; by default 10 x `num_prompts`.
+
+    Where these are not enough the step learns from the groups that it has, and logs it.
+    """
+    max_prompt_tokens: int = Field(ge=1)
+    """Longest prompt; the task's `overlong_prompts` option decides what happens to a longer one."""
+    max_new_tokens: int = Field(ge=1)
+    """Longest response, the end token included."""
+    temperature: float = Field(default=1.0, gt=0)
+    """The logits are divided by it, both in the decoder and in the update."""
+    stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """A response ends once its text contains one of these."""
+    environment: EnvironmentSection | None = None
+    """What the policy may call or talk to (docs/tools.md); by default a sample is a single turn."""
+    drafter: str = "srt"
+    """A drafter in `srtrl/drafters/` (`none` drafts nothing), or `package.module:Class` of your own."""
+    drafter_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of that drafter; its `Options` class documents and checks them."""
+    draft_budget: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    """`auto`: as many draft nodes as the measured cost of steps justifies. N: at most N per sequence, up to 128."""
+    slots: Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_WIDTH)] = "auto"
+    """Sequences decoded at a time; a finished one is replaced at once.
+
+    `auto`: 64 on a CPU. On CUDA as many as the KV cache holds at a quarter of their maximum length, but not more than
+    the samples of a step, or 1,024.
+    """
+    run_ahead: Literal["off", "next_step"] = "next_step"
+    """What idle slots decode. `next_step`: samples of the next step, whose tokens later serve as drafts.
+
+    A run-ahead uses the RNG key of its sample, so the two have much of their text in common. Every sample of the
+    present step comes before run-aheads, and the policy never learns from a run-ahead. There are no run-aheads if the
+    drafter does not use them (`srt` does), if `draft_budget` is 0, or if `run_ahead_max_slowdown` allows fewer than 8
+    rows in every step.
+    """
+    run_ahead_max_slowdown: Literal["auto"] | Annotated[float, Field(ge=0)] = "auto"
+    """Maximum slowdown of a decode step by run-aheads, as a share of its time; 0 allows only what is free.
+
+    `auto`: 0.03, by the measured cost of steps. On most CPUs a further row is not cheap, and this allows no run-aheads.
+    """
+    page_size: int = Field(default=16, ge=1, le=MAX_WIDTH)
+    """Tokens in one page of the KV cache."""
+    num_pages: int | None = Field(default=None, ge=1)
+    """Pages of the KV cache; by default enough for all slots at full length, within `kv_memory_gib`."""
+    kv_memory_gib: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
+    """Maximum memory of the KV cache where `num_pages` is not set; `auto`: 4 on a CPU, on CUDA `kv_memory_share`.
+
+    Where a CUDA device has less free memory, there are fewer pages, and a warning.
+    """
+    kv_memory_share: float = Field(default=0.5, gt=0, lt=1)
+    """On CUDA: share of the free memory for the KV cache, after weights, optimizers and gradients.
+
+    The rest is for the activations of the update. With `kv_across_update: release` the two do not need their memory at
+    the same time, and about 0.8 is possible.
+    """
+    kv_across_update: Literal["keep", "release"] = "keep"
+    """Whether the KV cache keeps its memory during the update, or releases it and allocates it again.
+
+    Releasing costs some time in each step, and more where CUDA graphs must be captured again.
+    """
+    cuda_graphs: bool = True
+    """On CUDA: launch a decode step as one captured graph. `false` saves memory, but small steps take longer."""
+    prefill_chunk_tokens: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Maximum number of prompt tokens computed in one decode step, beside the decoding sequences.
+
+    `auto`: 512 on a CPU, 8,192 on CUDA.
+    """
+    deterministic: bool | None = None
+    """Same tokens and bit-equal log-probs for any slots, pages, drafter and batch (one machine, one thread count).
+
+    For decoding on a CPU, where it is on by default and costs little. On a CUDA device `true` is refused: kernels there
+    sum in an order that depends on the batch. Drafts never change the distribution of the tokens, with or without it.
+    """

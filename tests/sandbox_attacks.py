@@ -1,0 +1,363 @@
+"""Programs that try to get out of the Python sandbox, to stop it, or to leave something in it.
+
+A program prints BREACH where it succeeded; the test also looks at the world outside. `{names}` are filled in by the
+test: `{token}` is in the secrets, and in the names of the files that the attacks try to make.
+"""
+
+import platform
+from dataclasses import dataclass
+
+from srtrl.environments.python_worker import ALLOWED_VALUES, DENIED_CALLS
+
+
+@dataclass(kw_only=True, frozen=True)
+class Attack:
+    """What is run, and how it must end."""
+
+    code: str
+    status: str = "ok"
+    output: str = ""
+    """What stdout or stderr must contain."""
+    slow: bool = False
+    is_harmless_in_bubblewrap: bool = False
+    """Whether it succeeds there, but finds only the empty folders on the way to those that can be read."""
+    is_truncated: bool = False
+
+
+NUMBERS = {
+    row.split()[0]: row.split()[1 + (platform.machine() == "aarch64")]
+    for row in (DENIED_CALLS + "," + ALLOWED_VALUES).split(",")
+}
+
+PRELUDE = """\
+import ctypes, errno, os, signal, sys
+libc = ctypes.CDLL(None, use_errno=True)
+
+def system_call(number, *arguments):
+    result = libc.syscall(ctypes.c_long(number), *arguments)
+    print("BREACH" if result != -1 else errno.errorcode[ctypes.get_errno()])
+
+def attempt(action):
+    try:
+        print("BREACH", action())
+    except OSError as error:
+        if not seen: print("refused", type(error).__name__)
+        seen.add(type(error))
+
+seen = set()
+"""
+
+
+def attempt(expression: str, *, is_harmless_in_bubblewrap: bool = False) -> Attack:
+    """An expression that must raise an OSError."""
+    return Attack(
+        code=f"{PRELUDE}attempt(lambda: {expression})\n",
+        output="refused",
+        is_harmless_in_bubblewrap=is_harmless_in_bubblewrap,
+    )
+
+
+def raw(name: str, arguments: str) -> Attack:
+    """A system call that must be refused."""
+    return Attack(code=f"{PRELUDE}system_call({NUMBERS[name]}, {arguments})\n", output="EPERM")
+
+
+FILES = {
+    "read the project": attempt("open({project!r}).read()"),
+    "list the project": attempt("os.listdir(os.path.dirname({project!r}))", is_harmless_in_bubblewrap=True),
+    "read the home folder": attempt("open({home_secret!r}).read()"),
+    "list the home folder": attempt("os.listdir({home!r})", is_harmless_in_bubblewrap=True),
+    "read the password file": attempt("open('/etc/passwd').read()"),
+    "list the root": attempt("os.listdir('/')", is_harmless_in_bubblewrap=True),
+    "read by an open directory": attempt("os.open('..', os.O_DIRECTORY)", is_harmless_in_bubblewrap=True),
+    "read a secret with O_PATH": attempt("os.read(os.open({secret!r}, os.O_PATH), 100)"),
+    "write into the project": attempt("open(os.path.dirname({project!r}) + '/{token}', 'w')"),
+    "write into the home folder": attempt("open({home!r} + '/{token}', 'w')"),
+    "write a temporary file": attempt("open('/tmp/{token}', 'w')"),
+    "make a temporary folder": attempt("__import__('tempfile').mkdtemp('{token}')"),
+    "write shared memory": attempt("open('/dev/shm/{token}', 'w')"),
+    "write where it stands": attempt("open('{token}', 'w')"),
+    "append to a secret": attempt("open({secret!r}, 'a').write('x')"),
+    "truncate a secret": attempt("os.truncate({secret!r}, 0)"),
+    "delete a secret": attempt("os.unlink({secret!r})"),
+    "rename a secret": attempt("os.rename({secret!r}, {secret!r} + '{token}')"),
+    "make a secret readable": attempt("os.chmod({secret!r}, 0o777)"),
+    "touch a secret": attempt("os.utime({secret!r}, (0, 0))"),
+    "give a secret away": attempt("os.chown({secret!r}, os.getuid(), os.getgid())"),
+    "label a secret": attempt("os.setxattr({secret!r}, 'user.x', b'x')"),
+    "symbolic link to a secret": attempt("os.symlink({secret!r}, '/tmp/{token}')"),
+    "hard link to a secret": attempt("os.link({secret!r}, '/tmp/{token}')"),
+    "make a named pipe": attempt("os.mkfifo('/tmp/{token}')"),
+    "make a device": attempt("os.mknod('/tmp/{token}', 0o20600, os.makedev(1, 1))"),
+    "change the interpreter": attempt("open(os.__file__, 'a')"),
+    "change the worker's program": attempt("open({worker_file!r}, 'a')"),
+    "fill the disk": Attack(
+        code=PRELUDE + "for folder in ('/tmp', '/var/tmp', '/dev/shm', '.', {home!r}):\n"
+        "    attempt(lambda: open(folder + '/{token}', 'wb').write(bytes(10**8)))\n",
+        output="refused",
+    ),
+    "load a library of one's own": attempt("ctypes.CDLL('/tmp/{token}.so')"),
+}
+
+PROCESS_FILES = {
+    "read its own environment file": attempt("open('/proc/self/environ').read()"),
+    "read the trainer's environment": attempt("open('/proc/{trainer}/environ').read()"),
+    "read the trainer's memory": attempt("open('/proc/{trainer}/mem', 'rb')"),
+    "write the worker's memory": attempt("open(f'/proc/{{os.getppid()}}/mem', 'r+b')"),
+    "list the worker's files": attempt("os.listdir(f'/proc/{{os.getppid()}}/fd')"),
+    "write to the worker's pipes": Attack(
+        code=PRELUDE + "for pid in (os.getppid(), {trainer}, {host}):\n    for number in range(50):\n"
+        "        attempt(lambda: open(f'/proc/{{pid}}/fd/{{number}}', 'wb', buffering=0).write(b'forged'))\n"
+        "        attempt(lambda: open(f'/proc/{{pid}}/fd/{{number}}', 'rb', buffering=0))\n",
+        output="refused",
+    ),
+    "read through its own root": attempt("open('/proc/self/root' + {secret!r}).read()"),
+    "environment variables": Attack(code="import os\nprint(dict(os.environ))", output="PYTHONHASHSEED"),
+}
+
+NETWORK = {
+    "TCP to localhost": attempt("__import__('socket').create_connection(('127.0.0.1', {port}), 1)"),
+    "TCP to the world": attempt("__import__('socket').create_connection(('198.51.100.1', 80), 1)"),
+    "UDP to localhost": attempt("__import__('socket').socket(2, 2).sendto(b'x', ('127.0.0.1', {port}))"),
+    "names of hosts": attempt("__import__('socket').getaddrinfo('example.com', 80)"),
+    "listen": attempt("__import__('socket').create_server(('127.0.0.1', 0))"),
+    "Unix socket": attempt("__import__('socket').socket(1).connect({unix_socket!r})"),
+    "abstract Unix socket": attempt("__import__('socket').socket(1).connect('\\0{token}')"),
+    "netlink": attempt("__import__('socket').socket(16, 3, 0)"),
+    "raw socket": attempt("__import__('socket').socket(2, 3, 1)"),
+    "datagram pair": attempt("__import__('socket').socketpair(1, 2)[0].sendto(b'x', {unix_datagrams!r})"),
+    "reconnect a pair": attempt("__import__('socket').socketpair()[0].connect({unix_socket!r})"),
+    "pair to an abstract socket": attempt("__import__('socket').socketpair()[0].connect('\\0{token}')"),
+    "send a pair's data elsewhere": attempt("__import__('socket').socketpair()[0].sendto(b'x', {unix_datagrams!r})"),
+}
+
+PROCESSES = {
+    "fork": attempt("os.fork()"),
+    "fork bomb": Attack(code=PRELUDE + "for _ in range(1000):\n    attempt(os.fork)\n", output="refused"),
+    "double fork and setsid": Attack(
+        code=PRELUDE
+        + "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        while True: signal.pause()\n",
+        status="error",
+        output="PermissionError",
+    ),
+    "raw clone": raw("clone", "17, 0, 0, 0, 0"),
+    "raw clone of a thread": raw("clone", "0x10F00, 0, 0, 0, 0"),
+    "raw clone3": raw("clone3", "bytes(88), 88"),
+    "start a program": attempt("__import__('subprocess').run(['/bin/sh', '-c', 'echo BREACH'])"),
+    "os.system": Attack(code="import os\nos.system('echo BREACH') != 0", output="True"),
+    "become another program": attempt("os.execv('/bin/sh', ['sh', '-c', 'echo BREACH'])"),
+    "multiprocessing": attempt("__import__('multiprocessing').Process(target=print).start()"),
+    "thread bomb": Attack(
+        code="import threading\nfor _ in range(1000):\n    threading.Thread(target=print, args=('BREACH',)).start()",
+        status="error",
+        output="can't start new thread",
+    ),
+    "leave the session": attempt("os.setsid()"),
+    "leave the process group": attempt("os.setpgid(0, 0)"),
+    "unshare": raw("unshare", "0x10000000"),
+    "mount": raw("mount", "b'none', b'/tmp', b'tmpfs', 0, 0"),
+    "io_uring": raw("io_uring_setup", "1, bytes(120)"),
+    "keyctl": raw("keyctl", "0, -3, 0"),
+    "bpf": raw("bpf", "0, bytes(72), 72"),
+    "perf_event_open": raw("perf_event_open", "bytes(112), 0, -1, -1, 0"),
+    "userfaultfd": raw("userfaultfd", "0"),
+    "anonymous file": raw("memfd_create", "b'x', 0"),
+    "System V shared memory": raw("shmget", "0, 4096, 0o1666"),
+    "file handles": raw("open_by_handle_at", "-100, bytes(128), 0"),
+}
+if platform.machine() == "x86_64":
+    PROCESSES |= {
+        "raw fork": raw("fork", "0"),
+        "raw vfork": raw("vfork", "0"),
+        "second table of numbers": Attack(code=PRELUDE + "system_call(0x40000000 + 57)", status="killed|ok"),
+    }
+
+OTHERS = "for pid in (os.getppid(), {trainer}, {host}, 1, -1, 0, -os.getppid()):\n"
+SIGNALS = {
+    "kill": Attack(code=PRELUDE + OTHERS + "    attempt(lambda: os.kill(pid, 9))\n", output="refused"),
+    "stop": Attack(code=PRELUDE + OTHERS + "    attempt(lambda: os.kill(pid, signal.SIGSTOP))\n", output="refused"),
+    "kill by raw call": raw("kill", "os.getppid(), 9"),
+    "kill a thread": raw("tgkill", "os.getppid(), os.getppid(), 9"),
+    "queue a signal": raw("rt_sigqueueinfo", "os.getppid(), 9, bytes(128)"),
+    "kill through a file descriptor": attempt("signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 9)"),
+    "signal by the owner of a pipe": Attack(
+        code=PRELUDE + "import fcntl\nr, w = os.pipe()\nfcntl.fcntl(r, fcntl.F_SETSIG, 9)\n"
+        "attempt(lambda: fcntl.fcntl(r, fcntl.F_SETOWN, os.getppid()))\n"
+        "fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC)\nos.write(w, b'x')\n",
+        output="refused",
+    ),
+    "signal by the owner of a socket": Attack(
+        code=PRELUDE + "import fcntl, socket, struct\npair = socket.socketpair()\n"
+        "attempt(lambda: fcntl.ioctl(pair[0], 0x8901, struct.pack('i', os.getppid())))\n",
+        output="refused",
+    ),
+    "trace": raw("ptrace", "16, os.getppid(), 0, 0"),
+    "read another's memory": raw("process_vm_readv", "os.getppid(), 0, 0, 0, 0, 0"),
+    "write another's memory": raw("process_vm_writev", "os.getppid(), 0, 0, 0, 0, 0"),
+    "limit the worker": Attack(
+        code=PRELUDE + "import resource\n"
+        "attempt(lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1)))\n",
+        output="refused",
+    ),
+    "slow the worker down": attempt("os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)"),
+    "move the worker": attempt("os.sched_setaffinity(os.getppid(), {{0}})"),
+    "outlive the worker": Attack(code=PRELUDE + "print(libc.prctl(1, 0, 0, 0, 0))", output="-1"),
+    "take a worker's file": raw("pidfd_getfd", "3, 4, 0"),
+}
+
+LIMITS = {
+    "endless loop": Attack(code="while True:\n    pass", status="timeout"),
+    "endless loop in C": Attack(code="import re\nre.match('(a+)+$', 'a' * 40 + 'b')", status="timeout"),
+    "ignored signals": Attack(
+        code="import signal\nfor number in range(1, 65):\n    try: signal.signal(number, signal.SIG_IGN)\n"
+        "    except (OSError, ValueError): pass\nwhile True: pass",
+        status="timeout",
+    ),
+    "blocked signals": Attack(
+        code="import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass",
+        status="timeout",
+        slow=True,
+    ),
+    "sleep": Attack(code="import time\ntime.sleep(1000)", status="timeout"),
+    "sleep without signals": Attack(
+        code="import signal, time\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\ntime.sleep(1000)",
+        status="timeout",
+        slow=True,
+    ),
+    "raise the limits": Attack(
+        code="import resource\nfor kind in range(16):\n    for value in ((-1, -1), (10**12, 10**12)):\n"
+        "        try: resource.setrlimit(kind, value)\n        except (OSError, ValueError): pass\n"
+        "print([resource.getrlimit(kind)[1] for kind in (resource.RLIMIT_CPU, resource.RLIMIT_FSIZE)])\n"
+        "while True: pass",
+        status="timeout",
+        output="[1, 0]",
+    ),
+    "memory in one piece": Attack(code="x = bytearray(10**10)", status="memory", output="MemoryError"),
+    "memory in pieces": Attack(code="x = []\nwhile True:\n    x.append(bytes(10**6))", status="memory"),
+    "memory of numpy": Attack(code="import numpy\nx = numpy.ones((1 << 16, 1 << 16))", status="memory"),
+    "shared memory": Attack(code="import mmap\nx = [mmap.mmap(-1, 1 << 26) for _ in range(100)]", status="error"),
+    "a large number": Attack(code="x = 1 << (1 << 40)", status="memory"),
+    "file descriptors": Attack(
+        code="import os\nx = [os.pipe() for _ in range(1000)]", status="error", output="Too many open files"
+    ),
+    "endless output": Attack(code="while True:\n    print('x' * 1000)", status="killed", is_truncated=True),
+    "endless errors": Attack(
+        code="import sys\nwhile True:\n    sys.stderr.write('x' * 1000)", status="killed", is_truncated=True
+    ),
+    "one large output": Attack(code="print('x' * 10**8)", status="killed", is_truncated=True, slow=True),
+    "a large value": Attack(code="'x' * 10**7", status="killed", is_truncated=True),
+    "raw output": Attack(
+        code="import os\nwhile True:\n    os.write(1, b'x' * 65536)", status="killed", is_truncated=True
+    ),
+    "output after closing Python's": Attack(
+        code="import os, sys\nos.dup2(1, 9)\nsys.stdout.close()\nwhile True:\n    os.write(9, b'x' * 65536)",
+        status="killed",
+        is_truncated=True,
+    ),
+    "an endless traceback": Attack(
+        code="class Loud(Exception):\n    def __str__(self): return 'x' * 10**7\nraise Loud",
+        status="killed",
+        is_truncated=True,
+    ),
+    "a timer": Attack(code="import signal\nsignal.alarm(1)\nsignal.pause()", status="killed"),
+    "an endless repr": Attack(
+        code="class Slow:\n    def __repr__(self):\n        while True: pass\nSlow()",
+        status="timeout",
+        slow=True,
+    ),
+    "an endless __str__ of an error": Attack(
+        code="class Slow(Exception):\n    def __str__(self):\n        while True: pass\nraise Slow",
+        status="timeout",
+        slow=True,
+    ),
+    "an endless flush at exit": Attack(
+        code="import sys\nclass Slow:\n    def flush(self):\n        while True: pass\nsys.stdout = Slow()",
+        status="timeout",
+    ),
+}
+
+CRASHES = {
+    "segmentation fault": Attack(code="import ctypes\nctypes.string_at(1)", status="killed"),
+    "abort": Attack(code="import os\nos.abort()", status="killed"),
+    "deep recursion": Attack(
+        code="import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return sorted([x], key=f)\nf(1)", status="killed"
+    ),
+    "recursion": Attack(code="def f(): return f()\nf()", status="error", output="RecursionError"),
+    "deep brackets": Attack(code="x = (\n" + "(" * 1_000 + ")" * 1_001, status="error", output="SyntaxError"),
+    "a deep tree": Attack(code="x = " + "-" * 100_000 + "1", status="memory"),
+    "a long sum": Attack(code="x = " + "+".join(["1"] * 20_000), status="error", output="RecursionError"),
+    "too much source": Attack(code="x = 1\n" * 1_000_000, status="error", output="SyntaxError"),
+    "a NUL in the source": Attack(code="print('a\0b')", status="error", output="null bytes"),
+    "a surrogate in the source": Attack(code="print('\udcff')", status="error", output="UnicodeEncodeError"),
+    "warnings as errors": Attack(
+        code="import warnings\nwarnings.simplefilter('error')\nwarnings.warn('BAD')", status="error", output="BAD"
+    ),
+    "invalid bytes in the output": Attack(code="import os\nos.write(1, b'\\xff\\x00\\xfe')", output="\ufffd\0\ufffd"),
+    "surrogates in the output": Attack(code="print('\\udcff', '\\0')", output="\\udcff \0"),
+    "no file descriptors": Attack(code="import os\nos.closerange(0, 100)\nprint('x')", status="error"),
+    "no file descriptors, and no end": Attack(
+        code="import os, time\nos.closerange(0, 100)\ntime.sleep(1000)",
+        status="timeout",
+        slow=True,
+    ),
+    "read standard input": Attack(code="import sys\nprint(repr(sys.stdin.read()))", output="''"),
+    "free an object twice": Attack(
+        code="import ctypes\nx = object()\nfor _ in range(100): ctypes.pythonapi.Py_DecRef(ctypes.py_object(x))\n"
+        "import gc\ngc.collect()\nctypes.string_at(1)",
+        status="killed",
+    ),
+    "collect the whole heap": Attack(
+        code="import gc, sys\nsys.modules.clear()\nfor x in gc.get_objects():\n    if isinstance(x, dict): x.clear()",
+        status="error|killed|ok",
+    ),
+    "sys.exit": Attack(code="import sys\nsys.exit(0)"),
+    "sys.exit with a text": Attack(code="import sys\nsys.exit('text')", status="error", output="text"),
+    "os._exit": Attack(code="import os\nos._exit(9)", status="error"),
+    "KeyboardInterrupt": Attack(code="raise KeyboardInterrupt", status="error", output="KeyboardInterrupt"),
+    "a base exception": Attack(code="class E(BaseException): pass\nraise E('x')", status="error", output="E: x"),
+}
+
+FORGERIES = {
+    "write results to all file descriptors": Attack(
+        code="import json, os\nforged = json.dumps(dict(status='ok', stdout='forged', stderr='', exit_code=0,"
+        " seconds=0.0, is_truncated=False)) + '\\n'\nfor number in range(3, 1000):\n"
+        "    try: os.write(number, forged.encode())\n    except OSError: pass\n1/0",
+        status="error",
+        output="ZeroDivisionError",
+    ),
+    "print a result": Attack(code='print(\'{{"status": "timeout", "stdout": "forged"}}\')', output="forged"),
+    "use the worker's own objects": Attack(
+        code="import gc, os\nfor x in gc.get_objects() + [o for m in list(__import__('sys').modules.values())"
+        " for o in vars(m).values()]:\n    if hasattr(x, 'fileno') and not isinstance(x, type):\n"
+        "        try: number = x.fileno()\n        except (OSError, ValueError, TypeError, AttributeError): continue\n"
+        "        if number > 2:\n            try: print('BREACH', os.fstat(number))\n            except OSError: pass\n"
+        "1/0",
+        status="error",
+    ),
+    "answer in the worker's name": Attack(
+        code="import sys\nframe = sys._getframe()\nwhile frame.f_back: frame = frame.f_back\n"
+        "names = [name for name in frame.f_globals]\n1/0",
+        status="error",
+    ),
+    "return into the worker's loop": Attack(
+        code="import sys\nmain = sys._getframe(1).f_globals['Calls']\n"
+        "sys._getframe(1).f_globals['finish'] = lambda *a: True\n1/0",
+        status="error",
+    ),
+    "exit code of memory": Attack(code="raise MemoryError", status="memory"),
+    "patch the interpreter": Attack(
+        code="import builtins, json, os, random, sys, numpy, sympy\n"
+        "builtins.print = lambda *a: None\njson.dumps = json.loads = os.write = None\nrandom.random = lambda: 4\n"
+        "numpy.sum = sympy.factor = None\nsys.modules.clear()\nbuiltins.repr = lambda x: 'forged'\n",
+    ),
+    "handlers at exit": Attack(
+        code="import atexit, sys, threading\natexit.register(lambda: print('BREACH'))\nsys.excepthook = print\n"
+        "threading.excepthook = print\n1/0",
+        status="error",
+    ),
+    "threads that stay": Attack(
+        code="import _thread\n_thread.start_new_thread(print, ('BREACH',))", status="error", output="RuntimeError"
+    ),
+}
+
+ATTACKS: dict[str, Attack] = FILES | PROCESS_FILES | NETWORK | PROCESSES | SIGNALS | LIMITS | CRASHES | FORGERIES

@@ -1,0 +1,378 @@
+"""The Python sandbox: what it gives back, and that nothing gets out of it, stops it, or stays."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from secrets import token_hex
+
+import pytest
+from sandbox_attacks import ATTACKS, FILES, Attack
+from typer.testing import CliRunner
+
+from srtrl.cli import app
+from srtrl.environments import python_sandbox
+from srtrl.environments.python_sandbox import WORKER_FILE, PythonSandbox, SandboxLimits, ToolResult, choose_kind
+
+PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+LIMITS = SandboxLimits(cpu_seconds=1, wall_seconds=3.0 + os.getpid() * 1e-6, memory_mb=256, output_bytes=4096)
+OWN_LIMITS = replace(LIMITS, wall_seconds=LIMITS.wall_seconds + 1)
+"""Of pools that a test makes for itself. The odd numbers of seconds mark processes in the system's list of them."""
+
+
+def worker_pids(limits: SandboxLimits = OWN_LIMITS) -> set[int]:
+    """All processes of the pools with these limits: interpreters, calls, and their forks."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes()
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if str(limits.wall_seconds).encode() in command and state != "Z":
+            found.add(int(folder.name))
+    return found
+
+
+@dataclass
+class World:
+    """A pool and what its calls must not touch."""
+
+    pool: PythonSandbox
+    token: str
+    names: dict[str, object]
+    sockets: list[socket.socket]
+    pids: set[int]
+    secrets: dict[Path, os.stat_result]
+
+    def run(self, attack: Attack) -> ToolResult:
+        code = attack.code
+        if "{" in code:
+            code = code.format(**self.names)
+        return self.pool.run(code)
+
+    def check(self) -> None:
+        """Nothing got out, nothing stays, and the pool works as before."""
+        for listener in self.sockets:
+            with pytest.raises(BlockingIOError):
+                listener.recv(1) if listener.type == socket.SOCK_DGRAM else listener.accept()
+        for path, stat in self.secrets.items():
+            now = path.stat()
+            assert path.read_text() == self.token
+            assert (now.st_mode, now.st_mtime, now.st_nlink) == (stat.st_mode, stat.st_mtime, stat.st_nlink)
+        for folder in (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"), Path("/"), Path.home(), PROJECT.parent):
+            assert not list(folder.glob(f"*{self.token}*"))
+        replies = [future.result() for future in [self.pool.submit("print(6 * 7)\nrepr(2)") for _ in range(4)]]
+        assert [(reply.status, reply.stdout) for reply in replies] == [("ok", "42\n'2'\n")] * 4
+        assert worker_pids(LIMITS) == self.pids
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "sandlock",
+        pytest.param(
+            "bubblewrap",
+            marks=[pytest.mark.slow, pytest.mark.skipif(not shutil.which("bwrap"), reason="bwrap is not installed")],
+        ),
+    ],
+)
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("world")
+    token = f"srtrl{token_hex(8)}"
+    os.environ["SRTRL_TEST_SECRET"] = token
+    secret, home_secret = folder / "secret", Path.home() / ".srtrl-sandbox-test"
+    for path in (secret, home_secret):
+        path.write_text(token)
+        path.chmod(0o644)
+    sockets = [socket.create_server(("127.0.0.1", 0))]
+    for kind, address in (
+        (socket.SOCK_STREAM, str(folder / "s")),
+        (socket.SOCK_DGRAM, str(folder / "d")),
+        (socket.SOCK_STREAM, f"\0{token}"),
+    ):
+        sockets.append(socket.socket(socket.AF_UNIX, kind))
+        sockets[-1].bind(address)
+        if kind == socket.SOCK_STREAM:
+            sockets[-1].listen()
+    port = sockets[0].getsockname()[1]
+    sockets.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+    sockets[-1].bind(("127.0.0.1", port))
+    for listener in sockets:
+        listener.setblocking(False)
+    with PythonSandbox(LIMITS, num_workers=2, sandbox=request.param) as pool:
+        names = {
+            "token": token,
+            "secret": str(secret),
+            "home": str(Path.home()),
+            "home_secret": str(home_secret),
+            "project": str(PROJECT),
+            "worker_file": str(WORKER_FILE),
+            "trainer": os.getpid(),
+            "host": pool._workers[0]._process.pid,
+            "port": port,
+            "unix_socket": str(folder / "s"),
+            "unix_datagrams": str(folder / "d"),
+        }
+        yield World(
+            pool, token, names, sockets, worker_pids(LIMITS), {path: path.stat() for path in (secret, home_secret)}
+        )
+    del os.environ["SRTRL_TEST_SECRET"]
+    home_secret.unlink()
+    for listener in sockets:
+        listener.close()
+    assert worker_pids(LIMITS) == set()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if attack.slow else ()) for name, attack in ATTACKS.items()]
+)
+def test_no_attack_gets_through(world: World, name: str) -> None:
+    attack = ATTACKS[name]
+    if attack.is_harmless_in_bubblewrap and world.pool.kind == "bubblewrap":
+        pytest.skip("finds only empty folders")
+    result = world.run(attack)
+    output = result.stdout + result.stderr
+    assert result.status in attack.status.split("|"), result
+    assert attack.output in output, result
+    assert "BREACH" not in result.stdout, result
+    assert world.token not in result.stdout
+    assert "[build-system]" not in output
+    assert result.is_truncated == attack.is_truncated
+    assert len(result.stdout) <= LIMITS.output_bytes
+    assert len(result.stderr) <= LIMITS.output_bytes
+    assert result.seconds < 10
+    world.check()
+
+
+@pytest.mark.parametrize("name", ["read the project", "read the home folder", "list the root"])
+def test_the_attacks_are_real(world: World, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a sandbox they do get through, and a warning says so at the start."""
+    with PythonSandbox(LIMITS, num_workers=1, sandbox="none") as pool:
+        result = pool.run(FILES[name].code.format(**world.names))
+    assert "BREACH" in result.stdout
+    assert ["sandbox: none" in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(
+    ("code", "stdout"),
+    [
+        ("", ""),
+        ("1 + 1", "2\n"),
+        ("x = 3", ""),
+        ("x = 3; x", "3\n"),
+        ("print(1)", "1\n"),
+        ("None", ""),
+        ("'text'", "'text'\n"),
+        ("if True:\n    5", ""),
+        ("5  # a comment\n# another\n", "5\n"),
+        ('"""five"""', "'five'\n"),
+        ("(1 +\n 2)", "3\n"),
+        ("import sympy\nx = sympy.Symbol('x')\nsympy.factor(x**2 - 1)", "(x - 1)*(x + 1)\n"),
+        ("import numpy as np\nnp.arange(3).tolist()", "[0, 1, 2]\n"),
+        ("print('é∞')", "é∞\n"),
+        ("__name__", "'__main__'\n"),
+        ("from dataclasses import dataclass, replace\n@dataclass\nclass P:\n    x: int\nP(1)", "P(x=1)\n"),
+        ("def f(n): return n if n < 2 else f(n - 1) + f(n - 2)\nf(20)", "6765\n"),
+        ("import asyncio\nasync def f(): return 4\nasyncio.run(f())", "4\n"),
+        ("print(1, end='')\nquit()", "1"),
+    ],
+)
+def test_output_and_value(world: World, code: str, stdout: str) -> None:
+    result = world.pool.run(code)
+    assert (result.status, result.stdout, result.stderr, result.exit_code) == ("ok", stdout, "", 0)
+    assert not result.is_truncated
+    assert 0 < result.seconds < 5
+
+
+def test_an_error_shows_the_codes_own_lines(world: World) -> None:
+    result = world.pool.run("print('before')\ndef f(x):\n    return 1 / x\nf(0)\nprint('after')")
+    assert (result.status, result.stdout, result.exit_code) == ("error", "before\n", 1)
+    lines = result.stderr.splitlines()
+    assert lines[1:3] == ['  File "<tool>", line 4, in <module>', "    f(0)"]
+    assert lines[-1] == "ZeroDivisionError: division by zero"
+    assert "python_worker" not in result.stderr
+
+
+def test_the_same_code_gives_the_same_result_in_every_call(world: World) -> None:
+    code = (
+        "import os, random, secrets, uuid, numpy as np\n"
+        "print(random.random(), secrets.token_hex(), uuid.uuid4(), os.urandom(4), np.random.rand(),"
+        " np.random.default_rng().random(), {'a', 'b', 'c'}, hash('a'), random.SystemRandom().random())"
+    )
+    results = [future.result() for future in [world.pool.submit(code) for _ in range(6)]]
+    assert {result.status for result in results} == {"ok"}
+    assert len({result.stdout for result in results}) == 1
+
+
+def test_output_is_truncated_at_the_limit(world: World) -> None:
+    exact = world.pool.run(f"print('x' * {LIMITS.output_bytes - 1})")
+    assert (exact.status, exact.is_truncated, len(exact.stdout)) == ("ok", False, LIMITS.output_bytes)
+    more = world.pool.run(f"print('x' * {LIMITS.output_bytes})")
+    assert (more.status, more.is_truncated, more.stdout) == ("killed", True, "x" * LIMITS.output_bytes)
+
+
+def test_memory_is_that_of_the_call(world: World) -> None:
+    """The interpreter's own, with numpy and sympy, does not count."""
+    assert world.pool.run(f"x = bytearray({200 * 2**20})\nlen(x)").stdout == f"{200 * 2**20}\n"
+    assert world.pool.run(f"x = bytearray({260 * 2**20})").status == "memory"
+
+
+def test_submit_returns_at_once_and_calls_overlap(world: World) -> None:
+    begun = time.monotonic()
+    futures = [world.pool.submit("import time\ntime.sleep(1)") for _ in range(2)]
+    assert time.monotonic() - begun < 0.5
+    assert [future.result().status for future in futures] == ["ok", "ok"]
+    assert time.monotonic() - begun < 1.9
+
+
+@pytest.mark.parametrize("whom", ["host", "interpreter", "call"])
+def test_a_process_killed_from_outside_costs_only_its_call(whom: str) -> None:
+    with PythonSandbox(OWN_LIMITS, num_workers=1) as pool:
+        before = worker_pids()
+        future = pool.submit("import time\nprint('begun')\ntime.sleep(1000)")
+        host = pool._workers[0]._process.pid
+        while len(worker_pids()) == len(before):
+            time.sleep(0.01)
+        call = max(worker_pids() - before)
+        os.kill({"host": host, "call": call, "interpreter": max(before - {host})}[whom], signal.SIGKILL)
+        assert future.result(timeout=5).status == "killed"
+        assert not worker_pids() - before
+        assert pool.run("6 * 7").stdout == "42\n"
+    assert worker_pids() == set()
+
+
+def test_closing_ends_calls_that_run() -> None:
+    pool = PythonSandbox(OWN_LIMITS, num_workers=2)
+    futures = [pool.submit("import time\ntime.sleep(1000)") for _ in range(3)]
+    time.sleep(0.2)
+    begun = time.monotonic()
+    pool.close()
+    assert time.monotonic() - begun < 2
+    assert [future.cancelled() or future.result().status for future in futures] == ["killed", "killed", True]
+    assert worker_pids() == set()
+    pool.close()
+
+
+def test_nothing_outlives_a_killed_trainer() -> None:
+    program = (
+        "import sys, time\nfrom srtrl.environments.python_sandbox import *\n"
+        f"pool = PythonSandbox({OWN_LIMITS!r}, num_workers=2)\n"
+        "futures = [pool.submit('import time\\ntime.sleep(1000)') for _ in range(2)]\n"
+        "time.sleep(0.3)\nprint('ready', flush=True)\ntime.sleep(100)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == b"ready\n"
+        assert len(worker_pids() - {trainer.pid}) >= 4
+        trainer.kill()
+    for _ in range(100):
+        if not worker_pids():
+            break
+        time.sleep(0.05)
+    assert worker_pids() == set()
+
+
+def test_an_interpreter_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "worker.py"
+    broken.write_text("raise ImportError('no sympy for you')")
+    monkeypatch.setattr(python_sandbox, "WORKER_FILE", broken)
+    with pytest.raises(RuntimeError, match=r"did not start: Traceback(.|\n)*no sympy for you"):
+        PythonSandbox(OWN_LIMITS, num_workers=2)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "problem", "has_bubblewrap", "outcome"),
+    [
+        ("auto", None, True, "sandlock"),
+        ("auto", "old kernel", True, "bubblewrap"),
+        ("sandlock", None, False, "sandlock"),
+        ("bubblewrap", None, True, "bubblewrap"),
+        ("none", "old kernel", False, "none"),
+        ("auto", "old kernel", False, "sandlock: old kernel. Install bubblewrap"),
+        ("sandlock", "old kernel", True, "sandlock: old kernel"),
+        ("bubblewrap", None, False, "bwrap is not installed"),
+    ],
+)
+def test_choice_of_the_sandbox(
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: python_sandbox.SandboxKind,
+    problem: str | None,
+    has_bubblewrap: bool,
+    outcome: str,
+) -> None:
+    monkeypatch.setattr(python_sandbox, "_sandlock_problem", lambda: problem)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}" if has_bubblewrap else None)
+    if " " not in outcome:
+        assert choose_kind(wanted) == outcome
+        return
+    with pytest.raises(ValueError, match=outcome):
+        choose_kind(wanted)
+
+
+def test_an_old_kernel_is_told_by_its_landlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sandlock
+
+    monkeypatch.setattr(sandlock, "landlock_abi_version", lambda: 4)
+    assert "this kernel has 4" in str(python_sandbox._sandlock_problem())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: SandboxLimits(cpu_seconds=0), "cpu_seconds must be positive, not 0"),
+        (lambda: PythonSandbox(OWN_LIMITS, num_workers=0), "at least 1 worker"),
+    ],
+)
+def test_bad_settings_are_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "exit_code", "status"),
+    [
+        (["-", "--json"], "6 * 7", 0, "ok"),
+        (["-"], "print(42)\n1 / 0", 1, None),
+        (["nowhere.py"], "", 2, None),
+    ],
+)
+def test_the_command(arguments: list[str], code: str, exit_code: int, status: str | None) -> None:
+    result = CliRunner().invoke(app, ["tool", "python", *arguments], input=code)
+    assert result.exit_code == exit_code
+    if status is None:
+        assert result.stdout == ("42\n" if exit_code == 1 else "")
+        return
+    printed = json.loads(result.stdout)
+    assert set(printed) == {"status", "stdout", "stderr", "exit_code", "seconds", "is_truncated"}
+    assert (printed["status"], printed["exit_code"]) == (status, exit_code)
+
+
+@pytest.mark.slow
+def test_ten_thousand_calls() -> None:
+    def resident_mib() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
+
+    seconds = []
+    with PythonSandbox(SandboxLimits(), num_workers=2) as pool:
+        pool.run("0")
+        before, begun = resident_mib(), time.monotonic()
+        for start in range(0, 10_000, 500):
+            futures = [pool.submit(f"print({number})\n{number} * 2") for number in range(start, start + 500)]
+            for number, future in enumerate(futures, start):
+                result = future.result()
+                assert (result.status, result.stdout) == ("ok", f"{number}\n{number * 2}\n")
+                seconds.append(result.seconds)
+        took = time.monotonic() - begun
+    assert resident_mib() - before < 10
+    seconds.sort()
+    p50, p99 = (seconds[int(len(seconds) * share)] * 1000 for share in (0.5, 0.99))
+    logging.getLogger(__name__).info("%.0f calls/s, p50 %.1f ms, p99 %.1f ms", len(seconds) / took, p50, p99)
