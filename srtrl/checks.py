@@ -35,8 +35,11 @@ def build_checked(source: RecipeSource, *, warm_start: bool = False) -> Recipe:
 def _import_names(recipe: Recipe, source: RecipeSource) -> None:
     """Import the modules that a recipe of somebody else names, saying which, from anywhere but the current folder."""
     algorithm = recipe.algorithm
+    environment = recipe.rollout.environment
     names = {
         "task.name": recipe.task.name,
+        "rollout.environment.name": environment.name if environment else "",
+        "rollout.environment.format": environment.format if environment else "",
         "rollout.drafter": recipe.rollout.drafter,
         "algorithm.advantage": algorithm.advantage,
         "algorithm.loss": algorithm.loss,

@@ -12,10 +12,12 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import torch
 from tiny_run import assert_same_run, learned_rows, make_recipe
 
+from srtrl.environments.base import EnvironmentBase, Step, Turn
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.tasks.grading import Grader
@@ -140,6 +142,52 @@ def test_killed_at_random_times_again_and_again(policy: Path, uninterrupted: Pat
         process.join()
     assert finish(start(recipe, resume=True)) == 0
     assert_same_run(tmp_path / "run", uninterrupted)
+
+
+class Oracle(EnvironmentBase):
+    """Answers a turn by a random number that no seed decides; may kill the process in the middle of a call."""
+
+    num_calls = 0
+    dies_after: Path | None = None
+    """The process dies a few calls after this file has been written."""
+
+    def step(self, turn: Turn) -> Step:
+        if self.dies_after is not None and self.dies_after.exists():
+            type(self).num_calls += 1
+            if self.num_calls == 5:
+                die()
+        return Step(observation=f" {int.from_bytes(os.urandom(2))} ", reward=sum(turn.token_ids) % 3)
+
+
+def kill_in_tool_call(file: Path) -> None:
+    """Let the process die in a tool call after this file has been written."""
+    Oracle.dies_after = file
+
+
+def test_killed_in_a_tool_call_and_resumed_repeats_what_was_said(policy: Path, tmp_path: Path) -> None:
+    """Even of a tool that is not deterministic: what it said before is read from the run's folder."""
+    changes = {
+        "rollout__environment": {"name": "test_resume:Oracle", "max_turns": 3, "max_observation_tokens": 16},
+        "rollout__stop_strings": ["1", "3", "5", "7", "+", "(", "A"],
+        "rollout__max_new_tokens": 40,
+        "rewards": [{"name": "environment"}],
+        "eval": {"before_and_after": False},
+    }
+    recipe = make_recipe(policy, tmp_path, **changes)
+    run = tmp_path / "run"
+    done = run / "rollouts" / "step_000003.parquet"  # and after step 3 there is no checkpoint
+    assert finish(start(recipe, prepare=partial(kill_in_tool_call, done))) == -signal.SIGKILL
+    known = {path.name: path.read_bytes() for path in (run / "observations").iterdir()}
+    assert {"step_000003.jsonl", "step_000004.jsonl"} <= known.keys()
+    killed = shutil.copytree(run, tmp_path / "killed" / "run")
+    assert finish(start(recipe, resume=True)) == 0  # from the checkpoint after step 2
+    assert pyarrow.parquet.read_table(done) == pyarrow.parquet.read_table(killed / "rollouts" / done.name)
+    for step in (3, 4):  # nothing was asked again
+        name = f"step_{step:06d}.jsonl"
+        assert (run / "observations" / name).read_bytes().startswith(known[name])
+    shutil.copytree(run / "observations", killed / "observations", dirs_exist_ok=True)
+    assert finish(start(make_recipe(policy, tmp_path / "killed", **changes), resume=True)) == 0
+    assert_same_run(killed, run)
 
 
 def test_two_processes_cannot_hold_one_folder(tmp_path: Path) -> None:
