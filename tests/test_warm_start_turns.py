@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from srtrl.environments.base import ToolCall
 from srtrl.environments.conversations import Conversations
 from srtrl.environments.formats import CodeTags, Hermes, MalformedCallError
+from srtrl.metrics import read_metrics
 from srtrl.model.weights import load_tokenizer
 from srtrl.recipe import EnvironmentSection, Recipe
 from srtrl.recipe_file import load_recipe
@@ -263,3 +264,17 @@ def conversation(number: int, tag: str = "</code>\n<interpreter>\n{}\n</interpre
     question = f"*user question:*\nWhat is {number} + {number}?"
     answer = f"{said}<answer>\n\\boxed{{{2 * number}}}\n</answer>"
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+# --- What comes of it -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_tools_tiny_learns_to_call_the_calculator(tmp_path: Path) -> None:
+    """Eight steps of the recipe, with the bundled policy: half a minute."""
+    changes = ["train.num_steps=8", "eval.before_and_after=false", "eval.every_steps=null", f"output_dir={tmp_path}"]
+    result = tiny_run.train(load_recipe(RECIPES / "tools_tiny.yaml", changes))
+    rows = read_metrics(result.folder / "metrics.jsonl")
+    for name in ("environment/outcome_ok", "accuracy"):
+        values = [row[name] for row in rows]
+        assert sum(values[-2:]) > 1.3 * sum(values[:2]), name
