@@ -1,6 +1,7 @@
 """Warm start on solutions with tool output: the same tokens as in a rollout, and a loss on the model's turns only."""
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,21 @@ from environment_cases import END, TOKENIZER, OneTool, ask, completion_of, encod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from srtrl.environments.base import ToolCall
+from srtrl.environments.base import Messages, ToolCall
+from srtrl.environments.calculator import Environment
 from srtrl.environments.conversations import Conversations
 from srtrl.environments.formats import CodeTags, Hermes, MalformedCallError
 from srtrl.metrics import read_metrics
 from srtrl.model.weights import load_tokenizer
-from srtrl.recipe import EnvironmentSection, Recipe
+from srtrl.recipe import EnvironmentSection, Recipe, Section
 from srtrl.recipe_file import load_recipe
 from srtrl.tasks.arithmetic import ArithmeticOptions
 from srtrl.tasks.arithmetic import Task as ArithmeticTask
 from srtrl.tasks.base import load_task
+from srtrl.trainer import warm_start
 from srtrl.trainer.run_folder import RunProgress
 from srtrl.trainer.warm_start import WarmStartSummary, run_warm_start, solution_batches, solution_sequence
-from srtrl.types import Prompt
+from srtrl.types import Prompt, TrainSequence
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 CHAT_TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
@@ -37,6 +40,25 @@ class Prints(OneTool):
 
     def call(self, call: ToolCall) -> tuple[str, str]:
         return OUTPUTS[int(call.arguments["text"])], "ok"
+
+
+class Unopened(Environment):
+    """A calculator that cannot be opened here, as a sandbox on many machines."""
+
+    @classmethod
+    def open(cls, options: Section) -> AbstractContextManager[Any]:
+        raise ValueError("no sandbox")
+
+
+class Greets(Environment):
+    """A calculator that begins with what it has opened."""
+
+    @classmethod
+    def open(cls, options: Section) -> AbstractContextManager[Any]:
+        return nullcontext("Hello. ")
+
+    def start(self, prompt: Prompt) -> Messages:
+        return [{"role": "user", "content": self.shared}]
 
 
 class OneSolution:
@@ -139,7 +161,7 @@ def test_hermes_learns_single_turns_only() -> None:
 # --- The run ----------------------------------------------------------------------------------------------------------
 
 
-def make_recipe(output: Path, **warm_start: Any) -> Recipe:
+def make_recipe(output: Path, **changes: Any) -> Recipe:
     """A model and tokenizer from scratch, on arithmetic with calls of the calculator."""
     architecture = {
         "hidden_size": 32,
@@ -162,7 +184,7 @@ def make_recipe(output: Path, **warm_start: Any) -> Recipe:
             "batch_tokens": 400,
             "learning_rate": 0.01,
             "output": str(output),
-            **warm_start,
+            **changes,
         },
     )
 
@@ -192,6 +214,24 @@ def test_a_run_learns_calls_and_leaves_outputs_as_they_are(tmp_path: Path) -> No
         assert 0.2 < (noisy.token_ids[is_target] != clean.token_ids[is_target]).mean() < 0.8
         num_observed += (~is_target).sum() - clean.num_prompt_tokens
     assert num_observed > 0
+
+
+def test_an_environment_is_opened_where_prompts_need_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def spy(task: Any, tokenizer: Any, prompt: Prompt, conversations: Conversations) -> TrainSequence:
+        seen.append(prompt.text)
+        return solution_sequence(task, tokenizer, prompt, conversations)
+
+    monkeypatch.setattr(warm_start, "solution_sequence", spy)
+    for environment, output in ((Unopened, "unopened"), (Greets, "greets")):
+        recipe = make_recipe(tmp_path / output, num_steps=2)
+        section = section_of(environment, format="code_tags")
+        rollout = recipe.rollout.model_copy(update={"environment": section})
+        without_eval = recipe.eval.model_copy(update={"before_and_after": False})
+        run(recipe.model_copy(update={"rollout": rollout, "eval": without_eval}))
+        assert {text.endswith("Hello. ") for text in seen} == {environment is Greets}
+        seen.clear()
 
 
 def test_a_share_of_the_problems_calls_the_calculator() -> None:

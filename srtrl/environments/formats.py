@@ -107,8 +107,8 @@ class CodeTags(Format):
 
     def parts(self, observations: Sequence[str]) -> Parts:
         """`<interpreter>` tags on lines of their own."""
-        (observation,) = observations
-        return [("\n<interpreter>\n", "boundary"), (observation, "observation"), ("\n</interpreter>\n", "boundary")]
+        text = "\n".join(observations)
+        return [("\n<interpreter>\n", "boundary"), (text, "observation"), ("\n</interpreter>\n", "boundary")]
 
     def split(self, text: str) -> list[tuple[str, list[str]]]:
         """Observations are what stands in `<interpreter>` tags after a `</code>`."""

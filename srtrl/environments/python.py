@@ -15,7 +15,7 @@ class PythonOptions(Section):
     """Options of the environment `python`: where code runs, and what a call may use."""
 
     sandbox: Literal["auto", "sandlock", "bubblewrap", "none"] = "auto"
-    """`auto`: sandlock where the kernel has what it needs (Linux 6.7), else bubblewrap; `none` protects nothing."""
+    """`auto`: sandlock where the kernel has what it needs (Linux 6.12), else bubblewrap; `none` protects nothing."""
     num_workers: int | None = Field(default=None, ge=1, le=1024)
     """Interpreters, and so calls that run at the same time; by default one for each CPU core, at most 8."""
     cpu_seconds: int = Field(default=5, ge=1, le=3600)

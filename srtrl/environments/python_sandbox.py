@@ -33,8 +33,8 @@ PACKAGES = ("numpy", "sympy", "mpmath")
 """What the interpreters need; all of the folders where these are installed can be read and imported by a call."""
 SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/urandom")
-MAX_CODE_BYTES = 1_000_000
-"""Longer code is refused: its syntax tree alone would take gigabytes."""
+MAX_CODE_CHARACTERS = 200_000
+"""Longer code is an error: its syntax tree alone would take hundreds of megabytes."""
 START_SECONDS = 120.0
 """How long an interpreter may take to start and to import numpy and sympy."""
 GRACE_SECONDS = 10.0
@@ -106,14 +106,11 @@ class PythonSandbox:
                 "your files and, for example, your credentials. Only its CPU time, memory and output are limited"
             )
         command, environment = _command(self.kind, limits)
-        self._workers: list[_Worker] = []
+        self._workers = [_Worker(command, environment, limits) for _ in range(num_workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="srtrl-python")
         try:
-            for _ in range(num_workers):
-                self._workers.append(_Worker(command, environment, limits))
-            for worker in self._workers:
-                worker.await_start()
+            for worker, _ in zip(self._workers, self._threads.map(_Worker.start, self._workers), strict=True):
                 self._idle.put(worker)
         except RuntimeError:
             self.close()
@@ -164,60 +161,19 @@ class _Worker:
         self._wall_seconds = limits.wall_seconds
         self._max_reply_bytes = 12 * limits.output_bytes + 10_000  # a byte is at most six characters of JSON
         self._lock = threading.Lock()
-        self._stopped = False
-        self._start()
+        self._is_stopped = False
+        self._process: subprocess.Popen[bytes] | None = None
 
-    def run(self, code: str) -> ToolResult:
-        """Run one call.
-
-        Raises:
-            RuntimeError: the interpreter had to be replaced, and the new one does not start.
-        """
-        request = json.dumps(code).encode("ascii") + b"\n"
-        if len(request) > MAX_CODE_BYTES:
-            stderr = f"SyntaxError: the code has more than {MAX_CODE_BYTES} bytes\n"
-            return ToolResult(status="error", stdout="", stderr=stderr, exit_code=1, seconds=0.0)
-        if self._process.returncode is not None:
-            self._start()
-            self.await_start()
-        begun = time.monotonic()
-        reply = self._exchange(request, self._wall_seconds + GRACE_SECONDS)
-        if reply:
-            return ToolResult(**json.loads(reply))
-        said = self.reap()
-        if not self._stopped:
-            logger.warning("a sandboxed interpreter ended during a call, starting another: %s", said)
-        seconds = time.monotonic() - begun
-        return ToolResult(status="killed", stdout="", stderr="", exit_code=-signal.SIGKILL, seconds=seconds)
-
-    def await_start(self) -> None:
-        """Wait until the interpreter has imported its packages.
+    def start(self) -> None:
+        """Start the interpreter, and wait until it has imported its packages.
 
         Raises:
-            RuntimeError: it has not.
+            RuntimeError: it ended before that, or took too long.
         """
-        if not self._exchange(b"", START_SECONDS):
-            raise RuntimeError(f"a sandboxed interpreter did not start: {self.reap()}")
-
-    def stop(self) -> None:
-        """Kill the interpreter and the call that it runs, from any thread; `run` then returns."""
+        pipe = subprocess.PIPE
         with self._lock:
-            self._stopped = True
-            self._process.kill()
-
-    def reap(self) -> str:
-        """Kill the interpreter, if it lives, and wait until it is gone; returns the end of what it said on stderr."""
-        if self._process.returncode is not None:
-            return ""
-        self._process.kill()
-        _, said = self._process.communicate()  # ends when all that hold its pipes have: the kernel kills them with it
-        return said.decode("utf-8", "replace").strip()[-1000:] or "no message"
-
-    def _start(self) -> None:
-        with self._lock:
-            if self._stopped:
+            if self._is_stopped:
                 raise RuntimeError("the Python sandbox is closed")
-            pipe = subprocess.PIPE  # a session of its own: Ctrl-C is for the trainer, which finishes its step
             self._process = subprocess.Popen(
                 self._command,
                 stdin=pipe,
@@ -225,19 +181,60 @@ class _Worker:
                 stderr=pipe,
                 env=self._environment,
                 cwd="/",
-                start_new_session=True,
+                start_new_session=True,  # Ctrl-C is for the trainer, which finishes its step
             )
+        if not self._exchange(self._process, b"", START_SECONDS):
+            raise RuntimeError(f"a sandboxed interpreter did not start: {self.reap()}")
 
-    def _exchange(self, request: bytes, seconds: float) -> bytes:
+    def run(self, code: str) -> ToolResult:
+        """Run one call.
+
+        Raises:
+            RuntimeError: as `start`, where the interpreter had to be replaced.
+        """
+        if len(code) > MAX_CODE_CHARACTERS:
+            stderr = f"SyntaxError: the code has {len(code)} characters, more than {MAX_CODE_CHARACTERS}\n"
+            return ToolResult(status="error", stdout="", stderr=stderr, exit_code=1, seconds=0.0)
+        if self._process is None:
+            self.start()
+        assert self._process is not None
+        begun = time.monotonic()
+        reply = self._exchange(self._process, json.dumps(code).encode() + b"\n", self._wall_seconds + GRACE_SECONDS)
+        if reply:
+            return ToolResult(**json.loads(reply))
+        said = self.reap()
+        if not self._is_stopped:
+            logger.warning("a sandboxed interpreter ended during a call, starting another: %s", said)
+        seconds = time.monotonic() - begun
+        return ToolResult(status="killed", stdout="", stderr="", exit_code=-signal.SIGKILL, seconds=seconds)
+
+    def stop(self) -> None:
+        """Kill the interpreter and the call that it runs, from any thread; `run` then returns."""
+        with self._lock:
+            self._is_stopped = True
+            if self._process is not None:
+                self._process.kill()
+
+    def reap(self) -> str:
+        """Kill the interpreter, if it lives, and wait until it is gone; returns the end of what it said on stderr."""
+        with self._lock:
+            process, self._process = self._process, None
+        if process is None:
+            return ""
+        process.kill()
+        _, said = process.communicate()  # ends when all that hold its pipes have: the kernel kills them with it
+        return said.decode("utf-8", "replace").strip()[-1000:] or "no message"
+
+    def _exchange(self, process: subprocess.Popen[bytes], request: bytes, seconds: float) -> bytes:
         """Send a request, return the line that answers it; empty if the interpreter ends, or is late and killed."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        backstop = threading.Timer(seconds, self._process.kill)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        backstop = threading.Timer(seconds, process.kill)
         backstop.start()
         try:
-            self._process.stdin.write(request)
-            self._process.stdin.flush()
-            reply = self._process.stdout.readline(self._max_reply_bytes)
+            process.stdin.write(request)
+            process.stdin.flush()
+            reply = process.stdout.readline(self._max_reply_bytes)
         except BrokenPipeError:
             return b""
         finally:
@@ -253,7 +250,7 @@ def choose_kind(wanted: SandboxKind) -> Literal["sandlock", "bubblewrap", "none"
     """
     if wanted == "none":
         return "none"
-    problem = _sandlock_problem()
+    problem = sandlock_problem()
     if wanted in ("auto", "sandlock") and problem is None:
         return "sandlock"
     if wanted in ("auto", "bubblewrap") and shutil.which("bwrap"):
@@ -263,7 +260,7 @@ def choose_kind(wanted: SandboxKind) -> Literal["sandlock", "bubblewrap", "none"
     raise ValueError(f"no sandbox for the Python tool. {reason}. {advice}")
 
 
-def _sandlock_problem() -> str | None:
+def sandlock_problem() -> str | None:
     """Why sandlock cannot be used here."""
     if find_spec("sandlock") is None:
         return "the package is not installed: pip install 'srtrl[tools]'"

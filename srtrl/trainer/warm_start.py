@@ -81,7 +81,9 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
         held_out_prompts(task, recipe)  # raises where there are none
     model = _model(recipe, section, tokenizer, accelerator.device)
     progress = progress if progress is not None else RunProgress("warm start", section.num_steps, plain_every=20)
-    with progress, conversations or nullcontext():
+    # No tool runs: only an environment that adds to the prompts is opened, and no sandbox is needed.
+    opened = conversations if conversations is not None and conversations.starts_prompts else nullcontext()
+    with progress, opened:
         batches = solution_batches(recipe, section, task, tokenizer, conversations)
         losses, num_left_out = _fine_tune(recipe, section, model, accelerator, batches, progress)
     end_ids = () if section.architecture is not None else build.response_end_ids(recipe.model.path, tokenizer)
