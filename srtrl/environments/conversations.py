@@ -139,13 +139,18 @@ class Conversations:
         """The tools as a chat template reads them; none where the format needs none in the prompt."""
         return tool_schemas(self.environment_class.tools) if self.format.describes_tools else []
 
+    @property
+    def starts_prompts(self) -> bool:
+        """Whether the environment adds to prompts: `started` must then be called inside the context."""
+        return self.environment_class.start is not EnvironmentBase.start
+
     def started(self, prompt: Prompt, max_prompt_tokens: int) -> Prompt:
         """The prompt with what the environment begins with.
 
         Raises:
             ValueError: it is longer than `max_prompt_tokens` then, or the environment's `start` raises.
         """
-        if self.environment_class.start is EnvironmentBase.start:
+        if not self.starts_prompts:
             return prompt
         if prompt.prompt_id not in self._started:
             with Caught() as caught:
@@ -353,6 +358,22 @@ class Conversations:
             metrics=tuple(sample.metrics),
             tool_seconds=tuple(sample.seconds),
         )
+
+    def tokenise_solution(self, text: str) -> list[tuple[SegmentKind, list[int]]]:
+        """The segments of a worked solution, without an end token, as if a policy had sampled the model's in a rollout.
+
+        Raises:
+            MalformedCallError: no rollout can look like this.
+        """
+        segments: list[tuple[SegmentKind, list[int]]] = []
+        turns = self.format.split(text)
+        if len(turns) > self.section.max_turns:
+            raise MalformedCallError(f"{len(turns)} turns; rollout.environment.max_turns is {self.section.max_turns}")
+        for turn, observations in turns:
+            segments.append(("model", self.tokenizer.encode(turn, add_special_tokens=False)))
+            if observations:
+                segments += self._tokenise(observations)
+        return segments
 
     def _tokenise(self, observation: str | Sequence[str]) -> list[tuple[SegmentKind, list[int]]]:
         """The tokens of what follows a turn. Text of an environment never becomes a special token."""
