@@ -157,13 +157,15 @@ class Completer:
         from concurrent.futures import FIRST_COMPLETED, wait
 
         from srtrl.environments.conversations import POLL_SECONDS
+        from srtrl.rollout.collect import finish_turns
 
         ended: deque[tuple[Completion, Conversation]] = deque()
 
         def advance() -> None:
-            ended.extend(
-                conversations.advance(engine, lambda: wait(conversations.futures(), POLL_SECONDS, FIRST_COMPLETED))
-            )
+            ended.extend(finish_turns(engine, conversations, wait_for_tools))
+
+        def wait_for_tools() -> None:
+            wait(conversations.futures(), POLL_SECONDS, FIRST_COMPLETED)
 
         for completion in engine.generate(requests, before_step=advance):
             conversations.submit(completion, prompts[completion.request.draw_index])

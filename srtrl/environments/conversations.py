@@ -39,7 +39,6 @@ from srtrl.types import Completion, Conversation, Prompt, SegmentKind
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from srtrl.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -141,13 +140,18 @@ class Conversations:
         """The tools as a chat template reads them; none where the format needs none in the prompt."""
         return tool_schemas(self.environment_class.tools) if self.format.describes_tools else []
 
+    @property
+    def starts_prompts(self) -> bool:
+        """Whether the environment adds to prompts: `started` must then be called inside the context."""
+        return self.environment_class.start is not EnvironmentBase.start
+
     def started(self, prompt: Prompt, max_prompt_tokens: int) -> Prompt:
         """The prompt with what the environment begins with.
 
         Raises:
             ValueError: it is longer than `max_prompt_tokens` then, or the environment's `start` raises.
         """
-        if self.environment_class.start is EnvironmentBase.start:
+        if not self.starts_prompts:
             return prompt
         key = prompt.prompt_id, prompt.text
         if key not in self._started:
@@ -205,28 +209,6 @@ class Conversations:
                 waiting.append(pending)
         self._pending = waiting
         return answers
-
-    def take_ended(self, engine: Engine) -> Iterator[tuple[Completion, Conversation]]:
-        """Let the samples go on whose answers have come since the last call; yields those that end with them.
-
-        Their finish reason is `length` where an observation did not fit.
-        """
-        for answer in self.take():
-            if answer.conversation is None:
-                engine.extend(answer.completion, answer.extension)
-                continue
-            engine.end(answer.completion)
-            completion = answer.completion
-            if answer.conversation.stop_reason == "observation":
-                completion = replace(completion, finish_reason="length")
-            yield completion, answer.conversation
-
-    def advance(self, engine: Engine, wait: Callable[[], object]) -> Iterator[tuple[Completion, Conversation]]:
-        """As `take_ended`, but while nothing decodes it calls `wait`, until an answer brings work or none is due."""
-        yield from self.take_ended(engine)
-        while self.num_pending and not engine.has_work:
-            wait()
-            yield from self.take_ended(engine)
 
     def futures(self) -> list[Future[Step]]:
         """What `take` waits for; wait at most `POLL_SECONDS` for it, because of the time limit."""
@@ -386,6 +368,22 @@ class Conversations:
             part = token_ids[start : start + length]
             yield str(self.tokenizer.decode(part, skip_special_tokens=kind == "model"))
             start += length
+
+    def tokenise_solution(self, text: str) -> list[tuple[SegmentKind, list[int]]]:
+        """The segments of a worked solution, without an end token, as if a policy had sampled the model's in a rollout.
+
+        Raises:
+            MalformedCallError: no rollout can look like this.
+        """
+        segments: list[tuple[SegmentKind, list[int]]] = []
+        turns = self.format.split(text)
+        if len(turns) > self.section.max_turns:
+            raise MalformedCallError(f"{len(turns)} turns; rollout.environment.max_turns is {self.section.max_turns}")
+        for turn, observations in turns:
+            segments.append(("model", self.tokenizer.encode(turn, add_special_tokens=False)))
+            if observations:
+                segments += self._tokenise(observations)
+        return segments
 
     def _tokenise(self, observation: str | Sequence[str]) -> list[tuple[SegmentKind, list[int]]]:
         """The tokens of what follows a turn. Text of an environment never becomes a special token."""

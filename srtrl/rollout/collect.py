@@ -173,12 +173,12 @@ class Collector:
     def advance(self, engine: Engine) -> None:
         """Go on with the samples that their environments have answered; wait for one while nothing decodes."""
         if self.conversations is not None:
-            self._grade_ended(self.conversations.advance(engine, self._wait_for_tools))
+            self._grade_ended(finish_turns(engine, self.conversations, self._wait_for_tools))
 
     def take_turns(self, engine: Engine) -> None:
         """Go on with the samples that their environments have answered."""
         if self.conversations is not None:
-            self._grade_ended(self.conversations.take_ended(engine))
+            self._grade_ended(take_ended(engine, self.conversations))
 
     def _wait_for_tools(self) -> None:
         with self.timer.stage("tools"):
@@ -270,6 +270,31 @@ class _OpenDraw:
     prompt: Prompt
     samples: dict[int, _Sample] = field(default_factory=dict)
     """The finished ones, by sample index."""
+
+
+def take_ended(engine: Engine, conversations: Conversations) -> Iterator[tuple[Completion, Conversation]]:
+    """Let the samples go on whose answers have come since the last call; yields those that end with them.
+
+    Their finish reason is `length` where an observation did not fit.
+    """
+    for answer in conversations.take():
+        completion, conversation = answer.completion, answer.conversation
+        if conversation is None:
+            engine.extend(completion, answer.extension)
+            continue
+        engine.end(completion)
+        is_full = conversation.stop_reason == "observation"
+        yield replace(completion, finish_reason="length") if is_full else completion, conversation
+
+
+def finish_turns(
+    engine: Engine, conversations: Conversations, wait: Callable[[], object]
+) -> Iterator[tuple[Completion, Conversation]]:
+    """As `take_ended`, but while nothing decodes it calls `wait`, until an answer brings work or none is due."""
+    yield from take_ended(engine, conversations)
+    while conversations.num_pending and not engine.has_work:
+        wait()
+        yield from take_ended(engine, conversations)
 
 
 def sample_requests(
