@@ -171,18 +171,19 @@ class Collector:
             self.conversations.submit(completion, self._draws[draw_index].prompt)
 
     def advance(self, engine: Engine) -> None:
-        """Go on with the samples that their environments have answered; wait for one while nothing decodes."""
+        """Go on with the samples that their environments have answered; wait for one while nothing decodes.
+
+        Both are counted as `tools`.
+        """
         if self.conversations is not None:
-            self._grade_ended(finish_turns(engine, self.conversations, self._wait_for_tools))
+            with self.timer.stage("tools"):
+                self._grade_ended(finish_turns(engine, self.conversations, lambda: self._wait([])))
 
     def take_turns(self, engine: Engine) -> None:
         """Go on with the samples that their environments have answered."""
         if self.conversations is not None:
-            self._grade_ended(take_ended(engine, self.conversations))
-
-    def _wait_for_tools(self) -> None:
-        with self.timer.stage("tools"):
-            self._wait([])
+            with self.timer.stage("tools"):
+                self._grade_ended(take_ended(engine, self.conversations))
 
     def _grade_ended(self, ended: Iterable[tuple[Completion, Conversation]]) -> None:
         for completion, conversation in ended:
