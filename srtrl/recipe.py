@@ -30,7 +30,8 @@ class ModelSection(Section):
     """Which policy, and the types it is kept and computed in."""
 
     path: str
-    """Policy to start from: a Hugging Face folder, a hub name, or `bundled:tiny` (the policy that ships with srtrl)."""
+    """Policy to start from: a Hugging Face folder, a hub name, or one of those that ship with srtrl, `bundled:tiny` and
+    `bundled:tools` (it knows a calculator)."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; by default the one of `path`."""
     dtype: Literal["float32", "bfloat16"] = "float32"

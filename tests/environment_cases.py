@@ -109,6 +109,31 @@ class NotAStep(EnvironmentBase):
         return "no step"  # type: ignore[return-value]
 
 
+class Unusable(EnvironmentBase):
+    """Each turn brings another mistake of an author."""
+
+    def step(self, turn: Turn) -> Step:
+        mistakes: dict[str, Any] = {
+            "reward": Step(observation="a", reward=float("nan")),
+            "metric": Step(observation="a", metrics={"a": "b"}),  # type: ignore[dict-item]
+            "type": Step(observation=3),  # type: ignore[arg-type]
+            "exit": None,
+        }
+        if turn.text == "exit":
+            raise SystemExit(0)
+        return mistakes[turn.text]  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        raise RuntimeError("close")
+
+
+class BrokenAtStart(EnvironmentBase):
+    """Cannot be made."""
+
+    def __init__(self, options: Section, shared: Any) -> None:
+        raise RuntimeError("no such game")
+
+
 class Upper(ToolEnvironment):
     """A tool with two names."""
 

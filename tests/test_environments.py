@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from environment_cases import (
     PROMPT,
     TOKENIZER,
     AsyncEcho,
+    BrokenAtStart,
     Echo,
     NotAStep,
     OneTool,
+    Unusable,
     Upper,
     ask,
     completion_of,
@@ -24,7 +27,7 @@ from environment_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from srtrl.environments.base import EnvironmentBase, Messages
+from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn
 from srtrl.environments.calculator import evaluate, show
 from srtrl.environments.conversations import Conversations, Record
 from srtrl.environments.formats import CodeTags, Hermes, MalformedCallError
@@ -126,6 +129,49 @@ def test_an_answer_that_is_no_step_is_an_error() -> None:
     with Conversations(section_of(NotAStep), TOKENIZER) as conversations:
         extension = ask(conversations, completion_of(encode("a"))).extension
         assert "must return a Step, found 'no step'" in TOKENIZER.decode(extension)
+
+
+@pytest.mark.parametrize(
+    ("environment", "said", "message"),
+    [
+        (Unusable, "reward", "error: .*InvalidRewardError: .*a finite number, it returned nan"),
+        (Unusable, "metric", "error: .*InvalidRewardError: .*environment: a.*'b'"),
+        (Unusable, "type", "error: TypeError: "),
+        (Unusable, "exit", "error: SystemExit: 0"),
+        (Unusable, "what", "error: KeyError: 'what'"),
+        (BrokenAtStart, "a", "error: RuntimeError: no such game"),
+    ],
+)
+def test_mistakes_of_an_author_are_errors_of_the_sample(
+    environment: type[EnvironmentBase], said: str, message: str
+) -> None:
+    with Conversations(section_of(environment), TOKENIZER) as conversations:
+        extension = ask(conversations, completion_of(encode(said))).extension
+        assert re.search(message, str(TOKENIZER.decode(extension)))
+
+
+class Silent(EnvironmentBase):
+    """Says nothing."""
+
+    def step(self, turn: Turn) -> Step:
+        return Step()
+
+
+def test_an_empty_observation_is_refused_where_nothing_is_around_it() -> None:
+    with (
+        Conversations(section_of(Silent), TOKENIZER) as conversations,
+        pytest.raises(ValueError, match="answered with an empty text, and the format text"),
+    ):
+        ask(conversations, completion_of(encode("a")))
+
+
+def test_environments_that_hang_do_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("srtrl.environments.conversations.NUM_THREADS", 2)
+    with Conversations(section_of(Echo, timeout_seconds=0.05), TOKENIZER) as conversations:
+        for sample in range(5):
+            answer = ask(conversations, completion_of(encode("wait3"), sample=sample))
+            assert answer.conversation is not None
+            assert answer.conversation.stop_reason == "time"
 
 
 def test_the_record_repeats_what_was_said_and_the_environment_catches_up(tmp_path: Path) -> None:
@@ -319,3 +365,36 @@ def test_the_calculator_refuses(text: str) -> None:
 
 def test_code_tags_parse_the_last_block() -> None:
     assert CodeTags(TOKENIZER, OneTool.tools).parse("no call") == []
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[Conversations]:
+    """Python in its sandbox, as a recipe would have it."""
+    section = EnvironmentSection(name="python", format="code_tags", options={"num_workers": 1, "cpu_seconds": 1})
+    with Conversations(section, TOKENIZER) as conversations:
+        yield conversations
+
+
+@pytest.mark.parametrize(
+    ("code", "observation", "outcome"),
+    [
+        ("print(3)\n4 * 5", "3\n20", "ok"),
+        ("import sympy\nsympy.factor(sympy.Symbol('x')**2 - 1)", "(x - 1)*(x + 1)", "ok"),
+        ("x = 1", "[no output]", "ok"),
+        ("print(1)\n1 / 0", "1\nZeroDivisionError: division by zero", "error"),
+        ("raise SystemExit(3)", "exit code 3", "error"),
+        ("while True: pass", "[the time limit was exceeded]", "timeout"),
+        ("x = bytearray(2**33)", "[the memory limit was exceeded]", "memory"),
+        ("while True: print('a' * 1000)", r"[more output than allowed; the rest is lost]", "truncated"),
+        ("import ctypes\nctypes.string_at(0)", "[the program was killed]", "killed"),
+    ],
+)
+def test_python_says_what_was_printed_and_how_it_ended(
+    python: Conversations, code: str, observation: str, outcome: str
+) -> None:
+    first = completion_of(encode(f"<code>\n```python\n{code}\n```\n</code>"), max_new_tokens=4000)
+    answer = ask(python, first)
+    assert str(TOKENIZER.decode(answer.extension)).endswith(f"{observation}\n</interpreter>\n")
+    last = ask(python, completion_of(encode("Answer: 4"), first, answer.extension, max_new_tokens=4000)).conversation
+    assert last is not None
+    assert last.outcomes == (outcome,)

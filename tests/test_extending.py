@@ -114,7 +114,7 @@ def test_an_environment_outside_the_package_answers(recipe_file: Path) -> None:
     (command,) = [command for command in COMMANDS if "guessing" in command]
     run = run_training(recipe_of(f"{command} train.num_steps=1 rollout.max_prompt_tokens=100", recipe_file))
     row = read_metrics(run.folder / "metrics.jsonl")[-1]
-    assert row["environment/no_number"] > 0
+    assert row["environment/own/no_number"] > 0
     assert row["environment/turns_mean"] >= 1
     assert row["tokens/model"] + row["tokens/observation"] == row["tokens/response"]
     table = pyarrow.parquet.read_table(run.folder / "rollouts" / "step_000001.parquet").to_pylist()

@@ -66,7 +66,7 @@ class Step:
     outcomes: Sequence[str] = ()
     """How each call ended (`ok`, `error`, `timeout`, ...), as it is counted in the metrics."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Logged as `environment/<name>`: the mean over all steps that have it."""
+    """Logged as `environment/own/<name>`: the mean over all steps that have it."""
 
 
 class EnvironmentBase:

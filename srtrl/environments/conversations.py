@@ -11,17 +11,18 @@ import asyncio
 import hashlib
 import inspect
 import json
+import logging
 import queue
 import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self, cast
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -32,14 +33,16 @@ from srtrl.recipe_file import validate_section
 from srtrl.resolve import describe_error, resolve_class, suggestion
 from srtrl.tasks.final_answer import states_answer
 from srtrl.tasks.rendering import tokenise
-from srtrl.tasks.worker import Caught
+from srtrl.tasks.worker import Caught, check_reward
 from srtrl.types import Completion, Conversation, Prompt, SegmentKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NUM_THREADS = 64
-"""Steps of environments that run at the same time, where `step` is no coroutine."""
+logger = logging.getLogger(__name__)
+
+NUM_THREADS = 128
+"""Steps of environments that run at the same time."""
 POLL_SECONDS = 0.05
 
 
@@ -48,7 +51,8 @@ class _Sample:
     """One sample between its first turn and its end."""
 
     prompt: Prompt
-    environment: EnvironmentBase
+    environment: EnvironmentBase | None = None
+    """Made when it is needed first."""
     segments: list[tuple[SegmentKind, int]] = field(default_factory=list)
     num_void_turns: int = 0
     outcomes: list[str] = field(default_factory=list)
@@ -57,7 +61,6 @@ class _Sample:
     seconds: list[float] = field(default_factory=list)
     unseen: list[Turn] = field(default_factory=list)
     """Turns that were answered from the record: the environment sees them before the next one."""
-    has_started: bool = False
 
 
 @dataclass(slots=True)
@@ -72,6 +75,8 @@ class _Pending:
     """Whether the answer needs no place in the record: it is there, or takes no environment."""
     started: float | None = None
     """When the environment began, `time.monotonic`."""
+    seconds: float | None = None
+    """How long it took."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -113,9 +118,8 @@ class Conversations:
 
     def __enter__(self) -> Self:
         self._shared = self._stack.enter_context(self.environment_class.open(self.options))
-        is_async = inspect.iscoroutinefunction(self.environment_class.step)
-        for target in [self._loop.run_forever] if is_async else [self._work] * NUM_THREADS:
-            threading.Thread(target=target, name="environment", daemon=True).start()  # one that hangs shall not stay
+        for target in (self._loop.run_forever, *[self._work] * NUM_THREADS):
+            _start_thread(target)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -135,13 +139,18 @@ class Conversations:
         """The tools as a chat template reads them; none where the format needs none in the prompt."""
         return tool_schemas(self.environment_class.tools) if self.format.describes_tools else []
 
+    @property
+    def starts_prompts(self) -> bool:
+        """Whether the environment adds to prompts: `started` must then be called inside the context."""
+        return self.environment_class.start is not EnvironmentBase.start
+
     def started(self, prompt: Prompt, max_prompt_tokens: int) -> Prompt:
         """The prompt with what the environment begins with.
 
         Raises:
             ValueError: it is longer than `max_prompt_tokens` then, or the environment's `start` raises.
         """
-        if self.environment_class.start is EnvironmentBase.start:
+        if not self.starts_prompts:
             return prompt
         if prompt.prompt_id not in self._started:
             with Caught() as caught:
@@ -170,13 +179,11 @@ class Conversations:
         self._record.close()
         self._record = Record(path)
         self._num_raised.clear()
+        self._first_traceback = ""
 
     def submit(self, completion: Completion, prompt: Prompt) -> None:
         """A turn has ended; its environment answers in the background, or at once who knows the answer without it."""
-        key = _key(completion)
-        if key not in self._samples:
-            self._samples[key] = _Sample(prompt, self.environment_class(self.options, self._shared))
-        sample = self._samples[key]
+        sample = self._samples.setdefault(_key(completion), _Sample(prompt))
         turn, answer = self._read_turn(completion)
         sample.segments.append(("model", len(turn.token_ids)))
         pending = _Pending(completion, sample, turn, Future(), is_recorded=answer is not None)
@@ -186,8 +193,6 @@ class Conversations:
             sample.unseen.append(turn)
         if answer is not None:
             pending.answer.set_result(answer)
-        elif inspect.iscoroutinefunction(self.environment_class.step):
-            asyncio.run_coroutine_threadsafe(self._step_async(pending), self._loop)
         else:
             self._queue.put(pending)
 
@@ -210,7 +215,7 @@ class Conversations:
     def clear(self) -> None:
         """Give all samples up."""
         for sample in self._samples.values():
-            sample.environment.close()
+            self._close(sample)
         self._samples.clear()
         self._pending.clear()
         self._record.close()
@@ -252,40 +257,45 @@ class Conversations:
         answer = [f"error: {message}" for _, message in found]
         return turn, Step(observation=answer, outcomes=[outcome for outcome, _ in found])
 
-    def _turns_to_see(self, pending: _Pending) -> list[Turn]:
-        """The turns that an environment has not seen yet, the present one last."""
-        sample = pending.sample
-        if not sample.has_started:
-            sample.environment.start(sample.prompt)
-            sample.has_started = True
-        unseen, sample.unseen = sample.unseen, []
-        return [*unseen, pending.turn]
-
     def _work(self) -> None:
         """In threads: let environments answer."""
         while (pending := self._queue.get()) is not None:
             pending.started = time.monotonic()
             with Caught() as caught:
-                answers = [pending.sample.environment.step(turn) for turn in self._turns_to_see(pending)]
-            self._set_answer(pending, caught, answers[-1] if caught.error is None else None)
+                step = self._step(pending)
+            pending.seconds = time.monotonic() - pending.started
+            if not pending.answer.set_running_or_notify_cancel():
+                continue  # it took too long
+            if caught.error is not None:
+                pending.answer.set_exception(caught.error)
+            else:
+                pending.answer.set_result(step)
 
-    async def _step_async(self, pending: _Pending) -> None:
-        """In the event loop: let an environment answer."""
-        pending.started = time.monotonic()
-        with Caught() as caught:
-            answers = [await cast("Any", pending.sample.environment.step(turn)) for turn in self._turns_to_see(pending)]
-        self._set_answer(pending, caught, answers[-1] if caught.error is None else None)
+    def _step(self, pending: _Pending) -> Step:
+        """The environment's answer to a turn; it sees those first that were answered from the record."""
+        sample = pending.sample
+        if sample.environment is None:
+            sample.environment = self.environment_class(self.options, self._shared)
+            sample.environment.start(sample.prompt)
+        unseen, sample.unseen = sample.unseen, []
+        for turn in (*unseen, pending.turn):
+            step: Any = sample.environment.step(turn)
+            if inspect.isawaitable(step):
+                step = asyncio.run_coroutine_threadsafe(_wait_for(step), self._loop).result()
+        if not isinstance(step, Step):
+            raise TypeError(f"`step` of the environment {self.section.name} must return a Step, found {step!r:.80}")
+        observations = [step.observation] if isinstance(step.observation, str) else list(step.observation)
+        if not all(isinstance(text, str) for text in observations):
+            raise TypeError(f"an observation must be a text or texts, found {step.observation!r:.80}")
+        metrics = {str(name): check_reward(f"environment: {name}", value) for name, value in step.metrics.items()}
+        return replace(step, observation=observations, reward=check_reward("environment", step.reward), metrics=metrics)
 
-    def _set_answer(self, pending: _Pending, caught: Caught, answer: object) -> None:
-        error: BaseException | None = caught.error
-        if error is None and not isinstance(answer, Step):
-            error = TypeError(f"`step` of the environment {self.section.name} must return a Step, found {answer!r:.80}")
-        if not pending.answer.set_running_or_notify_cancel():
-            return  # it took too long
-        if error is not None:
-            pending.answer.set_exception(error)
-        else:
-            pending.answer.set_result(cast("Step", answer))
+    def _close(self, sample: _Sample) -> None:
+        if sample.environment is not None:
+            with Caught() as caught:
+                sample.environment.close()
+            if caught.error is not None:
+                logger.warning("`close` of the environment %s: %s", self.section.name, describe_error(caught.error))
 
     def _go_on(self, pending: _Pending) -> Answer:
         """Apply the limits in their order: the environment's own end, turns, tokens of the response and observation."""
@@ -299,8 +309,8 @@ class Conversations:
         sample.outcomes += step.outcomes
         sample.reward += step.reward
         sample.metrics += step.metrics.items()
-        if pending.started is not None:
-            sample.seconds.append(time.monotonic() - pending.started)
+        if pending.seconds is not None:
+            sample.seconds.append(pending.seconds)
         extension: list[int] = []
         stop_reason = step.stop_reason if step.is_done else ""
         if not stop_reason and turn.index + 1 >= self.section.max_turns:
@@ -308,6 +318,11 @@ class Conversations:
         if not stop_reason:
             parts = self._tokenise(step.observation)
             extension = [token for _, token_ids in parts for token in token_ids]
+            if not extension:
+                raise ValueError(
+                    f"the environment {self.section.name} answered with an empty text, and the format "
+                    f"{self.section.format} puts nothing around it: a turn needs at least one token to go on from"
+                )
             if len(completion.token_ids) + len(extension) >= completion.request.sampling.max_new_tokens:
                 stop_reason, extension = "observation", []
             else:
@@ -319,6 +334,7 @@ class Conversations:
         """The environment's answer; an error of its own is one, too."""
         if not pending.answer.done():
             pending.answer.cancel()
+            _start_thread(self._work)  # in place of the one that hangs
             return Step(is_done=True, stop_reason="time", outcomes=["time"])
         error = pending.answer.exception()
         if error is None:
@@ -329,7 +345,7 @@ class Conversations:
         return Step(observation=f"error: {describe_error(error)}", outcomes=["raised"])
 
     def _end(self, completion: Completion, sample: _Sample, stop_reason: str) -> Conversation:
-        sample.environment.close()
+        self._close(sample)
         del self._samples[_key(completion)]
         self._num_raised["raised" in sample.outcomes] += 1
         return Conversation(
@@ -342,6 +358,22 @@ class Conversations:
             metrics=tuple(sample.metrics),
             tool_seconds=tuple(sample.seconds),
         )
+
+    def tokenise_solution(self, text: str) -> list[tuple[SegmentKind, list[int]]]:
+        """The segments of a worked solution, without an end token, as if a policy had sampled the model's in a rollout.
+
+        Raises:
+            MalformedCallError: no rollout can look like this.
+        """
+        segments: list[tuple[SegmentKind, list[int]]] = []
+        turns = self.format.split(text)
+        if len(turns) > self.section.max_turns:
+            raise MalformedCallError(f"{len(turns)} turns; rollout.environment.max_turns is {self.section.max_turns}")
+        for turn, observations in turns:
+            segments.append(("model", self.tokenizer.encode(turn, add_special_tokens=False)))
+            if observations:
+                segments += self._tokenise(observations)
+        return segments
 
     def _tokenise(self, observation: str | Sequence[str]) -> list[tuple[SegmentKind, list[int]]]:
         """The tokens of what follows a turn. Text of an environment never becomes a special token."""
@@ -395,13 +427,22 @@ class Record:
         """Write an answer."""
         if self._file is not None:
             row = {"key": _digest(completion), "step": asdict(step)}
-            self._file.write(json.dumps(row, allow_nan=True).encode() + b"\n")
+            self._file.write(json.dumps(row).encode() + b"\n")
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _start_thread(target: Callable[[], None]) -> None:
+    """A thread that ends with the process, whatever it waits for."""
+    threading.Thread(target=target, name="environment", daemon=True).start()
+
+
+async def _wait_for(answer: Awaitable[Step]) -> Step:
+    return await answer
 
 
 def resolve_environment(section: EnvironmentSection) -> tuple[type[EnvironmentBase], Section]:

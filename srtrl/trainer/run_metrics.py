@@ -89,7 +89,7 @@ def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         **{f"environment/outcome_{name}": count for name, count in sorted(outcomes.items())},
         **{f"environment/stop_{name}": count / len(talks) for name, count in sorted(stops.items())},
         **{f"tokens/{kind}": tokens[kind] for kind in ("model", "observation", "boundary")},
-        **{f"environment/{name}": fmean(values) for name, values in sorted(own.items())},
+        **{f"environment/own/{name}": fmean(values) for name, values in sorted(own.items())},
     }
     if num_calls:
         metrics["environment/valid_call_share"] = num_valid / num_calls
