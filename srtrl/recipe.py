@@ -113,6 +113,9 @@ class AlgorithmSection(Section):
     """Functions in `srtrl/algorithms/reductions.py` (or your own) that drop groups before the update, in this order."""
     overlong_filtering: bool = False
     """Do not learn from samples truncated at the length limit; their rewards stay in the baseline of their group."""
+    drop_void_turns: bool = False
+    """With `rollout.environment`: do not learn from samples with a void turn, which has neither a call nor an answer
+    (SimpleTIR, arXiv 2509.02479); their rewards stay in the baseline of their group."""
 
 
 class CriticSection(Section):
