@@ -350,6 +350,9 @@ FORGERIES = {
         "builtins.print = lambda *a: None\njson.dumps = json.loads = os.write = None\nrandom.random = lambda: 4\n"
         "numpy.sum = sympy.factor = None\nsys.modules.clear()\nbuiltins.repr = lambda x: 'forged'\n",
     ),
+    "stay in the worker's loop": Attack(
+        code="import os\nos._exit = lambda code: None\nprint('forged')", status="error", output="forged"
+    ),
     "handlers at exit": Attack(
         code="import atexit, sys, threading\natexit.register(lambda: print('BREACH'))\nsys.excepthook = print\n"
         "threading.excepthook = print\n1/0",

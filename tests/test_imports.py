@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "srtrl"
 LAYERS = (
-    ("recipe", "recipe_*", "types", "metrics", "resolve"),
+    ("recipe", "recipe_*", "types", "metrics", "resolve", "ranks"),
     ("algorithms",),
     ("model",),
     ("drafters",),

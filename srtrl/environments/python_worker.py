@@ -187,7 +187,7 @@ class Calls:
         Returns:
             The status if this has killed the process, else None; whether output is missing.
         """
-        process = os.pidfd_open(pid)
+        process = call("syscall", 434, pid, 0)  # pidfd_open, which not every build of Python has
         poll = select.poll()
         poll.register(self._trainer, 0)  # only its end
         for descriptor in (process, *outputs):

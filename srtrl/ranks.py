@@ -1,0 +1,151 @@
+"""The processes of a run, one for each device: which one this is, and what they tell each other.
+
+`torchrun` or `accelerate launch` starts them. With one process nothing here does anything, and torch.distributed is not
+even imported. Every wait has a time limit and says what it waited for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.distributed_c10d import Store
+
+T = TypeVar("T")
+
+TIMEOUT_VARIABLE = "SRTRL_RANK_TIMEOUT"
+"""Environment variable: seconds that a rank waits for the others, by default half an hour."""
+BUCKET_BYTES = 256 * 2**20
+"""Tensors are summed in buffers of about this size."""
+
+
+class RankError(RuntimeError):
+    """Another rank has ended, or did not come in time."""
+
+
+@dataclass(slots=True)
+class Ranks:
+    """One process of `count`."""
+
+    index: int = 0
+    count: int = 1
+    store: Store | None = None
+    """Counters that all ranks share, without a collective; None where there is one rank."""
+    timeout_seconds: float = 1800.0
+    _local: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this one writes the files and talks to the user."""
+        return self.index == 0
+
+    def gather(self, value: T, what: str) -> list[T]:
+        """The values of all ranks, in their order, on each of them; `what` names it in an error."""
+        if self.count == 1:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.count
+        with self._waiting(what):
+            dist.all_gather_object(values, value)
+        return values
+
+    def sum(self, tensors: Sequence[Tensor], what: str) -> None:
+        """Replace tensors, of the same shapes on all ranks, by their sums over the ranks."""
+        if self.count == 1:
+            return
+        import torch
+        import torch.distributed as dist
+
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            with self._waiting(what):
+                dist.all_reduce(flat)
+            for tensor, total in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
+                tensor.copy_(total.reshape(tensor.shape))
+
+    def add(self, counter: str, amount: int = 1) -> int:
+        """Add to a counter that all ranks share; returns its value before that. Takes no collective."""
+        if self.store is None:
+            before = self._local.get(counter, 0)
+            self._local[counter] = before + amount
+            return before
+        with self._waiting(f"the counter {counter}"):
+            return int(self.store.add(counter, amount)) - amount
+
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        """Turn an error of a wait into one that says who waited for what.
+
+        Raises:
+            RankError: see there.
+        """
+        try:
+            yield
+        except RuntimeError as error:  # DistBackendError and its like
+            raise RankError(
+                f"rank {self.index} of {self.count} waited for {what}: another rank has ended, or took more than "
+                f"{self.timeout_seconds:g} seconds ({TIMEOUT_VARIABLE}); its own message says why ({str(error)[:200]})"
+            ) from error
+
+
+ONE_RANK = Ranks()
+
+
+@contextmanager
+def open_ranks() -> Iterator[Ranks]:
+    """The ranks that the launcher has started; for the time of the `with` block they are connected.
+
+    Raises:
+        ValueError: the launcher's environment variables are no numbers.
+        RankError: the others did not come.
+    """
+    count = _number("WORLD_SIZE", 1)
+    if count == 1:
+        yield Ranks()
+        return
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    seconds = _number(TIMEOUT_VARIABLE, 1800)
+    ranks = Ranks(index=_number("RANK", 0), count=count, timeout_seconds=seconds)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    with ranks._waiting("the other ranks to start"):
+        dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
+    try:
+        ranks.store = c10d.PrefixStore("srtrl", c10d._get_default_store())
+        yield ranks
+    finally:
+        dist.destroy_process_group()
+
+
+def is_main_process() -> bool:
+    """Whether this process is the one that talks to the user, before any rank is connected."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _number(variable: str, default: int) -> int:
+    text = os.environ.get(variable, str(default))
+    if not text.isdecimal() or (variable == "WORLD_SIZE" and int(text) < 1):
+        raise ValueError(f"the environment variable {variable} must be a whole number, found {text!r}")
+    return int(text)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one type and device, in order, of about `BUCKET_BYTES` together."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        is_other = bucket and (bucket[0].dtype, bucket[0].device) != (tensor.dtype, tensor.device)
+        if bucket and (is_other or sum(one.nbytes for one in bucket) + tensor.nbytes > BUCKET_BYTES):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket

@@ -1,0 +1,65 @@
+"""Runs a function in several processes that are connected, as `torchrun` would start them."""
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
+from typing import Any
+
+import torch
+
+from srtrl.ranks import Ranks, open_ranks
+
+CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["rank_cases", "srtrl.trainer.trainer", "accelerate", "torch.distributed"])
+
+
+def run_ranks(count: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
+    """What `function(ranks, *arguments)` returns in each of `count` processes; an error of one is raised here."""
+    queue = CONTEXT.Queue()
+    port = _free_port()
+    processes = [
+        CONTEXT.Process(target=_body, args=(queue, index, count, port, function, arguments)) for index in range(count)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        found = dict(queue.get(timeout=timeout) for _ in processes)
+    finally:
+        for process in processes:
+            process.join(5)
+            process.kill()
+    for index in range(count):
+        if isinstance(found[index], str) and found[index].startswith("Traceback"):
+            raise AssertionError(f"rank {index}:\n{found[index]}")
+    return [found[index] for index in range(count)]
+
+
+def _body(queue: Any, index: int, count: int, port: int, function: Callable[..., Any], arguments: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(index),
+        "LOCAL_RANK": str(index),
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    try:
+        with open_ranks() as ranks:
+            result = function(ranks, *arguments)
+        queue.put((index, result))
+    except BaseException:  # noqa: BLE001 - the parent raises it
+        queue.put((index, traceback.format_exc()))
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def identity(ranks: Ranks, value: Any) -> Any:
+    """For tests of the runner itself."""
+    return ranks.index, ranks.count, value

@@ -1,0 +1,57 @@
+"""What ranks tell each other: gathered values, sums of tensors, counters; one rank does nothing."""
+
+import time
+
+import pytest
+import torch
+from rank_cases import identity, run_ranks
+
+from srtrl.ranks import RankError, Ranks, open_ranks
+
+
+def exchange(ranks: Ranks) -> tuple[list[int], list[float], list[int]]:
+    tensors = [torch.full((3,), 1.0 + ranks.index), torch.full((2, 2), 10.0), torch.ones(1, dtype=torch.float64)]
+    ranks.sum(tensors, "tensors")
+    claimed = []
+    while (number := ranks.add("next")) < 20:
+        claimed.append(number)
+        time.sleep(0.001)
+    return ranks.gather(ranks.index**2, "squares"), [float(tensor.sum()) for tensor in tensors], claimed
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_all_ranks_know_the_same(count: int) -> None:
+    found = run_ranks(count, exchange)
+    for squares, sums, _ in found:
+        assert squares == [index**2 for index in range(count)]
+        assert sums == [3 * count * (count + 1) / 2, 40.0 * count, float(count)]
+    assert sorted(number for _, _, claimed in found for number in claimed) == list(range(20))
+    assert run_ranks(count, identity, "a") == [(index, count, "a") for index in range(count)]
+
+
+def end_early(ranks: Ranks) -> str:
+    if ranks.index == 1:
+        return "ended"
+    try:
+        ranks.gather(1, "what never comes")
+    except RankError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_has_ended_is_an_error_that_says_what_was_waited_for() -> None:
+    message, _ = run_ranks(2, end_early)
+    assert message.startswith(
+        "rank 0 of 2 waited for what never comes: another rank has ended, or took more than 1800 s"
+    )
+
+
+def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with open_ranks() as ranks:
+        assert (ranks.index, ranks.count, ranks.is_main) == (0, 1, True)
+        assert ranks.gather("a", "it") == ["a"]
+        assert [ranks.add("a"), ranks.add("a", 5), ranks.add("a")] == [0, 1, 6]
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ValueError, match="WORLD_SIZE must be a whole number, found 'two'"), open_ranks():
+        pass
