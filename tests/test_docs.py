@@ -72,7 +72,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         "train__num_steps": 1,
     }
     turns = {
-        "rollout__environment": HOSTILE,
+        "rollout__environment": HOSTILE | {"name": "environment_cases:SlowHostile"},  # for `time/tools`
         "rollout__max_new_tokens": 64,
         "algorithm__drop_void_turns": True,
         "train__num_steps": 2,
