@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,8 @@ from srtrl.recipe import Recipe
 from srtrl.rollout.packing import pack
 from srtrl.trainer.credit import with_numbers
 from srtrl.trainer.critic import Critic, compute_values, update_critic
-from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer
+from srtrl.trainer.optimizer import build_optimizer, gradient_holders
+from srtrl.trainer.sharding import shard, whole
 from srtrl.trainer.update import compute_logprobs
 from srtrl.types import TrainSequence
 
@@ -36,73 +37,91 @@ Found = tuple[dict[str, float], Arrays]
 
 
 def arrays_of(name: str, tensors: Sequence[Tensor]) -> Arrays:
-    return {f"{name} {index}": one.detach().double().numpy().copy() for index, one in enumerate(tensors)}
+    return {f"{name} {index}": whole(one.detach()).double().numpy().copy() for index, one in enumerate(tensors)}
 
 
 def learn(
     ranks: Ranks,
     accelerator: Accelerator,
+    sharding: str,
     optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: build_optimizer(model, **ADAMW),
     dtype: torch.dtype = torch.float32,
     num_groups: int = 3,
     **options: Any,
 ) -> Found:
     """GRPO with a KL in the loss, clipped gradients, and what `options` change."""
-    recipe = make_recipe(**{"algorithm__kl": {"coefficient": 0.1}, "train__max_grad_norm": 0.5, **options})
-    policy = make_policy(dtype=dtype, scale=8)
+    recipe = make_recipe(
+        **{"algorithm__kl": {"coefficient": 0.1}, "train__max_grad_norm": 0.5, **options}, train__sharding=sharding
+    )
+    policy, reference = make_policy(dtype=dtype, scale=8), make_policy(seed=3, dtype=dtype)
+    if sharding == "fsdp2":
+        shard(policy)
+        shard(reference.requires_grad_(False))
     sequences = make_sequences(make_policy(scale=8), noise=0.2, num_groups=num_groups)
-    found = compute_logprobs(make_policy(seed=3, dtype=dtype), sequences, accelerator, recipe, ranks)
+    found = compute_logprobs(reference, sequences, accelerator, recipe, ranks)
     sequences = with_numbers(sequences, "ref_logprobs", found)
     optimizer = optimizer_of(policy)
     metrics: dict[str, float] = {}
     for step in (1, 2):
         row = update(policy, optimizer, accelerator, sequences, recipe, step=step, ranks=ranks)
         metrics |= {f"{name} {step}": value for name, value in row.items()}
-    arrays = arrays_of("weights", list(policy.parameters())) | dict(zip("abcdefgh", found, strict=False))
+    arrays = arrays_of("weights", gradient_holders(policy, optimizer)) | dict(zip("abcdefgh", found, strict=False))
     if isinstance(optimizer, RecordingSGD):
         arrays |= arrays_of("gradient", [one for gradients in optimizer.gradients for one in gradients])
-    if isinstance(optimizer, MasterWeightAdamW):
-        arrays = arrays_of("master", list(optimizer.master_of.values()))
     return metrics, arrays
 
 
-def learn_values(ranks: Ranks, accelerator: Accelerator) -> Found:
+def learn_values(ranks: Ranks, accelerator: Accelerator, sharding: str, dtype: torch.dtype = torch.float32) -> Found:
     """PPO: the critic's values, its update, and the policy's."""
     recipe = make_critic_recipe(
-        {"max_grad_norm": 0.5, "mini_batch_prompts": 1, "num_epochs": 2}, train__micro_batch_tokens=BUDGET
+        {"max_grad_norm": 0.5, "mini_batch_prompts": 1, "num_epochs": 2},
+        train__micro_batch_tokens=BUDGET,
+        train__sharding=sharding,
     )
     sequences = make_sequences(make_policy(scale=8), noise=0.2, num_groups=3)
-    model, policy = make_value_model(dtype=torch.float32), make_policy(dtype=torch.float32, scale=8)
+    model, policy = make_value_model(dtype=dtype), make_policy(dtype=dtype, scale=8)
+    if sharding == "fsdp2":
+        shard(model)
+        shard(policy)
     critic = Critic(model=model, optimizer=build_optimizer(model, **ADAMW))
     values = compute_values(model, sequences, accelerator, recipe, where="step 1", ranks=ranks)
     sequences = with_numbers(with_random_targets(sequences), "values", values)
     metrics = update_critic(critic, accelerator, sequences, recipe=recipe, step=1, ranks=ranks)
     optimizer = build_optimizer(policy, **ADAMW)
     metrics |= update(policy, optimizer, accelerator, sequences, recipe, ranks=ranks)
-    return metrics, arrays_of("critic", list(model.parameters())) | arrays_of("policy", list(policy.parameters()))
+    holders = {"critic": gradient_holders(model, critic.optimizer), "policy": gradient_holders(policy, optimizer)}
+    return metrics, arrays_of("critic", holders["critic"]) | arrays_of("policy", holders["policy"])
 
 
-CASES: dict[str, Callable[[Ranks, Accelerator], Found]] = {
-    "mini-batches and epochs": lambda ranks, accelerator: learn(
-        ranks, accelerator, train__mini_batch_prompts=1, train__num_epochs=2, train__micro_batch_tokens=BUDGET
+CASES: dict[str, Callable[[Ranks, Accelerator, str], Found]] = {
+    "mini-batches and epochs": lambda ranks, accelerator, sharding: learn(
+        ranks, accelerator, sharding, train__mini_batch_prompts=1, train__num_epochs=2, train__micro_batch_tokens=BUDGET
     ),
-    "gradients, old log-probs computed": lambda ranks, accelerator: learn(
-        ranks, accelerator, RecordingSGD, algorithm__old_logprobs="recompute", train__micro_batch_tokens=BUDGET
+    "gradients, old log-probs computed": lambda ranks, accelerator, sharding: learn(
+        ranks,
+        accelerator,
+        sharding,
+        RecordingSGD,
+        algorithm__old_logprobs="recompute",
+        train__micro_batch_tokens=BUDGET,
     ),
-    "more ranks than micro-batches": lambda ranks, accelerator: learn(ranks, accelerator, num_groups=1),
-    "bfloat16, master weights": lambda ranks, accelerator: learn(
-        ranks, accelerator, dtype=torch.bfloat16, train__micro_batch_tokens=BUDGET
+    "more ranks than micro-batches": lambda ranks, accelerator, sharding: learn(
+        ranks, accelerator, sharding, num_groups=1
+    ),
+    "bfloat16, master weights": lambda ranks, accelerator, sharding: learn(
+        ranks, accelerator, sharding, dtype=torch.bfloat16, train__micro_batch_tokens=BUDGET
     ),
     "critic": learn_values,
+    "bfloat16 critic": partial(learn_values, dtype=torch.bfloat16),
 }
 
 
-def run_cases(ranks: Ranks) -> dict[str, tuple[Found, bool]]:
+def run_cases(ranks: Ranks, sharding: str) -> dict[str, tuple[Found, bool]]:
     """What each case gives, and whether a second time gives the same bits."""
     found = {}
     with fresh_accelerator() as accelerator:
         for name, case in CASES.items():
-            first, again = case(ranks, accelerator), case(ranks, accelerator)
+            first, again = (case(ranks, accelerator, sharding) for _ in range(2))
             is_same = first[0] == again[0] and all(np.array_equal(first[1][key], again[1][key]) for key in first[1])
             found[name] = (first, is_same)
     return found
@@ -110,15 +129,15 @@ def run_cases(ranks: Ranks) -> dict[str, tuple[Found, bool]]:
 
 @cache
 def one_process() -> dict[str, tuple[Found, bool]]:
-    return run_cases(ONE_RANK)
+    return run_cases(ONE_RANK, "ddp")
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_ranks_learn_what_one_process_learns(count: int) -> None:
+@pytest.mark.parametrize(("count", "sharding"), [(2, "ddp"), (3, "ddp"), (2, "fsdp2"), (3, "fsdp2")])
+def test_ranks_learn_what_one_process_learns(count: int, sharding: str) -> None:
     sequences = make_sequences(make_policy())
     assert len(list(pack(sequences, BUDGET, "cpu"))) % count > 0  # the ranks have different numbers
     expected = one_process()
-    on_ranks = run_ranks(count, run_cases)
+    on_ranks = run_ranks(count, run_cases, sharding)
     for case, ((metrics, arrays), _) in expected.items():
         for found in on_ranks:
             (found_metrics, found_arrays), is_same = found[case]

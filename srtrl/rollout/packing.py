@@ -23,6 +23,8 @@ class PackedBatch:
 
     first_sequence: int
     """Index of its first sequence, of those given to `pack`: what orders the micro-batches."""
+    weight: float
+    """Of its loss: 1, or 0 for what a rank computes only to take as many passes as the others."""
     token_ids: Tensor
     """Prompts and responses, [T] int64."""
     lengths: tuple[int, ...]
@@ -54,6 +56,7 @@ def pack(
     *,
     rank: int = 0,
     num_ranks: int = 1,
+    fill: bool = False,
 ) -> Iterator[PackedBatch]:
     """Fill micro-batches of at most `max_tokens` tokens with the sequences, in the given order.
 
@@ -62,6 +65,7 @@ def pack(
     holds no more than the caller does.
 
     Of several ranks each gets its share of the micro-batches: they are dealt in turn, the one with most tokens first.
+    With `fill` all ranks get the same number: one that would have fewer gets the smallest too, with weight zero.
 
     Raises:
         ValueError: a sequence alone is longer than `max_tokens`.
@@ -82,11 +86,13 @@ def pack(
         sizes[-1] += length
     ranges = list(pairwise([*starts, len(sequences)]))
     longest_first = sorted(range(len(ranges)), key=lambda number: -sizes[number])
-    chosen = [ranges[number] for number in sorted(longest_first[rank::num_ranks])]
-    return (_pack_range(sequences[first:end], first, device) for first, end in chosen)
+    chosen = [(*ranges[number], 1.0) for number in sorted(longest_first[rank::num_ranks])]
+    if fill and len(chosen) * num_ranks < len(ranges):
+        chosen.append((*ranges[longest_first[-1]], 0.0))
+    return (_pack_range(sequences[first:end], first, weight, device) for first, end, weight in chosen)
 
 
-def _pack_range(chosen: Sequence[TrainSequence], first: int, device: torch.device | str) -> PackedBatch:
+def _pack_range(chosen: Sequence[TrainSequence], first: int, weight: float, device: torch.device | str) -> PackedBatch:
     """The micro-batch of these sequences; `first` is the index of the first one."""
     token_ids = np.concatenate([sequence.token_ids for sequence in chosen])  # [T]
     lengths = [len(sequence.token_ids) for sequence in chosen]
@@ -106,6 +112,7 @@ def _pack_range(chosen: Sequence[TrainSequence], first: int, device: torch.devic
     per_token: dict[str, Any] = {field: joined(field) for field in PER_TOKEN}
     return PackedBatch(
         first_sequence=first,
+        weight=weight,
         token_ids=tensor(token_ids),
         lengths=tuple(lengths),
         hidden_index=tensor(target_index - 1),

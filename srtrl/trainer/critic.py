@@ -16,7 +16,7 @@ from srtrl.ranks import ONE_RANK, Ranks
 from srtrl.recipe import Recipe
 from srtrl.rollout.packing import PackedBatch
 from srtrl.trainer.objective import CheckedLoss
-from srtrl.trainer.sharing import by_sequence
+from srtrl.trainer.on_ranks import by_sequence
 from srtrl.trainer.update import NonFiniteError, describe_token, run_optimizer_steps
 from srtrl.types import TrainSequence
 

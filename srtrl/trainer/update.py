@@ -25,8 +25,9 @@ from srtrl.ranks import ONE_RANK, Ranks
 from srtrl.recipe import Recipe, TrainSection, UpdatePlan
 from srtrl.rollout.packing import PackedBatch
 from srtrl.trainer.objective import Objective
+from srtrl.trainer.on_ranks import by_sequence, on_ranks, sum_gradients
 from srtrl.trainer.optimizer import gradient_holders, learning_rate_at
-from srtrl.trainer.sharing import by_sequence, on_ranks, sum_gradients
+from srtrl.trainer.sharding import whole
 from srtrl.types import TrainSequence
 
 if TYPE_CHECKING:
@@ -345,9 +346,10 @@ def run_optimizer_steps(
         before_step(computed, place)
         losses.append(_finite(loss, f"{place}: the loss"))
         holders = gradient_holders(model, optimizer)
-        sum_gradients(holders, ranks)
+        if recipe.train.sharding == "ddp":  # else each backward pass has summed them
+            sum_gradients(holders, ranks)
         norm = accelerator.clip_grad_norm_(holders, max_grad_norm)
-        grad_norms.append(_finite(norm, f"{place}: the gradient norm"))
+        grad_norms.append(_finite(whole(norm), f"{place}: the gradient norm"))
         learning_rate = learning_rate_at(updates, step, number)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
@@ -370,7 +372,7 @@ def _backward(
 ) -> dict[str, Tensor]:
     """Forward and backward pass of one micro-batch: its loss and the sums of its metrics, float64."""
     share, metrics = micro_batch_loss(packed, sequence_lengths)
-    accelerator.backward(share)
+    accelerator.backward(packed.weight * share)
     sums = {name: value.detach().sum(dtype=torch.float64) for name, value in metrics.items()}
     return {LOSS: share.detach().double(), **sums}
 

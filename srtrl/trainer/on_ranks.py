@@ -6,6 +6,7 @@ The micro-batches, and the order of what they give, are those of one rank: resul
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +29,19 @@ def on_ranks(
 ) -> list[dict[str, Tensor]]:
     """What `compute` gives for each micro-batch of the sequences, in order, on all ranks; each is computed by one rank.
 
-    The tensors are on the CPU where there are several ranks. An error of one rank's `compute` is raised on all.
+    The tensors are on the CPU where there are several ranks. An error of one rank's `compute` is raised on all; where
+    the model is sharded, the others would wait for it within a pass: the one ends, and they notice that it has.
     """
-    with ranks.together(what):
-        batches = pack(sequences, recipe.train.micro_batch_tokens, device, rank=ranks.index, num_ranks=ranks.count)
+    is_sharded = recipe.train.sharding == "fsdp2"
+    with nullcontext() if is_sharded else ranks.together(what):
+        batches = pack(
+            sequences,
+            recipe.train.micro_batch_tokens,
+            device,
+            rank=ranks.index,
+            num_ranks=ranks.count,
+            fill=is_sharded,
+        )
         own = {packed.first_sequence: compute(packed) for packed in batches}
         if ranks.count > 1:  # after all of them, so that the device need not wait for the host
             own = {first: {name: one.cpu() for name, one in part.items()} for first, part in own.items()}
