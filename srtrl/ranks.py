@@ -7,7 +7,7 @@ even imported. Every wait has a time limit and says what it waited for.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -55,6 +55,35 @@ class Ranks:
         with self._waiting(what):
             dist.all_gather_object(values, value)
         return values
+
+    def join(self, values: Mapping[int, T], what: str) -> list[T]:
+        """The values of all ranks, each rank's of other numbers, in the order of the numbers, on each of them."""
+        joined = {number: value for part in self.gather(dict(values), what) for number, value in part.items()}
+        return [joined[number] for number in sorted(joined)]
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Work that each rank does alone: an error of one is raised on all of them, so that none waits for it.
+
+        Raises:
+            ValueError, RuntimeError, torch.OutOfMemoryError: as the first rank that failed, which the message names.
+        """
+        if self.count == 1:
+            yield
+            return
+        cause: Exception | None = None
+        failure: tuple[type[Exception], str] | None = None
+        try:
+            yield
+        except (ValueError, RuntimeError) as error:
+            import torch
+
+            kinds = (torch.OutOfMemoryError, ValueError, RuntimeError)  # not its own class: others must unpickle it
+            cause, failure = error, (next(kind for kind in kinds if isinstance(error, kind)), str(error))
+        for index, found in enumerate(self.gather(failure, what)):
+            if found is not None:
+                kind, message = found
+                raise kind(f"rank {index} of {self.count}: {message}") from cause
 
     def sum(self, tensors: Sequence[Tensor], what: str) -> None:
         """Replace tensors, of the same shapes on all ranks, by their sums over the ranks."""

@@ -161,6 +161,11 @@ class TrainSection(Section):
     """Passes over each rollout batch."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Token budget of one forward and backward pass; it changes memory and speed, not the gradient."""
+    sharding: Literal["ddp", "fsdp2"] = "ddp"
+    """What each of several ranks keeps of weights, gradients and optimizer state: all of them, or (`fsdp2`) its part.
+
+    Sharded weights are gathered layer by layer in the update, and all of them for the rollouts.
+    """
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=0, ge=0)
