@@ -21,7 +21,7 @@ CONTEXT.set_forkserver_preload(["rank_cases", "srtrl.trainer.trainer", "accelera
 def run_ranks(count: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
     """What `function(ranks, *arguments)` returns in each of `count` processes; an error of one is raised here."""
     queue = CONTEXT.Queue()
-    port = _free_port()
+    port = free_port()
     processes = [
         CONTEXT.Process(target=_body, args=(queue, index, count, port, function, arguments)) for index in range(count)
     ]
@@ -56,7 +56,7 @@ def _body(queue: Any, index: int, count: int, port: int, function: Callable[...,
         queue.put((index, traceback.format_exc()))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port outside the range from which the system takes those of connections."""
     while True:
         port = random.randrange(20_000, 32_000)  # no seed: other tests run at the same time

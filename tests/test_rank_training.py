@@ -1,0 +1,115 @@
+"""Whole runs on several ranks: what is learned is that of one process; one that is killed ends all, and resumes."""
+
+import os
+import signal
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from rank_cases import CONTEXT, free_port
+from tiny_run import learned_rows, make_recipe
+
+from srtrl.recipe import Recipe
+from srtrl.trainer.run_folder import RunProgress
+from srtrl.trainer.trainer import Trainer, run_training
+
+PPO: dict[str, Any] = {
+    "algorithm": {
+        "advantage": "gae",
+        "reduction": "token_mean",
+        "kl": {"coefficient": 0.05, "estimator": "k1", "placement": "reward"},
+    },
+    "critic": {"learning_rate": 0.001},
+}
+DAPO: dict[str, Any] = {
+    "rollout__dynamic_sampling": True,
+    "algorithm": {"filters": ["drop_uniform"], "clip_high": 0.28},
+    "rewards": [{"name": "tiny_run:digits"}],
+}
+SHORT: dict[str, Any] = {"train__num_steps": 2, "train__learning_rate": 1e-4, "eval__num_problems": 5}
+
+
+def body(recipe: Recipe, variables: dict[str, str], resume: bool, dies_in_step: int | None) -> None:
+    """A rank, as the launcher starts it."""
+    torch.set_num_threads(1)
+    os.environ |= variables
+    if dies_in_step is not None:
+        original = Trainer.assign_credit
+
+        def die(self: Trainer, step: int, *arguments: Any) -> Any:
+            if step == dies_in_step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(self, step, *arguments)
+
+        Trainer.assign_credit = die  # type: ignore[method-assign, assignment]
+    run_training(recipe, resume=resume, progress=RunProgress("run", recipe.train.num_steps, plain_every=1000))
+
+
+def train(
+    recipe: Recipe, count: int, *, resume: bool = False, kills: tuple[int, int] | None = None
+) -> list[BaseProcess]:
+    """Train on `count` ranks until all have ended; `kills`: (rank, step) in which a rank is killed."""
+    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes: list[BaseProcess] = []
+    for index in range(count):
+        variables = common | {"RANK": str(index), "LOCAL_RANK": str(index)}
+        dies_in_step = kills[1] if kills and kills[0] == index else None
+        processes.append(CONTEXT.Process(target=body, args=(recipe, variables, resume, dies_in_step)))
+        processes[-1].start()
+    for process in processes:
+        process.join(120)
+        assert process.exitcode is not None, "a rank hangs"
+    return processes
+
+
+def assert_close_runs(folder: Path, expected: Path, *, tolerance: float) -> None:
+    """The same first rollouts, bit for bit, and metrics that differ by the order of sums."""
+    rollouts = [pq.read_table(run / "rollouts" / "step_000001.parquet") for run in (folder, expected)]
+    assert rollouts[0].drop(["advantage"]).equals(rollouts[1].drop(["advantage"]))
+    for row, other in zip(learned_rows(folder), learned_rows(expected), strict=True):
+        assert row.keys() == other.keys()
+        for name, value in row.items():
+            assert value == pytest.approx(other[name], rel=tolerance, abs=tolerance), (row["step"], name)
+    assert (folder / "summary.json").is_file()
+
+
+CASES = {"grpo": (2, {}), "ppo": (3, PPO), "dapo": (2, DAPO)}
+
+
+@pytest.mark.parametrize("case", ["grpo", "ppo", pytest.param("dapo", marks=pytest.mark.slow)])
+def test_ranks_learn_what_one_process_learns(policy: Path, tmp_path: Path, case: str) -> None:
+    count, changes = CASES[case]
+    expected = make_recipe(policy, tmp_path / "one", **SHORT, **changes)
+    run_training(expected, progress=RunProgress("run", 2, plain_every=1000))
+    recipe = make_recipe(policy, tmp_path / "several", **SHORT, **changes)
+    assert [process.exitcode for process in train(recipe, count)] == [0] * count
+    assert_close_runs(tmp_path / "several" / "run", tmp_path / "one" / "run", tolerance=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_ends_all_and_the_run_resumes_with_any_number(policy: Path, tmp_path: Path, killed: int) -> None:
+    changes = {**SHORT, "train__num_steps": 4}
+    expected = make_recipe(policy, tmp_path / "one", **changes)
+    run_training(expected, progress=RunProgress("run", 4, plain_every=1000))
+    recipe = make_recipe(policy, tmp_path / "several", **changes)
+    start = time.monotonic()
+    exit_codes = [process.exitcode for process in train(recipe, 2, kills=(killed, 3))]
+    assert exit_codes[killed] == -signal.SIGKILL
+    assert exit_codes[1 - killed] not in (0, None)
+    assert time.monotonic() - start < 60
+    count = 3 if killed == 0 else 1
+    assert [process.exitcode for process in train(recipe, count, resume=True)] == [0] * count
+    assert_close_runs(tmp_path / "several" / "run", tmp_path / "one" / "run", tolerance=1e-4)
+
+
+def test_an_error_of_one_rank_is_an_error_of_all(policy: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(policy, tmp_path, **SHORT)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("name: run\n")
+    assert [process.exitcode for process in train(recipe, 2)] == [1, 1]  # the folder exists
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["recipe.yaml"]
