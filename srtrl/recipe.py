@@ -113,6 +113,9 @@ class AlgorithmSection(Section):
     """Functions in `srtrl/algorithms/reductions.py` (or your own) that drop groups before the update, in this order."""
     overlong_filtering: bool = False
     """Do not learn from samples truncated at the length limit; their rewards stay in the baseline of their group."""
+    drop_void_turns: bool = False
+    """With `rollout.environment`: do not learn from samples with a void turn, which has neither a call nor an answer
+    (SimpleTIR, arXiv 2509.02479); their rewards stay in the baseline of their group."""
 
 
 class CriticSection(Section):
@@ -158,6 +161,11 @@ class TrainSection(Section):
     """Passes over each rollout batch."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Token budget of one forward and backward pass; it changes memory and speed, not the gradient."""
+    sharding: Literal["ddp", "fsdp2"] = "ddp"
+    """What each of several ranks keeps of weights, gradients and optimizer state: all of them, or (`fsdp2`) its part.
+
+    Sharded weights are gathered layer by layer in the update, and all of them for the rollouts.
+    """
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=0, ge=0)

@@ -112,6 +112,12 @@ PROCESS_FILES = {
         output="refused",
     ),
     "read through its own root": attempt("open('/proc/self/root' + {secret!r}).read()"),
+    "see which files the trainer has": Attack(
+        code=PRELUDE
+        + "for pid in (os.getppid(), {trainer}, {host}):\n    for name in ('exe', 'cwd', 'fd/0', 'fd/4'):\n"
+        "        attempt(lambda: os.readlink(f'/proc/{{pid}}/{{name}}'))\n",
+        output="refused",
+    ),
     "environment variables": Attack(code="import os\nprint(dict(os.environ))", output="PYTHONHASHSEED"),
 }
 
