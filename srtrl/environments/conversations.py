@@ -28,6 +28,7 @@ import numpy as np
 
 from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn
 from srtrl.environments.formats import FORMATS, Format, MalformedCallError, check_call, tool_schemas
+from srtrl.ranks import ONE_RANK, Ranks
 from srtrl.recipe import EnvironmentSection, Section
 from srtrl.recipe_file import validate_section
 from srtrl.resolve import describe_error, resolve_class, suggestion
@@ -169,10 +170,14 @@ class Conversations:
             )
         return started
 
-    def use_record(self, path: Path | None) -> None:
-        """Begin a step: answers are taken from this file where it has them, and new ones are written into it."""
+    def use_record(self, path: Path | None, rank: int = 0) -> None:
+        """Begin a step: answers are taken from this file where it has them, and new ones are written into it.
+
+        Each rank but the first writes into a file of its own (`step_000001.rank1.jsonl` beside `step_000001.jsonl`),
+        and all ranks read all of them.
+        """
         self._record.close()
-        self._record = Record(path)
+        self._record = Record(path, rank)
         self._num_raised.clear()
         self._first_traceback = ""
 
@@ -215,16 +220,19 @@ class Conversations:
         self._pending.clear()
         self._record.close()
 
-    def check_not_all_raised(self, where: str) -> None:
-        """Stop where the environments of all samples of a step have raised.
+    def check_not_all_raised(self, where: str, ranks: Ranks = ONE_RANK) -> None:
+        """Stop where the environments of all samples of a step, on all ranks, have raised.
 
         Raises:
             ValueError: with the first traceback; it begins with `where` ("step 3").
         """
-        if self._num_raised[True] and not self._num_raised[False]:
+        found = ranks.gather((self._num_raised, self._first_traceback), "the outcomes of environments")
+        num_raised, num_others = (sum(counts[raised] for counts, _ in found) for raised in (True, False))
+        if num_raised and not num_others:
+            first_traceback = next(text for _, text in found if text)
             raise ValueError(
-                f"{where}: the environment {self.section.name} raised in each of {self._num_raised[True]} samples; "
-                f"the first time:\n{self._first_traceback}"
+                f"{where}: the environment {self.section.name} raised in each of {num_raised} samples; "
+                f"the first time:\n{first_traceback}"
             )
 
     def _read_turn(self, completion: Completion) -> tuple[Turn, Step | None]:
@@ -379,16 +387,23 @@ class Conversations:
 class Record:
     """Answers of environments in a file of JSON lines, written as they arrive."""
 
-    def __init__(self, path: Path | None) -> None:
-        """Read what the file has: a line without its end was not finished. None: nothing is kept."""
+    def __init__(self, path: Path | None, rank: int = 0) -> None:
+        """Read what the files of all ranks have: a line without its end was not finished. None: nothing is kept."""
         self._known: dict[str, Step] = {}
         self._file: IO[bytes] | None = None
         if path is None:
             return
         path.parent.mkdir(exist_ok=True)
-        self._file = path.open("a+b", buffering=0)
+        own = path if rank == 0 else path.with_suffix(f".rank{rank}.jsonl")
+        for other in {path, *path.parent.glob(f"{path.stem}.rank*.jsonl")} - {own}:
+            if other.exists():
+                self._read(other, other.read_bytes())
+        self._file = own.open("a+b", buffering=0)
         self._file.seek(0)
-        content = self._file.read()
+        self._file.truncate(self._read(own, self._file.read()))
+
+    def _read(self, path: Path, content: bytes) -> int:
+        """Take in the answers of a file; returns the length of its finished lines."""
         complete = content.rpartition(b"\n")[0]
         for number, line in enumerate(complete.split(b"\n") if complete else (), start=1):
             try:
@@ -396,7 +411,7 @@ class Record:
                 self._known[row["key"]] = Step(**row["step"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}:{number}: damaged: no answer of an environment ({error})") from error
-        self._file.truncate(len(complete) + 1 if complete else 0)
+        return len(complete) + 1 if complete else 0
 
     def find(self, completion: Completion) -> Step | None:
         """The answer to the same turn after the same tokens."""

@@ -21,6 +21,7 @@ from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING
 
 from srtrl.model.cpu_threads import set_cpu_threads
+from srtrl.ranks import ONE_RANK, Ranks
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import Collector, OnProgress, collect_rollouts
 from srtrl.tasks.base import Task, load_task
@@ -136,6 +137,7 @@ def evaluate(
     *,
     on_progress: OnProgress = lambda *_: None,
     conversations: Conversations | None = None,
+    ranks: Ranks = ONE_RANK,
 ) -> tuple[list[RolloutGroup], EvalResult]:
     """Sample every problem `eval.num_samples` times and grade; the groups, one a problem in order, and their figures.
 
@@ -157,14 +159,15 @@ def evaluate(
         purpose="eval",
         on_progress=on_progress,
         conversations=conversations,
+        ranks=ranks,
     )
     if conversations is not None:
         prompts = [conversations.started(prompt, recipe.rollout.max_prompt_tokens) for prompt in prompts]
     groups = collect_rollouts(engine, collector, list(enumerate(prompts)))
     if conversations is not None:
-        conversations.check_not_all_raised("evaluation")
+        conversations.check_not_all_raised("evaluation", ranks)
     seconds = sum(collector.timer.take().values())
-    tokens_per_step = engine.take_metrics()["engine/tokens_per_decode_step"]
+    tokens_per_step = collector.engine_metrics(engine)["engine/tokens_per_decode_step"]
     return groups, summarise(groups, seconds, grader.outcomes, tokens_per_decode_step=tokens_per_step)
 
 
