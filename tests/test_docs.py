@@ -27,6 +27,7 @@ REWARD_NAMES = ("digits", "correct")
 DEPTHS = tuple(str(depth) for depth in range(1, 9))
 NUM_EVAL_SAMPLES = 2
 ONLY_ON_CUDA = {"engine/host_seconds", "engine/host_share", "memory/peak_gib"}
+ONLY_ON_RANKS = {"engine/rank_seconds_max", "engine/ranks_idle_share", "engine/rank_claims"}
 
 
 GRPO = {
@@ -74,7 +75,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         result = run_training(recipe, progress=RunProgress("docs", recipe.train.num_steps, plain_every=1000))
         keys |= {key for row in read_metrics(result.folder / "metrics.jsonl") for key in row}
     assert not keys & ONLY_ON_CUDA, "these runs are on the CPU"
-    return keys - {"step"} | ONLY_ON_CUDA
+    return keys - {"step"} | ONLY_ON_CUDA | ONLY_ON_RANKS
 
 
 def documented_metrics() -> list[str]:

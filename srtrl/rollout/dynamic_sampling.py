@@ -116,12 +116,12 @@ def sample_until_full(
             if is_kept:
                 kept.add(draw)
         opened: list[int] = []
-        while has_room() and (draw := draws.take()) is not None:
-            opened.append(draw)
-            undecided.append(draw)
-            for request in collector.open(draw, prompt_of(draw)):
+        while has_room() and (next_draw := draws.take()) is not None:
+            opened.append(next_draw)
+            undecided.append(next_draw)
+            for request in collector.open(next_draw, prompt_of(next_draw)):
                 engine.add(request)
-            collector.num_total = (draw - first_draw + 1) * collector.num_samples
+            collector.num_total = (next_draw - first_draw + 1) * collector.num_samples
         if opened:
             for request in of_rank(run_ahead(range(opened[0], opened[-1] + 1)), ranks):
                 engine.add(request)

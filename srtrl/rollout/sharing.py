@@ -66,7 +66,10 @@ class SharedCounters:
         self._scope = ranks.new_scope("rollout")
         self._read: dict[str, tuple[float, int]] = {}
         """When each counter was read, and what it was."""
-        self._last = self._busy_until = time.monotonic()
+        self._last = time.monotonic()
+        """When `lap` was called."""
+        self._last_progress = self._last
+        """Of any rank, as far as this one knows."""
         self._is_busy = False
 
     def add(self, name: str, amount: int = 1) -> int:
@@ -80,14 +83,17 @@ class SharedCounters:
         seconds, value = self._read.get(name, (0.0, 0))
         if self.ranks.count > 1 and time.monotonic() < seconds + POLL_SECONDS:
             return value
-        return self.add(name, 0)
+        found = self.add(name, 0)
+        if found != value:
+            self._last_progress = time.monotonic()
+        return found
 
     def lap(self, *, is_busy: bool) -> None:
         """Count the time since the last call, as was said then; `is_busy`: whether samples decode here from now on."""
         now = time.monotonic()
         if self._is_busy:
             self.busy_seconds += now - self._last
-            self._busy_until = now
+            self._last_progress = now
         self._last, self._is_busy = now, is_busy
 
     def wait(self, what: str, *, may_run_ahead: bool) -> bool:
@@ -99,7 +105,7 @@ class SharedCounters:
         assert self.ranks.count > 1, f"one rank waits for {what}"
         self.lap(is_busy=False)
         seconds = self.ranks.timeout_seconds
-        if self._last > self._busy_until + seconds:
+        if self._last > self._last_progress + seconds:
             raise RankError(
                 f"rank {self.ranks.index} of {self.ranks.count} waited for {what} of the others for more than "
                 f"{seconds:g} seconds ({TIMEOUT_VARIABLE})"

@@ -273,6 +273,7 @@ def run_evals(
     *,
     on_progress: Callable[[str, int, int], None] = lambda *_: None,
     on_compile: OnProgress = lambda *_: None,
+    ranks: Ranks = ONE_RANK,
 ) -> Iterator[EvalOutcome]:
     """Evaluate the policy `model` on each job, with one decoder; an outcome as soon as its job is done.
 
@@ -285,6 +286,7 @@ def run_evals(
         on_progress: Called after each completion, with the job's name, the number of completions so far and of those
             that are requested.
         on_compile: See `Engine.warm_up`.
+        ranks: Share the samples; each of them has all outcomes.
 
     Raises:
         ValueError: the model or a task cannot be loaded, or a task has no held-out problems.
@@ -313,7 +315,7 @@ def run_evals(
             show = functools.partial(on_progress, job.name)
             end_ids = build.response_end_ids(model, tokenizer)
             groups, result = evaluate(
-                recipe, problems, engine, grader, tokenizer, end_ids, on_progress=show, conversations=talk
+                recipe, problems, engine, grader, tokenizer, end_ids, on_progress=show, conversations=talk, ranks=ranks
             )
         extract = extractor(task.verifier)
         if extract is not None and recipe.eval.num_samples > 1:
