@@ -4,7 +4,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from srtrl.checks import build_checked
-from srtrl.complete import Generated, generate
+from srtrl.complete import generate
+from srtrl.completer import Generated
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import read_source
 from srtrl.trainer.trainer import TrainingResult, run_training

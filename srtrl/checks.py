@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -34,13 +34,12 @@ def build_checked(source: RecipeSource, *, warm_start: bool = False) -> Recipe:
 
 def _import_names(recipe: Recipe, source: RecipeSource) -> None:
     """Import the modules that a recipe of somebody else names, saying which, from anywhere but the current folder."""
-    algorithm = recipe.algorithm
-    environment = recipe.rollout.environment
+    algorithm, environment = recipe.algorithm, recipe.rollout.environment
     names = {
         "task.name": recipe.task.name,
+        "rollout.drafter": recipe.rollout.drafter,
         "rollout.environment.name": environment.name if environment else "",
         "rollout.environment.format": environment.format if environment else "",
-        "rollout.drafter": recipe.rollout.drafter,
         "algorithm.advantage": algorithm.advantage,
         "algorithm.loss": algorithm.loss,
         "algorithm.reduction": algorithm.reduction,
@@ -49,6 +48,15 @@ def _import_names(recipe: Recipe, source: RecipeSource) -> None:
         **{f"algorithm.filters.{index}": name for index, name in enumerate(algorithm.filters)},
         **{f"rewards.{index}.name": reward.name for index, reward in enumerate(recipe.rewards)},
     }
+    import_foreign(names, source)
+
+
+def import_foreign(names: Mapping[str, str], source: RecipeSource) -> None:
+    """Import these names (by their keys) that are modules of the user, from anywhere but the current folder.
+
+    Raises:
+        RecipeError: one cannot be imported.
+    """
     for key, name in names.items():
         module = name.partition(":")[0]
         if module != name and module not in sys.modules:

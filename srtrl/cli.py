@@ -17,6 +17,7 @@ from srtrl.bench.replay import replay
 from srtrl.checks import build_checked
 from srtrl.environments import command as tools
 from srtrl.evaluation import command as evaluation
+from srtrl.ranks import is_main_process, is_told_here
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import build_recipe, dump_recipe, read_source
 from srtrl.report import compare, export, rollouts, trie
@@ -58,7 +59,8 @@ class Commands(TyperGroup):
                 if isinstance(error, EOFError):  # typer takes it for Ctrl-D
                     raise RuntimeError(message) from error
                 raise
-            print(message, file=sys.stderr)
+            if is_told_here(error):
+                print(message, file=sys.stderr)
             code = 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, ValueError) else 1
             raise typer.Exit(code) from None
 
@@ -160,6 +162,8 @@ def train(
 
     changed = [one.partition("=")[0].strip() for one in change or ()]
     result = run_training(loaded, resume=resume, overwrite=overwrite, changed=changed, from_step=checkpoint)
+    if not is_main_process():
+        return
     _print_table(summary_table(result.summary))
     if result.summary.interrupted:
         again = shlex.join(["srtrl", "train", str(result.folder), "--resume"])

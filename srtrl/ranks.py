@@ -7,11 +7,11 @@ even imported. Every wait has a time limit and says what it waited for.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +23,11 @@ TIMEOUT_VARIABLE = "SRTRL_RANK_TIMEOUT"
 """Environment variable: seconds that a rank waits for the others, by default half an hour."""
 BUCKET_BYTES = 256 * 2**20
 """Tensors are summed in buffers of about this size."""
+
+
+AGREED = "all ranks raise this"
+OF_A_RANK = "raised while the ranks were connected"
+"""Notes of errors; before the ranks are connected, all have the same errors."""
 
 
 class RankError(RuntimeError):
@@ -56,6 +61,45 @@ class Ranks:
         with self._waiting(what):
             dist.all_gather_object(values, value)
         return values
+
+    def join(self, values: Mapping[int, T], what: str) -> list[T]:
+        """The values of all ranks, each rank's of other numbers, in the order of the numbers, on each of them."""
+        joined = {number: value for part in self.gather(dict(values), what) for number, value in part.items()}
+        return [joined[number] for number in sorted(joined)]
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Work that each rank does alone: an error of one is raised on all of them, so that none waits for it.
+
+        Raises:
+            ValueError, RuntimeError, torch.OutOfMemoryError: as the first rank that failed, which the message names.
+        """
+        if self.count == 1:
+            yield
+            return
+        cause: Exception | None = None
+        failure: tuple[type[Exception], str] | None = None
+        try:
+            yield
+        except (ValueError, RuntimeError) as error:
+            import torch
+
+            kinds = (torch.OutOfMemoryError, ValueError, RuntimeError)  # not its own class: others must unpickle it
+            cause, failure = error, (next(kind for kind in kinds if isinstance(error, kind)), str(error))
+        for index, found in enumerate(self.gather(failure, what)):
+            if found is not None:
+                kind, message = found
+                agreed = kind(message if index == 0 else f"rank {index} of {self.count}: {message}")
+                agreed.add_note(AGREED)
+                raise agreed from cause
+
+    def on_main(self, function: Callable[[], T], what: str) -> T:
+        """What `function` gives on rank 0, on all ranks; an error of it is raised on all of them."""
+        value: T | None = None
+        with self.together(what):
+            if self.is_main:
+                value = function()
+        return cast(T, self.gather(value, what)[0])
 
     def sum(self, tensors: Sequence[Tensor], what: str) -> None:
         """Replace tensors, of the same shapes on all ranks, by their sums over the ranks."""
@@ -120,6 +164,11 @@ def open_ranks() -> Iterator[Ranks]:
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise ValueError(
+            f"WORLD_SIZE is {count}, but {missing[0]} is not set: start several processes with `torchrun` or "
+            "`accelerate launch`, or unset WORLD_SIZE"
+        )
     seconds = _number(TIMEOUT_VARIABLE, 1800)
     ranks = Ranks(index=_number("RANK", 0), count=count, timeout_seconds=seconds)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -128,13 +177,22 @@ def open_ranks() -> Iterator[Ranks]:
     try:
         ranks.store = c10d.PrefixStore("srtrl", c10d._get_default_store())
         yield ranks
+    except BaseException as error:
+        error.add_note(OF_A_RANK)
+        raise
     finally:
         dist.destroy_process_group()
 
 
 def is_main_process() -> bool:
-    """Whether this process is the one that talks to the user, before any rank is connected."""
+    """Whether this process is the one that talks to the user."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def is_told_here(error: BaseException) -> bool:
+    """Whether this process tells the user of an error: rank 0 does for all where all have the same."""
+    notes = getattr(error, "__notes__", ())
+    return is_main_process() or (OF_A_RANK in notes and AGREED not in notes)
 
 
 def _number(variable: str, default: int) -> int:

@@ -30,7 +30,8 @@ class ModelSection(Section):
     """Which policy, and the types it is kept and computed in."""
 
     path: str
-    """Policy to start from: a Hugging Face folder, a hub name, or `bundled:tiny` (the policy that ships with srtrl)."""
+    """Policy to start from: a Hugging Face folder, a hub name, or one of those that ship with srtrl, `bundled:tiny` and
+    `bundled:tools` (it knows a calculator)."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; by default the one of `path`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -112,6 +113,9 @@ class AlgorithmSection(Section):
     """Functions in `srtrl/algorithms/reductions.py` (or your own) that drop groups before the update, in this order."""
     overlong_filtering: bool = False
     """Do not learn from samples truncated at the length limit; their rewards stay in the baseline of their group."""
+    drop_void_turns: bool = False
+    """With `rollout.environment`: do not learn from samples with a void turn, which has neither a call nor an answer
+    (SimpleTIR, arXiv 2509.02479); their rewards stay in the baseline of their group."""
 
 
 class CriticSection(Section):
@@ -157,6 +161,11 @@ class TrainSection(Section):
     """Passes over each rollout batch."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Token budget of one forward and backward pass; it changes memory and speed, not the gradient."""
+    sharding: Literal["ddp", "fsdp2"] = "ddp"
+    """What each of several ranks keeps of weights, gradients and optimizer state: all of them, or (`fsdp2`) its part.
+
+    Sharded weights are gathered layer by layer in the update, and all of them for the rollouts.
+    """
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=0, ge=0)

@@ -110,6 +110,8 @@ def _algorithm_conflicts(recipe: Recipe) -> Iterator[Conflict]:
     if algorithm.importance_cap is not None and algorithm.old_logprobs == "rollout":
         message = "compares the trainer's old log-probs with the decoder's, but algorithm.old_logprobs is rollout"
         yield "algorithm.importance_cap", f"{message} (the decoder's): set algorithm.old_logprobs=recompute"
+    if algorithm.drop_void_turns and recipe.rollout.environment is None:
+        yield "algorithm.drop_void_turns", "needs rollout.environment: a sample of a single turn has no void turns"
     if algorithm.loss == "policy_gradient" and recipe.policy_updates.steps_per_batch > 1:
         message = (
             "algorithm.loss policy_gradient has no ratio, and after the first optimizer step the batch is off-policy"

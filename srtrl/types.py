@@ -151,6 +151,13 @@ class Conversation:
     """What the environment's steps have logged."""
     tool_seconds: tuple[float, ...] = ()
     """Wall-clock seconds that each step of the environment took."""
+    texts: tuple[str, ...] = ()
+    """Text of each segment; what was sampled without special tokens, the others with them."""
+
+    @property
+    def said(self) -> str:
+        """What the policy said, its turns on lines of their own: what a tool has printed is no answer of it."""
+        return "\n".join(text for (kind, _), text in zip(self.segments, self.texts, strict=True) if kind == "model")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -192,6 +199,11 @@ class Rollout:
             return np.arange(len(self.token_ids))
         kinds, lengths = zip(*self.conversation.segments, strict=True)
         return np.flatnonzero(np.repeat([kind == "model" for kind in kinds], lengths))
+
+    @property
+    def said(self) -> str:
+        """The part of `text` that is graded: what the policy said."""
+        return self.text if self.conversation is None else self.conversation.said
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

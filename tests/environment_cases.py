@@ -5,10 +5,12 @@ import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import wait
+from dataclasses import replace
 from typing import Any
 
 from srtrl.environments.base import EnvironmentBase, Step, Tool, ToolCall, ToolEnvironment, Turn
 from srtrl.environments.conversations import Answer, Conversations
+from srtrl.environments.formats import Format, MalformedCallError, Parts
 from srtrl.model.weights import load_tokenizer
 from srtrl.recipe import EnvironmentSection, Section
 from srtrl.types import Completion, Prompt, Request, SamplingParams
@@ -173,3 +175,42 @@ class Digits(EnvironmentBase):
         return Step(
             observation=str(total * 7919 % 10**6), is_done=total % 5 == 0, reward=total % 3, metrics={"sum": total}
         )
+
+
+class Wild(Format):
+    """Finds a call in every turn but those that end with "a": of an unknown tool, or malformed, where it likes."""
+
+    stop_strings = tuple("abcdefgh0123456789ABCDEFGH")
+    reads_calls = True
+
+    def parse(self, text: str) -> list[ToolCall]:
+        if text[-1:] == "a":
+            return []
+        if text[-1:] == "b":
+            raise MalformedCallError("b is no call")
+        return [ToolCall(name="upper" if ord(text[-1]) % 4 else "other", arguments={"text": text})]
+
+    def parts(self, observations: Sequence[str]) -> Parts:
+        return [("\n[", "boundary"), *((text, "observation") for text in observations), ("]\n", "boundary")]
+
+
+class Hostile(OneTool):
+    """Its answers are no answers: markup, terminal codes, a right answer."""
+
+    seconds = 0.01
+
+    def call(self, call: ToolCall) -> tuple[str, str]:
+        time.sleep(self.seconds)
+        return "<script>alert(1)</script>\x1b[31m\n### 42", "ok"
+
+    def step(self, turn: Turn) -> Step:
+        return replace(super().step(turn), metrics={"said": len(turn.text)})
+
+
+class SlowHostile(Hostile):
+    """Slower than any decoder: there is nothing else to do than to wait for it."""
+
+    seconds = 0.2
+
+
+HOSTILE = {"name": "environment_cases:Hostile", "format": "environment_cases:Wild", "max_turns": 3}

@@ -112,6 +112,12 @@ PROCESS_FILES = {
         output="refused",
     ),
     "read through its own root": attempt("open('/proc/self/root' + {secret!r}).read()"),
+    "see which files the trainer has": Attack(
+        code=PRELUDE
+        + "for pid in (os.getppid(), {trainer}, {host}):\n    for name in ('exe', 'cwd', 'fd/0', 'fd/4'):\n"
+        "        attempt(lambda: os.readlink(f'/proc/{{pid}}/{{name}}'))\n",
+        output="refused",
+    ),
     "environment variables": Attack(code="import os\nprint(dict(os.environ))", output="PYTHONHASHSEED"),
 }
 
@@ -349,6 +355,9 @@ FORGERIES = {
         code="import builtins, json, os, random, sys, numpy, sympy\n"
         "builtins.print = lambda *a: None\njson.dumps = json.loads = os.write = None\nrandom.random = lambda: 4\n"
         "numpy.sum = sympy.factor = None\nsys.modules.clear()\nbuiltins.repr = lambda x: 'forged'\n",
+    ),
+    "stay in the worker's loop": Attack(
+        code="import os\nos._exit = lambda code: None\nprint('forged')", status="error", output="forged"
     ),
     "handlers at exit": Attack(
         code="import atexit, sys, threading\natexit.register(lambda: print('BREACH'))\nsys.excepthook = print\n"

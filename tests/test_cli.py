@@ -253,7 +253,7 @@ def test_eval_of_a_run_imports_nothing_from_the_current_folder_unasked(
     assert run("eval", folder, "--import-from-here").stderr == "interrupted\n"
     assert sys.modules.pop(name).__file__ == str(here / f"{name}.py")
     (here / f"{name}.py").rename(elsewhere / f"{name}.py")
-    monkeypatch.syspath_prepend(elsewhere)
+    monkeypatch.setattr(sys, "path", [str(elsewhere), *sys.path])  # `syspath_prepend` would not undo the first change
     assert run("eval", folder).stderr == f"{said}interrupted\n"
     assert sys.modules.pop(name).__file__ == str(elsewhere / f"{name}.py")
 

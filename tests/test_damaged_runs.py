@@ -52,6 +52,11 @@ def cut(name: str) -> Damage:
     return edit(name, lambda data: data[: len(data) // 2])
 
 
+def cut_after(name: str, text: bytes) -> Damage:
+    """Keep a file up to the end of a text."""
+    return edit(name, lambda data: data[: data.index(text) + len(text)])
+
+
 def write(name: str, content: bytes = b"\xff{ no such content\n") -> Damage:
     return lambda run: (run / name).write_bytes(content)
 
@@ -113,7 +118,7 @@ DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
     "no checkpoints": (lambda run: shutil.rmtree(run / "checkpoints"), "no checkpoint", (TRAIN, *POLICY)),
     "timeline": (write("timeline/step_000004.parquet"), "timeline/step_000004.parquet", (REPORT,)),
     "recipe": (write("recipe.yaml"), "recipe.yaml", (TRAIN, *READERS, EVAL)),
-    "cut recipe": (cut("recipe.yaml"), "recipe.yaml", (TRAIN, *READERS, EVAL)),
+    "cut recipe": (cut_after("recipe.yaml", b"trackers: ["), "recipe.yaml", (TRAIN, *READERS, EVAL)),
 }
 
 

@@ -47,7 +47,7 @@ def test_flops_of_an_update_are_those_of_its_epochs() -> None:
     sequences = make_sequences(policy)
     recipe = make_recipe(train__num_epochs=3)
     lengths = [len(sequence.token_ids) for sequence in sequences]
-    num_targets = sum(len(sequence.token_ids) - sequence.num_prompt_tokens for sequence in sequences)
+    num_targets = sum(len(sequence.targets) for sequence in sequences)
     once = model_flops(policy.config, lengths, num_targets=num_targets)
     assert update_flops(recipe, policy.config, sequences) == pytest.approx(3 * once, rel=1e-12)
 

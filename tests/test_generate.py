@@ -146,7 +146,9 @@ def test_rows_of_a_run_are_what_python_returns_and_what_cache_and_replay_read(po
     assert rows == run(policy, *flags)[1]
     found = generate(str(folder), ["12+30=", [5, 6, 7]], num_samples=2, max_new_tokens=12)
     kept = ("text", "token_ids", "logprobs", "finish_reason")
-    assert [{name: row[name] for name in kept} for row in rows] == [asdict(one) for group in found for one in group]
+    assert [{name: row[name] for name in kept} for row in rows] == [
+        {name: asdict(one)[name] for name in kept} for group in found for one in group
+    ]
     recorded = write_rows(tmp_path / "rows.jsonl", *rows)
     prompts = read_recorded(recorded, tokenizer=None, max_tokens=100).prompts()
     assert [prompt.prompt_token_ids for prompt in prompts] == [tuple(rows[0]["prompt_token_ids"]), (5, 6, 7)]

@@ -359,7 +359,7 @@ REFUSED: list[tuple[list[dict[str, Any]], str]] = [
     ([{"name": "own_rewards:both"}], "rewards.0: `own_rewards:both` is isolated and batched"),
     ([{"name": "statistics:mean"}], "rewards.0: `statistics:mean` cannot be logged as reward/mean"),
     ([{"name": "correct"}, {"name": "correct", "weight": 0.5}], "rewards.1: two are named `correct`"),
-    ([{"name": "correct", "options": {"cache": 1}}], "unexpected keyword argument 'cache'; it is correct(sample)"),
+    ([{"name": "correct", "options": {"cache": 1}}], "keyword argument 'cache'; it is correct(sample, incorrect"),
     ([{"name": "correct", "options": {"sample": 1}}], "multiple values for argument 'sample'"),
     ([{"name": "overlong_penalty"}], "missing a required argument: 'cache_tokens'; it is overlong_penalty(sample, "),
     ([{"name": "own_rewards:scaled", "options": {"factor": lambda: 3}}], "own_rewards:scaled is isolated"),

@@ -17,7 +17,7 @@ LAYERS = (
     ("rollout",),
     ("trainer",),
     ("evaluation", "report", "bench"),
-    ("cli", "complete", "checks", "api", "__main__"),
+    ("cli", "complete", "completer", "checks", "api", "__main__"),
 )
 """From the top of the table down; the last ones, though in the root, are commands that use all the others."""
 KNOWN_UPWARD = {("srtrl.evaluation.settings", "srtrl.checks")}

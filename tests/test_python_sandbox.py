@@ -273,6 +273,14 @@ def test_a_process_killed_from_outside_costs_only_its_call(whom: str) -> None:
     assert wait_for_workers(set()) == set()
 
 
+def test_an_interpreter_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(python_sandbox, "GRACE_SECONDS", 0.2)
+    with PythonSandbox(replace(OWN_LIMITS, wall_seconds=1.0), num_workers=1) as pool:
+        os.kill(host_of(pool), signal.SIGSTOP)
+        assert pool.run("6 * 7").status == "killed"
+        assert pool.run("6 * 7").stdout == "42\n"
+
+
 def test_closing_ends_calls_that_run() -> None:
     pool = PythonSandbox(OWN_LIMITS, num_workers=2)
     futures = [pool.submit("import time\ntime.sleep(1000)") for _ in range(3)]

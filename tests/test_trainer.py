@@ -298,7 +298,7 @@ def test_step_without_a_sample_left_is_logged_and_learns_nothing(
         ({"log__tracker_options": {"wandb": {"mode": "offline"}}}, "'wandb' is not in log.trackers, which has none"),
         ({"rollout__max_new_tokens": 100}, "the model was made for 128"),
         ({"model__path": "missing-policy"}, "missing-policy"),
-        ({"WORLD_SIZE": "2"}, "srtrl trains in one process"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is .* RANK is not set"),
     ],
 )
 def test_a_run_that_cannot_start_deletes_nothing(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import Transformer
+from srtrl.ranks import ONE_RANK, Ranks
 from srtrl.recipe import Recipe
 from srtrl.trainer.credit import with_numbers
 from srtrl.trainer.update import compute_logprobs, update_policy
@@ -134,10 +135,12 @@ def update(
     *,
     step: int = 1,
     kl_coefficient: float | None = None,
+    ranks: Ranks = ONE_RANK,
 ) -> dict[str, float]:
     """`update_policy` on what the trainer gives it; by default with the recipe's own KL coefficient."""
     if recipe.algorithm.old_logprobs == "recompute":
-        sequences = with_numbers(sequences, "old_logprobs", compute_logprobs(policy, sequences, accelerator, recipe))
+        old_logprobs = compute_logprobs(policy, sequences, accelerator, recipe, ranks)
+        sequences = with_numbers(sequences, "old_logprobs", old_logprobs)
     return update_policy(
         policy,
         optimizer,
@@ -146,6 +149,7 @@ def update(
         recipe=recipe,
         step=step,
         kl_coefficient=recipe.algorithm.kl.coefficient if kl_coefficient is None else kl_coefficient,
+        ranks=ranks,
     )
 
 

@@ -63,8 +63,8 @@ def replay(
     """Count the decode steps that speculation would save on recorded rollouts.
 
     No model is needed: the tokens are known, and drafts are compared with them. The first token of each sample is not
-    drafted. The steps of a run are replayed in order, so each is history for the next; every FILE begins with an empty
-    drafter.
+    drafted. What tools said between the turns of a sample is read and not counted. The steps of a run are replayed in
+    order, so each is history for the next; every FILE begins with an empty drafter.
     """
     from srtrl.bench.replay_loop import ReplaySettings, replay_files
 

@@ -26,7 +26,7 @@ from srtrl.drafters.draft_tree import ROOT, check_trees
 from srtrl.engine.draft_budget import cut_trees
 from srtrl.recipe import Section
 from srtrl.recipe_file import RecipeError, RecipeSource, validate_section
-from srtrl.rollout.recorded import RecordedPrompt, Recording, Tokens, recorded_completion
+from srtrl.rollout.recorded import Extensions, RecordedPrompt, Recording, Tokens, recorded_completion
 from srtrl.types import Request
 
 LOOK_AHEAD_PROMPTS = 1024
@@ -80,7 +80,7 @@ class ReplayCounts:
     num_cut: int = 0
     """Samples that lost their end to `max_tokens`."""
     num_tokens: int = 0
-    """Tokens that decode steps gave: all of a sample but its first."""
+    """Tokens that decode steps gave: those that were sampled, but the first of each sample."""
     num_observed_tokens: int = 0
     """Tokens that the drafter was shown, those of the history too."""
     num_sequence_steps: int = 0
@@ -132,9 +132,22 @@ class _LiveSample:
 
     request: Request
     tokens: Tokens
+    extensions: Extensions = ()
+    """What is read between two turns: neither drafted nor decoded."""
     slot: int = -1
     """While it decodes."""
     num_committed: int = 0
+
+    @property
+    def turn_end(self) -> int:
+        """Where the present turn ends."""
+        starts = [start for start, _ in self.extensions[self.request.turn :]]
+        return starts[0] if starts else len(self.tokens)
+
+    @property
+    def num_decoded(self) -> int:
+        """Tokens of all turns that decode steps give; the first of the sample is given."""
+        return len(self.tokens) - sum(stop - start for start, stop in self.extensions) - 1
 
     @property
     def is_done(self) -> bool:
@@ -184,9 +197,11 @@ class Replay:
                 for index in range(len(prompt.samples))
             ]
             samples = [
-                _LiveSample(replace(request, is_run_ahead=is_run_ahead), tokens)
-                for request, tokens in zip(requests, prompt.samples, strict=True)
+                _LiveSample(replace(request, is_run_ahead=is_run_ahead), tokens, prompt.extensions.get(index, ()))
+                for index, (request, tokens) in enumerate(zip(requests, prompt.samples, strict=True))
             ]
+            if is_run_ahead:  # it ends with its first turn
+                samples = [_LiveSample(one.request, one.tokens[: one.turn_end]) for one in samples]
             num_history = num_history_samples_of(len(samples), self._settings.history)
             history.append(samples[:num_history])
             others.append(samples[num_history:])
@@ -200,7 +215,9 @@ class Replay:
         if self._settings.history_as == "complete" and any(history):
             self.counts.num_history_samples += sum(map(len, history))
             for samples in history:
-                self._start(samples, [len(sample.tokens) for sample in samples])
+                self._start(samples, [sample.turn_end for sample in samples])
+                while talking := [sample for sample in samples if not sample.is_done]:
+                    self._observe(talking, [sample.turn_end - sample.num_committed for sample in talking])
                 self._finish(samples)
             with self._clock("insert_seconds"):
                 self._drafter.on_policy_update()
@@ -215,7 +232,7 @@ class Replay:
 
         Slots for which no sample is left decode those of `ahead`, until the last sample of `queue` is done.
         """
-        self.counts.steps_without_drafts += count_steps([len(one.tokens) - 1 for one in queue], num_slots)
+        self.counts.steps_without_drafts += count_steps([one.num_decoded for one in queue], num_slots)
         waiting, line = deque(queue), deque(ahead)
         live, running = list[_LiveSample](), list[_LiveSample]()
         while waiting or live:
@@ -247,10 +264,10 @@ class Replay:
         num_worthwhile = np.cumsum(np.insert(trees.scores >= self._drafter.min_score, 0, False))
         # Scores fall, so that the nodes of a sufficient score are the first ones of their tree.
         trees = cut_trees(trees, np.diff(num_worthwhile[trees.offsets]), len(live))
-        following = [one.tokens[one.num_committed :][: budget + 1] for one in live]
+        following = [one.tokens[one.num_committed : one.turn_end][: budget + 1] for one in live]
         starts = np.cumsum([0, *map(len, following)])
         num_accepted = count_accepted(trees.token_ids, trees.parents, trees.offsets, np.concatenate(following), starts)
-        num_emitted = np.minimum(num_accepted + 1, np.diff(starts))  # no bonus token after the last recorded one
+        num_emitted = np.minimum(num_accepted + 1, np.diff(starts))  # no bonus token after the end of a turn
         counts = self.counts
         counts.steps += 1
         counts.num_sequence_steps += len(live)
@@ -267,12 +284,16 @@ class Replay:
             return
         for sample in samples:
             sample.slot = heapq.heappop(self._free_slots)
+        self._begin_turns(samples, num_tokens)
+
+    def _begin_turns(self, samples: Sequence[_LiveSample], num_tokens: Sequence[int]) -> None:
+        """Each turn is a text of its own for the drafter; it begins with these numbers of tokens."""
         with self._clock("insert_seconds"):
             self._drafter.start(np.array([sample.slot for sample in samples]), [sample.request for sample in samples])
         self._observe(samples, num_tokens)
 
     def _observe(self, samples: Sequence[_LiveSample], num_tokens: Sequence[int]) -> None:
-        """Commit the next tokens of each sample."""
+        """Commit the next tokens of each sample; where a turn ends, the next one begins with what is put in before."""
         if not samples:
             return
         tokens = []
@@ -283,6 +304,14 @@ class Replay:
         with self._clock("insert_seconds"):
             self._drafter.observe(np.array([sample.slot for sample in samples]), np.concatenate(tokens), offsets)
         self.counts.num_observed_tokens += sum(num_tokens)
+        ended = [one for one in samples if one.num_committed == one.turn_end and one.request.turn < len(one.extensions)]
+        if ended:
+            with self._clock("insert_seconds"):
+                self._drafter.finish([sample.slot for sample in ended], [None] * len(ended))
+            sizes = [stop - start for start, stop in (one.extensions[one.request.turn] for one in ended)]
+            for sample in ended:
+                sample.request = replace(sample.request, turn=sample.request.turn + 1)
+            self._begin_turns(ended, sizes)
 
     def _finish_done(self, samples: Sequence[_LiveSample]) -> list[_LiveSample]:
         """Finish the samples that are done; returns the others."""
@@ -292,10 +321,13 @@ class Replay:
     def _finish(self, samples: Sequence[_LiveSample]) -> None:
         if not samples:
             return
-        completions = [recorded_completion(sample.request, sample.tokens) for sample in samples]
+        completions = [recorded_completion(sample.request, sample.tokens, sample.extensions) for sample in samples]
         slots = [sample.slot for sample in samples]
         with self._clock("insert_seconds"):
-            self._drafter.finish(slots, [None if one.request.is_run_ahead else one for one in completions])
+            finished = [None if one.request.is_run_ahead or one.extensions else one for one in completions]
+            self._drafter.finish(slots, finished)
+            if turns := [one for one in completions if one.extensions]:  # as `Engine.end`
+                self._drafter.learn(turns)
         for slot in slots:
             heapq.heappush(self._free_slots, slot)
 

@@ -26,8 +26,9 @@ from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe import Recipe
 from srtrl.recipe_file import load_recipe
 from srtrl.trainer.build import choose_device, is_deterministic
+from srtrl.trainer.interrupt import long_lived_objects_left_alone
 from srtrl.trainer.run_folder import RunProgress
-from srtrl.trainer.trainer import Trainer, long_lived_objects_left_alone, open_trainer
+from srtrl.trainer.trainer import Trainer, open_trainer
 
 ROLLOUT, STEP = "time/rollout", "time/step"
 TIMING = ("engine/", "memory/", "time/")

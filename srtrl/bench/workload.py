@@ -163,6 +163,11 @@ def load_workload(
         prompts = generated_prompts(max_tokens=max_tokens, vocab_size=config.vocab_size)
     else:
         prompts = read_rollouts(trace, tokenizer=tokenizer, max_tokens=max_tokens).prompts()
+        if any(any(prompt.extensions.values()) for prompt in prompts):
+            raise ValueError(
+                f"--trace: {trace} has samples of several turns, which benchmarks cannot decode again; "
+                f"`srtrl replay {trace}` counts their decode steps"
+            )
     workload = share_out(prompts, history=history)
     largest = max(max(*prompt.prompt_token_ids, *(int(one.max()) for one in prompt.samples)) for prompt in prompts)
     if largest >= config.vocab_size:

@@ -1,12 +1,12 @@
 """What an environment is, and the records that pass between it and a sample."""
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from srtrl.recipe import Section
-from srtrl.types import FinishReason, Prompt
+from srtrl.types import FinishReason, Prompt, SegmentKind
 
 Messages = Sequence[Mapping[str, str]]
 """`{"role": "user", "content": "..."}`, as chat templates read them."""
@@ -67,6 +67,26 @@ class Step:
     """How each call ended (`ok`, `error`, `timeout`, ...), as it is counted in the metrics."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Logged as `environment/own/<name>`: the mean over all steps that have it."""
+
+
+def segment_titles(kinds: Iterable[SegmentKind]) -> list[str]:
+    """What people read over each segment of a sample; turns are counted from 1."""
+    titles: list[str] = []
+    for kind in kinds:
+        turn = 1 + sum(title.startswith("turn") for title in titles)
+        titles.append({"observation": "tool output", "boundary": "added by the format"}.get(kind, f"turn {turn}"))
+    return titles
+
+
+def mark_segments(kinds: Sequence[SegmentKind], texts: Sequence[str]) -> str:
+    """A sample as one text, with a line such as `--- turn 1 ---` before each segment."""
+    parts = zip(segment_titles(kinds), texts, strict=True)
+    return "\n".join(f"--- {title} ---\n{text.strip(chr(10))}" for title, text in parts)
+
+
+def count_turns(num_turns: int, stop_reason: str) -> str:
+    """What people read about a sample: `2 turns, ended by: answered`."""
+    return f"{num_turns} turn{'s' if num_turns != 1 else ''}, ended by: {stop_reason}"
 
 
 class EnvironmentBase:

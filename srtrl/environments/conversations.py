@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -39,6 +39,7 @@ from srtrl.types import Completion, Conversation, Prompt, SegmentKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +106,8 @@ class Conversations:
         self.environment_class, self.options = resolve_environment(section)
         self.format: Format = resolve_format(section)(tokenizer, self.environment_class.tools)
         self._samples: dict[tuple[str, int, int], _Sample] = {}
-        self._started: dict[str, Prompt] = {}
-        """By id, prompts with what the environment begins with."""
+        self._started: dict[tuple[str, str], Prompt] = {}
+        """By id and text, prompts with what the environment begins with."""
         self._pending: list[_Pending] = []
         self._record = Record(None)
         self._num_raised: Counter[bool] = Counter()
@@ -140,15 +141,21 @@ class Conversations:
         """The tools as a chat template reads them; none where the format needs none in the prompt."""
         return tool_schemas(self.environment_class.tools) if self.format.describes_tools else []
 
+    @property
+    def starts_prompts(self) -> bool:
+        """Whether the environment adds to prompts: `started` must then be called inside the context."""
+        return self.environment_class.start is not EnvironmentBase.start
+
     def started(self, prompt: Prompt, max_prompt_tokens: int) -> Prompt:
         """The prompt with what the environment begins with.
 
         Raises:
             ValueError: it is longer than `max_prompt_tokens` then, or the environment's `start` raises.
         """
-        if self.environment_class.start is EnvironmentBase.start:
+        if not self.starts_prompts:
             return prompt
-        if prompt.prompt_id not in self._started:
+        key = prompt.prompt_id, prompt.text
+        if key not in self._started:
             with Caught() as caught:
                 environment = self.environment_class(self.options, self._shared)
                 messages = environment.start(prompt)
@@ -156,8 +163,8 @@ class Conversations:
             if caught.error is not None:
                 message = f"`start` of the environment {self.section.name} raised on prompt {prompt.prompt_id!r}"
                 raise ValueError(f"{message}: {describe_error(caught.error)}") from caught.error
-            self._started[prompt.prompt_id] = self._append(prompt, messages or (), max_prompt_tokens)
-        return self._started[prompt.prompt_id]
+            self._started[key] = self._append(prompt, messages or (), max_prompt_tokens)
+        return self._started[key]
 
     def _append(self, prompt: Prompt, messages: Messages, max_prompt_tokens: int) -> Prompt:
         bos, text = self.tokenizer.bos_token, self.format.start(prompt.text, messages)
@@ -360,7 +367,31 @@ class Conversations:
             reward=sample.reward,
             metrics=tuple(sample.metrics),
             tool_seconds=tuple(sample.seconds),
+            texts=tuple(self._texts(completion.token_ids, sample.segments)),
         )
+
+    def _texts(self, token_ids: list[int], segments: Sequence[tuple[SegmentKind, int]]) -> Iterator[str]:
+        start = 0
+        for kind, length in segments:
+            part = token_ids[start : start + length]
+            yield str(self.tokenizer.decode(part, skip_special_tokens=kind == "model"))
+            start += length
+
+    def tokenise_solution(self, text: str) -> list[tuple[SegmentKind, list[int]]]:
+        """The segments of a worked solution, without an end token, as if a policy had sampled the model's in a rollout.
+
+        Raises:
+            MalformedCallError: no rollout can look like this.
+        """
+        segments: list[tuple[SegmentKind, list[int]]] = []
+        turns = self.format.split(text)
+        if len(turns) > self.section.max_turns:
+            raise MalformedCallError(f"{len(turns)} turns; rollout.environment.max_turns is {self.section.max_turns}")
+        for turn, observations in turns:
+            segments.append(("model", self.tokenizer.encode(turn, add_special_tokens=False)))
+            if observations:
+                segments += self._tokenise(observations)
+        return segments
 
     def _tokenise(self, observation: str | Sequence[str]) -> list[tuple[SegmentKind, list[int]]]:
         """The tokens of what follows a turn. Text of an environment never becomes a special token."""

@@ -56,6 +56,14 @@ class Format:
         """What follows a turn, for the observations of its calls or a single one."""
         return [(observation, "observation") for observation in observations]
 
+    def split(self, text: str) -> list[tuple[str, list[str]]]:
+        """The turns of a worked solution, each with the observations after it: the inverse of `parts`.
+
+        Raises:
+            MalformedCallError: no rollout can look like this, or the format cannot tell.
+        """
+        return [(text, [])]
+
     def start(self, prompt_text: str, messages: Messages) -> str:
         """The prompt with the messages that an environment begins with."""
         return prompt_text + "".join(message["content"] for message in messages)
@@ -73,6 +81,7 @@ class CodeTags(Format):
 
     stop_strings = ("</code>",)
     reads_calls = True
+    OUTPUT = re.compile(r"(?<=</code>)\s*<interpreter>\n?(.*?)\n?</interpreter>(?:\n|\Z)", re.DOTALL)
     FENCE = re.compile(r"\A\s*```(?:python|py)?[ \t]*\n(.*?)\n?[ \t]*```\s*\Z", re.DOTALL)
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", tools: Sequence[Tool]) -> None:
@@ -100,6 +109,17 @@ class CodeTags(Format):
         """`<interpreter>` tags on lines of their own."""
         text = "\n".join(observations)
         return [("\n<interpreter>\n", "boundary"), (text, "observation"), ("\n</interpreter>\n", "boundary")]
+
+    def split(self, text: str) -> list[tuple[str, list[str]]]:
+        """Observations are what stands in `<interpreter>` tags after a `</code>`."""
+        pieces = self.OUTPUT.split(text)
+        turns, outputs = pieces[::2], pieces[1::2]
+        for turn in turns:
+            if "<interpreter>" in turn or "</interpreter>" in turn:
+                raise MalformedCallError("<interpreter> tags that do not follow a </code>")
+            if "</code>" in turn.removesuffix("</code>") or (turn is turns[-1] and turn.endswith("</code>")):
+                raise MalformedCallError("a </code> without <interpreter> tags after it")
+        return [*((turn, [output]) for turn, output in zip(turns, outputs, strict=False)), (turns[-1], [])]
 
 
 class Chat(Format):
@@ -175,6 +195,12 @@ class Hermes(Chat):
     role = "tool"
     reads_calls = describes_tools = True
     CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+
+    def split(self, text: str) -> list[tuple[str, list[str]]]:
+        """A single turn: what follows a call is not part of a text, but depends on the chat template."""
+        if "<tool_call>" in text:
+            raise MalformedCallError("a warm start on tool calls needs the format code_tags; hermes is not supported")
+        return super().split(text)
 
     def parse(self, text: str) -> list[ToolCall]:
         """Every `<tool_call>` of the turn."""

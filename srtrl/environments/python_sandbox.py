@@ -285,8 +285,7 @@ def _command(kind: str, limits: SandboxLimits) -> tuple[list[str], dict[str, str
         "PYTHONPATH": os.pathsep.join(folders),
         "PYTHONHASHSEED": "0",
         "LC_ALL": "C.UTF-8",
-        "OPENBLAS_NUM_THREADS": "1",  # a fork has no other threads, so the interpreter must have none
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",  # a fork has no other threads, so the interpreter must have none
         "MALLOC_ARENA_MAX": "1",
     }
     python = os.path.realpath(sys.executable)

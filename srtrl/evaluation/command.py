@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from srtrl.environments import options
+
 
 def command(
     model_or_run: Annotated[
@@ -44,6 +46,9 @@ def command(
     chat: Annotated[
         bool | None, typer.Option("--chat/--no-chat", help="Put the prompt into the model's chat template, or do not.")
     ] = None,
+    environment: options.Name = None,
+    environment_format: options.FormatName = None,
+    environment_option: options.Options = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a row for each sample: .jsonl or .parquet.")
@@ -64,7 +69,8 @@ def command(
 
     Prints pass@k and the majority vote with 95% confidence intervals, for the task of a recipe (--task, --recipe, or
     that of a run) or for each benchmark of a suite (--suite math). Values of the recipe may be overridden, the task's
-    options for example: task.options.eval.files=[test.jsonl].
+    options for example: task.options.eval.files=[test.jsonl]. A run that was trained with an environment is evaluated
+    with it, on a suite too.
     """
     from srtrl.evaluation import run
     from srtrl.evaluation.settings import EvalFlags
@@ -80,6 +86,9 @@ def command(
         seed=seed,
         prompt_template=prompt_template,
         chat=chat,
+        environment=options.EnvironmentFlags(
+            name=environment, format=environment_format, options=environment_option or ()
+        ),
         overrides=tuple(overrides or ()),
         import_from_here=import_from_here,
     )

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from srtrl.checks import build_checked
+from srtrl.environments.options import EnvironmentFlags
 from srtrl.evaluation.suite import Benchmark, OpenSuite, Suite
 from srtrl.recipe_file import RecipeSource, build_recipe
 from srtrl.trainer.evaluate import EvalJob
@@ -44,6 +45,7 @@ class EvalFlags:
     seed: int | None = None
     prompt_template: str | None = None
     chat: bool | None = None
+    environment: EnvironmentFlags = field(default_factory=EnvironmentFlags)
     overrides: Sequence[str] = ()
     import_from_here: bool = False
     """Trust the recipe of a run with modules of the current folder."""
@@ -61,6 +63,7 @@ class EvalFlags:
             value = getattr(self, name)
             if value is not None:
                 source.put(key.split("."), value, f"--{name.replace('_', '-')}")
+        self.environment.put(source)
         source.override(self.overrides)
 
 

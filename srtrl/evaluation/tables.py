@@ -18,6 +18,7 @@ from srtrl.trainer.evaluate import Estimate, EvalOutcome, EvalResult, macro_aver
 
 if TYPE_CHECKING:
     from srtrl.evaluation.suite import OpenSuite
+    from srtrl.types import Rollout
 
 
 def eval_table(title: str, results: Mapping[str, EvalResult], notes: Sequence[str] = ()) -> Table:
@@ -54,7 +55,23 @@ def _figures(result: EvalResult) -> dict[str, str]:
         figures["tokens per decode step"] = f"{result.tokens_per_decode_step:.2f}"
     if result.majority is not None:
         figures["maj@N"] = _text(result.majority)
+    figures |= _turns(result.environment)
     return figures | {f"pass@{k}": _text(share) for k, share in result.pass_at.items() if k > 1}
+
+
+def _turns(turns: Mapping[str, float]) -> dict[str, str]:
+    """How the turns went, where samples have several."""
+    if not turns:
+        return {}
+    stops = {name.removeprefix("stop_"): share for name, share in turns.items() if name.startswith("stop_")}
+    valid = f"{turns['valid_call_share']:.1%} of {turns['calls']:,.0f}" if "valid_call_share" in turns else "no calls"
+    return {
+        "turns: mean, max": f"{turns['turns_mean']:.2f}, {turns['turns_max']:.0f}",
+        "samples with a call": f"{turns['call_share']:.1%}",
+        "valid calls": valid,
+        "void turns": f"{turns['void_turns']:.0f}",
+        "ended by": ", ".join(f"{name} {share:.1%}" for name, share in sorted(stops.items(), key=lambda one: -one[1])),
+    }
 
 
 def _score(result: EvalResult) -> dict[str, str]:
@@ -69,10 +86,12 @@ def _score(result: EvalResult) -> dict[str, str]:
 def settings_of(outcome: EvalOutcome) -> dict[str, Any]:
     """How the policy was sampled, and the number of problems that were left out."""
     recipe = outcome.job.recipe
+    talk = recipe.rollout.environment
     return {
         "seed": recipe.seed,
         **{name: getattr(recipe.eval, name) for name in ("temperature", "top_k", "top_p")},
         **{name: getattr(recipe.rollout, name) for name in ("max_prompt_tokens", "max_new_tokens")},
+        **({"environment": talk.name, "format": talk.format, "max_turns": talk.max_turns} if talk else {}),
         "num_left_out": outcome.num_left_out,
     }
 
@@ -169,6 +188,15 @@ def check_output(path: Path) -> None:
         raise ValueError(f"--output: there is no folder {path.parent}")
 
 
+def _conversation(rollout: Rollout) -> dict[str, Any]:
+    """Further columns of samples with turns."""
+    talk = rollout.conversation
+    if talk is None:
+        return {}
+    parts = [{"kind": kind, "text": text} for (kind, _), text in zip(talk.segments, talk.texts, strict=True)]
+    return {"num_turns": talk.num_turns, "stop_reason": talk.stop_reason, "segments": parts}
+
+
 def append_rows(path: Path, outcome: EvalOutcome) -> None:
     """Add the rows of one benchmark, by problem and sample: what was measured before an interrupt is not lost."""
     extract = extractor(outcome.task.verifier)
@@ -179,7 +207,7 @@ def append_rows(path: Path, outcome: EvalOutcome) -> None:
             "sample_index": rollout.sample_index,
             "prompt": rollout.prompt.text,
             "text": rollout.text,
-            "extracted": None if extract is None else extract(rollout.text),
+            "extracted": None if extract is None else extract(rollout.said),
             "answer": rollout.prompt.answer,
             "correct": None if outcome.task.verifier is None else rollout.grade.outcome == "correct",
             "reward": rollout.grade.reward,
@@ -187,6 +215,7 @@ def append_rows(path: Path, outcome: EvalOutcome) -> None:
             "detail": rollout.grade.detail,
             "num_tokens": len(rollout.token_ids),
             "finish_reason": rollout.finish_reason,
+            **_conversation(rollout),
         }
         for group in outcome.groups
         for rollout in group.rollouts

@@ -29,7 +29,8 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "srtrl",  # the same data gives the same bytes
 }
 STAGES = (
-    *("step", "rollout", "grading", "reference", "values", "critic", "update", "save_rollouts", "checkpoint", "eval"),
+    *("step", "rollout", "tools", "grading", "reference", "values", "critic", "update"),
+    *("save_rollouts", "checkpoint", "eval"),
 )
 """Of a training step, under `time/`; the first is the sum."""
 
@@ -57,6 +58,16 @@ CHARTS = {
         Chart("Groups", "groups", ["data/draws", "groups/[!z]*"], "Kept by filters; all samples correct, or none."),
         Chart("Samples without advantage", "share of samples", ["groups/zero_advantage_share"], "They teach nothing."),
         Chart("Failed gradings", "samples", ["grading/timeout", "grading/crash", "grading/error"], "Reward: 0."),
+    ),
+    "Turns and tools": (
+        Chart("Turns", "turns of a sample", ["environment/turns_*"]),
+        Chart("Tool calls", "share", ["environment/*call_share"], "Samples with a call; calls that can be run."),
+        Chart("Held-out tool calls", "share", ["eval/environment/*call_share"], "The same, on held-out problems."),
+        Chart("How calls ended", "calls", ["environment/outcome_*"], "ok, or a kind of error."),
+        Chart("Void turns", "turns", ["environment/void_turns"], "Neither a call nor an answer."),
+        Chart("Why samples ended", "share of samples", ["environment/stop_*"], "answered: by the policy."),
+        Chart("Tokens by kind", "tokens", ["tokens/model", "tokens/observation", "tokens/boundary"], "Of responses."),
+        Chart("Time of tools", "seconds", ["engine/tool_seconds_*", "time/tools"], "time/tools: nothing decoded."),
     ),
     "Update": (
         Chart("Loss", "loss", ["loss"], "Not a measure of progress."),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from srtrl import __version__
+from srtrl.environments.base import count_turns, segment_titles
 from srtrl.metrics import write_atomic
 from srtrl.report.charts import CHARTS, SPEED, TIMELINE, Chart, draw
 from srtrl.report.rollouts import read_samples
@@ -60,6 +61,8 @@ def render(run: Run) -> str:
         sections={name: list(charts) for name, charts in _sections(run).items() if charts},
         run_folder=run.folder,
         samples=list(_samples(run)),
+        segment_titles=segment_titles,
+        count_turns=count_turns,
         version=__version__,
     )
 

@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from srtrl.environments.base import count_turns, segment_titles
+
 if TYPE_CHECKING:
     from srtrl.report.runs import Run
 
 MAX_CHARACTERS = 2000
 """Of a text in the terminal; --full shows all."""
-NOT_TO_READ = {"token_ids", "prompt_token_ids", "rollout_logprobs"}
+NOT_TO_READ = {
+    *("token_ids", "prompt_token_ids", "rollout_logprobs"),
+    *("segment_kinds", "segment_lengths", "segment_texts"),
+}
 """Columns that are left out; the Parquet files have them."""
 
 
@@ -72,8 +77,17 @@ def read_samples(run: "Run", *, step: int | None = None, prompt_id: str | None =
         {"step": step, "answer": None, "advantage": None}
         | {name: value for name, value in row.items() if name not in NOT_TO_READ}
         | {"length": len(row["token_ids"]), "prompt_length": len(row["prompt_token_ids"])}
+        | {"segments": _segments(row)}
         for row in read_rollouts(files[step], prompt_id=prompt_id).to_pylist()
     ]
+
+
+def _segments(row: Mapping[str, Any]) -> list[dict[str, str]] | None:
+    """Kind and text of the parts of a sample of several turns; None: a single turn."""
+    kinds, texts = row.get("segment_kinds"), row.get("segment_texts")
+    if not (kinds and texts):
+        return None
+    return [{"kind": kind, "text": text} for kind, text in zip(kinds, texts, strict=True)]
 
 
 def print_samples(samples: Sequence[Mapping[str, Any]], *, max_characters: int | None) -> None:
@@ -95,7 +109,10 @@ def print_samples(samples: Sequence[Mapping[str, Any]], *, max_characters: int |
         if sample["prompt_id"] not in shown:
             shown.add(sample["prompt_id"])
             show("prompt", sample["prompt"])
-        show("response", sample["text"])
+        if (segments := sample["segments"]) is None:
+            show("response", sample["text"])
+        for title, segment in zip(segment_titles(one["kind"] for one in segments or ()), segments or (), strict=True):
+            show(f"--- {title} ---", segment["text"].strip("\n"))
         if sample["answer"]:
             show("reference answer", sample["answer"])
         console.print()
@@ -109,10 +126,11 @@ def heading(sample: Mapping[str, Any]) -> str:
         if name.startswith("reward_") and value is not None
     ]
     advantage = "not learned from" if sample["advantage"] is None else f"advantage {sample['advantage']:.3g}"
+    turns = f", {count_turns(sample['num_turns'], sample['stop_reason'])}" if sample["segments"] else ""
     return (
         f"step {sample['step']}, prompt {sample['prompt_id']}, sample {sample['sample_index']}: "
         f"reward {sample['reward']:.3g} ({', '.join(parts)}), {advantage}, {sample['outcome']}, "
-        f"{sample['length']} tokens, finish reason: {sample['finish_reason']}"
+        f"{sample['length']} tokens, finish reason: {sample['finish_reason']}{turns}"
     )
 
 

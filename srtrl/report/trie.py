@@ -118,8 +118,11 @@ def print_view(history: "PromptHistory", view: "TrieView") -> None:
         for number, step in enumerate(view.steps)
     ]
     console.print(Text(" | ", "dim").join(decoded))
+    num_tokens = sum(len(step.token_ids) for step in view.steps)
+    if num_read := sum(stop - start for start, stop in later.extensions):
+        console.print(f"(what tools said between the turns, {num_read} tokens, is read and not decoded)")
     console.print(
-        f"{len(later.token_ids)} tokens in {len(view.steps)} decode steps: {view.tokens_per_step:.2f} per step, "
+        f"{num_tokens} tokens in {len(view.steps)} decode steps: {view.tokens_per_step:.2f} per step, "
         f"{view.verified_per_step:.1f} verified"
     )
 

@@ -13,6 +13,7 @@ from srtrl.drafters.suffix_automaton import START_TOKEN
 from srtrl.drafters.token_trie import TokenTrie, TrieCursors
 from srtrl.drafters.trie_draft import BLEND, draft_trees
 from srtrl.report.runs import Run, read_rollouts, saved_rollouts, steps_by_prompt, steps_of_prompt
+from srtrl.rollout.recorded import Extensions, find_extensions
 
 DRAFT_NODES = 16
 """Nodes of a draft in the replay of the later rollout."""
@@ -29,6 +30,14 @@ class PastRollout:
     sample_index: int
     token_ids: list[int]
     """Response tokens."""
+    extensions: Extensions = ()
+    """What tools said, and the format around it: read, not decoded."""
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """What is read before a turn and the turn itself, for each turn: a text of its own in the trie."""
+        starts = [0, *(start for start, _ in self.extensions), len(self.token_ids)]
+        return [self.token_ids[start:end] for start, end in itertools.pairwise(starts)]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -114,7 +123,13 @@ def read_history(run: Run, prompt_id: str | None = None, step: int | None = None
         table = read_rollouts(files[number], prompt_id=prompt_id)
         order = [("draw_index", "ascending"), ("sample_index", "ascending")]
         rows += [{**row, "step": number} for row in table.sort_by(order).to_pylist()]
-    rollouts = [PastRollout(**{name: row[name] for name in ("step", "sample_index", "token_ids")}) for row in rows]
+    rollouts = [
+        PastRollout(
+            **{name: row[name] for name in ("step", "sample_index", "token_ids")},
+            extensions=find_extensions(row.get("segment_kinds") or (), row.get("segment_lengths") or ()),
+        )
+        for row in rows
+    ]
     num_earlier = sum(rollout.step < step for rollout in rollouts) or len(rollouts) - 1
     return PromptHistory(
         prompt_id=prompt_id,
@@ -136,10 +151,11 @@ def view_trie(history: PromptHistory, decode: Decode, *, num_branches: int, max_
     """
     trie = TokenTrie()
     for rollout in history.earlier:
-        trie.insert(rollout.token_ids)
+        for text in rollout.texts:
+            trie.insert(text)
     size = {"num_tokens": trie.num_tokens, "num_states": trie.num_states, "num_bytes": trie.num_bytes}
     root = _grow(history, decode, num_branches, max_depth)
-    return TrieView(trie=size, root=root, steps=_replay(trie, history.later.token_ids, decode))
+    return TrieView(trie=size, root=root, steps=_replay(trie, history.later, decode))
 
 
 def _grow(history: PromptHistory, decode: Decode, num_branches: int, max_depth: int) -> Branch:
@@ -179,20 +195,22 @@ def _grow(history: PromptHistory, decode: Decode, num_branches: int, max_depth: 
     return root
 
 
-def _replay(trie: TokenTrie, token_ids: list[int], decode: Decode) -> list[DecodedStep]:
-    """Decode steps that would have given these tokens, each of them inserted at once as the drafter `srt` does."""
+def _replay(trie: TokenTrie, rollout: PastRollout, decode: Decode) -> list[DecodedStep]:
+    """Decode steps that would have given its turns, each token inserted at once as the drafter `srt` does."""
     steps = []
     slots = np.zeros(1, np.int64)
     cursors = TrieCursors()
     cursors.start(slots, [trie], inserts=True)
-    cursors.extend(slots, np.array([START_TOKEN], np.int32), np.array([0, 1]))
-    following = np.array(token_ids, np.int32)
-    while len(following):
-        trees = draft_trees(cursors.arrays, slots, np.full(1, DRAFT_NODES), BLEND, SrtOptions().min_score)
-        ends = np.array([0, len(following)])
-        [num_accepted] = count_accepted(trees.token_ids, trees.parents, trees.offsets, following, ends)
-        given, following = np.split(following, [num_accepted + 1])
-        cursors.extend(slots, given, np.array([0, len(given)]))
-        tokens = given.tolist()
-        steps.append(DecodedStep(token_ids=tokens, text=decode(tokens), num_drafted=trees.num_nodes))
+    num_read = [0, *(stop - start for start, stop in rollout.extensions)]
+    for text, size in zip(rollout.texts, num_read, strict=True):
+        read, following = np.split(np.array([START_TOKEN, *text], np.int32), [1 + size])
+        cursors.extend(slots, read, np.array([0, len(read)]))
+        while len(following):
+            trees = draft_trees(cursors.arrays, slots, np.full(1, DRAFT_NODES), BLEND, SrtOptions().min_score)
+            ends = np.array([0, len(following)])
+            [num_accepted] = count_accepted(trees.token_ids, trees.parents, trees.offsets, following, ends)
+            given, following = np.split(following, [num_accepted + 1])
+            cursors.extend(slots, given, np.array([0, len(given)]))
+            tokens = given.tolist()
+            steps.append(DecodedStep(token_ids=tokens, text=decode(tokens), num_drafted=trees.num_nodes))
     return steps

@@ -33,7 +33,6 @@ from srtrl.types import (
     Rollout,
     RolloutGroup,
     SamplingParams,
-    SegmentKind,
 )
 
 if TYPE_CHECKING:
@@ -233,48 +232,41 @@ class Collector:
         draw_index = completion.request.draw_index
         if self.conversations is None:
             text = response_text(self.tokenizer, completion.token_ids, self.sampling.stop_strings)
-            self._grade(completion, text, text, None)
+            self._grade(completion, text, None)
         else:
             self.conversations.submit(completion, self._draws[draw_index].prompt)
 
     def advance(self, engine: Engine) -> None:
-        """Go on with the samples that their environments have answered; wait for one while nothing decodes."""
-        self.take_turns(engine)
-        while self.conversations is not None and self.conversations.num_pending and not engine.has_work:
+        """Go on with the samples that their environments have answered; wait for one while nothing decodes.
+
+        Both are counted as `tools`.
+        """
+        if self.conversations is not None:
             with self.timer.stage("tools"):
-                self._wait([])
-            self.take_turns(engine)
+                self._grade_ended(finish_turns(engine, self.conversations, lambda: self._wait([])))
 
     def take_turns(self, engine: Engine) -> None:
         """Go on with the samples that their environments have answered."""
-        for answer in self.conversations.take() if self.conversations is not None else ():
-            completion, conversation = answer.completion, answer.conversation
-            if conversation is None:
-                engine.extend(completion, answer.extension)
-            else:
-                engine.end(completion)
-                # What a tool has printed is no answer of the policy's.
-                text = response_text(self.tokenizer, completion.token_ids, ())
-                said = "\n".join(
-                    response_text(self.tokenizer, part, ())
-                    for part in model_parts(completion.token_ids, conversation.segments)
-                )
-                self._grade(completion, text, said, conversation)
+        if self.conversations is not None:
+            with self.timer.stage("tools"):
+                self._grade_ended(take_ended(engine, self.conversations))
 
-    def _grade(self, completion: Completion, text: str, said: str, conversation: Conversation | None) -> None:
-        """A sample has ended; `said` is what is graded of its `text`."""
+    def _grade_ended(self, ended: Iterable[tuple[Completion, Conversation]]) -> None:
+        for completion, conversation in ended:
+            self._grade(completion, response_text(self.tokenizer, completion.token_ids, ()), conversation)
+
+    def _grade(self, completion: Completion, text: str, conversation: Conversation | None) -> None:
+        """A sample has ended; what the policy said of its `text` is graded."""
         draw_index, sample_index = completion.request.draw_index, completion.request.sample_index
         draw = self._draws[draw_index]
         assert sample_index not in draw.samples, f"the engine finished draw {draw_index}, sample {sample_index} twice"
-        num_tokens, finish_reason = len(completion.token_ids), completion.finish_reason
+        num_tokens = len(completion.token_ids)
         if conversation is not None:
             num_tokens = sum(length for kind, length in conversation.segments if kind == "model")
-            if conversation.stop_reason == "observation":
-                finish_reason = "length"
         ticket = self.grader.submit(
             draw.prompt,
-            said,
-            finish_reason,
+            conversation.said if conversation else text,
+            completion.finish_reason,
             num_tokens,
             environment_reward=conversation.reward if conversation else 0.0,
             num_turns=conversation.num_turns if conversation else 1,
@@ -287,7 +279,7 @@ class Collector:
             token_ids=np.array(completion.token_ids, np.int32),
             rollout_logprobs=np.array(completion.rollout_logprobs, np.float32),
             text=text,
-            finish_reason=finish_reason,
+            finish_reason=completion.finish_reason,
             policy_version=completion.policy_version,
             conversation=conversation,
         )
@@ -381,6 +373,31 @@ class _OpenDraw:
     """The finished ones, by sample index."""
 
 
+def take_ended(engine: Engine, conversations: Conversations) -> Iterator[tuple[Completion, Conversation]]:
+    """Let the samples go on whose answers have come since the last call; yields those that end with them.
+
+    Their finish reason is `length` where an observation did not fit.
+    """
+    for answer in conversations.take():
+        completion, conversation = answer.completion, answer.conversation
+        if conversation is None:
+            engine.extend(completion, answer.extension)
+            continue
+        engine.end(completion)
+        is_full = conversation.stop_reason == "observation"
+        yield replace(completion, finish_reason="length") if is_full else completion, conversation
+
+
+def finish_turns(
+    engine: Engine, conversations: Conversations, wait: Callable[[], object]
+) -> Iterator[tuple[Completion, Conversation]]:
+    """As `take_ended`, but while nothing decodes it calls `wait`, until an answer brings work or none is due."""
+    yield from take_ended(engine, conversations)
+    while conversations.num_pending and not engine.has_work:
+        wait()
+        yield from take_ended(engine, conversations)
+
+
 def sample_requests(
     draws: Sequence[tuple[int, Prompt]],
     *,
@@ -403,15 +420,6 @@ def sample_requests(
         for draw_index, prompt in sorted(draws, key=lambda draw: draw[0])
         for sample_index in range(num_samples)
     ]
-
-
-def model_parts(token_ids: Sequence[int], segments: Iterable[tuple[SegmentKind, int]]) -> Iterator[Sequence[int]]:
-    """The parts of a response that the policy sampled, in order."""
-    start = 0
-    for kind, length in segments:
-        if kind == "model":
-            yield token_ids[start : start + length]
-        start += length
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], stop_strings: Sequence[str]) -> str:

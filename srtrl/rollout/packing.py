@@ -21,6 +21,10 @@ PER_TOKEN = ("advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs", "
 class PackedBatch:
     """One micro-batch. Rows of the tensors [R] are the sampled tokens, in the order of the packed tokens [T]."""
 
+    first_sequence: int
+    """Index of its first sequence, of those given to `pack`: what orders the micro-batches."""
+    weight: float
+    """Of its loss: 1, or 0 for what a rank computes only to take as many passes as the others."""
     token_ids: Tensor
     """Prompts and responses, [T] int64."""
     lengths: tuple[int, ...]
@@ -45,18 +49,29 @@ class PackedBatch:
     """What the critic shall say, [R] float32; None where the sequences have none."""
 
 
-def pack(sequences: Sequence[TrainSequence], max_tokens: int, device: torch.device | str) -> Iterator[PackedBatch]:
+def pack(
+    sequences: Sequence[TrainSequence],
+    max_tokens: int,
+    device: torch.device | str,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+    fill: bool = False,
+) -> Iterator[PackedBatch]:
     """Fill micro-batches of at most `max_tokens` tokens with the sequences, in the given order.
 
     A sequence that no longer fits opens the next micro-batch. The layout depends on the order and the lengths alone.
     All sequences are checked at once; the tensors of a micro-batch are made when it is asked for, so that the device
     holds no more than the caller does.
 
+    Of several ranks each gets its share of the micro-batches: they are dealt in turn, the one with most tokens first.
+    With `fill` all ranks get the same number: one that would have fewer gets the smallest too, with weight zero.
+
     Raises:
         ValueError: a sequence alone is longer than `max_tokens`.
     """
     starts: list[int] = []  # the first sequence of each micro-batch
-    num_tokens = max_tokens  # so that the first sequence opens one
+    sizes: list[int] = []  # and its tokens
     for index, sequence in enumerate(sequences):
         _check(sequence)
         length = len(sequence.token_ids)
@@ -65,14 +80,19 @@ def pack(sequences: Sequence[TrainSequence], max_tokens: int, device: torch.devi
                 f"sequence {index} has {length} tokens, more than the {max_tokens} of one micro-batch: "
                 f"raise train.micro_batch_tokens to at least {length}"
             )
-        if num_tokens + length > max_tokens:
+        if not sizes or sizes[-1] + length > max_tokens:
             starts.append(index)
-            num_tokens = 0
-        num_tokens += length
-    return (_pack_range(sequences[first:end], first, device) for first, end in pairwise([*starts, len(sequences)]))
+            sizes.append(0)
+        sizes[-1] += length
+    ranges = list(pairwise([*starts, len(sequences)]))
+    longest_first = sorted(range(len(ranges)), key=lambda number: -sizes[number])
+    chosen = [(*ranges[number], 1.0) for number in sorted(longest_first[rank::num_ranks])]
+    if fill and len(chosen) * num_ranks < len(ranges):
+        chosen.append((*ranges[longest_first[-1]], 0.0))
+    return (_pack_range(sequences[first:end], first, weight, device) for first, end, weight in chosen)
 
 
-def _pack_range(chosen: Sequence[TrainSequence], first: int, device: torch.device | str) -> PackedBatch:
+def _pack_range(chosen: Sequence[TrainSequence], first: int, weight: float, device: torch.device | str) -> PackedBatch:
     """The micro-batch of these sequences; `first` is the index of the first one."""
     token_ids = np.concatenate([sequence.token_ids for sequence in chosen])  # [T]
     lengths = [len(sequence.token_ids) for sequence in chosen]
@@ -91,6 +111,8 @@ def _pack_range(chosen: Sequence[TrainSequence], first: int, device: torch.devic
 
     per_token: dict[str, Any] = {field: joined(field) for field in PER_TOKEN}
     return PackedBatch(
+        first_sequence=first,
+        weight=weight,
         token_ids=tensor(token_ids),
         lengths=tuple(lengths),
         hidden_index=tensor(target_index - 1),

@@ -10,10 +10,10 @@ import gzip
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from pydantic import AliasChoices, Field, model_validator
 from srtrl.recipe import Section
 from srtrl.recipe_file import RecipeError, validate_section
 from srtrl.tasks.rows import RowError, RowSource, read_rows
-from srtrl.types import Completion, Purpose, Request, SamplingParams
+from srtrl.types import Completion, Purpose, Request, SamplingParams, SegmentKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from srtrl.drafters.base import DrafterBase
 
 Tokens = npt.NDArray[np.int32]
+Extensions = tuple[tuple[int, int], ...]
+"""Start and stop of each part of a sample that nobody sampled, as in `Completion`; a turn ends before each."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -41,6 +43,8 @@ class RecordedPrompt:
     """Never empty; prompts of one step differ in it."""
     samples: list[Tokens]
     """Response tokens of each sample, none of them empty, in the order of the file."""
+    extensions: dict[int, Extensions] = field(default_factory=dict)
+    """Index in `samples` -> what an environment said in it, for samples of several turns."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -74,12 +78,12 @@ def feed_drafter(drafter: DrafterBase, prompts: Iterable[RecordedPrompt], purpos
                 sampling=SamplingParams(max_new_tokens=len(sample)),
                 purpose=purpose,
             )
-            completions.append(recorded_completion(request, sample))
+            completions.append(recorded_completion(request, sample, prompt.extensions.get(index, ())))
         drafter.learn(completions)
     drafter.on_policy_update()
 
 
-def recorded_completion(request: Request, tokens: Tokens) -> Completion:
+def recorded_completion(request: Request, tokens: Tokens, extensions: Extensions = ()) -> Completion:
     """A recorded sample as the engine would have given it, but for what was not recorded and no drafter needs."""
     return Completion(
         request=request,
@@ -87,6 +91,7 @@ def recorded_completion(request: Request, tokens: Tokens) -> Completion:
         rollout_logprobs=[0.0] * len(tokens),
         finish_reason="stop",
         policy_version=0,
+        extensions=extensions,
     )
 
 
@@ -117,7 +122,9 @@ def read_recorded(path: Path, *, tokenizer: PreTrainedTokenizerBase | None, max_
     Args:
         path: A JSONL file with rows `{"id", "prompt", "samples": [{"text"}, ...]}`; a Parquet file of a run's
             `rollouts/`; that folder, or the run's. In a JSONL file `prompt_token_ids` may stand for `prompt` and
-            `token_ids` for `text`; they are taken as they are. Rows of `srtrl generate --json` are samples.
+            `token_ids` for `text`; they are taken as they are. A sample of several turns has `segments` in their place,
+            `[{"kind": "model" | "observation" | "boundary", "token_ids"}, ...]`. Rows of `srtrl generate --json` are
+            samples.
         tokenizer: Encodes texts, and its end token is appended to each sample's; needed where there are texts.
         max_tokens: Samples are cut to this number of tokens.
 
@@ -144,8 +151,15 @@ def read_recorded(path: Path, *, tokenizer: PreTrainedTokenizerBase | None, max_
         raise ValueError(f"{path}: no rows in it; expected recorded rollouts")
     num_cut = 0
     for prompt in chain.from_iterable(steps):
-        num_cut += sum(len(sample) > max_tokens for sample in prompt.samples)
-        prompt.samples[:] = [sample[:max_tokens] for sample in prompt.samples]
+        for index, sample in enumerate(prompt.samples):
+            extensions = prompt.extensions.get(index, ())
+            end = min(
+                [max_tokens, *(start for start, stop in extensions if stop >= max_tokens)]
+            )  # not in mid-extension
+            if end < len(sample):
+                num_cut += 1
+                prompt.samples[index] = sample[:end]
+                prompt.extensions[index] = tuple(one for one in extensions if one[1] < end)
     return Recording(path=path, steps=steps, is_retokenised=is_retokenised, num_cut=num_cut)
 
 
@@ -157,6 +171,7 @@ def _merge(prompts: Iterable[RecordedPrompt]) -> list[RecordedPrompt]:
             prompt.prompt_token_ids,
             RecordedPrompt(prompt_id=prompt.prompt_id, prompt_token_ids=prompt.prompt_token_ids, samples=[]),
         )
+        known.extensions.update({len(known.samples) + index: one for index, one in prompt.extensions.items()})
         known.samples.extend(prompt.samples)
     return list(merged.values())
 
@@ -167,9 +182,34 @@ Text = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=np.iinfo(np.int32).max)]], Field(min_length=1)]
 
 
+class _Segment(Section, extra="ignore"):
+    kind: SegmentKind
+    token_ids: TokenIds
+
+
 class _TextSample(Section, extra="ignore"):
     text: Text | None = None
     token_ids: TokenIds | None = None
+    segments: list[_Segment] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def check_segments(self) -> Self:
+        """A turn of the policy is first; the segments are the whole sample."""
+        if self.segments and self.segments[0].kind != "model":
+            raise ValueError("segments: expected one of kind `model` first")
+        if self.segments and self.token_ids not in (None, self.response):
+            raise ValueError("segments: their token_ids are not those of the sample")
+        return self
+
+    @property
+    def response(self) -> list[int] | None:
+        """Its tokens, where the file has them."""
+        return [token for one in self.segments for token in one.token_ids] if self.segments else self.token_ids
+
+    @property
+    def extensions(self) -> Extensions:
+        """What nobody sampled."""
+        return find_extensions([one.kind for one in self.segments], [len(one.token_ids) for one in self.segments])
 
 
 class _TextRow(Section, extra="ignore"):
@@ -186,7 +226,7 @@ class _TextRow(Section, extra="ignore"):
     def one_sample(cls, row: Any) -> Any:
         """A row of `srtrl generate --json` is a sample of its prompt."""
         if isinstance(row, dict) and "samples" not in row and "token_ids" in row:
-            return row | {"samples": [{"token_ids": row["token_ids"]}]}
+            return row | {"samples": [{name: row[name] for name in ("token_ids", "segments") if name in row}]}
         return row
 
 
@@ -198,6 +238,15 @@ class _RunRow(Section, extra="ignore"):
     sample_index: int
     prompt_token_ids: TokenIds
     token_ids: TokenIds
+    segment_kinds: list[SegmentKind] | None = None
+    segment_lengths: list[int] | None = None
+
+    @model_validator(mode="after")
+    def check_segments(self) -> Self:
+        """The segments are the whole sample."""
+        if sum(self.segment_lengths or [len(self.token_ids)]) != len(self.token_ids):
+            raise ValueError(f"segment_lengths: expected a sum of {len(self.token_ids)}, the number of token_ids")
+        return self
 
 
 RowT = TypeVar("RowT", bound=Section)
@@ -222,6 +271,7 @@ def _read_step(path: Path) -> list[RecordedPrompt]:
             prompt_id=row.prompt_id,
             prompt_token_ids=tuple(row.prompt_token_ids),
             samples=[np.array(row.token_ids, np.int32)],
+            extensions=_by_index([find_extensions(row.segment_kinds or (), row.segment_lengths or ())]),
         )
         for row in rows
     )
@@ -236,16 +286,32 @@ def _read_jsonl(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> tuple[
             prompt_token_ids=tuple(row.prompt_token_ids or _encode(f"{place}: prompt", row.prompt, tokenizer)),
             samples=[
                 np.array(
-                    sample.token_ids or _encode(f"{place}: samples.{number}", sample.text, tokenizer, is_sample=True),
+                    sample.response or _encode(f"{place}: samples.{number}", sample.text, tokenizer, is_sample=True),
                     np.int32,
                 )
                 for number, sample in enumerate(row.samples)
             ],
+            extensions=_by_index([sample.extensions for sample in row.samples]),
         )
         for index, (place, row) in enumerate(rows)
     ]
-    has_texts = any(None in (row.prompt_token_ids, *(one.token_ids for one in row.samples)) for _, row in rows)
+    has_texts = any(None in (row.prompt_token_ids, *(one.response for one in row.samples)) for _, row in rows)
     return _merge(prompts), has_texts
+
+
+def find_extensions(kinds: Iterable[SegmentKind], lengths: Iterable[int]) -> Extensions:
+    """The parts of a sample that nobody sampled, neighbours as one."""
+    found: list[tuple[int, int]] = []
+    stop = 0
+    for kind, length in zip(kinds, lengths, strict=True):
+        start, stop = stop, stop + length
+        if kind != "model":
+            found.append((found.pop()[0] if found and found[-1][1] == start else start, stop))
+    return tuple(found)
+
+
+def _by_index(extensions: list[Extensions]) -> dict[int, Extensions]:
+    return {index: one for index, one in enumerate(extensions) if one}
 
 
 def _encode(

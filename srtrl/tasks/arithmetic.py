@@ -58,6 +58,9 @@ class ArithmeticOptions(Section):
     """Every intermediate result and the answer are between 0 and this."""
     operators: list[Operator] = Field(default=["+", "-", "*"], min_length=1)
     """Operators to choose from at random; one that is named twice is chosen twice as often."""
+    tool_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of the problems whose solution calls a calculator (`rollout.environment.format: code_tags`) instead of
+    working out the steps; only a warm start reads solutions."""
     parentheses: bool = True
     """Draw the order of evaluation at random and write the parentheses that it needs; `false`: no parentheses."""
 
@@ -158,8 +161,11 @@ def draw_expressions(options: ArithmeticOptions, split: Split) -> list[Expressio
 
 def split_of(expression_text: str) -> Split:
     """The split that an expression belongs to, by a hash of its text."""
-    digest = hashlib.blake2b(expression_text.encode(), digest_size=8).digest()
-    return "eval" if int.from_bytes(digest, "little") % EVAL_SHARE == 0 else "train"
+    return "eval" if _hash(expression_text) % EVAL_SHARE == 0 else "train"
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _build(operators: list[Operator], options: ArithmeticOptions, generator: random.Random) -> Expression | None:
@@ -200,7 +206,7 @@ def _make_prompts(
             text=_prompt_text(expression),
             token_ids=(),
             answer=str(expression.value),
-            metadata={"problem": expression.text, "solution": _solution_text(expression)},
+            metadata={"problem": expression.text, "solution": _solution_text(expression, options.tool_share)},
         )
         for index, expression in enumerate(draw_expressions(options, split))
     ]
@@ -218,5 +224,12 @@ def _prompt_text(expression: Expression) -> str:
     return f"Compute {expression.text}.\n"
 
 
-def _solution_text(expression: Expression) -> str:
-    return "\n".join((*expression.steps, f"{ANSWER_MARK} {expression.value}"))
+def _solution_text(expression: Expression, tool_share: float) -> str:
+    if _hash(f"tool {expression.text}") % 1000 < 1000 * tool_share:
+        lines: tuple[str, ...] = (
+            f"<code>{expression.text}</code>",
+            f"<interpreter>\n{expression.value}\n</interpreter>",
+        )
+    else:
+        lines = expression.steps
+    return "\n".join((*lines, f"{ANSWER_MARK} {expression.value}"))

@@ -92,7 +92,7 @@ def check_source(source: RowSource, option: str) -> None:
 
 
 def get_field(fields: Mapping[str, Any], name: str) -> Any:
-    """The field `name`; where there is none of that name, `a.b` is the field `b` inside the field `a`.
+    """The field `name`; where there is none of that name, `a.b` is the field `b`, or item `b` from 0, of the field `a`.
 
     Raises:
         RowError: there is no such field.
@@ -100,8 +100,11 @@ def get_field(fields: Mapping[str, Any], name: str) -> Any:
     if name in fields:
         return fields[name]
     outer, dot, inner = name.partition(".")
-    if dot and isinstance(fields.get(outer), Mapping):
-        return get_field(fields[outer], inner)
+    value = fields.get(outer)
+    if isinstance(value, list):
+        value = {str(index): item for index, item in enumerate(value)}
+    if dot and isinstance(value, Mapping):
+        return get_field(value, inner)
     raise RowError(f"no field `{name}`{suggestion(name, fields)}; its fields are {', '.join(fields)}")
 
 

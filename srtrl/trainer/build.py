@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,20 +80,11 @@ def build_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
 
     The model is not given to `Accelerator.prepare`: decoder and update share the raw module, and the wrapper would put
     the decoder under autocast too.
-
-    Raises:
-        ValueError: more than one process, which this version does not train with.
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import ProjectConfiguration
 
-    num_processes = int(os.environ.get("WORLD_SIZE", "1"))  # before Accelerator, which would wait for the others
-    if num_processes > 1:
-        raise ValueError(
-            f"srtrl trains in one process, but this one is one of {num_processes} (WORLD_SIZE): "
-            "start it without `accelerate launch` or `torchrun`"
-        )
     AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier run in this process, with other settings
     return Accelerator(
         cpu=choose_device(recipe).type == "cpu",

@@ -27,7 +27,7 @@ class Credit:
     """What a step learns from."""
 
     sequences: list[TrainSequence]
-    """In the order of (draw, sample); none where overlong filtering left nothing."""
+    """In the order of (draw, sample); none where overlong filtering or `drop_void_turns` left nothing."""
     advantages: dict[tuple[int, int], float]
     """Advantage of each (draw, sample) that is learned from; the mean over its tokens where they differ."""
     sampled_kl: float | None
@@ -91,8 +91,8 @@ def assign_credit(
     A sequence-level advantage gets the sum of each sample's token rewards, and all tokens of a sample share it. A
     token-level one (`gae`, `reinforce_plus_plus`) gets the token rewards and the critic's values. Where there are
     values, `returns` = advantages + values, for the critic to learn from; whitening comes after that. Overlong
-    filtering comes last: a sample that was cut counts in its group's baseline and in the whitening, and is then left
-    out of what is learned from.
+    filtering and `drop_void_turns` come last: a sample that was cut, or has a void turn, counts in its group's baseline
+    and in the whitening, and is then left out of what is learned from.
 
     Args:
         groups: The groups to learn from, at least one.
@@ -104,7 +104,8 @@ def assign_credit(
     Returns:
         The credit; its metrics are `groups/zero_advantage_share`, the share of these groups in which no sample has an
         advantage other than 0, `reward/kl_penalty`, the mean penalty of a sample (the `reward` that is logged and
-        saved stays the graders'), and `samples/overlong_dropped`, each only where the recipe asks for it.
+        saved stays the graders'), `samples/overlong_dropped` and `samples/void_dropped`, each only where the recipe
+        asks for it.
 
     Raises:
         ValueError: the advantage function returns another shape than it must, or a number that is not finite.
@@ -139,6 +140,10 @@ def assign_credit(
     if algorithm.overlong_filtering:
         learned = [one for one in learned if one[0].finish_reason != "length"]
         metrics["samples/overlong_dropped"] = len(rollouts) - len(learned)
+    if algorithm.drop_void_turns:
+        num_learned = len(learned)
+        learned = [one for one in learned if not (one[0].conversation and one[0].conversation.num_void_turns)]
+        metrics["samples/void_dropped"] = num_learned - len(learned)
     return Credit(
         sequences=[replace(sequence, advantages=row.float().numpy()) for _, sequence, row in learned],
         advantages={(rollout.draw_index, rollout.sample_index): _mean(row.numpy()) for rollout, _, row in learned},

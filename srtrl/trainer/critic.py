@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from srtrl.model.attention import PackedPlan
+from srtrl.ranks import ONE_RANK, Ranks
 from srtrl.recipe import Recipe
 from srtrl.rollout.packing import PackedBatch
 from srtrl.trainer.objective import CheckedLoss
-from srtrl.trainer.update import NonFiniteError, by_sequence, describe_token, run_optimizer_steps
+from srtrl.trainer.on_ranks import by_sequence
+from srtrl.trainer.update import NonFiniteError, describe_token, run_optimizer_steps
 from srtrl.types import TrainSequence
 
 if TYPE_CHECKING:
@@ -54,17 +56,20 @@ def compute_values(
     recipe: Recipe,
     *,
     where: str,
+    ranks: Ranks = ONE_RANK,
 ) -> list[npt.NDArray[np.float32]]:
     """Values of the response tokens of each sequence, without gradient.
 
     Returns:
-        One array [R] for each sequence, in their order.
+        One array [R] for each sequence, in their order; the same on all ranks, which share the work.
 
     Raises:
         NonFiniteError: a value is not finite; names the sequence, after `where` ("step 3").
         ValueError: a sequence is longer than `train.micro_batch_tokens`.
     """
-    values = by_sequence(lambda packed: response_values(model, packed, accelerator), sequences, recipe, model.device)
+    values = by_sequence(
+        lambda packed: response_values(model, packed, accelerator), sequences, recipe, model.device, ranks
+    )
     everything = np.concatenate(values)  # [R]
     if not np.isfinite(everything).all():
         row = int(np.isfinite(everything).argmin())
@@ -76,7 +81,13 @@ def compute_values(
 
 
 def update_critic(
-    critic: Critic, accelerator: Accelerator, sequences: Sequence[TrainSequence], *, recipe: Recipe, step: int
+    critic: Critic,
+    accelerator: Accelerator,
+    sequences: Sequence[TrainSequence],
+    *,
+    recipe: Recipe,
+    step: int,
+    ranks: Ranks = ONE_RANK,
 ) -> dict[str, float]:
     """Learn the returns of training step `step` (the first is 1); changes the weights of `critic.model`.
 
@@ -89,6 +100,7 @@ def update_critic(
         sequences: at least one, sorted by (draw, sample), with `values` (before this update) and `returns`.
         recipe: the sections `critic` and `train`, and the seed.
         step: names the step in errors and places it on the learning rate's schedule.
+        ranks: those that share the work; all call this with the same arguments, and all get the same.
 
     Returns:
         `critic/loss` and `critic/grad_norm` (before clipping): means over optimizer steps. `critic/learning_rate`:
@@ -122,6 +134,7 @@ def update_critic(
         step=step,
         max_grad_norm=section.max_grad_norm,
         where=f"step {step}, critic",
+        ranks=ranks,
     )
     metrics |= value_metrics(sequences)
     return {f"critic/{name}": value for name, value in metrics.items()}

@@ -14,7 +14,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -29,6 +29,7 @@ from srtrl.tasks.final_answer import extractor
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.trainer.checkpoint import MANIFEST, check_policy, checkpoint_name, latest_checkpoint, list_checkpoints
+from srtrl.trainer.run_metrics import turn_metrics
 from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, Prompt, RolloutGroup
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ class EvalResult:
     """Tokens that one decode step brought a sequence: 1 without speculation. None where it was not measured."""
     majority: Estimate | None = None
     """Accuracy of the majority vote, maj@N; None where no vote was held."""
+    environment: dict[str, float] = field(default_factory=dict)
+    """How the turns went, by the names of the metrics `environment/...`; empty where samples are single turns."""
 
     def metrics(self) -> dict[str, float]:
         """The row of `metrics.jsonl`: `eval/...` (and `time/eval`)."""
@@ -110,6 +113,8 @@ class EvalResult:
         }
         row = {name: value for name, value in known.items() if value is not None}
         row |= {f"eval/pass_at_{k}": share.value for k, share in self.pass_at.items() if k > 1}
+        turns = ("turns_mean", "call_share", "valid_call_share")
+        row |= {f"eval/environment/{name}": self.environment[name] for name in turns if name in self.environment}
         return row | {f"eval/grading/{outcome}": count for outcome, count in self.outcomes.items()}
 
 
@@ -210,6 +215,11 @@ def summarise(
         num_tokens=sum(lengths),
         seconds=seconds,
         tokens_per_decode_step=tokens_per_decode_step,
+        environment={
+            name.removeprefix("environment/"): value
+            for name, value in turn_metrics(rollouts).items()
+            if name.startswith("environment/")
+        },
     )
 
 
@@ -408,7 +418,7 @@ def majority_scores(groups: Sequence[RolloutGroup], extract: Callable[[str], str
     scores = []
     for group in groups:
         num_right = sum(rollout.grade.outcome == "correct" for rollout in group.rollouts)
-        answers = [extract(rollout.text) for rollout in group.rollouts if rollout.grade.outcome == "wrong"]
+        answers = [extract(rollout.said) for rollout in group.rollouts if rollout.grade.outcome == "wrong"]
         sizes = list(Counter(_plain(answer) for answer in answers if answer is not None).values())
         wins = num_right > 0 and num_right >= max(sizes, default=0)
         scores.append(wins / (1 + sizes.count(num_right)))

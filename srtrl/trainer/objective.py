@@ -17,7 +17,7 @@ RESERVED_METRICS = frozenset(
 )
 """Names that a loss function's metrics may not have: the trainer logs them itself."""
 RESERVED_FAMILIES = (
-    *("critic/", "data/", "engine/", "eval/", "grading/", "groups/", "importance/", "kl/", "length/"),
+    *("critic/", "data/", "engine/", "environment/", "eval/", "grading/", "groups/", "importance/", "kl/", "length/"),
     *("logprob_difference/", "memory/", "reward/", "samples/", "time/", "tokens/"),
 )
 """What those names may not begin with, for the same reason. `clip_share/` is the loss functions' own."""

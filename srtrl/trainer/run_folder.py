@@ -320,6 +320,7 @@ neither `step` nor `answer`."""
 TURN_COLUMNS = {
     "segment_kinds": "list<string>",
     "segment_lengths": "list<int32>",
+    "segment_texts": "list<string>",
     "num_turns": "int32",
     "stop_reason": "string",
 }
@@ -367,6 +368,7 @@ def rollout_rows(
             given |= {
                 "segment_kinds": kinds,
                 "segment_lengths": lengths,
+                "segment_texts": conversation.texts,
                 "num_turns": conversation.num_turns,
                 "stop_reason": conversation.stop_reason,
             }

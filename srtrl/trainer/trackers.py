@@ -11,6 +11,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
+from srtrl.environments.base import mark_segments
 from srtrl.recipe import LogSection, Recipe
 from srtrl.recipe_file import dump_recipe
 from srtrl.resolve import describe_error
@@ -117,6 +118,9 @@ def log_samples(
         return
     chosen = [replace(group, rollouts=group.rollouts[:1]) for group in groups[:NUM_SAMPLES]]
     rows = rollout_rows(step, chosen, advantages)
+    for row, group in zip(rows, chosen, strict=True):
+        if (talk := group.rollouts[0].conversation) is not None:
+            row["text"] = mark_segments([kind for kind, _ in talk.segments], talk.texts)
     columns = [*SAMPLE_COLUMNS, *(name for name in rows[0] if name.startswith("reward_"))]
     for tracker in accelerator.trackers:
         if hasattr(tracker, "log_table"):

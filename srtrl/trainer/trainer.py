@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import gc
-import signal
-import threading
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
+from rich.console import Console
 
+from srtrl.metrics import MetricLog
 from srtrl.model.cpu_threads import set_cpu_threads
+from srtrl.ranks import ONE_RANK, Ranks, open_ranks
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import StageTimer
 from srtrl.tasks.base import load_task
@@ -36,6 +36,7 @@ from srtrl.trainer.checkpoint import (
 from srtrl.trainer.credit import Credit, assign_credit, train_sequences, with_numbers
 from srtrl.trainer.critic import compute_values, update_critic
 from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
+from srtrl.trainer.interrupt import Interrupt, long_lived_objects_left_alone
 from srtrl.trainer.optimizer import gradient_bytes
 from srtrl.trainer.run_folder import (
     OBSERVATIONS,
@@ -116,8 +117,22 @@ def run_training(
         TrainingStoppedError: the numbers went wrong, or the device is too small; see the message.
         KeyboardInterrupt: the second Ctrl-C.
     """
-    progress = progress if progress is not None else RunProgress(recipe.name, recipe.train.num_steps)
-    with open_trainer(recipe, progress=progress, **flags) as trainer:
+    with open_ranks() as ranks:
+        if progress is None or not ranks.is_main:
+            console = None if ranks.is_main else Console(quiet=True)
+            progress = RunProgress(recipe.name, recipe.train.num_steps, console=console)
+        return _train(recipe, ranks, progress, on_step, **flags)
+
+
+def _train(
+    recipe: Recipe,
+    ranks: Ranks,
+    progress: RunProgress,
+    on_step: Callable[[int, Mapping[str, float]], None],
+    **flags: Unpack[StartFlags],
+) -> TrainingResult:
+    """The run of `run_training`, on one of the ranks."""
+    with open_trainer(recipe, progress=progress, ranks=ranks, **flags) as trainer:
         trainer.on_step = on_step
         try:
             with long_lived_objects_left_alone():
@@ -125,8 +140,8 @@ def run_training(
         except (NonFiniteError, LogprobDifferenceError, FloatingPointError, UpdateMemoryError) as error:
             raise TrainingStoppedError(f"{error}\n{how_to_resume(trainer.run.checkpoints, error)}") from error
         interrupted = trainer.step < recipe.train.num_steps
-        summary = write_summary(trainer.run.path, recipe.name, interrupted=interrupted)
-        return TrainingResult(folder=trainer.run.path, summary=summary)
+        summarise = partial(write_summary, trainer.run.path, recipe.name, interrupted=interrupted)
+        return TrainingResult(folder=trainer.run.path, summary=ranks.on_main(summarise, "the summary"))
 
 
 class Trainer:
@@ -135,10 +150,13 @@ class Trainer:
     run: RunFolder
     """Set by `open_trainer`, once everything else is loaded."""
     on_step: Callable[[int, Mapping[str, float]], None] = staticmethod(lambda *_: None)
-    """Called after each step with its number and its row of `metrics.jsonl`."""
+    """Called after each step, on rank 0, with its number and its row of `metrics.jsonl`."""
 
-    def __init__(self, recipe: Recipe, checkpoint: Path | None, progress: RunProgress) -> None:
+    def __init__(self, recipe: Recipe, checkpoint: Path | None, progress: RunProgress, ranks: Ranks = ONE_RANK) -> None:
         """Load the task, then the weights, and start at `checkpoint`; None starts a new run."""
+        self.ranks = ranks
+        self.is_stopping = False
+        """Whether a rank was asked to end the run after the present step."""
         set_cpu_threads(recipe.num_threads)
         seed_generators(recipe.seed, 0)
         self.recipe = recipe
@@ -199,7 +217,7 @@ class Trainer:
             if self.step == 0 and self.recipe.eval.before_and_after:
                 self._record_observations(0)
                 self._write_row(self.evaluate("before training").metrics())
-            while self.step < self.recipe.train.num_steps and not self.interrupt.requested:
+            while self.step < self.recipe.train.num_steps and not self._should_stop():
                 self.train_step(self.step + 1)
 
     def train_step(self, step: int) -> None:
@@ -211,7 +229,9 @@ class Trainer:
         metrics = rollouts.metrics | credit.metrics
         if credit.sequences and self.critic is not None:
             with self._stage("critic", step):
-                metrics |= update_critic(self.critic, self.accelerator, credit.sequences, recipe=self.recipe, step=step)
+                metrics |= update_critic(
+                    self.critic, self.accelerator, credit.sequences, recipe=self.recipe, step=step, ranks=self.ranks
+                )
         if credit.sequences and step > self.recipe.policy_updates.num_skipped:  # at first only the critic learns
             with self._stage("update", step):
                 metrics = merge_metrics(metrics, self.update_policy(step, credit))
@@ -220,8 +240,11 @@ class Trainer:
         metrics |= self.evaluate_if_due(step)
         self.step = step
         self.log(metrics, credit)
-        log_samples(self.accelerator, self.recipe, step, rollouts.groups, credit.advantages)
-        self.checkpoint_if_due()
+        if self.ranks.is_main:
+            log_samples(self.accelerator, self.recipe, step, rollouts.groups, credit.advantages)
+        self.is_stopping = self._should_stop()
+        with self.ranks.together(f"the checkpoint of step {step}"):
+            self.checkpoint_if_due()
 
     def assign_credit(self, step: int, rollouts: StepRollouts) -> Credit:
         """Advantages of the kept samples; with the log-probs and values that the recipe needs."""
@@ -230,16 +253,24 @@ class Trainer:
         sequences = train_sequences(rollouts.kept)
         if self.reference is not None:
             with self._stage("reference", step):
-                ref_logprobs = compute_logprobs(self.reference, sequences, self.accelerator, self.recipe)
+                ref_logprobs = compute_logprobs(
+                    self.reference, sequences, self.accelerator, self.recipe, ranks=self.ranks
+                )
             sequences = with_numbers(sequences, "ref_logprobs", ref_logprobs)
         if self.recipe.algorithm.old_logprobs == "recompute":
             with self._stage("old_logprobs", step):
-                old_logprobs = compute_logprobs(self.policy, sequences, self.accelerator, self.recipe)
+                old_logprobs = compute_logprobs(self.policy, sequences, self.accelerator, self.recipe, ranks=self.ranks)
             sequences = with_numbers(sequences, "old_logprobs", old_logprobs)
         if self.critic is not None:
             with self._stage("values", step):
-                where = f"step {step}"
-                values = compute_values(self.critic.model, sequences, self.accelerator, self.recipe, where=where)
+                values = compute_values(
+                    self.critic.model,
+                    sequences,
+                    self.accelerator,
+                    self.recipe,
+                    where=f"step {step}",
+                    ranks=self.ranks,
+                )
             sequences = with_numbers(sequences, "values", values)
         return assign_credit(rollouts.kept, sequences, self.recipe, kl_coefficient=self.kl_coefficient)
 
@@ -254,6 +285,7 @@ class Trainer:
             recipe=recipe,
             step=step,
             kl_coefficient=self.kl_coefficient,
+            ranks=self.ranks,
         )
         num_tokens = sum(len(one.token_ids) for one in credit.sequences if needs_pass(one, recipe))
         metrics["tokens/update"] = recipe.train.num_epochs * num_tokens
@@ -290,7 +322,7 @@ class Trainer:
 
     def save_rollouts(self, step: int, rollouts: StepRollouts, credit: Credit) -> None:
         """Write `rollouts/step_N.parquet` and `timeline/step_N.parquet`."""
-        if self.recipe.log.save_rollouts:
+        if self.recipe.log.save_rollouts and self.ranks.is_main:
             with self.timer.stage("save_rollouts"):
                 name = step_file_name(step)
                 write_rollouts(self.run.path / "rollouts" / name, rollouts.groups, credit.advantages)
@@ -304,13 +336,14 @@ class Trainer:
         row = {**metrics, **timed, **memory_metrics(self.policy.device)}
         self._write_row(row)
         self.progress.step(self.step, describe_step(row))
-        self.on_step(self.step, row)
+        if self.ranks.is_main:
+            self.on_step(self.step, row)
 
     def checkpoint_if_due(self) -> None:
         """Write a checkpoint where the recipe wants one, after the last step, and when the run is to end."""
         train = self.recipe.train
-        is_last = self.step == train.num_steps or self.interrupt.requested
-        if not is_last and self.step % train.checkpoint_every != 0:
+        is_last = self.step == train.num_steps or self.is_stopping
+        if not self.ranks.is_main or (not is_last and self.step % train.checkpoint_every != 0):
             return
         self.progress.stage("checkpoint")
         with self.timer.stage("checkpoint"):  # counted in the next row: this step's row precedes its checkpoint
@@ -341,9 +374,14 @@ class Trainer:
         if self.conversations is not None:
             self.conversations.use_record(self.run.path / OBSERVATIONS / f"step_{step:06d}.jsonl")
 
+    def _should_stop(self) -> bool:
+        """Whether a rank was asked to end the run."""
+        return any(self.ranks.gather(self.interrupt.requested, f"the end of step {self.step}"))
+
     def _write_row(self, metrics: Mapping[str, float]) -> None:
-        self.run.log.write(self.step, metrics)
-        self.accelerator.log(dict(metrics), step=self.step)
+        if self.ranks.is_main:
+            self.run.log.write(self.step, metrics)
+            self.accelerator.log(dict(metrics), step=self.step)
 
     @contextmanager
     def _stage(self, name: str, step: int) -> Iterator[None]:
@@ -357,25 +395,43 @@ class Trainer:
 
 
 @contextmanager
-def open_trainer(recipe: Recipe, *, progress: RunProgress, **flags: Unpack[StartFlags]) -> Iterator[Trainer]:
-    """Everything that a run needs, ready for its next step; see `run_training` for the arguments and errors."""
-    changes = check_run_folder(recipe, **flags)
-    check_trackers(recipe.log)
+def open_trainer(
+    recipe: Recipe, *, progress: RunProgress, ranks: Ranks = ONE_RANK, **flags: Unpack[StartFlags]
+) -> Iterator[Trainer]:
+    """Everything that a run needs, ready for its next step; see `run_training` for the arguments and errors.
+
+    Rank 0 has the run's folder, and alone writes into it.
+    """
     resume = flags.get("resume", False)
-    checkpoint = checkpoint_to_resume(run_path(recipe) / "checkpoints", flags.get("from_step")) if resume else None
+
+    def check() -> tuple[list[str], Path | None]:
+        changes = check_run_folder(recipe, **flags)
+        check_trackers(recipe.log)
+        checkpoints = run_path(recipe) / "checkpoints"
+        return changes, checkpoint_to_resume(checkpoints, flags.get("from_step")) if resume else None
+
+    changes, checkpoint = ranks.on_main(check, "the checks of rank 0")
     with ExitStack() as stack:
-        trainer = Trainer(recipe, checkpoint, progress)
-        stack.enter_context(trainer.grader)
-        if trainer.conversations is not None:
-            stack.enter_context(trainer.conversations)
-        trainer.grader.try_rewards(trainer.task.train_prompts[0], recipe.rollout.num_samples)
-        if trainer.step > recipe.train.num_steps:
-            raise ValueError(f"train.num_steps: {trainer.step} are done; --checkpoint resumes from an earlier one")
-        run = trainer.run = stack.enter_context(open_run_folder(recipe, **flags))
-        if run.checkpoint != checkpoint:
-            raise ValueError(f"{run.path} has changed while the model was loading: another process trains there")
-        start_trackers(trainer.accelerator, recipe, step=trainer.step)
-        run.has_begun()
+        with ranks.together("the others to load the model and the task"):
+            trainer = Trainer(recipe, checkpoint, progress, ranks)
+            stack.enter_context(trainer.grader)
+            if trainer.conversations is not None:
+                stack.enter_context(trainer.conversations)
+            trainer.grader.try_rewards(trainer.task.train_prompts[0], recipe.rollout.num_samples)
+            if trainer.step > recipe.train.num_steps:
+                raise ValueError(f"train.num_steps: {trainer.step} are done; --checkpoint resumes from an earlier one")
+        with ranks.together("rank 0 to open the run's folder"):
+            if not ranks.is_main:  # it writes nothing
+                nowhere = stack.enter_context(MetricLog(Path(os.devnull)))
+                trainer.run = RunFolder(path=run_path(recipe), checkpoint=checkpoint, log=nowhere)
+            else:
+                run = trainer.run = stack.enter_context(open_run_folder(recipe, **flags))
+                if run.checkpoint != checkpoint:
+                    raise ValueError(
+                        f"{run.path} has changed while the model was loading: another process trains there"
+                    )
+                start_trackers(trainer.accelerator, recipe, step=trainer.step)
+                run.has_begun()
         counts = ", ".join(f"{name} {count:,}" for name, count in trainer.task.load_report.items())
         progress.say(f"task {recipe.task.name}: {counts}")
         progress.say(describe_prompt(trainer.sampler.started(trainer.task.train_prompts[0]), trainer.tokenizer))
@@ -384,9 +440,9 @@ def open_trainer(recipe: Recipe, *, progress: RunProgress, **flags: Unpack[Start
         if checkpoint is not None and not (checkpoint / MANIFEST).is_file():
             progress.say(f"{checkpoint} cannot be verified: an earlier version wrote it, without {MANIFEST}")
         if resume and checkpoint is None:
-            progress.say(f"--resume: {run.path} has no checkpoint, starting from step 0")
+            progress.say(f"--resume: {trainer.run.path} has no checkpoint, starting from step 0")
         elif resume:
-            progress.say(f"resuming {run.path} after step {trainer.step} of {recipe.train.num_steps}")
+            progress.say(f"resuming {trainer.run.path} after step {trainer.step} of {recipe.train.num_steps}")
         try:
             yield trainer
         finally:
@@ -435,48 +491,3 @@ def how_to_resume(checkpoints: Path, error: Exception) -> str:
             f"add --change train.learning_rate=LOWER, or start {new_run}"
         )
     return f"The last checkpoint is intact: {checkpoint}. --resume {advice}"
-
-
-@contextmanager
-def long_lived_objects_left_alone() -> Iterator[None]:
-    """Let the garbage collector look through none of the objects that are there by now.
-
-    Importing torch and its like leaves half a million of them, and looking through all takes 0.2 to 0.5 seconds, now
-    and then, in the middle of a rollout. What comes later is collected as ever, and at the end all is as before.
-    """
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-class Interrupt:
-    """Ctrl-C and SIGTERM: the first asks the run to end after the running step, the second ends it at once.
-
-    Signals are caught while it is entered, in the main thread (elsewhere they are not ours to catch).
-    """
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.requested = False
-        self._say = say
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        if self.requested:
-            raise KeyboardInterrupt(f"second {name}")
-        self.requested = True
-        self._say(
-            f"{name}: finishing what is under way, then writing a checkpoint (after a step); once more stops at once"
-        )

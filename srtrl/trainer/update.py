@@ -21,10 +21,13 @@ from torch import Tensor, nn
 from srtrl.algorithms.reductions import adapted_coefficient, k3
 from srtrl.model.attention import PackedPlan, copy_to_device
 from srtrl.model.logprobs import token_logprobs
+from srtrl.ranks import ONE_RANK, Ranks
 from srtrl.recipe import Recipe, TrainSection, UpdatePlan
-from srtrl.rollout.packing import PackedBatch, pack
+from srtrl.rollout.packing import PackedBatch
 from srtrl.trainer.objective import Objective
+from srtrl.trainer.on_ranks import by_sequence, on_ranks, sum_gradients
 from srtrl.trainer.optimizer import gradient_holders, learning_rate_at
+from srtrl.trainer.sharding import whole
 from srtrl.types import TrainSequence
 
 if TYPE_CHECKING:
@@ -62,6 +65,7 @@ def update_policy(
     recipe: Recipe,
     step: int,
     kl_coefficient: float,
+    ranks: Ranks = ONE_RANK,
 ) -> dict[str, float]:
     """Learn from the rollouts of training step `step` (the first is 1); changes the weights of `policy`.
 
@@ -81,6 +85,7 @@ def update_policy(
         recipe: the sections `algorithm`, `train`, `rollout` and the seed.
         step: names the step in errors and places it on the learning rate's schedule.
         kl_coefficient: the present one; see `next_kl_coefficient`.
+        ranks: those that share the work; all call this with the same arguments, and all get the same.
 
     Returns:
         `loss` and `grad_norm` (before clipping): means over optimizer steps; `learning_rate`: the last one's.
@@ -97,7 +102,7 @@ def update_policy(
     objective = Objective(recipe, kl_coefficient=kl_coefficient)
     compare = partial(logprob_difference, limits=recipe.train)
     difference: dict[str, float] = {}  # empty until the log-probs are compared
-    first_logprobs: list[Tensor] = []  # of the first mini-batch, until then
+    first_logprobs: dict[int, Tensor] = {}  # of this rank's share of the first mini-batch, until then
     if recipe.algorithm.old_logprobs == "rollout":
         sequences = [replace(one, old_logprobs=one.rollout_logprobs) for one in sequences]
     else:
@@ -108,12 +113,14 @@ def update_policy(
     def micro_batch_loss(packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs, entropy = response_logprobs(policy, packed, accelerator, temperature)  # [R]
         if not difference:
-            first_logprobs.append(logprobs.detach())
+            first_logprobs[packed.first_sequence] = logprobs.detach()
         return objective.micro_batch_loss(logprobs, entropy, packed, sequence_lengths)
 
     def compare_first(mini_batch: Sequence[TrainSequence], where: str) -> None:
         if not difference:
-            difference.update(compare(mini_batch, torch.cat(first_logprobs).float().cpu().numpy(), where=where))
+            own = {first: logprobs.float().cpu().numpy() for first, logprobs in first_logprobs.items()}
+            found = ranks.join(own, f"the log-probs of {where}")
+            difference.update(compare(mini_batch, np.concatenate(found), where=where))
 
     metrics = run_optimizer_steps(
         policy,
@@ -128,6 +135,7 @@ def update_policy(
         where=f"step {step}",
         before_step=compare_first,
         needs_pass=partial(needs_pass, recipe=recipe),
+        ranks=ranks,
     )
     return {**metrics, **difference}
 
@@ -178,32 +186,28 @@ def response_logprobs(
 
 
 def compute_logprobs(
-    model: Transformer, sequences: Sequence[TrainSequence], accelerator: Accelerator, recipe: Recipe
+    model: Transformer,
+    sequences: Sequence[TrainSequence],
+    accelerator: Accelerator,
+    recipe: Recipe,
+    ranks: Ranks = ONE_RANK,
 ) -> list[npt.NDArray[np.float32]]:
     """Log-probs of the response tokens of each sequence, without gradient: for `ref_logprobs` and `old_logprobs`.
 
     Returns:
-        One array [R] for each sequence, in their order.
+        One array [R] for each sequence, in their order; the same on all ranks, which share the work.
 
     Raises:
         ValueError: a sequence is longer than `train.micro_batch_tokens`.
     """
     temperature = recipe.rollout.temperature
     return by_sequence(
-        lambda packed: response_logprobs(model, packed, accelerator, temperature)[0], sequences, recipe, model.device
+        lambda packed: response_logprobs(model, packed, accelerator, temperature)[0],
+        sequences,
+        recipe,
+        model.device,
+        ranks,
     )
-
-
-def by_sequence(
-    forward: Callable[[PackedBatch], Tensor], sequences: Sequence[TrainSequence], recipe: Recipe, device: torch.device
-) -> list[npt.NDArray[np.float32]]:
-    """What `forward` gives for the response tokens [R] of each micro-batch, without gradient: an array per sequence."""
-    with torch.no_grad():
-        batches = pack(sequences, recipe.train.micro_batch_tokens, device)
-        found = torch.cat([forward(packed) for packed in batches])
-    ends = np.cumsum([len(sequence.rollout_logprobs) for sequence in sequences])
-    assert len(found) == ends[-1]
-    return np.split(found.float().cpu().numpy(), ends[:-1])
 
 
 def logprob_difference(
@@ -282,8 +286,13 @@ def run_optimizer_steps(
     where: str,
     before_step: Callable[[Sequence[TrainSequence], str], None] = lambda *_: None,
     needs_pass: Callable[[TrainSequence], bool] = lambda _: True,
+    ranks: Ranks = ONE_RANK,
 ) -> dict[str, float]:
     """One optimizer step for each mini-batch: the gradient of its whole loss, its norm clipped.
+
+    Each rank computes its share of the micro-batches; gradients, losses and metrics are then summed over the ranks, so
+    that all take the same step. DistributedDataParallel would do the first alone, but average, and hang where ranks
+    have different numbers of micro-batches; and decoder and update share the raw module.
 
     Args:
         model: its parameters are those of `optimizer`; all on one device. Gradients are freed at the end.
@@ -302,6 +311,7 @@ def run_optimizer_steps(
             2") between gradient and optimizer step; raises to stop there.
         needs_pass: which sequences can have a gradient. The others count in the mini-batch's lengths and are not
             computed, but for one where there is no other: the optimizer's moments go on.
+        ranks: those that share the work; all call this with the same arguments, and all get the same.
 
     Returns:
         `loss` and `grad_norm` (before clipping): means over optimizer steps. The micro-batches' metrics: means over all
@@ -327,17 +337,19 @@ def run_optimizer_steps(
         computed = [sequence for sequence in mini_batch if needs_pass(sequence)] or [skipped.pop(0)]
         lengths = [len(sequence.rollout_logprobs) for sequence in (*computed, *skipped)]
         sequence_lengths = copy_to_device(torch.tensor(lengths), device)  # [B]
-        loss = torch.zeros((), dtype=torch.float64, device=device)
-        for packed in pack(computed, recipe.train.micro_batch_tokens, device):
-            share, metrics = micro_batch_loss(packed, sequence_lengths)
-            accelerator.backward(share)
-            loss += share.detach()
-            sums.append({name: value.detach().sum(dtype=torch.float64) for name, value in metrics.items()})
+        backward = partial(_backward, micro_batch_loss, accelerator, sequence_lengths)
+        shares = on_ranks(backward, computed, recipe, device, ranks, place)
+        loss = torch.stack([share.pop(LOSS) for share in shares]).sum()
+        sums += shares
+        _check_names(sums[0], shares)
         num_tokens += sum(lengths[: len(computed)])
         before_step(computed, place)
         losses.append(_finite(loss, f"{place}: the loss"))
-        norm = accelerator.clip_grad_norm_(gradient_holders(model, optimizer), max_grad_norm)
-        grad_norms.append(_finite(norm, f"{place}: the gradient norm"))
+        holders = gradient_holders(model, optimizer)
+        if recipe.train.sharding == "ddp":  # else each backward pass has summed them
+            sum_gradients(holders, ranks)
+        norm = accelerator.clip_grad_norm_(holders, max_grad_norm)
+        grad_norms.append(_finite(whole(norm), f"{place}: the gradient norm"))
         learning_rate = learning_rate_at(updates, step, number)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
@@ -349,6 +361,30 @@ def run_optimizer_steps(
         "grad_norm": float(np.mean(grad_norms)),
         "learning_rate": learning_rate,
     }
+
+
+LOSS = "loss"
+"""Name of the loss among the sums of a micro-batch; no metric may have it (`RESERVED_METRICS`)."""
+
+
+def _backward(
+    micro_batch_loss: MicroBatchLoss, accelerator: Accelerator, sequence_lengths: Tensor, packed: PackedBatch
+) -> dict[str, Tensor]:
+    """Forward and backward pass of one micro-batch: its loss and the sums of its metrics, float64."""
+    share, metrics = micro_batch_loss(packed, sequence_lengths)
+    accelerator.backward(packed.weight * share)
+    sums = {name: value.detach().sum(dtype=torch.float64) for name, value in metrics.items()}
+    return {LOSS: share.detach().double(), **sums}
+
+
+def _check_names(first: Mapping[str, Tensor], shares: Sequence[Mapping[str, Tensor]]) -> None:
+    """Refuse metrics that only some ranks' micro-batches have; those of one rank `CheckedLoss` has compared."""
+    for share in shares:
+        if unequal := sorted(first.keys() ^ share.keys()):
+            raise ValueError(
+                f"the loss function must return the same metrics for every micro-batch, and returned `{unequal[0]}` "
+                "for some only; where it has no meaning, return zeros"
+            )
 
 
 def mini_batches(

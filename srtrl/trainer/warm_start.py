@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
+from srtrl.environments.formats import MalformedCallError
 from srtrl.metrics import write_atomic
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
@@ -27,13 +29,14 @@ from srtrl.trainer.optimizer import MasterWeightAdamW
 from srtrl.trainer.run_folder import MARK, RunProgress
 from srtrl.trainer.sampling import DataOrder
 from srtrl.trainer.update import explain_out_of_memory, response_logprobs, run_optimizer_steps
-from srtrl.types import Prompt, TrainSequence
+from srtrl.types import Prompt, SegmentKind, TrainSequence
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
     from transformers import PreTrainedTokenizerBase
 
+    from srtrl.environments.conversations import Conversations
     from srtrl.model.transformer import Transformer
 
 RECORD = "warm_start.json"
@@ -72,14 +75,17 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
     set_cpu_threads(recipe.num_threads)
     accelerator = build.build_accelerator(recipe, output)
     tokenizer = _tokenizer(recipe, section)
-    task = load_task(recipe, tokenizer)
+    conversations = build.build_conversations(recipe, tokenizer)
+    task = load_task(recipe, tokenizer, tools=conversations.tools if conversations else ())
     if recipe.eval.before_and_after:
         held_out_prompts(task, recipe)  # raises where there are none
     model = _model(recipe, section, tokenizer, accelerator.device)
-    batches = solution_batches(recipe, section, task, tokenizer)
     progress = progress if progress is not None else RunProgress("warm start", section.num_steps, plain_every=20)
-    with progress:
-        losses, num_overlong = _fine_tune(recipe, section, model, accelerator, batches, progress)
+    # No tool runs: only an environment that adds to the prompts is opened, and no sandbox is needed.
+    opened = conversations if conversations is not None and conversations.starts_prompts else nullcontext()
+    with progress, opened:
+        batches = solution_batches(recipe, section, task, tokenizer, conversations)
+        losses, num_left_out = _fine_tune(recipe, section, model, accelerator, batches, progress)
     end_ids = () if section.architecture is not None else build.response_end_ids(recipe.model.path, tokenizer)
     _check_output(output, overwrite)  # again: what has come into it while the policy learned stays as well
     with written_beside(output) as temporary:
@@ -93,8 +99,8 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
         names = sorted(path.name for path in temporary.iterdir())
         (temporary / ".lock").write_bytes(MARK + "\n".join([*names, ".lock", RECORD]).encode())
     progress.say(f"saved {output}: loss {losses[-1]:.4f}")
-    if num_overlong:
-        progress.say(f"left out {num_overlong} draws: solution longer than rollout.max_new_tokens")
+    if num_left_out:
+        progress.say(f"left out {num_left_out} draws whose solution no rollout could produce")
     held_out = None
     if recipe.eval.before_and_after:  # of the saved weights, as RL will load them
         saved = recipe.model.model_copy(update={"tokenizer": None})  # the one that was saved
@@ -106,7 +112,7 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
     record = {  # no times, so that the same recipe writes the same file
         "recipe": recipe.model_dump(mode="json"),
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "num_overlong": num_overlong,
+        "num_left_out": num_left_out,
         "final_loss": losses[-1],
         "loss_by_step": {step: loss for step, loss in enumerate(losses, start=1) if step % every == 0},
         "held_out": {name: value for name, value in figures.items() if name != "time/eval"},
@@ -177,7 +183,7 @@ def _fine_tune(
     optimizer = build.make_optimizer(model, section, recipe)
     losses: list[float] = []
     for step in range(1, section.num_steps + 1):
-        batch, num_overlong = next(batches)
+        batch, num_left_out = next(batches)
         metrics = supervised_step(model, optimizer, accelerator, batch, recipe, step)
         losses.append(metrics["loss"])
         progress.step(
@@ -187,7 +193,7 @@ def _fine_tune(
         )
     if isinstance(optimizer, MasterWeightAdamW):
         optimizer.hand_over_masters()
-    return losses, num_overlong
+    return losses, num_left_out
 
 
 def supervised_step(
@@ -240,20 +246,31 @@ def supervised_step(
         )
 
 
-def solution_sequence(task: Task, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> TrainSequence:
+def solution_sequence(
+    task: Task, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, conversations: Conversations | None = None
+) -> TrainSequence:
     """Prompt, solution and end token; the solution is tokenised alone, so that the boundary is the one that RL sees.
 
+    With `conversations` the solution may hold the observations of an environment: tokens as in a rollout, no targets.
     The fields that only RL reads are zero.
 
     Raises:
         ValueError: the task has no solution for this prompt.
+        MalformedCallError: no rollout can look like the solution.
     """
-    solution_ids = tokenizer.encode(task.solution(prompt), add_special_tokens=False)
-    zeros = np.zeros(len(solution_ids) + 1, np.float32)
-    token_ids = np.array([*prompt.token_ids, *solution_ids, tokenizer.eos_token_id], np.int64)
+    text = task.solution(prompt)
+    if conversations is None:
+        segments: list[tuple[SegmentKind, list[int]]] = [("model", tokenizer.encode(text, add_special_tokens=False))]
+    else:
+        segments = conversations.tokenise_solution(text)
+    assert isinstance(tokenizer.eos_token_id, int)
+    segments.append(("model", [tokenizer.eos_token_id]))
+    token_ids = np.array([*prompt.token_ids, *chain.from_iterable(ids for _, ids in segments)], np.int64)
+    is_target = np.repeat([kind == "model" for kind, _ in segments], [len(ids) for _, ids in segments])
+    zeros = np.zeros(int(is_target.sum()), np.float32)
     return TrainSequence(
         token_ids=token_ids,
-        targets=np.arange(len(prompt.token_ids), len(token_ids)),
+        targets=len(prompt.token_ids) + np.flatnonzero(is_target),
         draw_index=0,
         rollout_logprobs=zeros,
         advantages=zeros,
@@ -261,19 +278,24 @@ def solution_sequence(task: Task, tokenizer: PreTrainedTokenizerBase, prompt: Pr
 
 
 def solution_batches(
-    recipe: Recipe, section: WarmStartSection, task: Task, tokenizer: PreTrainedTokenizerBase
+    recipe: Recipe,
+    section: WarmStartSection,
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Conversations | None = None,
 ) -> Iterator[tuple[list[TrainSequence], int]]:
     """The solutions of the first `warm_start.num_problems` training problems, in data order and without end.
 
-    A solution that no rollout could produce, for it has more than `rollout.max_new_tokens` tokens, is left out and
-    counted. `warm_start.noise` is the share of a solution's tokens that are replaced by uniformly random ones.
+    A solution that no rollout could produce is left out and counted: it has more than `rollout.max_new_tokens` tokens,
+    or its turns are not those of the environment's format. `warm_start.noise` is the share of a solution's target
+    tokens that are replaced by uniformly random ones.
 
     Yields:
         The next sequences that fit in `warm_start.batch_tokens` packed tokens, at least one; and the number of draws
         left out so far.
 
     Raises:
-        ValueError: a problem has no solution, or all of them are too long, or the tokenizer has no end token.
+        ValueError: a problem has no solution, or all of them are left out, or the tokenizer has no end token.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no end token (eos_token), so that none could be learned")
@@ -281,20 +303,28 @@ def solution_batches(
     random = np.random.default_rng((recipe.seed, 0x501))
     max_new_tokens = recipe.rollout.max_new_tokens
     batch: list[TrainSequence] = []
-    num_tokens = num_overlong = 0
+    num_tokens = num_left_out = 0
+    first_reason = ""
     for draw in count():
-        sequence = solution_sequence(task, tokenizer, task.train_prompts[order.prompt_of(draw)])
-        solution = sequence.token_ids[sequence.num_prompt_tokens :]
-        if len(solution) > max_new_tokens:
-            num_overlong += 1
-            if num_overlong == order.num_prompts == draw + 1:
-                raise ValueError(f"every solution is longer than rollout.max_new_tokens ({max_new_tokens}): raise it")
+        prompt = task.train_prompts[order.prompt_of(draw)]
+        if conversations is not None:
+            prompt = conversations.started(prompt, recipe.rollout.max_prompt_tokens)
+        try:
+            sequence = solution_sequence(task, tokenizer, prompt, conversations)
+            num_solution_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
+            if num_solution_tokens > max_new_tokens:
+                raise MalformedCallError(f"{num_solution_tokens} tokens; rollout.max_new_tokens is {max_new_tokens}")
+        except MalformedCallError as error:
+            num_left_out += 1
+            first_reason = first_reason or f"that of {prompt.prompt_id} has {error}"
+            if num_left_out == order.num_prompts == draw + 1:
+                raise ValueError(f"no rollout could produce any of the solutions: {first_reason}") from error
             continue
         if section.noise:
-            chosen = random.random(len(solution)) < section.noise
-            solution[chosen] = random.integers(0, len(tokenizer), int(chosen.sum()))
+            chosen = sequence.targets[random.random(len(sequence.targets)) < section.noise]
+            sequence.token_ids[chosen] = random.integers(0, len(tokenizer), len(chosen))
         if batch and num_tokens + len(sequence.token_ids) > section.batch_tokens:
-            yield batch, num_overlong
+            yield batch, num_left_out
             batch, num_tokens = [], 0
         batch.append(sequence)
         num_tokens += len(sequence.token_ids)

@@ -1,0 +1,72 @@
+"""How ranks share the passes over a step's sequences: each computes some micro-batches, and all know what came out.
+
+The micro-batches, and the order of what they give, are those of one rank: results differ by the order of sums alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from srtrl.ranks import Ranks
+from srtrl.recipe import Recipe
+from srtrl.rollout.packing import PackedBatch, pack
+from srtrl.types import TrainSequence
+
+
+def on_ranks(
+    compute: Callable[[PackedBatch], dict[str, Tensor]],
+    sequences: Sequence[TrainSequence],
+    recipe: Recipe,
+    device: torch.device,
+    ranks: Ranks,
+    what: str,
+) -> list[dict[str, Tensor]]:
+    """What `compute` gives for each micro-batch of the sequences, in order, on all ranks; each is computed by one rank.
+
+    The tensors are on the CPU where there are several ranks. An error of one rank's `compute` is raised on all; where
+    the model is sharded, the others would wait for it within a pass: the one ends, and they notice that it has.
+    """
+    is_sharded = recipe.train.sharding == "fsdp2"
+    with nullcontext() if is_sharded else ranks.together(what):
+        batches = pack(
+            sequences,
+            recipe.train.micro_batch_tokens,
+            device,
+            rank=ranks.index,
+            num_ranks=ranks.count,
+            fill=is_sharded,
+        )
+        own = {packed.first_sequence: compute(packed) for packed in batches}
+        if ranks.count > 1:  # after all of them, so that the device need not wait for the host
+            own = {first: {name: one.cpu() for name, one in part.items()} for first, part in own.items()}
+    return ranks.join(own, what)
+
+
+def by_sequence(
+    forward: Callable[[PackedBatch], Tensor],
+    sequences: Sequence[TrainSequence],
+    recipe: Recipe,
+    device: torch.device,
+    ranks: Ranks,
+) -> list[npt.NDArray[np.float32]]:
+    """What `forward` gives for the response tokens [R] of each micro-batch, without gradient: an array per sequence."""
+    with torch.no_grad():
+        parts = on_ranks(lambda packed: {"": forward(packed)}, sequences, recipe, device, ranks, "log-probs or values")
+    ends = np.cumsum([len(sequence.rollout_logprobs) for sequence in sequences])
+    found = torch.cat([part[""] for part in parts])
+    assert len(found) == ends[-1]
+    return np.split(found.float().cpu().numpy(), ends[:-1])
+
+
+def sum_gradients(holders: Sequence[Tensor], ranks: Ranks) -> None:
+    """Replace the gradients by their sums over the ranks; a rank that had no micro-batch adds zeros."""
+    if ranks.count > 1:
+        for holder in holders:
+            holder.grad = torch.zeros_like(holder) if holder.grad is None else holder.grad
+        ranks.sum([holder.grad for holder in holders if holder.grad is not None], "the gradients")

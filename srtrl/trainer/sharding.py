@@ -1,0 +1,80 @@
+"""`train.sharding: fsdp2`: a rank keeps its part of each weight, gradient and moment, and gathers weights to use them.
+
+torch's `fully_shard` does this, layer by layer. The parts are float32: for a bfloat16 model they are the master weights
+(see `MasterWeightAdamW`), and what a pass gathers is bfloat16. So the update gives what it gives without sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from srtrl.model.attention import HALF_DTYPES
+from srtrl.model.value_model import ValueModel
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+    from srtrl.model.transformer import Transformer
+
+
+def shard(model: Transformer | ValueModel) -> None:
+    """Replace the model's parameters by this rank's parts of them, in place; all ranks call it, before any optimizer.
+
+    Gradients are then summed over the ranks by every backward pass, so that ranks need the same number of passes.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    body = model.body if isinstance(model, ValueModel) else model
+    is_half = body.dtype in HALF_DTYPES
+    gathered = MixedPrecisionPolicy(
+        param_dtype=body.dtype if is_half else None,
+        reduce_dtype=torch.float32 if is_half else None,
+        cast_forward_inputs=False,  # the rotary table, and the residual stream, have their type already
+    )
+    mesh = init_device_mesh(body.device.type, (dist.get_world_size(),))
+    for module in (*body.layers, body):
+        if is_half:
+            module.float()  # one layer at a time, and its float32 copy is freed as soon as it is sharded
+        fully_shard(module, mesh=mesh, mp_policy=gathered, reshard_after_forward=module is not model)
+    if model is not body:  # the value head is float32 in any case
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    for module in _sharded_modules(model):
+        module.set_gradient_divide_factor(1.0)  # losses are divided by global token counts already
+        module.set_force_sum_reduction_for_comms(True)  # gloo has nothing that also multiplies
+
+
+@contextmanager
+def unsharded(model: Transformer | ValueModel) -> Iterator[None]:
+    """All weights whole, for the time of the `with` block: what the decoder and a checkpoint read.
+
+    In it a pass takes no collective, so that ranks may take different numbers of decode steps; the weights must not be
+    changed. Costs the memory of a whole model in the type of its passes. All ranks enter it. A model that is not
+    sharded is whole already.
+    """
+    modules = _sharded_modules(model)
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_reshard_after_forward(module is not modules[0], recurse=False)
+            module.reshard()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor's numbers of all ranks, on each of them; another tensor as it is."""
+    return cast(Tensor, tensor.full_tensor()) if hasattr(tensor, "full_tensor") else tensor
+
+
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """The parts of the model that are gathered together, outermost first."""
+    return [cast("FSDPModule", module) for module in model.modules() if hasattr(module, "reshard")]

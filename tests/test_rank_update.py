@@ -1,0 +1,216 @@
+"""The update on several ranks: what one process computes, but for the order of sums; errors stop all ranks alike."""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from accelerate import Accelerator
+from critic_cases import make_critic_recipe, make_value_model, with_random_targets
+from rank_cases import run_ranks
+from torch import Tensor, nn
+from update_cases import RecordingSGD, fresh_accelerator, make_policy, make_recipe, make_sequences, update
+
+from srtrl.ranks import ONE_RANK, Ranks
+from srtrl.recipe import Recipe
+from srtrl.rollout.packing import pack
+from srtrl.trainer.credit import with_numbers
+from srtrl.trainer.critic import Critic, compute_values, update_critic
+from srtrl.trainer.optimizer import build_optimizer, gradient_holders
+from srtrl.trainer.sharding import shard, whole
+from srtrl.trainer.update import compute_logprobs
+from srtrl.types import TrainSequence
+
+BUDGET = 20
+"""Tokens of a micro-batch: several in a mini-batch, of different sizes."""
+ADAMW: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}
+
+Arrays = dict[str, npt.NDArray[Any]]
+Found = tuple[dict[str, float], Arrays]
+"""Metrics, and weights, gradients and the like by name."""
+
+
+def arrays_of(name: str, tensors: Sequence[Tensor]) -> Arrays:
+    return {f"{name} {index}": whole(one.detach()).double().numpy().copy() for index, one in enumerate(tensors)}
+
+
+def learn(
+    ranks: Ranks,
+    accelerator: Accelerator,
+    sharding: str,
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: build_optimizer(model, **ADAMW),
+    dtype: torch.dtype = torch.float32,
+    num_groups: int = 3,
+    **options: Any,
+) -> Found:
+    """GRPO with a KL in the loss, clipped gradients, and what `options` change."""
+    recipe = make_recipe(
+        **{"algorithm__kl": {"coefficient": 0.1}, "train__max_grad_norm": 0.5, **options}, train__sharding=sharding
+    )
+    policy, reference = make_policy(dtype=dtype, scale=8), make_policy(seed=3, dtype=dtype)
+    if sharding == "fsdp2":
+        shard(policy)
+        shard(reference.requires_grad_(False))
+    sequences = make_sequences(make_policy(scale=8), noise=0.2, num_groups=num_groups)
+    found = compute_logprobs(reference, sequences, accelerator, recipe, ranks)
+    sequences = with_numbers(sequences, "ref_logprobs", found)
+    optimizer = optimizer_of(policy)
+    metrics: dict[str, float] = {}
+    for step in (1, 2):
+        row = update(policy, optimizer, accelerator, sequences, recipe, step=step, ranks=ranks)
+        metrics |= {f"{name} {step}": value for name, value in row.items()}
+    arrays = arrays_of("weights", gradient_holders(policy, optimizer)) | dict(zip("abcdefgh", found, strict=False))
+    if isinstance(optimizer, RecordingSGD):
+        arrays |= arrays_of("gradient", [one for gradients in optimizer.gradients for one in gradients])
+    return metrics, arrays
+
+
+def learn_values(ranks: Ranks, accelerator: Accelerator, sharding: str, dtype: torch.dtype = torch.float32) -> Found:
+    """PPO: the critic's values, its update, and the policy's."""
+    recipe = make_critic_recipe(
+        {"max_grad_norm": 0.5, "mini_batch_prompts": 1, "num_epochs": 2},
+        train__micro_batch_tokens=BUDGET,
+        train__sharding=sharding,
+    )
+    sequences = make_sequences(make_policy(scale=8), noise=0.2, num_groups=3)
+    model, policy = make_value_model(dtype=dtype), make_policy(dtype=dtype, scale=8)
+    if sharding == "fsdp2":
+        shard(model)
+        shard(policy)
+    critic = Critic(model=model, optimizer=build_optimizer(model, **ADAMW))
+    values = compute_values(model, sequences, accelerator, recipe, where="step 1", ranks=ranks)
+    sequences = with_numbers(with_random_targets(sequences), "values", values)
+    metrics = update_critic(critic, accelerator, sequences, recipe=recipe, step=1, ranks=ranks)
+    optimizer = build_optimizer(policy, **ADAMW)
+    metrics |= update(policy, optimizer, accelerator, sequences, recipe, ranks=ranks)
+    holders = {"critic": gradient_holders(model, critic.optimizer), "policy": gradient_holders(policy, optimizer)}
+    return metrics, arrays_of("critic", holders["critic"]) | arrays_of("policy", holders["policy"])
+
+
+CASES: dict[str, Callable[[Ranks, Accelerator, str], Found]] = {
+    "mini-batches and epochs": lambda ranks, accelerator, sharding: learn(
+        ranks, accelerator, sharding, train__mini_batch_prompts=1, train__num_epochs=2, train__micro_batch_tokens=BUDGET
+    ),
+    "gradients, old log-probs computed": lambda ranks, accelerator, sharding: learn(
+        ranks,
+        accelerator,
+        sharding,
+        RecordingSGD,
+        algorithm__old_logprobs="recompute",
+        train__micro_batch_tokens=BUDGET,
+    ),
+    "more ranks than micro-batches": lambda ranks, accelerator, sharding: learn(
+        ranks, accelerator, sharding, num_groups=1
+    ),
+    "bfloat16, master weights": lambda ranks, accelerator, sharding: learn(
+        ranks, accelerator, sharding, dtype=torch.bfloat16, train__micro_batch_tokens=BUDGET
+    ),
+    "critic": learn_values,
+    "bfloat16 critic": partial(learn_values, dtype=torch.bfloat16),
+}
+
+
+def run_cases(ranks: Ranks, sharding: str) -> dict[str, tuple[Found, bool]]:
+    """What each case gives, and whether a second time gives the same bits."""
+    found = {}
+    with fresh_accelerator() as accelerator:
+        for name, case in CASES.items():
+            first, again = (case(ranks, accelerator, sharding) for _ in range(2))
+            is_same = first[0] == again[0] and all(np.array_equal(first[1][key], again[1][key]) for key in first[1])
+            found[name] = (first, is_same)
+    return found
+
+
+@cache
+def one_process() -> dict[str, tuple[Found, bool]]:
+    return run_cases(ONE_RANK, "ddp")
+
+
+@pytest.mark.parametrize(("count", "sharding"), [(2, "ddp"), (3, "ddp"), (2, "fsdp2"), (3, "fsdp2")])
+def test_ranks_learn_what_one_process_learns(count: int, sharding: str) -> None:
+    sequences = make_sequences(make_policy())
+    assert len(list(pack(sequences, BUDGET, "cpu"))) % count > 0  # the ranks have different numbers
+    expected = one_process()
+    on_ranks = run_ranks(count, run_cases, sharding)
+    for case, ((metrics, arrays), _) in expected.items():
+        for found in on_ranks:
+            (found_metrics, found_arrays), is_same = found[case]
+            assert is_same, case
+            assert found_metrics == on_ranks[0][case][0][0], case
+            assert found_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-6), case
+            for name, array in arrays.items():
+                np.testing.assert_array_equal(found_arrays[name], on_ranks[0][case][0][1][name])
+                np.testing.assert_allclose(found_arrays[name], array, rtol=0, atol=1e-6, err_msg=f"{case} {name}")
+
+
+# --- Errors -----------------------------------------------------------------------------------------------------------
+
+
+def failing_loss(logprobs: Tensor, *_: Tensor, flaw: str, **options: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """A user's, which fails on rank 1 alone."""
+    if os.environ.get("RANK") == "1":
+        match flaw:
+            case "memory":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+            case "shape":
+                return logprobs.mean(), {}
+            case "metric":
+                return -logprobs, {"rare": logprobs.detach()}
+            case "nan":
+                return -logprobs * math.nan, {}
+            case "slope":
+                return (logprobs - logprobs.detach()).sqrt(), {}
+    return -logprobs, {}
+
+
+def decoder_says_nan(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
+    broken = sequences[4].rollout_logprobs.copy()
+    broken[0] = math.nan
+    return [*sequences[:4], replace(sequences[4], rollout_logprobs=broken), *sequences[5:]]
+
+
+def errors_of(ranks: Ranks) -> dict[str, str]:
+    """The message of each case's error, on this rank."""
+    found = {}
+    with fresh_accelerator() as accelerator:
+        for flaw in ("memory", "shape", "metric", "nan", "slope", "decoder"):
+            recipe: Recipe = make_recipe(train__micro_batch_tokens=BUDGET)
+            policy = make_policy(dtype=torch.float32)
+            sequences = make_sequences(policy)
+            if flaw == "decoder":
+                sequences = decoder_says_nan(sequences)
+            else:
+                recipe = make_recipe(
+                    train__micro_batch_tokens=BUDGET,
+                    algorithm__loss=f"{__name__}:failing_loss",
+                    algorithm__loss_options={"flaw": flaw},
+                )
+            before = [parameter.detach().clone() for parameter in policy.parameters()]
+            optimizer = RecordingSGD(policy)
+            try:
+                update(policy, optimizer, accelerator, sequences, recipe, step=7, ranks=ranks)
+            except (ValueError, RuntimeError) as error:
+                found[flaw] = f"{type(error).__name__}: {error}"
+            assert all(map(torch.equal, before, policy.parameters()))
+    return found
+
+
+def test_an_error_of_one_rank_stops_all_alike() -> None:
+    found, same = run_ranks(2, errors_of)
+    assert found == same
+    place = "step 7, epoch 1, mini-batch 1"
+    not_changed = "the weights were not changed by this mini-batch"
+    assert found["memory"] == "OutOfMemoryError: rank 1 of 2: CUDA out of memory. Tried to allocate 2 GiB."
+    assert found["shape"].startswith("ValueError: rank 1 of 2: algorithm.loss must return one number per token")
+    assert found["metric"].startswith(
+        "ValueError: the loss function must return the same metrics for every micro-batch"
+    )
+    assert found["nan"] == f"NonFiniteError: {place}: the loss is nan; {not_changed}"
+    assert found["slope"].startswith(f"NonFiniteError: {place}: the gradient norm is")
+    assert found["decoder"].startswith(f"NonFiniteError: {place}: sequence 4 (in order of draw and sample), response")

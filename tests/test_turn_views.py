@@ -1,0 +1,354 @@
+"""Samples of several turns as people and programs see them: report, rollouts, generate, eval, recordings."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from bench_cases import Repeater, write_rows
+from environment_cases import HOSTILE
+from rollout_cases import make_group
+from tiny_run import make_policy, make_recipe, train
+from typer.testing import CliRunner
+
+from srtrl import generate
+from srtrl.bench.replay_loop import Replay, ReplayCounts, ReplaySettings
+from srtrl.cli import app
+from srtrl.drafters.base import Int32Array, Int64Array
+from srtrl.drafters.none import Drafter as NoDrafter
+from srtrl.environments.base import segment_titles
+from srtrl.report.page import write_report
+from srtrl.report.runs import read_rollouts
+from srtrl.report.trie_view import PastRollout, PromptHistory, view_trie
+from srtrl.rollout.recorded import Recording, find_extensions, read_recorded
+from srtrl.trainer.credit import assign_credit, train_sequences
+from srtrl.trainer.evaluate import majority_scores
+from srtrl.trainer.trackers import log_samples
+from srtrl.types import Completion, Conversation, Rollout, RolloutGroup, SegmentKind
+
+TOOL_OUTPUT = "<script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("turns")
+    changes = {"rollout__environment": HOSTILE, "rollout__max_new_tokens": 80, "train__micro_batch_tokens": 400}
+    recipe = make_recipe(make_policy(folder / "policy"), folder / "runs", train__num_steps=2, **changes)
+    return train(recipe).folder
+
+
+def srtrl(*arguments: object, exit_code: int = 0) -> str:
+    """What a command prints, or where it fails the last line of its errors."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == exit_code, result.output
+    return result.stdout if exit_code == 0 else result.stderr.strip().splitlines()[-1]
+
+
+def rows_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+# --- A run ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_shows_conversations_and_nothing_in_them_is_markup(run: Path) -> None:
+    page = write_report(run).read_text(encoding="utf-8")
+    assert page.count("alert(1)") == page.count("&lt;script&gt;alert(1)&lt;/script&gt;") > 0
+    kinds = re.findall(r'<div class="turn (\w+)"><h4>([^<]*)</h4>', page)
+    titles = {"model": r"Policy, turn [123]", "observation": "tool output", "boundary": "added by the format"}
+    assert {kind for kind, _ in kinds} == set(titles)
+    assert all(re.fullmatch(titles[kind], title) for kind, title in kinds)
+    assert re.search(r"[23] turns, ended by: (turns|response_tokens|observation)", page)
+    for chart in ("Turns", "Tool calls", "Held-out tool calls", "How calls ended", "Why samples ended"):
+        assert f"<h3>{chart}</h3>" in page
+
+
+def test_rollouts_mark_what_tools_said(run: Path) -> None:
+    shown = srtrl("rollouts", run, "--limit", 100)
+    rows = rows_of(srtrl("rollouts", run, "--limit", 100, "--json"))
+    assert "\x1b" not in shown
+    kinds = [segment["kind"] for row in rows for segment in row["segments"]]
+    assert shown.count("--- tool output ---") == kinds.count("observation") > 0
+    assert shown.count("--- turn 2 ---") == sum(row["num_turns"] > 1 for row in rows)
+    assert len(re.findall(r"\d turns?, ended by: \w+$", shown, re.MULTILINE)) == len(rows) == 16
+    table = read_rollouts(run / "rollouts" / "step_000002.parquet").to_pylist()
+    for row, stored in zip(rows, table, strict=True):
+        assert [one["text"] for one in row["segments"]] == stored["segment_texts"]
+        assert sum(stored["segment_lengths"]) == len(stored["token_ids"])
+        assert all(one["text"] in stored["text"] for one in row["segments"] if one["kind"] == "observation")
+
+
+def test_turns_are_counted_from_one() -> None:
+    kinds: list[SegmentKind] = ["model", "boundary", "observation", "boundary", "model"]
+    added = "added by the format"
+    assert segment_titles(kinds) == ["turn 1", added, "tool output", added, "turn 2"]
+
+
+@pytest.mark.parametrize("chosen", [(), ("--environment", HOSTILE["name"], "--format", HOSTILE["format"])])
+def test_generate_talks_to_the_environment(run: Path, chosen: tuple[object, ...], tmp_path: Path) -> None:
+    flags: tuple[object, ...] = ("generate", run, "--prompt", "1+1=", "--prompt-ids", "5,6", "--samples", 3)
+    flags = (*flags, "--max-new-tokens", 80, *chosen)
+    rows = rows_of(srtrl(*flags, "--json"))
+    assert rows == rows_of(srtrl(*flags, "--json", "--slots", 1))
+    kinds = list(chain.from_iterable([segment["kind"] for segment in row["segments"]] for row in rows))
+    assert set(kinds) == {"model", "observation", "boundary"}
+    for row in rows:
+        assert [token for segment in row["segments"] for token in segment["token_ids"]] == row["token_ids"]
+        assert sum(segment["kind"] == "model" for segment in row["segments"]) == row["num_turns"]
+        for segment in row["segments"]:
+            assert (segment["logprobs"] is None) == (segment["kind"] != "model")
+            assert all(logprob < 0 for logprob in segment["logprobs"] or ())
+    shown = srtrl(*flags)
+    assert "\x1b" not in shown
+    assert shown.count("--- tool output ---") == kinds.count("observation")
+    recorded = write_rows(tmp_path / "rows.jsonl", *rows)
+    assert rows_of(srtrl(*flags, "--json", "--cache", recorded)) == rows
+    counts = json.loads(srtrl("replay", recorded, "--json"))
+    num_sampled = sum(len(one["token_ids"]) for row in rows for one in row["segments"] if one["kind"] == "model")
+    assert counts["num_tokens"] == num_sampled - len(rows)
+    alone = rows_of(srtrl(*flags[:8], "--max-new-tokens", 9, "--environment", "none", "--json"))
+    assert "segments" not in alone[0]
+
+
+def test_generate_from_python_talks_too(run: Path) -> None:
+    prompts: list[str | list[int]] = ["1+1=", [5, 6]]
+    by_run = generate(str(run), prompts, max_new_tokens=80, seed=3)
+    assert by_run == generate(str(run), prompts, max_new_tokens=80, seed=3, environment=HOSTILE)
+    assert {segment.kind for (one,) in by_run for segment in one.segments} == {"model", "observation", "boundary"}
+    ((alone,), _) = generate(str(run), prompts, max_new_tokens=80, environment="none")
+    assert (alone.segments, alone.num_turns, alone.stop_reason) == ([], 1, "")
+    with pytest.raises(ValueError, match=r"environment.format: `codetags` is unknown, did you mean `code_tags`\?"):
+        generate(str(run), prompts, environment={"name": "calculator", "format": "codetags"})
+
+
+CALCULATOR = ("--environment", "calculator", "--format", "code_tags")
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (("--format", "code_tags"), "--format: there is no environment; name one with --environment"),
+        (("--environment", "none", "--environment-option", "a=1"), "--environment-option: there is no environment;"),
+        (("--environment", "calculatr"), "`calculatr` is not in srtrl/environments/, did you mean `calculator`?"),
+        ((*CALCULATOR, "--environment-option", "x=1"), "rollout.environment.options.x: unknown key"),
+        ((*CALCULATOR, "--environment-option", "x"), "expected section.key=value"),
+    ],
+)
+@pytest.mark.parametrize("command", [("generate", "--prompt", "1+1="), ("eval", "--task", "arithmetic")])
+def test_flags_that_do_not_fit_are_named(command: tuple[str, ...], flags: tuple[str, ...], error: str) -> None:
+    assert error in srtrl(command[0], "bundled:tiny", *command[1:], *flags, exit_code=2)
+
+
+def test_eval_uses_the_environment_and_says_how_turns_went(run: Path, tmp_path: Path) -> None:
+    output = tmp_path / "rows.jsonl"
+    record = json.loads(srtrl("eval", run, "--samples", 2, "--output", output, "--json"))
+    turns, rows = record["environment"], rows_of(output.read_text(encoding="utf-8"))
+    assert turns["turns_mean"] == np.mean([row["num_turns"] for row in rows]) > 1
+    assert sum(share for name, share in turns.items() if name.startswith("stop_")) == pytest.approx(1)
+    assert 0 < turns["valid_call_share"] < 1
+    assert {segment["kind"] for row in rows for segment in row["segments"]} == {"model", "observation", "boundary"}
+    table = srtrl("eval", run)
+    for figure in ("turns: mean, max", "samples with a call", "valid calls", "void turns", "ended by"):
+        assert figure in table
+    suite = tmp_path / "own.yaml"
+    suite.write_text("benchmarks: [{name: own, title: Own, data: {files: [own.jsonl]}}]\nmax_prompt_tokens: 60\n")
+    write_rows(tmp_path / "own.jsonl", {"problem": "1+1?", "answer": "2"})
+    flags = ("--suite", suite, "--data", f"own={tmp_path / 'own.jsonl'}", "--prompt-template", "{problem}")
+    (benchmark,) = json.loads(srtrl("eval", run, *flags, "--samples", 9, "--json"))["benchmarks"]
+    assert benchmark["environment"] == HOSTILE["name"]
+    assert benchmark["result"]["environment"]["turns_mean"] > 1
+    alone = json.loads(srtrl("eval", run, "--environment", "none", "--json"))
+    assert alone["environment"] == {}
+
+
+# --- Recordings -------------------------------------------------------------------------------------------------------
+
+
+class Told(Repeater):
+    """Writes down what it is told of turns."""
+
+    def start(self, slots: Int64Array, requests: Any) -> None:
+        super().start(slots, requests)
+        self.log[-len(requests) :] = [f"start {request.turn}" for request in requests]
+
+    def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
+        self.last.update(zip(slots.tolist(), token_ids[offsets[1:] - 1].tolist(), strict=True))
+        self.log.append(f"observe {token_ids.tolist()}")
+
+    def learn(self, completions: Any) -> None:
+        self.log.append(f"learn {[(one.token_ids, one.extensions) for one in completions]}")
+
+    def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
+        for slot, completion in zip(slots, completions, strict=True):
+            del self.names[slot]
+            self.log.append(f"finish {completion and completion.token_ids}")
+
+
+SAMPLE = [5, 5, 5, 9, 9, 9, 9, 9, 7]
+"""The policy says 5 5 5, reads 9 9, and says 9 9 9 7."""
+SEGMENTS = [
+    {"kind": "model", "token_ids": SAMPLE[:3]},
+    {"kind": "boundary", "token_ids": [9]},
+    {"kind": "observation", "token_ids": [9]},
+    {"kind": "model", "token_ids": SAMPLE[5:]},
+]
+
+
+def record(folder: Path, *samples: dict[str, Any], max_tokens: int = 100) -> Recording:
+    path = write_rows(folder / "rows.jsonl", {"prompt_token_ids": [1, 2], "samples": list(samples)})
+    return read_recorded(path, tokenizer=None, max_tokens=max_tokens)
+
+
+def replay(recording: Recording, drafter: Any, **settings: Any) -> ReplayCounts:
+    replaying = Replay(drafter, ReplaySettings(**settings))
+    replaying.run(recording)
+    return replaying.counts
+
+
+def test_a_sample_of_two_turns_by_hand(tmp_path: Path) -> None:
+    drafter = Told()
+    counts = replay(record(tmp_path, {"segments": SEGMENTS}), drafter)
+    # 5 is given, 5 5 is drafted and right. Then 9 9 is drafted and right and 9 comes with it; 9 9 is wrong, 7 comes.
+    assert (counts.num_tokens, counts.num_sequence_steps, counts.accepted) == (6, 3, {2: 2, 0: 1})
+    assert (counts.steps, counts.steps_without_drafts, counts.num_observed_tokens) == (3, 6, 9)
+    assert [line for line in drafter.log if not line.startswith(("propose", "update"))] == [
+        *("start 0", "observe [5]", "observe [5, 5]", "finish None"),
+        *("start 1", "observe [9, 9]", "observe [9, 9, 9]", "observe [7]", "finish None"),
+        f"learn {[(SAMPLE, ((3, 5),))]}",
+    ]
+    two = record(tmp_path, {"segments": SEGMENTS}, {"segments": SEGMENTS}, {"token_ids": [5, 5]})
+    for slots, history in ((None, 0.0), (1, 0.0), (2, 0.4)):  # one sample is history: no step decodes it
+        counts = replay(two, NoDrafter(), slots=slots, history=history)
+        assert counts.num_tokens == counts.num_sequence_steps == (13 if history == 0 else 7)
+        assert counts.steps == counts.steps_without_drafts
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "tokens", "extensions"),
+    [(9, 9, ((3, 5),)), (6, 6, ((3, 5),)), (5, 3, ()), (4, 3, ()), (3, 3, ()), (2, 2, ())],
+)
+def test_a_truncated_sample_ends_with_what_was_sampled(
+    tmp_path: Path, max_tokens: int, tokens: int, extensions: tuple[tuple[int, int], ...]
+) -> None:
+    recording = record(tmp_path, {"segments": SEGMENTS}, max_tokens=max_tokens)
+    ((prompt,),) = recording.steps
+    assert prompt.samples[0].tolist() == SAMPLE[:tokens]
+    assert prompt.extensions[0] == extensions
+    assert recording.num_cut == (tokens < len(SAMPLE))
+
+
+def test_recordings_of_a_run_have_its_turns(run: Path) -> None:
+    recording = read_recorded(run, tokenizer=None, max_tokens=1000)
+    rows = read_rollouts(run / "rollouts" / "step_000001.parquet").to_pylist()
+    found = {
+        (prompt.prompt_token_ids, tuple(sample.tolist())): prompt.extensions.get(index, ())
+        for prompt in recording.steps[0]
+        for index, sample in enumerate(prompt.samples)
+    }
+    for row in rows:
+        extensions = find_extensions(row["segment_kinds"], row["segment_lengths"])
+        assert found[tuple(row["prompt_token_ids"]), tuple(row["token_ids"])] == extensions
+    assert any(found.values())
+    error = srtrl_bench(run)
+    assert "has samples of several turns, which benchmarks cannot decode again; `srtrl replay" in error
+
+
+def srtrl_bench(trace: Path) -> str:
+    return srtrl("bench", "rollout", "--trace", trace, exit_code=2)
+
+
+@pytest.mark.parametrize(
+    ("sample", "error"),
+    [
+        ({"segments": SEGMENTS[1:]}, "segments: expected one of kind `model` first"),
+        ({"segments": SEGMENTS, "token_ids": [5]}, "segments: their token_ids are not those of the sample"),
+        ({"segments": [{"kind": "tool", "token_ids": [5]}]}, "segments.0.kind: "),
+        ({"segments": [{"kind": "model", "text": "5"}]}, "segments.0.token_ids: "),
+    ],
+)
+def test_segments_that_cannot_be_used_are_named(tmp_path: Path, sample: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(error)):
+        record(tmp_path, sample)
+
+
+def test_the_trie_has_turns_as_texts_of_their_own(run: Path) -> None:
+    later = PastRollout(step=2, sample_index=0, token_ids=SAMPLE, extensions=((3, 5),))
+    earlier = [PastRollout(step=1, sample_index=0, token_ids=SAMPLE, extensions=((3, 5),))]
+    decode: Callable[..., str] = repr
+    history = PromptHistory(prompt_id="x", prompt="x", earlier=earlier, later=later)
+    view = view_trie(history, decode, num_branches=4, max_depth=20)
+    assert [token for step in view.steps for token in step.token_ids] == [*SAMPLE[:3], *SAMPLE[5:]]
+    assert [step.token_ids for step in view.steps] == [[5, 5, 5], [9, 9, 9, 7]]  # no draft leads into a tool's output
+    assert "is read and not decoded" in srtrl("trie", run)
+
+
+# --- What is graded, and what is learned from -------------------------------------------------------------------------
+
+
+def talk(*texts: tuple[SegmentKind, str], num_void_turns: int = 0) -> Conversation:
+    return Conversation(
+        segments=tuple((kind, 1) for kind, _ in texts),
+        texts=tuple(text for _, text in texts),
+        num_turns=1,
+        num_void_turns=num_void_turns,
+        stop_reason="answered",
+    )
+
+
+def with_talks(group: RolloutGroup, *talks: Conversation) -> RolloutGroup:
+    fields = {name: [getattr(one, name) for one in group.rollouts] for name in Rollout.__dataclass_fields__}
+    fields["conversation"] = list(talks)
+    fields["token_ids"] = [np.arange(len(one.segments), dtype=np.int32) for one in talks]
+    fields["rollout_logprobs"] = [np.zeros(len(one.segments), np.float32) for one in talks]
+    rollouts = [Rollout(**dict(zip(fields, values, strict=True))) for values in zip(*fields.values(), strict=True)]
+    return RolloutGroup(prompt=group.prompt, draw_index=group.draw_index, rollouts=rollouts)
+
+
+def test_votes_are_of_what_the_policy_said() -> None:
+    """Two wrong samples read 42 from a tool, say different things, and so do not outvote the right one."""
+    talks = [talk(("model", said), ("observation", "42"), ("model", "")) for said in ("7", "8", "9")]
+    group = with_talks(make_group(0, ["correct", "wrong", "wrong"], texts=["7 42", "8 42", "9 42"]), *talks)
+    assert [one.said for one in group.rollouts] == ["7\n", "8\n", "9\n"]
+    last_word: Callable[[str], str | None] = lambda text: text.split()[-1]  # noqa: E731
+    assert majority_scores([group], last_word) == [pytest.approx(1 / 3)]
+
+
+def test_samples_with_a_void_turn_count_in_the_baseline_and_are_not_learned_from(tmp_path: Path) -> None:
+    talks = [talk(("model", ""), num_void_turns=void) for void in (0, 2, 0, 1)]
+    group = with_talks(make_group(0, ["wrong"] * 4, rewards=[1.0, 0.0, 0.5, 0.25]), *talks)
+    whole, left = (
+        assign_credit(
+            [group],
+            train_sequences([group]),
+            make_recipe(
+                tmp_path,
+                tmp_path,
+                algorithm__kl={"coefficient": 0.0},
+                algorithm__drop_void_turns=drops,
+                rollout__environment=HOSTILE,
+            ),
+            kl_coefficient=0.0,
+        )
+        for drops in (False, True)
+    )
+    assert left.advantages == {sample: whole.advantages[sample] for sample in ((0, 0), (0, 2))}
+    assert (left.metrics["samples/void_dropped"], len(left.sequences)) == (2, 2)
+    assert "samples/void_dropped" not in whole.metrics
+    with pytest.raises(ValueError, match=r"algorithm\.drop_void_turns: needs rollout\.environment"):
+        make_recipe(tmp_path, tmp_path, algorithm__drop_void_turns=True)
+
+
+def test_trackers_show_turns_too(tmp_path: Path) -> None:
+    logged: list[str] = []
+    tracker = SimpleNamespace(name="tensorboard", log=lambda values, step: logged.append(values["samples"]))
+    group = with_talks(make_group(0, ["wrong"]), talk(("model", "a\n"), ("observation", "<b>"), ("model", "c")))
+    accelerator: Any = SimpleNamespace(trackers=[tracker])
+    log_samples(accelerator, make_recipe(tmp_path, tmp_path), 1, [group], {})
+    lines = [line.strip() for line in logged[0].splitlines()]
+    start = lines.index("--- turn 1 ---")
+    assert lines[start : start + 6] == ["--- turn 1 ---", "a", "--- tool output ---", "<b>", "--- turn 2 ---", "c"]
