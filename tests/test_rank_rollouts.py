@@ -1,6 +1,7 @@
 """Rollouts of several ranks are those of one, whatever each of them decodes; how they deal, claim and wait."""
 
 import contextlib
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +42,10 @@ def half_tokens(sample: RewardInput) -> float:
     return sample.num_tokens / 2
 
 
+def nan_on_rank_1(sample: RewardInput) -> float:
+    return float("nan") if os.environ["RANK"] == "1" else 1.0
+
+
 @batched
 def place_by_length(samples: Sequence[RewardInput]) -> list[float]:
     """Differs where anything but all samples is seen, in their order."""
@@ -63,6 +68,8 @@ class Case:
     seconds_per_step: tuple[float, ...] = (0.0,)
     """Sleep before each decode step, of each rank; more than one: on average as much, at random."""
     is_random: bool = True
+    fails: bool = False
+    """Rank 1 fails in a decode step."""
 
 
 @dataclass(kw_only=True)
@@ -83,6 +90,7 @@ class SlowEngine(Engine):
 
     seconds = 0.0
     is_random = True
+    fails = False
     num_queued = 0
     """Samples that were decoded here."""
 
@@ -91,6 +99,8 @@ class SlowEngine(Engine):
         super()._queue(request)
 
     def step(self) -> list[Completion]:
+        if self.fails and self.stats.num_steps == 5:
+            raise RuntimeError("the device is broken")
         time.sleep(self.seconds * (2 * random.random() if self.is_random else 1.0))
         return super().step()
 
@@ -105,7 +115,7 @@ def rollouts(ranks: Ranks, case: Case) -> Found:
     limit = {"max_sequence_tokens": 128, "slots": case.slots, "run_ahead_max_slowdown": 0.1}
     engine = SlowEngine(policy(), options(**limit), tokenizer=TOKENIZER, drafter=case.drafter())
     engine.seconds = case.seconds_per_step[ranks.index % len(case.seconds_per_step)]
-    engine.is_random = case.is_random
+    engine.is_random, engine.fails = case.is_random, case.fails and ranks.index == 1
     reward = "environment" if case.has_turns else f"{case.reward.__module__}:{case.reward.__name__}"
     grader = Grader(PlainTask(), [RewardSection(name=reward)], GradingSection(), 100)  # type: ignore[arg-type]
     conversations = Conversations(section_of(Digits, max_turns=4), TOKENIZER) if case.has_turns else None
@@ -175,9 +185,28 @@ CASES = {
 }
 
 
+FAILURES = {
+    "engine": ("RuntimeError: rank 1 of 2: the device is broken", Case(seconds_per_step=(0.01, 0.0), fails=True)),
+    "grading": ("ValueError: rank 1 of 2: reward `nan_on_rank_1` must", Case(reward=nan_on_rank_1)),
+    "dynamic grading": (
+        "ValueError: rank 1 of 2: reward `nan_on_rank_1` must",
+        Case(seconds_per_step=(0.01, 0.0), reward=nan_on_rank_1, is_dynamic=True),
+    ),
+}
+
+
+def fail(ranks: Ranks, case: Case) -> str:
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        rollouts(ranks, case)
+    return f"{caught.type.__name__}: {caught.value}"
+
+
 def all_cases(ranks: Ranks) -> dict[str, Any]:
     """Runs on each rank: starting processes takes longer than all of them."""
-    return {name: rollouts(ranks, case) for name, case in CASES.items()} | {"follow": follow(ranks)}
+    found: dict[str, Any] = {name: rollouts(ranks, case) for name, case in CASES.items()}
+    if ranks.count == 2:
+        found |= {name: fail(ranks, case) for name, (_, case) in FAILURES.items()}
+    return found | {"follow": follow(ranks)}
 
 
 @cache
@@ -221,6 +250,13 @@ def test_a_sample_follows_the_run_ahead_of_another_rank(count: int) -> None:
     assert others == [metrics] * (count - 1)
     assert metrics["engine/run_ahead_followed"] == 1
     assert metrics["engine/run_ahead_tokens_used"] > 0
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_all_ranks_end_at_once_where_one_fails_and_say_which(name: str) -> None:
+    first, second = found_by(2, name)
+    assert first == second
+    assert first.startswith(FAILURES[name][0])
 
 
 # --- Rules, without processes ----------------------------------------------------------------------------------------

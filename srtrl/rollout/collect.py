@@ -126,8 +126,9 @@ def _collect_on_ranks(
     Draws and requests are the same on all ranks, and so are the groups that come back.
     """
     ranks, counters = collector.ranks, collector.counters
-    for request in requests:
-        engine.check_request(request)
+    with ranks.together("the requests"):
+        for request in requests:
+            engine.check_request(request)
     first_samples = requests[:: collector.num_samples]
     expected = {one.draw_index: engine.drafter.expected_tokens(one) for one in first_samples} if ranks.is_main else {}
     found = ranks.gather((expected, engine.options.slots), "the beginning of a rollout")
@@ -142,12 +143,12 @@ def _collect_on_ranks(
             engine.add(request)
         collector.advance(engine)
         counters.lap(is_busy=engine.has_work)
-        while not engine.has_work and counters.read("finished") < len(requests):
+        while not (engine.has_work or counters.read("finished") == len(requests) or counters.has_failed):
             if counters.wait("samples", may_run_ahead=engine.scheduler.run_aheads.has_work):
                 return True
         return False
 
-    with collector.timer.stage("rollout"):
+    with collector.timer.stage("rollout"), counters.together():
         run_ahead = of_rank(run_ahead, ranks)
         for completion in engine.generate([], run_ahead=run_ahead, before_step=advance, purpose=collector.purpose):
             collector.receive(completion)

@@ -136,13 +136,13 @@ def sample_until_full(
             collector.take_turns(engine)
             decide_and_open()
         counters.lap(is_busy=engine.has_work)
-        while not engine.has_work and not draws.is_full:
+        while not (engine.has_work or draws.is_full or counters.has_failed):
             if counters.wait("draws", may_run_ahead=engine.scheduler.run_aheads.has_work):
                 return True
             decide_and_open()
         return False
 
-    with collector.timer.stage("rollout"):
+    with collector.timer.stage("rollout"), counters.together():
         for completion in engine.generate([], before_step=advance):
             collector.receive(completion)
     with collector.timer.stage("grading"):  # so that it is logged where nobody had to wait, too

@@ -9,7 +9,8 @@ alone, so that none of this is seen in the rollouts.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -87,6 +88,21 @@ class SharedCounters:
         if found != value:
             self._last_progress = time.monotonic()
         return found
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """The rollout of each rank: an error of one ends the others as soon as they have nothing to decode."""
+        with self.ranks.together("the rollout"):
+            try:
+                yield
+            except (ValueError, RuntimeError):
+                self.add("failed")
+                raise
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank has; nobody needs to wait for it."""
+        return self.read("failed") > 0
 
     def lap(self, *, is_busy: bool) -> None:
         """Count the time since the last call, as was said then; `is_busy`: whether samples decode here from now on."""

@@ -182,13 +182,12 @@ class Grader:
         reward sees what it would see with one rank, and is called once.
         """
         if not any(reward.batched for reward in self._rewards):
-            return self.collect(tickets)
+            with ranks.together("grading"):
+                return self.collect(tickets)
         own = [(key, ticket.sample, ticket.verdict.result()) for key, ticket in zip(keys, tickets, strict=True)]
         found = sorted(chain(*ranks.gather(own, "samples for a batched reward")), key=itemgetter(0))
-        grades: list[Grade] = []
-        if ranks.is_main:
-            grades = self.collect([GradeTicket(sample=sample, verdict=_done(verdict)) for _, sample, verdict in found])
-        grades = ranks.gather(grades, "grades by a batched reward")[0]
+        everything = [GradeTicket(sample=sample, verdict=_done(verdict)) for _, sample, verdict in found]
+        grades = ranks.on_main(lambda: self.collect(everything), "a batched reward")
         by_key = {key: grade for (key, *_), grade in zip(found, grades, strict=True)}
         return [by_key[key] for key in keys]
 
