@@ -2,9 +2,11 @@
 
 import multiprocessing
 import os
+import random
 import socket
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
@@ -55,9 +57,12 @@ def _body(queue: Any, index: int, count: int, port: int, function: Callable[...,
 
 
 def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port outside the range from which the system takes those of connections."""
+    while True:
+        port = random.randrange(20_000, 32_000)  # no seed: other tests run at the same time
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def identity(ranks: Ranks, value: Any) -> Any:

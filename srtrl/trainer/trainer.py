@@ -446,7 +446,8 @@ def open_trainer(
         try:
             yield trainer
         finally:
-            trainer.accelerator.end_training()
+            for tracker in trainer.accelerator.trackers:  # `end_training` would also disconnect the ranks
+                tracker.finish()
 
 
 def describe_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
