@@ -44,6 +44,7 @@ class Ranks:
     """Counters that all ranks share, without a collective; None where there is one rank."""
     timeout_seconds: float = 1800.0
     _local: dict[str, int] = field(default_factory=dict)
+    _num_scopes: int = 0
 
     @property
     def is_main(self) -> bool:
@@ -122,6 +123,11 @@ class Ranks:
             return before
         with self._waiting(f"the counter {counter}"):
             return int(self.store.add(counter, amount)) - amount
+
+    def new_scope(self, what: str) -> str:
+        """What the names of counters begin with, never the same twice; all ranks ask for it in the same order."""
+        self._num_scopes += 1
+        return f"{what} {self._num_scopes}"
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:

@@ -120,13 +120,13 @@ def decode(
     requests: Sequence[Request],
     *,
     run_ahead: Sequence[Request] = (),
-    before_step: Callable[[], None] = lambda: None,
+    before_step: Callable[[], bool | None] = lambda: None,
 ) -> Completions:
     """A rollout, with integrity checked before every step; nothing is left after it."""
 
-    def check_and_call() -> None:
+    def check_and_call() -> bool | None:
         engine.scheduler.check_integrity()
-        before_step()
+        return before_step()
 
     completions: Completions = {}
     for completion in engine.generate(requests, run_ahead=run_ahead, before_step=check_and_call):

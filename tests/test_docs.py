@@ -30,6 +30,7 @@ NUM_EVAL_SAMPLES = 2
 OPEN_FAMILIES = {"environment/outcome_": "<how>", "environment/stop_": "<reason>", "environment/own/": "<name>"}
 """How the names of some metrics begin, and what stands for the rest in metrics.md."""
 ONLY_ON_CUDA = {"engine/host_seconds", "engine/host_share", "memory/peak_gib"}
+ONLY_ON_RANKS = {"engine/rank_seconds_max", "engine/ranks_idle_share", "engine/rank_claims"}
 
 
 GRPO = {
@@ -83,7 +84,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         result = run_training(recipe, progress=RunProgress("docs", recipe.train.num_steps, plain_every=1000))
         keys |= {as_documented(key) for row in read_metrics(result.folder / "metrics.jsonl") for key in row}
     assert not keys & ONLY_ON_CUDA, "these runs are on the CPU"
-    return keys - {"step"} | ONLY_ON_CUDA
+    return keys - {"step"} | ONLY_ON_CUDA | ONLY_ON_RANKS
 
 
 def as_documented(name: str) -> str:

@@ -190,6 +190,28 @@ def test_before_step_is_called_until_nothing_is_left(policy: Transformer) -> Non
         assert had_work == [*[True] * engine.stats.num_steps, False]
 
 
+def test_run_aheads_go_on_without_samples_as_long_as_is_said(policy: Transformer) -> None:
+    drafter = FakeDrafter(uses_run_aheads=True)
+    engine = Engine(policy, options(run_ahead_max_slowdown=0.01), drafter=drafter)
+    sample, *others = requests_for()
+    ahead = [replace(one, is_run_ahead=True) for one in others]
+    had_work: list[bool] = []
+
+    def before_step() -> bool:
+        had_work.append(engine.has_work)
+        return len(had_work) < 60
+
+    completions = decode(engine, [sample], run_ahead=ahead, before_step=before_step)
+    assert list(completions) == [(0, 0)]
+    num_alone = had_work.count(False)
+    assert had_work == [True] * (len(had_work) - num_alone) + [False] * num_alone
+    assert len(had_work) < 60, "run-aheads end, too"
+    expected = outputs(decode(Engine(policy, options()), others))
+    assert {key: drafter.said[one.rng_key] for key, one in zip(expected, others, strict=True)} == {
+        key: token_ids for key, (token_ids, *_) in expected.items()
+    }
+
+
 def test_run_aheads_are_wanted_where_somebody_drafts_from_them_and_steps_have_the_rows(policy: Transformer) -> None:
     free, dear = (1, 1.0), (1000, 1000.0)
     for budget, uses_run_aheads, points, wanted in (
@@ -201,6 +223,7 @@ def test_run_aheads_are_wanted_where_somebody_drafts_from_them_and_steps_have_th
         chosen = options(draft_budget=budget, cost_points=points)
         engine = Engine(policy, chosen, drafter=FakeDrafter(uses_run_aheads=uses_run_aheads))
         assert engine.wants_run_aheads() == wanted
+        assert engine.wants_run_aheads(alone=True) == (uses_run_aheads and budget == "auto")
     for uses_run_aheads in (True, False):  # with a fixed budget the cost is measured only where run-aheads need it
         engine = Engine(policy, options(slots=4), drafter=FakeDrafter(uses_run_aheads=uses_run_aheads))
         engine.begin_rollout("train")

@@ -29,8 +29,9 @@ from hypothesis import strategies as st
 
 from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn
 from srtrl.environments.calculator import evaluate, show
-from srtrl.environments.conversations import Conversations, Record
+from srtrl.environments.conversations import Conversations
 from srtrl.environments.formats import CodeTags, Hermes, MalformedCallError
+from srtrl.environments.record import Record
 from srtrl.model.weights import load_tokenizer
 from srtrl.recipe import EnvironmentSection
 from srtrl.types import Prompt

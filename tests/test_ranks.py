@@ -52,6 +52,7 @@ def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (ranks.index, ranks.count, ranks.is_main) == (0, 1, True)
         assert ranks.gather("a", "it") == ["a"]
         assert [ranks.add("a"), ranks.add("a", 5), ranks.add("a")] == [0, 1, 6]
+        assert [ranks.new_scope("rollout"), ranks.new_scope("rollout")] == ["rollout 1", "rollout 2"]
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(ValueError, match="WORLD_SIZE must be a whole number, found 'two'"), open_ranks():
         pass

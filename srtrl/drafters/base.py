@@ -1,6 +1,6 @@
 """What the engine needs of a drafter. A drafter is one file here, or a class of your own package."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,10 @@ from srtrl.types import Completion, Request
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+
+
+RunAheadTexts = Mapping[tuple[str, tuple[int, ...]], Mapping[int, Int32Array]]
+"""Purpose and token ids of a prompt -> RNG key -> tokens."""
 
 
 class NoOptions(Section):
@@ -66,10 +70,17 @@ class DrafterBase:
     def learn(self, completions: Sequence[Completion]) -> None:
         """Completed samples from elsewhere (recorded rollouts), which had no slot."""
 
+    def run_ahead_texts(self) -> RunAheadTexts:
+        """What run-aheads have decoded since the last policy update, for the drafters of other ranks."""
+        return {}
+
+    def learn_run_aheads(self, texts: RunAheadTexts) -> None:
+        """Run-aheads that other ranks have decoded."""
+
     def expected_tokens(self, request: Request) -> float | None:
         """Expected number of tokens of a sample's response, None if unknown: long ones are admitted early.
 
-        Called once for each sample, when it is added to the engine.
+        Called once for each sample, when it is added to the engine; and once for each draw that is dealt to ranks.
         """
         return None
 

@@ -8,7 +8,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.drafters.base import Int32Array, Int64Array
+from srtrl.drafters.base import Int32Array, Int64Array, RunAheadTexts
 from srtrl.drafters.draft_tree import DraftTrees, ranges
 from srtrl.drafters.prompt_tries import PromptKey
 from srtrl.types import Request
@@ -43,6 +43,17 @@ class RunAheads:
     def chance(self) -> float:
         """Learned chance that the next token of a run-ahead is correct."""
         return float(self._outcomes[0] / self._outcomes.sum())
+
+    @property
+    def newest(self) -> RunAheadTexts:
+        """What was made since the last policy update."""
+        return self._texts[1]
+
+    def learn(self, texts: RunAheadTexts) -> None:
+        """Remember what other ranks have made since the last policy update; of two texts on one key the longer one."""
+        for key, made in texts.items():
+            known = self._texts[1].setdefault(key, {})
+            known |= {rng_key: text for rng_key, text in made.items() if len(text) > len(known.get(rng_key, ()))}
 
     def texts(self, key: PromptKey) -> list[Int32Array]:
         """Return all remembered texts of a prompt."""

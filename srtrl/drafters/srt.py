@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.drafters.base import Int32Array, Int64Array
+from srtrl.drafters.base import Int32Array, Int64Array, RunAheadTexts
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.prompt_tries import PromptKey, TrieDrafter, TrieOptions
 from srtrl.drafters.run_aheads import RunAheads
@@ -71,6 +71,14 @@ class Drafter(TrieDrafter):
         super().finish(slots, completions)
         for slot, completion in zip(slots, completions, strict=True):
             self._run_aheads.finish(slot, is_complete=completion is not None)
+
+    def run_ahead_texts(self) -> RunAheadTexts:
+        """Those of this step."""
+        return self._run_aheads.newest
+
+    def learn_run_aheads(self, texts: RunAheadTexts) -> None:
+        """The samples follow them as if they were decoded here."""
+        self._run_aheads.learn(texts)
 
     def on_policy_update(self) -> None:
         """Rollouts stay; run-aheads of the step before last go."""

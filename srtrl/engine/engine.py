@@ -91,9 +91,12 @@ class Engine:
         """Whether nothing is ever drafted."""
         return isinstance(self.drafter, NoDrafter) or self.control.fixed == 0
 
-    def wants_run_aheads(self) -> bool:
-        """Whether run-aheads are of use in the next rollout: somebody drafts from them, and some steps have rows."""
-        return not self.is_off and self.drafter.uses_run_aheads and self.control.has_room_for_run_aheads()
+    def wants_run_aheads(self, *, alone: bool = False) -> bool:
+        """Whether run-aheads are of use in the next rollout: somebody drafts from them, and some steps have rows.
+
+        `alone`: some steps may have nothing else to decode.
+        """
+        return not self.is_off and self.drafter.uses_run_aheads and (alone or self.control.has_room_for_run_aheads())
 
     def check_request(self, request: Request) -> None:
         """Raise ValueError, naming the request, where it can never be decoded."""
@@ -163,7 +166,7 @@ class Engine:
         requests: Iterable[Request],
         *,
         run_ahead: Iterable[Request] = (),
-        before_step: Callable[[], None] | None = None,
+        before_step: Callable[[], bool | None] | None = None,
         purpose: Purpose = "train",
     ) -> Iterator[Completion]:
         """Decode the requests; yields each completion as it finishes, in no particular order.
@@ -176,6 +179,7 @@ class Engine:
             requests: The samples wanted.
             run_ahead: What idle slots may decode beside them, for the sake of later drafts; ends with the last sample.
             before_step: Called before each decode step, and once more when no sample is left; it may add requests.
+                Where it returns True, run-aheads go on without any sample.
             purpose: Of a rollout that begins without requests; else it is theirs.
 
         Raises:
@@ -198,9 +202,8 @@ class Engine:
             for request in [*requests, *run_ahead]:
                 self._queue(request)
             while True:
-                if before_step is not None:
-                    before_step()
-                if not self.has_work:
+                goes_on = before_step is not None and before_step()
+                if not self.has_work and not (goes_on and self.scheduler.run_aheads.has_work):
                     break
                 yield from self.step()
         finally:
@@ -306,8 +309,10 @@ class Engine:
 
     def _schedule(self) -> ScheduledStep:
         """Who decodes; samples come and go."""
-        may_run_ahead = self.scheduler.may_run_ahead
-        step = self.scheduler.schedule(self.control.run_ahead_rows(self._num_rows) if may_run_ahead else 0)
+        rows = 0
+        if self.scheduler.may_run_ahead:
+            rows = self.control.run_ahead_rows(self._num_rows) if self.has_work else MAX_ROWS
+        step = self.scheduler.schedule(rows)
         if step.ended:
             self.drafter.finish(step.ended, [None] * len(step.ended))
         if step.started:

@@ -101,6 +101,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_free_slots(self) -> int:
+        """Slots that no primary has or waits for."""
+        return max(0, self.batch.num_slots - len(self.running) - len(self._waiting))
+
+    @property
     def may_run_ahead(self) -> bool:
         """Whether the next step may have rows for run-aheads: some run, or one waits and a slot stays free for it."""
         if self.run_aheads.running:

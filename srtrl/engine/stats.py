@@ -1,6 +1,7 @@
 """What the engine did since it was last asked: counts and seconds under `engine/`, and a timeline of its steps."""
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -160,6 +161,30 @@ class EngineStats:
             if tries:
                 metrics[f"engine/acceptance_depth_{depth}"] = float(accepted / tries)
         return metrics
+
+
+def merge_rank_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The engine's metrics of a whole run from those of its ranks, each of which has `engine/rank_seconds`.
+
+    Seconds are means over ranks. Shares, rates and numbers per something are means weighted by the sequence-steps of
+    each rank. Of the caches, which are the same on all ranks, it is the maximum. Everything else is a sum.
+    """
+    merged: dict[str, float] = {}
+    steps = [row["engine/decode_steps"] * row["engine/slots_in_use_mean"] for row in rows]
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values, weights = zip(
+            *[(row[name], weight) for row, weight in zip(rows, steps, strict=True) if name in row], strict=True
+        )
+        if name.endswith("_seconds"):
+            merged[name] = sum(values) / len(rows)
+        elif any(part in name for part in ("_share", "_rate", "_per_", "_depth_", "_confidence")):
+            merged[name] = float(np.average(values, weights=weights if sum(weights) else None))
+        else:
+            merged[name] = max(values) if "/cache_" in name else sum(values)
+    slowest = max(row["engine/rank_seconds"] for row in rows)
+    merged["engine/ranks_idle_share"] = 1 - merged.pop("engine/rank_seconds") / slowest if slowest else 0.0
+    merged["engine/rank_seconds_max"] = slowest
+    return merged
 
 
 def _at_least(depths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -1,6 +1,7 @@
 """The primaries that wait for a slot, and which of them is next. No tensors here."""
 
 from srtrl.engine.batch import Batch, Sample
+from srtrl.types import Request
 
 CHANGES_PER_SORT = 1 / 16
 """The waiting samples are sorted again once this share of them has finished since: the order is a guess anyway."""
@@ -60,8 +61,13 @@ class WaitingLine:
             request = sample.request
             if sample.admission >= 0:
                 return -1, sample.admission, 0
-            return request.sample_index, -expected.get(request.prompt_token_ids, average), request.draw_index
+            return admission_order(request, expected.get(request.prompt_token_ids, average))
 
         self._line.sort(key=order)
         self._line.reverse()
         self._is_sorted, self._num_changes = True, 0
+
+
+def admission_order(request: Request, expected_tokens: float) -> tuple[float, float, int]:
+    """Sort key of samples that were never admitted: breadth-first, and in such a wave the long ones first."""
+    return request.sample_index, -expected_tokens, request.draw_index

@@ -8,9 +8,7 @@ ones.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
-import json
 import logging
 import queue
 import threading
@@ -20,14 +18,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Self
 
 from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn
 from srtrl.environments.formats import FORMATS, Format, MalformedCallError, check_call, tool_schemas
+from srtrl.environments.record import Record, key_of
+from srtrl.ranks import ONE_RANK, Ranks
 from srtrl.recipe import EnvironmentSection, Section
 from srtrl.recipe_file import validate_section
 from srtrl.resolve import describe_error, resolve_class, suggestion
@@ -176,16 +174,20 @@ class Conversations:
             )
         return started
 
-    def use_record(self, path: Path | None) -> None:
-        """Begin a step: answers are taken from this file where it has them, and new ones are written into it."""
+    def use_record(self, path: Path | None, rank: int = 0) -> None:
+        """Begin a step: answers are taken from this file where it has them, and new ones are written into it.
+
+        Each rank but the first writes into a file of its own (`step_000001.rank1.jsonl` beside `step_000001.jsonl`),
+        and all ranks read all of them.
+        """
         self._record.close()
-        self._record = Record(path)
+        self._record = Record(path, rank)
         self._num_raised.clear()
         self._first_traceback = ""
 
     def submit(self, completion: Completion, prompt: Prompt) -> None:
         """A turn has ended; its environment answers in the background, or at once who knows the answer without it."""
-        sample = self._samples.setdefault(_key(completion), _Sample(prompt))
+        sample = self._samples.setdefault(key_of(completion), _Sample(prompt))
         turn, answer = self._read_turn(completion)
         sample.segments.append(("model", len(turn.token_ids)))
         pending = _Pending(completion, sample, turn, Future(), is_recorded=answer is not None)
@@ -222,16 +224,19 @@ class Conversations:
         self._pending.clear()
         self._record.close()
 
-    def check_not_all_raised(self, where: str) -> None:
-        """Stop where the environments of all samples of a step have raised.
+    def check_not_all_raised(self, where: str, ranks: Ranks = ONE_RANK) -> None:
+        """Stop where the environments of all samples of a step, on all ranks, have raised.
 
         Raises:
             ValueError: with the first traceback; it begins with `where` ("step 3").
         """
-        if self._num_raised[True] and not self._num_raised[False]:
+        found = ranks.gather((self._num_raised, self._first_traceback), "the outcomes of environments")
+        num_raised, num_others = (sum(counts[raised] for counts, _ in found) for raised in (True, False))
+        if num_raised and not num_others:
+            first_traceback = next(text for _, text in found if text)
             raise ValueError(
-                f"{where}: the environment {self.section.name} raised in each of {self._num_raised[True]} samples; "
-                f"the first time:\n{self._first_traceback}"
+                f"{where}: the environment {self.section.name} raised in each of {num_raised} samples; "
+                f"the first time:\n{first_traceback}"
             )
 
     def _read_turn(self, completion: Completion) -> tuple[Turn, Step | None]:
@@ -348,7 +353,7 @@ class Conversations:
 
     def _end(self, completion: Completion, sample: _Sample, stop_reason: str) -> Conversation:
         self._close(sample)
-        del self._samples[_key(completion)]
+        del self._samples[key_of(completion)]
         self._num_raised["raised" in sample.outcomes] += 1
         return Conversation(
             segments=tuple(sample.segments),
@@ -407,45 +412,6 @@ class Conversations:
         return [*token_ids[:head], *middle, *token_ids[len(token_ids) - tail :]]
 
 
-class Record:
-    """Answers of environments in a file of JSON lines, written as they arrive."""
-
-    def __init__(self, path: Path | None) -> None:
-        """Read what the file has: a line without its end was not finished. None: nothing is kept."""
-        self._known: dict[str, Step] = {}
-        self._file: IO[bytes] | None = None
-        if path is None:
-            return
-        path.parent.mkdir(exist_ok=True)
-        self._file = path.open("a+b", buffering=0)
-        self._file.seek(0)
-        content = self._file.read()
-        complete = content.rpartition(b"\n")[0]
-        for number, line in enumerate(complete.split(b"\n") if complete else (), start=1):
-            try:
-                row = json.loads(line)
-                self._known[row["key"]] = Step(**row["step"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}:{number}: damaged: no answer of an environment ({error})") from error
-        self._file.truncate(len(complete) + 1 if complete else 0)
-
-    def find(self, completion: Completion) -> Step | None:
-        """The answer to the same turn after the same tokens."""
-        return self._known.get(_digest(completion))
-
-    def add(self, completion: Completion, step: Step) -> None:
-        """Write an answer."""
-        if self._file is not None:
-            row = {"key": _digest(completion), "step": asdict(step)}
-            self._file.write(json.dumps(row).encode() + b"\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
 def _start_thread(target: Callable[[], None]) -> None:
     """A thread that ends with the process, whatever it waits for."""
     threading.Thread(target=target, name="environment", daemon=True).start()
@@ -483,15 +449,3 @@ def resolve_format(section: EnvironmentSection) -> type[Format]:
             "expected code_tags or hermes"
         )
     return found
-
-
-def _key(completion: Completion) -> tuple[str, int, int]:
-    request = completion.request
-    return request.purpose, request.draw_index, request.sample_index
-
-
-def _digest(completion: Completion) -> str:
-    """Of which sample a turn is and what was said in it and before."""
-    digest = hashlib.sha256(repr(_key(completion)).encode())
-    digest.update(np.array(completion.token_ids, np.int32).tobytes())
-    return digest.hexdigest()[:32]

@@ -12,16 +12,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from srtrl.engine.sampling import make_rng_key
+from srtrl.engine.stats import merge_rank_metrics
 from srtrl.engine.stopping import cut_at_stop_string
 from srtrl.environments.conversations import POLL_SECONDS, Conversations
+from srtrl.ranks import Ranks
+from srtrl.rollout.sharing import Claims, SharedCounters, deal
 from srtrl.types import (
     Completion,
     Conversation,
+    Grade,
     Prompt,
     Purpose,
     Request,
@@ -98,12 +103,65 @@ def collect_rollouts(
     assert all(request.is_run_ahead for request in run_ahead), "a request to learn from among the run-aheads"
     rng_keys = {request.rng_key for request in requests}
     assert rng_keys.isdisjoint(one.rng_key for one in run_ahead), "a run-ahead has the rng_key of a sample of this step"
+    draw_indices = [draw_index for draw_index, _ in ordered]
+    if collector.ranks.count > 1:
+        return _collect_on_ranks(engine, collector, requests, draw_indices, run_ahead)
     with collector.timer.stage("rollout"):
         advance = partial(collector.advance, engine)
         for completion in engine.generate(requests, run_ahead=run_ahead, before_step=advance):
             collector.receive(completion)
     with collector.timer.stage("grading"):
-        return collector.take([draw_index for draw_index, _ in ordered])
+        return collector.take(draw_indices)
+
+
+def _collect_on_ranks(
+    engine: Engine,
+    collector: Collector,
+    requests: Sequence[Request],
+    draw_indices: Sequence[int],
+    run_ahead: Sequence[Request],
+) -> list[RolloutGroup]:
+    """The same on several ranks: each decodes what it is dealt and what it claims, then all tell all (see sharing.py).
+
+    Draws and requests are the same on all ranks, and so are the groups that come back.
+    """
+    ranks, counters = collector.ranks, collector.counters
+    with ranks.together("the requests"):
+        for request in requests:
+            engine.check_request(request)
+    first_samples = requests[:: collector.num_samples]
+    expected = {one.draw_index: engine.drafter.expected_tokens(one) for one in first_samples} if ranks.is_main else {}
+    found = ranks.gather((expected, engine.options.slots), "the beginning of a rollout")
+    lines = deal(requests, found[0][0], ranks.count)  # not by what each rank expects: they must agree
+    claims = Claims(counters, lines, [num_slots for _, num_slots in found])
+
+    def advance() -> bool:
+        """Fill free slots; where no sample is left for this rank, run ahead or wait for the others."""
+        counters.lap(is_busy=False)
+        collector.take_turns(engine)
+        for request in claims.take(engine.scheduler.num_free_slots):
+            engine.add(request)
+        collector.advance(engine)
+        counters.lap(is_busy=engine.has_work)
+        while not (engine.has_work or counters.read("finished") == len(requests) or counters.has_failed):
+            if counters.wait("samples", may_run_ahead=engine.scheduler.run_aheads.has_work):
+                return True
+        return False
+
+    with collector.timer.stage("rollout"), counters.together():
+        run_ahead = of_rank(run_ahead, ranks)
+        for completion in engine.generate([], run_ahead=run_ahead, before_step=advance, purpose=collector.purpose):
+            collector.receive(completion)
+    collector.num_claimed = claims.num_claimed
+    with collector.timer.stage("grading"):
+        return collector.exchange(engine, collector.take_rollouts(draw_indices))
+
+
+def of_rank(run_ahead: Sequence[Request], ranks: Ranks) -> list[Request]:
+    """Run-aheads in the order in which this rank takes them: each begins with others."""
+    return [
+        one for shift in range(ranks.count) for one in run_ahead[(ranks.index + shift) % ranks.count :: ranks.count]
+    ]
 
 
 @dataclass(slots=True)
@@ -128,9 +186,18 @@ class Collector:
     on_progress: OnProgress = lambda *_: None
     timer: StageTimer = field(default_factory=StageTimer)
     """Counts decoding as `rollout` and waiting for graders while nothing decodes as `grading`."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """All make the same collectors in the same order."""
+    counters: SharedCounters = field(init=False)
+    """Of this rollout; `finished` counts samples."""
+    num_claimed: int = field(default=0, init=False)
+    """Samples that were taken from other ranks."""
+    num_total: int = field(default=0, init=False)
+    """Samples that are requested, as far as this rank knows."""
     _draws: dict[int, _OpenDraw] = field(default_factory=dict, init=False)
-    _num_done: int = field(default=0, init=False)
-    _num_total: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.counters = SharedCounters(self.ranks)
 
     def requests(self, draws: Sequence[tuple[int, Prompt]]) -> list[Request]:
         """One request a sample, sorted by (draw, sample); see `sample_requests`."""
@@ -157,7 +224,7 @@ class Collector:
         """The samples of one more draw, which the engine shall decode."""
         assert draw_index not in self._draws, f"draw {draw_index} is opened twice"
         self._draws[draw_index] = _OpenDraw(prompt)
-        self._num_total += self.num_samples
+        self.num_total += self.num_samples
         return self.requests([(draw_index, prompt)])
 
     def receive(self, completion: Completion) -> None:
@@ -218,8 +285,8 @@ class Collector:
             conversation=conversation,
         )
         draw.samples[sample_index] = _Sample(ticket, rollout)
-        self._num_done += 1
-        self.on_progress(self._num_done, self._num_total)
+        num_done = self.counters.add("finished") + 1
+        self.on_progress(num_done, max(num_done, self.num_total))
 
     def is_graded(self, draw_index: int) -> bool:
         """Whether all samples of an open draw are decoded and graded: `take` would not wait."""
@@ -241,21 +308,55 @@ class Collector:
         self.grader.wait_any(tickets, self.conversations.futures(), POLL_SECONDS)
         return True
 
-    def take(self, draw_indices: Iterable[int]) -> list[RolloutGroup]:
+    def take(self, draw_indices: Sequence[int]) -> list[RolloutGroup]:
         """The groups of decoded draws, in the given order; waits for their grades, and forgets them."""
-        draws = [(draw_index, self._draws.pop(draw_index)) for draw_index in draw_indices]
-        for draw_index, draw in draws:
-            assert len(draw.samples) == self.num_samples, f"draw {draw_index} has {len(draw.samples)} completions"
-        samples = [draw.samples[index] for _, draw in draws for index in range(self.num_samples)]
-        grades = iter(self.grader.collect([sample.ticket for sample in samples]))
-        return [
-            RolloutGroup(
-                prompt=draw.prompt,
-                draw_index=draw_index,
-                rollouts=[draw.samples[i].rollout(grade=next(grades)) for i in range(self.num_samples)],
-            )
-            for draw_index, draw in draws
-        ]
+        return self._group(self._take(draw_indices, lambda tickets, _: self.grader.collect(tickets)))
+
+    def take_rollouts(self, draw_indices: Sequence[int]) -> list[Rollout]:
+        """What this rank has of the draws that all ranks have decoded; called on all of them. Else as `take`."""
+        return self._take(draw_indices, partial(self.grader.collect_on_ranks, ranks=self.ranks))
+
+    def _take(
+        self,
+        draw_indices: Sequence[int],
+        collect: Callable[[list[GradeTicket], list[tuple[int, int]]], list[Grade]],
+    ) -> list[Rollout]:
+        draws = [(draw_index, self._draws.pop(draw_index).samples) for draw_index in draw_indices]
+        samples = {(draw_index, index): one for draw_index, draw in draws for index, one in sorted(draw.items())}
+        grades = collect([sample.ticket for sample in samples.values()], list(samples))
+        return [sample.rollout(grade=grade) for sample, grade in zip(samples.values(), grades, strict=True)]
+
+    def _group(self, rollouts: Sequence[Rollout]) -> list[RolloutGroup]:
+        """The groups of rollouts that are sorted by draw and sample; none is missing."""
+        groups = [list(samples) for _, samples in groupby(rollouts, key=lambda one: one.draw_index)]
+        for group in groups:
+            found = [rollout.sample_index for rollout in group]
+            assert found == list(range(self.num_samples)), f"draw {group[0].draw_index} has the samples {found}"
+        return [RolloutGroup(prompt=one[0].prompt, draw_index=one[0].draw_index, rollouts=one) for one in groups]
+
+    def exchange(self, engine: Engine, rollouts: Sequence[Rollout]) -> list[RolloutGroup]:
+        """What all ranks have decoded, in data order; this rank's drafter learns what it did not decode itself."""
+        mine = self.ranks.index
+        own = [*rollouts], engine.drafter.run_ahead_texts()
+        found = self.ranks.gather(own, "the rollouts of all ranks")
+        others = sorted(
+            chain.from_iterable(theirs for rank, (theirs, _) in enumerate(found) if rank != mine), key=place
+        )
+        prompts = {rollout.draw_index: rollout.prompt for rollout in others}
+        requests = {(one.draw_index, one.sample_index): one for one in self.requests(list(prompts.items()))}
+        engine.drafter.learn([completion_of(rollout, requests[place(rollout)]) for rollout in others])
+        for rank, (_, texts) in enumerate(found):
+            if rank != mine:
+                engine.drafter.learn_run_aheads(texts)
+        return self._group(sorted([*rollouts, *others], key=place))
+
+    def engine_metrics(self, engine: Engine) -> dict[str, float]:
+        """What the engines of all ranks did in this rollout; see `merge_rank_metrics`."""
+        metrics = engine.take_metrics()
+        if self.ranks.count == 1:
+            return metrics
+        metrics |= {"engine/rank_claims": self.num_claimed, "engine/rank_seconds": self.counters.busy_seconds}
+        return merge_rank_metrics(self.ranks.gather(metrics, "the engine's metrics"))
 
 
 class _Sample(NamedTuple):
@@ -327,3 +428,27 @@ def response_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], 
     text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
     assert isinstance(text, str)
     return cut_at_stop_string(text, stop_strings)
+
+
+def place(rollout: Rollout) -> tuple[int, int]:
+    """Where a rollout is in data order."""
+    return rollout.draw_index, rollout.sample_index
+
+
+def completion_of(rollout: Rollout, request: Request) -> Completion:
+    """What the engine gave, where a rollout comes from another rank."""
+    extensions: list[tuple[int, int]] = []
+    start = 0
+    for is_sampled, parts in groupby(rollout.segments, key=lambda segment: segment.kind == "model"):
+        stop = start + sum(len(part.token_ids) for part in parts)
+        if not is_sampled:
+            extensions.append((start, stop))
+        start = stop
+    return Completion(
+        request=request,
+        token_ids=rollout.token_ids.tolist(),
+        rollout_logprobs=rollout.rollout_logprobs.tolist(),
+        finish_reason=rollout.finish_reason,
+        policy_version=rollout.policy_version,
+        extensions=tuple(extensions),
+    )

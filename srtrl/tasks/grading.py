@@ -11,9 +11,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import itemgetter
 from types import TracebackType
 from typing import Any, Self
 
+from srtrl.ranks import Ranks
 from srtrl.recipe import GradingSection, RewardSection
 from srtrl.resolve import describe_error
 from srtrl.tasks.base import Task
@@ -169,6 +172,24 @@ class Grader:
             if grade.detail:
                 self._warn(ticket.sample.prompt.prompt_id, grade)
         return grades
+
+    def collect_on_ranks(
+        self, tickets: Sequence[GradeTicket], keys: Sequence[tuple[int, int]], ranks: Ranks
+    ) -> list[Grade]:
+        """As `collect`, where other ranks have other tickets of the same rollout; called on all ranks.
+
+        Where a reward is `batched`, rank 0 grades all of them in the order of their `keys` (draw and sample): the
+        reward sees what it would see with one rank, and is called once.
+        """
+        if not any(reward.batched for reward in self._rewards):
+            with ranks.together("grading"):
+                return self.collect(tickets)
+        own = [(key, ticket.sample, ticket.verdict.result()) for key, ticket in zip(keys, tickets, strict=True)]
+        found = sorted(chain(*ranks.gather(own, "samples for a batched reward")), key=itemgetter(0))
+        everything = [GradeTicket(sample=sample, verdict=_done(verdict)) for _, sample, verdict in found]
+        grades = ranks.on_main(lambda: self.collect(everything), "a batched reward")
+        by_key = {key: grade for (key, *_), grade in zip(found, grades, strict=True)}
+        return [by_key[key] for key in keys]
 
     def try_rewards(self, prompt: Prompt, num_samples: int = 1) -> None:
         """Grade the reference answer of a prompt, as a group of samples, before anything is decoded.

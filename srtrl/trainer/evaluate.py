@@ -21,6 +21,7 @@ from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING
 
 from srtrl.model.cpu_threads import set_cpu_threads
+from srtrl.ranks import ONE_RANK, Ranks
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import Collector, OnProgress, collect_rollouts
 from srtrl.tasks.base import Task, load_task
@@ -141,6 +142,7 @@ def evaluate(
     *,
     on_progress: OnProgress = lambda *_: None,
     conversations: Conversations | None = None,
+    ranks: Ranks = ONE_RANK,
 ) -> tuple[list[RolloutGroup], EvalResult]:
     """Sample every problem `eval.num_samples` times and grade; the groups, one a problem in order, and their figures.
 
@@ -162,14 +164,15 @@ def evaluate(
         purpose="eval",
         on_progress=on_progress,
         conversations=conversations,
+        ranks=ranks,
     )
     if conversations is not None:
         prompts = [conversations.started(prompt, recipe.rollout.max_prompt_tokens) for prompt in prompts]
     groups = collect_rollouts(engine, collector, list(enumerate(prompts)))
     if conversations is not None:
-        conversations.check_not_all_raised("evaluation")
+        conversations.check_not_all_raised("evaluation", ranks)
     seconds = sum(collector.timer.take().values())
-    tokens_per_step = engine.take_metrics()["engine/tokens_per_decode_step"]
+    tokens_per_step = collector.engine_metrics(engine)["engine/tokens_per_decode_step"]
     return groups, summarise(groups, seconds, grader.outcomes, tokens_per_decode_step=tokens_per_step)
 
 
@@ -280,6 +283,7 @@ def run_evals(
     *,
     on_progress: Callable[[str, int, int], None] = lambda *_: None,
     on_compile: OnProgress = lambda *_: None,
+    ranks: Ranks = ONE_RANK,
 ) -> Iterator[EvalOutcome]:
     """Evaluate the policy `model` on each job, with one decoder; an outcome as soon as its job is done.
 
@@ -292,6 +296,7 @@ def run_evals(
         on_progress: Called after each completion, with the job's name, the number of completions so far and of those
             that are requested.
         on_compile: See `Engine.warm_up`.
+        ranks: Share the samples; each of them has all outcomes.
 
     Raises:
         ValueError: the model or a task cannot be loaded, or a task has no held-out problems.
@@ -320,7 +325,7 @@ def run_evals(
             show = functools.partial(on_progress, job.name)
             end_ids = build.response_end_ids(model, tokenizer)
             groups, result = evaluate(
-                recipe, problems, engine, grader, tokenizer, end_ids, on_progress=show, conversations=talk
+                recipe, problems, engine, grader, tokenizer, end_ids, on_progress=show, conversations=talk, ranks=ranks
             )
         extract = extractor(task.verifier)
         if extract is not None and recipe.eval.num_samples > 1:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from srtrl.ranks import ONE_RANK, Ranks
 from srtrl.recipe import Recipe
 from srtrl.rollout.collect import Collector, OnProgress, StageTimer, collect_rollouts
 from srtrl.rollout.dynamic_sampling import sample_until_full
@@ -85,9 +86,11 @@ class StepSampler:
         *,
         num_draws: int,
         conversations: Conversations | None = None,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
-        """Begin after the first `num_draws` draws of the run: 0 for a new one."""
+        """Begin after the first `num_draws` draws of the run: 0 for a new one. All `ranks` take the same steps."""
         self.conversations = conversations
+        self.ranks = ranks
         self.recipe = recipe
         self.task = task
         self.engine = engine
@@ -121,6 +124,7 @@ class StepSampler:
             on_progress=on_progress,
             timer=timer,
             conversations=self.conversations,
+            ranks=self.ranks,
         )
         if rollout.dynamic_sampling:
             groups, kept = sample_until_full(
@@ -141,7 +145,7 @@ class StepSampler:
             kept = filter_groups(groups, filters)
         check_not_all_failed(groups, f"step {step}")
         if self.conversations is not None:
-            self.conversations.check_not_all_raised(f"step {step}")
+            self.conversations.check_not_all_raised(f"step {step}", self.ranks)
         self.num_draws = first + len(groups)
         metrics = rollout_metrics(groups, self.grader.outcomes) | {
             "data/epoch": first / self.order.num_prompts,
@@ -150,7 +154,7 @@ class StepSampler:
             "groups/dropped": len(groups) - len(kept),
             "groups/short": rollout.num_prompts - len(kept) if rollout.dynamic_sampling else 0,
         }
-        metrics |= engine.take_metrics()
+        metrics |= collector.engine_metrics(engine)
         engine.release_kv()
         return StepRollouts(groups=groups, kept=kept, metrics=metrics, timeline=engine.take_timeline())
 
@@ -179,7 +183,7 @@ class StepSampler:
         They come as replacements in this step, or in the next step. Nothing where nobody would draft from it.
         """
         rollout = self.recipe.rollout
-        if rollout.run_ahead == "off" or not self.engine.wants_run_aheads():
+        if rollout.run_ahead == "off" or not self.engine.wants_run_aheads(alone=self.ranks.count > 1):
             return []
         end = opened.stop + rollout.num_prompts
         if step == self.recipe.train.num_steps:  # no step comes after it

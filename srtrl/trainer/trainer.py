@@ -202,6 +202,7 @@ class Trainer:
             self.end_ids,
             num_draws=state.num_draws,
             conversations=self.conversations,
+            ranks=ranks,
         )
 
     def train(self) -> None:
@@ -315,6 +316,7 @@ class Trainer:
             self.end_ids,
             on_progress=partial(self.progress.stage, "evaluation"),
             conversations=self.conversations,
+            ranks=self.ranks,
         )
         self.engine.take_timeline()  # the next step's would begin with it
         self.progress.say(f"{when}: {describe_held_out(result.metrics())}")
@@ -372,7 +374,8 @@ class Trainer:
     def _record_observations(self, step: int) -> None:
         """From now on what environments say is written into the file of this step, or read where it is there."""
         if self.conversations is not None:
-            self.conversations.use_record(self.run.path / OBSERVATIONS / f"step_{step:06d}.jsonl")
+            path = self.run.path / OBSERVATIONS / f"step_{step:06d}.jsonl"
+            self.conversations.use_record(path, self.ranks.index)
 
     def _should_stop(self) -> bool:
         """Whether a rank was asked to end the run."""

@@ -1,0 +1,71 @@
+"""What environments have said, in files: a step that is repeated after a crash has the same answers."""
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from srtrl.environments.base import Step
+from srtrl.types import Completion
+
+
+class Record:
+    """Answers of environments in a file of JSON lines, written as they arrive."""
+
+    def __init__(self, path: Path | None, rank: int = 0) -> None:
+        """Read what the files of all ranks have: a line without its end was not finished. None: nothing is kept."""
+        self._known: dict[str, Step] = {}
+        self._file: IO[bytes] | None = None
+        if path is None:
+            return
+        path.parent.mkdir(exist_ok=True)
+        own = path if rank == 0 else path.with_suffix(f".rank{rank}.jsonl")
+        for other in {path, *path.parent.glob(f"{path.stem}.rank*.jsonl")} - {own}:
+            if other.exists():
+                self._read(other, other.read_bytes())
+        self._file = own.open("a+b", buffering=0)
+        self._file.seek(0)
+        self._file.truncate(self._read(own, self._file.read()))
+
+    def _read(self, path: Path, content: bytes) -> int:
+        """Take in the answers of a file; returns the length of its finished lines."""
+        complete = content.rpartition(b"\n")[0]
+        for number, line in enumerate(complete.split(b"\n") if complete else (), start=1):
+            try:
+                row = json.loads(line)
+                self._known[row["key"]] = Step(**row["step"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}:{number}: damaged: no answer of an environment ({error})") from error
+        return len(complete) + 1 if complete else 0
+
+    def find(self, completion: Completion) -> Step | None:
+        """The answer to the same turn after the same tokens."""
+        return self._known.get(_digest(completion))
+
+    def add(self, completion: Completion, step: Step) -> None:
+        """Write an answer."""
+        if self._file is not None:
+            row = {"key": _digest(completion), "step": asdict(step)}
+            self._file.write(json.dumps(row).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def key_of(completion: Completion) -> tuple[str, int, int]:
+    """Which sample it is of."""
+    request = completion.request
+    return request.purpose, request.draw_index, request.sample_index
+
+
+def _digest(completion: Completion) -> str:
+    """Of which sample a turn is and what was said in it and before."""
+    digest = hashlib.sha256(repr(key_of(completion)).encode())
+    digest.update(np.array(completion.token_ids, np.int32).tobytes())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,384 @@
+"""Rollouts of several ranks are those of one, whatever each of them decodes; how they deal, claim and wait."""
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_cases import options, requests_for, tiny_policy
+from environment_cases import TOKENIZER, Digits, ask, completion_of, section_of
+from hypothesis import given
+from hypothesis import strategies as st
+from rank_cases import run_ranks
+from test_conversations import END_TOKENS, PlainTask, contents
+
+from srtrl.drafters.base import DrafterBase
+from srtrl.drafters.none import Drafter as NoDrafter
+from srtrl.drafters.srt import Drafter as SrtDrafter
+from srtrl.engine.engine import Engine
+from srtrl.engine.stats import merge_rank_metrics
+from srtrl.environments.conversations import Conversations
+from srtrl.model.transformer import Transformer
+from srtrl.ranks import RankError, Ranks
+from srtrl.recipe import GradingSection, RewardSection
+from srtrl.rollout.collect import Collector, collect_rollouts
+from srtrl.rollout.dynamic_sampling import sample_until_full
+from srtrl.rollout.sharing import Claims, SharedCounters, deal
+from srtrl.tasks.grading import Grader
+from srtrl.tasks.reward_input import RewardInput, batched
+from srtrl.types import Completion, Prompt, Request, SamplingParams
+
+PROMPTS = [Prompt(prompt_id=str(i), text="", token_ids=(i + 1, 2 * i + 3), answer="") for i in range(9)]
+
+
+def half_tokens(sample: RewardInput) -> float:
+    return sample.num_tokens / 2
+
+
+def nan_on_rank_1(sample: RewardInput) -> float:
+    return float("nan") if os.environ["RANK"] == "1" else 1.0
+
+
+@batched
+def place_by_length(samples: Sequence[RewardInput]) -> list[float]:
+    """Differs where anything but all samples is seen, in their order."""
+    lengths = [sample.num_tokens for sample in samples]
+    return [place + 0.01 * sum(other < length for other in lengths) for place, length in enumerate(lengths)]
+
+
+@dataclass(kw_only=True, frozen=True)
+class Case:
+    """Two rollouts, one after the other, with a policy update between them."""
+
+    num_draws: int = 5
+    num_samples: int = 3
+    slots: int = 2
+    drafter: type[DrafterBase] = SrtDrafter
+    is_dynamic: bool = False
+    has_turns: bool = False
+    reward: Callable[..., Any] = half_tokens
+    runs_ahead: bool = False
+    seconds_per_step: tuple[float, ...] = (0.0,)
+    """Sleep before each decode step, of each rank; more than one: on average as much, at random."""
+    is_random: bool = True
+    fails: bool = False
+    """Rank 1 fails in a decode step."""
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What one rank has seen."""
+
+    groups: list[Any]
+    """`contents` of both rollouts."""
+    kept: list[int]
+    metrics: list[dict[str, float]]
+    num_decoded: int
+    """Samples that this rank has decoded."""
+    progress: list[tuple[int, int]]
+
+
+class SlowEngine(Engine):
+    """Sleeps before each step."""
+
+    seconds = 0.0
+    is_random = True
+    fails = False
+    num_queued = 0
+    """Samples that were decoded here."""
+
+    def _queue(self, request: Request) -> None:
+        self.num_queued += not request.is_run_ahead
+        super()._queue(request)
+
+    def step(self) -> list[Completion]:
+        if self.fails and self.stats.num_steps == 5:
+            raise RuntimeError("the device is broken")
+        time.sleep(self.seconds * (2 * random.random() if self.is_random else 1.0))
+        return super().step()
+
+
+@cache
+def policy() -> Transformer:
+    return tiny_policy(vocab_size=290, scale=5.0)
+
+
+def rollouts(ranks: Ranks, case: Case) -> Found:
+    """Runs on each rank."""
+    limit = {"max_sequence_tokens": 128, "slots": case.slots, "run_ahead_max_slowdown": 0.1}
+    engine = SlowEngine(policy(), options(**limit), tokenizer=TOKENIZER, drafter=case.drafter())
+    engine.seconds = case.seconds_per_step[ranks.index % len(case.seconds_per_step)]
+    engine.is_random, engine.fails = case.is_random, case.fails and ranks.index == 1
+    reward = "environment" if case.has_turns else f"{case.reward.__module__}:{case.reward.__name__}"
+    grader = Grader(PlainTask(), [RewardSection(name=reward)], GradingSection(), 100)  # type: ignore[arg-type]
+    conversations = Conversations(section_of(Digits, max_turns=4), TOKENIZER) if case.has_turns else None
+    found = Found(groups=[], kept=[], metrics=[], num_decoded=0, progress=[])
+    with grader, conversations or contextlib.nullcontext():
+        for first in (0, 0):
+            collector = Collector(
+                grader,
+                TOKENIZER,
+                num_samples=case.num_samples,
+                sampling=SamplingParams(max_new_tokens=100 if case.has_turns else 30, end_token_ids=END_TOKENS),
+                seed=3,
+                purpose="train",
+                conversations=conversations,
+                ranks=ranks,
+                on_progress=lambda *counts: found.progress.append(counts),
+            )
+            if case.is_dynamic:
+                groups, kept = sample_until_full(
+                    engine,
+                    collector,
+                    PROMPTS.__getitem__,
+                    first_draw=first,
+                    num_prompts=3,
+                    max_open_prompts=2,
+                    max_draws=9,
+                    keeps=lambda group: group.draw_index not in (0, 2, 3),
+                )
+            else:
+                ahead = collector.run_ahead(list(enumerate(PROMPTS))[case.num_draws :]) if case.runs_ahead else []
+                draws = list(enumerate(PROMPTS[: case.num_draws]))
+                kept = groups = collect_rollouts(engine, collector, draws, run_ahead=ahead)
+            found.groups.append(contents(groups))
+            found.kept = [group.draw_index for group in kept]
+            assert engine.pool.num_used == 0
+            found.metrics.append(collector.engine_metrics(engine))
+            engine.on_policy_update()
+    found.num_decoded = engine.num_queued
+    return found
+
+
+def follow(ranks: Ranks) -> dict[str, float]:
+    """The first rollout has one sample: one rank has nothing to do but to run ahead for the next one."""
+    engine = SlowEngine(policy(), options(max_sequence_tokens=128), tokenizer=TOKENIZER, drafter=SrtDrafter())
+    engine.seconds = 0.03
+    sampling = SamplingParams(max_new_tokens=30, end_token_ids=END_TOKENS)
+    rewards = [RewardSection(name=f"{__name__}:half_tokens")]
+    grader = Grader(PlainTask(), rewards, GradingSection(), 100)  # type: ignore[arg-type]
+    for draw in range(2):
+        collector = Collector(grader, TOKENIZER, num_samples=1, sampling=sampling, seed=3, purpose="train", ranks=ranks)
+        ahead = collector.run_ahead([(1, PROMPTS[0])]) if draw == 0 else []
+        collect_rollouts(engine, collector, [(draw, PROMPTS[0])], run_ahead=ahead)
+        metrics = collector.engine_metrics(engine)
+        engine.on_policy_update()
+    return metrics
+
+
+DELAYS = (0.0, 0.004, 0.001)
+CASES = {
+    "static": Case(seconds_per_step=DELAYS),
+    "batched reward": Case(seconds_per_step=DELAYS, drafter=NoDrafter, reward=place_by_length),
+    "dynamic": Case(seconds_per_step=DELAYS, is_dynamic=True, reward=place_by_length),
+    "turns": Case(seconds_per_step=DELAYS, has_turns=True, slots=3),
+    "dynamic turns": Case(seconds_per_step=DELAYS, has_turns=True, is_dynamic=True),
+    "nothing to do": Case(num_draws=1, num_samples=1),
+    "one slow rank": Case(num_samples=4, runs_ahead=True, is_random=False, seconds_per_step=(0.0, 0.05)),
+}
+
+
+FAILURES = {
+    "engine": ("RuntimeError: rank 1 of 2: the device is broken", Case(seconds_per_step=(0.01, 0.0), fails=True)),
+    "grading": ("ValueError: rank 1 of 2: reward `nan_on_rank_1` must", Case(reward=nan_on_rank_1)),
+    "dynamic grading": (
+        "ValueError: rank 1 of 2: reward `nan_on_rank_1` must",
+        Case(seconds_per_step=(0.01, 0.0), reward=nan_on_rank_1, is_dynamic=True),
+    ),
+}
+
+
+def fail(ranks: Ranks, case: Case) -> str:
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        rollouts(ranks, case)
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def all_cases(ranks: Ranks) -> dict[str, Any]:
+    """Runs on each rank: starting processes takes longer than all of them."""
+    found: dict[str, Any] = {name: rollouts(ranks, case) for name, case in CASES.items()}
+    if ranks.count == 2:
+        found |= {name: fail(ranks, case) for name, (_, case) in FAILURES.items()}
+    return found | {"follow": follow(ranks)}
+
+
+@cache
+def found_by(count: int, name: str) -> list[Any]:
+    return [found[name] for found in processes(count)]
+
+
+@cache
+def processes(count: int) -> list[dict[str, Any]]:
+    return run_ranks(count, all_cases)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_rollouts_do_not_depend_on_the_number_of_ranks(count: int, name: str) -> None:
+    found, truth = found_by(count, name), rollouts(Ranks(), replace(CASES[name], seconds_per_step=(0.0,)))
+    assert truth.groups[0]
+    for one in found:
+        assert one.groups == truth.groups
+        assert one.kept == truth.kept
+        assert one.metrics == found[0].metrics
+        assert [row["engine/tokens"] for row in one.metrics] == [row["engine/tokens"] for row in truth.metrics]
+    assert sum(one.num_decoded for one in found) == truth.num_decoded  # nothing was decoded twice
+    assert sorted(done for one in found for done, _ in one.progress) == sorted(done for done, _ in truth.progress)
+    for row in found[0].metrics:
+        assert 0 <= row["engine/ranks_idle_share"] < 1
+        assert row["engine/rank_seconds_max"] > 0
+    assert not [name for row in truth.metrics for name in row if "rank" in name]
+
+
+def test_who_is_idle_takes_what_waits_for_a_slow_rank_and_then_runs_ahead() -> None:
+    fast, slow = found_by(2, "one slow rank")
+    assert fast.num_decoded > 1.4 * slow.num_decoded
+    assert sum(row["engine/rank_claims"] for row in fast.metrics) > 0.2 * fast.num_decoded
+    assert fast.metrics[0]["engine/run_ahead_tokens_made"] > 50
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_sample_follows_the_run_ahead_of_another_rank(count: int) -> None:
+    metrics, *others = found_by(count, "follow")
+    assert others == [metrics] * (count - 1)
+    assert metrics["engine/run_ahead_followed"] == 1
+    assert metrics["engine/run_ahead_tokens_used"] > 0
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_all_ranks_end_at_once_where_one_fails_and_say_which(name: str) -> None:
+    first, second = found_by(2, name)
+    assert first == second
+    assert first.startswith(FAILURES[name][0])
+
+
+# --- Rules, without processes ----------------------------------------------------------------------------------------
+
+
+@given(
+    lengths=st.lists(st.one_of(st.none(), st.floats(0, 1e5)), min_size=1, max_size=40),
+    num_samples=st.integers(1, 9),
+    num_ranks=st.integers(1, 9),
+)
+def test_dealing_is_balanced(lengths: list[float | None], num_samples: int, num_ranks: int) -> None:
+    requests = requests_for([(1, 2 + i) for i in range(len(lengths))], num_samples=num_samples)
+    lines = deal(requests, dict(enumerate(lengths)), num_ranks)
+    assert sorted(chain(*lines), key=lambda one: (one.draw_index, one.sample_index)) == requests
+    known = [length for length in lengths if length is not None]
+    average = sum(known) / len(known) if known else 1.0
+    real = [max(1.0, average if length is None else length) for length in lengths]
+    loads = [sum(real[one.draw_index] for one in line) for line in lines]
+    assert max(loads) <= 1.000001 * sum(loads) / num_ranks + max(real)
+    for line in lines:
+        order = [(one.sample_index, -real[one.draw_index], one.draw_index) for one in line]
+        assert order == sorted(order)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_ranks", "expected"),
+    [
+        ([None] * 4, 2, ["0 2 0 2 0 2", "1 3 1 3 1 3"]),
+        ([None] * 5, 2, ["0 2 4 0 2 4 0 2", "1 3 1 3 1 3 4"]),  # the last prompt is split
+        ([100, 500, 300, 200], 2, ["1 0 1 0 1", "2 3 2 3 2 3 0"]),
+        ([None], 4, ["0", "0", "0", ""]),
+        ([10, None, 30], 3, ["2 2", "0 0 2 0", "1 1 1"]),
+    ],
+)
+def test_prompts_are_whole_where_that_balances(
+    lengths: list[float | None], num_ranks: int, expected: list[str]
+) -> None:
+    requests = requests_for([(1, 2 + i) for i in range(len(lengths))])
+    lines = deal(requests, dict(enumerate(lengths)), num_ranks)
+    assert [" ".join(str(one.draw_index) for one in line) for line in lines] == expected
+
+
+def claims_of(count: int, lines: list[list[Request]], num_slots: list[int]) -> list[Claims]:
+    """The claims of all ranks, in one process."""
+    counters: dict[str, int] = {}
+    ranks = [Ranks(index=index, count=count, _local=counters) for index in range(count)]
+    return [Claims(SharedCounters(one), lines, num_slots) for one in ranks]
+
+
+@given(data=st.data())
+def test_every_sample_is_taken_once_and_none_waits_where_a_rank_is_idle(data: st.DataObject) -> None:
+    count = data.draw(st.integers(2, 5))
+    requests = requests_for([(1, 2 + i) for i in range(data.draw(st.integers(1, 6)))], num_samples=4)
+    lines = deal(requests, dict.fromkeys(range(len(requests) // 4)), count)
+    num_slots = data.draw(st.lists(st.integers(1, 4), min_size=count, max_size=count))
+    claims = claims_of(count, lines, num_slots)
+    taken: list[list[Request]] = [[] for _ in lines]
+    for _ in range(60):
+        rank, wanted = data.draw(st.integers(0, count - 1)), data.draw(st.integers(0, 4))
+        given_before = list(chain(*taken))
+        found = claims[rank].take(wanted)
+        taken[rank] += found
+        if len(found) < wanted:  # then only the heads of other ranks' lines are left
+            others = [one for index, line in enumerate(lines) if index != rank for one in line[: num_slots[index]]]
+            assert all(one in others for one in requests if one not in [*given_before, *found])
+        assert claims[rank].num_claimed == sum(one not in lines[rank] for one in taken[rank])
+    for rank, one in enumerate(claims):
+        taken[rank] += one.take(len(requests))
+        assert set(map(id, lines[rank][: num_slots[rank]])) <= set(map(id, taken[rank]))
+    assert sorted(map(id, chain(*taken))) == sorted(map(id, requests))
+
+
+def test_claims_come_from_the_rank_with_most_left() -> None:
+    requests = requests_for([(1, 2)], num_samples=12)
+    idle, _, _ = claims_of(3, [[], requests[:5], requests[5:]], [2, 2, 2])
+    assert idle.take(4) == [requests[7], requests[8], requests[2], requests[9]]
+    assert idle.take(9) == [requests[3], requests[10], requests[4], requests[11]]
+
+
+def test_waiting_has_a_time_limit() -> None:
+    counters = SharedCounters(Ranks(index=1, count=2, timeout_seconds=0.05))
+    assert not counters.wait("samples", may_run_ahead=False)
+    assert counters.wait("samples", may_run_ahead=True)  # at once
+    time.sleep(0.05)
+    with pytest.raises(RankError, match=r"rank 1 of 2 waited for samples of the others for more than 0\.05 seconds"):
+        counters.wait("samples", may_run_ahead=False)
+
+
+def test_metrics_of_ranks_are_sums_means_or_maxima() -> None:
+    common = {"engine/slots_in_use_mean": 2.0, "engine/cache_tokens": 7, "engine/rank_claims": 1}
+    rows = [
+        {"engine/decode_steps": 1, "engine/rank_seconds": 1.0, "engine/draft_hit_rate": 1.0, **common},
+        {"engine/decode_steps": 3, "engine/rank_seconds": 4.0, "engine/draft_hit_rate": 0.0, **common},
+        {"engine/decode_steps": 0, "engine/rank_seconds": 1.0, "engine/draft_seconds": 3.0, **common},
+    ]
+    assert merge_rank_metrics(rows) == {
+        "engine/decode_steps": 4,
+        "engine/draft_hit_rate": 0.25,
+        "engine/slots_in_use_mean": 6.0,
+        "engine/cache_tokens": 7,
+        "engine/rank_claims": 3,
+        "engine/draft_seconds": 1.0,
+        "engine/ranks_idle_share": 0.5,
+        "engine/rank_seconds_max": 4.0,
+    }
+
+
+def test_a_record_of_any_number_of_ranks_is_found_by_any(tmp_path: Path) -> None:
+    path = tmp_path / "observations" / "step_000001.jsonl"
+    said = [completion_of((20, 21 + sample), sample=sample) for sample in range(3)]
+    answers = []
+    for rank, completion in enumerate(said):
+        with Conversations(section_of(Digits), TOKENIZER) as conversations:
+            conversations.use_record(path, rank)
+            answers.append(ask(conversations, completion))
+    names = ["step_000001.jsonl", "step_000001.rank1.jsonl", "step_000001.rank2.jsonl"]
+    assert sorted(one.name for one in path.parent.iterdir()) == names
+    known = {name: (path.parent / name).read_bytes() for name in names}
+    with (path.parent / names[2]).open("ab") as file:
+        file.write(b'{"key"')  # that rank is still writing
+    with Conversations(section_of(Digits), TOKENIZER) as conversations:
+        conversations.use_record(path, 1)
+        for completion, answer in zip(said, answers, strict=True):
+            assert ask(conversations, completion).extension == answer.extension
+    assert {name: (path.parent / name).read_bytes() for name in names[:2]} == {name: known[name] for name in names[:2]}
