@@ -14,6 +14,7 @@ from rank_cases import CONTEXT, free_port
 from tiny_run import learned_rows, make_recipe
 
 from srtrl.recipe import Recipe
+from srtrl.tasks.reward_input import RewardInput
 from srtrl.trainer.run_folder import RunProgress
 from srtrl.trainer.trainer import Trainer, run_training
 
@@ -28,9 +29,18 @@ PPO: dict[str, Any] = {
 DAPO: dict[str, Any] = {
     "rollout__dynamic_sampling": True,
     "algorithm": {"filters": ["drop_uniform"], "clip_high": 0.28},
-    "rewards": [{"name": "tiny_run:digits"}],
 }
-SHORT: dict[str, Any] = {"train__num_steps": 2, "train__learning_rate": 1e-4, "eval__num_problems": 5}
+SHORT: dict[str, Any] = {
+    "rewards": [{"name": "test_rank_training:weight"}],
+    "train__num_steps": 2,
+    "train__learning_rate": 1e-4,
+    "eval__num_problems": 5,
+}
+
+
+def weight(sample: RewardInput) -> float:
+    """A reward that no random number decides."""
+    return sum(map(ord, sample.text)) % 7 / 7
 
 
 def body(recipe: Recipe, variables: dict[str, str], resume: bool, dies_in_step: int | None) -> None:
