@@ -13,7 +13,7 @@ import torch
 from srtrl.ranks import Ranks, open_ranks
 
 CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["rank_cases", "srtrl.trainer.trainer", "accelerate", "torch.distributed"])
+CONTEXT.set_forkserver_preload(["rank_cases", "srtrl.trainer.trainer", "accelerate", "torch.distributed.fsdp"])
 
 
 def run_ranks(count: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:

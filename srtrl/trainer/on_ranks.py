@@ -6,7 +6,6 @@ The micro-batches, and the order of what they give, are those of one rank: resul
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +28,14 @@ def on_ranks(
 ) -> list[dict[str, Tensor]]:
     """What `compute` gives for each micro-batch of the sequences, in order, on all ranks; each is computed by one rank.
 
-    The tensors are on the CPU where there are several ranks. An error of one rank's `compute` is raised on all; where
-    the model is sharded, the others would wait for it within a pass: the one ends, and they notice that it has.
+    The tensors are on the CPU where there are several ranks.
+
+    Raises:
+        ValueError, RuntimeError, torch.OutOfMemoryError: of any rank's `compute`, on all ranks. Where the model is
+            sharded the others are then in the midst of a pass, and learn only that the rank has ended (`RankError`).
     """
     is_sharded = recipe.train.sharding == "fsdp2"
-    with nullcontext() if is_sharded else ranks.together(what):
+    with ranks.waiting(what) if is_sharded else ranks.together(what):
         batches = pack(
             sequences,
             recipe.train.micro_batch_tokens,

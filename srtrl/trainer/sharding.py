@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from srtrl.model.attention import HALF_DTYPES
 from srtrl.model.value_model import ValueModel
@@ -68,11 +68,6 @@ def unsharded(model: Transformer | ValueModel) -> Iterator[None]:
         for module in modules:
             module.set_reshard_after_forward(module is not modules[0], recurse=False)
             module.reshard()
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor's numbers of all ranks, on each of them; another tensor as it is."""
-    return cast(Tensor, tensor.full_tensor()) if hasattr(tensor, "full_tensor") else tensor
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:

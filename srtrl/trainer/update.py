@@ -27,7 +27,6 @@ from srtrl.rollout.packing import PackedBatch
 from srtrl.trainer.objective import Objective
 from srtrl.trainer.on_ranks import by_sequence, on_ranks, sum_gradients
 from srtrl.trainer.optimizer import gradient_holders, learning_rate_at
-from srtrl.trainer.sharding import whole
 from srtrl.types import TrainSequence
 
 if TYPE_CHECKING:
@@ -349,7 +348,7 @@ def run_optimizer_steps(
         if recipe.train.sharding == "ddp":  # else each backward pass has summed them
             sum_gradients(holders, ranks)
         norm = accelerator.clip_grad_norm_(holders, max_grad_norm)
-        grad_norms.append(_finite(whole(norm), f"{place}: the gradient norm"))
+        grad_norms.append(_finite(norm, f"{place}: the gradient norm"))
         learning_rate = learning_rate_at(updates, step, number)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
