@@ -45,6 +45,7 @@ def _body(queue: Any, index: int, count: int, port: int, function: Callable[...,
         "WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",  # accelerate would take more
     }
     try:
         with open_ranks() as ranks:
