@@ -26,7 +26,7 @@ from srtrl.rollout.packing import pack
 from srtrl.trainer.credit import with_numbers
 from srtrl.trainer.critic import Critic, compute_values, update_critic
 from srtrl.trainer.optimizer import build_optimizer, gradient_holders
-from srtrl.trainer.sharding import shard, unsharded
+from srtrl.trainer.sharding import reshard, shard, unshard
 from srtrl.trainer.update import compute_logprobs
 from srtrl.types import TrainSequence
 
@@ -250,21 +250,22 @@ def decode_and_learn(ranks: Ranks) -> None:
         shard(policy)
         assert all(isinstance(one, DTensor) and one.dtype == torch.float32 for one in policy.parameters())
         optimizer = build_optimizer(policy, **ADAMW)
-        with unsharded(policy):
-            engine, other = Engine(policy, options()), Engine(plain, options())
-            assert policy.dtype == dtype
-            assert all(map(torch.equal, policy.parameters(), plain.parameters()))
+        unshard(policy)
+        engine, other = Engine(policy, options()), Engine(plain, options())
+        assert policy.dtype == dtype
+        assert all(map(torch.equal, policy.parameters(), plain.parameters()))
         for step in (1, 2):
-            with unsharded(policy), torch.no_grad():
-                torch._foreach_copy_(list(plain.parameters()), list(policy.parameters()))
-                assert outputs(decode(engine, requests)) == outputs(decode(other, requests))
+            assert outputs(decode(engine, requests)) == outputs(decode(other, requests))
+            reshard(policy)
             assert all(isinstance(one, DTensor) for one in policy.parameters())
             with fresh_accelerator() as accelerator:
                 update(policy, optimizer, accelerator, sequences, recipe, step=step, ranks=ranks)
-            with unsharded(policy):
-                engine.on_policy_update()
-                other.on_policy_update()
-                assert not torch.equal(policy.embedding, plain.embedding)
+            unshard(policy)
+            assert not torch.equal(policy.embedding, plain.embedding)
+            with torch.no_grad():
+                torch._foreach_copy_(list(plain.parameters()), list(policy.parameters()))
+            engine.on_policy_update()
+            other.on_policy_update()
 
 
 def test_sharded_weights_are_whole_for_the_decoder() -> None:
