@@ -58,7 +58,7 @@ class Ranks:
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.count
-        with self._waiting(what):
+        with self.waiting(what):
             dist.all_gather_object(values, value)
         return values
 
@@ -110,7 +110,7 @@ class Ranks:
 
         for bucket in _buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            with self._waiting(what):
+            with self.waiting(what):
                 dist.all_reduce(flat)
             for tensor, total in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
                 tensor.copy_(total.reshape(tensor.shape))
@@ -121,7 +121,7 @@ class Ranks:
             before = self._local.get(counter, 0)
             self._local[counter] = before + amount
             return before
-        with self._waiting(f"the counter {counter}"):
+        with self.waiting(f"the counter {counter}"):
             return int(self.store.add(counter, amount)) - amount
 
     def new_scope(self, what: str) -> str:
@@ -130,15 +130,18 @@ class Ranks:
         return f"{what} {self._num_scopes}"
 
     @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
+    def waiting(self, what: str) -> Iterator[None]:
         """Turn an error of a wait into one that says who waited for what.
 
         Raises:
             RankError: see there.
+            torch.OutOfMemoryError: this rank's own, as it is.
         """
         try:
             yield
         except RuntimeError as error:  # DistBackendError and its like
+            if type(error).__name__ == "OutOfMemoryError":
+                raise
             raise RankError(
                 f"rank {self.index} of {self.count} waited for {what}: another rank has ended, or took more than "
                 f"{self.timeout_seconds:g} seconds ({TIMEOUT_VARIABLE}); its own message says why ({str(error)[:200]})"
@@ -172,7 +175,7 @@ def open_ranks() -> Iterator[Ranks]:
     seconds = _number(TIMEOUT_VARIABLE, 1800)
     ranks = Ranks(index=_number("RANK", 0), count=count, timeout_seconds=seconds)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    with ranks._waiting("the other ranks to start"):
+    with ranks.waiting("the other ranks to start"):
         dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
     try:
         ranks.store = c10d.PrefixStore("srtrl", c10d._get_default_store())

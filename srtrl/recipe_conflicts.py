@@ -143,6 +143,8 @@ def _kl_conflicts(recipe: Recipe) -> Iterator[Conflict]:
 
 def _update_conflicts(recipe: Recipe) -> Iterator[Conflict]:
     num_prompts, train, critic = recipe.rollout.num_prompts, recipe.train, recipe.critic
+    if train.sharding == "fsdp2" and recipe.model.compile:
+        yield "train.sharding", "fsdp2 gathers whole layers, and model.compile computes halves: use one of the two"
     updates = [("train", train.mini_batch_prompts, "warmup_steps", recipe.policy_updates)]
     if critic is not None:
         updates.append(("critic", critic.mini_batch_prompts, "lr_warmup_steps", recipe.critic_updates))

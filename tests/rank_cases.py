@@ -15,7 +15,7 @@ import torch
 from srtrl.ranks import Ranks, open_ranks
 
 CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["rank_cases", "srtrl.trainer.trainer", "accelerate", "torch.distributed"])
+CONTEXT.set_forkserver_preload(["rank_cases", "srtrl.trainer.trainer", "accelerate", "torch.distributed.fsdp"])
 
 
 def run_ranks(count: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
@@ -47,6 +47,7 @@ def _body(queue: Any, index: int, count: int, port: int, function: Callable[...,
         "WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",  # accelerate would take more
     }
     try:
         with open_ranks() as ranks:

@@ -13,17 +13,20 @@ import pytest
 import torch
 from accelerate import Accelerator
 from critic_cases import make_critic_recipe, make_value_model, with_random_targets
+from engine_cases import decode, options, outputs, requests_for, tiny_policy
 from rank_cases import run_ranks
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from update_cases import RecordingSGD, fresh_accelerator, make_policy, make_recipe, make_sequences, update
 
+from srtrl.engine.engine import Engine
 from srtrl.ranks import ONE_RANK, Ranks
 from srtrl.recipe import Recipe
 from srtrl.rollout.packing import pack
 from srtrl.trainer.credit import with_numbers
 from srtrl.trainer.critic import Critic, compute_values, update_critic
 from srtrl.trainer.optimizer import build_optimizer, gradient_holders
-from srtrl.trainer.sharding import shard, whole
+from srtrl.trainer.sharding import reshard, shard, unshard
 from srtrl.trainer.update import compute_logprobs
 from srtrl.types import TrainSequence
 
@@ -37,7 +40,8 @@ Found = tuple[dict[str, float], Arrays]
 
 
 def arrays_of(name: str, tensors: Sequence[Tensor]) -> Arrays:
-    return {f"{name} {index}": whole(one.detach()).double().numpy().copy() for index, one in enumerate(tensors)}
+    full = [one.full_tensor() if isinstance(one, DTensor) else one for one in tensors]
+    return {f"{name} {index}": one.detach().double().numpy().copy() for index, one in enumerate(full)}
 
 
 def learn(
@@ -61,10 +65,7 @@ def learn(
     found = compute_logprobs(reference, sequences, accelerator, recipe, ranks)
     sequences = with_numbers(sequences, "ref_logprobs", found)
     optimizer = optimizer_of(policy)
-    metrics: dict[str, float] = {}
-    for step in (1, 2):
-        row = update(policy, optimizer, accelerator, sequences, recipe, step=step, ranks=ranks)
-        metrics |= {f"{name} {step}": value for name, value in row.items()}
+    metrics = update(policy, optimizer, accelerator, sequences, recipe, ranks=ranks)
     arrays = arrays_of("weights", gradient_holders(policy, optimizer)) | dict(zip("abcdefgh", found, strict=False))
     if isinstance(optimizer, RecordingSGD):
         arrays |= arrays_of("gradient", [one for gradients in optimizer.gradients for one in gradients])
@@ -109,44 +110,45 @@ CASES: dict[str, Callable[[Ranks, Accelerator, str], Found]] = {
         ranks, accelerator, sharding, num_groups=1
     ),
     "bfloat16, master weights": lambda ranks, accelerator, sharding: learn(
-        ranks, accelerator, sharding, dtype=torch.bfloat16, train__micro_batch_tokens=BUDGET
+        ranks, accelerator, sharding, dtype=torch.bfloat16, train__num_epochs=2, train__micro_batch_tokens=BUDGET
     ),
     "critic": learn_values,
     "bfloat16 critic": partial(learn_values, dtype=torch.bfloat16),
 }
 
 
-def run_cases(ranks: Ranks, sharding: str) -> dict[str, tuple[Found, bool]]:
-    """What each case gives, and whether a second time gives the same bits."""
-    found = {}
+def run_cases(ranks: Ranks) -> dict[tuple[str, str], Found]:
+    """What each case gives, with each sharding; the first case twice, for the same bits."""
+    found: dict[tuple[str, str], Found] = {}
     with fresh_accelerator() as accelerator:
-        for name, case in CASES.items():
-            first, again = (case(ranks, accelerator, sharding) for _ in range(2))
-            is_same = first[0] == again[0] and all(np.array_equal(first[1][key], again[1][key]) for key in first[1])
-            found[name] = (first, is_same)
+        for sharding in ("ddp", "fsdp2") if ranks.count > 1 else ("ddp",):
+            for name, case in CASES.items():
+                found[name, sharding] = case(ranks, accelerator, sharding)
+            first = next(iter(CASES))
+            assert is_same(found[first, sharding], CASES[first](ranks, accelerator, sharding))
     return found
 
 
+def is_same(one: Found, other: Found) -> bool:
+    return one[0] == other[0] and all(np.array_equal(array, other[1][name]) for name, array in one[1].items())
+
+
 @cache
-def one_process() -> dict[str, tuple[Found, bool]]:
-    return run_cases(ONE_RANK, "ddp")
+def one_process() -> dict[tuple[str, str], Found]:
+    return run_cases(ONE_RANK)
 
 
-@pytest.mark.parametrize(("count", "sharding"), [(2, "ddp"), (3, "ddp"), (2, "fsdp2"), (3, "fsdp2")])
-def test_ranks_learn_what_one_process_learns(count: int, sharding: str) -> None:
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_learn_what_one_process_learns(count: int) -> None:
     sequences = make_sequences(make_policy())
     assert len(list(pack(sequences, BUDGET, "cpu"))) % count > 0  # the ranks have different numbers
-    expected = one_process()
-    on_ranks = run_ranks(count, run_cases, sharding)
-    for case, ((metrics, arrays), _) in expected.items():
-        for found in on_ranks:
-            (found_metrics, found_arrays), is_same = found[case]
-            assert is_same, case
-            assert found_metrics == on_ranks[0][case][0][0], case
-            assert found_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-6), case
-            for name, array in arrays.items():
-                np.testing.assert_array_equal(found_arrays[name], on_ranks[0][case][0][1][name])
-                np.testing.assert_allclose(found_arrays[name], array, rtol=0, atol=1e-6, err_msg=f"{case} {name}")
+    on_ranks = run_ranks(count, run_cases)
+    for case, found in on_ranks[0].items():
+        metrics, arrays = one_process()[case[0], "ddp"]
+        assert found[0] == pytest.approx(metrics, rel=1e-6, abs=1e-6), case
+        for name, array in arrays.items():
+            np.testing.assert_allclose(found[1][name], array, rtol=0, atol=1e-6, err_msg=f"{case} {name}")
+        assert all(is_same(found, other[case]) for other in on_ranks[1:]), case
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------
@@ -214,3 +216,57 @@ def test_an_error_of_one_rank_stops_all_alike() -> None:
     assert found["nan"] == f"NonFiniteError: {place}: the loss is nan; {not_changed}"
     assert found["slope"].startswith(f"NonFiniteError: {place}: the gradient norm is")
     assert found["decoder"].startswith(f"NonFiniteError: {place}: sequence 4 (in order of draw and sample), response")
+
+
+def fail_sharded(ranks: Ranks) -> str:
+    loss: dict[str, Any] = {
+        "algorithm__loss": f"{__name__}:failing_loss",
+        "algorithm__loss_options": {"flaw": "memory"},
+    }
+    with fresh_accelerator() as accelerator:
+        try:
+            learn(ranks, accelerator, "fsdp2", **loss)
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_rank_that_ends_within_sharded_passes_is_noticed() -> None:
+    waiting, failed = run_ranks(2, fail_sharded)
+    assert failed.startswith("OutOfMemoryError: CUDA out of memory")
+    assert waiting.startswith("RankError: rank 0 of 2 waited for step 1, epoch 1, mini-batch 1: another rank has ended")
+
+
+# --- Sharded weights, and the decoder ---------------------------------------------------------------------------------
+
+
+def decode_and_learn(ranks: Ranks) -> None:
+    """The decoder reads weights that are whole for the rollouts; ranks take different numbers of decode steps."""
+    recipe = make_recipe(train__sharding="fsdp2", train__micro_batch_tokens=BUDGET)
+    requests = requests_for(num_samples=1, max_new_tokens=8)[2 * ranks.index :]
+    for dtype in (torch.float32, torch.bfloat16):
+        policy, plain = tiny_policy(dtype), tiny_policy(dtype)
+        sequences = make_sequences(plain)
+        shard(policy)
+        assert all(isinstance(one, DTensor) and one.dtype == torch.float32 for one in policy.parameters())
+        optimizer = build_optimizer(policy, **ADAMW)
+        unshard(policy)
+        engine, other = Engine(policy, options()), Engine(plain, options())
+        assert policy.dtype == dtype
+        assert all(map(torch.equal, policy.parameters(), plain.parameters()))
+        for step in (1, 2):
+            assert outputs(decode(engine, requests)) == outputs(decode(other, requests))
+            reshard(policy)
+            assert all(isinstance(one, DTensor) for one in policy.parameters())
+            with fresh_accelerator() as accelerator:
+                update(policy, optimizer, accelerator, sequences, recipe, step=step, ranks=ranks)
+            unshard(policy)
+            assert not torch.equal(policy.embedding, plain.embedding)
+            with torch.no_grad():
+                torch._foreach_copy_(list(plain.parameters()), list(policy.parameters()))
+            engine.on_policy_update()
+            other.on_policy_update()
+
+
+def test_sharded_weights_are_whole_for_the_decoder() -> None:
+    run_ranks(2, decode_and_learn)

@@ -163,6 +163,11 @@ CONFLICTS: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
         ("algorithm.kl.horizon=7",),
     ),
     (("train.mini_batch_prompts=3",), "train.mini_batch_prompts: expected a div", ("train.mini_batch_prompts=4",)),
+    (
+        ("train.sharding=fsdp2", "model.compile=true"),
+        "train.sharding: fsdp2 gathers whole layers",
+        ("model.compile=false",),
+    ),
     ((*GAE, "critic.mini_batch_prompts=3"), "critic.mini_batch_prompts: expected a divisor", ("critic={}",)),
     (
         ("train.schedule=cosine", "train.warmup_steps=3"),

@@ -58,7 +58,8 @@ class ValueModel(nn.Module):
         """
         hidden = self.body(token_ids, plan)  # [T, D]
         with torch.autocast(hidden.device.type, enabled=False):
-            return functional.linear(hidden.to(self.value_head.dtype), self.value_head).squeeze(-1)
+            values = functional.linear(hidden.to(self.value_head.dtype), self.value_head)  # [T, 1]
+        return values.squeeze(-1).clone()  # fully_shard hooks what it returns, and warns of a view
 
 
 def load_value_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | str) -> ValueModel:

@@ -23,6 +23,7 @@ from srtrl.recipe_file import validate_section
 from srtrl.trainer.checkpoint import CRITIC_FOLDER
 from srtrl.trainer.critic import Critic
 from srtrl.trainer.optimizer import build_optimizer
+from srtrl.trainer.sharding import shard
 from srtrl.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -112,6 +113,21 @@ def set_update_options(model: Transformer, recipe: Recipe) -> None:
     model.compiled_layers = CompiledLayers() if recipe.model.compile else None
 
 
+def shard_model(model: Transformer | ValueModel, recipe: Recipe) -> None:
+    """Shard a model where `train.sharding` asks for it, before its optimizer is made; all ranks call this.
+
+    Raises:
+        ValueError: there is one process only.
+    """
+    if recipe.train.sharding == "fsdp2":
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            raise ValueError(
+                "train.sharding: fsdp2 shares the weights among several processes, found one: start with torchrun, "
+                "or leave train.sharding out"
+            )
+        shard(model)
+
+
 def make_optimizer(
     model: Transformer | ValueModel, section: TrainSection | CriticSection | WarmStartSection, recipe: Recipe
 ) -> torch.optim.AdamW:
@@ -121,7 +137,7 @@ def make_optimizer(
         ValueError: the update's attention cannot run on the model's device in its type.
     """
     body = model.body if isinstance(model, ValueModel) else model
-    dtype = torch.bfloat16 if recipe.model.mixed_precision == "bf16" else body.dtype
+    dtype = torch.bfloat16 if recipe.model.mixed_precision == "bf16" else DTYPES[recipe.model.dtype]
     check_packed_attention(body.device, dtype, body.config.head_dim)
     return build_optimizer(
         model,
@@ -137,7 +153,9 @@ def build_reference(recipe: Recipe, device: torch.device) -> Transformer | None:
     if recipe.algorithm.kl.coefficient == 0:
         return None
     # Its log-probs are compared with the policy's: the same rounding.
-    return build_policy(recipe, recipe.model.path, device).requires_grad_(False)
+    reference = build_policy(recipe, recipe.model.path, device).requires_grad_(False)
+    shard_model(reference, recipe)
+    return reference
 
 
 def build_critic(
@@ -159,6 +177,7 @@ def build_critic(
     path = section.path or recipe.model.path if checkpoint is None else checkpoint / CRITIC_FOLDER
     model = load_value_model(path, dtype=DTYPES[recipe.model.dtype], device=policy.device)
     set_update_options(model.body, recipe)
+    shard_model(model, recipe)
     return Critic(model=model, optimizer=make_optimizer(model, section, recipe))
 
 

@@ -67,9 +67,7 @@ def compute_values(
         NonFiniteError: a value is not finite; names the sequence, after `where` ("step 3").
         ValueError: a sequence is longer than `train.micro_batch_tokens`.
     """
-    values = by_sequence(
-        lambda packed: response_values(model, packed, accelerator), sequences, recipe, model.device, ranks
-    )
+    values = by_sequence(lambda packed: response_values(model, packed, accelerator), model, sequences, recipe, ranks)
     everything = np.concatenate(values)  # [R]
     if not np.isfinite(everything).all():
         row = int(np.isfinite(everything).argmin())

@@ -61,8 +61,12 @@ def _allocate_state(optimizer: torch.optim.AdamW) -> None:
 
 
 def gradient_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the gradients while there are any: those of the state are taken for good when the optimizer is built."""
-    return sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
+    """Bytes of the gradients while there are any: those of the state are taken for good when the optimizer is built.
+
+    Of sharded parameters this rank's part.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return sum(one.to_local().nbytes if hasattr(one, "to_local") else one.nbytes for one in parameters)
 
 
 def learning_rate_at(updates: UpdatePlan, step: int, number: int) -> float:

@@ -6,12 +6,10 @@ torch's `fully_shard` does this, layer by layer. The parts are float32: for a bf
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from srtrl.model.attention import HALF_DTYPES
 from srtrl.model.value_model import ValueModel
@@ -50,29 +48,28 @@ def shard(model: Transformer | ValueModel) -> None:
         module.set_force_sum_reduction_for_comms(True)  # gloo has nothing that also multiplies
 
 
-@contextmanager
-def unsharded(model: Transformer | ValueModel) -> Iterator[None]:
-    """All weights whole, for the time of the `with` block: what the decoder and a checkpoint read.
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `shard` has been called for it."""
+    return bool(_sharded_modules(model))
 
-    In it a pass takes no collective, so that ranks may take different numbers of decode steps; the weights must not be
-    changed. Costs the memory of a whole model in the type of its passes. All ranks enter it. A model that is not
-    sharded is whole already.
+
+def unshard(model: Transformer | ValueModel) -> None:
+    """Gather all weights, until `reshard`: for the decoder and checkpoints, which read them as those of a plain model.
+
+    In between a pass takes no collective, so that ranks may take different numbers of decode steps; the weights must
+    not be changed. Costs the memory of a whole model in the type of its passes. All ranks call this, and then
+    `Engine.on_policy_update`: the tensors may lie elsewhere than before. Does nothing where the model is not sharded.
     """
-    modules = _sharded_modules(model)
-    for module in modules:
+    for module in _sharded_modules(model):
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.set_reshard_after_forward(module is not modules[0], recurse=False)
-            module.reshard()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor's numbers of all ranks, on each of them; another tensor as it is."""
-    return cast(Tensor, tensor.full_tensor()) if hasattr(tensor, "full_tensor") else tensor
+def reshard(model: Transformer | ValueModel) -> None:
+    """End what `unshard` began, before the update: free all but this rank's parts."""
+    for module in (modules := _sharded_modules(model)):
+        module.set_reshard_after_forward(module is not modules[0], recurse=False)
+        module.reshard()
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:

@@ -27,7 +27,6 @@ from srtrl.rollout.packing import PackedBatch
 from srtrl.trainer.objective import Objective
 from srtrl.trainer.on_ranks import by_sequence, on_ranks, sum_gradients
 from srtrl.trainer.optimizer import gradient_holders, learning_rate_at
-from srtrl.trainer.sharding import whole
 from srtrl.types import TrainSequence
 
 if TYPE_CHECKING:
@@ -203,9 +202,9 @@ def compute_logprobs(
     temperature = recipe.rollout.temperature
     return by_sequence(
         lambda packed: response_logprobs(model, packed, accelerator, temperature)[0],
+        model,
         sequences,
         recipe,
-        model.device,
         ranks,
     )
 
@@ -338,7 +337,7 @@ def run_optimizer_steps(
         lengths = [len(sequence.rollout_logprobs) for sequence in (*computed, *skipped)]
         sequence_lengths = copy_to_device(torch.tensor(lengths), device)  # [B]
         backward = partial(_backward, micro_batch_loss, accelerator, sequence_lengths)
-        shares = on_ranks(backward, computed, recipe, device, ranks, place)
+        shares = on_ranks(backward, model, computed, recipe, ranks, place)
         loss = torch.stack([share.pop(LOSS) for share in shares]).sum()
         sums += shares
         _check_names(sums[0], shares)
@@ -346,10 +345,9 @@ def run_optimizer_steps(
         before_step(computed, place)
         losses.append(_finite(loss, f"{place}: the loss"))
         holders = gradient_holders(model, optimizer)
-        if recipe.train.sharding == "ddp":  # else each backward pass has summed them
-            sum_gradients(holders, ranks)
+        sum_gradients(model, holders, ranks)
         norm = accelerator.clip_grad_norm_(holders, max_grad_norm)
-        grad_norms.append(_finite(whole(norm), f"{place}: the gradient norm"))
+        grad_norms.append(_finite(norm, f"{place}: the gradient norm"))
         learning_rate = learning_rate_at(updates, step, number)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
