@@ -87,13 +87,22 @@ def assert_close_runs(folder: Path, expected: Path, *, tolerance: float) -> None
     assert (folder / "summary.json").is_file()
 
 
-CASES = {"grpo": (2, {}), "ppo": (3, PPO), "dapo": (2, DAPO)}
+SHARDED: dict[str, Any] = {"train__sharding": "fsdp2", "train__checkpoint_every": 1}
+CASES = {
+    "grpo": (2, {}),
+    "ppo": (3, PPO),
+    "dapo": (2, DAPO),
+    "sharded": (2, {**PPO, **SHARDED}),
+    "sharded, bfloat16": (2, {**PPO, **SHARDED, "model__dtype": "bfloat16"}),
+}
 
 
-@pytest.mark.parametrize("case", ["grpo", "ppo", pytest.param("dapo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case", ["grpo", "ppo", *(pytest.param(case, marks=pytest.mark.slow) for case in list(CASES)[2:])]
+)
 def test_ranks_learn_what_one_process_learns(policy: Path, tmp_path: Path, case: str) -> None:
     count, changes = CASES[case]
-    expected = make_recipe(policy, tmp_path / "one", **SHORT, **changes)
+    expected = make_recipe(policy, tmp_path / "one", **SHORT, **{**changes, "train__sharding": "ddp"})
     run_training(expected, progress=RunProgress("run", 2, plain_every=1000))
     recipe = make_recipe(policy, tmp_path / "several", **SHORT, **changes)
     assert [process.exitcode for process in train(recipe, count)] == [0] * count
@@ -106,13 +115,15 @@ def test_a_killed_rank_ends_all_and_the_run_resumes_with_any_number(policy: Path
     changes = {**SHORT, "train__num_steps": 4}
     expected = make_recipe(policy, tmp_path / "one", **changes)
     run_training(expected, progress=RunProgress("run", 4, plain_every=1000))
-    recipe = make_recipe(policy, tmp_path / "several", **changes)
+    sharding = "ddp" if killed == 0 else "fsdp2"  # a checkpoint does not depend on it
+    recipe = make_recipe(policy, tmp_path / "several", **changes, train__sharding=sharding)
     start = time.monotonic()
     exit_codes = [process.exitcode for process in train(recipe, 2, kills=(killed, 3))]
     assert exit_codes[killed] == -signal.SIGKILL
     assert exit_codes[1 - killed] not in (0, None)
     assert time.monotonic() - start < 60
     count = 3 if killed == 0 else 1
+    recipe = make_recipe(policy, tmp_path / "several", **changes, train__sharding="fsdp2" if killed == 0 else "ddp")
     assert [process.exitcode for process in train(recipe, count, resume=True)] == [0] * count
     assert_close_runs(tmp_path / "several" / "run", tmp_path / "one" / "run", tolerance=1e-4)
 

@@ -17,8 +17,8 @@ from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences,
 
 from srtrl.recipe import Recipe
 from srtrl.trainer import run_folder
+from srtrl.trainer.interrupt import how_to_resume
 from srtrl.trainer.optimizer import build_optimizer
-from srtrl.trainer.trainer import how_to_resume
 from srtrl.trainer.update import (
     LogprobDifferenceError,
     NonFiniteError,

@@ -18,13 +18,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
 from srtrl.metrics import sync_folder, write_atomic
+from srtrl.model.attention import HALF_DTYPES
 from srtrl.model.value_model import save_value_model
 from srtrl.model.weights import save_model
+from srtrl.trainer.sharding import load_whole_state, reshard, unshard, whole_state
 from srtrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -199,30 +201,55 @@ def save_checkpoint(
     drafter: DrafterBase,
     keep: int,
     critic: Critic | None = None,
+    is_main: bool = True,
 ) -> Path:
     """Write the checkpoint of `state.step` into `folder`, then delete all but the newest `keep`.
 
-    Weights and optimizer state keep their dtype, so that loading gives the same bits.
+    Weights and optimizer state keep their dtype, so that loading gives the same bits. All ranks call this, with `model`
+    unsharded; the main one writes, and what it writes does not depend on their number or on sharding.
 
     Raises:
         OSError: the disk is full or refuses; earlier checkpoints are untouched.
     """
     final = folder / checkpoint_name(state.step)
+    is_half = model.dtype in HALF_DTYPES
+    moments = whole_state(optimizer, model, is_half=is_half, keep=is_main)
+    critic_moments: dict[str, Any] = {}
+    if critic is not None:
+        critic_moments = whole_state(critic.optimizer, critic.model, is_half=is_half, keep=is_main)
+        unshard(critic.model)
+    if is_main:
+        _write(final, state, model, moments, tokenizer, end_ids, drafter, critic, critic_moments)
+        for old in list_checkpoints(folder)[:-keep]:
+            delete_folder(old)
+    if critic is not None:
+        reshard(critic.model)
+    return final
+
+
+def _write(
+    final: Path,
+    state: TrainerState,
+    model: Transformer,
+    moments: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: Sequence[int],
+    drafter: DrafterBase,
+    critic: Critic | None,
+    critic_moments: dict[str, Any],
+) -> None:
     with written_beside(final) as temporary:
         save_policy(temporary, model=model, tokenizer=tokenizer, end_ids=end_ids)
-        torch.save(optimizer.state_dict(), temporary / OPTIMIZER)
+        torch.save(moments, temporary / OPTIMIZER)
         if critic is not None:
             save_value_model(critic.model, temporary / CRITIC_FOLDER)
-            torch.save(critic.optimizer.state_dict(), temporary / CRITIC_OPTIMIZER)
+            torch.save(critic_moments, temporary / CRITIC_OPTIMIZER)
         drafter.save(temporary)
         write_atomic(temporary / "state.json", json.dumps(asdict(state), indent=2) + "\n")
         files = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
         entries = {str(path.relative_to(temporary)): _entry(path) for path in files}
-        manifest = {"log": _entry(folder.parent / "metrics.jsonl"), "files": entries}
+        manifest = {"log": _entry(final.parent.parent / "metrics.jsonl"), "files": entries}
         write_atomic(temporary / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-    for old in list_checkpoints(folder)[:-keep]:
-        delete_folder(old)
-    return final
 
 
 @contextmanager
@@ -294,7 +321,11 @@ def load_training_state(
 def _load_optimizer(optimizer: torch.optim.Optimizer, file: Path) -> None:
     optimizer.state.clear()  # or the old moments and the new would be on the device together
     try:
-        optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        if any(hasattr(one, "full_tensor") for group in optimizer.param_groups for one in group["params"]):
+            load_whole_state(optimizer, saved)
+        else:
+            optimizer.load_state_dict(saved)
     except (ValueError, RuntimeError, OSError, EOFError, UnpicklingError) as error:  # the last four: a damaged file
         raise ValueError(
             f"{file}: {error}; begin a new run from its weights with name=OTHER model.path={file.parent}"

@@ -1,12 +1,16 @@
-"""What holds for the time of a run: signals end it after a step, and the garbage collector leaves old objects alone."""
+"""How a run ends early, and goes on: signals, and what to do after an error. The garbage collector beside them."""
 
 import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, Self
+
+from srtrl.trainer.checkpoint import CRITIC_FOLDER, latest_checkpoint
+from srtrl.trainer.update import UpdateMemoryError
 
 
 @contextmanager
@@ -52,3 +56,24 @@ class Interrupt:
         self._say(
             f"{name}: finishing what is under way, then writing a checkpoint (after a step); once more stops at once"
         )
+
+
+def how_to_resume(checkpoints: Path, error: Exception) -> str:
+    """Which checkpoint is the last and what can be done with it after `error`."""
+    checkpoint = latest_checkpoint(checkpoints)
+    if checkpoint is None:
+        return "There is no checkpoint yet. Change the recipe and start again with --overwrite"
+    new_run = f"a run of another name with model.path={checkpoint}"
+    if (checkpoint / CRITIC_FOLDER).is_dir():
+        new_run += f" and critic.path={checkpoint / CRITIC_FOLDER}"
+    if isinstance(error, UpdateMemoryError):
+        advice = (
+            "continues from it, on CUDA with other values of these options too; rollout.max_new_tokens and model.dtype "
+            f"alone need {new_run}"
+        )
+    else:
+        advice = (
+            "would continue from it with the same numbers and stop at the same place; to continue in another way, "
+            f"add --change train.learning_rate=LOWER, or start {new_run}"
+        )
+    return f"The last checkpoint is intact: {checkpoint}. --resume {advice}"

@@ -32,6 +32,7 @@ FREE_KEYS = (
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.peak_tflops",
+    "train.sharding",
 )
 """Options, as patterns, that a resumed run may change: they do not touch what is learned."""
 

@@ -22,12 +22,10 @@ from srtrl.tasks.base import load_task
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.trainer.checkpoint import (
-    CRITIC_FOLDER,
     MANIFEST,
     TrainerState,
     check_prompts,
     checkpoint_to_resume,
-    latest_checkpoint,
     list_checkpoints,
     load_training_state,
     prompts_digest,
@@ -36,7 +34,7 @@ from srtrl.trainer.checkpoint import (
 from srtrl.trainer.credit import Credit, assign_credit, train_sequences, with_numbers
 from srtrl.trainer.critic import compute_values, update_critic
 from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
-from srtrl.trainer.interrupt import Interrupt, long_lived_objects_left_alone
+from srtrl.trainer.interrupt import Interrupt, how_to_resume, long_lived_objects_left_alone
 from srtrl.trainer.optimizer import gradient_bytes
 from srtrl.trainer.run_folder import (
     OBSERVATIONS,
@@ -62,6 +60,7 @@ from srtrl.trainer.run_metrics import (
     write_summary,
 )
 from srtrl.trainer.sampling import StepRollouts, StepSampler
+from srtrl.trainer.sharding import reshard, unshard
 from srtrl.trainer.trackers import check_trackers, log_samples, start_trackers, tracker_folder
 from srtrl.trainer.update import (
     LogprobDifferenceError,
@@ -173,11 +172,13 @@ class Trainer:
         self.accelerator = build.build_accelerator(recipe, tracker_folder(recipe))
         device = self.accelerator.device
         self.policy = build.build_policy(recipe, str(checkpoint or recipe.model.path), device)
+        build.shard_model(self.policy, recipe)
         self.optimizer = build.make_optimizer(self.policy, recipe.train, recipe)
         self.reference = build.build_reference(recipe, device)
         self.critic = build.build_critic(recipe, checkpoint, self.policy, self.tokenizer)
         optimizers = [self.optimizer, *([self.critic.optimizer] if self.critic is not None else [])]
         gradients = max(map(gradient_bytes, optimizers))  # one after the other has gradients
+        unshard(self.policy)
         # After all that takes memory for good: on CUDA the engine takes its share of what is left.
         self.engine = build.build_engine(recipe, self.policy, self.tokenizer, reserved_bytes=gradients)
         if checkpoint is None:
@@ -278,6 +279,7 @@ class Trainer:
     def update_policy(self, step: int, credit: Credit) -> dict[str, float]:
         """Change the policy, and adapt the KL coefficient where the recipe asks for that."""
         recipe = self.recipe
+        reshard(self.policy)
         metrics = update_policy(
             self.policy,
             self.optimizer,
@@ -288,6 +290,7 @@ class Trainer:
             kl_coefficient=self.kl_coefficient,
             ranks=self.ranks,
         )
+        unshard(self.policy)
         num_tokens = sum(len(one.token_ids) for one in credit.sequences if needs_pass(one, recipe))
         metrics["tokens/update"] = recipe.train.num_epochs * num_tokens
         if recipe.algorithm.kl.target is not None:
@@ -345,7 +348,7 @@ class Trainer:
         """Write a checkpoint where the recipe wants one, after the last step, and when the run is to end."""
         train = self.recipe.train
         is_last = self.step == train.num_steps or self.is_stopping
-        if not self.ranks.is_main or (not is_last and self.step % train.checkpoint_every != 0):
+        if not is_last and self.step % train.checkpoint_every != 0:
             return
         self.progress.stage("checkpoint")
         with self.timer.stage("checkpoint"):  # counted in the next row: this step's row precedes its checkpoint
@@ -365,7 +368,9 @@ class Trainer:
                 end_ids=self.end_ids,
                 drafter=self.engine.drafter,
                 keep=train.keep_checkpoints,
+                is_main=self.ranks.is_main,
             )
+        if self.ranks.is_main:
             oldest = step_of(list_checkpoints(self.run.checkpoints)[0])
             for path in (self.run.path / OBSERVATIONS).glob("step_*.jsonl"):
                 if step_of(path) <= oldest:  # no step that can be repeated
@@ -474,24 +479,3 @@ def seed_generators(seed: int, step: int) -> None:
     from accelerate.utils import set_seed
 
     set_seed(int(np.random.SeedSequence((seed, step)).generate_state(1)[0]))
-
-
-def how_to_resume(checkpoints: Path, error: Exception) -> str:
-    """Which checkpoint is the last and what can be done with it after `error`."""
-    checkpoint = latest_checkpoint(checkpoints)
-    if checkpoint is None:
-        return "There is no checkpoint yet. Change the recipe and start again with --overwrite"
-    new_run = f"a run of another name with model.path={checkpoint}"
-    if (checkpoint / CRITIC_FOLDER).is_dir():
-        new_run += f" and critic.path={checkpoint / CRITIC_FOLDER}"
-    if isinstance(error, UpdateMemoryError):
-        advice = (
-            "continues from it, on CUDA with other values of these options too; rollout.max_new_tokens and model.dtype "
-            f"alone need {new_run}"
-        )
-    else:
-        advice = (
-            "would continue from it with the same numbers and stop at the same place; to continue in another way, "
-            f"add --change train.learning_rate=LOWER, or start {new_run}"
-        )
-    return f"The last checkpoint is intact: {checkpoint}. --resume {advice}"
