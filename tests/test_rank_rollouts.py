@@ -5,7 +5,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -83,6 +83,8 @@ class Found:
     num_decoded: int
     """Samples that this rank has decoded."""
     progress: list[tuple[int, int]]
+    history: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)
+    """Prompt -> what the drafter knows of it at the end, in no order."""
 
 
 class SlowEngine(Engine):
@@ -154,6 +156,9 @@ def rollouts(ranks: Ranks, case: Case) -> Found:
             found.metrics.append(collector.engine_metrics(engine))
             engine.on_policy_update()
     found.num_decoded = engine.num_queued
+    if isinstance(engine.drafter, SrtDrafter):
+        cache = engine.drafter.cache("train")
+        found.history = {key: sorted(text.tolist() for text in cache.rollouts(key)) for key in cache.prompts()}
     return found
 
 
@@ -227,6 +232,7 @@ def test_rollouts_do_not_depend_on_the_number_of_ranks(count: int, name: str) ->
     for one in found:
         assert one.groups == truth.groups
         assert one.kept == truth.kept
+        assert one.history == truth.history
         assert one.metrics == found[0].metrics
         assert [row["engine/tokens"] for row in one.metrics] == [row["engine/tokens"] for row in truth.metrics]
     assert sum(one.num_decoded for one in found) == truth.num_decoded  # nothing was decoded twice
