@@ -163,7 +163,7 @@ def rollouts(ranks: Ranks, case: Case) -> Found:
 
 
 def follow(ranks: Ranks) -> dict[str, float]:
-    """The first rollout has one sample: one rank has nothing to do but to run ahead for the next one."""
+    """Both rollouts have one sample, on rank 0: the others have nothing to do in the first but to run ahead."""
     engine = SlowEngine(policy(), options(max_sequence_tokens=128), tokenizer=TOKENIZER, drafter=SrtDrafter())
     engine.seconds = 0.03
     sampling = SamplingParams(max_new_tokens=30, end_token_ids=END_TOKENS)
@@ -171,7 +171,7 @@ def follow(ranks: Ranks) -> dict[str, float]:
     grader = Grader(PlainTask(), rewards, GradingSection(), 100)  # type: ignore[arg-type]
     for draw in range(2):
         collector = Collector(grader, TOKENIZER, num_samples=1, sampling=sampling, seed=3, purpose="train", ranks=ranks)
-        ahead = collector.run_ahead([(1, PROMPTS[0])]) if draw == 0 else []
+        ahead = collector.run_ahead([(1, PROMPTS[0])]) if draw == 0 and ranks.index > 0 else []  # not on rank 0
         collect_rollouts(engine, collector, [(draw, PROMPTS[0])], run_ahead=ahead)
         metrics = collector.engine_metrics(engine)
         engine.on_policy_update()
