@@ -5,7 +5,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -83,6 +83,8 @@ class Found:
     num_decoded: int
     """Samples that this rank has decoded."""
     progress: list[tuple[int, int]]
+    history: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)
+    """Prompt -> what the drafter knows of it at the end, in no order."""
 
 
 class SlowEngine(Engine):
@@ -154,11 +156,14 @@ def rollouts(ranks: Ranks, case: Case) -> Found:
             found.metrics.append(collector.engine_metrics(engine))
             engine.on_policy_update()
     found.num_decoded = engine.num_queued
+    if isinstance(engine.drafter, SrtDrafter):
+        cache = engine.drafter.cache("train")
+        found.history = {key: sorted(text.tolist() for text in cache.rollouts(key)) for key in cache.prompts()}
     return found
 
 
 def follow(ranks: Ranks) -> dict[str, float]:
-    """The first rollout has one sample: one rank has nothing to do but to run ahead for the next one."""
+    """Both rollouts have one sample, on rank 0: the others have nothing to do in the first but to run ahead."""
     engine = SlowEngine(policy(), options(max_sequence_tokens=128), tokenizer=TOKENIZER, drafter=SrtDrafter())
     engine.seconds = 0.03
     sampling = SamplingParams(max_new_tokens=30, end_token_ids=END_TOKENS)
@@ -166,7 +171,7 @@ def follow(ranks: Ranks) -> dict[str, float]:
     grader = Grader(PlainTask(), rewards, GradingSection(), 100)  # type: ignore[arg-type]
     for draw in range(2):
         collector = Collector(grader, TOKENIZER, num_samples=1, sampling=sampling, seed=3, purpose="train", ranks=ranks)
-        ahead = collector.run_ahead([(1, PROMPTS[0])]) if draw == 0 else []
+        ahead = collector.run_ahead([(1, PROMPTS[0])]) if draw == 0 and ranks.index > 0 else []  # not on rank 0
         collect_rollouts(engine, collector, [(draw, PROMPTS[0])], run_ahead=ahead)
         metrics = collector.engine_metrics(engine)
         engine.on_policy_update()
@@ -227,6 +232,7 @@ def test_rollouts_do_not_depend_on_the_number_of_ranks(count: int, name: str) ->
     for one in found:
         assert one.groups == truth.groups
         assert one.kept == truth.kept
+        assert one.history == truth.history
         assert one.metrics == found[0].metrics
         assert [row["engine/tokens"] for row in one.metrics] == [row["engine/tokens"] for row in truth.metrics]
     assert sum(one.num_decoded for one in found) == truth.num_decoded  # nothing was decoded twice
