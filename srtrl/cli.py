@@ -183,7 +183,7 @@ def warm_start(recipe: RecipePath, overrides: Overrides = None, overwrite: Overw
     from srtrl.trainer.warm_start import run_warm_start
 
     summary = run_warm_start(loaded, overwrite=overwrite)
-    if summary.held_out is not None:
+    if summary.held_out is not None and is_main_process():
         _print_table(eval_table(str(summary.output), {"held-out problems": summary.held_out}))
 
 

@@ -174,7 +174,10 @@ def open_ranks() -> Iterator[Ranks]:
         )
     seconds = _number(TIMEOUT_VARIABLE, 1800)
     ranks = Ranks(index=_number("RANK", 0), count=count, timeout_seconds=seconds)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(_number("LOCAL_RANK", 0))
     with ranks.waiting("the other ranks to start"):
         dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
     try:
@@ -185,6 +188,12 @@ def open_ranks() -> Iterator[Ranks]:
         raise
     finally:
         dist.destroy_process_group()
+
+
+def refuse_ranks(command: str) -> None:
+    """Raise ValueError where a launcher has started several processes of a command that is for one."""
+    if _number("WORLD_SIZE", 1) > 1:
+        raise ValueError(f"{command} is for one process: start it without `torchrun` and `accelerate launch`")
 
 
 def is_main_process() -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from srtrl.evaluation import grader_check, settings, tables
+from srtrl.ranks import Ranks, is_main_process, open_ranks
 from srtrl.recipe_file import read_source
 from srtrl.tasks.base import load_task
 from srtrl.trainer.build import build_tokenizer
@@ -36,11 +37,26 @@ def evaluate(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Evaluate a policy and print its figures.
+    """Evaluate a policy, on all ranks that the launcher has started, and print its figures.
 
     Raises:
         ValueError: an option, the recipe, the data or the model is wrong.
     """
+    with open_ranks() as ranks:
+        _evaluate(model_or_run, step, recipe, open_suite, flags, output=output, as_json=as_json, ranks=ranks)
+
+
+def _evaluate(
+    model_or_run: str | None,
+    step: int | None,
+    recipe: Path | None,
+    open_suite: Callable[[], OpenSuite] | None,
+    flags: settings.EvalFlags,
+    *,
+    output: Path | None,
+    as_json: bool,
+    ranks: Ranks,
+) -> None:
     if model_or_run is None:
         raise ValueError("MODEL_OR_RUN is missing: name a model or the folder of a run (--check-grader needs neither)")
     if open_suite is not None and flags.task is not None:
@@ -60,24 +76,24 @@ def evaluate(
         )
     if open_suite is not None:
         suite = open_suite()
-        outcomes = list(_run(model, settings.suite_jobs(suite, model, source, flags), output))
+        outcomes = list(_run(model, settings.suite_jobs(suite, model, source, flags), output, ranks))
         results = {one.title: outcome.result for one, outcome in zip(suite.benchmarks, outcomes, strict=True)}
         table = tables.eval_table(f"{model}: suite {suite.name}", results, tables.suite_notes(suite, outcomes))
         _print(table, tables.suite_record(model, suite, outcomes), as_json=as_json)
         return
     job = settings.task_job(source or settings.bare_source(model), flags)
-    [outcome] = _run(model, [job], output)
+    [outcome] = _run(model, [job], output, ranks)
     record = {"model": model, "task": job.name, **tables.settings_of(outcome), **asdict(outcome.result)}
     table = tables.eval_table(model, {job.name: outcome.result}, tables.task_notes(outcome))
     _print(table, record, as_json=as_json)
 
 
-def _run(model: str, jobs: Sequence[EvalJob], output: Path | None) -> Iterator[EvalOutcome]:
+def _run(model: str, jobs: Sequence[EvalJob], output: Path | None, ranks: Ranks) -> Iterator[EvalOutcome]:
     """Evaluate, showing progress on standard error and writing each job's rows when it is done."""
-    with RunProgress("eval", len(jobs), console=Console(stderr=True)) as progress:
-        outcomes = run_evals(model, jobs, on_progress=progress.stage, on_compile=progress.compiling)
+    with RunProgress("eval", len(jobs), console=Console(stderr=True, quiet=not ranks.is_main)) as progress:
+        outcomes = run_evals(model, jobs, on_progress=progress.stage, on_compile=progress.compiling, ranks=ranks)
         for number, outcome in enumerate(outcomes, start=1):
-            if output is not None:
+            if output is not None and ranks.is_main:
                 tables.append_rows(output, outcome)
             if len(jobs) > 1:
                 progress.step(number, f"{outcome.job.name}: {describe_held_out(outcome.result.metrics())}")
@@ -133,6 +149,8 @@ def _check_job(place: str, job: EvalJob) -> grader_check.GraderReport:
 
 
 def _print(table: Any, record: Any, *, as_json: bool) -> None:
+    if not is_main_process():
+        return
     if as_json:
         print(json.dumps(record))
         return

@@ -7,11 +7,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.console import Console
 from torch import Tensor
 
 from srtrl.environments.formats import MalformedCallError
@@ -19,6 +21,7 @@ from srtrl.metrics import write_atomic
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.weights import init_model, load_tokenizer
+from srtrl.ranks import ONE_RANK, Ranks, open_ranks
 from srtrl.recipe import Recipe, UpdatePlan, WarmStartSection
 from srtrl.rollout.packing import PackedBatch
 from srtrl.tasks.base import Task, load_task
@@ -67,11 +70,22 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
             no solutions, or none fits `rollout.max_new_tokens`.
         RuntimeError: the loss or its gradient is not finite, or the device's memory is too small; nothing is saved.
     """
-    section = recipe.warm_start
-    if section is None:
+    if recipe.warm_start is None:
         raise ValueError("this recipe has no `warm_start` section (at least `warm_start.output` must be given)")
+    with open_ranks() as ranks:
+        if progress is None or not ranks.is_main:
+            console = Console(quiet=True) if not ranks.is_main else None
+            num_steps = recipe.warm_start.num_steps
+            progress = RunProgress("warm start", num_steps, console=console, plain_every=20)
+        return _run(recipe, recipe.warm_start, overwrite, progress, ranks)
+
+
+def _run(
+    recipe: Recipe, section: WarmStartSection, overwrite: bool, progress: RunProgress, ranks: Ranks
+) -> WarmStartSummary:
+    """The warm start, on one of the ranks, which share the passes of each step; the first one writes."""
     output = Path(section.output)
-    _check_output(output, overwrite)
+    ranks.on_main(partial(_check_output, output, overwrite), "the checks of rank 0")
     set_cpu_threads(recipe.num_threads)
     accelerator = build.build_accelerator(recipe, output)
     tokenizer = _tokenizer(recipe, section)
@@ -80,24 +94,27 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
     if recipe.eval.before_and_after:
         held_out_prompts(task, recipe)  # raises where there are none
     model = _model(recipe, section, tokenizer, accelerator.device)
-    progress = progress if progress is not None else RunProgress("warm start", section.num_steps, plain_every=20)
     # No tool runs: only an environment that adds to the prompts is opened, and no sandbox is needed.
     opened = conversations if conversations is not None and conversations.starts_prompts else nullcontext()
     with progress, opened:
         batches = solution_batches(recipe, section, task, tokenizer, conversations)
-        losses, num_left_out = _fine_tune(recipe, section, model, accelerator, batches, progress)
+        losses, num_left_out = _fine_tune(recipe, section, model, accelerator, batches, progress, ranks)
     end_ids = () if section.architecture is not None else build.response_end_ids(recipe.model.path, tokenizer)
-    _check_output(output, overwrite)  # again: what has come into it while the policy learned stays as well
-    with written_beside(output) as temporary:
-        save_policy(
-            temporary,
-            model=model,
-            tokenizer=tokenizer,
-            end_ids=sorted({int(tokenizer.eos_token_id), *end_ids}),
-            dtype=build.DTYPES[section.save_dtype],
-        )
-        names = sorted(path.name for path in temporary.iterdir())
-        (temporary / ".lock").write_bytes(MARK + "\n".join([*names, ".lock", RECORD]).encode())
+
+    def save() -> None:
+        _check_output(output, overwrite)  # again: what has come into it while the policy learned stays as well
+        with written_beside(output) as temporary:
+            save_policy(
+                temporary,
+                model=model,
+                tokenizer=tokenizer,
+                end_ids=sorted({int(tokenizer.eos_token_id), *end_ids}),
+                dtype=build.DTYPES[section.save_dtype],
+            )
+            names = sorted(path.name for path in temporary.iterdir())
+            (temporary / ".lock").write_bytes(MARK + "\n".join([*names, ".lock", RECORD]).encode())
+
+    ranks.on_main(save, "rank 0 to save the policy")
     progress.say(f"saved {output}: loss {losses[-1]:.4f}")
     if num_left_out:
         progress.say(f"left out {num_left_out} draws whose solution no rollout could produce")
@@ -105,7 +122,7 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
     if recipe.eval.before_and_after:  # of the saved weights, as RL will load them
         saved = recipe.model.model_copy(update={"tokenizer": None})  # the one that was saved
         job = EvalJob(name="warm start", recipe=recipe.model_copy(update={"model": saved}))
-        [outcome] = run_evals(str(output), [job])
+        [outcome] = run_evals(str(output), [job], ranks=ranks)
         held_out = outcome.result
     figures = held_out.metrics() if held_out is not None else {}
     every = max(1, len(losses) // 20)
@@ -117,7 +134,8 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
         "loss_by_step": {step: loss for step, loss in enumerate(losses, start=1) if step % every == 0},
         "held_out": {name: value for name, value in figures.items() if name != "time/eval"},
     }
-    write_atomic(output / RECORD, json.dumps(record, indent=2) + "\n")
+    if ranks.is_main:
+        write_atomic(output / RECORD, json.dumps(record, indent=2) + "\n")
     return WarmStartSummary(output=output, losses=losses, held_out=held_out)
 
 
@@ -174,6 +192,7 @@ def _fine_tune(
     accelerator: Accelerator,
     batches: Iterator[tuple[list[TrainSequence], int]],
     progress: RunProgress,
+    ranks: Ranks,
 ) -> tuple[list[float], int]:
     """All optimizer steps; returns the loss of each, and the number of draws left out (see `solution_batches`).
 
@@ -184,7 +203,7 @@ def _fine_tune(
     losses: list[float] = []
     for step in range(1, section.num_steps + 1):
         batch, num_left_out = next(batches)
-        metrics = supervised_step(model, optimizer, accelerator, batch, recipe, step)
+        metrics = supervised_step(model, optimizer, accelerator, batch, recipe, step, ranks)
         losses.append(metrics["loss"])
         progress.step(
             step,
@@ -203,6 +222,7 @@ def supervised_step(
     batch: list[TrainSequence],
     recipe: Recipe,
     step: int,
+    ranks: Ranks = ONE_RANK,
 ) -> dict[str, float]:
     """Optimizer step `step` (from 1), on the mean negative log-prob of the batch's response tokens.
 
@@ -243,6 +263,7 @@ def supervised_step(
             step=step,
             max_grad_norm=section.max_grad_norm,
             where=where,
+            ranks=ranks,
         )
 
 
