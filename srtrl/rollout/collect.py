@@ -136,17 +136,20 @@ def _collect_on_ranks(
     claims = Claims(counters, lines, [num_slots for _, num_slots in found])
 
     def advance() -> bool:
-        """Fill free slots; where no sample is left for this rank, run ahead or wait for the others."""
+        """Fill free slots; where no sample is left for any rank, run ahead until the others are done.
+
+        Without run-aheads this rank's rollout ends, and it waits in a collective, which notices a rank that has died.
+        """
         counters.lap(is_busy=False)
         collector.take_turns(engine)
         for request in claims.take(engine.scheduler.num_free_slots):
             engine.add(request)
         collector.advance(engine)
         counters.lap(is_busy=engine.has_work)
-        while not (engine.has_work or counters.read("finished") == len(requests) or counters.has_failed):
-            if counters.wait("samples", may_run_ahead=engine.scheduler.run_aheads.has_work):
-                return True
-        return False
+        if engine.has_work or not engine.scheduler.run_aheads.has_work:
+            return False
+        is_over = counters.read("finished") == len(requests) or counters.has_failed
+        return not is_over and counters.wait("samples", may_run_ahead=True)
 
     with collector.timer.stage("rollout"), counters.together():
         run_ahead = of_rank(run_ahead, ranks)

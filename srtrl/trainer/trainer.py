@@ -170,6 +170,7 @@ class Trainer:
         has_eval = recipe.eval.before_and_after or recipe.eval.every_steps is not None
         self.eval_prompts = held_out_prompts(self.task, recipe) if has_eval else []
         self.accelerator = build.build_accelerator(recipe, tracker_folder(recipe))
+        set_cpu_threads(recipe.num_threads)  # again: with several ranks accelerate shares the cores among them
         device = self.accelerator.device
         self.policy = build.build_policy(recipe, str(checkpoint or recipe.model.path), device)
         build.shard_model(self.policy, recipe)
