@@ -95,7 +95,7 @@ def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_sta
 
 def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """Key of the recipe -> a function that raises ValueError where the value there is wrong."""
-    from srtrl.environments.conversations import resolve_environment, resolve_format
+    from srtrl.environments.conversations import resolve_format
     from srtrl.tasks.base import check_task
     from srtrl.tasks.reward_terms import resolve_rewards
     from srtrl.trainer.build import build_drafter, check_compiler, choose_device, is_deterministic
@@ -119,8 +119,7 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     yield "model.path", partial(_check_model, recipe, warm_start=warm_start)
     yield "rollout.drafter", partial(build_drafter, recipe)
     if recipe.rollout.environment is not None:
-        yield "rollout.environment.name", partial(resolve_environment, recipe.rollout.environment)
-        yield "rollout.environment.format", partial(resolve_format, recipe.rollout.environment)
+        yield "rollout.environment.name", partial(resolve_format, recipe.rollout.environment)  # of it, too
     yield "output_dir", partial(_check_folder, recipe.output_dir)
     if recipe.warm_start is not None:
         yield "warm_start.output", partial(_check_folder, recipe.warm_start.output)
