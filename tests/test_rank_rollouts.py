@@ -186,7 +186,7 @@ CASES = {
     "turns": Case(seconds_per_step=DELAYS, has_turns=True, slots=3),
     "dynamic turns": Case(seconds_per_step=DELAYS, has_turns=True, is_dynamic=True),
     "nothing to do": Case(num_draws=1, num_samples=1),
-    "one slow rank": Case(num_samples=4, runs_ahead=True, is_random=False, seconds_per_step=(0.0, 0.05)),
+    "one slow rank": Case(num_samples=4, runs_ahead=True, is_random=False, seconds_per_step=(0.0, 0.03)),
 }
 
 
@@ -221,7 +221,7 @@ def found_by(count: int, name: str) -> list[Any]:
 
 @cache
 def processes(count: int) -> list[dict[str, Any]]:
-    return run_ranks(count, all_cases)
+    return run_ranks(count, all_cases, timeout=300)  # seconds: 15 on an idle machine
 
 
 @pytest.mark.parametrize("count", [2, 3])

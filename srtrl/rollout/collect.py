@@ -339,18 +339,15 @@ class Collector:
 
     def exchange(self, engine: Engine, rollouts: Sequence[Rollout]) -> list[RolloutGroup]:
         """What all ranks have decoded, in data order; this rank's drafter learns what it did not decode itself."""
-        mine = self.ranks.index
         own = [*rollouts], engine.drafter.run_ahead_texts()
-        found = self.ranks.gather(own, "the rollouts of all ranks")
-        others = sorted(
-            chain.from_iterable(theirs for rank, (theirs, _) in enumerate(found) if rank != mine), key=place
-        )
+        all_ranks = self.ranks.gather(own, "the rollouts of all ranks")
+        found = [theirs for rank, theirs in enumerate(all_ranks) if rank != self.ranks.index]
+        others = sorted(chain.from_iterable(theirs for theirs, _ in found), key=place)
         prompts = {rollout.draw_index: rollout.prompt for rollout in others}
         requests = {(one.draw_index, one.sample_index): one for one in self.requests(list(prompts.items()))}
         engine.drafter.learn([completion_of(rollout, requests[place(rollout)]) for rollout in others])
-        for rank, (_, texts) in enumerate(found):
-            if rank != mine:
-                engine.drafter.learn_run_aheads(texts)
+        for _, texts in found:
+            engine.drafter.learn_run_aheads(texts)
         return self._group(sorted([*rollouts, *others], key=place))
 
     def engine_metrics(self, engine: Engine) -> dict[str, float]:
