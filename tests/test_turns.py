@@ -111,7 +111,7 @@ def test_log_probs_of_all_turns_are_those_of_one_forward_pass(cases: list[tuple[
         assert torch.allclose(logprobs.detach(), torch.tensor(completion.rollout_logprobs), atol=1e-5, rtol=0)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(data=st.data())
 def test_turns_do_not_depend_on_how_they_are_decoded(
     cases: list[tuple[Transformer, Completions]], data: st.DataObject
