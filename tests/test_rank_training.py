@@ -134,3 +134,17 @@ def test_an_error_of_one_rank_is_an_error_of_all(policy: Path, tmp_path: Path) -
     (tmp_path / "run" / "recipe.yaml").write_text("name: run\n")
     assert [process.exitcode for process in train(recipe, 2)] == [1, 1]  # the folder exists
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["recipe.yaml"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_two_devices_with_nccl_learn_what_one_learns(policy: Path, tmp_path: Path, sharding: str) -> None:
+    """On CUDA tokens are equal up to rounding only, so that figures of the first step are compared, loosely."""
+    changes = {**SHORT, "device": "cuda", "model__dtype": "bfloat16", "train__num_steps": 1}
+    one = train(make_recipe(policy, tmp_path / "one", **changes), 1)
+    two = train(make_recipe(policy, tmp_path / "two", **changes, train__sharding=sharding), 2)
+    assert [process.exitcode for process in (*one, *two)] == [0, 0, 0]
+    first, second = (learned_rows(tmp_path / name / "run")[1] for name in ("one", "two"))
+    for name in ("reward/mean", "length/mean", "grad_norm", "logprob_difference/mean"):
+        assert second[name] == pytest.approx(first[name], rel=0.3, abs=0.05), name
