@@ -113,10 +113,10 @@ class SimulatedRank:
     _: KW_ONLY
     skips: bool = True
     """Whether steps that are the same are simulated at once."""
-    seconds: float = 0.0
-    """When the next step begins."""
-    busy_seconds: float = 0.0
-    """When the last step ended that had samples of the training step."""
+    now: int = 0
+    """Nanoseconds: when the next step begins. Not rounded, so that skipping steps changes nothing."""
+    busy: int = 0
+    """Nanoseconds: when the last step ended that had samples of the training step."""
     num_tokens: int = 0
     timeline: list[tuple[int, int, int, int]] = field(default_factory=list)
     """Steps: how many are the same, and of each the number of primaries, of run-aheads and of prompt tokens."""
@@ -135,13 +135,13 @@ class SimulatedRank:
         for request in self.claims.take(scheduler.num_free_slots) if self.claims else ():
             scheduler.add(request, self.expected[request.draw_index])
         while scheduler.num_free_slots and self._num_queued < scheduler.batch.num_slots:
-            request = next(self.ahead, None)
-            if request is None:
+            early = next(self.ahead, None)
+            if early is None:
                 return
-            scheduler.add(request)  # not before: they are many, and no step looks at them
+            scheduler.add(early)  # not before: they are many, and no step looks at them
             self._num_queued += 1
 
-    def step(self, until: float = math.inf) -> bool:
+    def step(self, until: int | None = None) -> bool:
         """Decode one step, or as many as are the same, those that begin before `until`; False if there is no work."""
         scheduler, batch = self.scheduler, self.scheduler.batch
         max_run_ahead = self._max_run_ahead()
@@ -154,15 +154,15 @@ class SimulatedRank:
                 self._num_queued -= 1
                 self._ahead_key[sample.slot] = sample.request.rng_key
         has_work, self._num_rows = scheduler.has_work, num_primaries
-        seconds = self.control.cost.seconds(len(slots) + step.num_prompt_rows)
+        duration = round(1e9 * self.control.cost.seconds(len(slots) + step.num_prompt_rows))
         count = 1
         if self.skips and self._max_run_ahead() == max_run_ahead:
-            count = self._num_same(step, math.ceil((until - self.seconds) / seconds) if until < math.inf else MAX_WIDTH)
+            count = self._num_same(step, MAX_WIDTH if until is None else -((self.now - until) // duration))
         batch.num_tokens[slots] += count
         batch.num_computed[slots] += count
-        self.seconds += count * seconds
+        self.now += count * duration
         if has_work:
-            self.busy_seconds = self.seconds
+            self.busy = self.now
         self.num_tokens += count * num_primaries
         self.timeline.append((count, num_primaries, len(slots) - num_primaries, step.num_prompt_rows))
         for slot in slots[num_primaries:].tolist():
@@ -271,25 +271,25 @@ class Simulation:
 
 def decode(ranks: Sequence[SimulatedRank]) -> float:
     """Let the ranks decode side by side until all samples are done, and those that are done run ahead; the seconds."""
-    coming = [(0.0, index) for index in range(len(ranks))]
+    coming = [(0, index) for index in range(len(ranks))]
     while coming:
         _, index = heapq.heappop(coming)
         rank = ranks[index]
         rank.admit()
         if rank.scheduler.has_work:
             rank.step()
-            heapq.heappush(coming, (rank.seconds, index))
-    end = max(rank.busy_seconds for rank in ranks)
+            heapq.heappush(coming, (rank.now, index))
+    end = max(rank.busy for rank in ranks)
     for rank in ranks:
-        while rank.seconds < end and rank.step(until=end):
+        while rank.now < end and rank.step(until=end):
             rank.admit()
-    return end
+    return end / 1e9
 
 
 def idle_share(ranks: Sequence[SimulatedRank]) -> float:
     """Mean share of the time until the last rank is done during which a rank has nothing to decode for the step."""
-    seconds = [rank.busy_seconds for rank in ranks]
-    return float(1 - np.mean(seconds) / max(seconds))
+    busy = [rank.busy for rank in ranks]
+    return float(1 - np.mean(busy) / max(busy))
 
 
 def read_lengths(
@@ -331,8 +331,8 @@ def command(
             metavar="CURVE", help="Time per step by its rows: ROWS:SECONDS,ROWS:SECONDS,... or the name of a curve."
         ),
     ] = "h200-1.5b",
-    slots: Annotated[int, typer.Option(min=1, max=4096, help="Sequences that a rank decodes at a time.")] = 64,
-    prompts: Annotated[int, typer.Option(min=1, max=4096, help="Prompts of a step per rank.")] = 16,
+    slots: Annotated[int, typer.Option(min=1, max=4096, help="Sequences that a rank decodes at a time.")] = 32,
+    prompts: Annotated[int, typer.Option(min=1, max=4096, help="Prompts of a step per rank.")] = 8,
     samples: Annotated[
         int | None,
         typer.Option(min=1, max=4096, help=f"Samples of a prompt. [default: all recorded ones, or {DRAWN_SAMPLES}]"),
