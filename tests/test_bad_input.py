@@ -115,6 +115,12 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "--json": ("nowhere/x.json", "folder"),
     },
     "bench host": {"--slots": ("0", "1000000000"), "--device-ms": ("", "x", "1:nan"), "--trace": ("garbage",)},
+    "bench ranks --prompts 1 --samples 1": {
+        "--ranks": ("0", "1000000000", "x"),
+        "--price-as": ("", "1:nan"),
+        "--lengths": ("", "nowhere", "folder", "garbage"),
+        "--bandwidth": ("nan", "0", "x"),
+    },
     "replay": {"nowhere": ("",), "folder": ("",), "garbage": ("",), "empty.jsonl": ("",)},
     "replay run": {
         "--drafter": ("x", "os:system"),

@@ -260,7 +260,7 @@ def test_what_is_published_replaces_its_older_self_and_nothing_else(tmp_path: Pa
 
 
 def test_benchmarks_are_listed_and_curves_are_named_or_given() -> None:
-    assert run("bench", "--help").stdout.endswith("names: gpu, host, rollout, train\n")
+    assert run("bench", "--help").stdout.endswith("names: gpu, host, ranks, rollout, train\n")
     assert parse_curve("--device-ms", "8:0.25, 64:1") == ((8, 0.25), (64, 1.0))
     assert all(parse_curve("--device-ms", name)[0][0] == 1 for name in CURVES)
 

@@ -130,13 +130,13 @@ class RunAheads:
 
     def _grow(self, sample: Sample, count: int, step: ScheduledStep, num_reserved_pages: int) -> bool:
         """Find pages for `count` more positions, from newer run-aheads if need be; False where it had to be dropped."""
-        slots = np.array([sample.slot])
-        missing = self.batch.missing_pages(slots, self.batch.num_computed[slots] + count)
-        while missing[0] > max(0, self.pool.num_free - num_reserved_pages):
+        slot = sample.slot
+        missing = self.pool.pages_for(int(self.batch.num_computed[slot]) + count) - int(self.batch.num_pages[slot])
+        while missing > max(0, self.pool.num_free - num_reserved_pages):
             if self.drop_newest(step) is sample:
                 return False
-        if missing[0] > 0:
-            self.batch.grow(slots, missing)
+        if missing > 0:
+            self.batch.grow(np.array([slot]), np.array([missing]))
         return True
 
     def _admit(self, step: ScheduledStep, num_reserved_pages: int) -> bool:

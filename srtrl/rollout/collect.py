@@ -152,19 +152,24 @@ def _collect_on_ranks(
         return not is_over and counters.wait("samples", may_run_ahead=True)
 
     with collector.timer.stage("rollout"), counters.together():
-        run_ahead = of_rank(run_ahead, ranks)
-        for completion in engine.generate([], run_ahead=run_ahead, before_step=advance, purpose=collector.purpose):
+        own = of_rank(run_ahead, ranks)
+        for completion in engine.generate([], run_ahead=own, before_step=advance, purpose=collector.purpose):
             collector.receive(completion)
     collector.num_claimed = claims.num_claimed
     with collector.timer.stage("grading"):
         return collector.exchange(engine, collector.take_rollouts(draw_indices))
 
 
-def of_rank(run_ahead: Sequence[Request], ranks: Ranks) -> list[Request]:
+def run_ahead_order(requests: Iterable[Request]) -> list[Request]:
+    """Samples of later draws as run-aheads, one of every prompt before the second of any."""
+    ordered = sorted(requests, key=lambda request: (request.sample_index, request.draw_index))
+    return [replace(request, is_run_ahead=True, has_turns=False) for request in ordered]
+
+
+def of_rank(run_ahead: Sequence[Request], ranks: Ranks) -> Iterator[Request]:
     """Run-aheads in the order in which this rank takes them: each begins with others."""
-    return [
-        one for shift in range(ranks.count) for one in run_ahead[(ranks.index + shift) % ranks.count :: ranks.count]
-    ]
+    for shift in range(ranks.count):
+        yield from run_ahead[(ranks.index + shift) % ranks.count :: ranks.count]
 
 
 @dataclass(slots=True)
@@ -220,8 +225,7 @@ class Collector:
         The order, in which they take idle slots, is breadth-first, as that of the samples: one of every prompt, then
         the second of every prompt.
         """
-        ordered = sorted(self.requests(draws), key=lambda request: (request.sample_index, request.draw_index))
-        return [replace(request, is_run_ahead=True, has_turns=False) for request in ordered]
+        return run_ahead_order(self.requests(draws))
 
     def open(self, draw_index: int, prompt: Prompt) -> list[Request]:
         """The samples of one more draw, which the engine shall decode."""

@@ -1,0 +1,156 @@
+"""The simulation of ranks: the real engine's schedule, the same with and without skipped steps, and what it prints."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from bench_cases import run, write_rows, write_trace
+
+from srtrl.bench.host import HostRunner
+from srtrl.bench.ranks import Lengths, SimulatedRank, Simulation, decode
+from srtrl.bench.shapes import SHAPES
+from srtrl.engine.engine import Engine, EngineOptions
+from srtrl.model.hf_config import config_from_hf
+from srtrl.model.transformer import Transformer
+from srtrl.ranks import Ranks
+from srtrl.rollout.collect import of_rank, run_ahead_order
+
+FLAT = ((1, 0.002), (2048, 0.002))
+STAIRS = ((1, 0.001), (5, 0.001), (6, 0.002), (600, 0.003))
+"""Run-aheads have up to 5 rows."""
+
+
+def make_lengths(seed: int, *, num_prompts: int = 5, longest: int = 90, longest_prompt: int = 700) -> Lengths:
+    generator = np.random.default_rng(seed)
+    prompts = [
+        (int(generator.integers(1, longest_prompt)), generator.integers(1, longest, 6).tolist())
+        for _ in range(num_prompts)
+    ]
+    return Lengths(prompts, 6, 0, longest)
+
+
+def simulation(seed: int, *, skips: bool = True, num_slots: int = 4, **changes: int) -> Simulation:
+    lengths = make_lengths(seed, **changes)
+    return Simulation(lengths=lengths, curve=STAIRS, num_slots=num_slots, num_prompts=2, bandwidth=1e9, skips=skips)
+
+
+def one_rank(simulated: Simulation, num_pages: int | None) -> SimulatedRank:
+    """Its step and run-aheads for the next one, decoded."""
+    requests, expected = simulated.lengths.requests(range(3))
+    ahead = run_ahead_order(simulated.lengths.requests(range(3, 5))[0])
+    rank = simulated.make_rank(None, expected, of_rank(ahead, Ranks()))
+    if num_pages is not None:
+        rank.scheduler.pool.resize(num_pages)
+    for request in requests:
+        rank.scheduler.add(request)
+    decode([rank])
+    return rank
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize(("num_slots", "num_pages"), [(1, None), (4, None), (32, None), (4, 60), (4, 85), (32, 75)])
+def test_one_rank_has_the_schedule_of_the_real_engine(skips: bool, num_slots: int, num_pages: int | None) -> None:
+    num_skipped = 0
+    num_preemptions = 0
+    for seed in range(4):
+        simulated = simulation(seed, skips=skips, num_slots=num_slots)
+        rank = one_rank(simulated, num_pages)
+        used = EngineOptions(
+            slots=num_slots,
+            num_pages=num_pages or rank.scheduler.pool.num_pages,
+            max_sequence_tokens=simulated.lengths.max_sequence_tokens,
+            cost_points=STAIRS,
+        )
+        policy = Transformer(config_from_hf(SHAPES["tiny"]), torch.float32, torch.device("meta"))
+        engine = Engine(policy, used, runner=HostRunner(policy, used, simulated.lengths.max_sequence_tokens))
+        requests, _ = simulated.lengths.requests(range(3))
+        ahead = run_ahead_order(simulated.lengths.requests(range(3, 5))[0])
+        completions = list(engine.generate(requests, run_ahead=ahead))
+        found = [(step.num_primaries, step.num_run_ahead, step.num_prefill) for step in engine.take_timeline()]
+        assert [tuple(same) for count, *same in rank.timeline for _ in range(count)] == found
+        assert sum(one[1] for one in found) == rank.ahead_tokens.total()
+        assert rank.now / 1e9 == pytest.approx(engine.stats.priced_seconds)
+        assert rank.num_tokens == sum(len(one.token_ids) for one in completions)
+        num_skipped += len(found) - len(rank.timeline)
+        num_preemptions += rank.scheduler.num_preemptions
+        rank.scheduler.clear()
+        rank.scheduler.check_integrity()
+    assert (num_skipped > 0) == (skips and num_pages in (None, 85))  # never where pages may be short
+    assert (num_preemptions > 0) == (num_pages is not None)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 5])
+def test_skipping_steps_changes_nothing(num_ranks: int) -> None:
+    for seed in range(3):
+        rows = [simulation(seed, skips=skips).row(num_ranks) for skips in (True, False)]
+        assert rows[0] == rows[1]
+
+
+def test_claims_never_lengthen_the_step() -> None:
+    saved = []
+    for seed in range(12):
+        simulated = simulation(seed, num_prompts=12, longest_prompt=9)
+        row = Simulation(lengths=simulated.lengths, curve=FLAT, num_slots=4, num_prompts=3, bandwidth=1e9).row(
+            1 + seed % 6
+        )
+        assert row["claims_save"] > -0.02  # a rank that claims a sample computes its prompt once more
+        assert row["idle_share"] <= row["idle_share_without_claims"] + 0.02
+        saved.append(row["claims_save"])
+    assert max(saved) > 0.1
+
+
+def test_the_figures_are_those_of_the_lengths(tmp_path: Path) -> None:
+    """Two ranks with a slot each: 10 + 10 tokens and 40 + 40; the first one claims one of the long ones."""
+    path = write_rows(
+        tmp_path / "lengths.jsonl",
+        *[
+            {"id": str(i), "prompt_token_ids": [i], "samples": [{"token_ids": [5] * length}] * 2}
+            for i, length in enumerate((10, 40))
+        ],
+    )
+    options = ("--price-as", "1:0.5,9:0.5", "--prompts", 1, "--slots", 1, "--bandwidth", 1e-3)
+    arguments = ("bench", "ranks", "--ranks", "1,2", "--lengths", path, *options)
+    result = run(*arguments, "--json", tmp_path / "a.json")
+    assert result.exit_code == 0, result.stderr
+    one, two = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert (one["samples"], one["step_seconds"], one["idle_share"], one["exchange_seconds"]) == (2, 10, 0, 0)
+    assert one["tokens_per_second_and_rank"] == 2
+    assert (two["samples"], two["step_seconds"]) == (4, 30)
+    assert two["claims_save"] == 1 - 30 / 40
+    assert two["idle_share_without_claims"] == pytest.approx(1 - 25 / 40)
+    assert two["claimed_samples_per_rank"] == 0.5
+    assert two["exchange_seconds"] == pytest.approx(60 * 12 / 1e6)
+    run(*arguments, "--json", tmp_path / "b.json")
+    assert json.loads((tmp_path / "b.json").read_text())["rows"] == [one, two]
+    assert "Simulation of ranks: lengths of lengths.jsonl, no history, 1 prompts of 2 samples" in result.stdout
+
+
+def test_drawn_lengths_depend_on_the_draw_alone() -> None:
+    drawn = Lengths((), 4, 2, 300)
+    few, expected = drawn.requests(range(3))
+    many, _ = drawn.requests(range(30))
+    assert many[: len(few)] == few
+    sizes = [one.sampling.max_new_tokens for one in many]
+    assert max(sizes) == 300
+    assert len(set(sizes)) > 3
+    assert all(1 <= (expected[draw] or 0) <= 300 for draw in range(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("--ranks", "0"), "--ranks: expected counts"),
+        (("--price-as", "x"), "--price-as: expected h200-1.5b"),
+        (("--lengths", "lognormal"), "--lengths: expected log-normal or a file of recorded rollouts"),
+        (("--lengths", "TRACE", "--samples", 5), "--samples: 5, and --history 0, but"),
+        (("--lengths", "TRACE", "--history", 4), "has prompts of 4 samples; lower them"),
+        (("--bandwidth", 0), "--bandwidth"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, arguments: tuple[object, ...], error: str) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", 2)
+    result = run("bench", "ranks", *(trace if argument == "TRACE" else argument for argument in arguments))
+    assert result.exit_code == 2, result.stdout
+    assert error in " ".join(result.stderr.split())
