@@ -56,9 +56,9 @@ def completion_of(
     )
 
 
-def ask(conversations: Conversations, completion: Completion) -> Answer:
+def ask(conversations: Conversations, completion: Completion, prompt: Prompt = PROMPT) -> Answer:
     """Submit one turn and wait for the answer to it."""
-    conversations.submit(completion, PROMPT)
+    conversations.submit(completion, prompt)
     while not (answers := conversations.take()):
         wait(conversations.futures(), timeout=0.02)
     (answer,) = answers
