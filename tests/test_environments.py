@@ -151,6 +151,8 @@ def test_an_answer_that_is_no_step_is_an_error() -> None:
         (Unusable, "reward", "error: .*InvalidRewardError: .*a finite number, it returned nan"),
         (Unusable, "metric", "error: .*InvalidRewardError: .*environment: a.*'b'"),
         (Unusable, "type", "error: TypeError: "),
+        (Unusable, "outcomes", "error: TypeError: expected texts, found the outcomes 'ok'"),
+        (Unusable, "reason", "error: TypeError: .*stop reason None"),
         (Unusable, "exit", "error: SystemExit: 0"),
         (Unusable, "what", "error: KeyError: 'what'"),
         (BrokenAtStart, "a", "error: RuntimeError: no such game"),
@@ -162,6 +164,14 @@ def test_mistakes_of_an_author_are_errors_of_the_sample(
     with Conversations(section_of(environment), TOKENIZER) as conversations:
         extension = ask(conversations, completion_of(encode(said))).extension
         assert re.search(message, str(TOKENIZER.decode(extension)))
+
+
+def test_numbers_of_numpy_can_be_recorded(tmp_path: Path) -> None:
+    with Conversations(section_of(Unusable), TOKENIZER) as conversations:
+        conversations.use_record(tmp_path / "observations" / "step_000001.jsonl")
+        conversation = ask(conversations, completion_of(encode("done"))).conversation
+        assert conversation is not None
+        assert (conversation.stop_reason, conversation.reward) == ("done", 1.0)
 
 
 class Silent(EnvironmentBase):

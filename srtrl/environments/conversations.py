@@ -305,8 +305,20 @@ class Conversations:
         observations = [step.observation] if isinstance(step.observation, str) else list(step.observation)
         if not all(isinstance(text, str) for text in observations):
             raise TypeError(f"an observation must be a text or texts, found {step.observation!r:.80}")
+        if isinstance(step.outcomes, str) or not all(
+            isinstance(text, str) for text in (*step.outcomes, step.stop_reason)
+        ):
+            raise TypeError(
+                f"expected texts, found the outcomes {step.outcomes!r:.80}, stop reason {step.stop_reason!r:.80}"
+            )
         metrics = {str(name): check_reward(f"environment: {name}", value) for name, value in step.metrics.items()}
-        return replace(step, observation=observations, reward=check_reward("environment", step.reward), metrics=metrics)
+        return replace(
+            step,
+            observation=observations,
+            is_done=bool(step.is_done),  # of NumPy, too
+            reward=check_reward("environment", step.reward),
+            metrics=metrics,
+        )
 
     def _ask(self, environment: EnvironmentBase, turn: Turn) -> Any:
         """What `step` returns, or its coroutine does."""

@@ -46,12 +46,7 @@ class Environment(ToolEnvironment):
         """Start the interpreters."""
         assert isinstance(options, PythonOptions)
         num_workers = cls.max_parallel(options)
-        limits = SandboxLimits(
-            cpu_seconds=options.cpu_seconds,
-            wall_seconds=options.wall_seconds,
-            memory_mb=options.memory_mb,
-            output_bytes=options.output_bytes,
-        )
+        limits = SandboxLimits(**options.model_dump(exclude={"sandbox", "num_workers"}))
         return PythonSandbox(limits, num_workers=num_workers, sandbox=options.sandbox)
 
     @classmethod
