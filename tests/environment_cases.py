@@ -8,6 +8,8 @@ from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from srtrl.environments.base import EnvironmentBase, Step, Tool, ToolCall, ToolEnvironment, Turn
 from srtrl.environments.conversations import Answer, Conversations
 from srtrl.environments.formats import Format, MalformedCallError, Parts
@@ -56,9 +58,9 @@ def completion_of(
     )
 
 
-def ask(conversations: Conversations, completion: Completion) -> Answer:
+def ask(conversations: Conversations, completion: Completion, prompt: Prompt = PROMPT) -> Answer:
     """Submit one turn and wait for the answer to it."""
-    conversations.submit(completion, PROMPT)
+    conversations.submit(completion, prompt)
     while not (answers := conversations.take()):
         wait(conversations.futures(), timeout=0.02)
     (answer,) = answers
@@ -119,6 +121,9 @@ class Unusable(EnvironmentBase):
             "reward": Step(observation="a", reward=float("nan")),
             "metric": Step(observation="a", metrics={"a": "b"}),  # type: ignore[dict-item]
             "type": Step(observation=3),  # type: ignore[arg-type]
+            "outcomes": Step(observation="a", outcomes="ok"),
+            "reason": Step(is_done=True, stop_reason=None),  # type: ignore[arg-type]
+            "done": Step(is_done=np.True_, reward=1),  # type: ignore[arg-type]
             "exit": None,
         }
         if turn.text == "exit":

@@ -3,9 +3,10 @@
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import wait
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from environment_cases import (
@@ -29,7 +30,7 @@ from hypothesis import strategies as st
 
 from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn
 from srtrl.environments.calculator import evaluate, show
-from srtrl.environments.conversations import Conversations
+from srtrl.environments.conversations import Answer, Conversations
 from srtrl.environments.formats import CodeTags, Hermes, MalformedCallError
 from srtrl.environments.record import Record
 from srtrl.model.weights import load_tokenizer
@@ -87,6 +88,18 @@ def test_limits_have_names(said: str, limits: dict[str, Any], stop_reason: str) 
         assert answer.conversation.stop_reason == stop_reason
 
 
+def test_half_a_surrogate_pair_in_a_call_does_not_end_the_run() -> None:
+    """JSON can hold one, and no tokenizer takes it."""
+    tokenizer = load_tokenizer("bundled:tiny")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    with Conversations(section_of(Upper, format="hermes"), tokenizer) as conversations:
+        for sample, call in enumerate((r'{"name": "\ud800"}', r'{"name": "upper", "arguments": {"text": "\ud800"}}')):
+            extension = ask(
+                conversations, completion_of(encode(f"<tool_call>{call}</tool_call>"), sample=sample)
+            ).extension
+            assert "?" in TOKENIZER.decode(extension)
+
+
 def test_a_long_observation_loses_its_middle_by_tokens() -> None:
     with Conversations(section_of(Echo, max_observation_tokens=40), TOKENIZER) as conversations:
         said = "".join(str(i % 10) for i in range(100))
@@ -138,6 +151,8 @@ def test_an_answer_that_is_no_step_is_an_error() -> None:
         (Unusable, "reward", "error: .*InvalidRewardError: .*a finite number, it returned nan"),
         (Unusable, "metric", "error: .*InvalidRewardError: .*environment: a.*'b'"),
         (Unusable, "type", "error: TypeError: "),
+        (Unusable, "outcomes", "error: TypeError: expected texts, found the outcomes 'ok'"),
+        (Unusable, "reason", "error: TypeError: .*stop reason None"),
         (Unusable, "exit", "error: SystemExit: 0"),
         (Unusable, "what", "error: KeyError: 'what'"),
         (BrokenAtStart, "a", "error: RuntimeError: no such game"),
@@ -149,6 +164,14 @@ def test_mistakes_of_an_author_are_errors_of_the_sample(
     with Conversations(section_of(environment), TOKENIZER) as conversations:
         extension = ask(conversations, completion_of(encode(said))).extension
         assert re.search(message, str(TOKENIZER.decode(extension)))
+
+
+def test_numbers_of_numpy_can_be_recorded(tmp_path: Path) -> None:
+    with Conversations(section_of(Unusable), TOKENIZER) as conversations:
+        conversations.use_record(tmp_path / "observations" / "step_000001.jsonl")
+        conversation = ask(conversations, completion_of(encode("done"))).conversation
+        assert conversation is not None
+        assert (conversation.stop_reason, conversation.reward) == ("done", 1.0)
 
 
 class Silent(EnvironmentBase):
@@ -201,6 +224,33 @@ def test_the_record_repeats_what_was_said_and_the_environment_catches_up(tmp_pat
     path.write_text("no json\n")
     with pytest.raises(ValueError, match=r"step_000001.jsonl:1: damaged"):
         Record(path)
+
+
+def test_an_error_that_is_in_the_record_is_not_raised_for_a_later_turn(tmp_path: Path) -> None:
+    path = tmp_path / "observations" / "step_000001.jsonl"
+    first = completion_of(encode("raise this"))
+    for _ in range(2):  # the second time, the environment sees the first turn late
+        with Conversations(section_of(Echo), TOKENIZER) as conversations:
+            conversations.use_record(path)
+            answer = ask(conversations, first)
+            assert "error: RuntimeError: raise this" in TOKENIZER.decode(answer.extension)
+            content = path.read_bytes()
+            later = ask(conversations, completion_of(encode("two"), first, answer.extension))
+            assert later.extension == encode("2:two")
+        path.write_bytes(content)  # killed before the later answer came
+
+
+def test_a_step_whose_environments_all_raised_asks_them_again(tmp_path: Path) -> None:
+    path = tmp_path / "observations" / "step_000001.jsonl"
+    said = completion_of(encode("raise this"))
+    for is_killed in (True, False, False):
+        with Conversations(section_of(Echo, max_turns=1), TOKENIZER) as conversations:
+            conversations.use_record(path)
+            ask(conversations, said)
+            if not is_killed:
+                with pytest.raises(ValueError, match=r"step 1: the environment .* raised in each of 1 samples"):
+                    conversations.check_not_all_raised("step 1")
+                assert not path.exists()
 
 
 @pytest.mark.parametrize(
@@ -286,7 +336,10 @@ def test_templates_that_rewrite_what_was_said_are_refused(template: str | None, 
 class Greeting(Echo):
     """Begins with a message."""
 
+    seen: ClassVar[list[Prompt]] = []
+
     def start(self, prompt: Prompt) -> Messages:
+        self.seen.append(prompt)
         return [{"role": "user", "content": f"hello {prompt.prompt_id}"}]
 
 
@@ -296,6 +349,8 @@ def test_an_environment_may_say_something_first() -> None:
         assert started.text == "Computehello p"
         assert list(started.token_ids) == encode(started.text)
         assert conversations.started(PROMPT, 100) is started
+        ask(conversations, completion_of(encode("abc")), started)
+        assert Greeting.seen == [PROMPT, PROMPT]  # without what it says itself
     tokenizer = load_tokenizer("bundled:tiny")
     tokenizer.chat_template = CHAT_TEMPLATE
     with Conversations(section_of(Greeting, format="chat"), tokenizer) as conversations:
@@ -399,3 +454,17 @@ def test_python_says_what_was_printed_and_how_it_ended(
     last = ask(python, completion_of(encode("Answer: 4"), first, answer.extension, max_new_tokens=4000)).conversation
     assert last is not None
     assert last.outcomes == (outcome,)
+
+
+def test_waiting_for_an_interpreter_is_not_counted_as_time() -> None:
+    options = {"num_workers": 1}
+    section = EnvironmentSection(name="python", format="code_tags", options=options, timeout_seconds=1.5)
+    said = encode("<code>import time\ntime.sleep(0.6)</code>")
+    with Conversations(section, TOKENIZER) as conversations:
+        for sample in range(4):
+            conversations.submit(completion_of(said, sample=sample), PROMPT)
+        answers: list[Answer] = []
+        while len(answers) < 4:
+            wait(conversations.futures(), timeout=0.02)
+            answers += conversations.take()
+        assert all(one.conversation is None for one in answers)

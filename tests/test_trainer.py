@@ -30,7 +30,7 @@ from srtrl.trainer.optimizer import learning_rate_at
 from srtrl.trainer.run_folder import RunProgress, open_run_folder
 from srtrl.trainer.run_metrics import describe_step, merge_metrics, summary_table
 from srtrl.trainer.sampling import DataOrder
-from srtrl.trainer.trainer import TrainingResult, TrainingStoppedError
+from srtrl.trainer.trainer import Trainer, TrainingResult, TrainingStoppedError
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +208,21 @@ def test_interrupt_finishes_the_step_and_can_be_resumed(
     assert resumed.summary.num_steps == 2
     assert learned(resumed.folder) == learned(run.folder)
     assert weights(resumed.folder, 2) == weights(run.folder, 2)
+
+
+def test_an_interrupt_after_a_step_without_a_checkpoint_waits_for_one(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint_if_due = Trainer.checkpoint_if_due
+
+    def then_interrupt(self: Trainer) -> None:
+        checkpoint_if_due(self)
+        self.interrupt.requested = True
+
+    monkeypatch.setattr(Trainer, "checkpoint_if_due", then_interrupt)
+    result = train(make_recipe(policy, tmp_path, train__num_steps=3, train__checkpoint_every=3))
+    assert result.summary.interrupted
+    assert (result.folder / "checkpoints" / f"step_{result.summary.num_steps:06d}").is_dir()
 
 
 def test_second_interrupt_stops_at_once(

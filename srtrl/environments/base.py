@@ -110,6 +110,11 @@ class EnvironmentBase:
         """What all environments of a run share, such as a pool of processes; left when the run ends."""
         return nullcontext()
 
+    @classmethod
+    def max_parallel(cls, options: Section) -> int | None:
+        """How many steps are begun at a time; None: many. The time limit does not count how long others wait."""
+        return None
+
     def start(self, prompt: Prompt) -> Messages | None:
         """Begin with a prompt; returns what the policy reads after it, the same for all samples of the prompt."""
         return None

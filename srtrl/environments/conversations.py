@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 128
-"""Steps of environments that run at the same time."""
+"""Steps of environments that run at the same time, at most."""
 POLL_SECONDS = 0.05
 
 
@@ -50,6 +50,7 @@ class _Sample:
     """One sample between its first turn and its end."""
 
     prompt: Prompt
+    """Without what the environment begins with."""
     environment: EnvironmentBase | None = None
     """Made when it is needed first."""
     segments: list[tuple[SegmentKind, int]] = field(default_factory=list)
@@ -105,6 +106,8 @@ class Conversations:
         self._samples: dict[tuple[str, int, int], _Sample] = {}
         self._started: dict[tuple[str, str], Prompt] = {}
         """By id and text, prompts with what the environment begins with."""
+        self._originals: dict[tuple[str, str], Prompt] = {}
+        """By id and text of these, the prompts without it."""
         self._pending: list[_Pending] = []
         self._record = Record(None)
         self._num_raised: Counter[bool] = Counter()
@@ -114,17 +117,20 @@ class Conversations:
         self._shared: Any = None
         self._loop = asyncio.new_event_loop()
         self._queue: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
+        self._num_threads = 0
 
     def __enter__(self) -> Self:
         self._shared = self._stack.enter_context(self.environment_class.open(self.options))
-        for target in (self._loop.run_forever, *[self._work] * NUM_THREADS):
+        most = self.environment_class.max_parallel(self.options)
+        self._num_threads = NUM_THREADS if most is None else min(NUM_THREADS, most)
+        for target in (self._loop.run_forever, *[self._work] * self._num_threads):
             _start_thread(target)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.clear()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        for _ in range(NUM_THREADS):
+        for _ in range(self._num_threads):
             self._queue.put(None)
         self._stack.close()
 
@@ -160,7 +166,8 @@ class Conversations:
             if caught.error is not None:
                 message = f"`start` of the environment {self.section.name} raised on prompt {prompt.prompt_id!r}"
                 raise ValueError(f"{message}: {describe_error(caught.error)}") from caught.error
-            self._started[key] = self._append(prompt, messages or (), max_prompt_tokens)
+            started = self._started[key] = self._append(prompt, messages or (), max_prompt_tokens)
+            self._originals[started.prompt_id, started.text] = prompt
         return self._started[key]
 
     def _append(self, prompt: Prompt, messages: Messages, max_prompt_tokens: int) -> Prompt:
@@ -187,7 +194,8 @@ class Conversations:
 
     def submit(self, completion: Completion, prompt: Prompt) -> None:
         """A turn has ended; its environment answers in the background, or at once who knows the answer without it."""
-        sample = self._samples.setdefault(key_of(completion), _Sample(prompt))
+        original = self._originals.get((prompt.prompt_id, prompt.text), prompt)
+        sample = self._samples.setdefault(key_of(completion), _Sample(original))
         turn, answer = self._read_turn(completion)
         sample.segments.append(("model", len(turn.token_ids)))
         pending = _Pending(completion, sample, turn, Future(), is_recorded=answer is not None)
@@ -227,13 +235,16 @@ class Conversations:
     def check_not_all_raised(self, where: str, ranks: Ranks = ONE_RANK) -> None:
         """Stop where the environments of all samples of a step, on all ranks, have raised.
 
+        The record of the step is deleted then: a run that is resumed asks the environment again.
+
         Raises:
             ValueError: with the first traceback; it begins with `where` ("step 3").
         """
         found = ranks.gather((self._num_raised, self._first_traceback), "the outcomes of environments")
         num_raised, num_others = (sum(counts[raised] for counts, _ in found) for raised in (True, False))
         if num_raised and not num_others:
-            first_traceback = next(text for _, text in found if text)
+            self._record.delete()
+            first_traceback = next((text for _, text in found if text), "in an attempt that was killed")
             raise ValueError(
                 f"{where}: the environment {self.section.name} raised in each of {num_raised} samples; "
                 f"the first time:\n{first_traceback}"
@@ -285,17 +296,36 @@ class Conversations:
             sample.environment = self.environment_class(self.options, self._shared)
             sample.environment.start(sample.prompt)
         unseen, sample.unseen = sample.unseen, []
-        for turn in (*unseen, pending.turn):
-            step: Any = sample.environment.step(turn)
-            if inspect.isawaitable(step):
-                step = asyncio.run_coroutine_threadsafe(_wait_for(step), self._loop).result()
+        for turn in unseen:
+            with Caught():  # as it raised then: the answer is in the record
+                self._ask(sample.environment, turn)
+        step = self._ask(sample.environment, pending.turn)
         if not isinstance(step, Step):
             raise TypeError(f"`step` of the environment {self.section.name} must return a Step, found {step!r:.80}")
         observations = [step.observation] if isinstance(step.observation, str) else list(step.observation)
         if not all(isinstance(text, str) for text in observations):
             raise TypeError(f"an observation must be a text or texts, found {step.observation!r:.80}")
+        if isinstance(step.outcomes, str) or not all(
+            isinstance(text, str) for text in (*step.outcomes, step.stop_reason)
+        ):
+            raise TypeError(
+                f"expected texts, found the outcomes {step.outcomes!r:.80}, stop reason {step.stop_reason!r:.80}"
+            )
         metrics = {str(name): check_reward(f"environment: {name}", value) for name, value in step.metrics.items()}
-        return replace(step, observation=observations, reward=check_reward("environment", step.reward), metrics=metrics)
+        return replace(
+            step,
+            observation=observations,
+            is_done=bool(step.is_done),  # of NumPy, too
+            reward=check_reward("environment", step.reward),
+            metrics=metrics,
+        )
+
+    def _ask(self, environment: EnvironmentBase, turn: Turn) -> Any:
+        """What `step` returns, or its coroutine does."""
+        step: Any = environment.step(turn)
+        if inspect.isawaitable(step):
+            step = asyncio.run_coroutine_threadsafe(_wait_for(step), self._loop).result()
+        return step
 
     def _close(self, sample: _Sample) -> None:
         if sample.environment is not None:
@@ -396,7 +426,8 @@ class Conversations:
         parts: list[tuple[SegmentKind, list[int]]] = []
         for text, kind in self.format.parts(observations):
             is_ours = kind == "boundary"
-            token_ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=not is_ours)["input_ids"]
+            valid = text.encode(errors="replace").decode()  # JSON of a call may hold half a surrogate pair
+            token_ids = self.tokenizer(valid, add_special_tokens=False, split_special_tokens=not is_ours)["input_ids"]
             parts.append((kind, list(token_ids) if is_ours else self._truncate(token_ids)))
         return parts
 

@@ -241,11 +241,11 @@ def check_call(tools: Sequence[Tool], call: ToolCall) -> tuple[str, str] | None:
     tool = next((tool for tool in tools if tool.name == call.name), None)
     if tool is None:
         return "unknown_tool", f"there is no tool {call.name:.40}; there is: {', '.join(one.name for one in tools)}"
-    properties = tool.parameters["properties"]
+    properties = tool.parameters.get("properties", {})
     for name in tool.parameters.get("required", properties):
         if name not in call.arguments:
             return "malformed", f"the call of {tool.name} lacks the argument {name}"
-        if properties[name].get("type") == "string" and not isinstance(call.arguments[name], str):
+        if properties.get(name, {}).get("type") == "string" and not isinstance(call.arguments[name], str):
             return "malformed", f"the argument {name} of {tool.name} must be a string"
     return None
 

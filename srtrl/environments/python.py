@@ -45,14 +45,15 @@ class Environment(ToolEnvironment):
     def open(cls, options: Section) -> AbstractContextManager[PythonSandbox]:
         """Start the interpreters."""
         assert isinstance(options, PythonOptions)
-        limits = SandboxLimits(
-            cpu_seconds=options.cpu_seconds,
-            wall_seconds=options.wall_seconds,
-            memory_mb=options.memory_mb,
-            output_bytes=options.output_bytes,
-        )
-        num_workers = options.num_workers or min(8, os.cpu_count() or 1)
+        num_workers = cls.max_parallel(options)
+        limits = SandboxLimits(**options.model_dump(exclude={"sandbox", "num_workers"}))
         return PythonSandbox(limits, num_workers=num_workers, sandbox=options.sandbox)
+
+    @classmethod
+    def max_parallel(cls, options: Section) -> int:
+        """A call for each interpreter, so that none waits for one within its time limit."""
+        assert isinstance(options, PythonOptions)
+        return options.num_workers or min(8, os.cpu_count() or 1)
 
     def call(self, call: ToolCall) -> tuple[str, str]:
         """What the code printed, and how it ended."""

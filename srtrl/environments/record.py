@@ -19,11 +19,13 @@ class Record:
         """Read what the files of all ranks have: a line without its end was not finished. None: nothing is kept."""
         self._known: dict[str, Step] = {}
         self._file: IO[bytes] | None = None
+        self._paths: set[Path] = set()
         if path is None:
             return
         path.parent.mkdir(exist_ok=True)
         own = path if rank == 0 else path.with_suffix(f".rank{rank}.jsonl")
-        for other in {path, *path.parent.glob(f"{path.stem}.rank*.jsonl")} - {own}:
+        self._paths = {path, own, *path.parent.glob(f"{path.stem}.rank*.jsonl")}
+        for other in self._paths - {own}:
             if other.exists():
                 self._read(other, other.read_bytes())
         self._file = own.open("a+b", buffering=0)
@@ -50,6 +52,12 @@ class Record:
         if self._file is not None:
             row = {"key": _digest(completion), "step": asdict(step)}
             self._file.write(json.dumps(row).encode() + b"\n")
+
+    def delete(self) -> None:
+        """Delete the files of all ranks."""
+        self.close()
+        for path in self._paths:
+            path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the file."""

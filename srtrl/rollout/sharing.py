@@ -120,6 +120,7 @@ class SharedCounters:
         """
         assert self.ranks.count > 1, f"one rank waits for {what}"
         self.lap(is_busy=False)
+        self.read("finished")  # a sample of any rank is progress
         seconds = self.ranks.timeout_seconds
         if self._last > self._last_progress + seconds:
             raise RankError(

@@ -220,7 +220,8 @@ class Trainer:
             if self.step == 0 and self.recipe.eval.before_and_after:
                 self._record_observations(0)
                 self._write_row(self.evaluate("before training").metrics())
-            while self.step < self.recipe.train.num_steps and not self._should_stop():
+            self.is_stopping = self._should_stop()
+            while self.step < self.recipe.train.num_steps and not self.is_stopping:  # as it was when the step ended
                 self.train_step(self.step + 1)
 
     def train_step(self, step: int) -> None:
@@ -337,7 +338,7 @@ class Trainer:
     def log(self, metrics: Mapping[str, float], credit: Credit) -> None:
         """One row of `metrics.jsonl`, the trackers, and a line for people; the row is on disk when this returns."""
         computed = [sequence for sequence in credit.sequences if needs_pass(sequence, self.recipe)]
-        num_flops = update_flops(self.recipe, self.policy.config, computed)
+        num_flops = update_flops(self.recipe, self.policy.config, computed) / self.ranks.count  # of one device
         timed = time_metrics(self.timer.take(), metrics, num_flops, peak_tflops=self.recipe.train.peak_tflops)
         row = {**metrics, **timed, **memory_metrics(self.policy.device)}
         self._write_row(row)
