@@ -5,10 +5,10 @@ model: a decode step takes the stated time for its rows (prompt tokens included)
 token, for nothing is drafted, and a sample ends at its recorded or drawn length. The host, grading and the update take
 no time. Weak scaling: each rank adds the same number of prompts, so the number of samples per rank is the same in all
 rows. `idle share` is the mean share of the step during which a rank has no sample of the step; `claims save` is the
-share of the step's time that claims take away. A rank without samples runs ahead until the slowest one is done, as do slots that
-are free before that: `run ahead share` is how much of the next step's tokens are decoded by then. `exchange seconds` is
-what it takes at the stated bandwidth until each rank has the rollouts of all, 12 bytes per token, and comes on top of
-`step seconds`.
+share of the step's time that claims take away. A rank without samples runs ahead until the slowest one is done, as do
+slots that are free before that: `run ahead share` is how much of the next step's tokens are decoded by then. `exchange
+seconds` is what it takes at the stated bandwidth until each rank has the rollouts of all, 12 bytes per token, and comes
+on top of `step seconds`.
 """
 
 import heapq
