@@ -3,13 +3,12 @@
 Every rank has the real scheduler, and samples are dealt, claimed and run ahead by the real rules, but there is no
 model: a decode step takes the stated time for its rows (prompt tokens included), it gives each of its samples one
 token, for nothing is drafted, and a sample ends at its recorded or drawn length. The host, grading and the update take
-no time.
-Weak scaling: each rank adds the same number of prompts, so the number of samples per rank is the same in all rows.
-`idle share` is the mean share of the step during which a rank has no sample of the step; `claims save` is the share of
-the step's time that claims take away. A rank without samples runs ahead until the slowest one is done, as do slots that
-are free before that: `run ahead share` is how much of the next step's tokens are decoded by then. `exchange seconds` is
-what it takes at the stated bandwidth until each rank has the rollouts of all, 12 bytes per token, and comes on top of
-`step seconds`. `counter requests` are those of one rank to the store with the counters of all ranks, on average.
+no time. Weak scaling: each rank adds the same number of prompts, so the number of samples per rank is the same in all
+rows. `idle share` is the mean share of the step during which a rank has no sample of the step; `claims save` is the
+share of the step's time that claims take away. A rank without samples runs ahead until the slowest one is done, as do
+slots that are free before that: `run ahead share` is how much of the next step's tokens are decoded by then. `exchange
+seconds` is what it takes at the stated bandwidth until each rank has the rollouts of all, 12 bytes per token, and comes
+on top of `step seconds`.
 """
 
 import heapq
@@ -18,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -85,20 +84,6 @@ class Lengths:
         return requests, expected
 
 
-class CountingStore:
-    """The store of all ranks' counters; see `Ranks.store`."""
-
-    def __init__(self) -> None:
-        self.counters: Counter[str] = Counter()
-        self.num_requests = 0
-
-    def add(self, name: str, amount: int) -> int:
-        """Returns the value after that."""
-        self.num_requests += 1
-        self.counters[name] += amount
-        return self.counters[name]
-
-
 @dataclass(slots=True, eq=False)
 class SimulatedRank:
     """One rank: what `Engine` and `_collect_on_ranks` do, but for a model."""
@@ -124,8 +109,6 @@ class SimulatedRank:
     """Primaries of the last step."""
     _num_queued: int = 0
     """Run-aheads in the scheduler's line."""
-    _ahead_key: dict[int, int] = field(default_factory=dict)
-    """Slot -> RNG key of the last run-ahead in it."""
     ahead_tokens: Counter[int] = field(default_factory=Counter)
     """RNG key -> tokens of that run-ahead."""
 
@@ -152,7 +135,6 @@ class SimulatedRank:
         for sample in step.started:
             if sample.request.is_run_ahead:
                 self._num_queued -= 1
-                self._ahead_key[sample.slot] = sample.request.rng_key
         has_work, self._num_rows = scheduler.has_work, num_primaries
         duration = round(1e9 * self.control.cost.seconds(len(slots) + step.num_prompt_rows))
         count = 1
@@ -165,8 +147,8 @@ class SimulatedRank:
             self.busy = self.now
         self.num_tokens += count * num_primaries
         self.timeline.append((count, num_primaries, len(slots) - num_primaries, step.num_prompt_rows))
-        for slot in slots[num_primaries:].tolist():
-            self.ahead_tokens[self._ahead_key[slot]] += count
+        for rng_key in batch.rng_keys[slots[num_primaries:]].tolist():
+            self.ahead_tokens[rng_key] += count
         for slot in slots[batch.num_tokens[slots] == batch.max_tokens[slots]].tolist():
             sample = batch.samples[slot]
             assert sample is not None
@@ -196,12 +178,13 @@ class SimulatedRank:
         return count
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
+@dataclass(slots=True, frozen=True)
 class Simulation:
     """What is simulated."""
 
     lengths: Lengths
     curve: tuple[tuple[int, float], ...]
+    _: KW_ONLY
     num_slots: int
     num_prompts: int
     """Per rank."""
@@ -215,25 +198,25 @@ class Simulation:
         requests, expected = self.lengths.requests(range(num_draws))
         ahead, _ = self.lengths.requests(range(num_draws, 2 * num_draws))
         lines = deal(requests, expected, num_ranks)
-        store = CountingStore()
-        all_ranks = [Ranks(index=index, count=num_ranks, store=cast(Any, store)) for index in range(num_ranks)]
+        counters: dict[str, int] = {}
+        all_ranks = [Ranks(index=index, count=num_ranks, _local=counters) for index in range(num_ranks)]
         slots = [self.num_slots] * num_ranks
-        claims = [Claims(SharedCounters(one), lines, slots) for one in all_ranks] if num_ranks > 1 else [None]
         run_ahead = run_ahead_order(ahead)
-        ranks = [
-            self.make_rank(one, expected, of_rank(run_ahead, ranks))
-            for one, ranks in zip(claims, all_ranks, strict=True)
-        ]
-        if num_ranks == 1:  # as `collect_rollouts`
+        ranks, without = list[SimulatedRank](), list[SimulatedRank]()
+        for one, line in zip(all_ranks, lines, strict=True):
+            claims = Claims(SharedCounters(one), lines, slots) if num_ranks > 1 else None
+            alone = Claims(SharedCounters(Ranks()), [line], slots[:1])
+            ranks.append(self.make_rank(claims, expected, of_rank(run_ahead, one)))
+            without.append(self.make_rank(alone, expected, of_rank(run_ahead, one)))
+        if num_ranks == 1:  # as `collect_rollouts`; nothing to claim
+            without = ranks
             for request in requests:
                 ranks[0].scheduler.add(request, expected[request.draw_index])
-        seconds = decode(ranks)
-        alone, idle_alone = seconds, 0.0
-        if num_ranks > 1:
-            own = [Claims(SharedCounters(Ranks()), [line], [self.num_slots]) for line in lines]
-            without = [self.make_rank(one, expected, iter(())) for one in own]
-            alone = decode(without)
-            idle_alone = idle_share(without)
+        end = decode(ranks)
+        end_without = decode(without) if num_ranks > 1 else end
+        for rank in ranks:  # those that are done run ahead
+            while rank.now < end and rank.step(until=end):
+                rank.admit()
         made: Counter[int] = Counter()
         for rank in ranks:
             made |= rank.ahead_tokens  # the maximum of each: two ranks may run ahead for one sample
@@ -242,35 +225,32 @@ class Simulation:
         return {
             "ranks": num_ranks,
             "samples": len(requests),
-            "step_seconds": seconds,
-            "tokens_per_second_and_rank": num_tokens / seconds / num_ranks,
+            "step_seconds": end / 1e9,
+            "tokens_per_second_and_rank": 1e9 * num_tokens / end / num_ranks,
             "idle_share": idle_share(ranks),
-            "idle_share_without_claims": idle_alone,
-            "claims_save": 1 - seconds / alone,
+            "idle_share_without_claims": idle_share(without),
+            "claims_save": 1 - end / end_without,
             "run_ahead_share": made.total() / sum(request.sampling.max_new_tokens for request in ahead),
             "exchange_seconds": (num_ranks - 1) * largest * BYTES_PER_TOKEN / self.bandwidth,
-            "claimed_samples_per_rank": sum(one.num_claimed for one in claims if one) / num_ranks,
-            "counter_requests": store.num_requests / num_ranks,
+            "claimed_samples_per_rank": sum(one.claims.num_claimed for one in ranks if one.claims) / num_ranks,
         }
 
     def make_rank(
         self, claims: Claims | None, expected: Mapping[int, float | None], ahead: Iterator[Request]
     ) -> SimulatedRank:
         """A rank with pages for whole sequences in all slots, as `make_engine`."""
-        used = EngineOptions(slots=self.num_slots)
-        longest = self.lengths.max_sequence_tokens + used.max_draft_nodes
-        pool = PagePool(self.num_slots * -(-longest // used.page_size), used.page_size)
-        batch = Batch(self.num_slots, self.lengths.max_sequence_tokens, pool, used.max_draft_nodes)
-        scheduler = Scheduler(
-            batch, prefill_chunk_tokens=used.prefill_chunk_tokens, max_draft_nodes=used.max_draft_nodes
-        )
+        used, num_slots, longest = EngineOptions(), self.num_slots, self.lengths.max_sequence_tokens
+        nodes = used.max_draft_nodes
+        pool = PagePool(num_slots * -(-(longest + nodes) // used.page_size), used.page_size)
+        batch = Batch(num_slots, longest, pool, nodes)
+        scheduler = Scheduler(batch, prefill_chunk_tokens=used.prefill_chunk_tokens, max_draft_nodes=nodes)
         slowdown = slowdown_of(used.run_ahead_max_slowdown)
-        control = DraftControl(StepCost(points=self.curve), fixed=0, num_slots=self.num_slots, max_slowdown=slowdown)
+        control = DraftControl(StepCost(points=self.curve), fixed=0, num_slots=num_slots, max_slowdown=slowdown)
         return SimulatedRank(scheduler, control, claims, expected, ahead, skips=self.skips)
 
 
-def decode(ranks: Sequence[SimulatedRank]) -> float:
-    """Let the ranks decode side by side until all samples are done, and those that are done run ahead; the seconds."""
+def decode(ranks: Sequence[SimulatedRank]) -> int:
+    """Let the ranks decode side by side until all samples are done; returns the nanoseconds."""
     coming = [(0, index) for index in range(len(ranks))]
     while coming:
         _, index = heapq.heappop(coming)
@@ -279,11 +259,7 @@ def decode(ranks: Sequence[SimulatedRank]) -> float:
         if rank.scheduler.has_work:
             rank.step()
             heapq.heappush(coming, (rank.now, index))
-    end = max(rank.busy for rank in ranks)
-    for rank in ranks:
-        while rank.now < end and rank.step(until=end):
-            rank.admit()
-    return end / 1e9
+    return max(rank.busy for rank in ranks)
 
 
 def idle_share(ranks: Sequence[SimulatedRank]) -> float:
@@ -321,21 +297,14 @@ def read_lengths(
 def command(
     *,
     ranks: Annotated[str, typer.Option(metavar="N[,N...]", help="Numbers of ranks, a row for each.")] = "1,8,64,512",
-    lengths: Annotated[
-        str,
-        typer.Option(metavar="FILE", help=f"Recorded rollouts whose lengths are used, or {LOG_NORMAL}: drawn lengths."),
-    ] = LOG_NORMAL,
+    lengths: Annotated[str, typer.Option(metavar="FILE", help=f"Recorded rollouts, or {LOG_NORMAL}.")] = LOG_NORMAL,
     price_as: Annotated[
-        str,
-        typer.Option(
-            metavar="CURVE", help="Time per step by its rows: ROWS:SECONDS,ROWS:SECONDS,... or the name of a curve."
-        ),
+        str, typer.Option(metavar="CURVE", help="Time per step by its rows: ROWS:SECONDS,... or the name of a curve.")
     ] = "h200-1.5b",
     slots: Annotated[int, typer.Option(min=1, max=4096, help="Sequences that a rank decodes at a time.")] = 32,
     prompts: Annotated[int, typer.Option(min=1, max=4096, help="Prompts of a step per rank.")] = 8,
     samples: Annotated[
-        int | None,
-        typer.Option(min=1, max=4096, help=f"Samples of a prompt. [default: all recorded ones, or {DRAWN_SAMPLES}]"),
+        int | None, typer.Option(min=1, max=4096, help=f"Of a prompt. [default: all recorded, or {DRAWN_SAMPLES}]")
     ] = None,
     history: Annotated[
         int, typer.Option(min=0, max=4096, help="Earlier samples of each prompt, whose mean length is expected.")
@@ -353,15 +322,10 @@ def command(
     counts = options.parse_counts("--ranks", ranks)
     curve = options.parse_curve("--price-as", price_as)
     environment = read_environment(torch.device("cpu"))
-    simulation = Simulation(
-        lengths=read_lengths(lengths, tokenizer, samples, history, max_tokens),
-        curve=curve,
-        num_slots=slots,
-        num_prompts=prompts,
-        bandwidth=1e9 * bandwidth,
-    )
+    found = read_lengths(lengths, tokenizer, samples, history, max_tokens)
+    simulation = Simulation(found, curve, num_slots=slots, num_prompts=prompts, bandwidth=1e9 * bandwidth)
     source = f"{LOG_NORMAL} lengths" if lengths == LOG_NORMAL else f"lengths of {Path(lengths).name}"
     known = f"{history} earlier samples" if history else "no history"
-    per_rank = f"{prompts} prompts of {simulation.lengths.num_samples} samples and {slots} slots per rank"
+    per_rank = f"{prompts} prompts of {found.num_samples} samples and {slots} slots per rank"
     title = f"Simulation of ranks: {source}, {known}, {per_rank}, {bandwidth:g} GB/s"
     publish(title, {"rows": [simulation.row(count) for count in counts]}, __doc__, environment, json_file, write_docs)
