@@ -5,16 +5,18 @@ import signal
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from rank_cases import CONTEXT, free_port
+from rank_cases import CONTEXT, free_port, run_ranks
 from tiny_run import learned_rows, make_recipe
 
+from srtrl.ranks import Ranks
 from srtrl.recipe import Recipe
 from srtrl.tasks.reward_input import RewardInput
+from srtrl.trainer import trainer
 from srtrl.trainer.run_folder import RunProgress
 from srtrl.trainer.trainer import Trainer, run_training
 
@@ -148,3 +150,24 @@ def test_two_devices_with_nccl_learn_what_one_learns(policy: Path, tmp_path: Pat
     first, second = (learned_rows(tmp_path / name / "run")[1] for name in ("one", "two"))
     for name in ("reward/mean", "length/mean", "grad_norm", "logprob_difference/mean"):
         assert second[name] == pytest.approx(first[name], rel=0.3, abs=0.05), name
+
+
+def message_where_rank_1_cannot_load(ranks: Ranks, recipe: Recipe) -> str:
+    """Runs on each rank."""
+    if ranks.index == 1:
+        vars(trainer)["load_task"] = no_task
+    progress = RunProgress("run", recipe.train.num_steps, plain_every=1000)
+    with pytest.raises(ValueError, match=r".") as caught, trainer.open_trainer(recipe, progress=progress, ranks=ranks):
+        pass
+    return str(caught.value)
+
+
+def no_task(*_: Any, **__: Any) -> NoReturn:
+    raise ValueError("no such file on this machine")
+
+
+def test_sharded_ranks_say_which_one_cannot_load(policy: Path, tmp_path: Path) -> None:
+    """The others must not wait for its part of the weights."""
+    recipe = make_recipe(policy, tmp_path, **SHORT, **SHARDED)
+    found = run_ranks(2, message_where_rank_1_cannot_load, recipe)
+    assert found == ["rank 1 of 2: no such file on this machine"] * 2

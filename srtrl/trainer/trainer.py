@@ -160,23 +160,24 @@ class Trainer:
         seed_generators(recipe.seed, 0)
         self.recipe = recipe
         self.progress = progress
-        self.tokenizer = build.build_tokenizer(recipe)
-        self.end_ids = build.response_end_ids(recipe.model.path, self.tokenizer)
-        self.conversations = build.build_conversations(recipe, self.tokenizer)
-        self.task = load_task(recipe, self.tokenizer, tools=self.conversations.tools if self.conversations else ())
-        self.prompts_sha256 = prompts_digest(self.task.train_prompts)
-        if checkpoint is not None:
-            check_prompts(checkpoint, self.prompts_sha256)
-        has_eval = recipe.eval.before_and_after or recipe.eval.every_steps is not None
-        self.eval_prompts = held_out_prompts(self.task, recipe) if has_eval else []
-        self.accelerator = build.build_accelerator(recipe, tracker_folder(recipe))
-        set_cpu_threads(recipe.num_threads)  # again: with several ranks accelerate shares the cores among them
-        device = self.accelerator.device
-        self.policy = build.build_policy(recipe, str(checkpoint or recipe.model.path), device)
-        build.shard_model(self.policy, recipe)
-        self.optimizer = build.make_optimizer(self.policy, recipe.train, recipe)
-        self.reference = build.build_reference(recipe, device)
-        self.critic = build.build_critic(recipe, checkpoint, self.policy, self.tokenizer)
+        with ranks.together("the others to load the task and the models"):  # then sharded ranks need each other
+            self.tokenizer = build.build_tokenizer(recipe)
+            self.end_ids = build.response_end_ids(recipe.model.path, self.tokenizer)
+            self.conversations = build.build_conversations(recipe, self.tokenizer)
+            self.task = load_task(recipe, self.tokenizer, tools=self.conversations.tools if self.conversations else ())
+            self.prompts_sha256 = prompts_digest(self.task.train_prompts)
+            if checkpoint is not None:
+                check_prompts(checkpoint, self.prompts_sha256)
+            has_eval = recipe.eval.before_and_after or recipe.eval.every_steps is not None
+            self.eval_prompts = held_out_prompts(self.task, recipe) if has_eval else []
+            self.accelerator = build.build_accelerator(recipe, tracker_folder(recipe))
+            set_cpu_threads(recipe.num_threads)  # again: with several ranks accelerate shares the cores among them
+            device = self.accelerator.device
+            self.policy = build.build_policy(recipe, str(checkpoint or recipe.model.path), device)
+            build.shard_model(self.policy, recipe)
+            self.optimizer = build.make_optimizer(self.policy, recipe.train, recipe)
+            self.reference = build.build_reference(recipe, device)
+            self.critic = build.build_critic(recipe, checkpoint, self.policy, self.tokenizer)
         optimizers = [self.optimizer, *([self.critic.optimizer] if self.critic is not None else [])]
         gradients = max(map(gradient_bytes, optimizers))  # one after the other has gradients
         unshard(self.policy)
