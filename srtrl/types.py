@@ -86,7 +86,7 @@ class Request:
     never a completion."""
     has_turns: bool = False
     """Where an end token or a stop string comes, the sample does not finish but pauses, and `Engine.extend` or
-    `Engine.end` decides how it goes on."""
+    `Engine.end` decides how it continues."""
     turn: int = 0
     """Number of the turn that is decoded, from 0; the engine counts."""
 

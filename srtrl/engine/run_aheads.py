@@ -8,7 +8,6 @@ first; and so it is when the sample comes whose RNG key it has. What it has said
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +27,8 @@ class RunAheads:
         self.pool = batch.pool
         self.running: list[Sample] = []
         """In the order of admission, the paused ones included."""
-        self._line: deque[Request] = deque()
+        self._line: dict[int, Request] = {}
+        """Those that wait, by RNG key, in the order in which they were added."""
 
     @property
     def num_pages(self) -> int:
@@ -43,7 +43,8 @@ class RunAheads:
     def add(self, request: Request) -> None:
         """Queue a run-ahead; they are admitted in the order in which they were added."""
         assert request.is_run_ahead
-        self._line.append(request)
+        assert request.rng_key not in self._line, "two run-aheads have the same RNG key"
+        self._line[request.rng_key] = request
 
     def end_rng_key(self, rng_key: int) -> list[int]:
         """End the run-aheads on an RNG key, for its sample has come; returns the slots of those that had one."""
@@ -53,7 +54,7 @@ class RunAheads:
         slots = [sample.slot for sample in ended]
         for sample in ended:
             self.finish(sample)
-        self._line = deque(request for request in self._line if request.rng_key != rng_key)
+        self._line.pop(rng_key, None)
         return slots
 
     def drop_newest(self, step: ScheduledStep) -> Sample:
@@ -143,11 +144,12 @@ class RunAheads:
         """Give the first in line a slot; False where none waits, or its pages and one more for each are not free."""
         if not self._line:
             return False
-        token_ids = np.array(self._line[0].prompt_token_ids, np.int32)
+        request = next(iter(self._line.values()))
+        token_ids = np.array(request.prompt_token_ids, np.int32)
         spare = self.pool.num_free - num_reserved_pages
         if self.pool.pages_for(len(token_ids)) + len(self.running) > spare:
             return False
-        sample = Sample(self._line.popleft(), PromptPages(token_ids))
+        sample = Sample(self._line.pop(request.rng_key), PromptPages(token_ids))
         self.batch.put(sample)
         self.running.append(sample)
         step.started.append(sample)

@@ -1,8 +1,7 @@
 """The turns of a rollout's samples: what was said goes to an environment, and its answer back into the context.
 
-Environments work in the background while other samples decode. Whatever they take, tokens are the same where they
-answer the same; their answers are recorded as they arrive, so that a step that is repeated after a crash has the same
-ones.
+Environments work in the background while other samples decode. Tokens depend on what they answer, not on how long it
+takes; their answers are recorded as they arrive, so that a step that is repeated after a crash has the same ones.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class _Pending:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Answer:
-    """How a sample goes on after a turn: by an extension, or not at all."""
+    """How a sample continues after a turn: by an extension, or not at all."""
 
     completion: Completion
     extension: list[int]
@@ -444,7 +443,7 @@ class Conversations:
 
 
 def _start_thread(target: Callable[[], None]) -> None:
-    """A thread that ends with the process, whatever it waits for."""
+    """A thread that ends with the process, even while it waits."""
     threading.Thread(target=target, name="environment", daemon=True).start()
 
 

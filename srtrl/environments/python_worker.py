@@ -2,7 +2,7 @@
 
 It imports numpy and sympy once. Then it reads a request per line, forks, and the fork runs the code: one process, one
 thread, with its limits kept by the kernel, and a seccomp filter that denies it new processes and threads and all that
-one process can do to another. So whatever the code does, killing that one process ends it. The parent never runs a line
+one process can do to another. So killing that one process ends the code, always. The parent never runs a line
 of the code; it reads the two pipes, waits for the end, and says how the call ended, so the code has no part in that.
 """
 

@@ -75,6 +75,7 @@ def command(
     from srtrl.evaluation import run
     from srtrl.evaluation.settings import EvalFlags
     from srtrl.evaluation.suite import open_suite
+    from srtrl.ranks import open_ranks
 
     suite_flags = {"--only": only, "--data": data, "--data-dir": data_dir, "--skip-missing": skip_missing}
     flags = EvalFlags(
@@ -100,4 +101,5 @@ def command(
     if check_grader:
         run.check_graders(model_or_run, recipe, chosen, flags, as_json=as_json)
     else:
-        run.evaluate(model_or_run, step, recipe, chosen, flags, output=output, as_json=as_json)
+        with open_ranks() as ranks:
+            run.evaluate(model_or_run, step, recipe, chosen, flags, output=output, as_json=as_json, ranks=ranks)

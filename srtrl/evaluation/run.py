@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from srtrl.evaluation import grader_check, settings, tables
-from srtrl.ranks import Ranks, is_main_process, open_ranks
+from srtrl.ranks import Ranks, is_main_process
 from srtrl.recipe_file import read_source
 from srtrl.tasks.base import load_task
 from srtrl.trainer.build import build_tokenizer
@@ -36,27 +36,13 @@ def evaluate(
     *,
     output: Path | None,
     as_json: bool,
+    ranks: Ranks,
 ) -> None:
-    """Evaluate a policy, on all ranks that the launcher has started, and print its figures.
+    """Evaluate a policy on all ranks, and print its figures on the first one.
 
     Raises:
         ValueError: an option, the recipe, the data or the model is wrong.
     """
-    with open_ranks() as ranks:
-        _evaluate(model_or_run, step, recipe, open_suite, flags, output=output, as_json=as_json, ranks=ranks)
-
-
-def _evaluate(
-    model_or_run: str | None,
-    step: int | None,
-    recipe: Path | None,
-    open_suite: Callable[[], OpenSuite] | None,
-    flags: settings.EvalFlags,
-    *,
-    output: Path | None,
-    as_json: bool,
-    ranks: Ranks,
-) -> None:
     if model_or_run is None:
         raise ValueError("MODEL_OR_RUN is missing: name a model or the folder of a run (--check-grader needs neither)")
     if open_suite is not None and flags.task is not None:

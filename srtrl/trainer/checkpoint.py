@@ -321,11 +321,7 @@ def load_training_state(
 def _load_optimizer(optimizer: torch.optim.Optimizer, file: Path) -> None:
     optimizer.state.clear()  # or the old moments and the new would be on the device together
     try:
-        saved = torch.load(file, map_location="cpu", weights_only=True)
-        if any(hasattr(one, "full_tensor") for group in optimizer.param_groups for one in group["params"]):
-            load_whole_state(optimizer, saved)
-        else:
-            optimizer.load_state_dict(saved)
+        load_whole_state(optimizer, torch.load(file, map_location="cpu", weights_only=True))
     except (ValueError, RuntimeError, OSError, EOFError, UnpicklingError) as error:  # the last four: a damaged file
         raise ValueError(
             f"{file}: {error}; begin a new run from its weights with name=OTHER model.path={file.parent}"

@@ -1,4 +1,4 @@
-"""How a run ends early, and goes on: signals, and what to do after an error. The garbage collector beside them."""
+"""How a run ends early and can be resumed: signals, advice after an error. Beside them, the garbage collector."""
 
 import gc
 import signal

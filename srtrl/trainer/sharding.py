@@ -96,14 +96,16 @@ def whole_state(optimizer: torch.optim.Optimizer, model: nn.Module, *, is_half: 
 
 @torch.no_grad()
 def load_whole_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Give each rank its part of a state as one process has it; all ranks call this with the same state.
+    """What `whole_state` gave, put back; of a sharded model each rank takes its part, and all call this.
 
     Raises:
         ValueError: it is of another model.
     """
-    from torch.distributed.tensor import distribute_tensor
-
     parameters = _parameters(optimizer)
+    if not any(hasattr(parameter, "full_tensor") for parameter in parameters):
+        optimizer.load_state_dict(state)
+        return
+    from torch.distributed.tensor import distribute_tensor
 
     def part_of(value: Any, parameter: Any) -> Any:
         if not isinstance(value, Tensor) or value.shape != parameter.shape:
