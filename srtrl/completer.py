@@ -14,7 +14,16 @@ from srtrl.environments.options import KEY, EnvironmentFlags
 from srtrl.ranks import refuse_ranks
 from srtrl.recipe import EnvironmentSection
 from srtrl.recipe_file import RecipeError, RecipeSource, read_source, validate_section
-from srtrl.types import Completion, Conversation, FinishReason, Prompt, Request, SamplingParams, SegmentKind
+from srtrl.types import (
+    Completion,
+    Conversation,
+    FinishReason,
+    Prompt,
+    Request,
+    SamplingParams,
+    SegmentKind,
+    segment_slices,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -187,12 +196,10 @@ class Completer:
         )
         if conversation is None:
             return whole
-        segments, start = [], 0
-        for (kind, length), text in zip(conversation.segments, conversation.texts, strict=True):
-            part = slice(start, start + length)
+        segments = []
+        for (kind, part), text in zip(segment_slices(conversation.segments), conversation.texts, strict=True):
             sampled = logprobs[part] if kind == "model" else None
             segments.append(GeneratedSegment(kind=kind, token_ids=token_ids[part], text=text, logprobs=sampled))
-            start += length
         return replace(whole, segments=segments, num_turns=conversation.num_turns, stop_reason=conversation.stop_reason)
 
     def open_engine(

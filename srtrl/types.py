@@ -5,7 +5,7 @@ R response tokens of a micro-batch (those with a loss), N rows of one decode ste
 H query heads, K key-value heads, E width of one head.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -131,6 +131,14 @@ class Segment:
     """[length], by the decoder; None where nobody sampled."""
 
 
+def segment_slices(segments: Sequence[tuple[SegmentKind, int]]) -> Iterator[tuple[SegmentKind, slice]]:
+    """Kind and place in the response of each of its parts, which are given by kind and number of tokens."""
+    start = 0
+    for kind, length in segments:
+        yield kind, slice(start, start + length)
+        start += length
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Conversation:
     """How the turns of a sample went."""
@@ -184,13 +192,14 @@ class Rollout:
         """The parts of the response: one where it is a single turn."""
         if self.conversation is None:
             return [Segment(kind="model", token_ids=self.token_ids, logprobs=self.rollout_logprobs)]
-        segments, start = [], 0
-        for kind, length in self.conversation.segments:
-            part = slice(start, start + length)
-            logprobs = self.rollout_logprobs[part] if kind == "model" else None
-            segments.append(Segment(kind=kind, token_ids=self.token_ids[part], logprobs=logprobs))
-            start += length
-        return segments
+        return [
+            Segment(
+                kind=kind,
+                token_ids=self.token_ids[part],
+                logprobs=self.rollout_logprobs[part] if kind == "model" else None,
+            )
+            for kind, part in segment_slices(self.conversation.segments)
+        ]
 
     @property
     def sampled(self) -> npt.NDArray[np.int64]:

@@ -31,7 +31,7 @@ from srtrl.resolve import describe_error, resolve_class, suggestion
 from srtrl.tasks.final_answer import states_answer
 from srtrl.tasks.rendering import tokenise
 from srtrl.tasks.worker import Caught, check_reward
-from srtrl.types import Completion, Conversation, Prompt, SegmentKind
+from srtrl.types import Completion, Conversation, Prompt, SegmentKind, segment_slices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -397,11 +397,8 @@ class Conversations:
         )
 
     def _texts(self, token_ids: list[int], segments: Sequence[tuple[SegmentKind, int]]) -> Iterator[str]:
-        start = 0
-        for kind, length in segments:
-            part = token_ids[start : start + length]
-            yield str(self.tokenizer.decode(part, skip_special_tokens=kind == "model"))
-            start += length
+        for kind, part in segment_slices(segments):
+            yield str(self.tokenizer.decode(token_ids[part], skip_special_tokens=kind == "model"))
 
     def tokenise_solution(self, text: str) -> list[tuple[SegmentKind, list[int]]]:
         """The segments of a worked solution, without an end token, as if a policy had sampled the model's in a rollout.
