@@ -236,9 +236,11 @@ def test_all_primaries_finish_exactly_as_without_run_aheads(data: st.DataObject)
         for sample in range(data.draw(st.integers(1, 4), "samples"))
     ]
     run_aheads = []
+    keys = [one.rng_key for one in primaries]
     for number, (draw, (prompt, new)) in enumerate(ahead):
         # Of some the sample comes in this rollout. Draws below len(shapes) have a primary's prompt.
-        key = data.draw(st.sampled_from([None, *(one.rng_key for one in primaries)]), "rng_key")
+        key = data.draw(st.sampled_from([None, *keys]), "rng_key")
+        keys = [one for one in keys if one != key]  # one run-ahead of a sample
         length = shapes[draw][0] if draw < len(shapes) else prompt
         run_aheads.append(request(draw, number, length, new, rng_key=key, is_run_ahead=True))
     largest = max(-(-(prompt + new) // page_size) for prompt, new in shapes)
