@@ -112,7 +112,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("world")
     token = f"srtrl{token_hex(8)}"
     os.environ["SRTRL_TEST_SECRET"] = token
-    secret, home_secret = folder / "secret", Path.home() / f".{token}"
+    secret, home_secret = folder / "secret", Path.home() / f".srtrl-test-{token_hex(8)}"
     for path in (secret, home_secret):
         path.write_text(token)
         path.chmod(0o644)
