@@ -72,24 +72,28 @@ class Ranks:
         """Work that each rank does alone: an error of one is raised on all of them, so that none waits for it.
 
         Raises:
-            ValueError, RuntimeError, torch.OutOfMemoryError: as the first rank that failed, which the message names.
+            ValueError, RuntimeError, torch.OutOfMemoryError, OSError: as the first rank that failed, which the message
+                names.
         """
         if self.count == 1:
             yield
             return
         cause: Exception | None = None
-        failure: tuple[type[Exception], str] | None = None
+        failure: Exception | None = None
         try:
             yield
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, OSError) as error:
             import torch
 
-            kinds = (torch.OutOfMemoryError, ValueError, RuntimeError)  # not its own class: others must unpickle it
-            cause, failure = error, (next(kind for kind in kinds if isinstance(error, kind)), str(error))
-        for index, found in enumerate(self.gather(failure, what)):
-            if found is not None:
-                kind, message = found
-                agreed = kind(message if index == 0 else f"rank {index} of {self.count}: {message}")
+            cause = error
+            place = "" if self.is_main else f"rank {self.index} of {self.count}: "
+            if isinstance(error, OSError) and error.strerror is not None:
+                failure = OSError(error.errno, place + error.strerror, error.filename)
+            else:  # not its own class: others must unpickle it
+                kinds = (torch.OutOfMemoryError, ValueError, RuntimeError, OSError)
+                failure = next(kind for kind in kinds if isinstance(error, kind))(f"{place}{error}")
+        for agreed in self.gather(failure, what):
+            if agreed is not None:
                 agreed.add_note(AGREED)
                 raise agreed from cause
 

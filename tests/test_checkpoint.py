@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from tiny_run import make_recipe
 from transformers import AutoModelForCausalLM
@@ -77,16 +78,16 @@ def test_only_the_newest_are_kept_by_number_of_their_step(policy: Path, tmp_path
 
 def test_failed_write_leaves_the_last_checkpoint(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = save(policy, tmp_path, 1, keep=1)
-    before = {path.name: path.read_bytes() for path in first.iterdir()}
+    before = {path: path.read_bytes() for path in first.rglob("*.*")}
 
-    def no_space(*_: Any) -> None:
+    def no_space(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", no_space)
-    with pytest.raises(OSError, match="No space"):
+    monkeypatch.setattr(safetensors.torch, "save", no_space)  # that of the optimizer's state
+    with pytest.raises(OSError, match=r"No space left on device: .*step_000002\.writing/optimizer"):
         save(policy, tmp_path, 2, keep=1)
     assert latest_checkpoint(tmp_path) == first
-    assert {path.name: path.read_bytes() for path in first.iterdir()} == before
+    assert {path: path.read_bytes() for path in first.rglob("*.*")} == before
 
 
 def test_other_format_is_refused(policy: Path, tmp_path: Path) -> None:

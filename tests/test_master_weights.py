@@ -187,4 +187,6 @@ def test_a_float32_model_is_trained_by_plain_adamw_with_the_same_bits(accelerato
     for policy, optimizer in zip(policies, (ours, lazy), strict=True):
         descend_by_ours(policy, optimizer, accelerator, sequences, 0.05)
     assert all(map(torch.equal, policies[0].parameters(), policies[1].parameters()))
+    for group in ours.param_groups:
+        del group["param_names"]
     torch.testing.assert_close(ours.state_dict(), lazy.state_dict(), rtol=0, atol=0)

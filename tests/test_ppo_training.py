@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from test_resume import die_at_call, finish, start
 from tiny_run import VOCAB_SIZE, assert_same_run, make_recipe
 
@@ -90,7 +91,8 @@ def test_critic_policy_and_coefficient_learn_something(policy: Path, uninterrupt
     assert read_state(uninterrupted / "checkpoints" / "step_000004").kl_coefficient == pytest.approx(coefficient)
     folder = uninterrupted / "checkpoints" / "step_000004"
     assert {weight.dtype for weight in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
-    masters = torch.load(folder / "optimizer.pt", weights_only=True)["masters"]
+    [file] = (folder / "optimizer").iterdir()
+    masters = [one for name, one in load_file(file).items() if name.endswith(".master")]
     assert not all(torch.equal(master, master.bfloat16().float()) for master in masters), "they hold no more"
     assert {"time/values", "time/critic", "time/update"} <= rows[4].keys()
     first = load_value_model(policy, dtype=torch.bfloat16, device="cpu")
@@ -199,16 +201,27 @@ def test_a_checkpoint_without_its_critic_cannot_be_resumed(policy: Path, uninter
         run_training(longer, resume=True)
 
 
-def test_an_optimizer_state_without_masters_is_refused_with_its_file(uninterrupted: Path, tmp_path: Path) -> None:
+def test_an_optimizer_state_of_another_model_is_refused_with_its_folder(uninterrupted: Path, tmp_path: Path) -> None:
     shutil.copytree(uninterrupted / "checkpoints" / "step_000004", tmp_path / "saved")
     model = load_model(tmp_path / "saved", dtype=torch.bfloat16, device="cpu")
     optimizer = build_optimizer(model, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
-    state = torch.load(tmp_path / "saved" / "optimizer.pt", weights_only=True)
-    masters = state.pop("masters")
-    torch.save(state, tmp_path / "saved" / "optimizer.pt")
-    message = r"optimizer\.pt: .* holds no float32 master weights: .* written before srtrl.*name=OTHER model\.path="
-    with pytest.raises(ValueError, match=message):
-        load_training_state(tmp_path / "saved", optimizer)
-    torch.save({**state, "masters": masters[:-1]}, tmp_path / "saved" / "optimizer.pt")
-    with pytest.raises(ValueError, match=r"optimizer\.pt: the master weights have shapes"):
-        load_training_state(tmp_path / "saved", optimizer)
+    [file] = (tmp_path / "saved" / "optimizer").iterdir()
+    with safe_open(file, framework="pt") as opened:
+        tensors, metadata = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118
+
+    def refuse(tensors: dict[str, torch.Tensor], message: str) -> None:
+        save_file(tensors, file, metadata)
+        with pytest.raises(ValueError, match=rf"saved/optimizer: {message}; .*name=OTHER model\.path=.*saved$"):
+            load_training_state(tmp_path / "saved", model, optimizer)
+
+    without = {name: one for name, one in tensors.items() if not name.endswith(".master")}
+    refuse(without, r"it has no embedding\.master, as for another model or another model\.dtype")
+    refuse(
+        tensors | {"final_norm.master": torch.ones(1)}, r"its final_norm\.master has shape \[1\], this model's \[32\]"
+    )
+    model.layers = model.layers[:1]
+    optimizer = build_optimizer(model, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
+    refuse(tensors, r"its layers\.1\.\S+ has shape \[.*\], this model's none")
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"saved/optimizer: .*name=OTHER"):
+        load_training_state(tmp_path / "saved", model, optimizer)

@@ -126,7 +126,7 @@ def make_policy(recipe: Recipe, shape: str) -> Transformer:
 
 
 def trainable(model: torch.nn.Module) -> MasterWeightAdamW:
-    optimizer = MasterWeightAdamW([{"params": list(model.parameters())}], lr=1e-6, fused=False)
+    optimizer = MasterWeightAdamW([{"params": list(model.named_parameters())}], lr=1e-6, fused=False)
     _allocate_state(optimizer)
     return optimizer
 
@@ -137,7 +137,7 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
 
 def optimizer_bytes(optimizer: MasterWeightAdamW) -> int:
     """Masters and moments."""
-    return num_bytes(optimizer._all_masters()) + sum(num_bytes(one.values()) for one in optimizer.state.values())
+    return num_bytes(optimizer.master_of.values()) + sum(num_bytes(one.values()) for one in optimizer.state.values())
 
 
 def activation_bytes(policy: Transformer, optimizer: MasterWeightAdamW, recipe: Recipe) -> int:
@@ -146,7 +146,7 @@ def activation_bytes(policy: Transformer, optimizer: MasterWeightAdamW, recipe: 
     Every token's logits are computed, as though there were no prompts.
     """
     num_tokens = recipe.train.micro_batch_tokens
-    tracker = MemoryTracker([*policy.parameters(), *optimizer._all_masters()])
+    tracker = MemoryTracker([*policy.parameters(), *optimizer.master_of.values()])
     with tracker:
         for _ in range(2):  # gradients of the first one are there while the second one is computed
             tokens = torch.zeros(num_tokens, dtype=torch.int64, device="meta")
@@ -154,7 +154,7 @@ def activation_bytes(policy: Transformer, optimizer: MasterWeightAdamW, recipe: 
             logprobs, entropy = token_logprobs(hidden, policy.head_weight, tokens, temperature=1.0)
             (logprobs + entropy).sum().backward()  # type: ignore[no-untyped-call]
             del hidden, logprobs, entropy
-    kept = num_bytes(policy.parameters()) + num_bytes(optimizer._all_masters()) + gradient_bytes(optimizer)
+    kept = num_bytes(policy.parameters()) + num_bytes(optimizer.master_of.values()) + gradient_bytes(optimizer)
     return tracker.peak - kept
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import torch
+from safetensors.torch import load_file
 
 from srtrl.metrics import read_metrics
 from srtrl.model.hf_config import config_from_hf
@@ -133,8 +134,8 @@ def assert_same_run(folder: Path, expected: Path) -> None:
     for file in other.rglob("*"):
         if file.name in ("model.safetensors", "value_head.safetensors", "state.json", "config.json"):
             assert (mine / file.relative_to(other)).read_bytes() == file.read_bytes(), file
-    for file in other.glob("*optimizer.pt"):  # the policy's, and the critic's
-        torch.testing.assert_close(torch.load(mine / file.name), torch.load(file), rtol=0, atol=0)
+    for file in other.glob("*optimizer/*"):  # the policy's, and the critic's
+        torch.testing.assert_close(load_file(mine / file.relative_to(other)), load_file(file), rtol=0, atol=0)
     files = sorted((expected / "rollouts").iterdir())
     assert [file.name for file in files] == sorted(file.name for file in (folder / "rollouts").iterdir())
     for file in files:

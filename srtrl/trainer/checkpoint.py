@@ -1,10 +1,13 @@
 """Checkpoints: written beside, made durable, then renamed; a killed run finds the last one whole.
 
-A checkpoint is a folder `step_000010` that `transformers` loads as a model, with `optimizer.pt` and `state.json` for
-the trainer, `critic/` and `critic_optimizer.pt` where there is a critic, and the drafter's files (its rollouts, so that
+A checkpoint is a folder `step_000010` that `transformers` loads as a model, with `optimizer/` and `state.json` for
+the trainer, `critic/` and `critic_optimizer/` where there is a critic, and the drafter's files (its rollouts, so that
 speculation resumes as good as it was). `manifest.json` has size and SHA-256 of each file, and of the rows of
 `metrics.jsonl` up to there: a resume compares them. Nothing random is stored: learning rate, data order, sampling
 noise and the seed of the global generators are functions of (seed, step).
+
+Each rank writes its share of the optimizers' states, through torch.distributed.checkpoint: safetensors files, whose
+headers say which part of a tensor they hold, and no pickle. Any number of ranks, sharded or not, reads what it needs.
 """
 
 from __future__ import annotations
@@ -13,20 +16,25 @@ import hashlib
 import io
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
+from safetensors import SafetensorError
+from torch import Tensor
 
-from srtrl.metrics import sync_folder, write_atomic
+from srtrl.metrics import named_in_errors, sync_folder, write_atomic
 from srtrl.model.attention import HALF_DTYPES
 from srtrl.model.value_model import save_value_model
 from srtrl.model.weights import save_model
-from srtrl.trainer.sharding import load_whole_state, reshard, unshard, whole_state
+from srtrl.ranks import ONE_RANK, Ranks
+from srtrl.trainer.optimizer import MasterWeightAdamW, state_tensors
+from srtrl.trainer.sharding import reshard, unshard
 from srtrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -36,13 +44,16 @@ if TYPE_CHECKING:
     from srtrl.model.transformer import Transformer
     from srtrl.trainer.critic import Critic
 
-FORMAT = 2
+FORMAT = 3
 """Version of the layout; a resume refuses another one."""
-OPTIMIZER = "optimizer.pt"
+OPTIMIZER = "optimizer"
 """Moments and, for a bfloat16 model, its float32 master weights: the model's own files are for whoever decodes it."""
 CRITIC_FOLDER = "critic"
-CRITIC_OPTIMIZER = "critic_optimizer.pt"
+CRITIC_OPTIMIZER = "critic_optimizer"
+STATE = "state.json"
 MANIFEST = "manifest.json"
+FILE_BYTES = 4 * 2**30
+"""Of an optimizer's state in the files of one number, those of all ranks together: a rank holds its file in memory."""
 
 
 class Entry(TypedDict):
@@ -65,7 +76,7 @@ class TrainerState:
     kl_coefficient: float
     """The KL coefficient of the next step; the recipe's where it is not adaptive."""
     prompts_sha256: str = ""
-    """`prompts_digest` of the training prompts; empty in checkpoints of earlier versions, which have no manifest."""
+    """`prompts_digest` of the training prompts."""
     format: int = FORMAT
 
 
@@ -121,14 +132,17 @@ def find_damage(checkpoint: Path, *, policy_only: bool = False) -> str | None:
     """What is not as it was written: a file of the checkpoint, or the rows of `metrics.jsonl` up to its step.
 
     With `policy_only`, rows, optimizers and critic, which only training reads, are left out. None where all is well,
-    and for a checkpoint of an earlier version, which has no manifest.
+    and for the policy of an earlier version, which has no manifest.
 
     Raises:
-        ValueError: there is no manifest and no state.
+        ValueError: there is no manifest, and no state or one of an earlier version.
     """
     manifest, log = checkpoint / MANIFEST, checkpoint.parent.parent / "metrics.jsonl"
     if not manifest.is_file():
-        return f"{manifest} is missing" if read_state(checkpoint).prompts_sha256 else None
+        if policy_only and _read_record(checkpoint).get("format") != FORMAT:
+            return None
+        read_state(checkpoint)  # raises for an earlier version
+        return f"{manifest} is missing"
     try:
         files, rows = _read_manifest(checkpoint)
     except (ValueError, LookupError, TypeError) as error:
@@ -169,16 +183,16 @@ def prompts_digest(prompts: Iterable[Prompt]) -> str:
 
 def check_prompts(checkpoint: Path, digest: str) -> None:
     """Refuse to resume on other training prompts than those of the checkpoint; `digest` is that of `prompts_digest`."""
-    if read_state(checkpoint).prompts_sha256 not in ("", digest):
+    if read_state(checkpoint).prompts_sha256 != digest:
         raise ValueError(
             "--resume: the data of task.options has changed: the training prompts or their answers are not those that "
             f"{checkpoint} has seen; restore them, or begin a new run with name=OTHER model.path={checkpoint}"
         )
 
 
-def num_log_bytes(checkpoint: Path) -> int | None:
-    """Bytes of the rows of `metrics.jsonl` up to an intact checkpoint; None for one of an earlier version."""
-    return _read_manifest(checkpoint)[1]["size"] if (checkpoint / MANIFEST).is_file() else None
+def num_log_bytes(checkpoint: Path) -> int:
+    """Bytes of the rows of `metrics.jsonl` up to an intact checkpoint."""
+    return _read_manifest(checkpoint)[1]["size"]
 
 
 def drop_checkpoints(folder: Path, after: int | None) -> None:
@@ -201,73 +215,112 @@ def save_checkpoint(
     drafter: DrafterBase,
     keep: int,
     critic: Critic | None = None,
-    is_main: bool = True,
+    ranks: Ranks = ONE_RANK,
 ) -> Path:
     """Write the checkpoint of `state.step` into `folder`, then delete all but the newest `keep`.
 
     Weights and optimizer state keep their dtype, so that loading gives the same bits. All ranks call this, with `model`
-    unsharded; the main one writes, and what it writes does not depend on their number or on sharding.
+    unsharded. Each writes a part of the optimizers' states, and the main one all else.
 
     Raises:
-        OSError: the disk is full or refuses; earlier checkpoints are untouched.
+        OSError: the disk is full or refuses, on any rank; earlier checkpoints are untouched.
+        ValueError: a rank does not see what another one writes.
     """
     final = folder / checkpoint_name(state.step)
-    is_half = model.dtype in HALF_DTYPES
-    moments = whole_state(optimizer, model, is_half=is_half, keep=is_main)
-    critic_moments: dict[str, Any] = {}
-    if critic is not None:
-        critic_moments = whole_state(critic.optimizer, critic.model, is_half=is_half, keep=is_main)
-        unshard(critic.model)
-    if is_main:
-        _write(final, state, model, moments, tokenizer, end_ids, drafter, critic, critic_moments)
-        for old in list_checkpoints(folder)[:-keep]:
-            delete_folder(old)
+    with_masters = model.dtype in HALF_DTYPES
+    with written_beside(final, ranks) as temporary:
+        entries = _save_optimizer(optimizer, temporary / OPTIMIZER, ranks, with_masters=with_masters)
+        if critic is not None:
+            entries |= _save_optimizer(critic.optimizer, temporary / CRITIC_OPTIMIZER, ranks, with_masters=with_masters)
+            unshard(critic.model)
+        if ranks.is_main:
+            save_policy(temporary, model=model, tokenizer=tokenizer, end_ids=end_ids)
+            if critic is not None:
+                save_value_model(critic.model, temporary / CRITIC_FOLDER)
+            drafter.save(temporary)
+            write_atomic(temporary / STATE, json.dumps(asdict(state), indent=2) + "\n")
+            _write_manifest(temporary, folder.parent / "metrics.jsonl", entries)
     if critic is not None:
         reshard(critic.model)
+    if ranks.is_main:
+        for old in list_checkpoints(folder)[:-keep]:
+            delete_folder(old)
     return final
 
 
-def _write(
-    final: Path,
-    state: TrainerState,
-    model: Transformer,
-    moments: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    end_ids: Sequence[int],
-    drafter: DrafterBase,
-    critic: Critic | None,
-    critic_moments: dict[str, Any],
-) -> None:
-    with written_beside(final) as temporary:
-        save_policy(temporary, model=model, tokenizer=tokenizer, end_ids=end_ids)
-        torch.save(moments, temporary / OPTIMIZER)
-        if critic is not None:
-            save_value_model(critic.model, temporary / CRITIC_FOLDER)
-            torch.save(critic_moments, temporary / CRITIC_OPTIMIZER)
-        drafter.save(temporary)
-        write_atomic(temporary / "state.json", json.dumps(asdict(state), indent=2) + "\n")
-        files = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
-        entries = {str(path.relative_to(temporary)): _entry(path) for path in files}
-        manifest = {"log": _entry(final.parent.parent / "metrics.jsonl"), "files": entries}
-        write_atomic(temporary / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+def _write_manifest(folder: Path, log: Path, entries: Mapping[str, Entry]) -> None:
+    """The manifest of the files in `folder`, some of whose entries are known already."""
+    names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = {name: entries.get(name) or _entry(folder / name) for name in names}
+    write_atomic(folder / MANIFEST, json.dumps({"log": _entry(log), "files": files}, indent=2) + "\n")
 
 
 @contextmanager
-def written_beside(final: Path) -> Iterator[Path]:
+def written_beside(final: Path, ranks: Ranks = ONE_RANK) -> Iterator[Path]:
     """A new folder to write into; where that succeeds it is made durable and becomes `final`, in place of an old one.
 
-    So `final` is whole or as it was before.
+    So `final` is whole or as it was before. With several ranks all enter, and `final` is there when all have written.
     """
     temporary = final.with_name(f".{final.name}.writing")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    yield temporary
-    for path in (*temporary.rglob("*"), temporary):
-        sync_folder(path)  # files as well
-    if final.exists():
-        delete_folder(final)
-    temporary.rename(final)
-    sync_folder(final.parent)
+
+    def begin() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+
+    def finish() -> None:
+        for path in (*temporary.rglob("*"), temporary):
+            sync_folder(path)  # files as well
+        if final.exists():
+            delete_folder(final)
+        temporary.rename(final)
+        sync_folder(final.parent)
+
+    ranks.on_main(begin, f"rank 0 to make {temporary}")
+    with ranks.together(f"all to see {temporary}"):
+        if not temporary.is_dir():
+            raise ValueError(f"{temporary} of rank 0 is not here: all ranks must share the disk of output_dir")
+    with ranks.together(f"all to write {temporary}"):
+        yield temporary
+    ranks.on_main(finish, f"rank 0 to finish {final}")
+
+
+def _save_optimizer(
+    optimizer: torch.optim.Optimizer, folder: Path, ranks: Ranks, *, with_masters: bool
+) -> dict[str, Entry]:
+    """Write the state of an optimizer; each rank its part, what all have divided among them.
+
+    Returns:
+        The manifest's entries of all files, on all ranks. Each rank has read those that it wrote.
+
+    Raises:
+        OSError: on all ranks, where it is of one.
+    """
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    tensors = state_tensors(optimizer, with_masters=with_masters)
+    sums = accumulate(tensor.nbytes for tensor in tensors.values())
+    number_of = {name: 1 + total // FILE_BYTES for name, total in zip(tensors, sums, strict=True)}
+    writer = HuggingFaceStorageWriter(str(folder), number_of, save_distributed=True)
+    with named_in_errors(folder), ranks.waiting(f"all to write {folder}"), _errors_as_they_were():
+        save(tensors, storage_writer=writer)
+    with ranks.together(f"all to read {folder}"):
+        own = folder.glob(f"shard-{ranks.index + 1:05}-*")
+        entries = {f"{folder.name}/{file.name}": _entry(file) for file in own}
+    return {name: entry for part in ranks.gather(entries, f"{folder}") for name, entry in part.items()}
+
+
+@contextmanager
+def _errors_as_they_were() -> Iterator[None]:
+    """Calls of torch.distributed.checkpoint: the error of the first rank that failed, and no warning of one process."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:
+            raise error.failures[min(error.failures)][0] from error
 
 
 def save_policy(
@@ -291,41 +344,71 @@ def read_state(checkpoint: Path) -> TrainerState:
     Raises:
         ValueError: it cannot be read, or was written by another version of the layout.
     """
-    file = checkpoint / "state.json"
-    try:
-        record = dict(json.loads(file.read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{file} cannot be read ({error})") from error
+    record = _read_record(checkpoint)
     if record.get("format") != FORMAT:
         raise ValueError(
-            f"{file}: format {record.get('format')!r}, but this version of srtrl reads {FORMAT}; "
+            f"{checkpoint / STATE}: format {record.get('format')!r}, but this version of srtrl reads {FORMAT}; "
             f"begin a new run from its weights with name=OTHER model.path={checkpoint}"
         )
     return TrainerState(**record)
 
 
+def _read_record(checkpoint: Path) -> dict[str, Any]:
+    """What `state.json` holds, of any version of the layout."""
+    file = checkpoint / STATE
+    try:
+        return dict(json.loads(file.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{file} cannot be read ({error})") from error
+
+
 def load_training_state(
-    checkpoint: Path, optimizer: torch.optim.Optimizer, critic: Critic | None = None
+    checkpoint: Path, model: Transformer, optimizer: torch.optim.Optimizer, critic: Critic | None = None
 ) -> TrainerState:
-    """Put the optimizers' states back; the weights are loaded like any model's.
+    """Put the optimizers' states back; the weights are loaded like any model's, and `model` is unsharded.
+
+    Each rank reads what it needs, and waits for no other.
 
     Raises:
-        ValueError: written by another version of the layout, or for another model.
+        ValueError: written by another version of the layout, or for another model, or damaged.
     """
-    _load_optimizer(optimizer, checkpoint / OPTIMIZER)
+    with_masters = model.dtype in HALF_DTYPES
+    _load_optimizer(optimizer, checkpoint / OPTIMIZER, with_masters=with_masters)
     if critic is not None:
-        _load_optimizer(critic.optimizer, checkpoint / CRITIC_OPTIMIZER)
+        _load_optimizer(critic.optimizer, checkpoint / CRITIC_OPTIMIZER, with_masters=with_masters)
     return read_state(checkpoint)
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, file: Path) -> None:
-    optimizer.state.clear()  # or the old moments and the new would be on the device together
+def _load_optimizer(optimizer: torch.optim.Optimizer, folder: Path, *, with_masters: bool) -> None:
+    """Read the state of an optimizer into its own memory."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    tensors = state_tensors(optimizer, with_masters=with_masters)
+    reader = HuggingFaceStorageReader(str(folder))
     try:
-        load_whole_state(optimizer, torch.load(file, map_location="cpu", weights_only=True))
-    except (ValueError, RuntimeError, OSError, EOFError, UnpicklingError) as error:  # the last four: a damaged file
+        found = reader.read_metadata().state_dict_metadata
+        for name in sorted(tensors.keys() | found.keys()):
+            _check_saved(name, tensors.get(name), found.get(name))
+        with _errors_as_they_were():
+            load(dict(tensors), storage_reader=reader, no_dist=True)
+    except (ValueError, LookupError, OSError, SafetensorError) as error:  # the last three: damaged files
         raise ValueError(
-            f"{file}: {error}; begin a new run from its weights with name=OTHER model.path={file.parent}"
+            f"{folder}: {error}; begin a new run from its weights with name=OTHER model.path={folder.parent}"
         ) from error
+    if isinstance(optimizer, MasterWeightAdamW):
+        optimizer.round_masters()
+
+
+def _check_saved(name: str, tensor: Tensor | None, saved: Any) -> None:
+    """Refuse a tensor that only this model or only the checkpoint has, or of another shape, or of which parts lack."""
+    if saved is None:
+        raise ValueError(f"it has no {name}, as for another model or another model.dtype")
+    if tensor is None or tensor.shape != saved.size:
+        expected = "none" if tensor is None else list(tensor.shape)
+        raise ValueError(f"its {name} has shape {list(saved.size)}, this model's {expected}")
+    if sum(part.sizes.numel() for part in saved.chunks) != tensor.numel():
+        raise ValueError(f"parts of its {name} are missing")
 
 
 def delete_folder(folder: Path) -> None:

@@ -15,26 +15,24 @@ from torch import Tensor, nn
 from srtrl.model.attention import HALF_DTYPES
 from srtrl.recipe import UpdatePlan
 
-MASTERS = "masters"
-"""Key of the master weights in `state_dict`, in the order of the groups' parameters."""
-
 
 def build_optimizer(
     model: nn.Module, *, learning_rate: float, weight_decay: float, betas: tuple[float, float], eps: float
 ) -> torch.optim.AdamW:
     """AdamW over all parameters of `model`; weight decay only on matrices (not on norms, biases or embeddings).
 
-    A model kept in a half type gets float32 master weights (`MasterWeightAdamW`). The groups hold parameters in the
-    order of `model.parameters()`, so that a saved state fits the same architecture. All memory of the state is taken
-    here: a step that ran out of it half-way would leave some weights moved and others not.
+    A model kept in a half type gets float32 master weights (`MasterWeightAdamW`). The groups have the parameters' names
+    (`param_names`), by which `state_tensors` names what a checkpoint holds. All memory of the state is taken here: a
+    step that ran out of it half-way would leave some weights moved and others not.
     """
-    matrices: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    matrices: list[tuple[str, nn.Parameter]] = []
+    others: list[tuple[str, nn.Parameter]] = []
     for name, parameter in model.named_parameters():
-        (matrices if parameter.ndim >= 2 and "embed" not in name else others).append(parameter)
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        (matrices if parameter.ndim >= 2 and "embed" not in name else others).append((name, parameter))
+    groups = [
+        {"params": named, "weight_decay": decay}
+        for named, decay in ((matrices, weight_decay), (others, 0.0))
+        if named  # torch takes an empty group for one without names
     ]
     is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())
     kind = MasterWeightAdamW if is_half else torch.optim.AdamW
@@ -58,6 +56,21 @@ def _allocate_state(optimizer: torch.optim.AdamW) -> None:
                 "exp_avg": torch.zeros_like(parameter, requires_grad=False),
                 "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
             }
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, *, with_masters: bool) -> dict[str, Tensor]:
+    """What an optimizer of `build_optimizer` must know to resume, by name: its own memory, to be read and written.
+
+    `with_masters`: the model has a half type, so that what the groups hold is not in the model's own files. The names
+    and shapes do not depend on sharding.
+    """
+    tensors: dict[str, Tensor] = {}
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            tensors |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+            if with_masters:
+                tensors[f"{name}.master"] = parameter.detach()
+    return {name: tensor if tensor.ndim else tensor.view(1) for name, tensor in tensors.items()}
 
 
 def gradient_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -108,10 +121,12 @@ class MasterWeightAdamW(torch.optim.AdamW):
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
-        """Arguments of `torch.optim.AdamW`; the groups are of the model's own parameters."""
+        """Arguments of `torch.optim.AdamW`; the groups are of the model's own parameters, with their names."""
         self.master_of: dict[nn.Parameter, Tensor] = {}
         """The float32 master of each parameter of a half type."""
-        masters = [{**group, "params": [self._make_master(one) for one in group["params"]]} for group in groups]
+        masters = [
+            {**group, "params": [(name, self._make_master(one)) for name, one in group["params"]]} for group in groups
+        ]
         super().__init__(masters, **options)
 
     def hand_over_masters(self) -> None:
@@ -125,10 +140,12 @@ class MasterWeightAdamW(torch.optim.AdamW):
         assert closure is None, "the gradients are there already"
         for parameter, master in self.master_of.items():
             _hand_over(master, parameter)
-        assert any(one.grad is not None for one in self._all_masters()), "no gradients: another optimizer took them"
+        assert any(one.grad is not None for group in self.param_groups for one in group["params"]), (
+            "no gradients: another optimizer took them"
+        )
         super().step()
         self.zero_grad()
-        self._round_masters()
+        self.round_masters()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of masters and model."""
@@ -136,30 +153,10 @@ class MasterWeightAdamW(torch.optim.AdamW):
         for parameter in self.master_of:
             parameter.grad = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """AdamW's, and the masters under a key of their own."""
-        return {**super().state_dict(), MASTERS: [master.detach() for master in self._all_masters()]}
-
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put moments and masters back; the model's tensors become the masters, rounded.
-
-        Raises:
-            ValueError: There are no masters in it, or they are of other shapes.
-        """
-        masters, saved = self._all_masters(), state_dict.get(MASTERS)
-        if saved is None:
-            raise ValueError(
-                "this optimizer state holds no float32 master weights: it was written before srtrl kept them, or with "
-                "another model.dtype"
-            )
-        found, expected = [tuple(one.shape) for one in saved], [tuple(one.shape) for one in masters]
-        if found != expected:
-            raise ValueError(f"the master weights have shapes {found}; those of this model have {expected}")
-        super().load_state_dict(state_dict)
-        for master, value in zip(masters, saved, strict=True):
-            master.copy_(value)
-        self._round_masters()
+    def round_masters(self) -> None:
+        """Make the model's tensors the masters, rounded."""
+        torch._foreach_copy_(list(self.master_of), list(self.master_of.values()))
 
     def _make_master(self, parameter: nn.Parameter) -> Tensor:
         """The tensor that the optimizer moves in the parameter's stead."""
@@ -170,12 +167,6 @@ class MasterWeightAdamW(torch.optim.AdamW):
         handle = parameter.register_post_accumulate_grad_hook(partial(_hand_over, master))  # type: ignore[no-untyped-call]
         weakref.finalize(self, handle.remove).atexit = False
         return master
-
-    def _round_masters(self) -> None:
-        torch._foreach_copy_(list(self.master_of), list(self.master_of.values()))
-
-    def _all_masters(self) -> list[Tensor]:
-        return [master for group in self.param_groups for master in group["params"]]
 
 
 @torch.no_grad()

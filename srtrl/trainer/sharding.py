@@ -6,14 +6,13 @@ torch's `fully_shard` does this, layer by layer. The parts are float32: for a bf
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from srtrl.model.attention import HALF_DTYPES
 from srtrl.model.value_model import ValueModel
-from srtrl.trainer.optimizer import MASTERS
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -71,61 +70,6 @@ def reshard(model: Transformer | ValueModel) -> None:
     for module in (modules := _sharded_modules(model)):
         module.set_reshard_after_forward(module is not modules[0], recurse=False)
         module.reshard()
-
-
-def whole_state(optimizer: torch.optim.Optimizer, model: nn.Module, *, is_half: bool, keep: bool) -> dict[str, Any]:
-    """The state of an optimizer as one process has it; of a sharded model gathered, for all ranks call this.
-
-    `is_half`: the model's type is a half type, so that the sharded parameters are its master weights. Without `keep`
-    the numbers are gathered for the other ranks, and dropped here.
-    """
-    state = optimizer.state_dict()
-    if not is_sharded(model):
-        return state
-
-    def gathered(value: Any) -> Any:
-        if not hasattr(value, "full_tensor"):
-            return value
-        full = value.full_tensor()
-        return full.cpu() if keep else None
-
-    moments = {index: {key: gathered(one) for key, one in part.items()} for index, part in state["state"].items()}
-    masters = {MASTERS: [gathered(one.detach()) for one in _parameters(optimizer)]} if is_half else {}
-    return {**state, "state": moments, **masters}
-
-
-@torch.no_grad()
-def load_whole_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """What `whole_state` gave, put back; of a sharded model each rank takes its part, and all call this.
-
-    Raises:
-        ValueError: it is of another model.
-    """
-    parameters = _parameters(optimizer)
-    if not any(hasattr(parameter, "full_tensor") for parameter in parameters):
-        optimizer.load_state_dict(state)
-        return
-    from torch.distributed.tensor import distribute_tensor
-
-    def part_of(value: Any, parameter: Any) -> Any:
-        if not isinstance(value, Tensor) or value.shape != parameter.shape:
-            return value
-        mesh, placements = parameter.device_mesh, parameter.placements
-        return distribute_tensor(value.to(parameter.device), mesh, placements)
-
-    if len(state["state"]) != len(parameters):
-        raise ValueError(f"it has the moments of {len(state['state'])} tensors, this model has {len(parameters)}")
-    moments = {
-        index: {key: part_of(one, parameter) for key, one in state["state"][index].items()}
-        for index, parameter in enumerate(parameters)
-    }
-    optimizer.load_state_dict({**state, "state": moments})
-    for parameter, master in zip(parameters, state.get(MASTERS, ()), strict=False):
-        parameter.copy_(part_of(master, parameter))
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:

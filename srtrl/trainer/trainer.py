@@ -22,7 +22,6 @@ from srtrl.tasks.base import load_task
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.trainer.checkpoint import (
-    MANIFEST,
     TrainerState,
     check_prompts,
     checkpoint_to_resume,
@@ -187,7 +186,7 @@ class Trainer:
             kl_coefficient = recipe.algorithm.kl.coefficient
             state = TrainerState(step=0, policy_version=0, num_draws=0, kl_coefficient=kl_coefficient)
         else:
-            state = load_training_state(checkpoint, self.optimizer, self.critic)
+            state = load_training_state(checkpoint, self.policy, self.optimizer, self.critic)
             self.engine.drafter.load(checkpoint)
         self.engine.policy_version = state.policy_version
         self.step = state.step
@@ -371,7 +370,7 @@ class Trainer:
                 end_ids=self.end_ids,
                 drafter=self.engine.drafter,
                 keep=train.keep_checkpoints,
-                is_main=self.ranks.is_main,
+                ranks=self.ranks,
             )
         if self.ranks.is_main:
             oldest = step_of(list_checkpoints(self.run.checkpoints)[0])
@@ -448,8 +447,6 @@ def open_trainer(
         progress.say(describe_prompt(trainer.sampler.started(trainer.task.train_prompts[0]), trainer.tokenizer))
         for change in changes:
             progress.say(f"--change: {change}")
-        if checkpoint is not None and not (checkpoint / MANIFEST).is_file():
-            progress.say(f"{checkpoint} cannot be verified: an earlier version wrote it, without {MANIFEST}")
         if resume and checkpoint is None:
             progress.say(f"--resume: {trainer.run.path} has no checkpoint, starting from step 0")
         elif resume:

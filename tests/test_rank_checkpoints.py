@@ -1,0 +1,253 @@
+"""Checkpoints of several ranks: written by all, read by any number, sharded or not; an error of one leaves the old."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from rank_cases import run_ranks
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from srtrl.drafters.none import Drafter as NoDrafter
+from srtrl.model.transformer import Transformer
+from srtrl.model.value_model import ValueModel
+from srtrl.model.weights import load_model, load_tokenizer
+from srtrl.ranks import ONE_RANK, Ranks
+from srtrl.trainer import checkpoint
+from srtrl.trainer.checkpoint import TrainerState, find_damage, latest_checkpoint, load_training_state, save_checkpoint
+from srtrl.trainer.critic import Critic
+from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer, state_tensors
+from srtrl.trainer.sharding import shard, unshard
+
+ADAMW: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}
+WRITERS = [(1, "ddp"), (2, "ddp"), (2, "fsdp2"), (3, "fsdp2")]
+"""Number of ranks, and how they share the state."""
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def make_trained(policy: Path, dtype: torch.dtype, sharding: str) -> tuple[Transformer, torch.optim.Optimizer, Critic]:
+    """Policy, critic (whose head of one row leaves some ranks without a part) and their optimizers."""
+    model, critic = load_model(policy, dtype=dtype, device="cpu"), load_model(policy, dtype=dtype, device="cpu")
+    value_model = ValueModel(critic)
+    if sharding == "fsdp2":
+        shard(model)
+        shard(value_model)
+    optimizer = build_optimizer(model, **ADAMW)
+    value_optimizer = build_optimizer(value_model, **ADAMW)
+    unshard(model)
+    return model, optimizer, Critic(model=value_model, optimizer=value_optimizer)
+
+
+def state_of(optimizer: torch.optim.Optimizer, critic: Critic, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of the two optimizers by name."""
+    for owner, one in (("policy", optimizer), ("critic", critic.optimizer)):
+        for name, tensor in state_tensors(one, with_masters=dtype == torch.bfloat16).items():
+            yield f"{owner} {name}", tensor
+
+
+def numbers_of(name: str, shape: torch.Size) -> Tensor:
+    """What a tensor holds: a function of its name."""
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:6]))
+    return torch.randn(shape, generator=generator)
+
+
+def name_of(writer: tuple[int, str], dtype: torch.dtype) -> str:
+    return f"{writer[0]} {writer[1]} {dtype}"
+
+
+@torch.no_grad()
+def write(ranks: Ranks, policy: Path, folder: Path) -> None:
+    """A checkpoint of each kind of this number of ranks."""
+    for writer in (one for one in WRITERS if one[0] == ranks.count):
+        for dtype in DTYPES:
+            model, optimizer, critic = make_trained(policy, dtype, writer[1])
+            for name, tensor in state_of(optimizer, critic, dtype):
+                full = numbers_of(name, tensor.shape)
+                if isinstance(tensor, DTensor):
+                    full = distribute_tensor(full, tensor.device_mesh, tensor.placements)
+                tensor.copy_(full)
+            save(folder / name_of(writer, dtype), 1, policy, model, optimizer, critic, ranks)
+
+
+def save(
+    folder: Path,
+    step: int,
+    policy: Path,
+    model: Transformer,
+    optimizer: torch.optim.Optimizer,
+    critic: Critic | None,
+    ranks: Ranks,
+) -> Path:
+    """A checkpoint in `folder/checkpoints`, of a run without rows."""
+    if ranks.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.jsonl").touch()
+    return save_checkpoint(
+        folder / "checkpoints",
+        TrainerState(step=step, policy_version=step, num_draws=step, kl_coefficient=0.0),
+        model=model,
+        optimizer=optimizer,
+        tokenizer=load_tokenizer(str(policy)),
+        end_ids=[0],
+        drafter=NoDrafter(),
+        keep=1,
+        critic=critic,
+        ranks=ranks,
+    )
+
+
+def read(ranks: Ranks, policy: Path, folder: Path) -> int:
+    """Compare each checkpoint, loaded by this number of ranks; returns the number of tensors."""
+    count = 0
+    for sharding in ("ddp", "fsdp2") if ranks.count > 1 else ("ddp",):
+        for writer in WRITERS:
+            for dtype in DTYPES:
+                model, optimizer, critic = make_trained(policy, dtype, sharding)
+                path = latest_checkpoint(folder / name_of(writer, dtype) / "checkpoints")
+                assert path is not None
+                assert load_training_state(path, model, optimizer, critic).step == 1
+                for name, tensor in state_of(optimizer, critic, dtype):
+                    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                    assert torch.equal(found, numbers_of(name, tensor.shape)), (writer, sharding, dtype, name)
+                    count += 1
+                if isinstance(optimizer, MasterWeightAdamW):
+                    assert all(torch.equal(one, master.bfloat16()) for one, master in optimizer.master_of.items())
+    return count
+
+
+@pytest.fixture(scope="module")
+def written(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of all writers."""
+    folder = tmp_path_factory.mktemp("written")
+    write(ONE_RANK, policy, folder)
+    for count in (2, 3):
+        run_ranks(count, write, policy, folder)
+    return folder
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_any_number_of_ranks_reads_what_any_has_written(policy: Path, written: Path, count: int) -> None:
+    """All numbers have the same bits."""
+    counts = [read(ONE_RANK, policy, written)] if count == 1 else run_ranks(count, read, policy, written)
+    assert min(counts) > 400
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_each_rank_writes_its_share_of_an_optimizer_once(written: Path, writer: tuple[int, str]) -> None:
+    for dtype in DTYPES:
+        path = latest_checkpoint(written / name_of(writer, dtype) / "checkpoints")
+        assert path is not None
+        assert find_damage(path) is None
+        whole = [tensor.numel() for tensor in load_optimizer(written, (1, "ddp"), dtype)]
+        sizes = [sum(one.numel() for one in safetensors.torch.load_file(file).values()) for file in files_of(path)]
+        assert len(sizes) == writer[0]
+        assert sum(sizes) == sum(whole)
+        assert max(sizes) < 1.1 * sum(sizes) / len(sizes)
+        damaged = files_of(path)[-1]
+        data = damaged.read_bytes()
+        damaged.write_bytes(data[:-1])
+        assert find_damage(path, policy_only=True) is None
+        assert find_damage(path) == f"{damaged} is missing or not as it was written"
+        damaged.write_bytes(data)
+
+
+def files_of(path: Path) -> list[Path]:
+    return sorted((path / "optimizer").iterdir())
+
+
+def load_optimizer(written: Path, writer: tuple[int, str], dtype: torch.dtype) -> list[Tensor]:
+    path = latest_checkpoint(written / name_of(writer, dtype) / "checkpoints")
+    assert path is not None
+    return [tensor for file in files_of(path) for tensor in safetensors.torch.load_file(file).values()]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_lost_part_is_no_number(policy: Path, written: Path, tmp_path: Path, index: int) -> None:
+    """Also where there is no manifest to compare with."""
+    path = latest_checkpoint(written / name_of((3, "fsdp2"), torch.float32) / "checkpoints")
+    assert path is not None
+    model, optimizer, critic = make_trained(policy, torch.float32, "ddp")
+    files = files_of(path)
+    kept = files[index].rename(tmp_path / "kept")
+    try:
+        with pytest.raises(ValueError, match=r"/optimizer: (parts of its|its) .*name=OTHER model\.path="):
+            load_training_state(path, model, optimizer, critic)
+    finally:
+        kept.rename(files[index])
+
+
+def test_large_states_are_written_in_several_files(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host need not hold all of it."""
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 50_000)
+    write(ONE_RANK, policy, tmp_path)
+    path = latest_checkpoint(tmp_path / name_of((1, "ddp"), torch.bfloat16) / "checkpoints")
+    assert path is not None
+    model, optimizer, critic = make_trained(policy, torch.bfloat16, "ddp")
+    sizes = [file.stat().st_size for file in files_of(path)]
+    assert len(sizes) > 3
+    assert max(sizes) < 50_000 + 4 * max(one.numel() for one in model.parameters()) + 10_000
+    load_training_state(path, model, optimizer, critic)
+    assert all(
+        torch.equal(one, numbers_of(name, one.shape)) for name, one in state_of(optimizer, critic, torch.bfloat16)
+    )
+
+
+# --- Errors -----------------------------------------------------------------------------------------------------------
+
+
+def no_space(*_: Any, **__: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def fail(ranks: Ranks, policy: Path, folder: Path, sharding: str) -> list[str]:
+    """The errors of checkpoints where one rank fails at a time."""
+    model, optimizer, critic = make_trained(policy, torch.bfloat16, sharding)
+    before = contents(save(folder, 1, policy, model, optimizer, critic, ranks))
+    ranks.gather(0, "the first checkpoint")
+    found = []
+    for owner, name, index in (
+        (safetensors.torch, "save", 1),  # the optimizer's
+        (checkpoint, "save_value_model", 0),
+        (checkpoint, "_entry", 1),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            if ranks.index == index:
+                patch.setattr(owner, name, no_space)
+            with pytest.raises(OSError, match="No space left on device") as caught:
+                save(folder, 2, policy, model, optimizer, critic, ranks)
+        assert caught.value.errno == 28
+        found.append(str(caught.value))
+    with pytest.raises(ValueError, match="disk of output_dir") as refused:
+        save(folder if ranks.is_main else folder / "elsewhere", 2, policy, model, optimizer, critic, ranks)
+    found.append(str(refused.value))
+    assert latest_checkpoint(folder / "checkpoints") == folder / "checkpoints" / "step_000001"
+    assert contents(folder / "checkpoints" / "step_000001") == before
+    ranks.gather(0, "the comparison")
+    save(folder, 2, policy, model, optimizer, critic, ranks)
+    assert find_damage(folder / "checkpoints" / "step_000002") is None
+    return found
+
+
+def contents(path: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in path.rglob("*.*")}
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_an_error_of_one_rank_is_raised_on_all_and_leaves_the_last_checkpoint(
+    policy: Path, tmp_path: Path, sharding: str
+) -> None:
+    found, same = run_ranks(2, fail, policy, tmp_path, sharding)
+    assert found == same
+    folder = f"{tmp_path}/checkpoints/.step_000002.writing"
+    assert found[0] == f"[Errno 28] No space left on device: '{folder}/optimizer'"
+    assert found[1] == "[Errno 28] No space left on device"
+    assert found[2] == "[Errno 28] rank 1 of 2: No space left on device"
+    assert found[3].startswith(
+        f"rank 1 of 2: {tmp_path}/elsewhere/checkpoints/.step_000002.writing of rank 0 is not here"
+    )
