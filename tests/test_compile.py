@@ -17,6 +17,7 @@ from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences,
 from srtrl.checks import check_recipe
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import CompiledLayers
+from srtrl.ranks import ONE_RANK
 from srtrl.trainer import build
 
 
@@ -109,8 +110,8 @@ def test_the_options_reach_policy_reference_and_critic(is_set: bool, policy: Pat
         critic={},
     )
     model = build.build_policy(recipe, recipe.model.path, torch.device("cpu"))
-    reference = build.build_reference(recipe, torch.device("cpu"))
-    critic = build.build_critic(recipe, None, model, build.build_tokenizer(recipe))
+    reference = build.build_reference(recipe, torch.device("cpu"), ONE_RANK)
+    critic = build.build_critic(recipe, None, model, build.build_tokenizer(recipe), ONE_RANK)
     assert critic is not None
     assert reference is not None
     models = (model, reference, critic.model.body)

@@ -3,14 +3,17 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pyarrow.parquet as pq
 import pytest
+import safetensors.torch
 import torch
 from rank_cases import CONTEXT, free_port, run_ranks
+from test_resume import die_at_call
 from tiny_run import learned_rows, make_recipe
 
 from srtrl.ranks import Ranks
@@ -45,32 +48,34 @@ def weight(sample: RewardInput) -> float:
     return sum(map(ord, sample.text)) % 7 / 7
 
 
-def body(recipe: Recipe, variables: dict[str, str], resume: bool, dies_in_step: int | None) -> None:
+def die_in_step() -> None:
+    die_at_call(Trainer, "assign_credit", 3)
+
+
+def die_in_checkpoint() -> None:
+    """The second one, when the other rank writes as well."""
+    die_at_call(safetensors.torch, "save", 2)
+
+
+def body(recipe: Recipe, variables: dict[str, str], resume: bool, prepare: Callable[[], None] | None) -> None:
     """A rank, as the launcher starts it."""
     torch.set_num_threads(1)
     os.environ |= variables
-    if dies_in_step is not None:
-        original = Trainer.assign_credit
-
-        def die(self: Trainer, step: int, *arguments: Any) -> Any:
-            if step == dies_in_step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(self, step, *arguments)
-
-        Trainer.assign_credit = die  # type: ignore[method-assign, assignment]
+    if prepare is not None:
+        prepare()
     run_training(recipe, resume=resume, progress=RunProgress("run", recipe.train.num_steps, plain_every=1000))
 
 
 def train(
-    recipe: Recipe, count: int, *, resume: bool = False, kills: tuple[int, int] | None = None
+    recipe: Recipe, count: int, *, resume: bool = False, kills: tuple[int, Callable[[], None]] | None = None
 ) -> list[BaseProcess]:
-    """Train on `count` ranks until all have ended; `kills`: (rank, step) in which a rank is killed."""
+    """Train on `count` ranks until all have ended; `kills`: a rank that is killed, and what prepares that."""
     common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes: list[BaseProcess] = []
     for index in range(count):
         variables = common | {"RANK": str(index), "LOCAL_RANK": str(index)}
-        dies_in_step = kills[1] if kills and kills[0] == index else None
-        processes.append(CONTEXT.Process(target=body, args=(recipe, variables, resume, dies_in_step)))
+        prepare = kills[1] if kills and kills[0] == index else None
+        processes.append(CONTEXT.Process(target=body, args=(recipe, variables, resume, prepare)))
         processes[-1].start()
     for process in processes:
         process.join(120)
@@ -112,18 +117,22 @@ def test_ranks_learn_what_one_process_learns(policy: Path, tmp_path: Path, case:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_rank_ends_all_and_the_run_resumes_with_any_number(policy: Path, tmp_path: Path, killed: int) -> None:
+@pytest.mark.parametrize(("killed", "kill"), [(0, die_in_step), (1, die_in_step), (1, die_in_checkpoint)])
+def test_a_killed_rank_ends_all_and_the_run_resumes_with_any_number(
+    policy: Path, tmp_path: Path, killed: int, kill: Callable[[], None]
+) -> None:
     changes = {**SHORT, "train__num_steps": 4}
     expected = make_recipe(policy, tmp_path / "one", **changes)
     run_training(expected, progress=RunProgress("run", 4, plain_every=1000))
     sharding = "ddp" if killed == 0 else "fsdp2"  # a checkpoint does not depend on it
     recipe = make_recipe(policy, tmp_path / "several", **changes, train__sharding=sharding)
     start = time.monotonic()
-    exit_codes = [process.exitcode for process in train(recipe, 2, kills=(killed, 3))]
+    exit_codes = [process.exitcode for process in train(recipe, 2, kills=(killed, kill))]
     assert exit_codes[killed] == -signal.SIGKILL
     assert exit_codes[1 - killed] not in (0, None)
     assert time.monotonic() - start < 60
+    checkpoints = sorted(path.name for path in (tmp_path / "several" / "run" / "checkpoints").iterdir())
+    assert checkpoints == [*([".step_000004.writing"] if kill is die_in_checkpoint else []), "step_000002"]
     count = 3 if killed == 0 else 1
     recipe = make_recipe(policy, tmp_path / "several", **changes, train__sharding="fsdp2" if killed == 0 else "ddp")
     assert [process.exitcode for process in train(recipe, count, resume=True)] == [0] * count

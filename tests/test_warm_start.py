@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import tiny_run
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from rank_cases import run_ranks
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from srtrl.model.weights import load_model, load_tokenizer
+from srtrl.ranks import Ranks
 from srtrl.recipe import Recipe
 from srtrl.rollout.packing import pack
 from srtrl.tasks.base import load_task
@@ -172,6 +176,37 @@ def test_a_bfloat16_model_is_saved_as_its_float32_masters(tmp_path: Path) -> Non
 
 def with_model(recipe: Recipe, **changes: Any) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=changes)})
+
+
+# --- Several ranks ----------------------------------------------------------------------------------------------------
+
+
+def warm_start_rank(ranks: Ranks, recipe: Recipe) -> list[float]:
+    """Runs on each rank, whose connection the warm start finds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warm_start, "open_ranks", lambda: nullcontext(ranks))
+        return run(recipe).losses
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sharded_ranks_write_the_weights_of_one_process(tmp_path: Path, dtype: str) -> None:
+    """To the last bits of float32, masters of a bfloat16 model included."""
+    expected = run(with_model(make_recipe(tmp_path / "one", num_steps=4), dtype=dtype))
+    recipe = with_model(make_recipe(tmp_path / "two", num_steps=4), dtype=dtype)
+    sharded = recipe.model_copy(update={"train": recipe.train.model_copy(update={"sharding": "fsdp2"})})
+    found, same = run_ranks(2, warm_start_rank, sharded)
+    assert found == same
+    assert found == pytest.approx(expected.losses, abs=1e-6)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name, weight in one.items():
+        assert weight.dtype == two[name].dtype == torch.float32
+        torch.testing.assert_close(two[name], weight, rtol=0, atol=1e-6, msg=name)
+    with pytest.raises(ValueError, match=r"train\.sharding: fsdp2 .* found one: start with torchrun"):
+        run(sharded, overwrite=True)
+
+
+# --- Errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_device_that_is_too_small_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from srtrl.model.attention import check_packed_attention
 from srtrl.model.transformer import CompiledLayers
 from srtrl.model.value_model import ValueModel, load_value_model
 from srtrl.model.weights import end_token_ids, has_tokenizer, load_model, load_tokenizer, read_config
+from srtrl.ranks import Ranks
 from srtrl.recipe import CriticSection, Recipe, TrainSection, WarmStartSection
 from srtrl.recipe_file import validate_section
 from srtrl.trainer.checkpoint import CRITIC_FOLDER
@@ -114,14 +114,14 @@ def set_update_options(model: Transformer, recipe: Recipe) -> None:
     model.compiled_layers = CompiledLayers() if recipe.model.compile else None
 
 
-def shard_model(model: Transformer | ValueModel, recipe: Recipe) -> None:
+def shard_model(model: Transformer | ValueModel, recipe: Recipe, ranks: Ranks) -> None:
     """Shard a model where `train.sharding` asks for it, before its optimizer is made; all ranks call this.
 
     Raises:
         ValueError: there is one process only.
     """
     if recipe.train.sharding == "fsdp2":
-        if os.environ.get("WORLD_SIZE", "1") == "1":
+        if ranks.count == 1:
             raise ValueError(
                 "train.sharding: fsdp2 shares the weights among several processes, found one: start with torchrun, "
                 "or leave train.sharding out"
@@ -149,18 +149,18 @@ def make_optimizer(
     )
 
 
-def build_reference(recipe: Recipe, device: torch.device) -> Transformer | None:
+def build_reference(recipe: Recipe, device: torch.device, ranks: Ranks) -> Transformer | None:
     """The frozen reference policy (a second set of weights in memory), or None where the KL coefficient is 0."""
     if recipe.algorithm.kl.coefficient == 0:
         return None
     # Its log-probs are compared with the policy's: the same rounding.
     reference = build_policy(recipe, recipe.model.path, device).requires_grad_(False)
-    shard_model(reference, recipe)
+    shard_model(reference, recipe, ranks)
     return reference
 
 
 def build_critic(
-    recipe: Recipe, checkpoint: Path | None, policy: Transformer, tokenizer: PreTrainedTokenizerBase
+    recipe: Recipe, checkpoint: Path | None, policy: Transformer, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
 ) -> Critic | None:
     """The critic with a fresh optimizer, or None where the recipe has none.
 
@@ -178,7 +178,7 @@ def build_critic(
     path = section.path or recipe.model.path if checkpoint is None else checkpoint / CRITIC_FOLDER
     model = load_value_model(path, dtype=DTYPES[recipe.model.dtype], device=policy.device)
     set_update_options(model.body, recipe)
-    shard_model(model, recipe)
+    shard_model(model, recipe, ranks)
     return Critic(model=model, optimizer=make_optimizer(model, section, recipe))
 
 

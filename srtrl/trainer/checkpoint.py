@@ -302,7 +302,7 @@ def _save_optimizer(
     sums = accumulate(tensor.nbytes for tensor in tensors.values())
     number_of = {name: 1 + total // FILE_BYTES for name, total in zip(tensors, sums, strict=True)}
     writer = HuggingFaceStorageWriter(str(folder), number_of, save_distributed=True)
-    with named_in_errors(folder), ranks.waiting(f"all to write {folder}"), _errors_as_they_were():
+    with named_in_errors(folder), _errors_as_they_were(), ranks.waiting(f"all to write {folder}"):
         save(tensors, storage_writer=writer)
     with ranks.together(f"all to read {folder}"):
         own = folder.glob(f"shard-{ranks.index + 1:05}-*")

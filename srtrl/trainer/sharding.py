@@ -16,6 +16,7 @@ from srtrl.model.value_model import ValueModel
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
     from srtrl.model.transformer import Transformer
 
@@ -70,6 +71,20 @@ def reshard(model: Transformer | ValueModel) -> None:
     for module in (modules := _sharded_modules(model)):
         module.set_reshard_after_forward(module is not modules[0], recurse=False)
         module.reshard()
+
+
+@torch.no_grad()
+def end_sharding(model: nn.Module, *, keep: bool) -> None:
+    """Make the parameters of a sharded model whole for good, as when training is over; all ranks call this.
+
+    They are on the CPU, in the type of the parts: of a bfloat16 model its master weights. Without `keep` a rank only
+    gives its parts to the others. Does nothing where the model is not sharded.
+    """
+    for module in model.modules() if is_sharded(model) else ():
+        for name, part in list(module.named_parameters(recurse=False)):
+            whole = cast("DTensor", part).full_tensor()
+            if keep:
+                setattr(module, name, nn.Parameter(whole.cpu()))
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:

@@ -173,10 +173,10 @@ class Trainer:
             set_cpu_threads(recipe.num_threads)  # again: with several ranks accelerate shares the cores among them
             device = self.accelerator.device
             self.policy = build.build_policy(recipe, str(checkpoint or recipe.model.path), device)
-            build.shard_model(self.policy, recipe)
+            build.shard_model(self.policy, recipe, ranks)
             self.optimizer = build.make_optimizer(self.policy, recipe.train, recipe)
-            self.reference = build.build_reference(recipe, device)
-            self.critic = build.build_critic(recipe, checkpoint, self.policy, self.tokenizer)
+            self.reference = build.build_reference(recipe, device, ranks)
+            self.critic = build.build_critic(recipe, checkpoint, self.policy, self.tokenizer, ranks)
         optimizers = [self.optimizer, *([self.critic.optimizer] if self.critic is not None else [])]
         gradients = max(map(gradient_bytes, optimizers))  # one after the other has gradients
         unshard(self.policy)

@@ -31,6 +31,7 @@ from srtrl.trainer.evaluate import EvalJob, EvalResult, held_out_prompts, run_ev
 from srtrl.trainer.optimizer import MasterWeightAdamW
 from srtrl.trainer.run_folder import MARK, RunProgress
 from srtrl.trainer.sampling import DataOrder
+from srtrl.trainer.sharding import end_sharding
 from srtrl.trainer.update import explain_out_of_memory, response_logprobs, run_optimizer_steps
 from srtrl.types import Prompt, SegmentKind, TrainSequence
 
@@ -87,13 +88,15 @@ def _run(
     output = Path(section.output)
     ranks.on_main(partial(_check_output, output, overwrite), "the checks of rank 0")
     set_cpu_threads(recipe.num_threads)
-    accelerator = build.build_accelerator(recipe, output)
-    tokenizer = _tokenizer(recipe, section)
-    conversations = build.build_conversations(recipe, tokenizer)
-    task = load_task(recipe, tokenizer, tools=conversations.tools if conversations else ())
-    if recipe.eval.before_and_after:
-        held_out_prompts(task, recipe)  # raises where there are none
-    model = _model(recipe, section, tokenizer, accelerator.device)
+    with ranks.together("the others to load the task and the model"):
+        accelerator = build.build_accelerator(recipe, output)
+        tokenizer = _tokenizer(recipe, section)
+        conversations = build.build_conversations(recipe, tokenizer)
+        task = load_task(recipe, tokenizer, tools=conversations.tools if conversations else ())
+        if recipe.eval.before_and_after:
+            held_out_prompts(task, recipe)  # raises where there are none
+        model = _model(recipe, section, tokenizer, accelerator.device)
+        build.shard_model(model, recipe, ranks)
     # No tool runs: only an environment that adds to the prompts is opened, and no sandbox is needed.
     opened = conversations if conversations is not None and conversations.starts_prompts else nullcontext()
     with progress, opened:
@@ -197,7 +200,7 @@ def _fine_tune(
     """All optimizer steps; returns the loss of each, and the number of draws left out (see `solution_batches`).
 
     Where the weights have float32 masters, those are the model's at the end, so that `save_dtype` float32 saves what
-    was learned to the last bit.
+    was learned to the last bit. A sharded model is whole then, on rank 0.
     """
     optimizer = build.make_optimizer(model, section, recipe)
     losses: list[float] = []
@@ -212,6 +215,7 @@ def _fine_tune(
         )
     if isinstance(optimizer, MasterWeightAdamW):
         optimizer.hand_over_masters()
+    end_sharding(model, keep=ranks.is_main)
     return losses, num_left_out
 
 
