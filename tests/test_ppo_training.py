@@ -215,7 +215,7 @@ def test_an_optimizer_state_of_another_model_is_refused_with_its_folder(uninterr
             load_training_state(tmp_path / "saved", model, optimizer)
 
     without = {name: one for name, one in tensors.items() if not name.endswith(".master")}
-    refuse(without, r"it has no embedding\.master, as for another model or another model\.dtype")
+    refuse(without, r"it has no embedding\.master: it is of another model, or of another model\.dtype")
     refuse(
         tensors | {"final_norm.master": torch.ones(1)}, r"its final_norm\.master has shape \[1\], this model's \[32\]"
     )

@@ -19,7 +19,7 @@ from tiny_run import learned_rows, make_recipe
 from srtrl.ranks import Ranks
 from srtrl.recipe import Recipe
 from srtrl.tasks.reward_input import RewardInput
-from srtrl.trainer import trainer
+from srtrl.trainer import build, trainer
 from srtrl.trainer.run_folder import RunProgress
 from srtrl.trainer.trainer import Trainer, run_training
 
@@ -161,22 +161,34 @@ def test_two_devices_with_nccl_learn_what_one_learns(policy: Path, tmp_path: Pat
         assert second[name] == pytest.approx(first[name], rel=0.3, abs=0.05), name
 
 
-def message_where_rank_1_cannot_load(ranks: Ranks, recipe: Recipe) -> str:
+LOADS = [(trainer, "load_task"), (build, "build_engine"), (trainer, "load_training_state")]
+
+
+def messages_where_rank_1_cannot_load(ranks: Ranks, recipe: Recipe) -> list[str]:
     """Runs on each rank."""
-    if ranks.index == 1:
-        vars(trainer)["load_task"] = no_task
     progress = RunProgress("run", recipe.train.num_steps, plain_every=1000)
-    with pytest.raises(ValueError, match=r".") as caught, trainer.open_trainer(recipe, progress=progress, ranks=ranks):
-        pass
-    return str(caught.value)
+    found = []
+    for module, name in LOADS:
+        with pytest.MonkeyPatch.context() as patch:
+            if ranks.index == 1:
+                patch.setattr(module, name, no_file)
+            with (
+                pytest.raises(ValueError, match=r".") as caught,
+                trainer.open_trainer(recipe, progress=progress, ranks=ranks, resume=True),
+            ):
+                pass
+        found.append(str(caught.value))
+    return found
 
 
-def no_task(*_: Any, **__: Any) -> NoReturn:
+def no_file(*_: Any, **__: Any) -> NoReturn:
     raise ValueError("no such file on this machine")
 
 
 def test_sharded_ranks_say_which_one_cannot_load(policy: Path, tmp_path: Path) -> None:
-    """The others must not wait for its part of the weights."""
-    recipe = make_recipe(policy, tmp_path, **SHORT, **SHARDED)
-    found = run_ranks(2, message_where_rank_1_cannot_load, recipe)
-    assert found == ["rank 1 of 2: no such file on this machine"] * 2
+    """The others must not wait for its part of the weights; nor does the state of the optimizer need it."""
+    once = {**SHORT, "train__num_steps": 1, "eval__before_and_after": False}
+    run_training(make_recipe(policy, tmp_path, **once), progress=RunProgress("run", 1, plain_every=1000))
+    recipe = make_recipe(policy, tmp_path, **{**once, **SHARDED, "train__num_steps": 2})
+    found = run_ranks(2, messages_where_rank_1_cannot_load, recipe)
+    assert found == [["rank 1 of 2: no such file on this machine"] * len(LOADS)] * 2

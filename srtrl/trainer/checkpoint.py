@@ -250,8 +250,8 @@ def save_checkpoint(
 
 def _write_manifest(folder: Path, log: Path, entries: Mapping[str, Entry]) -> None:
     """The manifest of the files in `folder`, some of whose entries are known already."""
-    names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
-    files = {name: entries.get(name) or _entry(folder / name) for name in names}
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    files = {name: entries.get(name) or _entry(folder / name) for name in sorted(names | entries.keys())}
     write_atomic(folder / MANIFEST, json.dumps({"log": _entry(log), "files": files}, indent=2) + "\n")
 
 
@@ -287,7 +287,7 @@ def written_beside(final: Path, ranks: Ranks = ONE_RANK) -> Iterator[Path]:
 def _save_optimizer(
     optimizer: torch.optim.Optimizer, folder: Path, ranks: Ranks, *, with_masters: bool
 ) -> dict[str, Entry]:
-    """Write the state of an optimizer; each rank its part, what all have divided among them.
+    """Write the state of an optimizer: each rank its parts, and a share of the tensors that all have.
 
     Returns:
         The manifest's entries of all files, on all ranks. Each rank has read those that it wrote.
@@ -301,7 +301,7 @@ def _save_optimizer(
     tensors = state_tensors(optimizer, with_masters=with_masters)
     sums = accumulate(tensor.nbytes for tensor in tensors.values())
     number_of = {name: 1 + total // FILE_BYTES for name, total in zip(tensors, sums, strict=True)}
-    writer = HuggingFaceStorageWriter(str(folder), number_of, save_distributed=True)
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=number_of, save_distributed=True)
     with named_in_errors(folder), _errors_as_they_were(), ranks.waiting(f"all to write {folder}"):
         save(tensors, storage_writer=writer)
     with ranks.together(f"all to read {folder}"):
@@ -312,7 +312,7 @@ def _save_optimizer(
 
 @contextmanager
 def _errors_as_they_were() -> Iterator[None]:
-    """Calls of torch.distributed.checkpoint: the error of the first rank that failed, and no warning of one process."""
+    """Around torch.distributed.checkpoint: raise the error of the first rank that failed; no warning of one process."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():
@@ -401,9 +401,9 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, folder: Path, *, with_mast
 
 
 def _check_saved(name: str, tensor: Tensor | None, saved: Any) -> None:
-    """Refuse a tensor that only this model or only the checkpoint has, or of another shape, or of which parts lack."""
+    """Refuse a tensor that only the model or only the checkpoint has, that differs in shape, or lacks a part."""
     if saved is None:
-        raise ValueError(f"it has no {name}, as for another model or another model.dtype")
+        raise ValueError(f"it has no {name}: it is of another model, or of another model.dtype")
     if tensor is None or tensor.shape != saved.size:
         expected = "none" if tensor is None else list(tensor.shape)
         raise ValueError(f"its {name} has shape {list(saved.size)}, this model's {expected}")

@@ -180,6 +180,7 @@ class Trainer:
         optimizers = [self.optimizer, *([self.critic.optimizer] if self.critic is not None else [])]
         gradients = max(map(gradient_bytes, optimizers))  # one after the other has gradients
         unshard(self.policy)
+        # From here on no rank needs another, so that an error of one reaches all (see `open_trainer`).
         # After all that takes memory for good: on CUDA the engine takes its share of what is left.
         self.engine = build.build_engine(recipe, self.policy, self.tokenizer, reserved_bytes=gradients)
         if checkpoint is None:
