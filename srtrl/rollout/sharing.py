@@ -159,10 +159,6 @@ class Claims:
         taken = [self._own.pop() for _ in range(min(count, len(self._own)))]
         if len(taken) < count and self._num_left[mine]:
             taken += self._take(mine, count - len(taken))
-        if len(taken) < count and any(self._num_left):
-            for rank, left in enumerate(self._num_left):
-                if left:
-                    self._take(rank, 0)
         while len(taken) < count and (most := max(self._num_left)):
             claimed = self._take(self._num_left.index(most), 1)
             self.num_claimed += len(claimed)
