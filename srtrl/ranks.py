@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
@@ -25,9 +26,9 @@ BUCKET_BYTES = 256 * 2**20
 """Tensors are summed in buffers of about this size."""
 
 
-AGREED = "all ranks raise this"
-OF_A_RANK = "raised while the ranks were connected"
-"""Notes of errors; before the ranks are connected, all have the same errors."""
+TOLD_HERE = "this rank is the first with this message"
+TOLD_BY_OTHER = "another rank was the first with this message"
+"""Notes of errors. Those that come before the ranks are connected have none: all ranks raise them."""
 
 
 class RankError(RuntimeError):
@@ -68,20 +69,24 @@ class Ranks:
         return [joined[number] for number in sorted(joined)]
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def together(self, what: str) -> Iterator[list[Any]]:
         """Work that each rank does alone: an error of one is raised on all of them, so that none waits for it.
+
+        Yields:
+            A list: what a rank appends to it, all have there afterwards, in the order of the ranks.
 
         Raises:
             ValueError, RuntimeError, torch.OutOfMemoryError, OSError: as the first rank that failed, which the message
                 names.
         """
+        shared: list[Any] = []
         if self.count == 1:
-            yield
+            yield shared
             return
         cause: Exception | None = None
         failure: Exception | None = None
         try:
-            yield
+            yield shared
         except (ValueError, RuntimeError, OSError) as error:
             import torch
 
@@ -92,18 +97,18 @@ class Ranks:
             else:  # not its own class: others must unpickle it
                 kinds = (torch.OutOfMemoryError, ValueError, RuntimeError, OSError)
                 failure = next(kind for kind in kinds if isinstance(error, kind))(f"{place}{error}")
-        for agreed in self.gather(failure, what):
+        found = self.gather((failure, shared), what)
+        for agreed, _ in found:
             if agreed is not None:
-                agreed.add_note(AGREED)
                 raise agreed from cause
+        shared[:] = chain.from_iterable(values for _, values in found)
 
     def on_main(self, function: Callable[[], T], what: str) -> T:
         """What `function` gives on rank 0, on all ranks; an error of it is raised on all of them."""
-        value: T | None = None
-        with self.together(what):
+        with self.together(what) as shared:
             if self.is_main:
-                value = function()
-        return cast(T, self.gather(value, what)[0])
+                shared.append(function())
+        return cast(T, shared[0])
 
     def sum(self, tensors: Sequence[Tensor], what: str) -> None:
         """Replace tensors, of the same shapes on all ranks, by their sums over the ranks."""
@@ -135,16 +140,17 @@ class Ranks:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Turn an error of a wait into one that says who waited for what.
+        """Turn an error of a wait into one that says who waited for what; this rank's own errors stay as they are.
 
         Raises:
             RankError: see there.
-            torch.OutOfMemoryError: this rank's own, as it is.
         """
         try:
             yield
-        except RuntimeError as error:  # DistBackendError and its like
-            if type(error).__name__ == "OutOfMemoryError":
+        except RuntimeError as error:
+            from torch.distributed import DistError
+
+            if not isinstance(error, DistError) and "gloo" not in str(error):  # gloo has no class of errors
                 raise
             raise RankError(
                 f"rank {self.index} of {self.count} waited for {what}: another rank has ended, or took more than "
@@ -188,7 +194,10 @@ def open_ranks() -> Iterator[Ranks]:
         ranks.store = c10d.PrefixStore("srtrl", c10d._get_default_store())
         yield ranks
     except BaseException as error:
-        error.add_note(OF_A_RANK)
+        num_told = 0
+        with suppress(RankError):  # the process that counts has ended
+            num_told = ranks.add(f"{type(error).__name__}: {error}")
+        error.add_note(TOLD_BY_OTHER if num_told else TOLD_HERE)
         raise
     finally:
         dist.destroy_process_group()
@@ -206,9 +215,9 @@ def is_main_process() -> bool:
 
 
 def is_told_here(error: BaseException) -> bool:
-    """Whether this process tells the user of an error: rank 0 does for all where all have the same."""
+    """Whether this process tells the user of an error: of those that have the same, the first does."""
     notes = getattr(error, "__notes__", ())
-    return is_main_process() or (OF_A_RANK in notes and AGREED not in notes)
+    return TOLD_HERE in notes or (is_main_process() and TOLD_BY_OTHER not in notes)
 
 
 def _number(variable: str, default: int) -> int:

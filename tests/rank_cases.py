@@ -11,6 +11,7 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from srtrl.ranks import Ranks, open_ranks
 
@@ -19,9 +20,10 @@ CONTEXT.set_forkserver_preload(["rank_cases", "srtrl.trainer.trainer", "accelera
 
 
 def run_ranks(count: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
-    """What `function(ranks, *arguments)` returns in each of `count` processes; an error of one is raised here."""
+    """What `function(ranks, *arguments)` returns in each of `count` processes; errors of them are raised here."""
     queue = CONTEXT.Queue()
-    port = free_port()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # here, as `torchrun` has it
+    port = store.port
     processes = [
         CONTEXT.Process(target=_body, args=(queue, index, count, port, function, arguments)) for index in range(count)
     ]
@@ -33,9 +35,8 @@ def run_ranks(count: int, function: Callable[..., Any], *arguments: Any, timeout
         for process in processes:
             process.join(5)
             process.kill()
-    for index in range(count):
-        if isinstance(found[index], str) and found[index].startswith("Traceback"):
-            raise AssertionError(f"rank {index}:\n{found[index]}")
+    if failed := [found[rank] for rank in range(count) if str(found[rank]).startswith("Traceback")]:
+        raise AssertionError("\n".join(failed))
     return [found[index] for index in range(count)]
 
 
@@ -47,6 +48,7 @@ def _body(queue: Any, index: int, count: int, port: int, function: Callable[...,
         "WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",  # accelerate would take more
     }
     try:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rank_cases import identity, run_ranks
 
-from srtrl.ranks import RankError, Ranks, open_ranks
+from srtrl.ranks import TOLD_BY_OTHER, TOLD_HERE, RankError, Ranks, is_told_here, open_ranks
 
 
 def exchange(ranks: Ranks) -> tuple[list[int], list[float], list[int]]:
@@ -44,6 +44,41 @@ def test_a_rank_that_has_ended_is_an_error_that_says_what_was_waited_for() -> No
     assert message.startswith(
         "rank 0 of 2 waited for what never comes: another rank has ended, or took more than 1800 s"
     )
+
+
+def fail(ranks: Ranks, message: str) -> None:
+    raise FloatingPointError(message.format(ranks.index))
+
+
+def test_an_error_that_several_ranks_have_is_told_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for message, num_told in (("the loss is nan", 1), ("rank {} has no disk", 3)):
+        with pytest.raises(AssertionError) as caught:
+            run_ranks(3, fail, message)
+        text = str(caught.value)
+        assert (text.count(TOLD_HERE), text.count(TOLD_BY_OTHER)) == (num_told, 3 - num_told)
+    monkeypatch.setenv("RANK", "0")
+    plain, told = ValueError("not connected yet"), ValueError("by another")
+    told.add_note(TOLD_BY_OTHER)
+    assert (is_told_here(plain), is_told_here(told)) == (True, False)
+    monkeypatch.setenv("RANK", "1")
+    own = ValueError("of this rank")
+    own.add_note(TOLD_HERE)
+    assert (is_told_here(plain), is_told_here(own)) == (False, True)
+
+
+def decide_on_main(ranks: Ranks) -> list[str]:
+    """What rank 0 gives, and its error; then what each adds."""
+    found = [ranks.on_main(lambda: f"from {ranks.index}", "a choice")]
+    with pytest.raises(ValueError, match="no choice") as caught:
+        ranks.on_main(lambda: int("no choice"), "a choice")
+    with ranks.together("work") as shared:
+        shared.append(str(ranks.index))
+    return [*found, str(caught.value), *shared]
+
+
+def test_what_rank_0_decides_is_known_to_all() -> None:
+    error = "invalid literal for int() with base 10: 'no choice'"
+    assert run_ranks(2, decide_on_main) == [["from 0", error, "0", "1"]] * 2
 
 
 def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
