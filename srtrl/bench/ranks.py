@@ -296,7 +296,7 @@ def read_lengths(
 
 def command(
     *,
-    ranks: Annotated[str, typer.Option(metavar="N[,N...]", help="Numbers of ranks, a row for each.")] = "1,8,64,512",
+    ranks: Annotated[str, typer.Option(metavar="N[,N...]", help="Numbers of ranks, a row for each.")] = "1,8,64,256",
     lengths: Annotated[str, typer.Option(metavar="FILE", help=f"Recorded rollouts, or {LOG_NORMAL}.")] = LOG_NORMAL,
     price_as: Annotated[
         str, typer.Option(metavar="CURVE", help="Time per step by its rows: ROWS:SECONDS,... or the name of a curve.")
