@@ -22,9 +22,6 @@ T = TypeVar("T")
 
 TIMEOUT_VARIABLE = "SRTRL_RANK_TIMEOUT"
 """Environment variable: seconds that a rank waits for the others, by default half an hour."""
-BUCKET_BYTES = 256 * 2**20
-"""Tensors are summed in buffers of about this size."""
-
 
 TOLD_HERE = "this rank is the first with this message"
 TOLD_BY_OTHER = "another rank was the first with this message"
@@ -114,15 +111,11 @@ class Ranks:
         """Replace tensors, of the same shapes on all ranks, by their sums over the ranks."""
         if self.count == 1:
             return
-        import torch
         import torch.distributed as dist
 
-        for bucket in _buckets(tensors):
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        for tensor in tensors:
             with self.waiting(what):
-                dist.all_reduce(flat)
-            for tensor, total in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
-                tensor.copy_(total.reshape(tensor.shape))
+                dist.all_reduce(tensor)
 
     def add(self, counter: str, amount: int = 1) -> int:
         """Add to a counter that all ranks share; returns its value before that. Takes no collective."""
@@ -225,16 +218,3 @@ def _number(variable: str, default: int) -> int:
     if not text.isdecimal() or (variable == "WORLD_SIZE" and int(text) < 1):
         raise ValueError(f"the environment variable {variable} must be a whole number, found {text!r}")
     return int(text)
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one type and device, in order, of about `BUCKET_BYTES` together."""
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        is_other = bucket and (bucket[0].dtype, bucket[0].device) != (tensor.dtype, tensor.device)
-        if bucket and (is_other or sum(one.nbytes for one in bucket) + tensor.nbytes > BUCKET_BYTES):
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket

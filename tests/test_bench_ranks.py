@@ -41,11 +41,9 @@ def one_rank(simulated: Simulation, num_pages: int | None) -> SimulatedRank:
     """Its step and run-aheads for the next one, decoded."""
     requests, expected = simulated.lengths.requests(range(3))
     ahead = run_ahead_order(simulated.lengths.requests(range(3, 5))[0])
-    rank = simulated.make_rank(None, expected, of_rank(ahead, Ranks()))
+    rank = simulated.make_rank(requests, None, expected, of_rank(ahead, Ranks()))
     if num_pages is not None:
         rank.scheduler.pool.resize(num_pages)
-    for request in requests:
-        rank.scheduler.add(request)
     decode([rank])
     return rank
 

@@ -200,18 +200,18 @@ class Simulation:
         lines = deal(requests, expected, num_ranks)
         counters: dict[str, int] = {}
         all_ranks = [Ranks(index=index, count=num_ranks, _local=counters) for index in range(num_ranks)]
-        slots = [self.num_slots] * num_ranks
         run_ahead = run_ahead_order(ahead)
+        others = [line[self.num_slots :] for line in lines]
         ranks, without = list[SimulatedRank](), list[SimulatedRank]()
         for one, line in zip(all_ranks, lines, strict=True):
-            claims = Claims(SharedCounters(one), lines, slots) if num_ranks > 1 else None
-            alone = Claims(SharedCounters(Ranks()), [line], slots[:1])
-            ranks.append(self.make_rank(claims, expected, of_rank(run_ahead, one)))
-            without.append(self.make_rank(alone, expected, of_rank(run_ahead, one)))
+            claims, alone = (
+                Claims(SharedCounters(one), others),
+                Claims(SharedCounters(Ranks()), [line[self.num_slots :]]),
+            )
+            ranks.append(self.make_rank(line[: self.num_slots], claims, expected, of_rank(run_ahead, one)))
+            without.append(self.make_rank(line[: self.num_slots], alone, expected, of_rank(run_ahead, one)))
         if num_ranks == 1:  # as `collect_rollouts`; nothing to claim
-            without = ranks
-            for request in requests:
-                ranks[0].scheduler.add(request, expected[request.draw_index])
+            ranks = without = [self.make_rank(requests, None, expected, iter(run_ahead))]
         end = decode(ranks)
         end_without = decode(without) if num_ranks > 1 else end
         for rank in ranks:  # those that are done run ahead
@@ -236,14 +236,20 @@ class Simulation:
         }
 
     def make_rank(
-        self, claims: Claims | None, expected: Mapping[int, float | None], ahead: Iterator[Request]
+        self,
+        requests: Sequence[Request],
+        claims: Claims | None,
+        expected: Mapping[int, float | None],
+        ahead: Iterator[Request],
     ) -> SimulatedRank:
-        """A rank with pages for whole sequences in all slots, as `make_engine`."""
+        """A rank with pages for whole sequences in all slots, as `make_engine`; it begins with these samples."""
         used, num_slots, longest = EngineOptions(), self.num_slots, self.lengths.max_sequence_tokens
         nodes = used.max_draft_nodes
         pool = PagePool(num_slots * -(-(longest + nodes) // used.page_size), used.page_size)
         batch = Batch(num_slots, longest, pool, nodes)
         scheduler = Scheduler(batch, prefill_chunk_tokens=used.prefill_chunk_tokens, max_draft_nodes=nodes)
+        for request in requests:
+            scheduler.add(request, expected[request.draw_index])
         slowdown = slowdown_of(used.run_ahead_max_slowdown)
         control = DraftControl(StepCost(points=self.curve), fixed=0, num_slots=num_slots, max_slowdown=slowdown)
         return SimulatedRank(scheduler, control, claims, expected, ahead, skips=self.skips)

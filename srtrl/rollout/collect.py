@@ -133,7 +133,8 @@ def _collect_on_ranks(
     expected = {one.draw_index: engine.drafter.expected_tokens(one) for one in first_samples} if ranks.is_main else {}
     found = ranks.gather((expected, engine.options.slots), "the beginning of a rollout")
     lines = deal(requests, found[0][0], ranks.count)  # not by what each rank expects: they must agree
-    claims = Claims(counters, lines, [num_slots for _, num_slots in found])
+    claims = Claims(counters, [line[num_slots:] for line, (_, num_slots) in zip(lines, found, strict=True)])
+    first = lines[ranks.index][: engine.options.slots]
 
     def advance() -> bool:
         """Fill free slots; where no sample is left for any rank, run ahead until the others are done.
@@ -153,7 +154,7 @@ def _collect_on_ranks(
 
     with collector.timer.stage("rollout"), counters.together():
         own = of_rank(run_ahead, ranks)
-        for completion in engine.generate([], run_ahead=own, before_step=advance, purpose=collector.purpose):
+        for completion in engine.generate(first, run_ahead=own, before_step=advance, purpose=collector.purpose):
             collector.receive(completion)
     collector.num_claimed = claims.num_claimed
     with collector.timer.stage("grading"):

@@ -1,11 +1,11 @@
 """How the ranks of a run share a rollout: who decodes which sample, who helps whom, who waits. No engine, no tensors.
 
 The samples of a step are dealt to ranks by expected length. What a rank has been dealt is its *line*, in the order in
-which it is to be admitted. The first samples of a line, as many as the rank has slots, are its own; how many of the
-others are taken says a counter that all ranks share. The rank takes from it as its slots become free, and a rank whose
-line is empty takes the next sample of the rank with most left. So no sample is decoded twice, no sample that another
-rank could begin waits for a slot, and no decode step needs a collective. What a sample says depends on its RNG key
-alone, so that none of this is seen in the rollouts.
+which it is to be admitted. The rank begins with the first samples of its line, as many as it has slots; how many of the
+others are taken says a counter that all ranks share. The rank takes from them as its slots become free, and a rank with
+none left takes the next sample of the rank with most left, as far as it knows. So no sample is decoded twice, no sample
+that another rank could begin waits for a slot, and no decode step needs a collective. What a sample says depends on its
+RNG key alone, so that none of this is seen in the rollouts.
 """
 
 import time
@@ -134,31 +134,23 @@ class SharedCounters:
 
 @dataclass(slots=True)
 class Claims:
-    """What is left of the lines of all ranks, as one of them sees it."""
+    """Samples that any rank may decode, as one of them sees what is left."""
 
     counters: SharedCounters
     lines: Sequence[Sequence[Request]]
-    """Of each rank; the same on all."""
-    num_slots: Sequence[int]
-    """Of each rank: as many samples at the head of its line nobody else may take."""
+    """Of each rank, without those with which it begins; the same on all."""
     num_claimed: int = 0
     """Samples of other ranks that this one has taken."""
     _num_left: list[int] = field(init=False)
-    """Of each rank, samples that are not taken, or fewer: what was known last."""
-    _own: list[Request] = field(init=False)
-    """Head of the own line, the next one last."""
+    """Of each rank, samples that are not taken, or more: what was known last."""
 
     def __post_init__(self) -> None:
-        self._num_left = [max(0, len(line) - own) for line, own in zip(self.lines, self.num_slots, strict=True)]
-        mine = self.counters.ranks.index
-        self._own = list(self.lines[mine][: self.num_slots[mine]])[::-1]
+        self._num_left = [len(line) for line in self.lines]
 
     def take(self, count: int) -> list[Request]:
         """The next samples for this rank, at most `count`: fewer only where none is left anywhere."""
         mine = self.counters.ranks.index
-        taken = [self._own.pop() for _ in range(min(count, len(self._own)))]
-        if len(taken) < count and self._num_left[mine]:
-            taken += self._take(mine, count - len(taken))
+        taken = self._take(mine, count) if count and self._num_left[mine] else []
         while len(taken) < count and (most := max(self._num_left)):
             claimed = self._take(self._num_left.index(most), 1)
             self.num_claimed += len(claimed)
@@ -166,8 +158,8 @@ class Claims:
         return taken
 
     def _take(self, rank: int, count: int) -> list[Request]:
-        """The next `count` samples of a rank's line, or what is left; 0: learn how many are."""
-        line = self.lines[rank][self.num_slots[rank] :]
+        """The next `count` samples of a rank's line, or what is left."""
+        line = self.lines[rank]
         start = self.counters.add(f"taken of rank {rank}", count)
         self._num_left[rank] = max(0, len(line) - start - count)
         return list(line[start : start + count])
