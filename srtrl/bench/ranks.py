@@ -203,13 +203,10 @@ class Simulation:
         run_ahead = run_ahead_order(ahead)
         others = [line[self.num_slots :] for line in lines]
         ranks, without = list[SimulatedRank](), list[SimulatedRank]()
-        for one, line in zip(all_ranks, lines, strict=True):
-            claims, alone = (
-                Claims(SharedCounters(one), others),
-                Claims(SharedCounters(Ranks()), [line[self.num_slots :]]),
-            )
-            ranks.append(self.make_rank(line[: self.num_slots], claims, expected, of_rank(run_ahead, one)))
-            without.append(self.make_rank(line[: self.num_slots], alone, expected, of_rank(run_ahead, one)))
+        for one, line, rest in zip(all_ranks, lines, others, strict=True):
+            first, alone = line[: self.num_slots], Claims(SharedCounters(Ranks()), [rest])
+            ranks.append(self.make_rank(first, Claims(SharedCounters(one), others), expected, of_rank(run_ahead, one)))
+            without.append(self.make_rank(first, alone, expected, of_rank(run_ahead, one)))
         if num_ranks == 1:  # as `collect_rollouts`; nothing to claim
             ranks = without = [self.make_rank(requests, None, expected, iter(run_ahead))]
         end = decode(ranks)
