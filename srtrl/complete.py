@@ -20,7 +20,7 @@ from srtrl.recipe_file import SURROGATE
 from srtrl.report.rollouts import printable
 from srtrl.tasks.rendering import apply_chat_template
 from srtrl.tasks.rows import Row, RowError, RowSource, parse_row, read_rows
-from srtrl.types import Prompt, Request
+from srtrl.types import Prompt, Request, SamplingParams
 
 OF_TURNS = ("segments", "num_turns", "stop_reason")
 """Fields of a row that only samples of several turns have."""
@@ -98,25 +98,18 @@ def command(
         name=environment, format=environment_format, options=environment_option or ()
     )
     rows = _given_rows(prompts, prompt or (), prompt_ids or ())
+    sampling = SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop_strings=tuple(stop or ())
+    )
     completer = Completer(
-        model,
-        num_samples=samples,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop=stop or (),
-        seed=seed,
-        environment=flags,
-        import_from_here=import_from_here,
+        model, sampling, num_samples=samples, seed=seed, environment=flags, import_from_here=import_from_here
     )
     with completer:
         readable = list(_read_prompts(rows, completer, chat=chat))
         if not readable:
             raise typer.Exit(2)
-        token_ids = {one.token_ids for _, one in readable}
         engine = completer.open_engine(
-            token_ids,
+            {one.token_ids for _, one in readable},
             slots=slots,
             dtype=dtype,
             device=device,
@@ -195,17 +188,11 @@ def generate(
         raise ValueError(f"max_new_tokens: expected at least 1, found {max_new_tokens}")
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype: expected float32 or bfloat16, found {dtype!r}")
-    completer = Completer(
-        model,
-        num_samples=num_samples,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop=stop,
-        seed=seed,
-        environment=environment_options.EnvironmentFlags(name=environment),
+    sampling = SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop_strings=tuple(stop)
     )
+    flags = environment_options.EnvironmentFlags(name=environment)
+    completer = Completer(model, sampling, num_samples=num_samples, seed=seed, environment=flags)
     with completer:
         draws: list[tuple[int, Prompt]] = []
         for draw, given in enumerate(prompts):

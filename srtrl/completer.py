@@ -78,18 +78,17 @@ class Completer:
     def __init__(
         self,
         model_or_run: str,
+        sampling: SamplingParams,
         *,
         num_samples: int,
-        max_new_tokens: int,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        stop: Sequence[str],
         seed: int,
         environment: EnvironmentFlags,
         import_from_here: bool = False,
     ) -> None:
-        """The arguments are those of `generate`; of the folder of a run the model is its last checkpoint."""
+        """The arguments are those of `generate`, `sampling` without the model's end tokens and the environment's stops.
+
+        Of the folder of a run the model is its last checkpoint.
+        """
         from srtrl.environments.conversations import Conversations
         from srtrl.model.weights import end_token_ids, load_tokenizer
         from srtrl.trainer.evaluate import resolve_eval_source
@@ -99,14 +98,9 @@ class Completer:
         section = _read_environment(recipe, environment, import_from_here=import_from_here)
         self.tokenizer = load_tokenizer(self.model)
         self.conversations = None if section is None else Conversations(section, self.tokenizer)
-        self.sampling = SamplingParams(
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            end_token_ids=end_token_ids(self.model, self.tokenizer),
-            stop_strings=(*stop, *(self.conversations.format.stop_strings if self.conversations else ())),
-        )
+        stops = self.conversations.format.stop_strings if self.conversations else ()
+        end_tokens = end_token_ids(self.model, self.tokenizer)
+        self.sampling = replace(sampling, end_token_ids=end_tokens, stop_strings=(*sampling.stop_strings, *stops))
         self._num_samples = num_samples
         self._seed = seed
 

@@ -1,6 +1,8 @@
 """The scheduler without a model: a fake runner computes what was scheduled, and knows what each page holds."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import chain, repeat
 
 import numpy as np
 from engine_cases import make_request
@@ -25,10 +27,11 @@ def request(
     *,
     rng_key: int | None = None,
     is_run_ahead: bool = False,
+    has_turns: bool = False,
 ) -> Request:
     """A sample of a prompt of its draw's own, which ends at its length limit; run-aheads have keys of their own."""
     own_key = 10**6 * is_run_ahead + 1000 * draw + sample
-    return make_request(
+    found = make_request(
         draw,
         sample,
         range(100 * draw, 100 * draw + prompt_length),
@@ -36,6 +39,7 @@ def request(
         is_run_ahead=is_run_ahead,
         max_new_tokens=max_new_tokens,
     )
+    return replace(found, has_turns=has_turns)
 
 
 def name_of(sample: Sample) -> Name:
@@ -61,7 +65,8 @@ class FakeRunner:
     """Keeps for each position of each page what a KV cache would: which prefix it was computed from.
 
     A sample's next tokens depend on its RNG key and its prefix alone, as a policy's do, and so does the number of its
-    accepted drafts, up to the room that it got. Without drafts each sample gets one token per step.
+    accepted drafts, up to the room that it got. Without drafts each sample gets one token per step. With turns, the
+    same holds for where a turn ends, for how many steps an environment takes, and for what it answers.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -71,6 +76,10 @@ class FakeRunner:
         """[pages, page_size], hashes of prefixes."""
         self.live: dict[int, Name] = {}
         """Slot -> sample: as a drafter hears of them."""
+        self.finished: list[Name] = []
+        self.num_steps = 0
+        self.calls: list[tuple[int, Sample]] = []
+        """Paused samples, and the number of steps after which their environment answers."""
 
     def step(self, max_run_ahead: int = 0) -> ScheduledStep:
         """Schedule a step, check it, and compute it."""
@@ -103,6 +112,7 @@ class FakeRunner:
 
     def run(self, step: ScheduledStep) -> dict[Name, tuple[int, int, bool]]:
         """Compute the step; returns room for drafts, new tokens, and whether it finished, of each decoding sample."""
+        self.num_steps += 1
         copies = np.array(step.page_copies, np.int64).reshape(-1, 2)
         assert len(set(copies[:, 1].tolist())) == len(copies)
         self.kv[copies[:, 1]] = self.kv[copies[:, 0]]
@@ -138,11 +148,30 @@ class FakeRunner:
         self._write(pages, tokens, first - 1, first + num_new - 1)
         self.kv[self._places(pages, first + num_new - 1, first + room)] = 0  # rejected drafts
         finished = bool(batch.num_tokens[slot] == batch.max_tokens[slot])
-        if finished:
-            self.scheduler.finish(sample)
+        if sample.request.has_turns and (finished or self._hash(slot, 4) % 3 == 0):
+            self.calls.append((self.num_steps + self._hash(slot, 5) % 40, sample))
+            self.scheduler.pause(sample)
             del self.live[slot]
-            self.scheduler.check_integrity()
+        elif finished:
+            self.scheduler.finish(sample)
+            self.finished.append(name_of(sample))
+            del self.live[slot]
+        self.scheduler.check_integrity()
         return name_of(sample), (room, num_new, finished)
+
+    def answer(self) -> None:
+        """Let the paused samples continue, or end, whose environments have answered by now."""
+        due = [sample for when, sample in self.calls if when <= self.num_steps]
+        self.calls = [call for call in self.calls if call[0] > self.num_steps]
+        for sample in due:
+            key = sample.request.rng_key
+            room = sample.request.sampling.max_new_tokens - len(sample.token_ids) - 1
+            if room < 1:
+                self.scheduler.end(key)
+                self.finished.append(name_of(sample))
+            else:
+                self.scheduler.extend(key, np.full(1 + hash((key, room)) % min(room, 7), 50, np.int32))
+            self.scheduler.check_integrity()
 
     def _hash(self, slot: int, what: int) -> int:
         return hash((int(self.batch.rng_keys[slot]), int(self.batch.num_tokens[slot]), what)) // 7
@@ -173,7 +202,6 @@ class Run:
         self.arrived: set[int] = set()
         """RNG keys of primaries: their run-aheads have ended, running or waiting."""
         self.num_steps = 0
-        self.finished: list[Name] = []
 
     def step(self, max_run_ahead: int) -> tuple[object, ...]:
         """One decode step; returns what concerns primaries."""
@@ -184,6 +212,7 @@ class Run:
                 self.arrived.add(asked.rng_key)
                 scheduler.check_integrity()
         self.num_steps += 1
+        self.runner.answer()
         assert self.arrived.isdisjoint(one.request.rng_key for one in scheduler.run_aheads.running)
         waits = scheduler.num_waiting > 0
         # The runner hears of those that were ended by their samples with the next step's, as a drafter does.
@@ -196,7 +225,6 @@ class Run:
             if h not in scheduler.run_aheads.running
         ]
         results = self.runner.run(step)
-        self.finished += [name for name, (_, _, has_finished) in results.items() if has_finished]
         assert all(room == 0 for name, (room, _, _) in results.items() if name[2])
         return (
             [(name_of(sample), sample.admission) for sample in scheduler.running],
@@ -212,12 +240,13 @@ def compare_with_alone(
 ) -> None:
     """Decode with and without run-aheads: every step of the primaries must be the same; `limit`: the next step's."""
     alone, crowded = Run(arriving, [], options), Run(arriving, run_aheads, options)
-    while alone.scheduler.has_work or alone.num_steps <= max(step for step, _ in arriving):
+    last = max(step for step, _ in arriving)
+    while alone.scheduler.has_work or alone.scheduler.paused or alone.num_steps <= last:
         assert crowded.scheduler.has_work == alone.scheduler.has_work
         assert crowded.step(limit()) == alone.step(0)
         assert alone.num_steps < 2000
     assert not crowded.scheduler.has_work
-    assert sorted(alone.finished) == sorted((one.draw_index, one.sample_index, False) for _, one in arriving)
+    assert sorted(alone.runner.finished) == sorted((one.draw_index, one.sample_index, False) for _, one in arriving)
     assert sorted(crowded.scheduler.clear()) == sorted(crowded.runner.live)
     assert crowded.scheduler.pool.num_used == alone.scheduler.pool.num_used == 0
 
@@ -230,8 +259,9 @@ def test_all_primaries_finish_exactly_as_without_run_aheads(data: st.DataObject)
     shapes = data.draw(st.lists(shape, min_size=1, max_size=5), "primaries")
     ahead = data.draw(st.lists(st.tuples(st.integers(0, 6), shape), max_size=8), "run-aheads")
     page_size = data.draw(st.integers(1, 8), "page size")
+    has_turns = data.draw(st.booleans(), "has turns")
     primaries = [
-        request(draw, sample, prompt, new)
+        request(draw, sample, prompt, new, has_turns=has_turns)
         for draw, (prompt, new) in enumerate(shapes)
         for sample in range(data.draw(st.integers(1, 4), "samples"))
     ]
@@ -263,6 +293,23 @@ def test_pages_of_rejected_drafts_stay_as_long_beside_run_aheads() -> None:
     arriving = [(0 if number else 5, asked) for number, asked in enumerate(primaries)]
     options = {"num_pages": 24, "page_size": 2, "num_slots": 6, "chunk": 2, "nodes": 5}
     compare_with_alone(arriving, [request(0, 0, 3, 1, is_run_ahead=True)], options, lambda: 0)
+
+
+def test_kept_pages_are_evicted_in_the_same_order_beside_run_aheads() -> None:
+    """Found by the property test: samples that pause in one step do so in the order of their slots."""
+    shapes = {0: (1, 11), 1: (2, 1), 2: (1, 1), 3: (1, 3), 4: (4, 17)}
+    first = [(0, 0), (0, 1), (1, 1), (3, 0), (4, 1)]
+    second = [(0, 2), (0, 3), (4, 2)]
+    third = [(1, 0), (1, 2), (2, 0), (2, 1), (4, 0)]
+    arriving = [
+        (step, request(draw, sample, *shapes[draw], has_turns=(draw, sample) in {(0, 2), (4, 1)}))
+        for step, group in ((0, first), (2, second), (3, third))
+        for draw, sample in group
+    ]
+    run_aheads = [request(0, number, 1, 1, is_run_ahead=True) for number in range(2)]
+    options = {"num_pages": 12, "page_size": 4, "num_slots": 6, "chunk": 4, "nodes": 4}
+    limits = chain([0, 1], repeat(0))
+    compare_with_alone(arriving, run_aheads, options, lambda: next(limits))
 
 
 def admitted(scheduler: Scheduler, runner: FakeRunner) -> list[tuple[int, int]]:
@@ -371,6 +418,33 @@ def test_where_pages_are_short_the_oldest_samples_get_room_for_drafts_whatever_t
     assert rooms[1] == 8
     assert rooms[0] < 8
     scheduler.check_integrity()
+
+
+def test_samples_between_two_turns_lose_their_pages_to_waiting_ones_where_few_run() -> None:
+    """That which was admitted last, and no more than are needed; what was evicted is computed again."""
+    scheduler, runner = make(10, 6, num_slots=5)
+    for draw in range(5):
+        scheduler.add(request(draw, 0, 1, 20))
+    for _ in range(7):  # then each has two pages
+        runner.step()
+    _, *others = scheduler.running
+    scheduler.add(request(5, 0, 4, 3))  # two more pages
+    for num_paused, sample in enumerate(others, start=1):
+        del runner.live[sample.slot]
+        scheduler.pause(sample)
+        runner.calls.append((runner.num_steps + 20, sample))
+        assert scheduler.pool.num_free == 0
+        started = names(runner.step().started)
+        kept = [len(one.page_ids) for one in others[:num_paused]]
+        if num_paused < 4:  # beside two that run
+            assert (started, kept) == ([], [2] * num_paused)
+        else:
+            assert (started, kept) == ([(5, 0)], [2, 2, 2, 0])
+    while scheduler.has_work or scheduler.paused:
+        runner.answer()
+        runner.step()
+    assert len(runner.finished) == 6
+    assert scheduler.pool.num_used == 0
 
 
 def running_ahead(scheduler: Scheduler) -> list[int]:

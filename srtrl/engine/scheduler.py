@@ -6,9 +6,10 @@ go first: a training step ends when its last sample does. Only the order of deco
 
 Pages run out in this order of remedies: pages left over from rejected drafts; run-aheads are dropped; prompts that no
 running sample waits for are evicted; then the KV of samples that have no slot (between two turns); then the sample that
-was admitted last is preempted. What was evicted or preempted is recomputed. The oldest sample always advances, so the
-engine cannot get stuck. Run-aheads get what is left after all this: a primary's schedule is the same, step for step,
-with and without them. Nothing here looks at a clock: the same requests give the same steps.
+was admitted last is preempted. What was evicted or preempted is recomputed. The oldest running sample always advances,
+and samples that lost their pages come before new ones, so the engine cannot get stuck. Run-aheads get what is left
+after all this: a primary's schedule is the same, step for step, with and without them. Nothing here looks at a clock:
+the same requests give the same steps.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,9 @@ from srtrl.engine.rows import Int32Array, Int64Array, PrefillChunk
 from srtrl.engine.run_aheads import RunAheads
 from srtrl.engine.waiting_line import WaitingLine
 from srtrl.types import Request
+
+MAX_KEEPING = 3
+"""Samples without a slot that keep pages from waiting ones, for each running one."""
 
 
 @dataclass(slots=True)
@@ -228,6 +232,11 @@ class Scheduler:
             self._evict(sample)
         self._forget(sample, len(sample.token_ids))
 
+    def _evict_for(self, sample: Sample) -> None:
+        """Evict, of the other samples without a slot, that which was admitted last: slots must not decide it."""
+        others = [kept for kept in self._keeping if kept is not sample]
+        self._evict(max(others, key=lambda kept: kept.admission))
+
     def _evict(self, sample: Sample) -> None:
         """Take the pages of a sample without a slot; it will be recomputed."""
         self._keeping.remove(sample)
@@ -273,7 +282,11 @@ class Scheduler:
             assert self.pool.num_unshared(writable) == len(writable), "a page that will be written is shared"
 
     def _admit(self, step: ScheduledStep) -> None:
-        """Fill free slots while the pages of all admitted samples can be expected to suffice."""
+        """Fill free slots while the pages of all admitted samples can be expected to suffice.
+
+        Samples without a slot lose their pages to waiting ones while they are more than `MAX_KEEPING` for each that
+        runs: recomputing them costs less than nearly empty decode steps, but more than some idle slots.
+        """
         if not self._waiting or len(self.running) == self.batch.num_slots:
             return
         promised = sum(map(self._pages_to_start, self._starting))
@@ -281,8 +294,10 @@ class Scheduler:
             sample = self._waiting.first(self.running, self.batch)
             spare = len(self.running) // 4  # running samples want a page every page_size tokens
             promised += self._pages_to_start(sample)
-            if self.running and not self._make_room(promised + spare, step, keep=sample.prompt):
-                return
+            while self.running and not self._make_room(promised + spare, step, keep=sample.prompt):
+                if len(self._keeping) <= MAX_KEEPING * len(self.running):
+                    return
+                self._evict_for(sample)
             self._waiting.pop()
             if self.batch.num_free == 0:
                 self.run_aheads.drop_newest(step)
@@ -394,7 +409,7 @@ class Scheduler:
         """Have `count` pages free for `sample`: evict prompts and kept KV, preempt later samples, at last itself."""
         while not self._make_room(count, step, keep=sample.prompt):
             if self._keeping:
-                self._evict(self._keeping[-1])
+                self._evict_for(sample)
                 continue
             victim = self.running[-1]
             if victim is sample and len(self.running) == 1:

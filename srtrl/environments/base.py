@@ -12,10 +12,6 @@ Messages = Sequence[Mapping[str, str]]
 """`{"role": "user", "content": "..."}`, as chat templates read them."""
 
 
-class NoOptions(Section):
-    """An environment without options."""
-
-
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Tool:
     """A tool that the policy may call."""
@@ -96,7 +92,7 @@ class EnvironmentBase:
     sample one after the other.
     """
 
-    Options: type[Section] = NoOptions
+    Options: type[Section] = Section
     tools: ClassVar[Sequence[Tool]] = ()
     """What the policy may call. Calls of other names are answered with an error."""
 

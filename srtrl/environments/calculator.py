@@ -1,11 +1,14 @@
 """A calculator: + - * / and brackets over numbers, exactly."""
 
+import operator
 import re
 from fractions import Fraction
 
 from srtrl.environments.base import Tool, ToolCall, ToolEnvironment
 
 TOKEN = re.compile(r"\s*(?:(\d{1,400}(?:\.\d{1,400})?)|([-+*/()]))")
+OPERATORS = ({"+": operator.add, "-": operator.sub}, {"*": operator.mul, "/": operator.truediv})
+"""Those that bind tightest last."""
 MAX_CHARACTERS, MAX_DEPTH = 2_000, 50
 
 
@@ -40,7 +43,10 @@ def evaluate(text: str) -> Fraction:
             raise ValueError(f"cannot read {text[end:].lstrip()[:20]!r}")
         tokens.append(match.group(1) or match.group(2))
         end = match.end()
-    value = _sum(tokens, 0)
+    try:
+        value = _chain(tokens, 0)
+    except ZeroDivisionError as error:
+        raise ZeroDivisionError("division by zero") from error
     if tokens:
         raise ValueError(f"unexpected {tokens[0]}")
     return value
@@ -53,24 +59,14 @@ def show(value: Fraction) -> str:
     return f"{float(value):.12g}" if abs(value) < 10**300 else str(round(value))
 
 
-def _sum(tokens: list[str], depth: int) -> Fraction:
-    """Take a sum or difference of products off the front of `tokens`."""
-    value = _product(tokens, depth)
-    while tokens and tokens[0] in "+-":
-        operator = tokens.pop(0)
-        right = _product(tokens, depth)
-        value = value + right if operator == "+" else value - right
-    return value
-
-
-def _product(tokens: list[str], depth: int) -> Fraction:
-    value = _factor(tokens, depth)
-    while tokens and tokens[0] in "*/":
-        operator = tokens.pop(0)
-        right = _factor(tokens, depth)
-        if operator == "/" and right == 0:
-            raise ZeroDivisionError("division by zero")
-        value = value * right if operator == "*" else value / right
+def _chain(tokens: list[str], depth: int, level: int = 0) -> Fraction:
+    """Take operands and the operators of a level between them off the front of `tokens`."""
+    if level == len(OPERATORS):
+        return _factor(tokens, depth)
+    value = _chain(tokens, depth, level + 1)
+    while tokens and tokens[0] in OPERATORS[level]:
+        operate = OPERATORS[level][tokens.pop(0)]
+        value = operate(value, _chain(tokens, depth, level + 1))
     return value
 
 
@@ -85,7 +81,7 @@ def _factor(tokens: list[str], depth: int) -> Fraction:
         value = _factor(tokens, depth + 1)
         return -value if token == "-" else value
     if token == "(":
-        value = _sum(tokens, depth + 1)
+        value = _chain(tokens, depth + 1)
         if not tokens or tokens.pop(0) != ")":
             raise ValueError("a bracket is not closed")
         return value

@@ -103,10 +103,8 @@ class Conversations:
         self.environment_class, self.options = resolve_environment(section)
         self.format: Format = resolve_format(section)(tokenizer, self.environment_class.tools)
         self._samples: dict[tuple[str, int, int], _Sample] = {}
-        self._started: dict[tuple[str, str], Prompt] = {}
-        """By id and text, prompts with what the environment begins with."""
-        self._originals: dict[tuple[str, str], Prompt] = {}
-        """By id and text of these, the prompts without it."""
+        self._starts: dict[tuple[str, str], tuple[Prompt, Prompt]] = {}
+        """By the id and text of either: a prompt, and the same with what the environment begins with."""
         self._pending: list[_Pending] = []
         self._record = Record(None)
         self._num_raised: Counter[bool] = Counter()
@@ -157,7 +155,7 @@ class Conversations:
         if not self.starts_prompts:
             return prompt
         key = prompt.prompt_id, prompt.text
-        if key not in self._started:
+        if key not in self._starts:
             with Caught() as caught:
                 environment = self.environment_class(self.options, self._shared)
                 messages = environment.start(prompt)
@@ -165,9 +163,9 @@ class Conversations:
             if caught.error is not None:
                 message = f"`start` of the environment {self.section.name} raised on prompt {prompt.prompt_id!r}"
                 raise ValueError(f"{message}: {describe_error(caught.error)}") from caught.error
-            started = self._started[key] = self._append(prompt, messages or (), max_prompt_tokens)
-            self._originals[started.prompt_id, started.text] = prompt
-        return self._started[key]
+            started = self._append(prompt, messages or (), max_prompt_tokens)
+            self._starts[key] = self._starts[started.prompt_id, started.text] = prompt, started
+        return self._starts[key][1]
 
     def _append(self, prompt: Prompt, messages: Messages, max_prompt_tokens: int) -> Prompt:
         bos, text = self.tokenizer.bos_token, self.format.start(prompt.text, messages)
@@ -193,15 +191,14 @@ class Conversations:
 
     def submit(self, completion: Completion, prompt: Prompt) -> None:
         """A turn has ended; its environment answers in the background, or at once who knows the answer without it."""
-        original = self._originals.get((prompt.prompt_id, prompt.text), prompt)
+        original, _ = self._starts.get((prompt.prompt_id, prompt.text), (prompt, prompt))
         sample = self._samples.setdefault(key_of(completion), _Sample(original))
         turn, answer = self._read_turn(completion)
         sample.segments.append(("model", len(turn.token_ids)))
+        if answer is None and (answer := self._record.find(completion)) is not None:
+            sample.unseen.append(turn)
         pending = _Pending(completion, sample, turn, Future(), is_recorded=answer is not None)
         self._pending.append(pending)
-        if answer is None and (answer := self._record.find(completion)) is not None:
-            pending.is_recorded = True
-            sample.unseen.append(turn)
         if answer is not None:
             pending.answer.set_result(answer)
         else:

@@ -31,7 +31,7 @@ class MalformedCallError(ValueError):
 
 
 class Format:
-    """Base of the formats: no calls, and observations as they are."""
+    """The format `text`, and the base of the others: no calls, and observations as they are."""
 
     stop_strings: ClassVar[tuple[str, ...]] = ()
     """What ends a turn, beside an end token."""
@@ -69,10 +69,6 @@ class Format:
         return prompt_text + "".join(message["content"] for message in messages)
 
 
-class Text(Format):
-    """Plain text on both sides."""
-
-
 class CodeTags(Format):
     """ReTool (arXiv 2504.11536): `<code>...</code>` in the response; the output comes in `<interpreter>` tags.
 
@@ -103,7 +99,8 @@ class CodeTags(Format):
             raise MalformedCallError("a </code> without <code>")
         fenced = self.FENCE.match(code)
         (tool,) = self.tools
-        return [ToolCall(name=tool.name, arguments={first_parameter(tool): fenced.group(1) if fenced else code})]
+        argument = next(iter(tool.parameters["properties"]))
+        return [ToolCall(name=tool.name, arguments={argument: fenced.group(1) if fenced else code})]
 
     def parts(self, observations: Sequence[str]) -> Parts:
         """`<interpreter>` tags on lines of their own."""
@@ -222,7 +219,7 @@ class Hermes(Chat):
         return calls
 
 
-FORMATS: Mapping[str, type[Format]] = {"text": Text, "chat": Chat, "code_tags": CodeTags, "hermes": Hermes}
+FORMATS: Mapping[str, type[Format]] = {"text": Format, "chat": Chat, "code_tags": CodeTags, "hermes": Hermes}
 
 
 def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
@@ -248,8 +245,3 @@ def check_call(tools: Sequence[Tool], call: ToolCall) -> tuple[str, str] | None:
         if properties.get(name, {}).get("type") == "string" and not isinstance(call.arguments[name], str):
             return "malformed", f"the argument {name} of {tool.name} must be a string"
     return None
-
-
-def first_parameter(tool: Tool) -> str:
-    """Name of the first argument of a tool."""
-    return str(next(iter(tool.parameters["properties"])))

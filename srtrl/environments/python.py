@@ -2,30 +2,21 @@
 
 import os
 from contextlib import AbstractContextManager
-from typing import Literal
 
 from pydantic import Field
 
 from srtrl.environments.base import Tool, ToolCall, ToolEnvironment
-from srtrl.environments.python_sandbox import PythonSandbox, SandboxLimits, ToolResult
+from srtrl.environments.python_sandbox import PythonSandbox, SandboxKind, SandboxLimits, ToolResult
 from srtrl.recipe import Section
 
 
-class PythonOptions(Section):
+class PythonOptions(SandboxLimits):
     """Options of the environment `python`: where code runs, and what a call may use."""
 
-    sandbox: Literal["auto", "sandlock", "bubblewrap", "none"] = "auto"
+    sandbox: SandboxKind = "auto"
     """`auto`: sandlock where the kernel has what it needs (Linux 6.12), else bubblewrap; `none` protects nothing."""
     num_workers: int | None = Field(default=None, ge=1, le=1024)
     """Interpreters, and so calls that run at the same time; by default one for each CPU core, at most 8."""
-    cpu_seconds: int = Field(default=5, ge=1, le=3600)
-    """CPU time of a call."""
-    wall_seconds: float = Field(default=60.0, gt=0, le=3600)
-    """Wall-clock time of a call: a last resort, for code that sleeps."""
-    memory_mb: int = Field(default=1024, ge=16, le=1_000_000)
-    """Memory of a call, in MiB, beyond that of the interpreter."""
-    output_bytes: int = Field(default=65536, ge=64, le=2**30)
-    """Of a call that prints more, the rest is lost and the call ends."""
 
 
 class Environment(ToolEnvironment):
@@ -45,9 +36,7 @@ class Environment(ToolEnvironment):
     def open(cls, options: Section) -> AbstractContextManager[PythonSandbox]:
         """Start the interpreters."""
         assert isinstance(options, PythonOptions)
-        num_workers = cls.max_parallel(options)
-        limits = SandboxLimits(**options.model_dump(exclude={"sandbox", "num_workers"}))
-        return PythonSandbox(limits, num_workers=num_workers, sandbox=options.sandbox)
+        return PythonSandbox(options, num_workers=cls.max_parallel(options), sandbox=options.sandbox)
 
     @classmethod
     def max_parallel(cls, options: Section) -> int:

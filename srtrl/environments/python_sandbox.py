@@ -16,11 +16,15 @@ import sysconfig
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
+
+from pydantic import Field
+
+from srtrl.recipe import Section
 
 logger = logging.getLogger(__name__)
 
@@ -41,29 +45,17 @@ GRACE_SECONDS = 10.0
 """How long after `wall_seconds` an interpreter may take to report, before it is killed itself."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class SandboxLimits:
-    """What one call may use.
+class SandboxLimits(Section):
+    """What one call may use."""
 
-    Raises:
-        ValueError: a limit that is not positive.
-    """
-
-    cpu_seconds: int = 5
-    """CPU time, in whole seconds, kept by the kernel."""
-    wall_seconds: float = 60.0
-    """Wall-clock time: a backstop for code that sleeps, generous because a loaded machine is slow."""
-    memory_mb: int = 1024
-    """MiB of address space beyond what the interpreter has when the call begins."""
-    output_bytes: int = 65536
-    """Of standard output, and of standard error; code that prints more is killed."""
-    num_files: int = 64
-    """Open file descriptors."""
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value <= 0:
-                raise ValueError(f"{name} must be positive, not {value}")
+    cpu_seconds: int = Field(default=5, ge=1, le=3600)
+    """CPU time of a call, in whole seconds, kept by the kernel."""
+    wall_seconds: float = Field(default=60.0, gt=0, le=3600)
+    """Wall-clock time of a call: a last resort, for code that sleeps; generous, because a loaded machine is slow."""
+    memory_mb: int = Field(default=1024, ge=16, le=1_000_000)
+    """Memory of a call: MiB of address space, beyond what the interpreter has when the call begins."""
+    output_bytes: int = Field(default=65536, ge=64, le=2**30)
+    """Of standard output, and of standard error. Of a call that prints more, the rest is lost and the call ends."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -289,7 +281,7 @@ def _command(kind: str, limits: SandboxLimits) -> tuple[list[str], dict[str, str
         "MALLOC_ARENA_MAX": "1",
     }
     python = os.path.realpath(sys.executable)
-    options = json.dumps(asdict(limits) | {"has_landlock": kind == "sandlock"})
+    options = json.dumps(limits.model_dump() | {"has_landlock": kind == "sandlock"})
     inside = [python, "-S", "-P", "-s", "-B", "-X", "utf8", str(WORKER_FILE), options]
     libraries = [str(Path(sys.base_prefix) / "lib"), sysconfig.get_path("stdlib"), *folders]
     readable = [path for path in (*SYSTEM_PATHS, *libraries, python, str(WORKER_FILE)) if Path(path).exists()]

@@ -36,6 +36,8 @@ import sympy  # noqa: F401  for the calls: each fork finds it imported
 MEMORY_EXIT_CODE = 71
 """Of a call that ended with a MemoryError."""
 CHUNK_BYTES = 1 << 16
+NUM_FILES = 64
+"""File descriptors that a call may have open."""
 SOURCE_NAME = "<tool>"
 
 DENIED_CALLS = """
@@ -226,7 +228,7 @@ class Calls:
         for kind, value in (
             (resource.RLIMIT_CPU, self._limits["cpu_seconds"]),
             (resource.RLIMIT_AS, self._base_bytes + self._limits["memory_mb"] * 2**20),
-            (resource.RLIMIT_NOFILE, self._limits["num_files"]),
+            (resource.RLIMIT_NOFILE, NUM_FILES),
             (resource.RLIMIT_FSIZE, 0),
             (resource.RLIMIT_CORE, 0),
         ):
