@@ -7,20 +7,26 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from srtrl.completer import Completer, Generated
 from srtrl.environments import options as environment_options
 from srtrl.environments.base import count_turns, mark_segments
+from srtrl.ranks import Ranks, is_main_process, open_ranks, refuse_ranks
 from srtrl.recipe import MAX_WIDTH
 from srtrl.recipe_file import SURROGATE
 from srtrl.report.rollouts import printable
 from srtrl.tasks.rendering import apply_chat_template
 from srtrl.tasks.rows import Row, RowError, RowSource, parse_row, read_rows
 from srtrl.types import Prompt, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from srtrl.engine.engine import Engine
 
 OF_TURNS = ("segments", "num_turns", "stop_reason")
 """Fields of a row that only samples of several turns have."""
@@ -90,9 +96,10 @@ def command(
 ) -> None:
     """Complete prompts.
 
-    Rows are printed in the order of the prompts, each as soon as those before it are. A prompt that cannot be served is
-    named on standard error, the others are completed, and the exit code is 2. A run that was trained with an
-    environment is completed with it: its tools run, and a completion has several turns (--environment none: one turn).
+    Rows are printed in the order of the prompts, each as soon as those before it are (by several ranks, at the end). A
+    prompt that cannot be served is named on standard error, the others are completed, and the exit code is 2. A run
+    that was trained with an environment is completed with it: its tools run, and a completion has several turns
+    (--environment none: one turn).
     """
     flags = environment_options.EnvironmentFlags(
         name=environment, format=environment_format, options=environment_option or ()
@@ -104,19 +111,20 @@ def command(
     completer = Completer(
         model, sampling, num_samples=samples, seed=seed, environment=flags, import_from_here=import_from_here
     )
-    with completer:
+    with open_ranks() as ranks, completer:
         readable = list(_read_prompts(rows, completer, chat=chat))
         if not readable:
             raise typer.Exit(2)
-        engine = completer.open_engine(
-            {one.token_ids for _, one in readable},
-            slots=slots,
-            dtype=dtype,
-            device=device,
-            drafter=drafter,
-            kv_memory_gib=kv_memory_gib,
-            cache=cache,
-        )
+        with ranks.together("the decoders"):
+            engine = completer.open_engine(
+                {one.token_ids for _, one in readable},
+                slots=slots,
+                dtype=dtype,
+                device=device,
+                drafter=drafter,
+                kv_memory_gib=kv_memory_gib,
+                cache=cache,
+            )
         draws: list[tuple[int, Prompt]] = []
         for draw, (where, one) in enumerate(readable):
             try:
@@ -124,13 +132,15 @@ def command(
                 draws.append((draw, one))
             except ValueError as error:
                 _print_error(where, error)
-        for request, generated in completer.complete(engine, draws):
-            print(_line(request, generated, as_json=as_json), flush=True)
+        for line in _lines(completer, engine, draws, ranks, as_json=as_json):
+            print(line, flush=True)
     metrics = engine.take_metrics()
-    if metrics["engine/tokens_per_decode_step"] > 1:
+    if ranks.is_main and metrics["engine/tokens_per_decode_step"] > 1:
         tokens, verified = (metrics[f"engine/{name}_per_decode_step"] for name in ("tokens", "verified"))
         print(f"drafter {drafter}: {tokens:.2f} tokens per sequence and step, {verified:.2f} verified", file=sys.stderr)
-    if len(draws) < len(rows):
+    if ranks.is_main and len(draws) < len(
+        rows
+    ):  # an exit code of another rank would end this one before it has printed
         raise typer.Exit(2)
 
 
@@ -179,6 +189,7 @@ def generate(
     Raises:
         ValueError: the model cannot be loaded, or a prompt is empty or too long; names the prompt.
     """
+    refuse_ranks("srtrl.generate")
     if isinstance(prompts, str):
         raise ValueError("prompts: expected a list of texts, found one text")
     for name, value in (("num_samples", num_samples), ("slots", slots)):
@@ -258,8 +269,27 @@ def _read_prompt(row: Mapping[str, Any] | RowError, default_id: str, completer: 
     return completer.started(prompt)
 
 
+def _lines(
+    completer: Completer, engine: Engine, draws: Sequence[tuple[int, Prompt]], ranks: Ranks, *, as_json: bool
+) -> Iterator[str]:
+    """What is printed of the samples of prompts, in order; several ranks share the prompts, and the main one has all.
+
+    With one rank, each as soon as it and those before it are there.
+    """
+    samples = completer.complete(engine, draws[ranks.index :: ranks.count])
+    if ranks.count == 1:
+        yield from (_line(request, generated, as_json=as_json) for request, generated in samples)
+        return
+    with ranks.together("the completions"):
+        lines = [(request.draw_index, _line(request, generated, as_json=as_json)) for request, generated in samples]
+    all_lines = chain.from_iterable(ranks.gather(lines, "the completions of all ranks"))
+    if ranks.is_main:
+        yield from (line for _, line in sorted(all_lines, key=itemgetter(0)))  # stable: samples are in order
+
+
 def _print_error(where: str, error: ValueError) -> None:
-    print(f"error: {where}: {error}", file=sys.stderr, flush=True)
+    if is_main_process():  # all ranks find the same
+        print(f"error: {where}: {error}", file=sys.stderr, flush=True)
 
 
 def _line(request: Request, generated: Generated, *, as_json: bool) -> str:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from srtrl.checks import import_foreign
 from srtrl.environments.options import KEY, EnvironmentFlags
-from srtrl.ranks import refuse_ranks
 from srtrl.recipe import EnvironmentSection
 from srtrl.recipe_file import RecipeError, RecipeSource, read_source, validate_section
 from srtrl.types import (
@@ -93,7 +92,6 @@ class Completer:
         from srtrl.model.weights import end_token_ids, load_tokenizer
         from srtrl.trainer.evaluate import resolve_eval_source
 
-        refuse_ranks("generate")
         self.model, recipe = resolve_eval_source(model_or_run)
         section = _read_environment(recipe, environment, import_from_here=import_from_here)
         self.tokenizer = load_tokenizer(self.model)

@@ -1,6 +1,7 @@
 """`srtrl generate`: order, reproducibility, and prompts that cannot be served beside those that can."""
 
 import json
+import os
 import re
 import shutil
 from dataclasses import asdict
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from bench_cases import write_rows
+from rank_cases import CONTEXT, free_port
 from tiny_run import VOCAB_SIZE, make_checkpoint, make_policy
 from typer.testing import CliRunner, Result
 
@@ -49,6 +51,30 @@ def test_rows_are_in_order_whole_and_the_same_at_any_number_of_slots(policy: Pat
     assert len({tuple(row["token_ids"]) for row in found}) > 5
     assert run(policy, *flags, "--slots", 2)[1] == found
     assert run(policy, *flags[:-1], 5)[1] != found
+
+
+def on_rank(queue: Any, variables: dict[str, str], arguments: list[str]) -> None:
+    """`srtrl ARGUMENTS` as one of several processes."""
+    torch.set_num_threads(1)
+    os.environ |= variables
+    result = CliRunner().invoke(app, arguments)
+    queue.put((int(variables["RANK"]), (result.exit_code, result.stdout, result.stderr)))
+
+
+def test_ranks_share_the_prompts_and_one_prints_what_one_process_does(policy: Path, tmp_path: Path) -> None:
+    rows = [{"id": f"p{index}", "prompt": "1+" * index + "1="} for index in (5, 1, 3)] + [{"id": "none", "prompt": ""}]
+    prompts = write_rows(tmp_path / "prompts.jsonl", *rows)
+    arguments = ["generate", str(policy), "--prompts", str(prompts), "--samples", "3", "--max-new-tokens", "12"]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    queue = CONTEXT.Queue()
+    processes = [CONTEXT.Process(target=on_rank, args=(queue, common | {"RANK": rank}, arguments)) for rank in "01"]
+    for process in processes:
+        process.start()
+    found = dict(queue.get(timeout=120) for _ in processes)
+    one = CliRunner().invoke(app, arguments)
+    assert found[0][:2] == (one.exit_code, one.stdout)
+    assert found[0][2].splitlines()[0] == one.stderr.splitlines()[0]
+    assert found[1] == (0, "", "")
 
 
 def test_a_line_separator_inside_a_text_ends_no_row(policy: Path, tmp_path: Path) -> None:
