@@ -23,9 +23,14 @@ T = TypeVar("T")
 TIMEOUT_VARIABLE = "SRTRL_RANK_TIMEOUT"
 """Environment variable: seconds that a rank waits for the others, by default half an hour."""
 
+FAILURES = (ValueError, RuntimeError, OSError)
+"""Errors of one rank that it tells the others; by any other one its process ends, which they notice."""
+GLOO_WORDS = ("gloo", "pair closure")
+"""One of them is in the message of each error of gloo, which has no class of errors."""
+
 TOLD_HERE = "this rank is the first with this message"
 TOLD_BY_OTHER = "another rank was the first with this message"
-"""Notes of errors. Those that come before the ranks are connected have none: all ranks raise them."""
+"""Notes of errors. Those from before the ranks begin to connect have none: all ranks raise them."""
 
 
 class RankError(RuntimeError):
@@ -75,6 +80,7 @@ class Ranks:
         Raises:
             ValueError, RuntimeError, torch.OutOfMemoryError, OSError: as the first rank that failed, which the message
                 names.
+            RankError: at once, on the rank that has waited in vain: a second wait would be as long.
         """
         shared: list[Any] = []
         if self.count == 1:
@@ -84,7 +90,9 @@ class Ranks:
         failure: Exception | None = None
         try:
             yield shared
-        except (ValueError, RuntimeError, OSError) as error:
+        except RankError:
+            raise
+        except FAILURES as error:
             import torch
 
             cause = error
@@ -143,7 +151,7 @@ class Ranks:
         except RuntimeError as error:
             from torch.distributed import DistError
 
-            if not isinstance(error, DistError) and "gloo" not in str(error):  # gloo has no class of errors
+            if not isinstance(error, DistError) and not any(word in str(error) for word in GLOO_WORDS):
                 raise
             raise RankError(
                 f"rank {self.index} of {self.count} waited for {what}: another rank has ended, or took more than "
@@ -178,12 +186,12 @@ def open_ranks() -> Iterator[Ranks]:
     seconds = _number(TIMEOUT_VARIABLE, 1800)
     ranks = Ranks(index=_number("RANK", 0), count=count, timeout_seconds=seconds)
     backend = "gloo"
-    if torch.cuda.is_available():
-        backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(_number("LOCAL_RANK", 0))
-    with ranks.waiting("the other ranks to start"):
-        dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
     try:
+        if torch.cuda.is_available():
+            backend = "cpu:gloo,cuda:nccl"
+            torch.cuda.set_device(_number("LOCAL_RANK", 0))
+        with ranks.waiting("the other ranks to start"):
+            dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
         ranks.store = c10d.PrefixStore("srtrl", c10d._get_default_store())
         yield ranks
     except BaseException as error:
@@ -193,7 +201,8 @@ def open_ranks() -> Iterator[Ranks]:
         error.add_note(TOLD_BY_OTHER if num_told else TOLD_HERE)
         raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def refuse_ranks(command: str) -> None:

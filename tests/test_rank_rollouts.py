@@ -68,8 +68,8 @@ class Case:
     seconds_per_step: tuple[float, ...] = (0.0,)
     """Sleep before each decode step, of each rank; more than one: on average as much, at random."""
     is_random: bool = True
-    fails: bool = False
-    """Rank 1 fails in a decode step."""
+    error: Exception | None = None
+    """Rank 1 raises it in a decode step."""
 
 
 @dataclass(kw_only=True)
@@ -92,7 +92,7 @@ class SlowEngine(Engine):
 
     seconds = 0.0
     is_random = True
-    fails = False
+    error: Exception | None = None
     num_queued = 0
     """Samples that were decoded here."""
 
@@ -101,8 +101,8 @@ class SlowEngine(Engine):
         super()._queue(request)
 
     def step(self) -> list[Completion]:
-        if self.fails and self.stats.num_steps == 5:
-            raise RuntimeError("the device is broken")
+        if self.error is not None and self.stats.num_steps == 5:
+            raise self.error
         time.sleep(self.seconds * (2 * random.random() if self.is_random else 1.0))
         return super().step()
 
@@ -117,7 +117,7 @@ def rollouts(ranks: Ranks, case: Case) -> Found:
     limit = {"max_sequence_tokens": 128, "slots": case.slots, "run_ahead_max_slowdown": 0.1}
     engine = SlowEngine(policy(), options(**limit), tokenizer=TOKENIZER, drafter=case.drafter())
     engine.seconds = case.seconds_per_step[ranks.index % len(case.seconds_per_step)]
-    engine.is_random, engine.fails = case.is_random, case.fails and ranks.index == 1
+    engine.is_random, engine.error = case.is_random, case.error if ranks.index == 1 else None
     reward = "environment" if case.has_turns else f"{case.reward.__module__}:{case.reward.__name__}"
     grader = Grader(PlainTask(), [RewardSection(name=reward)], GradingSection(), 100)  # type: ignore[arg-type]
     conversations = Conversations(section_of(Digits, max_turns=4), TOKENIZER) if case.has_turns else None
@@ -191,7 +191,14 @@ CASES = {
 
 
 FAILURES = {
-    "engine": ("RuntimeError: rank 1 of 2: the device is broken", Case(seconds_per_step=(0.01, 0.0), fails=True)),
+    "engine": (
+        "RuntimeError: rank 1 of 2: the device is broken",
+        Case(seconds_per_step=(0.01, 0.0), error=RuntimeError("the device is broken")),
+    ),
+    "full disk": (
+        "OSError: [Errno 28] rank 1 of 2: No space left",
+        Case(error=OSError(28, "No space left"), is_dynamic=True),
+    ),
     "grading": ("ValueError: rank 1 of 2: reward `nan_on_rank_1` must", Case(reward=nan_on_rank_1)),
     "dynamic grading": (
         "ValueError: rank 1 of 2: reward `nan_on_rank_1` must",
@@ -201,7 +208,7 @@ FAILURES = {
 
 
 def fail(ranks: Ranks, case: Case) -> str:
-    with pytest.raises((RuntimeError, ValueError)) as caught:
+    with pytest.raises((RuntimeError, ValueError, OSError)) as caught:
         rollouts(ranks, case)
     return f"{caught.type.__name__}: {caught.value}"
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from rank_cases import identity, run_ranks
+from rank_cases import free_port, identity, run_ranks
 
 from srtrl.ranks import TOLD_BY_OTHER, TOLD_HERE, RankError, Ranks, is_told_here, open_ranks
 
@@ -33,7 +33,8 @@ def end_early(ranks: Ranks) -> str:
     if ranks.index == 1:
         return "ended"
     try:
-        ranks.gather(1, "what never comes")
+        with ranks.together("what would come after it"):
+            ranks.gather(1, "what never comes")
     except RankError as error:
         return str(error)
     return "no error"
@@ -44,6 +45,24 @@ def test_a_rank_that_has_ended_is_an_error_that_says_what_was_waited_for() -> No
     assert message.startswith(
         "rank 0 of 2 waited for what never comes: another rank has ended, or took more than 1800 s"
     )
+
+
+def test_an_error_of_a_wait_is_told_from_a_users() -> None:
+    for reason in ("[.../gloo/pair.cc:1] Timed out", "Application timeout caused pair closure"):
+        with pytest.raises(RankError, match="waited for them: another"), Ranks().waiting("them"):
+            raise RuntimeError(reason)
+    with pytest.raises(RuntimeError, match=r"^ours$"), Ranks().waiting("them"):
+        raise RuntimeError("ours")
+
+
+def test_a_rank_that_waits_for_the_first_one_in_vain_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one, which tells of what all ranks have, is not there."""
+    address = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in {**address, "SRTRL_RANK_TIMEOUT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RankError, match="rank 1 of 2 waited for the other ranks to start") as caught, open_ranks():
+        pass
+    assert is_told_here(caught.value)
 
 
 def fail(ranks: Ranks, message: str) -> None:
