@@ -197,7 +197,7 @@ def open_ranks() -> Iterator[Ranks]:
     except BaseException as error:
         num_told = 0
         with suppress(RankError):  # the process that counts has ended
-            num_told = ranks.add(f"{type(error).__name__}: {error}")
+            num_told = ranks.add(ascii(f"{type(error).__name__}: {error}"))
         error.add_note(TOLD_BY_OTHER if num_told else TOLD_HERE)
         raise
     finally:

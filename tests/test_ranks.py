@@ -70,7 +70,7 @@ def fail(ranks: Ranks, message: str) -> None:
 
 
 def test_an_error_that_several_ranks_have_is_told_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for message, num_told in (("the loss is nan", 1), ("rank {} has no disk", 3)):
+    for message, num_told in (("the loss is nan", 1), ("no file \udcff", 1), ("rank {} has no disk", 3)):
         with pytest.raises(AssertionError) as caught:
             run_ranks(3, fail, message)
         text = str(caught.value)

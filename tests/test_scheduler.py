@@ -447,6 +447,25 @@ def test_samples_between_two_turns_lose_their_pages_to_waiting_ones_where_few_ru
     assert scheduler.pool.num_used == 0
 
 
+def test_a_sample_that_waits_for_a_slot_again_does_not_lose_its_own_pages_for_itself() -> None:
+    """Also where it was admitted last."""
+    scheduler, runner = make(10, 6, num_slots=5)
+    for draw in range(5):
+        scheduler.add(request(draw, 0, 1, 20))
+    for _ in range(7):  # then each has two pages
+        runner.step()
+    _, *others = scheduler.running
+    for sample in others:
+        del runner.live[sample.slot]
+        scheduler.pause(sample)
+    scheduler.extend(others[-1].request.rng_key, np.full(6, 50, np.int32))  # one more page
+    assert scheduler.pool.num_free == 0
+    step = runner.step()
+    assert names(step.started) == [(4, 0)]
+    assert [len(chunk.token_ids) for chunk in step.chunks] == [6]
+    assert [len(one.page_ids) for one in others[:-1]] == [2, 2, 0]
+
+
 def running_ahead(scheduler: Scheduler) -> list[int]:
     """Draws of the running run-aheads, in the order of admission."""
     return [sample.request.draw_index for sample in scheduler.run_aheads.running]

@@ -19,10 +19,6 @@ RunAheadTexts = Mapping[tuple[str, tuple[int, ...]], Mapping[int, Int32Array]]
 """Purpose and token ids of a prompt -> RNG key -> tokens."""
 
 
-class NoOptions(Section):
-    """A drafter without options."""
-
-
 class DrafterBase:
     """Guesses tokens. It may be incorrect: verification keeps the sampled tokens the same for any proposal.
 
@@ -33,7 +29,7 @@ class DrafterBase:
     0, and what is observed is what was put in after the turn before, and what has followed that.
     """
 
-    Options: type[Section] = NoOptions
+    Options: type[Section] = Section
     uses_run_aheads: bool = False
     """Whether it drafts from what run-aheads have decoded; where it does not, training decodes none."""
     min_score: float = 0.0

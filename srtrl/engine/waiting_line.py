@@ -8,7 +8,7 @@ CHANGES_PER_SORT = 1 / 16
 
 
 class WaitingLine:
-    """Primaries without a slot: preempted ones in the order of their first admission, then the others in waves."""
+    """Primaries without a slot: those that had one, in the order of their last admission, then the others in waves."""
 
     def __init__(self) -> None:
         self._line: list[Sample] = []

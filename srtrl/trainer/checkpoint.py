@@ -53,7 +53,7 @@ CRITIC_OPTIMIZER = "critic_optimizer"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 FILE_BYTES = 4 * 2**30
-"""Of an optimizer's state in the files of one number, those of all ranks together: a rank holds its file in memory."""
+"""Bytes of an optimizer's state per file number: each rank writes its part of them, which it holds in memory."""
 
 
 class Entry(TypedDict):
@@ -402,11 +402,11 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, folder: Path, *, with_mast
 
 def _check_saved(name: str, tensor: Tensor | None, saved: Any) -> None:
     """Refuse a tensor that only the model or only the checkpoint has, that differs in shape, or lacks a part."""
-    if saved is None:
-        raise ValueError(f"it has no {name}: it is of another model, or of another model.dtype")
-    if tensor is None or tensor.shape != saved.size:
-        expected = "none" if tensor is None else list(tensor.shape)
-        raise ValueError(f"its {name} has shape {list(saved.size)}, this model's {expected}")
+    if saved is None or tensor is None:
+        lacking = "it" if saved is None else "this model"
+        raise ValueError(f"{lacking} has no {name}: it is of another model, or of another model.dtype")
+    if tensor.shape != saved.size:
+        raise ValueError(f"its {name} has shape {list(saved.size)}, this model's {list(tensor.shape)}")
     if sum(part.sizes.numel() for part in saved.chunks) != tensor.numel():
         raise ValueError(f"parts of its {name} are missing")
 
