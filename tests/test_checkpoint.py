@@ -1,5 +1,6 @@
 """Checkpoints: the same bits back, whole or not there, and who may use a run folder."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,21 @@ def test_all_files_are_made_durable_before_the_rename(
     *inside, temporary, parent = synced
     assert (temporary.name, parent) == (".step_000003.writing", tmp_path)
     assert {one.relative_to(temporary) for one in inside} == {one.relative_to(path) for one in path.rglob("*")}
+
+
+def test_the_new_folder_is_there_before_the_old_one_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    final, deletions = tmp_path / "policy", list[tuple[str, str]]()
+    final.mkdir()
+    (final / "weights").write_text("old")
+    with checkpoint.written_beside(final) as temporary:
+        (temporary / "weights").write_text("new")
+        monkeypatch.setattr(
+            shutil,
+            "rmtree",
+            lambda path, **_: deletions.append((path.name, (final / "weights").read_text())),
+        )
+    assert deletions[-1] == (".policy.deleting", "new")
+    assert (tmp_path / ".policy.deleting" / "weights").read_text() == "old"
 
 
 def test_checkpoint_is_a_model_for_transformers(policy: Path, tmp_path: Path) -> None:

@@ -259,7 +259,8 @@ def _write_manifest(folder: Path, log: Path, entries: Mapping[str, Entry]) -> No
 def written_beside(final: Path, ranks: Ranks = ONE_RANK) -> Iterator[Path]:
     """A new folder to write into; where that succeeds it is made durable and becomes `final`, in place of an old one.
 
-    So `final` is whole or as it was before. With several ranks all enter, and `final` is there when all have written.
+    So `final` is whole or as it was before (a kill just between two renames leaves the old one as `.NAME.deleting`).
+    With several ranks all enter, and `final` is there when all have written.
     """
     temporary = final.with_name(f".{final.name}.writing")
 
@@ -270,10 +271,13 @@ def written_beside(final: Path, ranks: Ranks = ONE_RANK) -> Iterator[Path]:
     def finish() -> None:
         for path in (*temporary.rglob("*"), temporary):
             sync_folder(path)  # files as well
+        old = _doomed(final)
         if final.exists():
-            delete_folder(final)
+            final.rename(old)
         temporary.rename(final)
         sync_folder(final.parent)
+        if old.exists():
+            shutil.rmtree(old)
 
     ranks.on_main(begin, f"rank 0 to make {temporary}")
     with ranks.together(f"all to see {temporary}"):
@@ -413,7 +417,13 @@ def _check_saved(name: str, tensor: Tensor | None, saved: Any) -> None:
 
 def delete_folder(folder: Path) -> None:
     """Rename first: a kill while deleting must not leave half a folder under a complete one's name."""
-    doomed = folder.with_name(f".{folder.name}.deleting")
-    shutil.rmtree(doomed, ignore_errors=True)
+    doomed = _doomed(folder)
     folder.rename(doomed)
     shutil.rmtree(doomed)
+
+
+def _doomed(folder: Path) -> Path:
+    """The name under which a folder is deleted; what a killed process left there is gone."""
+    doomed = folder.with_name(f".{folder.name}.deleting")
+    shutil.rmtree(doomed, ignore_errors=True)
+    return doomed
