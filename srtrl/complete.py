@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -280,11 +279,13 @@ def _lines(
     if ranks.count == 1:
         yield from (_line(request, generated, as_json=as_json) for request, generated in samples)
         return
+    lines: dict[int, list[str]] = {}
     with ranks.together("the completions"):
-        lines = [(request.draw_index, _line(request, generated, as_json=as_json)) for request, generated in samples]
-    all_lines = chain.from_iterable(ranks.gather(lines, "the completions of all ranks"))
+        for request, generated in samples:
+            lines.setdefault(request.draw_index, []).append(_line(request, generated, as_json=as_json))
+    all_lines = ranks.join(lines, "the completions of all ranks")
     if ranks.is_main:
-        yield from (line for _, line in sorted(all_lines, key=itemgetter(0)))  # stable: samples are in order
+        yield from chain.from_iterable(all_lines)
 
 
 def _print_error(where: str, error: ValueError) -> None:

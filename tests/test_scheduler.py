@@ -420,13 +420,19 @@ def test_where_pages_are_short_the_oldest_samples_get_room_for_drafts_whatever_t
     scheduler.check_integrity()
 
 
-def test_samples_between_two_turns_lose_their_pages_to_waiting_ones_where_few_run() -> None:
-    """That which was admitted last, and no more than are needed; what was evicted is computed again."""
+def five_that_hold_all_pages() -> tuple[Scheduler, FakeRunner]:
+    """Five running samples of two pages each."""
     scheduler, runner = make(10, 6, num_slots=5)
     for draw in range(5):
         scheduler.add(request(draw, 0, 1, 20))
-    for _ in range(7):  # then each has two pages
+    for _ in range(7):
         runner.step()
+    return scheduler, runner
+
+
+def test_samples_between_two_turns_lose_their_pages_to_waiting_ones_where_few_run() -> None:
+    """That which was admitted last, and no more than are needed; what was evicted is computed again."""
+    scheduler, runner = five_that_hold_all_pages()
     _, *others = scheduler.running
     scheduler.add(request(5, 0, 4, 3))  # two more pages
     for num_paused, sample in enumerate(others, start=1):
@@ -449,11 +455,7 @@ def test_samples_between_two_turns_lose_their_pages_to_waiting_ones_where_few_ru
 
 def test_a_sample_that_waits_for_a_slot_again_does_not_lose_its_own_pages_for_itself() -> None:
     """Also where it was admitted last."""
-    scheduler, runner = make(10, 6, num_slots=5)
-    for draw in range(5):
-        scheduler.add(request(draw, 0, 1, 20))
-    for _ in range(7):  # then each has two pages
-        runner.step()
+    scheduler, runner = five_that_hold_all_pages()
     _, *others = scheduler.running
     for sample in others:
         del runner.live[sample.slot]
