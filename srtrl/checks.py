@@ -119,10 +119,8 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     yield "model.path", partial(_check_model, recipe, warm_start=warm_start)
     yield "rollout.drafter", partial(build_drafter, recipe)
     if recipe.rollout.environment is not None:
-        yield (
-            "rollout.environment.name",
-            partial(resolve_format, recipe.rollout.environment),
-        )  # which also resolves the environment
+        # Resolves the environment as well.
+        yield "rollout.environment.name", partial(resolve_format, recipe.rollout.environment)
     yield "output_dir", partial(_check_folder, recipe.output_dir)
     if recipe.warm_start is not None:
         yield "warm_start.output", partial(_check_folder, recipe.warm_start.output)

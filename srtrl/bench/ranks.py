@@ -27,7 +27,7 @@ from srtrl.bench import options
 from srtrl.bench.tables import Row, publish, read_environment
 from srtrl.bench.workload import make_request, read_rollouts
 from srtrl.engine.batch import Batch
-from srtrl.engine.draft_budget import MAX_ROWS, DraftControl, StepCost, slowdown_of
+from srtrl.engine.draft_budget import DraftControl, StepCost, slowdown_of
 from srtrl.engine.options import EngineOptions
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import Int64Array
@@ -157,9 +157,10 @@ class SimulatedRank:
 
     def _max_run_ahead(self) -> int:
         """As `Engine._schedule`."""
-        if not self.scheduler.may_run_ahead:
+        scheduler = self.scheduler
+        if not scheduler.may_run_ahead:
             return 0
-        return self.control.run_ahead_rows(self._num_rows) if self.scheduler.has_work else MAX_ROWS
+        return self.control.run_ahead_rows(self._num_rows, alone=not scheduler.has_work)
 
     def _num_same(self, step: ScheduledStep, most: int) -> int:
         """How many steps from this one on, at most `most`, are the same: until a sample ends, or pages may be short."""

@@ -377,9 +377,9 @@ class DraftControl:
         num_tokens = num_sequences + int(num_accepted[:num_sequences].sum())
         self._gate(num_sequences).record(drafted=drafted, num_tokens=num_tokens, seconds=seconds)
 
-    def run_ahead_rows(self, num_rows: int) -> int:
-        """Rows that run-aheads may have beside `num_rows` others."""
-        if self._max_slowdown == float("inf"):
+    def run_ahead_rows(self, num_rows: int, *, alone: bool = False) -> int:
+        """Rows that run-aheads may have beside `num_rows` others; any number where they are `alone`."""
+        if alone or self._max_slowdown == float("inf"):
             return MAX_ROWS
         return self.cost.rows_within(num_rows, self._max_slowdown) if self.cost.is_known and num_rows else 0
 

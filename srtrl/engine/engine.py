@@ -309,9 +309,8 @@ class Engine:
 
     def _schedule(self) -> ScheduledStep:
         """Who decodes; samples come and go."""
-        rows = 0
-        if self.scheduler.may_run_ahead:
-            rows = self.control.run_ahead_rows(self._num_rows) if self.has_work else MAX_ROWS
+        may_run_ahead = self.scheduler.may_run_ahead
+        rows = self.control.run_ahead_rows(self._num_rows, alone=not self.has_work) if may_run_ahead else 0
         step = self.scheduler.schedule(rows)
         if step.ended:
             self.drafter.finish(step.ended, [None] * len(step.ended))
