@@ -361,7 +361,7 @@ REFUSED: list[tuple[list[dict[str, Any]], str]] = [
     ([{"name": "correct"}, {"name": "correct", "weight": 0.5}], "rewards.1: two are named `correct`"),
     ([{"name": "correct", "options": {"cache": 1}}], "keyword argument 'cache'; it is correct(sample, incorrect"),
     ([{"name": "correct", "options": {"sample": 1}}], "multiple values for argument 'sample'"),
-    ([{"name": "overlong_penalty"}], "missing a required argument: 'cache_tokens'; it is overlong_penalty(sample, "),
+    ([{"name": "overlong_penalty"}], "argument: 'cache_tokens'; it is overlong_penalty(sample, "),
     ([{"name": "own_rewards:scaled", "options": {"factor": lambda: 3}}], "own_rewards:scaled is isolated"),
     *(
         ([{"name": "overlong_penalty", "options": {"cache_tokens": wrong}}], f"max_new_tokens - 1 (9), found {wrong!r}")

@@ -95,6 +95,7 @@ class SlowEngine(Engine):
     error: Exception | None = None
     num_queued = 0
     """Samples that were decoded here."""
+    before_step: Callable[[], Any] | None = None
 
     def _queue(self, request: Request) -> None:
         self.num_queued += not request.is_run_ahead
@@ -104,6 +105,8 @@ class SlowEngine(Engine):
         if self.error is not None and self.stats.num_steps == 5:
             raise self.error
         time.sleep(self.seconds * (2 * random.random() if self.is_random else 1.0))
+        if self.before_step:
+            self.before_step()
         return super().step()
 
 
@@ -163,9 +166,17 @@ def rollouts(ranks: Ranks, case: Case) -> Found:
 
 
 def follow(ranks: Ranks) -> dict[str, float]:
-    """Both rollouts have one sample, on rank 0: the others have nothing to do in the first but to run ahead."""
+    """Both rollouts have one sample, on rank 0: the others have nothing to do in the first but to run ahead.
+
+    Rank 0 waits until they have: on a busy machine it would be done before they begin.
+    """
+
+    def take_part() -> None:
+        while ranks.add("steps ahead", int(ranks.index > 0)) < 2 and ranks.is_main:
+            time.sleep(0.001)
+
     engine = SlowEngine(policy(), options(max_sequence_tokens=128), tokenizer=TOKENIZER, drafter=SrtDrafter())
-    engine.seconds = 0.03
+    engine.before_step = take_part
     sampling = SamplingParams(max_new_tokens=30, end_token_ids=END_TOKENS)
     rewards = [RewardSection(name=f"{__name__}:half_tokens")]
     grader = Grader(PlainTask(), rewards, GradingSection(), 100)  # type: ignore[arg-type]

@@ -59,7 +59,7 @@ def test_every_digit_is_a_token_and_words_are_merged() -> None:
 # --- The loss ---------------------------------------------------------------------------------------------------------
 
 
-def make_recipe(output: Path, **warm_start: Any) -> Recipe:
+def make_recipe(output: Path, *, is_tied: bool = True, **warm_start: Any) -> Recipe:
     """Twelve steps of a model and tokenizer from scratch; `warm_start` are values of its section."""
     return tiny_run.make_recipe(
         warm_start.pop("path", Path("unused")),
@@ -75,6 +75,7 @@ def make_recipe(output: Path, **warm_start: Any) -> Recipe:
                 "num_attention_heads": 4,
                 "num_key_value_heads": 2,
                 "max_position_embeddings": 96,
+                "tie_word_embeddings": is_tied,
             },
             "train_tokenizer_vocab_size": 280,
             "num_steps": 12,
@@ -190,9 +191,13 @@ def warm_start_rank(ranks: Ranks, recipe: Recipe) -> list[float]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sharded_ranks_write_the_weights_of_one_process(tmp_path: Path, dtype: str) -> None:
-    """To the last bits of float32, masters of a bfloat16 model included."""
-    expected = run(with_model(make_recipe(tmp_path / "one", num_steps=4), dtype=dtype))
-    recipe = with_model(make_recipe(tmp_path / "two", num_steps=4), dtype=dtype)
+    """To the last bits of float32, masters of a bfloat16 model included.
+
+    Embeddings are not tied: a bfloat16 matrix that is used twice has a sum of two gradients, which `fully_shard` rounds
+    to bfloat16 before torch 2.15 and not since.
+    """
+    expected = run(with_model(make_recipe(tmp_path / "one", num_steps=4, is_tied=False), dtype=dtype))
+    recipe = with_model(make_recipe(tmp_path / "two", num_steps=4, is_tied=False), dtype=dtype)
     sharded = recipe.model_copy(update={"train": recipe.train.model_copy(update={"sharding": "fsdp2"})})
     found, same = run_ranks(2, warm_start_rank, sharded)
     assert found == same

@@ -247,12 +247,12 @@ def sequence_means(numbers: Tensor, sequence_index: Tensor) -> Tensor:
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """-min(ratio * A, clip(ratio) * A), and which tokens the clip took the gradient from."""
-    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    token_loss = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
-    with torch.no_grad():
-        metrics = {
-            "clip_share/low": ((ratio < 1 - clip_low) & (advantages < 0)).to(ratio.dtype),
-            "clip_share/high": ((ratio > 1 + clip_high) & (advantages > 0)).to(ratio.dtype),
-        }
-    return token_loss, metrics
+    """-min(ratio * A, clip(ratio) * A), and which tokens the clip took the gradient from.
+
+    Without `clamp`: whether that has a gradient exactly at its bounds (where every ratio is with a range of 0) differs
+    between versions of torch. Here a ratio at a bound keeps its gradient.
+    """
+    is_low, is_high = (ratio < 1 - clip_low) & (advantages < 0), (ratio > 1 + clip_high) & (advantages > 0)
+    clipped_ratio = torch.where(is_low, 1 - clip_low, torch.where(is_high, 1 + clip_high, ratio))
+    metrics = {"clip_share/low": is_low.to(ratio.dtype), "clip_share/high": is_high.to(ratio.dtype)}
+    return -clipped_ratio * advantages, metrics

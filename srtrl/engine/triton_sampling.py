@@ -20,6 +20,7 @@ from srtrl.model.triton_jit import jit
 _GOLDEN = tl.constexpr(GOLDEN)
 _MIX_1 = tl.constexpr(MIX_1)
 _MIX_2 = tl.constexpr(MIX_2)
+_ALL_ONES = tl.constexpr(2**64 - 1)
 _LAST_BIT = tl.constexpr(2.0**-52)
 _HIGH_PART = tl.constexpr(2.0**-32)
 _MINUS_INFINITY = tl.constexpr(float("-inf"))
@@ -107,7 +108,7 @@ def rough_gumbel(bits: tl.tensor) -> tl.tensor:
     Near 0 and near 1 float32 cannot hold u or 1 - u as a difference; so the smaller of the two comes from the bits.
     """
     is_upper = (bits >> 63) != 0  # u is at least one half
-    smaller = tl.where(is_upper, ~bits, bits) >> 12  # the 52 bits of u, or of 1 - u
+    smaller = tl.where(is_upper, bits ^ _ALL_ONES, bits) >> 12  # the 52 bits of u, or of 1 - u
     high = (smaller >> 20).to(tl.int32).to(tl.float32)
     low = (smaller & 0xFFFFF).to(tl.int32).to(tl.float32)
     share = high * _HIGH_PART + (low + 0.5) * _LAST_BIT
