@@ -207,7 +207,9 @@ def test_an_optimizer_state_of_another_model_is_refused_with_its_folder(uninterr
     optimizer = build_optimizer(model, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
     [file] = (tmp_path / "saved" / "optimizer").iterdir()
     with safe_open(file, framework="pt") as opened:
-        tensors, metadata = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118
+        # Copies: what safetensors gives may be the mapped file itself, which is written over below.
+        tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+        metadata = opened.metadata()
 
     def refuse(tensors: dict[str, torch.Tensor], message: str) -> None:
         save_file(tensors, file, metadata)
