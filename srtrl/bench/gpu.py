@@ -1,4 +1,4 @@
-"""`srtrl bench gpu`: is the CUDA path correct (`pytest -m gpu`), and how fast is it?
+"""`srtrl bench gpu`: is the CUDA path correct (`pytest -m "gpu and not slow"`), and how fast is it?
 
 Random weights; medians. Decode steps: the engine without drafts, sampling and log-probs included. `device ms` is the
 runner alone, from launch to result, `host ms` what the host does but for waiting; the memory limit reads weights and KV
@@ -90,7 +90,7 @@ def command(
     *,
     trace: options.TraceFile = None,
     tokenizer: options.TokenizerFolder = None,
-    checks: Annotated[bool, typer.Option(help="Run `pytest -m gpu` of the repository first.")] = True,
+    checks: Annotated[bool, typer.Option(help="Run the repository's tests for a GPU first.")] = True,
     smoke: Annotated[bool, typer.Option("--smoke", help="Run everything at a tiny size on the CPU.")] = False,
     json_file: options.JsonFile = None,
     write_docs: options.WriteDocs = None,
@@ -136,10 +136,10 @@ def command(
 
 
 def run_checks(tests: Path) -> str:
-    """Run the repository's tests for a GPU; returns their result in words, beginning with FAILED where one failed."""
+    """Run the repository's fast tests for a GPU; returns the result in words, beginning with FAILED where one failed."""
     if not tests.is_dir() or find_spec("pytest") is None:
         return "not run: this needs a checkout of the repository with its tests/, and pytest"
-    program = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", str(tests)]
+    program = [sys.executable, "-m", "pytest", "-m", "gpu and not slow", "-q", "-p", "no:cacheprovider", str(tests)]
     result = subprocess.run(program, cwd=tests.parent, capture_output=True, text=True, check=False)
     print(result.stdout, result.stderr, file=sys.stderr, flush=True)
     summary = (result.stdout.strip().splitlines() or ["no output"])[-1]

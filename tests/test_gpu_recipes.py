@@ -1,0 +1,102 @@
+"""Two training steps of a recipe at its own sizes, with random weights of its model's shape: what needs no download.
+
+    pytest -m "gpu and slow" tests/test_gpu_recipes.py -s
+
+prints a column per step: compare `peak_gib` with the table of docs/performance.md. Lengths of responses are geometric, of
+a mean that the end tokens decide: random weights sample nearly uniformly.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import train
+
+from srtrl.bench.shapes import SHAPES
+from srtrl.metrics import read_metrics
+from srtrl.model.hf_config import config_from_hf
+from srtrl.model.weights import init_model, load_tokenizer
+from srtrl.recipe_file import load_recipe
+from srtrl.tasks.reward_input import RewardInput
+from srtrl.trainer.checkpoint import save_policy
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+COLUMNS = [
+    "tokens/response",
+    "time/rollout",
+    "time/reference",
+    "time/update",
+    "time/update_tokens_per_second",
+    "time/compile",
+    "memory/peak_gib",
+    "logprob_difference/mean",
+    "logprob_difference/max",
+    "logprob_difference/kl",
+]
+
+
+def is_even(sample: RewardInput) -> float:
+    """A reward that differs within a group."""
+    return float(sample.num_tokens % 2 == 0)
+
+
+def two_steps(folder: Path, recipe_name: str, shape: str, mean_tokens: int, *changes: str) -> list[dict[str, float]]:
+    """The metrics of two steps, printed."""
+    tokenizer = load_tokenizer("bundled:tiny")
+    config = config_from_hf(SHAPES[shape], shape)
+    ends = torch.arange(0, config.vocab_size, mean_tokens).tolist()  # one token in `mean_tokens` ends a response
+    folder.mkdir(exist_ok=True)
+    save_policy(
+        folder / "model",
+        model=init_model(config, 0, torch.bfloat16, "cpu"),
+        tokenizer=tokenizer,
+        end_ids=ends,
+    )
+    rows = [json.dumps({"prompt": f"{number} + {number * number} = " * 6}) for number in range(1000)]
+    (folder / "prompts.jsonl").write_text("\n".join(rows))
+    recipe = load_recipe(
+        RECIPES / f"{recipe_name}.yaml",
+        [
+            f"name={recipe_name}",
+            f"output_dir={folder}",
+            f"model.path={folder / 'model'}",
+            f"task={{name: prompts, options: {{train: {{files: [{folder / 'prompts.jsonl'}]}}}}}}",
+            f"rewards=[{{name: '{__name__}:is_even'}}]",
+            "log.trackers=[]",
+            "eval={before_and_after: false}",
+            "train.num_steps=2",
+            "train.warmup_steps=0",
+            *changes,
+        ],
+    )
+    train(recipe)
+    steps = read_metrics(folder / recipe_name / "metrics.jsonl")[-2:]
+    print(f"\n{recipe_name}, {shape}, {torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}")
+    for name in COLUMNS:
+        print(f"{name:32}", *(f"{step[name]:12.5g}" for step in steps if name in step))
+    return steps
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "shape", "mean_tokens"), [("grpo_gsm8k", "qwen2.5-0.5b", 300), ("grpo_math", "qwen2.5-1.5b", 700)]
+)
+def test_two_steps_of_a_recipe_fit_and_agree_with_the_decoder(
+    tmp_path: Path, name: str, shape: str, mean_tokens: int
+) -> None:
+    for step in two_steps(tmp_path, name, shape, mean_tokens):
+        assert step["logprob_difference/mean"] <= 0.01
+        assert step["logprob_difference/kl"] <= 1e-3
+        assert step["memory/peak_gib"] < 72e9 / 2**30
+
+
+def test_the_same_steps_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tiny, in float32: whether what a GPU would run is in order."""
+    sizes = ["rollout.num_prompts=4", "rollout.num_samples=2", "rollout.max_new_tokens=30", "model.dtype=float32"]
+    steps = two_steps(tmp_path, "grpo_gsm8k", "tiny", 10, *sizes, "device=cpu", "num_threads=1")
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(3 < step["tokens/response"] / 8 < 20 for step in steps)
+    assert steps[0]["logprob_difference/max"] < 1e-4
+    assert "logprob_difference/mean" in capsys.readouterr().out
