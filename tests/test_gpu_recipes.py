@@ -2,8 +2,8 @@
 
     pytest -m "gpu and slow" tests/test_gpu_recipes.py -s
 
-prints a column per step: compare `peak_gib` with the table of docs/performance.md. Lengths of responses are geometric, of
-a mean that the end tokens decide: random weights sample nearly uniformly.
+prints a column per step: compare `peak_gib` with the table of docs/performance.md. Lengths of responses are geometric,
+with a mean that the end tokens decide: random weights sample nearly uniformly.
 """
 
 import json

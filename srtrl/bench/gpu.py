@@ -136,7 +136,7 @@ def command(
 
 
 def run_checks(tests: Path) -> str:
-    """Run the repository's fast tests for a GPU; returns the result in words, beginning with FAILED where one failed."""
+    """Run the repository's fast tests for a GPU; returns the result in words: FAILED is first where one failed."""
     if not tests.is_dir() or find_spec("pytest") is None:
         return "not run: this needs a checkout of the repository with its tests/, and pytest"
     program = [sys.executable, "-m", "pytest", "-m", "gpu and not slow", "-q", "-p", "no:cacheprovider", str(tests)]
