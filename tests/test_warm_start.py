@@ -194,7 +194,7 @@ def test_sharded_ranks_write_the_weights_of_one_process(tmp_path: Path, dtype: s
     """To the last bits of float32, masters of a bfloat16 model included.
 
     Embeddings are not tied: a bfloat16 matrix that is used twice has a sum of two gradients, which `fully_shard` rounds
-    to bfloat16 before torch 2.15 and not since.
+    to bfloat16 in some versions of torch (2.13) and not in others (2.15).
     """
     expected = run(with_model(make_recipe(tmp_path / "one", num_steps=4, is_tied=False), dtype=dtype))
     recipe = with_model(make_recipe(tmp_path / "two", num_steps=4, is_tied=False), dtype=dtype)
