@@ -137,9 +137,8 @@ def command(
     if ranks.is_main and metrics["engine/tokens_per_decode_step"] > 1:
         tokens, verified = (metrics[f"engine/{name}_per_decode_step"] for name in ("tokens", "verified"))
         print(f"drafter {drafter}: {tokens:.2f} tokens per sequence and step, {verified:.2f} verified", file=sys.stderr)
-    if ranks.is_main and len(draws) < len(
-        rows
-    ):  # an exit code of another rank would end this one before it has printed
+    # Only here: an exit code of another rank would end this one before it has printed.
+    if ranks.is_main and len(draws) < len(rows):
         raise typer.Exit(2)
 
 
