@@ -6,8 +6,8 @@ from pathlib import Path
 from srtrl.checks import build_checked
 from srtrl.complete import generate
 from srtrl.completer import Generated
-from srtrl.recipe import Recipe
-from srtrl.recipe_file import read_source
+from srtrl.recipe.file import read_source
+from srtrl.recipe.schema import Recipe
 from srtrl.trainer.trainer import TrainingResult, run_training
 
 __all__ = ["Generated", "TrainingResult", "generate", "load_recipe", "train"]

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from srtrl.recipe import Recipe
-from srtrl.recipe_file import Problem, RecipeError, RecipeSource, build_recipe
+from srtrl.recipe.file import Problem, RecipeError, RecipeSource, build_recipe
+from srtrl.recipe.schema import Recipe
 from srtrl.resolve import RAISED_BY_USER_CODE, check_call, describe_error, import_own, resolve_part
 
 Call = tuple[int, tuple[str, ...]]
@@ -96,10 +96,10 @@ def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_sta
 def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """Key of the recipe -> a function that raises ValueError where the value there is wrong."""
     from srtrl.environments.conversations import resolve_format
+    from srtrl.run.trackers import check_trackers
     from srtrl.tasks.base import check_task
     from srtrl.tasks.reward_terms import resolve_rewards
     from srtrl.trainer.build import build_drafter, check_compiler, choose_device, is_deterministic
-    from srtrl.trainer.trackers import check_trackers
 
     algorithm = recipe.algorithm
     functions = [

@@ -17,9 +17,9 @@ from srtrl.bench.replay import replay
 from srtrl.checks import build_checked
 from srtrl.environments import command as tools
 from srtrl.evaluation import command as evaluation
-from srtrl.ranks import is_main_process, is_told_here
-from srtrl.recipe import Recipe
-from srtrl.recipe_file import build_recipe, dump_recipe, read_source
+from srtrl.ranks.processes import is_main_process, is_told_here
+from srtrl.recipe.file import build_recipe, dump_recipe, read_source
+from srtrl.recipe.schema import Recipe
 from srtrl.report import compare, export, rollouts, trie
 from srtrl.resolve import RAISED_BY_USER_CODE
 
@@ -157,7 +157,7 @@ def train(
         source.put(["output_dir"], str(folder.parent), "RECIPE")
         source.put(["name"], folder.name, "RECIPE")
     loaded = build_checked(source)
-    from srtrl.trainer.run_metrics import summary_table
+    from srtrl.run.metrics import summary_table
     from srtrl.trainer.trainer import run_training
 
     changed = [one.partition("=")[0].strip() for one in change or ()]
@@ -180,7 +180,7 @@ def warm_start(recipe: RecipePath, overrides: Overrides = None, overwrite: Overw
     """
     loaded = build_checked(read_source(recipe, overrides or ()), warm_start=True)
     from srtrl.evaluation.tables import eval_table
-    from srtrl.trainer.warm_start import run_warm_start
+    from srtrl.warm_start.training import run_warm_start
 
     summary = run_warm_start(loaded, overwrite=overwrite)
     if summary.held_out is not None and is_main_process():
@@ -272,7 +272,7 @@ def show_config(
 
 def print_fields() -> None:
     """Print every field of a recipe, with the options of each task and drafter (the block in docs/recipe.md)."""
-    from srtrl.recipe_fields import describe_fields
+    from srtrl.recipe.fields import describe_fields
     from srtrl.resolve import list_modules, resolve_class
 
     print(describe_fields(Recipe))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from srtrl.checks import import_foreign
 from srtrl.environments.options import KEY, EnvironmentFlags
-from srtrl.recipe import EnvironmentSection
-from srtrl.recipe_file import RecipeError, RecipeSource, read_source, validate_section
+from srtrl.recipe.file import RecipeError, RecipeSource, read_source, validate_section
+from srtrl.recipe.schema import EnvironmentSection
 from srtrl.types import (
     Completion,
     Conversation,
@@ -278,8 +278,8 @@ def _build_drafter(
     prompts: Collection[tuple[int, ...]],
 ) -> DrafterBase:
     """The drafter, knowing the rollouts of `cache`."""
+    from srtrl.bench.recorded import feed_drafter, read_recorded
     from srtrl.drafters.base import resolve_drafter
-    from srtrl.rollout.recorded import feed_drafter, read_recorded
 
     drafter = resolve_drafter("--drafter", name)()
     if cache is not None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 from srtrl.cli import app
 from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array
 from srtrl.drafters.draft_tree import DraftTree, DraftTrees
-from srtrl.recipe import Section
+from srtrl.recipe.schema import Section
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.types import Completion, Request
 

@@ -12,7 +12,7 @@ from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences
 
 from srtrl.model.transformer import Transformer
 from srtrl.model.value_model import ValueModel
-from srtrl.recipe import Recipe
+from srtrl.recipe.schema import Recipe
 from srtrl.trainer.critic import Critic
 from srtrl.types import TrainSequence
 

@@ -14,7 +14,7 @@ from srtrl.environments.base import EnvironmentBase, Step, Tool, ToolCall, ToolE
 from srtrl.environments.conversations import Answer, Conversations
 from srtrl.environments.formats import Format, MalformedCallError, Parts
 from srtrl.model.weights import load_tokenizer
-from srtrl.recipe import EnvironmentSection, Section
+from srtrl.recipe.schema import EnvironmentSection, Section
 from srtrl.types import Completion, Prompt, Request, SamplingParams
 
 END = 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from srtrl.ranks import Ranks, open_ranks
+from srtrl.ranks.processes import Ranks, open_ranks
 
 CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["rank_cases", "srtrl.trainer.trainer", "accelerate", "torch.distributed.fsdp"])

@@ -19,8 +19,8 @@ from tiny_run import make_recipe, train
 from typer.testing import CliRunner
 
 from srtrl.cli import app
-from srtrl.recipe import Recipe
-from srtrl.recipe_fields import fields_of
+from srtrl.recipe.fields import fields_of
+from srtrl.recipe.schema import Recipe
 
 HUGE, LONG = "9" * 30, "x" * 5000
 INTEGERS = ("", "x", "1.5", "1e20", "nan", "-1", HUGE)

@@ -17,6 +17,7 @@ from tiny_run import VOCAB_SIZE, make_policy, make_recipe
 from srtrl.bench import gpu
 from srtrl.bench.alternate import alternate, median_of, paired_ratio
 from srtrl.bench.options import CURVES, parse_curve
+from srtrl.bench.recorded import RecordedPrompt
 from srtrl.bench.rollout import HuggingFaceGenerate
 from srtrl.bench.shapes import SHAPES
 from srtrl.bench.tables import publish, put_section
@@ -33,7 +34,6 @@ from srtrl.model.attention import PackedPlan
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model, save_model
-from srtrl.rollout.recorded import RecordedPrompt
 
 
 @pytest.fixture(scope="module")

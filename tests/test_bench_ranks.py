@@ -15,7 +15,7 @@ from srtrl.bench.shapes import SHAPES
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
-from srtrl.ranks import Ranks
+from srtrl.ranks.processes import Ranks
 from srtrl.rollout.collect import of_rank, run_ahead_order
 
 FLAT = ((1, 0.002), (2048, 0.002))

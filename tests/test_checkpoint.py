@@ -15,9 +15,9 @@ from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.metrics import read_metrics
 from srtrl.model.value_model import ValueModel
 from srtrl.model.weights import load_model, load_tokenizer
-from srtrl.recipe_file import load_recipe
-from srtrl.trainer import checkpoint
-from srtrl.trainer.checkpoint import (
+from srtrl.recipe.file import load_recipe
+from srtrl.run import checkpoint
+from srtrl.run.checkpoint import (
     TrainerState,
     checkpoint_to_resume,
     latest_checkpoint,
@@ -25,9 +25,9 @@ from srtrl.trainer.checkpoint import (
     read_state,
     save_checkpoint,
 )
+from srtrl.run.folder import check_run_folder, open_run_folder
 from srtrl.trainer.critic import Critic
 from srtrl.trainer.optimizer import build_optimizer
-from srtrl.trainer.run_folder import check_run_folder, open_run_folder
 
 
 def save(policy: Path, folder: Path, step: int, *, keep: int = 2, critic: Critic | None = None) -> Path:

@@ -18,8 +18,8 @@ from typer.testing import CliRunner, Result
 from srtrl import __version__
 from srtrl.checks import check_recipe
 from srtrl.cli import app
-from srtrl.recipe import Recipe
-from srtrl.recipe_file import load_recipe
+from srtrl.recipe.file import load_recipe
+from srtrl.recipe.schema import Recipe
 from srtrl.trainer.evaluate import EvalJob
 
 
@@ -121,7 +121,7 @@ def test_train_hands_over_the_recipe_and_says_what_to_do_next(
     done = SimpleNamespace(folder=Path("runs/test"), summary=SimpleNamespace(num_steps=3, interrupted=interrupted))
     run_training = Mock(return_value=done)
     monkeypatch.setattr("srtrl.trainer.trainer.run_training", run_training)
-    monkeypatch.setattr("srtrl.trainer.run_metrics.summary_table", lambda _: "before, after")
+    monkeypatch.setattr("srtrl.run.metrics.summary_table", lambda _: "before, after")
     overrides = ["train.num_steps=5", "task.options={num_train: 10}"]
     result = run("train", recipe_file, *overrides, "--overwrite")
     assert (result.exit_code, result.stderr) == (130 if interrupted else 0, "")
@@ -216,7 +216,7 @@ def test_only_our_own_value_errors_lose_their_traceback(recipe_file: Path, monke
 
 def test_a_warm_start_from_scratch_needs_no_model_yet(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_warm_start = Mock(return_value=SimpleNamespace(output=Path("made"), held_out=None))
-    monkeypatch.setattr("srtrl.trainer.warm_start.run_warm_start", run_warm_start)
+    monkeypatch.setattr("srtrl.warm_start.training.run_warm_start", run_warm_start)
     architecture = (
         "architecture: {hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2, "
         "num_key_value_heads: 1, max_position_embeddings: %d}"

@@ -16,8 +16,8 @@ from srtrl.engine.engine import Engine
 from srtrl.engine.sampling import make_rng_key
 from srtrl.rollout.collect import StageTimer, collect_rollouts, response_text
 from srtrl.rollout.dynamic_sampling import sample_until_full
-from srtrl.trainer.warm_start import train_tokenizer
 from srtrl.types import Prompt, Request, RolloutGroup
+from srtrl.warm_start.training import train_tokenizer
 
 DRAWS = [(2, prompt_of(1)), (0, prompt_of(3)), (1, prompt_of(1)), (7, prompt_of(0))]  # prompt 1 is drawn twice
 

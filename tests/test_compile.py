@@ -17,7 +17,7 @@ from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences,
 from srtrl.checks import check_recipe
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import CompiledLayers
-from srtrl.ranks import ONE_RANK
+from srtrl.ranks.processes import ONE_RANK
 from srtrl.trainer import build
 
 

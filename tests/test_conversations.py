@@ -14,7 +14,7 @@ from srtrl.drafters.suffix import Drafter as SuffixDrafter
 from srtrl.engine.engine import Engine
 from srtrl.environments.conversations import Conversations
 from srtrl.model.transformer import Transformer
-from srtrl.recipe import GradingSection, RewardSection
+from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.rollout.collect import Collector, collect_rollouts
 from srtrl.rollout.dynamic_sampling import sample_until_full
 from srtrl.tasks.grading import Grader

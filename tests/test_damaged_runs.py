@@ -12,7 +12,7 @@ from tiny_run import assert_same_run, learned_rows, make_recipe, train
 from typer.testing import CliRunner, Result
 
 from srtrl.cli import app
-from srtrl.recipe_file import load_recipe
+from srtrl.recipe.file import load_recipe
 from srtrl.tasks.base import load_task
 from srtrl.trainer import trainer
 

@@ -16,13 +16,13 @@ from tiny_run import assert_same_run, make_recipe
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
 from srtrl.metrics import read_metrics
-from srtrl.recipe import Recipe
+from srtrl.recipe.schema import Recipe
 from srtrl.rollout.dynamic_sampling import sample_until_full
+from srtrl.run.checkpoint import latest_checkpoint, read_state
+from srtrl.run.folder import RunProgress
+from srtrl.run.metrics import describe_step
 from srtrl.tasks import arithmetic
 from srtrl.trainer import sampling
-from srtrl.trainer.checkpoint import latest_checkpoint, read_state
-from srtrl.trainer.run_folder import RunProgress
-from srtrl.trainer.run_metrics import describe_step
 from srtrl.trainer.trainer import run_training
 from srtrl.types import Request, RolloutGroup
 

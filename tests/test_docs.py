@@ -11,8 +11,8 @@ from tiny_run import make_policy, make_recipe
 
 from srtrl.cli import print_fields
 from srtrl.metrics import read_metrics
+from srtrl.run.folder import RunProgress
 from srtrl.trainer.objective import is_reserved_metric
-from srtrl.trainer.run_folder import RunProgress
 from srtrl.trainer.trainer import run_training
 
 REPOSITORY = Path(__file__).resolve().parent.parent

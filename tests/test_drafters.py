@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trie_reference import ReferenceTrie
 
+from srtrl.bench.recorded import RecordedPrompt, feed_drafter
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import EMPTY_TREE, DraftTrees, check_trees
 from srtrl.drafters.history import Drafter as HistoryDrafter
@@ -23,8 +24,7 @@ from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.drafters.srt import SrtOptions
 from srtrl.drafters.suffix import Drafter as SuffixDrafter
 from srtrl.drafters.suffix import SuffixOptions
-from srtrl.recipe_file import validate_section
-from srtrl.rollout.recorded import RecordedPrompt, feed_drafter
+from srtrl.recipe.file import validate_section
 
 BY_CHANCE = 1
 """Tokens of such a text that may be guessed from the text itself."""

@@ -34,7 +34,7 @@ from srtrl.environments.conversations import Answer, Conversations
 from srtrl.environments.formats import CodeTags, Hermes, MalformedCallError
 from srtrl.environments.record import Record
 from srtrl.model.weights import load_tokenizer
-from srtrl.recipe import EnvironmentSection
+from srtrl.recipe.schema import EnvironmentSection
 from srtrl.types import Prompt
 
 CHAT_TEMPLATE = """{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|endoftext|>

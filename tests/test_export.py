@@ -12,7 +12,7 @@ from tiny_run import make_recipe, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from srtrl.model.weights import load_model
-from srtrl.recipe import Recipe
+from srtrl.recipe.schema import Recipe
 from srtrl.report.export import model_card
 
 

@@ -13,10 +13,10 @@ from tiny_run import make_policy, make_recipe
 from srtrl.checks import check_recipe
 from srtrl.metrics import read_metrics
 from srtrl.model.weights import load_model, load_tokenizer, named_tensors
-from srtrl.recipe import Recipe
-from srtrl.recipe_file import build_recipe, dump_recipe, load_recipe, read_source
+from srtrl.recipe.file import build_recipe, dump_recipe, load_recipe, read_source
+from srtrl.recipe.schema import Recipe
+from srtrl.run.checkpoint import checkpoint_name
 from srtrl.tasks.base import load_task
-from srtrl.trainer.checkpoint import checkpoint_name
 from srtrl.trainer.trainer import run_training
 
 TEXT = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")

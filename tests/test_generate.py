@@ -17,9 +17,9 @@ from tiny_run import VOCAB_SIZE, make_checkpoint, make_policy
 from typer.testing import CliRunner, Result
 
 from srtrl import generate
+from srtrl.bench.recorded import read_recorded
 from srtrl.cli import app
 from srtrl.model.weights import load_tokenizer
-from srtrl.rollout.recorded import read_recorded
 
 
 @pytest.fixture(scope="module")

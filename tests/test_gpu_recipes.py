@@ -18,8 +18,8 @@ from srtrl.bench.shapes import SHAPES
 from srtrl.metrics import read_metrics
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.weights import init_model, load_tokenizer
-from srtrl.recipe_file import load_recipe
-from srtrl.trainer.checkpoint import save_policy
+from srtrl.recipe.file import load_recipe
+from srtrl.run.checkpoint import save_policy
 
 COLUMNS = [
     "tokens/response",

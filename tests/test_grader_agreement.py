@@ -10,7 +10,7 @@ from recipe_cases import MINIMAL
 from task_cases import Rows
 
 from srtrl.evaluation.grader_check import check_grader
-from srtrl.recipe import GradingSection
+from srtrl.recipe.schema import GradingSection
 from srtrl.tasks.arithmetic import is_correct as is_integer
 from srtrl.tasks.final_answer import extract_answer
 from srtrl.tasks.math_verifier import is_correct

@@ -17,7 +17,7 @@ import pytest
 import rollout_cases
 from task_cases import Rows
 
-from srtrl.recipe import GradingSection, RewardSection
+from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.resolve import resolve_function
 from srtrl.tasks import rewards
 from srtrl.tasks.base import Verifier

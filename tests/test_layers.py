@@ -14,8 +14,8 @@ HEAVY = ("torch", "transformers", "datasets", "accelerate", "math_verify", "matp
 LIGHT_MODULES = (
     "srtrl",
     "srtrl.types",
-    "srtrl.recipe",
-    "srtrl.recipe_file",
+    "srtrl.recipe.schema",
+    "srtrl.recipe.file",
     "srtrl.resolve",
     "srtrl.metrics",
     "srtrl.cli",

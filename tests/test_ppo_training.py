@@ -19,13 +19,13 @@ from srtrl.metrics import read_metrics
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.value_model import ValueModel, load_value_model, save_value_model
 from srtrl.model.weights import init_model, load_model, read_config
-from srtrl.recipe import Recipe
-from srtrl.trainer import checkpoint
-from srtrl.trainer.checkpoint import load_training_state, read_state
+from srtrl.recipe.schema import Recipe
+from srtrl.run import checkpoint
+from srtrl.run.checkpoint import load_training_state, read_state
+from srtrl.run.metrics import describe_step
 from srtrl.trainer.optimizer import build_optimizer
-from srtrl.trainer.run_metrics import describe_step
 from srtrl.trainer.trainer import run_training
-from srtrl.trainer.warm_start import train_tokenizer
+from srtrl.warm_start.training import train_tokenizer
 
 PPO: dict[str, Any] = {
     "model__dtype": "bfloat16",

@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from srtrl.drafters.none import Drafter as NoDrafter
+from srtrl.model.sharding import shard, unshard
 from srtrl.model.transformer import Transformer
 from srtrl.model.value_model import ValueModel
 from srtrl.model.weights import load_model, load_tokenizer
-from srtrl.ranks import ONE_RANK, Ranks
-from srtrl.trainer import checkpoint
-from srtrl.trainer.checkpoint import TrainerState, find_damage, latest_checkpoint, load_training_state, save_checkpoint
+from srtrl.ranks.processes import ONE_RANK, Ranks
+from srtrl.run import checkpoint
+from srtrl.run.checkpoint import TrainerState, find_damage, latest_checkpoint, load_training_state, save_checkpoint
 from srtrl.trainer.critic import Critic
 from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer, state_tensors
-from srtrl.trainer.sharding import shard, unshard
 
 ADAMW: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}
 WRITERS = [(1, "ddp"), (2, "ddp"), (2, "fsdp2"), (3, "fsdp2")]

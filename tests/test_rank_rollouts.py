@@ -26,11 +26,11 @@ from srtrl.engine.engine import Engine
 from srtrl.engine.stats import merge_rank_metrics
 from srtrl.environments.conversations import Conversations
 from srtrl.model.transformer import Transformer
-from srtrl.ranks import RankError, Ranks
-from srtrl.recipe import GradingSection, RewardSection
+from srtrl.ranks.processes import RankError, Ranks
+from srtrl.ranks.sharing import Claims, SharedCounters, deal
+from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.rollout.collect import Collector, collect_rollouts
 from srtrl.rollout.dynamic_sampling import sample_until_full
-from srtrl.rollout.sharing import Claims, SharedCounters, deal
 from srtrl.tasks.grading import Grader
 from srtrl.tasks.reward_input import RewardInput, batched
 from srtrl.types import Completion, Prompt, Request, SamplingParams

@@ -16,11 +16,11 @@ from rank_cases import CONTEXT, free_port, run_ranks
 from test_resume import die_at_call
 from tiny_run import learned_rows, make_recipe
 
-from srtrl.ranks import Ranks
-from srtrl.recipe import Recipe
+from srtrl.ranks.processes import Ranks
+from srtrl.recipe.schema import Recipe
+from srtrl.run.folder import RunProgress
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.trainer import build, trainer
-from srtrl.trainer.run_folder import RunProgress
 from srtrl.trainer.trainer import Trainer, run_training
 
 PPO: dict[str, Any] = {

@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor
 from update_cases import RecordingSGD, fresh_accelerator, make_policy, make_recipe, make_sequences, update
 
 from srtrl.engine.engine import Engine
-from srtrl.ranks import ONE_RANK, Ranks
-from srtrl.recipe import Recipe
+from srtrl.model.sharding import reshard, shard, unshard
+from srtrl.ranks.processes import ONE_RANK, Ranks
+from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import pack
 from srtrl.trainer.credit import with_numbers
 from srtrl.trainer.critic import Critic, compute_values, update_critic
 from srtrl.trainer.optimizer import build_optimizer, gradient_holders
-from srtrl.trainer.sharding import reshard, shard, unshard
 from srtrl.trainer.update import compute_logprobs
 from srtrl.types import TrainSequence
 

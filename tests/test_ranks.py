@@ -6,7 +6,7 @@ import pytest
 import torch
 from rank_cases import free_port, identity, run_ranks
 
-from srtrl.ranks import TOLD_BY_OTHER, TOLD_HERE, RankError, Ranks, is_told_here, open_ranks
+from srtrl.ranks.processes import TOLD_BY_OTHER, TOLD_HERE, RankError, Ranks, is_told_here, open_ranks
 
 
 def exchange(ranks: Ranks) -> tuple[list[int], list[float], list[int]]:

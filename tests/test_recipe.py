@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipe_cases import MINIMAL
 
-from srtrl.recipe import Recipe
-from srtrl.recipe_fields import fields_of
-from srtrl.recipe_file import OTHER_NAMES, REMOVED, RecipeError, dump_recipe, load_recipe, read_source
+from srtrl.recipe.fields import fields_of
+from srtrl.recipe.file import OTHER_NAMES, REMOVED, RecipeError, dump_recipe, load_recipe, read_source
+from srtrl.recipe.schema import Recipe
 
 
 @pytest.fixture

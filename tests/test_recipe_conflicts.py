@@ -14,9 +14,9 @@ from recipe_cases import recipe_text
 
 from srtrl.algorithms.reductions import MAX_ERROR
 from srtrl.checks import check_recipe
-from srtrl.recipe import Recipe
-from srtrl.recipe_conflicts import MAX_KL_ERROR
-from srtrl.recipe_file import RecipeError, build_recipe, load_recipe, read_source
+from srtrl.recipe.conflicts import MAX_KL_ERROR
+from srtrl.recipe.file import RecipeError, build_recipe, load_recipe, read_source
+from srtrl.recipe.schema import Recipe
 
 HEADS = (
     "warm_start={output: made, architecture: {hidden_size: 9, intermediate_size: 8, num_hidden_layers: 1, "

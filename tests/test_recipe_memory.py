@@ -22,8 +22,8 @@ from srtrl.model.hf_config import config_from_hf
 from srtrl.model.logprobs import token_logprobs
 from srtrl.model.transformer import Transformer
 from srtrl.model.value_model import ValueModel
-from srtrl.recipe import Recipe
-from srtrl.recipe_file import load_recipe
+from srtrl.recipe.file import load_recipe
+from srtrl.recipe.schema import Recipe
 from srtrl.trainer.build import PREFILL_TOKENS, number_of_slots, set_update_options
 from srtrl.trainer.optimizer import MasterWeightAdamW, _allocate_state, gradient_bytes
 

@@ -14,13 +14,13 @@ from bench_cases import REPEATER, Repeater, run, tree_of, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from srtrl.bench.recorded import RecordedPrompt, Recording, load_recorded_tokenizer, read_recorded
 from srtrl.bench.replay_loop import Replay, ReplayCounts, ReplaySettings, count_accepted, num_history_samples_of
 from srtrl.drafters.base import DrafterBase, Int64Array, end_to_end
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.drafters.none import Drafter as NoDrafter
-from srtrl.rollout.recorded import RecordedPrompt, Recording, load_recorded_tokenizer, read_recorded
-from srtrl.trainer.run_folder import ROLLOUT_COLUMNS, step_file_name
-from srtrl.trainer.warm_start import train_tokenizer
+from srtrl.run.folder import ROLLOUT_COLUMNS, step_file_name
+from srtrl.warm_start.training import train_tokenizer
 
 
 def recording_of(*steps: dict[str, list[list[int]]]) -> Recording:

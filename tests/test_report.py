@@ -18,7 +18,7 @@ from recipe_cases import recipe_text
 from srtrl.engine.stats import DecodeStep
 from srtrl.metrics import MetricLog
 from srtrl.report.page import write_report
-from srtrl.trainer.run_folder import TIMELINE_COLUMNS, read_timeline, step_file_name, write_timeline
+from srtrl.run.folder import TIMELINE_COLUMNS, read_timeline, step_file_name, write_timeline
 
 REWARDS = "rewards: [{name: correct}, {name: format, weight: 0.1}]\n"
 PLAIN_CHARTS = [

@@ -18,11 +18,12 @@ import torch
 from tiny_run import assert_same_run, learned_rows, make_recipe
 
 from srtrl.environments.base import EnvironmentBase, Step, Turn
-from srtrl.recipe import Recipe
+from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import collect_rollouts
+from srtrl.run import checkpoint
+from srtrl.run.folder import RunProgress, open_run_folder
 from srtrl.tasks.grading import Grader
-from srtrl.trainer import checkpoint, sampling, trainer
-from srtrl.trainer.run_folder import RunProgress, open_run_folder
+from srtrl.trainer import sampling, trainer
 
 CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tiny_run", "test_resume", "srtrl.trainer.trainer", "accelerate", "torch.optim"])

@@ -22,6 +22,7 @@ from engine_cases import (
 )
 from scipy.stats import chisquare
 
+from srtrl.bench.recorded import RecordedPrompt, feed_drafter
 from srtrl.drafters.base import DrafterBase, Int64Array
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.engine import Engine
@@ -29,7 +30,6 @@ from srtrl.engine.sampling import make_rng_key
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import Transformer
 from srtrl.resolve import resolve_class
-from srtrl.rollout.recorded import RecordedPrompt, feed_drafter
 from srtrl.types import Completion
 
 Texts = dict[tuple[int, ...], list[np.ndarray]]

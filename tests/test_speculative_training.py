@@ -11,8 +11,8 @@ from tiny_run import assert_same_run, make_policy, make_recipe, train
 from srtrl.drafters.srt import Drafter
 from srtrl.metrics import read_metrics
 from srtrl.rollout.collect import Collector, collect_rollouts
+from srtrl.run.folder import check_run_folder, read_timeline
 from srtrl.trainer import sampling
-from srtrl.trainer.run_folder import check_run_folder, read_timeline
 from srtrl.trainer.trainer import run_training
 from srtrl.types import Request
 

@@ -12,7 +12,7 @@ from tiny_run import make_policy
 
 from srtrl.evaluation.settings import EvalFlags, bare_source, suite_job, suite_jobs
 from srtrl.evaluation.suite import load_suite, locate, open_suite
-from srtrl.recipe_file import RecipeSource
+from srtrl.recipe.file import RecipeSource
 from srtrl.tasks.rows import MissingDataError
 from srtrl.trainer.evaluate import EvalJob
 

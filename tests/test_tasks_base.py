@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from srtrl.recipe import ModelSection, Recipe, RolloutSection, TaskSection, TrainSection
+from srtrl.recipe.schema import ModelSection, Recipe, RolloutSection, TaskSection, TrainSection
 from srtrl.tasks.base import check_task
 
 

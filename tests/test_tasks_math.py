@@ -13,7 +13,7 @@ import pytest
 from task_cases import byte_tokenizer
 from transformers import AutoTokenizer
 
-from srtrl.recipe import GradingSection, RewardSection
+from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.tasks import rewards
 from srtrl.tasks.final_answer import extract_answer
 from srtrl.tasks.grading import Grader

@@ -15,17 +15,17 @@ from tiny_run import make_policy, make_recipe, train
 
 from srtrl.checks import build_checked, check_recipe
 from srtrl.metrics import read_metrics
-from srtrl.recipe import Recipe
-from srtrl.recipe_file import dump_recipe, read_source
+from srtrl.recipe.file import dump_recipe, read_source
+from srtrl.recipe.schema import Recipe
 from srtrl.report.page import write_report
+from srtrl.run.folder import RunProgress
+from srtrl.run.metrics import summary_table
 from srtrl.tasks import math, prompts
 from srtrl.tasks.base import load_task
 from srtrl.tasks.grading import Grader
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.row_task import RowTask
 from srtrl.trainer.evaluate import mean_interval
-from srtrl.trainer.run_folder import RunProgress
-from srtrl.trainer.run_metrics import summary_table
 from srtrl.trainer.trainer import describe_prompt, run_training
 from srtrl.types import Prompt
 

@@ -21,14 +21,14 @@ from torch import Tensor
 import srtrl
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.metrics import read_metrics
-from srtrl.recipe import Recipe
-from srtrl.recipe_file import dump_recipe
+from srtrl.recipe.file import dump_recipe
+from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import collect_rollouts
+from srtrl.run.folder import RunProgress, open_run_folder
+from srtrl.run.metrics import describe_step, merge_metrics, summary_table
 from srtrl.trainer import build, sampling, trainer
 from srtrl.trainer.evaluate import EvalJob, resolve_eval_source, run_evals
 from srtrl.trainer.optimizer import learning_rate_at
-from srtrl.trainer.run_folder import RunProgress, open_run_folder
-from srtrl.trainer.run_metrics import describe_step, merge_metrics, summary_table
 from srtrl.trainer.sampling import DataOrder
 from srtrl.trainer.trainer import Trainer, TrainingResult, TrainingStoppedError
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from recipe_cases import recipe_text
 
 from srtrl.report.trie_view import Branch, PastRollout, PromptHistory, TrieView, view_trie
-from srtrl.trainer.warm_start import train_tokenizer
+from srtrl.warm_start.training import train_tokenizer
 
 TEXTS = {
     1: {"sum": ["one plus two is three", "one plus one is two"], "odd": ["alone here", "not alone"]},

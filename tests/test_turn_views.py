@@ -17,6 +17,7 @@ from tiny_run import make_policy, make_recipe, train
 from typer.testing import CliRunner
 
 from srtrl import generate
+from srtrl.bench.recorded import Recording, find_extensions, read_recorded
 from srtrl.bench.replay_loop import Replay, ReplayCounts, ReplaySettings
 from srtrl.cli import app
 from srtrl.drafters.base import Int32Array, Int64Array
@@ -25,10 +26,9 @@ from srtrl.environments.base import segment_titles
 from srtrl.report.page import write_report
 from srtrl.report.runs import read_rollouts
 from srtrl.report.trie_view import PastRollout, PromptHistory, view_trie
-from srtrl.rollout.recorded import Recording, find_extensions, read_recorded
+from srtrl.run.trackers import log_samples
 from srtrl.trainer.credit import assign_credit, train_sequences
 from srtrl.trainer.evaluate import majority_scores
-from srtrl.trainer.trackers import log_samples
 from srtrl.types import Completion, Conversation, Rollout, RolloutGroup, SegmentKind
 
 TOOL_OUTPUT = "<script>alert(1)</script>"

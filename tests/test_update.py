@@ -41,7 +41,7 @@ from update_cases import (
 )
 
 from srtrl.model.transformer import Transformer
-from srtrl.recipe import Recipe
+from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import PackedBatch
 from srtrl.trainer.update import (
     compute_logprobs,

@@ -15,9 +15,9 @@ from accelerate import Accelerator
 from torch import Tensor
 from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences, naive_logprobs, update
 
-from srtrl.recipe import Recipe
-from srtrl.trainer import run_folder
-from srtrl.trainer.interrupt import how_to_resume
+from srtrl.recipe.schema import Recipe
+from srtrl.run import folder as run_folder
+from srtrl.run.interrupt import how_to_resume
 from srtrl.trainer.optimizer import build_optimizer
 from srtrl.trainer.update import (
     LogprobDifferenceError,

@@ -16,14 +16,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from srtrl.model.weights import load_model, load_tokenizer
-from srtrl.ranks import Ranks
-from srtrl.recipe import Recipe
+from srtrl.ranks.processes import Ranks
+from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import pack
+from srtrl.run.folder import RunProgress
 from srtrl.tasks.base import load_task
-from srtrl.trainer import build, warm_start
-from srtrl.trainer.run_folder import RunProgress
+from srtrl.trainer import build
 from srtrl.trainer.update import UpdateMemoryError
-from srtrl.trainer.warm_start import (
+from srtrl.warm_start import training as warm_start
+from srtrl.warm_start.training import (
     WarmStartSummary,
     run_warm_start,
     solution_sequence,

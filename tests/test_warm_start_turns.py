@@ -18,15 +18,15 @@ from srtrl.environments.conversations import Conversations
 from srtrl.environments.formats import CodeTags, Hermes, MalformedCallError
 from srtrl.metrics import read_metrics
 from srtrl.model.weights import load_tokenizer
-from srtrl.recipe import EnvironmentSection, Recipe, Section
-from srtrl.recipe_file import load_recipe
+from srtrl.recipe.file import load_recipe
+from srtrl.recipe.schema import EnvironmentSection, Recipe, Section
+from srtrl.run.folder import RunProgress
 from srtrl.tasks.arithmetic import ArithmeticOptions
 from srtrl.tasks.arithmetic import Task as ArithmeticTask
 from srtrl.tasks.base import load_task
-from srtrl.trainer import warm_start
-from srtrl.trainer.run_folder import RunProgress
-from srtrl.trainer.warm_start import WarmStartSummary, run_warm_start, solution_batches, solution_sequence
 from srtrl.types import Prompt, TrainSequence
+from srtrl.warm_start import training as warm_start
+from srtrl.warm_start.training import WarmStartSummary, run_warm_start, solution_batches, solution_sequence
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 CHAT_TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"

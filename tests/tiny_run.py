@@ -14,12 +14,12 @@ from srtrl.metrics import read_metrics
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import init_model
-from srtrl.recipe import Recipe
+from srtrl.recipe.schema import Recipe
+from srtrl.run.checkpoint import checkpoint_name, latest_checkpoint, save_policy
+from srtrl.run.folder import RunProgress
 from srtrl.tasks.reward_input import RewardInput
-from srtrl.trainer.checkpoint import checkpoint_name, latest_checkpoint, save_policy
-from srtrl.trainer.run_folder import RunProgress
 from srtrl.trainer.trainer import TrainingResult, run_training
-from srtrl.trainer.warm_start import train_tokenizer
+from srtrl.warm_start.training import train_tokenizer
 
 VOCAB_SIZE = 257
 

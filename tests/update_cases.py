@@ -15,8 +15,8 @@ from torch import Tensor
 
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import Transformer
-from srtrl.ranks import ONE_RANK, Ranks
-from srtrl.recipe import Recipe
+from srtrl.ranks.processes import ONE_RANK, Ranks
+from srtrl.recipe.schema import Recipe
 from srtrl.trainer.credit import with_numbers
 from srtrl.trainer.update import compute_logprobs, update_policy
 from srtrl.types import TrainSequence

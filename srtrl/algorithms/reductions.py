@@ -35,7 +35,7 @@ from torch import Tensor
 MAX_ERROR = 0.2
 """The relative error that the controller sees is clipped to plus and minus this (Ziegler et al.).
 
-`MAX_KL_ERROR` of `recipe_conflicts.py` is the same number: there a horizon that is too short is refused with its line.
+`MAX_KL_ERROR` of `recipe/conflicts.py` is the same number: there a horizon that is too short is refused with its line.
 """
 
 

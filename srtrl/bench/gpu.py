@@ -36,7 +36,7 @@ from srtrl.bench.workload import Trace, load_workload, make_engine, make_request
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import ModelConfig, Transformer, model_flops
 from srtrl.model.weights import init_model
-from srtrl.recipe import Recipe
+from srtrl.recipe.schema import Recipe
 from srtrl.trainer.optimizer import build_optimizer
 from srtrl.trainer.update import update_policy
 from srtrl.types import Request, TrainSequence

@@ -29,7 +29,7 @@ from srtrl.engine.stats import STAGES
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
-from srtrl.trainer.interrupt import long_lived_objects_left_alone
+from srtrl.run.interrupt import long_lived_objects_left_alone
 
 SHAPE = "qwen2.5-1.5b"
 """Its vocabulary, context length and head counts; weights are not made."""

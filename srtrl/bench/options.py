@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from srtrl.drafters.base import resolve_drafter
-from srtrl.recipe import MAX_WIDTH
+from srtrl.recipe.schema import MAX_WIDTH
 
 
 def _check_folder(path: Path | None) -> Path | None:

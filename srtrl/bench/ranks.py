@@ -32,10 +32,10 @@ from srtrl.engine.options import EngineOptions
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import Int64Array
 from srtrl.engine.scheduler import ScheduledStep, Scheduler
-from srtrl.ranks import Ranks
-from srtrl.recipe import MAX_WIDTH
+from srtrl.ranks.processes import Ranks
+from srtrl.ranks.sharing import Claims, SharedCounters, deal
+from srtrl.recipe.schema import MAX_WIDTH
 from srtrl.rollout.collect import of_rank, run_ahead_order
-from srtrl.rollout.sharing import Claims, SharedCounters, deal
 from srtrl.types import Request
 
 LOG_NORMAL = "log-normal"

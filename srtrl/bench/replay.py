@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from srtrl.recipe import MAX_WIDTH
+from srtrl.recipe.schema import MAX_WIDTH
 
 DEFAULT_BUDGET = 16
 """Nodes of a draft tree where neither `--draft-budget` nor `--min-score` is given."""

@@ -19,14 +19,14 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from srtrl.bench.recorded import Extensions, RecordedPrompt, Recording, Tokens, recorded_completion
 from srtrl.bench.tables import format_table
 from srtrl.bench.workload import make_request, read_rollouts
 from srtrl.drafters.base import DrafterBase, resolve_drafter
 from srtrl.drafters.draft_tree import ROOT, check_trees
 from srtrl.engine.draft_budget import cut_trees
-from srtrl.recipe import Section
-from srtrl.recipe_file import RecipeError, RecipeSource, validate_section
-from srtrl.rollout.recorded import Extensions, RecordedPrompt, Recording, Tokens, recorded_completion
+from srtrl.recipe.file import RecipeError, RecipeSource, validate_section
+from srtrl.recipe.schema import Section
 from srtrl.types import Request
 
 LOOK_AHEAD_PROMPTS = 1024

@@ -23,11 +23,11 @@ from srtrl.bench.alternate import alternate, paired_ratio
 from srtrl.bench.tables import Row, publish, read_environment
 from srtrl.metrics import MetricRow, read_metrics
 from srtrl.model.cpu_threads import set_cpu_threads
-from srtrl.recipe import Recipe
-from srtrl.recipe_file import load_recipe
+from srtrl.recipe.file import load_recipe
+from srtrl.recipe.schema import Recipe
+from srtrl.run.folder import RunProgress
+from srtrl.run.interrupt import long_lived_objects_left_alone
 from srtrl.trainer.build import choose_device, is_deterministic
-from srtrl.trainer.interrupt import long_lived_objects_left_alone
-from srtrl.trainer.run_folder import RunProgress
 from srtrl.trainer.trainer import Trainer, open_trainer
 
 ROLLOUT, STEP = "time/rollout", "time/step"

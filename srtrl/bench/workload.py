@@ -7,12 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from srtrl.drafters.base import resolve_drafter
-from srtrl.engine.engine import Engine, EngineOptions
-from srtrl.engine.runner import Runner
-from srtrl.engine.sampling import make_rng_key
-from srtrl.model.transformer import ModelConfig, Transformer
-from srtrl.rollout.recorded import (
+from srtrl.bench.recorded import (
     RecordedPrompt,
     Recording,
     Tokens,
@@ -20,6 +15,11 @@ from srtrl.rollout.recorded import (
     load_recorded_tokenizer,
     read_recorded,
 )
+from srtrl.drafters.base import resolve_drafter
+from srtrl.engine.engine import Engine, EngineOptions
+from srtrl.engine.runner import Runner
+from srtrl.engine.sampling import make_rng_key
+from srtrl.model.transformer import ModelConfig, Transformer
 from srtrl.types import Completion, Request, SamplingParams
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import DraftTrees
-from srtrl.recipe import Section
+from srtrl.recipe.schema import Section
 from srtrl.resolve import resolve_class
 from srtrl.types import Completion, Request
 

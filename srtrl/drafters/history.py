@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from srtrl.drafters.srt import Drafter as SrtDrafter
-from srtrl.recipe import Section
+from srtrl.recipe.schema import Section
 from srtrl.types import Completion
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array
 from srtrl.drafters.draft_tree import EMPTY_TREE, DraftTree, DraftTrees
-from srtrl.recipe import Section
+from srtrl.recipe.schema import Section
 from srtrl.types import Completion, Request
 
 

@@ -11,7 +11,7 @@ from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, end_to_end
 from srtrl.drafters.rollout_cache import RolloutCache
 from srtrl.drafters.suffix_automaton import INSERTS, START_TOKEN
 from srtrl.drafters.token_trie import TokenTrie, TrieCursors
-from srtrl.recipe import Section
+from srtrl.recipe.schema import Section
 from srtrl.types import Completion, Request, SamplingParams
 
 PromptKey = tuple[str, tuple[int, ...]]

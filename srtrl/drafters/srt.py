@@ -12,7 +12,7 @@ from srtrl.drafters.prompt_tries import PromptKey, TrieDrafter, TrieOptions
 from srtrl.drafters.run_aheads import RunAheads
 from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_ngrams, make_table
 from srtrl.drafters.trie_draft import BLEND, draft_trees
-from srtrl.recipe import Section
+from srtrl.recipe.schema import Section
 from srtrl.types import Completion, Request
 
 

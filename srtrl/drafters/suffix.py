@@ -18,7 +18,7 @@ from srtrl.drafters.prompt_tries import PromptKey, TrieDrafter, TrieOptions
 from srtrl.drafters.suffix_automaton import LENGTH, LINK, MATCH, ROOT, START_TOKEN, STATE, locate
 from srtrl.drafters.token_trie import TokenTrie, TrieCursors
 from srtrl.drafters.trie_draft import SUFFIX, draft_trees
-from srtrl.recipe import Section
+from srtrl.recipe.schema import Section
 from srtrl.types import Completion, Request
 
 ALL_PROMPTS: tuple[int, ...] = ()

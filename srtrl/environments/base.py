@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from srtrl.recipe import Section
+from srtrl.recipe.schema import Section
 from srtrl.types import FinishReason, Prompt, SegmentKind
 
 Messages = Sequence[Mapping[str, str]]

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, Self
 from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn
 from srtrl.environments.formats import FORMATS, Format, MalformedCallError, check_call, tool_schemas
 from srtrl.environments.record import Record, key_of
-from srtrl.ranks import ONE_RANK, Ranks
-from srtrl.recipe import EnvironmentSection, Section
-from srtrl.recipe_file import validate_section
+from srtrl.ranks.processes import ONE_RANK, Ranks
+from srtrl.recipe.file import validate_section
+from srtrl.recipe.schema import EnvironmentSection, Section
 from srtrl.resolve import describe_error, resolve_class, suggestion
 from srtrl.tasks.final_answer import states_answer
 from srtrl.tasks.rendering import tokenise

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from srtrl.recipe_file import RecipeSource
+from srtrl.recipe.file import RecipeSource
 
 KEY = ("rollout", "environment")
 NONE = "none"

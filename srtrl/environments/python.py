@@ -7,7 +7,7 @@ from pydantic import Field
 
 from srtrl.environments.base import Tool, ToolCall, ToolEnvironment
 from srtrl.environments.python_sandbox import PythonSandbox, SandboxKind, SandboxLimits, ToolResult
-from srtrl.recipe import Section
+from srtrl.recipe.schema import Section
 
 
 class PythonOptions(SandboxLimits):

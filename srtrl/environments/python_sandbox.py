@@ -24,7 +24,7 @@ from typing import Literal, Self
 
 from pydantic import Field
 
-from srtrl.recipe import Section
+from srtrl.recipe.schema import Section
 
 logger = logging.getLogger(__name__)
 

@@ -75,7 +75,7 @@ def command(
     from srtrl.evaluation import run
     from srtrl.evaluation.settings import EvalFlags
     from srtrl.evaluation.suite import open_suite
-    from srtrl.ranks import open_ranks
+    from srtrl.ranks.processes import open_ranks
 
     suite_flags = {"--only": only, "--data": data, "--data-dir": data_dir, "--skip-missing": skip_missing}
     flags = EvalFlags(

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from rich.markup import escape
 from rich.table import Table
 
-from srtrl.recipe import GradingSection
+from srtrl.recipe.schema import GradingSection
 from srtrl.tasks.base import Task
 from srtrl.tasks.final_answer import BOX, extractor
 from srtrl.tasks.grading import Grader

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from srtrl.evaluation import grader_check, settings, tables
-from srtrl.ranks import Ranks, is_main_process
-from srtrl.recipe_file import read_source
+from srtrl.ranks.processes import Ranks, is_main_process
+from srtrl.recipe.file import read_source
+from srtrl.run.folder import RunProgress
+from srtrl.run.metrics import describe_held_out
 from srtrl.tasks.base import load_task
 from srtrl.trainer.build import build_tokenizer
 from srtrl.trainer.evaluate import EvalJob, EvalOutcome, resolve_eval_source, run_evals
-from srtrl.trainer.run_folder import RunProgress
-from srtrl.trainer.run_metrics import describe_held_out
 
 if TYPE_CHECKING:
     from srtrl.evaluation.suite import OpenSuite

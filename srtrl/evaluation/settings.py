@@ -15,7 +15,7 @@ from typing import Any
 from srtrl.checks import build_checked
 from srtrl.environments.options import EnvironmentFlags
 from srtrl.evaluation.suite import Benchmark, OpenSuite, Suite
-from srtrl.recipe_file import RecipeSource, build_recipe
+from srtrl.recipe.file import RecipeSource, build_recipe
 from srtrl.trainer.evaluate import EvalJob
 
 PROMPT_OPTIONS = ("prompt_template", "chat_template", "chat_template_options", "system_prompt")

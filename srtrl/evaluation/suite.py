@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from srtrl.recipe import Section
-from srtrl.recipe_file import RecipeError, read_source, validate_section
+from srtrl.recipe.file import RecipeError, read_source, validate_section
+from srtrl.recipe.schema import Section
 from srtrl.resolve import suggestion
 from srtrl.tasks.rows import MissingDataError, RowError, RowSource, check_source, get_field, read_rows
 

@@ -173,7 +173,7 @@ def _values(run: "Run", metric: str) -> dict[int, float]:
 
 
 def _make_group(label: str, runs: Sequence["Run"], metric: str) -> RunGroup:
-    from srtrl.trainer.run_metrics import summarise_run
+    from srtrl.run.metrics import summarise_run
 
     values = [_values(run, metric) for run in runs]
     steps = set.intersection(*map(set, values))

@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from srtrl.metrics import MetricRow
-    from srtrl.recipe import Recipe
+    from srtrl.recipe.schema import Recipe
 
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
 """Of a checkpoint, beside the tokenizer's; the rest is for `--resume`."""
@@ -49,9 +49,9 @@ def export(run_folder: Path, folder: Path, *, step: int | None = None) -> None:
     """
     from srtrl.model.weights import load_tokenizer
     from srtrl.report.runs import read_run
-    from srtrl.trainer.checkpoint import written_beside
+    from srtrl.run.checkpoint import written_beside
+    from srtrl.run.folder import step_of
     from srtrl.trainer.evaluate import resolve_eval_source
-    from srtrl.trainer.run_folder import step_of
 
     if folder.is_symlink():
         raise ValueError(f"{folder} is a link: export to the folder itself")
@@ -72,8 +72,8 @@ def model_card(recipe: "Recipe", rows: Sequence["MetricRow"], step: int) -> str:
     import yaml
 
     from srtrl import __version__
-    from srtrl.recipe import LogSection
-    from srtrl.recipe_file import dump_recipe
+    from srtrl.recipe.file import dump_recipe
+    from srtrl.recipe.schema import LogSection
 
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["reinforcement-learning"]}
     if re.fullmatch(r"[\w.-]+/[\w.-]+", recipe.model.path) and not Path(recipe.model.path).exists():

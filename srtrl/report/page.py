@@ -17,8 +17,8 @@ from srtrl.metrics import write_atomic
 from srtrl.report.charts import CHARTS, SPEED, TIMELINE, Chart, draw
 from srtrl.report.rollouts import read_samples
 from srtrl.report.runs import Run, read_run
-from srtrl.trainer.run_folder import read_timeline
-from srtrl.trainer.run_metrics import summarise_run, summary_table
+from srtrl.run.folder import read_timeline
+from srtrl.run.metrics import summarise_run, summary_table
 
 TEMPLATE = Path(__file__).parent / "page.html"
 NUM_STEPS = 6

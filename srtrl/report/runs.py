@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from srtrl.metrics import MetricRow, read_metrics
-from srtrl.recipe import Recipe
-from srtrl.recipe_file import load_recipe
+from srtrl.recipe.file import load_recipe
+from srtrl.recipe.schema import Recipe
 from srtrl.resolve import suggestion
-from srtrl.trainer.run_folder import step_of
+from srtrl.run.folder import step_of
 
 if TYPE_CHECKING:
     import pyarrow

@@ -65,7 +65,7 @@ def text_decoder(run: "Run", tokenizer_path: str | None, *, special: str | None)
         ValueError: It cannot be loaded.
     """
     from srtrl.model.weights import load_tokenizer
-    from srtrl.trainer.checkpoint import latest_checkpoint
+    from srtrl.run.checkpoint import latest_checkpoint
 
     own = latest_checkpoint(run.folder / "checkpoints") or run.recipe.model.tokenizer or run.recipe.model.path
     tokenizer = load_tokenizer(str(own) if tokenizer_path is None else tokenizer_path)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from srtrl.bench.recorded import Extensions, find_extensions
 from srtrl.bench.replay_loop import count_accepted
 from srtrl.drafters.srt import SrtOptions
 from srtrl.drafters.suffix_automaton import START_TOKEN
 from srtrl.drafters.token_trie import TokenTrie, TrieCursors
 from srtrl.drafters.trie_draft import BLEND, draft_trees
 from srtrl.report.runs import Run, read_rollouts, saved_rollouts, steps_by_prompt, steps_of_prompt
-from srtrl.rollout.recorded import Extensions, find_extensions
 
 DRAFT_NODES = 16
 """Nodes of a draft in the replay of the later rollout."""

@@ -21,8 +21,8 @@ from srtrl.engine.sampling import make_rng_key
 from srtrl.engine.stats import merge_rank_metrics
 from srtrl.engine.stopping import cut_at_stop_string
 from srtrl.environments.conversations import POLL_SECONDS, Conversations
-from srtrl.ranks import Ranks
-from srtrl.rollout.sharing import Claims, SharedCounters, deal
+from srtrl.ranks.processes import Ranks
+from srtrl.ranks.sharing import Claims, SharedCounters, deal
 from srtrl.types import (
     Completion,
     Conversation,

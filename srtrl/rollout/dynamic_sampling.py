@@ -26,8 +26,8 @@ from srtrl.types import Prompt, Request, RolloutGroup
 
 if TYPE_CHECKING:
     from srtrl.engine.engine import Engine
+    from srtrl.ranks.sharing import SharedCounters
     from srtrl.rollout.collect import Collector
-    from srtrl.rollout.sharing import SharedCounters
 
 
 @dataclass(slots=True)

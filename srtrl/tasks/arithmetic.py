@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
-from srtrl.recipe import Section
+from srtrl.recipe.schema import Section
 from srtrl.tasks.rendering import tokenise
 from srtrl.types import Prompt
 

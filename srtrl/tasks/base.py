@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from srtrl.recipe import Recipe, Section
-from srtrl.recipe_file import Problem, RecipeError, validate_section
+from srtrl.recipe.file import Problem, RecipeError, validate_section
+from srtrl.recipe.schema import Recipe, Section
 from srtrl.resolve import resolve_class
 from srtrl.types import Prompt
 

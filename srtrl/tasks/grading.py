@@ -16,8 +16,8 @@ from operator import itemgetter
 from types import TracebackType
 from typing import Any, Self
 
-from srtrl.ranks import Ranks
-from srtrl.recipe import GradingSection, RewardSection
+from srtrl.ranks.processes import Ranks
+from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.resolve import describe_error
 from srtrl.tasks.base import Task
 from srtrl.tasks.reward_input import RewardInput

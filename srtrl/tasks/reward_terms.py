@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from srtrl.recipe import RewardSection
+from srtrl.recipe.schema import RewardSection
 from srtrl.resolve import check_call, resolve_function
 
 RESERVED_NAMES = frozenset({"mean", "kl_penalty"})

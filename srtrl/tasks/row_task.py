@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from srtrl.recipe import Section
-from srtrl.recipe_file import SURROGATE
+from srtrl.recipe.file import SURROGATE
+from srtrl.recipe.schema import Section
 from srtrl.tasks.rendering import Message, apply_chat_template, tokenise
 from srtrl.tasks.rows import Row, RowError, RowSource, check_source, get_field, read_rows
 from srtrl.types import Prompt

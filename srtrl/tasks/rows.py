@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from srtrl.recipe import Section
+from srtrl.recipe.schema import Section
 from srtrl.resolve import suggestion
 
 PARQUET_BATCH_ROWS = 1024

@@ -15,16 +15,16 @@ from srtrl.engine.kv_memory import choose_slots, free_bytes, kv_bytes
 from srtrl.engine.runner import page_bytes_of
 from srtrl.environments.conversations import Conversations, resolve_format
 from srtrl.model.attention import check_packed_attention
+from srtrl.model.sharding import shard
 from srtrl.model.transformer import CompiledLayers
 from srtrl.model.value_model import ValueModel, load_value_model
 from srtrl.model.weights import end_token_ids, has_tokenizer, load_model, load_tokenizer, read_config
-from srtrl.ranks import Ranks
-from srtrl.recipe import CriticSection, Recipe, TrainSection, WarmStartSection
-from srtrl.recipe_file import validate_section
-from srtrl.trainer.checkpoint import CRITIC_FOLDER
+from srtrl.ranks.processes import Ranks
+from srtrl.recipe.file import validate_section
+from srtrl.recipe.schema import CriticSection, Recipe, TrainSection, WarmStartSection
+from srtrl.run.checkpoint import CRITIC_FOLDER
 from srtrl.trainer.critic import Critic
 from srtrl.trainer.optimizer import build_optimizer
-from srtrl.trainer.sharding import shard
 from srtrl.types import SamplingParams
 
 if TYPE_CHECKING:

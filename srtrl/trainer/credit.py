@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from srtrl.algorithms.advantages import is_token_level, needs_critic, whiten
-from srtrl.recipe import AlgorithmSection, Recipe
+from srtrl.recipe.schema import AlgorithmSection, Recipe
 from srtrl.resolve import resolve_part
 from srtrl.trainer.objective import check_per_token
 from srtrl.types import Rollout, RolloutGroup, TrainSequence

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from srtrl.model.attention import PackedPlan
-from srtrl.ranks import ONE_RANK, Ranks
-from srtrl.recipe import Recipe
+from srtrl.ranks.processes import ONE_RANK, Ranks
+from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import PackedBatch
 from srtrl.trainer.objective import CheckedLoss
 from srtrl.trainer.on_ranks import by_sequence

@@ -21,15 +21,15 @@ from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING
 
 from srtrl.model.cpu_threads import set_cpu_threads
-from srtrl.ranks import ONE_RANK, Ranks
-from srtrl.recipe import Recipe
+from srtrl.ranks.processes import ONE_RANK, Ranks
+from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import Collector, OnProgress, collect_rollouts
+from srtrl.run.checkpoint import MANIFEST, check_policy, checkpoint_name, latest_checkpoint, list_checkpoints
+from srtrl.run.metrics import turn_metrics
 from srtrl.tasks.base import Task, load_task
 from srtrl.tasks.final_answer import extractor
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
-from srtrl.trainer.checkpoint import MANIFEST, check_policy, checkpoint_name, latest_checkpoint, list_checkpoints
-from srtrl.trainer.run_metrics import turn_metrics
 from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, Prompt, RolloutGroup
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from srtrl.algorithms.losses import truncated_weights
-from srtrl.recipe import Recipe
+from srtrl.recipe.schema import Recipe
 from srtrl.resolve import resolve_part
 from srtrl.rollout.packing import PackedBatch
 

@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from srtrl.ranks import Ranks
-from srtrl.recipe import Recipe
+from srtrl.model.sharding import is_sharded
+from srtrl.ranks.processes import Ranks
+from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import PackedBatch, pack
-from srtrl.trainer.sharding import is_sharded
 from srtrl.types import TrainSequence
 
 

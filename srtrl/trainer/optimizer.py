@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from srtrl.model.attention import HALF_DTYPES
-from srtrl.recipe import UpdatePlan
+from srtrl.recipe.schema import UpdatePlan
 
 
 def build_optimizer(

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.ranks import ONE_RANK, Ranks
-from srtrl.recipe import Recipe
+from srtrl.ranks.processes import ONE_RANK, Ranks
+from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import Collector, OnProgress, StageTimer, collect_rollouts
 from srtrl.rollout.dynamic_sampling import sample_until_full
+from srtrl.run.metrics import rollout_metrics
 from srtrl.tasks.grading import Grader, check_not_all_failed
 from srtrl.trainer.build import train_sampling
 from srtrl.trainer.credit import filter_groups
-from srtrl.trainer.run_metrics import rollout_metrics
 from srtrl.types import Prompt, Request, RolloutGroup
 
 if TYPE_CHECKING:

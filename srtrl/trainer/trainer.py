@@ -15,13 +15,11 @@ from rich.console import Console
 
 from srtrl.metrics import MetricLog
 from srtrl.model.cpu_threads import set_cpu_threads
-from srtrl.ranks import ONE_RANK, Ranks, open_ranks
-from srtrl.recipe import Recipe
+from srtrl.model.sharding import reshard, unshard
+from srtrl.ranks.processes import ONE_RANK, Ranks, open_ranks
+from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import StageTimer
-from srtrl.tasks.base import load_task
-from srtrl.tasks.grading import Grader
-from srtrl.trainer import build
-from srtrl.trainer.checkpoint import (
+from srtrl.run.checkpoint import (
     TrainerState,
     check_prompts,
     checkpoint_to_resume,
@@ -30,12 +28,7 @@ from srtrl.trainer.checkpoint import (
     prompts_digest,
     save_checkpoint,
 )
-from srtrl.trainer.credit import Credit, assign_credit, train_sequences, with_numbers
-from srtrl.trainer.critic import compute_values, update_critic
-from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
-from srtrl.trainer.interrupt import Interrupt, how_to_resume, long_lived_objects_left_alone
-from srtrl.trainer.optimizer import gradient_bytes
-from srtrl.trainer.run_folder import (
+from srtrl.run.folder import (
     OBSERVATIONS,
     RunFolder,
     RunProgress,
@@ -48,7 +41,8 @@ from srtrl.trainer.run_folder import (
     write_rollouts,
     write_timeline,
 )
-from srtrl.trainer.run_metrics import (
+from srtrl.run.interrupt import Interrupt, how_to_resume, long_lived_objects_left_alone
+from srtrl.run.metrics import (
     RunSummary,
     describe_held_out,
     describe_step,
@@ -58,9 +52,15 @@ from srtrl.trainer.run_metrics import (
     update_flops,
     write_summary,
 )
+from srtrl.run.trackers import check_trackers, log_samples, start_trackers, tracker_folder
+from srtrl.tasks.base import load_task
+from srtrl.tasks.grading import Grader
+from srtrl.trainer import build
+from srtrl.trainer.credit import Credit, assign_credit, train_sequences, with_numbers
+from srtrl.trainer.critic import compute_values, update_critic
+from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
+from srtrl.trainer.optimizer import gradient_bytes
 from srtrl.trainer.sampling import StepRollouts, StepSampler
-from srtrl.trainer.sharding import reshard, unshard
-from srtrl.trainer.trackers import check_trackers, log_samples, start_trackers, tracker_folder
 from srtrl.trainer.update import (
     LogprobDifferenceError,
     NonFiniteError,

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from srtrl.algorithms.reductions import adapted_coefficient, k3
 from srtrl.model.attention import PackedPlan, copy_to_device
 from srtrl.model.logprobs import token_logprobs
-from srtrl.ranks import ONE_RANK, Ranks
-from srtrl.recipe import Recipe, TrainSection, UpdatePlan
+from srtrl.ranks.processes import ONE_RANK, Ranks
+from srtrl.recipe.schema import Recipe, TrainSection, UpdatePlan
 from srtrl.rollout.packing import PackedBatch
 from srtrl.trainer.objective import Objective
 from srtrl.trainer.on_ranks import by_sequence, on_ranks, sum_gradients

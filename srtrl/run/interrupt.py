@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from srtrl.trainer.checkpoint import CRITIC_FOLDER, latest_checkpoint
+from srtrl.run.checkpoint import CRITIC_FOLDER, latest_checkpoint
 from srtrl.trainer.update import UpdateMemoryError
 
 

@@ -12,11 +12,11 @@ from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 from srtrl.environments.base import mark_segments
-from srtrl.recipe import LogSection, Recipe
-from srtrl.recipe_file import dump_recipe
+from srtrl.recipe.file import dump_recipe
+from srtrl.recipe.schema import LogSection, Recipe
 from srtrl.resolve import describe_error
+from srtrl.run.folder import flatten, rollout_rows, run_path
 from srtrl.tasks.worker import Caught
-from srtrl.trainer.run_folder import flatten, rollout_rows, run_path
 from srtrl.types import RolloutGroup
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The recipe: every option of a run, its type, its default and its meaning.
 
 The docstring under a field is its documentation (`srtrl show-config --help-fields` prints them). The sections of the
-rollout are in `recipe_rollout.py`; reading a YAML file, overrides and error messages in `recipe_file.py`; names such as
+rollout are in `rollout.py`; reading a YAML file, overrides and error messages in `file.py`; names such as
 `algorithm.loss` are resolved by `resolve.py`.
 """
 
@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from srtrl.recipe_conflicts import RecipeConflictsError, find_conflicts
-from srtrl.recipe_rollout import (
+from srtrl.recipe.conflicts import RecipeConflictsError, find_conflicts
+from srtrl.recipe.rollout import (
     MAX_WIDTH,
     EnvironmentSection,
     GradingSection,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from srtrl.recipe import Recipe, Section
+    from srtrl.recipe.schema import Recipe, Section
 
 Conflict = tuple[str, str]
 """The dotted key of the value to change first, whose line is shown, and what is wrong with it."""

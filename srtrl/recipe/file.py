@@ -16,9 +16,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from yaml.composer import ComposerError
 
-from srtrl.recipe import Recipe, Section
-from srtrl.recipe_conflicts import RecipeConflictsError
-from srtrl.recipe_fields import fields_of
+from srtrl.recipe.conflicts import RecipeConflictsError
+from srtrl.recipe.fields import fields_of
+from srtrl.recipe.schema import Recipe, Section
 from srtrl.resolve import suggestion
 
 SectionT = TypeVar("SectionT", bound=Section)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from srtrl.engine.waiting_line import admission_order
-from srtrl.ranks import FAILURES, TIMEOUT_VARIABLE, RankError, Ranks
+from srtrl.ranks.processes import FAILURES, TIMEOUT_VARIABLE, RankError, Ranks
 from srtrl.types import Request
 
 POLL_SECONDS = 0.02

@@ -18,10 +18,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from srtrl.engine.stats import DecodeStep
 from srtrl.engine.warm_up import COMPILE_MESSAGE
 from srtrl.metrics import MetricLog, read_metrics, sync_folder, write_atomic
-from srtrl.recipe import Recipe
-from srtrl.recipe_file import dump_recipe, load_recipe
+from srtrl.recipe.file import dump_recipe, load_recipe
+from srtrl.recipe.schema import Recipe
+from srtrl.run.checkpoint import delete_folder, drop_checkpoints, latest_checkpoint, list_checkpoints, num_log_bytes
 from srtrl.trainer.build import choose_device, is_deterministic
-from srtrl.trainer.checkpoint import delete_folder, drop_checkpoints, latest_checkpoint, list_checkpoints, num_log_bytes
 from srtrl.types import RolloutGroup
 
 FREE_KEYS = (

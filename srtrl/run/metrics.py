@@ -16,7 +16,7 @@ from rich.table import Table
 
 from srtrl.metrics import MetricRow, read_metrics, write_atomic
 from srtrl.model.transformer import ModelConfig, model_flops
-from srtrl.recipe import Recipe
+from srtrl.recipe.schema import Recipe
 from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, Rollout, RolloutGroup, TrainSequence
 
 NO_STAGES = frozenset({"step", "tokens_per_second", "update_tokens_per_second", "update_mfu"})

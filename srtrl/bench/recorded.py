@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import AliasChoices, Field, model_validator
 
-from srtrl.recipe import Section
-from srtrl.recipe_file import RecipeError, validate_section
+from srtrl.recipe.file import RecipeError, validate_section
+from srtrl.recipe.schema import Section
 from srtrl.tasks.rows import RowError, RowSource, read_rows
 from srtrl.types import Completion, Purpose, Request, SamplingParams, SegmentKind
 
@@ -231,7 +231,7 @@ class _TextRow(Section, extra="ignore"):
 
 
 class _RunRow(Section, extra="ignore"):
-    """A row of a run's file; see `write_rollouts` of `srtrl.trainer.run_folder`."""
+    """A row of a run's file; see `write_rollouts` of `srtrl.run.folder`."""
 
     prompt_id: str
     draw_index: int

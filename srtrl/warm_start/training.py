@@ -20,18 +20,18 @@ from srtrl.environments.formats import MalformedCallError
 from srtrl.metrics import write_atomic
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
+from srtrl.model.sharding import end_sharding
 from srtrl.model.weights import init_model, load_tokenizer
-from srtrl.ranks import ONE_RANK, Ranks, open_ranks
-from srtrl.recipe import Recipe, UpdatePlan, WarmStartSection
+from srtrl.ranks.processes import ONE_RANK, Ranks, open_ranks
+from srtrl.recipe.schema import Recipe, UpdatePlan, WarmStartSection
 from srtrl.rollout.packing import PackedBatch
+from srtrl.run.checkpoint import save_policy, written_beside
+from srtrl.run.folder import MARK, RunProgress
 from srtrl.tasks.base import Task, load_task
 from srtrl.trainer import build
-from srtrl.trainer.checkpoint import save_policy, written_beside
 from srtrl.trainer.evaluate import EvalJob, EvalResult, held_out_prompts, run_evals
 from srtrl.trainer.optimizer import MasterWeightAdamW
-from srtrl.trainer.run_folder import MARK, RunProgress
 from srtrl.trainer.sampling import DataOrder
-from srtrl.trainer.sharding import end_sharding
 from srtrl.trainer.update import explain_out_of_memory, response_logprobs, run_optimizer_steps
 from srtrl.types import Prompt, SegmentKind, TrainSequence
 

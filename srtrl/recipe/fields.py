@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from srtrl.recipe import Section
+from srtrl.recipe.schema import Section
 
 NAMES = {str: "text", int: "integer", float: "number", bool: "true | false", type(None): "null", Any: "anything"}
 

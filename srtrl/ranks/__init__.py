@@ -1,0 +1,1 @@
+"""Several processes: who they are, what they share."""
