@@ -13,6 +13,7 @@ from srtrl.bench.host import HostRunner
 from srtrl.bench.ranks import Lengths, SimulatedRank, Simulation, decode
 from srtrl.bench.shapes import SHAPES
 from srtrl.engine.engine import Engine, EngineOptions
+from srtrl.engine.scheduler import ScheduledStep
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
 from srtrl.ranks.processes import Ranks
@@ -48,9 +49,25 @@ def one_rank(simulated: Simulation, num_pages: int | None) -> SimulatedRank:
     return rank
 
 
+def log_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """(sampling primaries, run-aheads, prompt rows) of each decode step from now on."""
+    steps: list[tuple[int, int, int]] = []
+    schedule = engine.scheduler.schedule
+
+    def logged(max_run_ahead: int) -> ScheduledStep:
+        step = schedule(max_run_ahead)
+        steps.append((step.num_primaries, len(step.slots) - step.num_primaries, step.num_prompt_rows))
+        return step
+
+    monkeypatch.setattr(engine.scheduler, "schedule", logged)
+    return steps
+
+
 @pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize(("num_slots", "num_pages"), [(1, None), (4, None), (32, None), (4, 60), (4, 85), (32, 75)])
-def test_one_rank_has_the_schedule_of_the_real_engine(skips: bool, num_slots: int, num_pages: int | None) -> None:
+def test_one_rank_has_the_schedule_of_the_real_engine(
+    skips: bool, num_slots: int, num_pages: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num_skipped = 0
     num_preemptions = 0
     for seed in range(4):
@@ -66,8 +83,8 @@ def test_one_rank_has_the_schedule_of_the_real_engine(skips: bool, num_slots: in
         engine = Engine(policy, used, runner=HostRunner(policy, used, simulated.lengths.max_sequence_tokens))
         requests, _ = simulated.lengths.requests(range(3))
         ahead = run_ahead_order(simulated.lengths.requests(range(3, 5))[0])
+        found = log_steps(engine, monkeypatch)
         completions = list(engine.generate(requests, run_ahead=ahead))
-        found = [(step.num_primaries, step.num_run_ahead, step.num_prefill) for step in engine.take_timeline()]
         assert [tuple(same) for count, *same in rank.timeline for _ in range(count)] == found
         assert sum(one[1] for one in found) == rank.ahead_tokens.total()
         assert rank.now / 1e9 == pytest.approx(engine.stats.priced_seconds)

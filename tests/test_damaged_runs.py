@@ -116,7 +116,6 @@ DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
     "other rollouts": (write("rollouts/step_x.parquet"), "step_x.parquet", (TRAIN, REPORT, TRIE, ROLLOUTS)),
     "flipped rollouts": (flip("rollouts/step_000004.parquet"), "step_000004.parquet", (REPORT, TRIE, ROLLOUTS)),
     "no checkpoints": (lambda run: shutil.rmtree(run / "checkpoints"), "no checkpoint", (TRAIN, *POLICY)),
-    "timeline": (write("timeline/step_000004.parquet"), "timeline/step_000004.parquet", (REPORT,)),
     "recipe": (write("recipe.yaml"), "recipe.yaml", (TRAIN, *READERS, EVAL)),
     "cut recipe": (cut_after("recipe.yaml", b"trackers: ["), "recipe.yaml", (TRAIN, *READERS, EVAL)),
 }

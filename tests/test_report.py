@@ -15,10 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 from recipe_cases import recipe_text
 
-from srtrl.engine.stats import DecodeStep
 from srtrl.metrics import MetricLog
 from srtrl.report.page import write_report
-from srtrl.run.folder import TIMELINE_COLUMNS, read_timeline, step_file_name, write_timeline
+from srtrl.run.folder import step_file_name
 
 REWARDS = "rewards: [{name: correct}, {name: format, weight: 0.1}]\n"
 PLAIN_CHARTS = [
@@ -95,11 +94,6 @@ def rollout_table(step: int, noise: random.Random) -> pa.Table:
     return pa.Table.from_pylist(rows)
 
 
-def decode_steps(count: int) -> list[DecodeStep]:
-    fields = dict.fromkeys(set(TIMELINE_COLUMNS) - {"seconds"}, 8)
-    return [DecodeStep(seconds=0.25 * (index + 1), **fields) for index in range(count)]
-
-
 def charts_of(page: str) -> dict[str, ElementTree.Element]:
     """The charts by title, each a picture that is well-formed SVG."""
     found = re.findall(r'<img alt="([^"]+)" src="data:image/svg\+xml;base64,([^"]+)">', page)
@@ -138,16 +132,9 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path, num_steps: in
 
 def test_a_run_that_speculates_shows_what_it_brought(tmp_path: Path) -> None:
     run = make_run(tmp_path / "fake", 3, drafts=True)
-    (run / "timeline").mkdir()
-    write_timeline(run / "timeline" / step_file_name(3), decode_steps(30))
-    assert read_timeline(run / "timeline" / step_file_name(3)) == decode_steps(30)
     charts = charts_of(write_report(run).read_text(encoding="utf-8"))
-    speculation = {"Tokens per decode step", "Acceptance by depth", "Run-ahead", "Decode steps of the last step"}
-    assert speculation <= set(charts)
+    assert {"Tokens per decode step", "Acceptance by depth", "Run-ahead"} <= set(charts)
     assert "engine/run_ahead_tokens_used" not in texts_of(charts["Run-ahead"])  # zero throughout
-    (run / "timeline" / step_file_name(3)).write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match=r"step_000003.parquet: cannot read this timeline"):
-        write_report(run)
 
 
 def test_an_interrupted_run_says_so_and_leaves_out_what_is_missing(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tiny_run import assert_same_run, make_policy, make_recipe, train
 from srtrl.drafters.srt import Drafter
 from srtrl.metrics import read_metrics
 from srtrl.rollout.collect import Collector, collect_rollouts
-from srtrl.run.folder import check_run_folder, read_timeline
+from srtrl.run.folder import check_run_folder
 from srtrl.trainer import sampling
 from srtrl.trainer.trainer import run_training
 from srtrl.types import Request
@@ -48,9 +48,7 @@ def test_speculation_learns_the_same(name: str, policy: Path, plain: Path, tmp_p
         assert sum(row.get("engine/run_ahead_followed", 0) for row in later) > 0
     if name in ("no run-ahead", "ngram", "no drafts"):  # it is off, or nobody drafts from it
         assert {rows[step]["engine/run_ahead_rows"] for step in range(1, 7)} == {0}
-        steps = read_timeline(folder / "timeline" / "step_000002.parquet")
-        assert len(steps) == rows[2]["engine/decode_steps"]
-        assert sum(step.num_tokens for step in steps) == rows[2]["engine/tokens"] == rows[2]["tokens/response"]
+        assert rows[2]["engine/tokens"] == rows[2]["tokens/response"]
 
 
 def test_the_trainer_looks_one_step_ahead_and_says_what_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

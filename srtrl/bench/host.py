@@ -150,7 +150,6 @@ def decode(engine: Engine, drafter: str, workload: Trace) -> dict[str, Any]:
         engine.add(request)
     while engine.scheduler.num_waiting or not engine.batch.num_free:
         completions += engine.step()
-    engine.take_timeline()  # the last step is counted, too
     ms_per_step = 1000 * (time.perf_counter() - started) / engine.stats.num_steps
     by_stage = {stage: 1000 * engine.stats.seconds.get(stage, 0.0) / engine.stats.num_steps for stage in STAGES}
     metrics = engine.stats.metrics()

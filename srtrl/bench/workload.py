@@ -193,7 +193,6 @@ def prepare(engine: Engine, drafter_name: str, trace: Trace) -> None:
     feed_drafter(engine.drafter, trace.history, "train")
     engine.trace = trace.responses
     engine.take_metrics()
-    engine.take_timeline()
 
 
 def check_completions(completions: Sequence[Completion], trace: Trace) -> None:

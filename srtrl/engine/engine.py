@@ -17,7 +17,7 @@ from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import Int32Array, StepSize, fill_inputs
 from srtrl.engine.runner import RowFilters, Runner
 from srtrl.engine.scheduler import ScheduledStep, Scheduler
-from srtrl.engine.stats import DecodeStep, EngineStats, StageClock
+from srtrl.engine.stats import EngineStats, StageClock
 from srtrl.engine.stopping import StopFinder, Tokenizer
 from srtrl.engine.verify import AT_LENGTH, GOES_ON, Verified, plan_moves, verify
 from srtrl.engine.warm_up import reporting_compilation, warm_up_kernels
@@ -72,8 +72,6 @@ class Engine:
         self.trace: Mapping[int, Int32Array] | None = None
         """For benchmarks: RNG key -> recorded response, whose tokens are taken in place of those that are sampled."""
         self.stats = EngineStats()
-        self._timeline: list[DecodeStep] = []
-        self._rollout_seconds = 0.0
         self._num_rows = 0
         """Rows of the last step without those of run-aheads."""
         self._is_warm = False
@@ -218,7 +216,6 @@ class Engine:
         assert not self.has_work, "a rollout begins while samples are decoding"
         self.warm_up()
         self.control.begin_rollout(purpose)
-        self._rollout_seconds = 0.0
 
     def step(self) -> list[Completion]:
         """One decode step for all running samples; returns those that finished."""
@@ -243,9 +240,8 @@ class Engine:
         completions = self._take_finished(verified)
         clock.lap("finish")
         self._num_rows = step.num_primaries + trees.num_nodes
-        num_waiting = self.scheduler.num_waiting
         self._bookkeeping = partial(
-            self._record, step, trees, drafted, verified, clock, num_pages, num_waiting, self.runner.was_prepared
+            self._record, step, trees, drafted, verified, clock, num_pages, self.runner.was_prepared
         )
         return completions
 
@@ -288,12 +284,6 @@ class Engine:
         self.stats = EngineStats()
         self.scheduler.num_preemptions = 0
         return metrics
-
-    def take_timeline(self) -> list[DecodeStep]:
-        """Decode steps since the last call, in order."""
-        self._do_bookkeeping()
-        timeline, self._timeline = self._timeline, []
-        return timeline
 
     def _queue(self, request: Request) -> None:
         """Queue a request that was checked."""
@@ -421,10 +411,9 @@ class Engine:
         verified: Verified,
         clock: StageClock,
         num_pages: int,
-        num_waiting: int,
         was_prepared: bool,
     ) -> None:
-        """Statistics, timeline and cost of a step: nothing that decides the next one."""
+        """Statistics and cost of a step: nothing that decides the next one."""
         stats, cost = self.stats, self.control.cost
         num_primaries, num_run_ahead = step.num_primaries, len(step.slots) - step.num_primaries
         num_prefill = step.num_prompt_rows
@@ -449,18 +438,6 @@ class Engine:
             if num_run_ahead:
                 stats.num_run_ahead_rows += num_run_ahead
                 stats.run_ahead_seconds += cost.seconds(num_rows) - cost.seconds(num_rows - num_run_ahead)
-        self._rollout_seconds += clock.total
-        self._timeline.append(
-            DecodeStep(
-                seconds=self._rollout_seconds,
-                num_primaries=num_primaries,
-                num_run_ahead=num_run_ahead,
-                num_waiting=num_waiting,
-                num_rows=num_rows,
-                num_prefill=num_prefill,
-                num_tokens=num_tokens,
-            )
-        )
         if was_prepared and not num_prefill and not self.is_off:  # a prompt's rows are not like others
             self.control.record(
                 trees=trees,

@@ -1,4 +1,4 @@
-"""What the engine did since it was last asked: counts and seconds under `engine/`, and a timeline of its steps."""
+"""What the engine did since it was last asked: counts and seconds under `engine/`."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -26,26 +26,6 @@ STAGES = {
     "finish": "commit",
 }
 """The stages of a decode step in their order, and the metric `engine/<name>_seconds` in which each is counted."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class DecodeStep:
-    """What one decode step worked on, as a timeline shows it."""
-
-    seconds: float
-    """Since the start of the rollout, at the end of the decode step."""
-    num_primaries: int
-    """Samples of the training step that sampled, one a slot; those whose prompt is still computed do not."""
-    num_run_ahead: int
-    """The same of samples that are decoded ahead."""
-    num_waiting: int
-    """Samples of the training step that have no slot."""
-    num_rows: int
-    """Tokens that were verified: drafts, and the root of each sequence."""
-    num_prefill: int
-    """Prompt tokens, and those of preempted samples, that were computed beside them."""
-    num_tokens: int
-    """Tokens that the samples of the training step got."""
 
 
 class StageClock:

@@ -98,8 +98,6 @@ CHARTS = {
     ),
 }
 """The charts of a report by section."""
-TIMELINE = Chart("Decode steps of the last step", "samples or tokens", ["num_*"], "Over the seconds of its rollout.")
-"""Of the counts of `DecodeStep`."""
 
 
 def chart_style() -> AbstractContextManager[None]:
@@ -109,7 +107,7 @@ def chart_style() -> AbstractContextManager[None]:
     return rc_context(STYLE)
 
 
-def draw(chart: Chart, rows: Sequence[Mapping[str, float]], *, x: str = "step") -> str | None:
+def draw(chart: Chart, rows: Sequence[Mapping[str, float]]) -> str | None:
     """SVG text of the chart's metrics; None where each of them is absent or zero throughout.
 
     Where rows have `<metric>_low` and `<metric>_high`, they are drawn as an interval. Equal metrics share a line.
@@ -123,11 +121,11 @@ def draw(chart: Chart, rows: Sequence[Mapping[str, float]], *, x: str = "step") 
         return None
     with chart_style():
         figure = Figure(figsize=(4.4, 2.5 + 0.16 * len(metrics)), layout="constrained")
-        axes = figure.add_subplot(xlabel=x, ylabel=chart.unit)
+        axes = figure.add_subplot(xlabel="step", ylabel=chart.unit)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         same: dict[tuple[tuple[float, float], ...], list[str]] = {}
         for metric in metrics:
-            same.setdefault(tuple((row[x], row[metric]) for row in rows if metric in row), []).append(metric)
+            same.setdefault(tuple((row["step"], row[metric]) for row in rows if metric in row), []).append(metric)
         for points, (metric, *others) in same.items():
             steps, values = zip(*points, strict=True)
             line = draw_line(axes, steps, values, label=" = ".join((metric, *others)))

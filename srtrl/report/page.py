@@ -5,7 +5,6 @@ import os
 import sys
 import webbrowser
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ import numpy as np
 from srtrl import __version__
 from srtrl.environments.base import count_turns, segment_titles
 from srtrl.metrics import write_atomic
-from srtrl.report.charts import CHARTS, SPEED, TIMELINE, Chart, draw
+from srtrl.report.charts import CHARTS, SPEED, Chart, draw
 from srtrl.report.rollouts import read_samples
 from srtrl.report.runs import Run, read_run
-from srtrl.run.folder import read_timeline
 from srtrl.run.metrics import summarise_run, summary_table
 
 TEMPLATE = Path(__file__).parent / "page.html"
@@ -82,8 +80,6 @@ def _notices(run: Run) -> Iterator[str]:
 
 def _sections(run: Run) -> dict[str, list[tuple[Chart, str]]]:
     """The charts that there is data for, each with the URI of its picture."""
-    timelines = sorted((run.folder / "timeline").glob("step_*.parquet"))
-    decode_steps = [asdict(step) for path in timelines[-1:] for step in read_timeline(path)]
     none_run_ahead = {"engine/run_ahead_tokens_made": 0, "engine/run_ahead_tokens_used": 0}  # absent in many steps
     in_training = [
         # Compilation, which is part of the first step, would dwarf all other seconds.
@@ -95,7 +91,6 @@ def _sections(run: Run) -> dict[str, list[tuple[Chart, str]]]:
         name: [(chart, draw(chart, in_training if name == SPEED else run.rows)) for chart in charts]
         for name, charts in CHARTS.items()
     }
-    drawn[SPEED].append((TIMELINE, draw(TIMELINE, decode_steps, x="seconds")))
     return {
         name: [(chart, _data_uri(svg)) for chart, svg in charts if svg is not None] for name, charts in drawn.items()
     }

@@ -6,7 +6,7 @@ import fcntl
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Self, TypedDict, Unpack
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from srtrl.engine.stats import DecodeStep
 from srtrl.engine.warm_up import COMPILE_MESSAGE
 from srtrl.metrics import MetricLog, read_metrics, sync_folder, write_atomic
 from srtrl.recipe.file import dump_recipe, load_recipe
@@ -68,7 +67,7 @@ CHANGEABLE_KEYS = (
 MARK = b"srtrl made this folder: --overwrite may delete its files of a run\n"
 """Content of `.lock` in a folder that a run made; earlier versions left it empty. A warm start adds what it wrote."""
 
-FOLDERS = ("checkpoints", "rollouts", "timeline")
+FOLDERS = ("checkpoints", "rollouts")
 OBSERVATIONS = "observations"
 """Folder of what environments said in the steps since the oldest checkpoint: a step that is repeated reads it."""
 OUTPUTS = (*FOLDERS, OBSERVATIONS, "tensorboard", "wandb", "metrics.jsonl", "summary.json", "report.html")
@@ -329,7 +328,7 @@ TURN_COLUMNS = {
 
 
 def step_file_name(step: int) -> str:
-    """File name of the rollouts, or of the timeline, of `step`."""
+    """File name of the rollouts of `step`."""
     return f"step_{step:06d}.parquet"
 
 
@@ -375,31 +374,6 @@ def rollout_rows(
             }
         rows.append({name: getattr(rollout, name) for name in ROLLOUT_COLUMNS if name not in given} | given)
     return rows
-
-
-TIMELINE_COLUMNS = {field.name: "float" if field.name == "seconds" else "int32" for field in fields(DecodeStep)}
-"""Columns of `timeline/step_000001.parquet`, one row a decode step: the fields of `DecodeStep`."""
-
-
-def write_timeline(path: Path, steps: Sequence[DecodeStep]) -> None:
-    """Write the decode steps of a training step, in order; the file is whole or not there."""
-    _write_table(path, [asdict(step) for step in steps], TIMELINE_COLUMNS)
-
-
-def read_timeline(path: Path) -> list[DecodeStep]:
-    """Read the decode steps of a training step, in order.
-
-    Raises:
-        ValueError: It is not a timeline file; the message names it.
-    """
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(path, page_checksum_verification=True)
-        return [DecodeStep(**row) for row in table.select(list(TIMELINE_COLUMNS)).to_pylist()]
-    except (pyarrow.ArrowException, OSError, KeyError) as error:
-        raise ValueError(f"{path}: cannot read this timeline: {error}; expected a file of a run's timeline/") from error
 
 
 def _write_table(path: Path, rows: Sequence[Mapping[str, object]], columns: Mapping[str, str]) -> None:

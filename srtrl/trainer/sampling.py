@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from srtrl.engine.engine import Engine
-    from srtrl.engine.stats import DecodeStep
     from srtrl.environments.conversations import Conversations
     from srtrl.tasks.base import Task
 
@@ -42,8 +41,6 @@ class StepRollouts:
     """Those that the filters keep, in data order."""
     metrics: dict[str, float]
     """What the policy did, what was drawn for it, and the engine's."""
-    timeline: list[DecodeStep]
-    """The decode steps that it took."""
 
 
 class DataOrder:
@@ -156,7 +153,7 @@ class StepSampler:
         }
         metrics |= collector.engine_metrics(engine)
         engine.release_kv()
-        return StepRollouts(groups=groups, kept=kept, metrics=metrics, timeline=engine.take_timeline())
+        return StepRollouts(groups=groups, kept=kept, metrics=metrics)
 
     def draws(self, which: range) -> list[tuple[int, Prompt]]:
         """(draw index, prompt) of draws of the run; a pure function of the seed, so that one can look ahead."""

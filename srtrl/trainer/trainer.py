@@ -39,7 +39,6 @@ from srtrl.run.folder import (
     step_file_name,
     step_of,
     write_rollouts,
-    write_timeline,
 )
 from srtrl.run.interrupt import Interrupt, how_to_resume, long_lived_objects_left_alone
 from srtrl.run.metrics import (
@@ -324,17 +323,15 @@ class Trainer:
             conversations=self.conversations,
             ranks=self.ranks,
         )
-        self.engine.take_timeline()  # the next step's would begin with it
         self.progress.say(f"{when}: {describe_held_out(result.metrics())}")
         return result
 
     def save_rollouts(self, step: int, rollouts: StepRollouts, credit: Credit) -> None:
-        """Write `rollouts/step_N.parquet` and `timeline/step_N.parquet`."""
+        """Write `rollouts/step_N.parquet`."""
         if self.recipe.log.save_rollouts and self.ranks.is_main:
             with self.timer.stage("save_rollouts"):
-                name = step_file_name(step)
-                write_rollouts(self.run.path / "rollouts" / name, rollouts.groups, credit.advantages)
-                write_timeline(self.run.path / "timeline" / name, rollouts.timeline)
+                path = self.run.path / "rollouts" / step_file_name(step)
+                write_rollouts(path, rollouts.groups, credit.advantages)
 
     def log(self, metrics: Mapping[str, float], credit: Credit) -> None:
         """One row of `metrics.jsonl`, the trackers, and a line for people; the row is on disk when this returns."""
