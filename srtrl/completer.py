@@ -89,8 +89,8 @@ class Completer:
         Of the folder of a run the model is its last checkpoint.
         """
         from srtrl.environments.conversations import Conversations
+        from srtrl.evaluation.policy import resolve_eval_source
         from srtrl.model.weights import end_token_ids, load_tokenizer
-        from srtrl.trainer.evaluate import resolve_eval_source
 
         self.model, recipe = resolve_eval_source(model_or_run)
         section = _read_environment(recipe, environment, import_from_here=import_from_here)

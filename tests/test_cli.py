@@ -20,7 +20,6 @@ from srtrl.checks import check_recipe
 from srtrl.cli import app
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import Recipe
-from srtrl.trainer.evaluate import EvalJob
 
 
 @pytest.fixture(scope="session")
@@ -264,10 +263,11 @@ def evaluated(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Recipe:
     monkeypatch.setattr("srtrl.evaluation.run.run_evals", run_evals)
     result = run("eval", *arguments)
     assert (result.exit_code, result.stderr) == (130, "interrupted\n")
-    model, [job] = run_evals.call_args.args
-    assert isinstance(job, EvalJob)
-    assert model == job.recipe.model.path
-    return job.recipe
+    model, recipes = run_evals.call_args.args
+    [recipe] = recipes.values()
+    assert isinstance(recipe, Recipe)
+    assert model == recipe.model.path
+    return recipe
 
 
 def test_eval_of_a_model_takes_its_task_from_the_command_line_or_a_recipe(

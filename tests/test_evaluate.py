@@ -11,20 +11,20 @@ import pytest
 from rollout_cases import make_group
 from scipy import stats
 
-from srtrl.tasks import arithmetic
-from srtrl.tasks.final_answer import extract_answer
-from srtrl.trainer.evaluate import (
+from srtrl.evaluation.policy import majority_scores
+from srtrl.statistics import (
     Estimate,
     confidence_interval,
     estimate,
     macro_average,
-    majority_scores,
     mean_interval,
     pass_at_k,
     pass_at_ks,
-    summarise,
     wilson_interval,
 )
+from srtrl.tasks import arithmetic
+from srtrl.tasks.final_answer import extract_answer
+from srtrl.trainer.evaluate import summarise
 from srtrl.types import GradeOutcome
 
 

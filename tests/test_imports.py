@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "srtrl"
 LAYERS = (
-    ("types", "resolve", "metrics"),
+    ("types", "resolve", "metrics", "statistics"),
     ("recipe",),
     ("ranks",),
     ("algorithms",),
@@ -19,9 +19,9 @@ LAYERS = (
     ("rollout",),
     ("run",),
     ("trainer",),
-    ("warm_start",),
     ("checks",),
     ("evaluation", "report", "bench"),
+    ("warm_start",),
     ("cli", "complete", "completer", "api", "__main__"),
 )
 """In the order of imports: a file imports from its own row and those above; `TYPE_CHECKING` makes no difference."""

@@ -10,11 +10,11 @@ import pytest
 from bench_cases import run, write_rows
 from tiny_run import make_policy
 
-from srtrl.evaluation.settings import EvalFlags, bare_source, suite_job, suite_jobs
+from srtrl.evaluation.settings import EvalFlags, bare_source, suite_recipe, suite_recipes
 from srtrl.evaluation.suite import load_suite, locate, open_suite
 from srtrl.recipe.file import RecipeSource
+from srtrl.recipe.schema import Recipe
 from srtrl.tasks.rows import MissingDataError
-from srtrl.trainer.evaluate import EvalJob
 
 GSM8K = [{"question": f"{n} plus 1?", "answer": f"so it is\n#### {n + 1}"} for n in range(6)]
 MATH = [{"problem": f"{n} plus 2?", "answer": f"{n + 2}", "solution": f"\\boxed{{{n + 2}}}"} for n in range(5)]
@@ -36,9 +36,9 @@ def data(tmp_path: Path) -> Path:
     return folder
 
 
-def jobs_of(data: Path, only: str, source: RecipeSource | None = None, **flags: Any) -> dict[str, EvalJob]:
+def recipes_of(data: Path, only: str, source: RecipeSource | None = None, **flags: Any) -> dict[str, Recipe]:
     suite = open_suite("math", only=only, data_dir=data)
-    return {job.name: job for job in suite_jobs(suite, "bundled:tiny", source, EvalFlags(**flags))}
+    return suite_recipes(suite, "bundled:tiny", source, EvalFlags(**flags))
 
 
 # --- The suite and its data -------------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def test_fields_are_called_what_the_rows_call_them(tmp_path: Path) -> None:
     assert fields == [("question", "final_answer"), ("problem", "answer")]
     write_rows(tmp_path / "none.jsonl", {"q": "q", "a": "1"})
     with pytest.raises(ValueError, match=r"none.jsonl:1: no field `question`; its fields are q, a"):
-        suite_job(suite, locate(olympiad, str(tmp_path / "none.jsonl"), None), "bundled:tiny", None, EvalFlags())
+        suite_recipe(suite, locate(olympiad, str(tmp_path / "none.jsonl"), None), "bundled:tiny", None, EvalFlags())
 
 
 def test_what_is_not_in_the_folder_is_missing_and_the_hub_is_not_asked(
@@ -88,7 +88,7 @@ def test_a_suite_of_one_s_own(tmp_path: Path, data: Path) -> None:
     )
     suite = open_suite(str(path))
     [one] = suite.benchmarks
-    recipe = suite_job(suite.suite, one, "bundled:tiny", None, EvalFlags()).recipe
+    recipe = suite_recipe(suite.suite, one, "bundled:tiny", None, EvalFlags())
     assert (recipe.eval.num_samples, recipe.rollout.max_new_tokens) == (3, 17)
     path.write_text(path.read_text().replace("title", "titel"))
     result = run("eval", "bundled:tiny", "--suite", path)
@@ -100,8 +100,8 @@ def test_a_suite_of_one_s_own(tmp_path: Path, data: Path) -> None:
 
 
 def test_a_model_is_asked_as_the_suite_says(data: Path) -> None:
-    jobs = jobs_of(data, "gsm8k,mmlu_stem")
-    gsm8k, mmlu = jobs["gsm8k"].recipe, jobs["mmlu_stem"].recipe
+    recipes = recipes_of(data, "gsm8k,mmlu_stem")
+    gsm8k, mmlu = recipes["gsm8k"], recipes["mmlu_stem"]
     assert (gsm8k.rollout.max_prompt_tokens, gsm8k.rollout.max_new_tokens) == (256, 256)  # half of 512 positions
     assert (gsm8k.eval.num_samples, gsm8k.eval.temperature, gsm8k.eval.num_problems) == (1, 1.0, None)
     assert "step by step" in gsm8k.task.options["prompt_template"]
@@ -115,7 +115,7 @@ def test_a_run_is_asked_as_it_was_trained_and_the_command_line_goes_before_all(d
     source.put(("task",), {"name": "math", "options": trained}, "test")
     source.put(("eval",), {"num_samples": 8, "num_problems": 3, "temperature": 0.5}, "test")
     source.put(("rewards",), [{"name": "format"}], "test")
-    recipe = jobs_of(data, "gsm8k", source)["gsm8k"].recipe
+    recipe = recipes_of(data, "gsm8k", source)["gsm8k"]
     assert recipe.task.options["prompt_template"] == "Q {problem} A"
     assert recipe.task.options["eval"] == {"files": [str(data / "gsm8k_test.jsonl")]}
     assert "malformed_rows" not in recipe.task.options
@@ -123,13 +123,13 @@ def test_a_run_is_asked_as_it_was_trained_and_the_command_line_goes_before_all(d
     assert (recipe.rollout.max_new_tokens, recipe.eval.temperature) == (50, 0.5)
     assert (recipe.eval.num_samples, recipe.eval.num_problems) == (1, None)  # those are of its training
     flags = {"samples": 4, "max_new_tokens": 9, "temperature": 0.7, "problems": 2, "prompt_template": "{problem}!"}
-    recipe = jobs_of(data, "gsm8k", source, **flags, overrides=["rollout.max_prompt_tokens=77"])["gsm8k"].recipe
+    recipe = recipes_of(data, "gsm8k", source, **flags, overrides=["rollout.max_prompt_tokens=77"])["gsm8k"]
     assert (recipe.eval.num_samples, recipe.eval.num_problems, recipe.eval.temperature) == (4, 2, 0.7)
     assert (recipe.rollout.max_prompt_tokens, recipe.rollout.max_new_tokens) == (77, 9)
     assert recipe.task.options["prompt_template"] == "{problem}!"
     assert source.data["task"]["options"] == trained  # the next benchmark starts from the same
     source.put(("task",), {"name": "arithmetic"}, "test")  # a run on another task: the suite's lengths and prompt
-    recipe = jobs_of(data, "gsm8k", source)["gsm8k"].recipe
+    recipe = recipes_of(data, "gsm8k", source)["gsm8k"]
     assert (recipe.rollout.max_prompt_tokens, recipe.rollout.max_new_tokens) == (256, 256)
     assert "step by step" in recipe.task.options["prompt_template"]
 

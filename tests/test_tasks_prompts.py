@@ -20,12 +20,12 @@ from srtrl.recipe.schema import Recipe
 from srtrl.report.page import write_report
 from srtrl.run.folder import RunProgress
 from srtrl.run.metrics import summary_table
+from srtrl.statistics import mean_interval
 from srtrl.tasks import math, prompts
 from srtrl.tasks.base import load_task
 from srtrl.tasks.grading import Grader
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.row_task import RowTask
-from srtrl.trainer.evaluate import mean_interval
 from srtrl.trainer.trainer import describe_prompt, run_training
 from srtrl.types import Prompt
 

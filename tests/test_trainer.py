@@ -20,6 +20,7 @@ from torch import Tensor
 
 import srtrl
 from srtrl.engine.cpu_runner import CpuRunner
+from srtrl.evaluation.policy import resolve_eval_source, run_evals
 from srtrl.metrics import read_metrics
 from srtrl.recipe.file import dump_recipe
 from srtrl.recipe.schema import Recipe
@@ -27,7 +28,6 @@ from srtrl.rollout.collect import collect_rollouts
 from srtrl.run.folder import RunProgress, open_run_folder
 from srtrl.run.metrics import describe_step, merge_metrics, summary_table
 from srtrl.trainer import build, sampling, trainer
-from srtrl.trainer.evaluate import EvalJob, resolve_eval_source, run_evals
 from srtrl.trainer.optimizer import learning_rate_at
 from srtrl.trainer.sampling import DataOrder
 from srtrl.trainer.trainer import Trainer, TrainingResult, TrainingStoppedError
@@ -127,7 +127,7 @@ def test_checkpoint_evaluates_as_the_run_did(run: TrainingResult) -> None:
     model, recipe_path = resolve_eval_source(str(run.folder))
     assert (Path(model).name, recipe_path) == ("step_000002", run.folder / "recipe.yaml")
     recipe = make_recipe(Path(model), run.folder, train__num_steps=2)
-    [outcome] = run_evals(model, [EvalJob(name="it", recipe=recipe)])
+    [outcome] = run_evals(model, {"it": recipe})
     row = read_metrics(run.folder / "metrics.jsonl")[-1]
     again = {name: value for name, value in outcome.result.metrics().items() if name.startswith("eval/")}
     for name in ("eval/reward", "eval/reward_low", "eval/reward_high"):

@@ -23,12 +23,12 @@ from srtrl.cli import app
 from srtrl.drafters.base import Int32Array, Int64Array
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.environments.base import segment_titles
+from srtrl.evaluation.policy import majority_scores
 from srtrl.report.page import write_report
 from srtrl.report.runs import read_rollouts
 from srtrl.report.trie_view import PastRollout, PromptHistory, view_trie
 from srtrl.run.trackers import log_samples
 from srtrl.trainer.credit import assign_credit, train_sequences
-from srtrl.trainer.evaluate import majority_scores
 from srtrl.types import Completion, Conversation, Rollout, RolloutGroup, SegmentKind
 
 TOOL_OUTPUT = "<script>alert(1)</script>"

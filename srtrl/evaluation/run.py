@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from srtrl.evaluation import grader_check, settings, tables
+from srtrl.evaluation.policy import EvalOutcome, resolve_eval_source, run_evals
 from srtrl.ranks.processes import Ranks, is_main_process
 from srtrl.recipe.file import read_source
+from srtrl.recipe.schema import Recipe
 from srtrl.run.folder import RunProgress
 from srtrl.run.metrics import describe_held_out
 from srtrl.tasks.base import load_task
 from srtrl.trainer.build import build_tokenizer
-from srtrl.trainer.evaluate import EvalJob, EvalOutcome, resolve_eval_source, run_evals
 
 if TYPE_CHECKING:
     from srtrl.evaluation.suite import OpenSuite
@@ -62,27 +63,28 @@ def evaluate(
         )
     if open_suite is not None:
         suite = open_suite()
-        outcomes = list(_run(model, settings.suite_jobs(suite, model, source, flags), output, ranks))
+        outcomes = list(_run(model, settings.suite_recipes(suite, model, source, flags), output, ranks))
         results = {one.title: outcome.result for one, outcome in zip(suite.benchmarks, outcomes, strict=True)}
         table = tables.eval_table(f"{model}: suite {suite.name}", results, tables.suite_notes(suite, outcomes))
         _print(table, tables.suite_record(model, suite, outcomes), as_json=as_json)
         return
-    job = settings.task_job(source or settings.bare_source(model), flags)
-    [outcome] = _run(model, [job], output, ranks)
-    record = {"model": model, "task": job.name, **tables.settings_of(outcome), **asdict(outcome.result)}
-    table = tables.eval_table(model, {job.name: outcome.result}, tables.task_notes(outcome))
+    loaded = settings.task_recipe(source or settings.bare_source(model), flags)
+    name = loaded.task.name
+    [outcome] = _run(model, {name: loaded}, output, ranks)
+    record = {"model": model, "task": name, **tables.settings_of(outcome), **asdict(outcome.result)}
+    table = tables.eval_table(model, {name: outcome.result}, tables.task_notes(outcome))
     _print(table, record, as_json=as_json)
 
 
-def _run(model: str, jobs: Sequence[EvalJob], output: Path | None, ranks: Ranks) -> Iterator[EvalOutcome]:
-    """Evaluate, showing progress on standard error and writing each job's rows when it is done."""
-    with RunProgress("eval", len(jobs), console=Console(stderr=True, quiet=not ranks.is_main)) as progress:
-        outcomes = run_evals(model, jobs, on_progress=progress.stage, on_compile=progress.compiling, ranks=ranks)
+def _run(model: str, recipes: Mapping[str, Recipe], output: Path | None, ranks: Ranks) -> Iterator[EvalOutcome]:
+    """Evaluate, showing progress on standard error and writing the rows of each recipe when it is done."""
+    with RunProgress("eval", len(recipes), console=Console(stderr=True, quiet=not ranks.is_main)) as progress:
+        outcomes = run_evals(model, recipes, on_progress=progress.stage, on_compile=progress.compiling, ranks=ranks)
         for number, outcome in enumerate(outcomes, start=1):
             if output is not None and ranks.is_main:
                 tables.append_rows(output, outcome)
-            if len(jobs) > 1:
-                progress.step(number, f"{outcome.job.name}: {describe_held_out(outcome.result.metrics())}")
+            if len(recipes) > 1:
+                progress.step(number, f"{outcome.name}: {describe_held_out(outcome.result.metrics())}")
             yield outcome
 
 
@@ -106,7 +108,7 @@ def check_graders(
     if open_suite is not None:
         suite = open_suite()
         missing = suite.missing
-        jobs = settings.suite_jobs(suite, ANY_MODEL, None, flags)
+        recipes = settings.suite_recipes(suite, ANY_MODEL, None, flags)
         places = [one.place for one in suite.benchmarks]
     else:
         path = recipe or (None if model_or_run is None else resolve_eval_source(model_or_run)[1])
@@ -116,9 +118,10 @@ def check_graders(
             )
         source = read_source(path)
         source.is_foreign = recipe is None and not flags.import_from_here
-        jobs = [settings.task_job(source, flags)]
-        places = [f"task {job.name}" for job in jobs]
-    reports = [_check_job(place, job) for place, job in zip(places, jobs, strict=True)]
+        loaded = settings.task_recipe(source, flags)
+        recipes = {loaded.task.name: loaded}
+        places = [f"task {loaded.task.name}"]
+    reports = [_check_recipe(place, *item) for place, item in zip(places, recipes.items(), strict=True)]
     _print(grader_check.grader_table(reports), [asdict(report) for report in reports], as_json=as_json)
     for report in [] if as_json else reports:
         for one in report.disagreements:
@@ -127,11 +130,11 @@ def check_graders(
         print(f"{name}: no data: {reason}", file=sys.stderr if as_json else sys.stdout)
 
 
-def _check_job(place: str, job: EvalJob) -> grader_check.GraderReport:
-    """Check the grader on the job's problems, of any length."""
-    rollout = job.recipe.rollout.model_copy(update={"max_prompt_tokens": sys.maxsize})
-    task = load_task(job.recipe.model_copy(update={"rollout": rollout}), build_tokenizer(job.recipe))
-    return grader_check.check_grader(job.name, place, task, job.recipe.grading, job.recipe.eval.num_problems)
+def _check_recipe(place: str, name: str, recipe: Recipe) -> grader_check.GraderReport:
+    """Check the grader on the recipe's problems, of any length."""
+    rollout = recipe.rollout.model_copy(update={"max_prompt_tokens": sys.maxsize})
+    task = load_task(recipe.model_copy(update={"rollout": rollout}), build_tokenizer(recipe))
+    return grader_check.check_grader(name, place, task, recipe.grading, recipe.eval.num_problems)
 
 
 def _print(table: Any, record: Any, *, as_json: bool) -> None:

@@ -16,7 +16,7 @@ from srtrl.checks import build_checked
 from srtrl.environments.options import EnvironmentFlags
 from srtrl.evaluation.suite import Benchmark, OpenSuite, Suite
 from srtrl.recipe.file import RecipeSource, build_recipe
-from srtrl.trainer.evaluate import EvalJob
+from srtrl.recipe.schema import Recipe
 
 PROMPT_OPTIONS = ("prompt_template", "chat_template", "chat_template_options", "system_prompt")
 """Options of the task `math` that say how a policy is asked."""
@@ -78,23 +78,22 @@ def bare_source(model: str, max_prompt_tokens: int = 1024, max_new_tokens: int =
     return RecipeSource(Path("--task"), data)
 
 
-def task_job(source: RecipeSource, flags: EvalFlags) -> EvalJob:
+def task_recipe(source: RecipeSource, flags: EvalFlags) -> Recipe:
     """The evaluation of the task that a recipe names.
 
     Raises:
         RecipeError: a value is wrong.
     """
     flags.put(source)
-    recipe = build_checked(source)
-    return EvalJob(name=recipe.task.name, recipe=recipe)
+    return build_checked(source)
 
 
-def suite_jobs(suite: OpenSuite, model: str, run: RecipeSource | None, flags: EvalFlags) -> list[EvalJob]:
-    """The evaluations of a suite's benchmarks; see `suite_job`."""
-    return [suite_job(suite.suite, one, model, run, flags) for one in suite.benchmarks]
+def suite_recipes(suite: OpenSuite, model: str, run: RecipeSource | None, flags: EvalFlags) -> dict[str, Recipe]:
+    """Name of each benchmark of a suite -> the recipe of its evaluation; see `suite_recipe`."""
+    return {one.name: suite_recipe(suite.suite, one, model, run, flags) for one in suite.benchmarks}
 
 
-def suite_job(suite: Suite, benchmark: Benchmark, model: str, run: RecipeSource | None, flags: EvalFlags) -> EvalJob:
+def suite_recipe(suite: Suite, benchmark: Benchmark, model: str, run: RecipeSource | None, flags: EvalFlags) -> Recipe:
     """The evaluation of one benchmark of a suite.
 
     Args:
@@ -133,7 +132,7 @@ def suite_job(suite: Suite, benchmark: Benchmark, model: str, run: RecipeSource 
     source.put(("eval", "num_samples"), num_samples, where)
     source.put(("eval", "num_problems"), None, where)
     flags.put(source)
-    return EvalJob(name=benchmark.name, recipe=build_checked(source))
+    return build_checked(source)
 
 
 def _lengths(model: str, max_prompt_tokens: int, max_new_tokens: int) -> dict[str, int]:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
+from srtrl.evaluation.policy import EvalOutcome
 from srtrl.metrics import write_atomic
+from srtrl.statistics import Estimate, macro_average
 from srtrl.tasks.final_answer import extractor
 from srtrl.tasks.math import MathOptions
-from srtrl.trainer.evaluate import Estimate, EvalOutcome, EvalResult, macro_average
+from srtrl.trainer.evaluate import EvalResult
 
 if TYPE_CHECKING:
     from srtrl.evaluation.suite import OpenSuite
@@ -85,7 +87,7 @@ def _score(result: EvalResult) -> dict[str, str]:
 
 def settings_of(outcome: EvalOutcome) -> dict[str, Any]:
     """How the policy was sampled, and the number of problems that were left out."""
-    recipe = outcome.job.recipe
+    recipe = outcome.recipe
     talk = recipe.rollout.environment
     return {
         "seed": recipe.seed,
@@ -98,7 +100,7 @@ def settings_of(outcome: EvalOutcome) -> dict[str, Any]:
 
 def prompting_of(outcome: EvalOutcome) -> dict[str, Any]:
     """How the task `math` put its problems, as resolved."""
-    options = MathOptions.model_validate(outcome.job.recipe.task.options)
+    options = MathOptions.model_validate(outcome.recipe.task.options)
     return {name: getattr(options, name) for name in ("prompt_template", "chat_template", "system_prompt")}
 
 
@@ -107,7 +109,7 @@ def suite_record(model: str, suite: OpenSuite, outcomes: Sequence[EvalOutcome]) 
     return {
         "model": model,
         "suite": suite.name,
-        "seed": outcomes[0].job.recipe.seed,
+        "seed": outcomes[0].recipe.seed,
         "benchmarks": [
             {
                 "name": benchmark.name,
@@ -157,7 +159,7 @@ def _left_out(outcome: EvalOutcome) -> list[str]:
     if not outcome.num_left_out:
         return []
     what = f"{outcome.num_left_out} of {outcome.task.load_report['eval/rows']} problems are in no figure"
-    return [f"{what}: their prompts have more than {outcome.job.recipe.rollout.max_prompt_tokens} tokens."]
+    return [f"{what}: their prompts have more than {outcome.recipe.rollout.max_prompt_tokens} tokens."]
 
 
 def _accuracy(result: EvalResult) -> Estimate:
@@ -202,7 +204,7 @@ def append_rows(path: Path, outcome: EvalOutcome) -> None:
     extract = extractor(outcome.task.verifier)
     rows = [
         {
-            "benchmark": outcome.job.name,
+            "benchmark": outcome.name,
             "problem_id": rollout.prompt.prompt_id,
             "sample_index": rollout.sample_index,
             "prompt": rollout.prompt.text,

@@ -47,11 +47,11 @@ def export(run_folder: Path, folder: Path, *, step: int | None = None) -> None:
     Raises:
         ValueError: `folder` is not empty, `run_folder` is not a run's, or there is no checkpoint (of `step`).
     """
+    from srtrl.evaluation.policy import resolve_eval_source
     from srtrl.model.weights import load_tokenizer
     from srtrl.report.runs import read_run
     from srtrl.run.checkpoint import written_beside
     from srtrl.run.folder import step_of
-    from srtrl.trainer.evaluate import resolve_eval_source
 
     if folder.is_symlink():
         raise ValueError(f"{folder} is a link: export to the folder itself")

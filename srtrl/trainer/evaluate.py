@@ -1,33 +1,20 @@
-"""Held-out accuracy and reward with confidence intervals, through the same decoder and graders as training.
-
-In training it is `evaluate`; outside of it (`srtrl eval`) `run_evals`: a policy on the held-out problems of one task,
-or of several, one after the other. At the end of the file are its statistics: pass@k, means with a 95% confidence
-interval, and maj@N, whether the answer that most of a problem's samples give is right (Wang et al. 2022, arXiv
-2203.11171).
-"""
+"""Held-out accuracy and reward with confidence intervals, through the same decoder and graders as training."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import math
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import Collector, OnProgress, collect_rollouts
-from srtrl.run.checkpoint import MANIFEST, check_policy, checkpoint_name, latest_checkpoint, list_checkpoints
 from srtrl.run.metrics import turn_metrics
-from srtrl.tasks.base import Task, load_task
-from srtrl.tasks.final_answer import extractor
+from srtrl.statistics import Estimate, confidence_interval, estimate, mean_interval, pass_at_k, pass_at_ks
+from srtrl.tasks.base import Task
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, Prompt, RolloutGroup
@@ -37,19 +24,6 @@ if TYPE_CHECKING:
 
     from srtrl.engine.engine import Engine
     from srtrl.environments.conversations import Conversations
-
-Z_95 = 1.959963984540054
-"""The 97.5% quantile of the normal distribution."""
-INTEGER = re.compile(r"-?[0-9]{1,18}")
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Estimate:
-    """A share, with its 95% confidence interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -221,211 +195,3 @@ def summarise(
             if name.startswith("environment/")
         },
     )
-
-
-# --- srtrl eval -------------------------------------------------------------------------------------------------------
-
-
-def resolve_eval_source(model_or_run: str, *, step: int | None = None) -> tuple[str, Path | None]:
-    """What `srtrl eval MODEL_OR_RUN` names: a run's newest checkpoint, or that of `step`, and its recipe; or a model.
-
-    Returns:
-        The model as given and None; for a run folder (one with `recipe.yaml`) the checkpoint and its recipe's path.
-
-    Raises:
-        ValueError: the run has no checkpoint (of that step), or the policy in it is damaged, or `step` is given for a
-            model.
-    """
-    folder = Path(model_or_run)
-    recipe_path = folder / "recipe.yaml"
-    if not recipe_path.is_file():
-        if step is not None:
-            raise ValueError(f"--step: {model_or_run} is not a run folder (it has no recipe.yaml)")
-        if folder.name.startswith("step_") and (folder / MANIFEST).is_file():  # the checkpoint of a run
-            check_policy(folder)
-        return model_or_run, None
-    checkpoints = folder / "checkpoints"
-    chosen = latest_checkpoint(checkpoints) if step is None else checkpoints / checkpoint_name(step)
-    if chosen is None or not chosen.is_dir():
-        known = ", ".join(path.name for path in list_checkpoints(checkpoints)) or "none"
-        raise ValueError(f"{folder} has no checkpoint{'' if step is None else f' of step {step}'}; there: {known}")
-    check_policy(chosen)
-    return str(chosen), recipe_path
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class EvalJob:
-    """One set of held-out problems, and how the policy is asked about them."""
-
-    name: str
-    recipe: Recipe
-    """Task, rewards, lengths, grading, decoder and evaluation options; all jobs of a run share device and decoder."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class EvalOutcome:
-    """What came of one job."""
-
-    job: EvalJob
-    task: Task
-    groups: list[RolloutGroup]
-    result: EvalResult
-
-    @property
-    def num_left_out(self) -> int:
-        """Problems whose prompt is longer than `rollout.max_prompt_tokens`."""
-        return self.task.load_report.get("eval/overlong", 0)
-
-
-def run_evals(
-    model: str,
-    jobs: Sequence[EvalJob],
-    *,
-    on_progress: Callable[[str, int, int], None] = lambda *_: None,
-    on_compile: OnProgress = lambda *_: None,
-    ranks: Ranks = ONE_RANK,
-) -> Iterator[EvalOutcome]:
-    """Evaluate the policy `model` on each job, with one decoder; an outcome as soon as its job is done.
-
-    All problems are loaded before the weights, so that what is wrong with the last job's is not said after hours.
-
-    Args:
-        model: Hugging Face folder, hub name, `bundled:tiny`, or a checkpoint. `recipe.model.path` is not read;
-            `recipe.model.tokenizer` is, where it is set.
-        jobs: At least one.
-        on_progress: Called after each completion, with the job's name, the number of completions so far and of those
-            that are requested.
-        on_compile: See `Engine.warm_up`.
-        ranks: Share the samples; each of them has all outcomes.
-
-    Raises:
-        ValueError: the model or a task cannot be loaded, or a task has no held-out problems.
-    """
-    recipes = [
-        job.recipe.model_copy(update={"model": job.recipe.model.model_copy(update={"path": model})}) for job in jobs
-    ]
-    base = max(recipes, key=lambda one: one.rollout.max_prompt_tokens + one.rollout.max_new_tokens)
-    set_cpu_threads(base.num_threads)
-    tokenizer = build.build_tokenizer(base)
-    talks = [build.build_conversations(recipe, tokenizer) for recipe in recipes]
-    tasks = [
-        load_task(recipe, tokenizer, tools=talk.tools if talk else ())
-        for recipe, talk in zip(recipes, talks, strict=True)
-    ]
-    prompts = [held_out_prompts(task, recipe) for task, recipe in zip(tasks, recipes, strict=True)]
-    policy = build.build_policy(base, model, build.choose_device(base))
-    num_samples = max(
-        len(problems) * recipe.eval.num_samples for recipe, problems in zip(recipes, prompts, strict=True)
-    )
-    engine = build.build_engine(base, policy, tokenizer, num_samples=num_samples)
-    engine.warm_up(on_compile)
-    for job, recipe, task, problems, talk in zip(jobs, recipes, tasks, prompts, talks, strict=True):
-        grader = Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)
-        with grader, talk or contextlib.nullcontext():
-            show = functools.partial(on_progress, job.name)
-            end_ids = build.response_end_ids(model, tokenizer)
-            groups, result = evaluate(
-                recipe, problems, engine, grader, tokenizer, end_ids, on_progress=show, conversations=talk, ranks=ranks
-            )
-        extract = extractor(task.verifier)
-        if extract is not None and recipe.eval.num_samples > 1:
-            result = replace(result, majority=estimate(majority_scores(groups, extract)))
-        yield EvalOutcome(job=job, task=task, groups=groups, result=result)
-
-
-# --- Statistics -------------------------------------------------------------------------------------------------------
-
-
-def estimate(scores: Sequence[float]) -> Estimate:
-    """The mean of one score in [0, 1] for each problem; problems are the independent units (`confidence_interval`)."""
-    low, high = confidence_interval(scores)
-    return Estimate(value=fmean(scores), low=low, high=high)
-
-
-def confidence_interval(scores: Sequence[float]) -> tuple[float, float]:
-    """95% confidence interval of the mean of the problems' scores.
-
-    Where every score is 0 or 1 (one sample a problem, pass@N of N samples): the Wilson score interval (Wilson 1927;
-    Brown, Cai and DasGupta 2001, section 3.1.1). Else mean +- z s / sqrt(n) over the n problems' scores, the standard
-    error clustered by problem of Miller 2024, "Adding Error Bars to Evals" (arXiv 2411.00640), section 2.2,
-    clipped to [0, 1]. Where the scores do not vary (or there is one problem) s does not estimate the error, and
-    Wilson's interval for n problems is used, which is wider.
-    """
-    mean, n = fmean(scores), len(scores)
-    spread = stdev(scores) if n > 1 else 0.0
-    if spread == 0.0 or all(score in (0.0, 1.0) for score in scores):
-        return wilson_interval(mean, n)
-    low, high = mean_interval(scores)
-    return max(0.0, low), min(1.0, high)
-
-
-def mean_interval(scores: Sequence[float]) -> tuple[float, float]:
-    """95% confidence interval of the mean of any numbers, one for each problem: mean +- z s / sqrt(n).
-
-    Without spread, or for one problem, it is the mean alone, which does not say that there is no error.
-    """
-    mean, n = fmean(scores), len(scores)
-    half = Z_95 * (stdev(scores) if n > 1 else 0.0) / math.sqrt(n)
-    return mean - half, mean + half
-
-
-def wilson_interval(share: float, n: int) -> tuple[float, float]:
-    """Wilson's 95% score interval of a proportion `share` seen in `n` independent trials."""
-    z2 = Z_95 * Z_95
-    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
-    half = Z_95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Chance that at least one of k of a problem's samples is right, estimated without bias from `num_samples` of them.
-
-    1 - C(n - c, k) / C(n, k): Chen et al. 2021, "Evaluating Large Language Models Trained on Code" (arXiv 2107.03374),
-    equation 1; with whole numbers, so exact but for the last division.
-    """
-    assert 1 <= k <= num_samples
-    assert 0 <= num_correct <= num_samples
-    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
-
-
-def pass_at_ks(num_samples: int) -> list[int]:
-    """The k that are reported for N samples: 1, 2, 4, ... and N itself."""
-    return sorted({*(2**power for power in range(num_samples.bit_length())), num_samples})
-
-
-def macro_average(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean over benchmarks, each of the same weight, of any size.
-
-    The benchmarks are fixed and their problems independent, so squared errors add. The two arms of each benchmark's
-    interval stand for its error below and above, which differ near 0% and 100% (MOVER: Zou and Donner 2008,
-    "Construction of confidence limits about effect measures", section 2); for symmetric intervals this is the standard
-    error sqrt(sum of se^2) / number of benchmarks.
-    """
-    value = fmean(one.value for one in estimates)
-    below = math.hypot(*(one.value - one.low for one in estimates)) / len(estimates)
-    above = math.hypot(*(one.high - one.value for one in estimates)) / len(estimates)
-    return Estimate(value=value, low=max(0.0, value - below), high=min(1.0, value + above))
-
-
-def majority_scores(groups: Sequence[RolloutGroup], extract: Callable[[str], str | None]) -> list[float]:
-    """For each problem, the chance that its most frequent answer is right.
-
-    The votes are the samples with a final answer whose grading did not fail; the others abstain. Samples that the
-    verifier accepted give the same answer, the reference; wrong samples vote for the text that `extract` returns. Of n
-    most frequent answers each is taken with chance 1/n, so a tie that the right one is in counts 1/n; where nobody
-    votes, the score is 0.
-    """
-    scores = []
-    for group in groups:
-        num_right = sum(rollout.grade.outcome == "correct" for rollout in group.rollouts)
-        answers = [extract(rollout.said) for rollout in group.rollouts if rollout.grade.outcome == "wrong"]
-        sizes = list(Counter(_plain(answer) for answer in answers if answer is not None).values())
-        wins = num_right > 0 and num_right >= max(sizes, default=0)
-        scores.append(wins / (1 + sizes.count(num_right)))
-    return scores
-
-
-def _plain(answer: str) -> str:
-    """An answer without spaces, an integer without leading zeros: what is written differently alone is equal."""
-    answer = "".join(answer.split())
-    return str(int(answer)) if INTEGER.fullmatch(answer) else answer

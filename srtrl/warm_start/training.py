@@ -17,6 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 from srtrl.environments.formats import MalformedCallError
+from srtrl.evaluation.policy import run_evals
 from srtrl.metrics import write_atomic
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
@@ -29,7 +30,7 @@ from srtrl.run.checkpoint import save_policy, written_beside
 from srtrl.run.folder import MARK, RunProgress
 from srtrl.tasks.base import Task, load_task
 from srtrl.trainer import build
-from srtrl.trainer.evaluate import EvalJob, EvalResult, held_out_prompts, run_evals
+from srtrl.trainer.evaluate import EvalResult, held_out_prompts
 from srtrl.trainer.optimizer import MasterWeightAdamW
 from srtrl.trainer.sampling import DataOrder
 from srtrl.trainer.update import explain_out_of_memory, response_logprobs, run_optimizer_steps
@@ -124,8 +125,7 @@ def _run(
     held_out = None
     if recipe.eval.before_and_after:  # of the saved weights, as RL will load them
         saved = recipe.model.model_copy(update={"tokenizer": None})  # the one that was saved
-        job = EvalJob(name="warm start", recipe=recipe.model_copy(update={"model": saved}))
-        [outcome] = run_evals(str(output), [job], ranks=ranks)
+        [outcome] = run_evals(str(output), {"warm start": recipe.model_copy(update={"model": saved})}, ranks=ranks)
         held_out = outcome.result
     figures = held_out.metrics() if held_out is not None else {}
     every = max(1, len(losses) // 20)

@@ -1,0 +1,158 @@
+"""A policy on held-out problems outside of training (`srtrl eval`): which one, on which tasks, and the majority vote.
+
+maj@N is whether the answer that most of a problem's samples give is right (Wang et al. 2022, arXiv 2203.11171).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from srtrl.model.cpu_threads import set_cpu_threads
+from srtrl.ranks.processes import ONE_RANK, Ranks
+from srtrl.recipe.schema import Recipe
+from srtrl.rollout.collect import OnProgress
+from srtrl.run.checkpoint import MANIFEST, check_policy, checkpoint_name, latest_checkpoint, list_checkpoints
+from srtrl.statistics import estimate
+from srtrl.tasks.base import Task, load_task
+from srtrl.tasks.final_answer import extractor
+from srtrl.tasks.grading import Grader
+from srtrl.trainer import build
+from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
+from srtrl.types import RolloutGroup
+
+INTEGER = re.compile(r"-?[0-9]{1,18}")
+
+
+def resolve_eval_source(model_or_run: str, *, step: int | None = None) -> tuple[str, Path | None]:
+    """What `srtrl eval MODEL_OR_RUN` names: a run's newest checkpoint, or that of `step`, and its recipe; or a model.
+
+    Returns:
+        The model as given and None; for a run folder (one with `recipe.yaml`) the checkpoint and its recipe's path.
+
+    Raises:
+        ValueError: the run has no checkpoint (of that step), or the policy in it is damaged, or `step` is given for a
+            model.
+    """
+    folder = Path(model_or_run)
+    recipe_path = folder / "recipe.yaml"
+    if not recipe_path.is_file():
+        if step is not None:
+            raise ValueError(f"--step: {model_or_run} is not a run folder (it has no recipe.yaml)")
+        if folder.name.startswith("step_") and (folder / MANIFEST).is_file():  # the checkpoint of a run
+            check_policy(folder)
+        return model_or_run, None
+    checkpoints = folder / "checkpoints"
+    chosen = latest_checkpoint(checkpoints) if step is None else checkpoints / checkpoint_name(step)
+    if chosen is None or not chosen.is_dir():
+        known = ", ".join(path.name for path in list_checkpoints(checkpoints)) or "none"
+        raise ValueError(f"{folder} has no checkpoint{'' if step is None else f' of step {step}'}; there: {known}")
+    check_policy(chosen)
+    return str(chosen), recipe_path
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EvalOutcome:
+    """The evaluation of one task or benchmark."""
+
+    name: str
+    recipe: Recipe
+    task: Task
+    groups: list[RolloutGroup]
+    result: EvalResult
+
+    @property
+    def num_left_out(self) -> int:
+        """Problems whose prompt is longer than `rollout.max_prompt_tokens`."""
+        return self.task.load_report.get("eval/overlong", 0)
+
+
+def run_evals(
+    model: str,
+    recipes: Mapping[str, Recipe],
+    *,
+    on_progress: Callable[[str, int, int], None] = lambda *_: None,
+    on_compile: OnProgress = lambda *_: None,
+    ranks: Ranks = ONE_RANK,
+) -> Iterator[EvalOutcome]:
+    """Evaluate the policy `model` on the task of each recipe, with one decoder; an outcome as soon as it is there.
+
+    All problems are loaded before the weights, so that a mistake in the last recipe is reported at once.
+
+    Args:
+        model: Hugging Face folder, hub name, `bundled:tiny`, or a checkpoint. `recipe.model.path` is not read;
+            `recipe.model.tokenizer` is, where it is set.
+        recipes: Name -> task, rewards, lengths, grading, decoder and evaluation options; all with the same device and
+            decoder.
+        on_progress: Called after each completion, with the name, the number of completions so far and of those that are
+            requested.
+        on_compile: See `Engine.warm_up`.
+        ranks: Share the samples; each of them has all outcomes.
+
+    Raises:
+        ValueError: the model or a task cannot be loaded, or a task has no held-out problems.
+    """
+    recipes = {
+        name: recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": model})})
+        for name, recipe in recipes.items()
+    }
+    base = max(recipes.values(), key=lambda recipe: recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens)
+    set_cpu_threads(base.num_threads)
+    tokenizer = build.build_tokenizer(base)
+    loaded = []
+    for name, recipe in recipes.items():
+        conversations = build.build_conversations(recipe, tokenizer)
+        task = load_task(recipe, tokenizer, tools=conversations.tools if conversations else ())
+        loaded.append((name, recipe, conversations, task, held_out_prompts(task, recipe)))
+    policy = build.build_policy(base, model, build.choose_device(base))
+    num_samples = max(len(prompts) * recipe.eval.num_samples for _, recipe, _, _, prompts in loaded)
+    engine = build.build_engine(base, policy, tokenizer, num_samples=num_samples)
+    engine.warm_up(on_compile)
+    end_ids = build.response_end_ids(model, tokenizer)
+    for name, recipe, conversations, task, prompts in loaded:
+        grader = Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)
+        with grader, conversations or contextlib.nullcontext():
+            groups, result = evaluate(
+                recipe,
+                prompts,
+                engine,
+                grader,
+                tokenizer,
+                end_ids,
+                on_progress=functools.partial(on_progress, name),
+                conversations=conversations,
+                ranks=ranks,
+            )
+        extract = extractor(task.verifier)
+        if extract is not None and recipe.eval.num_samples > 1:
+            result = replace(result, majority=estimate(majority_scores(groups, extract)))
+        yield EvalOutcome(name=name, recipe=recipe, task=task, groups=groups, result=result)
+
+
+def majority_scores(groups: Sequence[RolloutGroup], extract: Callable[[str], str | None]) -> list[float]:
+    """For each problem, the chance that its most frequent answer is right.
+
+    The votes are the samples with a final answer whose grading did not fail; the others abstain. Samples that the
+    verifier accepted give the same answer, the reference; wrong samples vote for the text that `extract` returns. Of n
+    most frequent answers each is taken with chance 1/n, so a tie that the right one is in counts 1/n; where nobody
+    votes, the score is 0.
+    """
+    scores = []
+    for group in groups:
+        num_right = sum(rollout.grade.outcome == "correct" for rollout in group.rollouts)
+        answers = [extract(rollout.said) for rollout in group.rollouts if rollout.grade.outcome == "wrong"]
+        sizes = list(Counter(_plain(answer) for answer in answers if answer is not None).values())
+        wins = num_right > 0 and num_right >= max(sizes, default=0)
+        scores.append(wins / (1 + sizes.count(num_right)))
+    return scores
+
+
+def _plain(answer: str) -> str:
+    """An answer without spaces, an integer without leading zeros: what is written differently alone is equal."""
+    answer = "".join(answer.split())
+    return str(int(answer)) if INTEGER.fullmatch(answer) else answer
