@@ -74,8 +74,8 @@ class Repeater(DrafterBase):
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
         for slot, completion in zip(slots, completions, strict=True):
             name = self.names.pop(slot)
-            assert (completion is None) == name.endswith("*"), "run-aheads complete nothing"
-            self.log.append(f"finish {name}: {completion.token_ids}" if completion else f"finish {name}")
+            assert completion is not None
+            self.log.append(f"finish {name}" if name.endswith("*") else f"finish {name}: {completion.token_ids}")
 
     def learn(self, completions: Sequence[Completion]) -> None:
         self.log += [f"learn {completion.request.prompt_id}: {completion.token_ids}" for completion in completions]
@@ -84,7 +84,7 @@ class Repeater(DrafterBase):
         """Those parts of the log that begin with one of these words, in one line."""
         return ", ".join(entry for entry in self.log if entry.startswith(kinds))
 
-    def on_policy_update(self) -> None:
+    def end_step(self) -> None:
         self.log.append("update")
 
     def take_metrics(self) -> dict[str, float]:

@@ -85,7 +85,7 @@ def run(drafter: DrafterBase, request: Request, tokens: Sequence[int], *, slot: 
         drafter.expected_tokens(request)
     start(drafter, {slot: request})
     num_accepted = decode(drafter, slot, tokens)
-    drafter.finish([slot], [None if request.is_run_ahead else completion(request, tokens)])
+    drafter.finish([slot], [completion(request, tokens)])
     return num_accepted
 
 

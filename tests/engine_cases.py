@@ -202,9 +202,11 @@ class FakeDrafter(DrafterBase):
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
         for slot, completion in zip(slots, completions, strict=True):
             request, committed = self.live.pop(slot), self.committed.pop(slot)
-            if completion is not None:
+            if completion is None:
                 assert not request.is_run_ahead
-                assert (completion.request, completion.token_ids) == (request, committed)
+                continue
+            assert (completion.request, completion.token_ids) == (request, committed)
+            if not request.is_run_ahead:
                 self.ends.append(completion)
 
     def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:

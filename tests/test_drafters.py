@@ -70,12 +70,12 @@ def test_random_texts_give_proper_trees_and_leave_nothing_behind(
             done = [slot for slot, sample in enumerate(samples) if len(sample[4]) == step]
             completions = [
                 None
-                if samples[slot][2] or samples[slot][3]
+                if samples[slot][3]
                 else completion(requests[slot], [token for tokens in samples[slot][4] for token in tokens])
                 for slot in done
             ]
             drafter.finish(done, completions)
-        drafter.on_policy_update()
+        drafter.end_step()
     if isinstance(drafter, TrieDrafter):
         assert drafter.num_trie_bytes == 0
         assert drafter.cursors.tries == [None] * len(drafter.cursors.tries)
@@ -85,7 +85,7 @@ def test_random_texts_give_proper_trees_and_leave_nothing_behind(
 def test_a_preempted_sample_starts_again_in_another_slot_and_drafts_the_same(name: str) -> None:
     drafter = DRAFTERS[name]()
     run(drafter, request(), TEXT[:40])
-    drafter.on_policy_update()
+    drafter.end_step()
     start(drafter, {0: request(rng_key=1), 3: request((7, 8), rng_key=2)})
     observe(drafter, {0: OTHER[:5], 3: OTHER[20:30]})
     observe(drafter, {3: OTHER[30:32], 0: TEXT[5:9]})
@@ -102,7 +102,7 @@ def test_what_is_learned_from_elsewhere_is_as_good_as_decoded(name: str) -> None
     drafts = []
     decoding, told = DRAFTERS[name](), DRAFTERS[name]()
     run(decoding, request(), TEXT[:40])
-    decoding.on_policy_update()
+    decoding.end_step()
     prompt = RecordedPrompt(prompt_id="", prompt_token_ids=(1, 2), samples=[np.array(TEXT[:40], np.int32)])
     feed_drafter(told, [prompt], "train")
     for drafter in (decoding, told):
@@ -202,7 +202,7 @@ def test_srt_drafts_from_completed_rollouts_of_the_same_prompt_and_purpose() -> 
     assert run(drafter, request(), TEXT) >= 0.8 * len(TEXT)
     assert run(drafter, request((1, 3)), TEXT) <= BY_CHANCE
     assert run(drafter, request(purpose="eval"), TEXT) <= BY_CHANCE
-    drafter.on_policy_update()
+    drafter.end_step()
     assert run(drafter, request(), TEXT) >= 0.8 * len(TEXT)
     assert drafter.expected_tokens(request()) == len(TEXT)
     assert drafter.expected_tokens(request((9,))) is None
@@ -223,7 +223,7 @@ def test_srt_drafts_from_running_siblings_and_history_from_earlier_steps_only() 
         drafter.finish([0, 1], [completion(request(), TEXT), None])
         assert (run(drafter, request(), TEXT) > 40) == is_online
         assert (drafter.expected_tokens(request()) == len(TEXT)) == is_online
-        drafter.on_policy_update()
+        drafter.end_step()
         assert run(drafter, request(), TEXT) > 40
         assert drafter.expected_tokens(request()) == len(TEXT)
 
@@ -258,7 +258,7 @@ def test_a_trie_is_built_from_the_newest_texts_that_fit(make: type[TrieDrafter])
     texts = [rng.integers(0, 50, 100).tolist() for _ in range(12)]
     for text in texts:
         run(drafter, request(), text)
-        drafter.on_policy_update()
+        drafter.end_step()
     assert run(drafter, request((7,), purpose="eval"), texts[11]) < 10, "evaluation learns from itself alone"
     assert run(drafter, request(rng_key=1), texts[0][:50]) < 10
     start(drafter, {0: request(rng_key=2)})
@@ -288,11 +288,8 @@ def test_srt_metrics_and_what_is_dropped() -> None:
 def with_run_ahead(text: list[int], *, prompt: tuple[int, ...] = (1, 2)) -> SrtDrafter:
     """A drafter after a step in which `text` was decoded early on RNG key 4."""
     drafter = SrtDrafter(SrtOptions(other_prompts=False))
-    start(drafter, {0: request(prompt, rng_key=4, is_run_ahead=True)})
-    observe(drafter, {0: text[:3]})
-    observe(drafter, {0: text[3:]})
-    drafter.finish([0], [None])
-    drafter.on_policy_update()
+    run(drafter, request(prompt, rng_key=4, is_run_ahead=True), text)
+    drafter.end_step()
     return drafter
 
 
@@ -328,12 +325,27 @@ def test_a_chain_ends_with_its_text_and_where_it_is_not_worth_a_row() -> None:
 def test_run_aheads_serve_their_own_sample_in_the_next_step(case: str) -> None:
     drafter = with_run_ahead(TEXT, prompt=(1, 3) if case == "another prompt" else (1, 2))
     if case == "two updates":
-        drafter.on_policy_update()
+        drafter.end_step()
     elif case == "used up":
         run(drafter, request(rng_key=4), TEXT)
     drafter.take_metrics()
     start(drafter, {0: request(rng_key=4, purpose="eval" if case == "another purpose" else "train")})
     assert drafter.take_metrics().get("engine/run_ahead_followed", 0) == 0
+
+
+def test_the_chance_of_a_run_ahead_stays_below_one() -> None:
+    """500,000 correct tokens in a row: a chance of 1 would have no finite number of tokens down to a score."""
+    drafter = with_run_ahead([1, 2])
+    text = [1] * 10_000
+    for slot in range(50):
+        start(drafter, {slot: request(rng_key=5, is_run_ahead=True)})
+        drafter.finish([slot], [completion(request(rng_key=5, is_run_ahead=True), text)])
+        start(drafter, {slot: request(rng_key=5)})
+        observe(drafter, {slot: text})
+        drafter.finish([slot], [completion(request(rng_key=5), text)])
+    start(drafter, {0: request(rng_key=4)})
+    assert propose(drafter, [0])[0].token_ids.tolist() == [1, 2]
+    assert 0.9999 < drafter.take_metrics()["engine/run_ahead_confidence"] < 1
 
 
 def test_a_given_up_sample_leaves_its_run_ahead_to_its_next_start() -> None:

@@ -484,7 +484,7 @@ def test_rows_bound_roots_and_prompt_tokens_and_the_newest_pause() -> None:
         rows = [runner.live[slot][0] for slot in step.slots[step.num_primaries :].tolist()]
         work.append((sorted(rows), [len(chunk.token_ids) for chunk in step.chunks]))
         runner.run(step)
-        assert step.ended == []
+        assert not step.ended
     assert work[:6] == [([], [3]), ([], [3]), ([], [1, 2]), ([1], [2]), ([1], [2]), ([1], [1])]
     assert work[6:] == [([1], []), ([1, 2], []), ([], []), ([1, 2], [])]
 

@@ -51,7 +51,7 @@ for dtype in (torch.float32, torch.bfloat16):
 
 drafter = make_drafter()  # long texts, and what a rollout of a small policy does not do
 run(drafter, request(rng_key=4, is_run_ahead=True), TEXT[:40] + OTHER[:5])
-drafter.on_policy_update()
+drafter.end_step()
 run(drafter, request(rng_key=4), TEXT, slot=3)
 run(drafter, request((5, 6)), TEXT * 20)
 drafter.learn([completion(request((5, 6)), TEXT * 20)])

@@ -80,7 +80,7 @@ def feed_drafter(drafter: DrafterBase, prompts: Iterable[RecordedPrompt], purpos
             )
             completions.append(recorded_completion(request, sample, prompt.extensions.get(index, ())))
         drafter.learn(completions)
-    drafter.on_policy_update()
+    drafter.end_step()
 
 
 def recorded_completion(request: Request, tokens: Tokens, extensions: Extensions = ()) -> Completion:

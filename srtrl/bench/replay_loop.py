@@ -182,7 +182,7 @@ class Replay:
             ahead, _ = self._samples_of(recording.steps[step + 1] if has_ahead else [], is_run_ahead=True)
             self._replay_step(prompts, breadth_first(ahead))
             with self._clock("insert_seconds"):
-                self._drafter.on_policy_update()
+                self._drafter.end_step()
 
     def _samples_of(
         self, prompts: Sequence[RecordedPrompt], *, is_run_ahead: bool = False
@@ -220,7 +220,7 @@ class Replay:
                     self._observe(talking, [sample.turn_end - sample.num_committed for sample in talking])
                 self._finish(samples)
             with self._clock("insert_seconds"):
-                self._drafter.on_policy_update()
+                self._drafter.end_step()
         if self._settings.slots is None:
             for samples in groups:
                 self._decode(samples, len(samples))
@@ -324,7 +324,7 @@ class Replay:
         completions = [recorded_completion(sample.request, sample.tokens, sample.extensions) for sample in samples]
         slots = [sample.slot for sample in samples]
         with self._clock("insert_seconds"):
-            finished = [None if one.request.is_run_ahead or one.extensions else one for one in completions]
+            finished = [None if one.extensions else one for one in completions]
             self._drafter.finish(slots, finished)
             if turns := [one for one in completions if one.extensions]:  # as `Engine.end`
                 self._drafter.learn(turns)

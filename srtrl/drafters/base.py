@@ -15,7 +15,7 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 
-RunAheadTexts = Mapping[tuple[str, tuple[int, ...]], Mapping[int, Int32Array]]
+TextsByKey = Mapping[tuple[str, tuple[int, ...]], Mapping[int, Int32Array]]
 """Purpose and token ids of a prompt -> RNG key -> tokens."""
 
 
@@ -61,17 +61,20 @@ class DrafterBase:
         """Tokens that were committed since the last call: `token_ids[offsets[b] : offsets[b + 1]]` to `slots[b]`."""
 
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
-        """Samples leave their slots; None: given up (a run-ahead, preempted, or an interrupted rollout)."""
+        """Samples leave their slots; None: given up (preempted, or an interrupted rollout).
+
+        The completion of a run-ahead has the tokens that it has so far: it was ended for the sake of others, as a rule.
+        """
 
     def learn(self, completions: Sequence[Completion]) -> None:
         """Completed samples from elsewhere (recorded rollouts), which had no slot."""
 
-    def run_ahead_texts(self) -> RunAheadTexts:
-        """What run-aheads have decoded since the last policy update, for the drafters of other ranks."""
+    def run_ahead_texts(self) -> TextsByKey:
+        """Texts of this step's run-aheads, for the drafters of other ranks."""
         return {}
 
-    def learn_run_aheads(self, texts: RunAheadTexts) -> None:
-        """Run-aheads that other ranks have decoded."""
+    def learn_run_aheads(self, texts: TextsByKey) -> None:
+        """Texts of this step's run-aheads on other ranks."""
 
     def expected_tokens(self, request: Request) -> float | None:
         """Expected number of tokens of a sample's response, None if unknown: long ones are admitted early.
@@ -83,8 +86,8 @@ class DrafterBase:
     def set_next_uses(self, prompts: Sequence[tuple[int, ...]]) -> None:
         """Prompts (token ids) that come next, in order; what is needed last may be forgotten first."""
 
-    def on_policy_update(self) -> None:
-        """The weights have changed; what was learned about the text stays valid."""
+    def end_step(self) -> None:
+        """A training step has ended, with or without a policy update; what was learned about the text stays valid."""
 
     def warm_up(self) -> None:
         """Compile kernels, before a rollout needs them."""

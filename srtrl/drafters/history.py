@@ -20,21 +20,21 @@ class Drafter(SrtDrafter):
 
     def __init__(self, options: Section | None = None) -> None:
         super().__init__(options)
-        self._completed: list[Completion] = []  # since the policy update: not history yet
+        self._completed: list[Completion] = []  # in this step: not history yet
 
     def learn(self, completions: Sequence[Completion]) -> None:
-        """Set completed rollouts aside, until the policy is updated."""
+        """Set completed rollouts aside, until the step ends."""
         self._completed += completions
 
-    def on_policy_update(self) -> None:
+    def end_step(self) -> None:
         """What was completed before is history now."""
-        super().on_policy_update()
+        super().end_step()
         super().learn(self._completed)
         self._completed = []
 
     def save(self, folder: Path) -> None:
         """Write all rollouts; those of the last step count as history, for the step ends where a checkpoint is made."""
-        self.on_policy_update()
+        self.end_step()
         super().save(folder)
 
     def load(self, folder: Path) -> None:

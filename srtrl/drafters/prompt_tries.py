@@ -37,7 +37,7 @@ class TrieOptions(Section):
 
 
 class TrieDrafter(DrafterBase):
-    """Drafts from a trie for each prompt: built when its first sample starts, freed at a policy update."""
+    """Drafts from a trie for each prompt: built when its first sample starts, freed at the end of a step."""
 
     Options = TrieOptions
     options: TrieOptions
@@ -102,7 +102,7 @@ class TrieDrafter(DrafterBase):
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
         """Keep completed rollouts."""
         self.cursors.stop(slots)
-        self.learn([completion for completion in completions if completion is not None])
+        self.learn([one for one in completions if one is not None and not one.request.is_run_ahead])
 
     def learn(self, completions: Sequence[Completion]) -> None:
         """Keep completed rollouts, for the tries that are built from now on."""
@@ -121,8 +121,8 @@ class TrieDrafter(DrafterBase):
         """Prompts of training in the order in which they come."""
         self.cache("train").set_next_uses(prompts)
 
-    def on_policy_update(self) -> None:
-        """Free the tries that nobody uses: they are built again from the newest rollouts."""
+    def end_step(self) -> None:
+        """Free the tries that no sample uses: they are built again from the newest rollouts."""
         self._free_idle(0)
 
     def warm_up(self) -> None:
@@ -207,5 +207,5 @@ def _run_warm_up(drafter: TrieDrafter) -> None:
         for some in (tokens[:2], tokens[2:], tokens[:1] + 4):
             drafter.propose(slots, np.full(1, 8))
             drafter.observe(slots, some, np.array([0, len(some)]))
-        drafter.finish([0], [None if is_run_ahead else completion])
-        drafter.on_policy_update()
+        drafter.finish([0], [completion])
+        drafter.end_step()

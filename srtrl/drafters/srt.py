@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.drafters.base import Int32Array, Int64Array, RunAheadTexts
+from srtrl.drafters.base import Int32Array, Int64Array, TextsByKey
 from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.prompt_tries import PromptKey, TrieDrafter, TrieOptions
-from srtrl.drafters.run_aheads import RunAheads
+from srtrl.drafters.run_ahead_texts import RunAheadTexts
 from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_ngrams, make_table
 from srtrl.drafters.trie_draft import BLEND, draft_trees
 from srtrl.recipe.schema import Section
@@ -34,7 +34,7 @@ class Drafter(TrieDrafter):
 
     def __init__(self, options: Section | None = None) -> None:
         super().__init__(options)
-        self._run_aheads = RunAheads()
+        self._run_aheads = RunAheadTexts()
         self._shared: dict[str, Table] = {}
         """For each purpose: evaluation never learns from training."""
         self._purpose = ""
@@ -67,23 +67,24 @@ class Drafter(TrieDrafter):
         self._run_aheads.observe(slots, token_ids, offsets)
 
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
-        """Keep completed rollouts; what a run-ahead decoded is kept apart."""
+        """Keep completed rollouts; texts of run-aheads are kept apart."""
         super().finish(slots, completions)
-        for slot, completion in zip(slots, completions, strict=True):
-            self._run_aheads.finish(slot, is_complete=completion is not None)
+        for completion in completions:
+            if completion is not None:
+                self._run_aheads.finish(self.key_of(completion.request), completion)
 
-    def run_ahead_texts(self) -> RunAheadTexts:
+    def run_ahead_texts(self) -> TextsByKey:
         """Those of this step."""
         return self._run_aheads.newest
 
-    def learn_run_aheads(self, texts: RunAheadTexts) -> None:
+    def learn_run_aheads(self, texts: TextsByKey) -> None:
         """The samples follow them as if they were decoded here."""
         self._run_aheads.learn(texts)
 
-    def on_policy_update(self) -> None:
-        """Rollouts stay; run-aheads of the step before last go."""
-        super().on_policy_update()
-        self._run_aheads.on_policy_update()
+    def end_step(self) -> None:
+        """Rollouts stay; texts of run-aheads that were made for this step go."""
+        super().end_step()
+        self._run_aheads.end_step()
 
     def take_metrics(self) -> dict[str, float]:
         """See docs/metrics.md for each metric."""

@@ -8,7 +8,7 @@ import numpy as np
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import DraftTrees, check_trees
 from srtrl.drafters.none import Drafter as NoDrafter
-from srtrl.engine.batch import Batch
+from srtrl.engine.batch import Batch, Sample
 from srtrl.engine.devices import make_runner
 from srtrl.engine.draft_budget import MAX_ROWS, DraftControl, StepCost, cut_trees, slowdown_of
 from srtrl.engine.kv_memory import allocate_pages
@@ -248,14 +248,13 @@ class Engine:
     def end_rollout(self) -> None:
         """Drop what is still decoded or waits: run-aheads, and samples that nobody wants any more."""
         self._do_bookkeeping()
-        slots = self.scheduler.clear()
-        self.drafter.finish(slots, [None] * len(slots))
+        self._give_up(self.scheduler.clear())
 
     def on_policy_update(self) -> None:
         """The policy's weights have changed: KV is stale, drafts are not."""
         assert not self.has_work, "the policy changed while samples were decoding"
         self.runner.refresh_weights()
-        self.drafter.on_policy_update()
+        self.drafter.end_step()
         self.policy_version += 1
 
     def release_kv(self) -> None:
@@ -303,7 +302,7 @@ class Engine:
         rows = self.control.run_ahead_rows(self._num_rows, alone=not self.has_work) if may_run_ahead else 0
         step = self.scheduler.schedule(rows)
         if step.ended:
-            self.drafter.finish(step.ended, [None] * len(step.ended))
+            self._give_up(step.ended)
         if step.started:
             slots = np.array([sample.slot for sample in step.started])
             self.drafter.start(slots, [sample.request for sample in step.started])
@@ -380,16 +379,15 @@ class Engine:
             slot = int(verified.slots[b])
             sample = self.batch.samples[slot]
             assert sample is not None
-            completion = None
+            completion = Completion(
+                request=sample.request,
+                token_ids=self.batch.generated(slot).tolist(),
+                rollout_logprobs=self.batch.generated_logprobs(slot).tolist(),
+                finish_reason="length" if verified.finish[b] == AT_LENGTH else "stop",
+                policy_version=self.policy_version,
+                extensions=tuple(sample.extensions),
+            )
             if not sample.request.is_run_ahead:
-                completion = Completion(
-                    request=sample.request,
-                    token_ids=self.batch.generated(slot).tolist(),
-                    rollout_logprobs=self.batch.generated_logprobs(slot).tolist(),
-                    finish_reason="length" if verified.finish[b] == AT_LENGTH else "stop",
-                    policy_version=self.policy_version,
-                    extensions=tuple(sample.extensions),
-                )
                 found.append(completion)
             slots.append(slot)
             has_turns = sample.request.has_turns
@@ -397,6 +395,22 @@ class Engine:
             (self.scheduler.pause if has_turns else self.scheduler.finish)(sample)
         self.drafter.finish(slots, completions)
         return found
+
+    def _give_up(self, ended: Mapping[int, Sample]) -> None:
+        """Samples have lost their slots unfinished: the tokens of run-aheads serve as drafts."""
+        completions = [
+            Completion(
+                request=sample.request,
+                token_ids=sample.token_ids.tolist(),
+                rollout_logprobs=sample.logprobs.tolist(),
+                finish_reason="length",
+                policy_version=self.policy_version,
+            )
+            if sample.request.is_run_ahead
+            else None
+            for sample in ended.values()
+        ]
+        self.drafter.finish(list(ended), completions)
 
     def _do_bookkeeping(self) -> None:
         if self._bookkeeping is not None:

@@ -46,21 +46,18 @@ class RunAheads:
         assert request.rng_key not in self._line, "two run-aheads have the same RNG key"
         self._line[request.rng_key] = request
 
-    def end_rng_key(self, rng_key: int) -> list[int]:
-        """End the run-aheads on an RNG key, for its sample has come; returns the slots of those that had one."""
-        if not self.has_work:
-            return []
-        ended = [sample for sample in self.running if sample.request.rng_key == rng_key]
-        slots = [sample.slot for sample in ended]
-        for sample in ended:
+    def end_rng_key(self, rng_key: int) -> dict[int, Sample]:
+        """End the run-aheads on an RNG key, for its sample has come; returns those that had a slot, by slot."""
+        ended = {sample.slot: sample for sample in self.running if sample.request.rng_key == rng_key}
+        for sample in ended.values():
             self.finish(sample)
         self._line.pop(rng_key, None)
-        return slots
+        return ended
 
     def drop_newest(self, step: ScheduledStep) -> Sample:
         """Take slot and pages from the run-ahead that was admitted last."""
         sample = self.running[-1]
-        step.end(sample.slot)
+        step.end(sample)
         self.finish(sample)
         return sample
 
@@ -70,17 +67,18 @@ class RunAheads:
             self.drop_newest(step)
 
     def finish(self, sample: Sample) -> None:
-        """Free the slot and the pages of a run-ahead that came to its end."""
+        """Free the slot and the pages of a run-ahead that came to its end; it keeps its tokens."""
         self.running.remove(sample)
+        self.batch.save_text(sample)
         self.batch.take_out(sample)
 
-    def clear(self) -> list[int]:
-        """Drop all; returns the slots of those that had one."""
+    def clear(self) -> dict[int, Sample]:
+        """Drop all; returns those that had a slot, by slot."""
         self._line.clear()
-        slots = [sample.slot for sample in self.running]
-        for sample in list(self.running):
+        ended = {sample.slot: sample for sample in self.running}
+        for sample in ended.values():
             self.finish(sample)
-        return slots
+        return ended
 
     def schedule(
         self,

@@ -37,8 +37,8 @@ class ScheduledStep:
     chunks: list[PrefillChunk] = field(default_factory=list)
     page_copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, target) pages to copy before the forward pass, all sources read before any target is written."""
-    ended: list[int] = field(default_factory=list)
-    """Slots whose samples were preempted or dropped; some of them may be in `started` again."""
+    ended: dict[int, Sample] = field(default_factory=dict)
+    """Samples that were preempted or dropped, by the slot that they had; it may be in `started` again."""
     started: list[Sample] = field(default_factory=list)
     """Samples that took a slot."""
     holders: list[PromptPages | Sample] = field(default_factory=list)
@@ -55,12 +55,12 @@ class ScheduledStep:
         self.chunks.append(chunk)
         return len(chunk.token_ids)
 
-    def end(self, slot: int) -> None:
-        """A sample loses its slot; one that took it in this very step was never there."""
-        kept = [sample for sample in self.started if sample.slot != slot]
-        if len(kept) == len(self.started):
-            self.ended.append(slot)
-        self.started = kept
+    def end(self, sample: Sample) -> None:
+        """A sample loses its slot. If it started in this step, undo the start."""
+        if sample in self.started:
+            self.started.remove(sample)
+        else:
+            self.ended[sample.slot] = sample
 
 
 class Scheduler:
@@ -91,8 +91,8 @@ class Scheduler:
         self._waiting = WaitingLine()
         self._prompts: dict[tuple[int, ...], PromptPages] = {}
         self._num_admissions = 0
-        self._ended: list[int] = []
-        """Slots of run-aheads that ended between two steps."""
+        self._ended: dict[int, Sample] = {}
+        """Run-aheads that ended between two steps, by slot."""
 
     @property
     def has_work(self) -> bool:
@@ -128,7 +128,7 @@ class Scheduler:
         if request.is_run_ahead:
             self.run_aheads.add(request)
             return
-        self._ended += self.run_aheads.end_rng_key(request.rng_key)
+        self._ended |= self.run_aheads.end_rng_key(request.rng_key)
         prompt = self._prompts.get(request.prompt_token_ids)
         if prompt is None:
             prompt = PromptPages(np.array(request.prompt_token_ids, np.int32))
@@ -146,7 +146,7 @@ class Scheduler:
                 are running run-aheads: the newest pause, and keep their pages.
         """
         step = ScheduledStep(ended=self._ended)
-        self._ended = []
+        self._ended = {}
         self._admit(step)
         self._grow_decoding(step)
         budget = self.prefill_chunk_tokens
@@ -252,9 +252,9 @@ class Scheduler:
             self._drop_prompt(prompt)
             del self._prompts[sample.request.prompt_token_ids]
 
-    def clear(self) -> list[int]:
-        """Drop every sample, finished or not, and every page; returns the slots of those that had one."""
-        slots = self._ended + [sample.slot for sample in self.running] + self.run_aheads.clear()
+    def clear(self) -> dict[int, Sample]:
+        """Drop every sample, finished or not, and every page; returns those that had a slot, by slot."""
+        ended = self._ended | {sample.slot: sample for sample in self.running} | self.run_aheads.clear()
         for sample in self.running:
             self._release(sample)
         for sample in list(self._keeping):
@@ -263,8 +263,8 @@ class Scheduler:
             self._drop_prompt(prompt)
         for samples in (self.running, self._starting, self._prompts, self._waiting, self.paused):
             samples.clear()
-        self._ended = []
-        return slots
+        self._ended = {}
+        return ended
 
     def check_integrity(self) -> None:
         """Assert that pages and their holders agree (for tests, after any operation)."""
@@ -450,9 +450,8 @@ class Scheduler:
 
     def _preempt(self, sample: Sample, step: ScheduledStep) -> None:
         """Take the pages of a running sample; it waits first in line and will be recomputed, to the same tokens."""
-        slot = sample.slot
         self.running.remove(sample)
-        step.end(slot)
+        step.end(sample)
         self.batch.save_text(sample)
         self._release(sample)
         self._waiting.add(sample)

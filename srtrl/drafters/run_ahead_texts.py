@@ -1,4 +1,4 @@
-"""Samples that were decoded early on the very RNG keys that later samples have, and those that follow them now.
+"""Texts of run-aheads: samples of the next step that were decoded early, on the RNG keys that the samples will have.
 
 The noise is the same and the policy nearly so, so that Gumbel-max repeats much of the text. A sample therefore follows
 its own run-ahead up to the first difference: the next tokens of it are drafted as a chain.
@@ -8,49 +8,48 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.drafters.base import Int32Array, Int64Array, RunAheadTexts
+from srtrl.drafters.base import Int32Array, Int64Array, TextsByKey
 from srtrl.drafters.draft_tree import DraftTrees, ranges
 from srtrl.drafters.prompt_tries import PromptKey
-from srtrl.types import Request
+from srtrl.types import Completion, Request
 
-NOT_FOLLOWING, RECORDING = -1, -2
-"""In place of a position: the slot follows nothing; it is a run-ahead, and its tokens are kept."""
+NOT_FOLLOWING = -1
+"""In place of a position: the slot follows nothing."""
 PRIOR_CORRECT, PRIOR_INCORRECT = 9.0, 1.0
-"""Guess at the chance of the next token of a run-ahead, as outcomes."""
+"""Guess at the chance of the next token of a run-ahead, as outcomes. Always counted: the chance stays below 1."""
 MAX_OUTCOMES = 20_000
 """With more, old outcomes lose half of their weight: the policy moves."""
 
 
-class RunAheads:
+class RunAheadTexts:
     """What was decoded early, by prompt and RNG key, and how far the slots have followed it."""
 
     def __init__(self) -> None:
         self._texts: list[dict[PromptKey, dict[int, Int32Array]]] = [{}, {}]
-        """Made before the last policy update, and since: of each prompt, by RNG key."""
-        self._requests: dict[int, tuple[PromptKey, Request]] = {}
-        """Of the live slots."""
+        """Made in the last step, and in this one: of each prompt, by RNG key."""
         self._slot_texts = np.zeros((0, 0), np.int32)
-        """[slots, capacity], of a run-ahead what it has decoded, else what the slot follows."""
+        """[slots, capacity], the text that each slot follows."""
         self._lengths = np.zeros(0, np.int64)
         """[slots]."""
         self._positions = np.zeros(0, np.int64)
-        """[slots], where in the text the next token is, or one of the constants above."""
-        self._outcomes = np.array([PRIOR_CORRECT, PRIOR_INCORRECT])
+        """[slots], where in the text the next token is, or `NOT_FOLLOWING`."""
+        self._outcomes = np.zeros(2)
         """Tokens of run-aheads that were correct, and that were not."""
         self._num_made = self._num_followed = self._num_used = 0
 
     @property
     def chance(self) -> float:
         """Learned chance that the next token of a run-ahead is correct."""
-        return float(self._outcomes[0] / self._outcomes.sum())
+        correct, incorrect = self._outcomes
+        return float((correct + PRIOR_CORRECT) / (correct + incorrect + PRIOR_CORRECT + PRIOR_INCORRECT))
 
     @property
-    def newest(self) -> RunAheadTexts:
-        """What was made since the last policy update."""
+    def newest(self) -> TextsByKey:
+        """What was made in this step."""
         return self._texts[1]
 
-    def learn(self, texts: RunAheadTexts) -> None:
-        """Remember what other ranks have made since the last policy update; of two texts on one key the longer one."""
+    def learn(self, texts: TextsByKey) -> None:
+        """Remember what other ranks have made in this step; of two texts on one key the longer one."""
         for key, made in texts.items():
             known = self._texts[1].setdefault(key, {})
             known |= {rng_key: text for rng_key, text in made.items() if len(text) > len(known.get(rng_key, ()))}
@@ -60,42 +59,38 @@ class RunAheads:
         return [text for made in self._texts for text in made.get(key, {}).values()]
 
     def start(self, slot: int, key: PromptKey, request: Request) -> None:
-        """Begin to record a run-ahead, or to follow the one on the sample's RNG key if there is one."""
-        found = [made[key][request.rng_key] for made in self._texts if request.rng_key in made.get(key, {})]
+        """A sample follows the run-ahead on its RNG key, if there is one."""
+        texts = [made[key][request.rng_key] for made in self._texts if request.rng_key in made.get(key, {})]
         is_first_turn = request.turn == 0  # where a run-ahead has ended
-        text = found[0] if found and is_first_turn and not request.is_run_ahead else np.zeros(0, np.int32)
-        self._requests[slot] = key, request
+        text = texts[0] if texts and is_first_turn and not request.is_run_ahead else np.zeros(0, np.int32)
         self._resize(slot, len(text))
         self._slot_texts[slot, : len(text)] = text
         self._lengths[slot] = len(text)
-        self._positions[slot] = RECORDING if request.is_run_ahead else 0 if len(text) else NOT_FOLLOWING
+        self._positions[slot] = 0 if len(text) else NOT_FOLLOWING
         self._num_followed += len(text) > 0
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
-        """Compare committed tokens with what their slots follow, or record them."""
+        """Compare committed tokens with what their slots follow."""
         if (self._positions[slots] == NOT_FOLLOWING).all():
             return
-        self._resize(0, int((self._lengths[slots] + np.diff(offsets)).max()))
         self._num_used += _observe(
             self._slot_texts, self._lengths, self._positions, self._outcomes, slots, token_ids, offsets
         )
         if self._outcomes.sum() > MAX_OUTCOMES:
             self._outcomes /= 2
 
-    def finish(self, slot: int, *, is_complete: bool) -> None:
-        """Remember what a run-ahead decoded; forget what a completed sample followed."""
-        key, request = self._requests.pop(slot)
-        if request.is_run_ahead:
-            text = self._slot_texts[slot, : self._lengths[slot]].copy()
-            self._num_made += len(text)
-            self._texts[1].setdefault(key, {})[request.rng_key] = text
-        elif is_complete:
+    def finish(self, key: PromptKey, completion: Completion) -> None:
+        """Remember the tokens of a run-ahead; forget the text that a completed sample followed."""
+        rng_key = completion.request.rng_key
+        if completion.request.is_run_ahead:
+            self._num_made += len(completion.token_ids)
+            self._texts[1].setdefault(key, {})[rng_key] = np.array(completion.token_ids, np.int32)
+        else:
             for made in self._texts:
-                made.get(key, {}).pop(request.rng_key, None)
-        self._positions[slot] = NOT_FOLLOWING
+                made.get(key, {}).pop(rng_key, None)
 
-    def on_policy_update(self) -> None:
-        """Forget what was made before the last update: the step that it was made for has passed."""
+    def end_step(self) -> None:
+        """Forget what was made in the last step: the samples that it was made for are complete."""
         self._texts = [self._texts[1], {}]
 
     def followers(self, slots: Int64Array) -> Int64Array:
@@ -152,15 +147,12 @@ def _observe(
     token_ids: Int32Array,
     offsets: Int64Array,
 ) -> int:
-    """Take in the tokens of a step; returns how many were accepted drafts: all correct ones but each slot's last."""
+    """Follow the tokens of a step; returns the number of accepted drafts: all correct tokens but each slot's last."""
     num_used = 0
     for row in range(len(slots)):
         slot = slots[row]
         for i in range(offsets[row], offsets[row + 1]):
-            if positions[slot] == RECORDING:
-                texts[slot, lengths[slot]] = token_ids[i]
-                lengths[slot] += 1
-            elif 0 <= positions[slot] < lengths[slot]:
+            if 0 <= positions[slot] < lengths[slot]:
                 if texts[slot, positions[slot]] == token_ids[i]:
                     positions[slot] += 1
                     outcomes[0] += 1
