@@ -17,10 +17,10 @@ from srtrl.completer import Completer, Generated
 from srtrl.environments import options as environment_options
 from srtrl.environments.base import count_turns, mark_segments
 from srtrl.ranks.processes import Ranks, is_main_process, open_ranks, refuse_ranks
-from srtrl.recipe.file import SURROGATE
 from srtrl.recipe.schema import MAX_WIDTH
 from srtrl.report.rollouts import printable
 from srtrl.tasks.rendering import apply_chat_template
+from srtrl.tasks.row_task import SURROGATE
 from srtrl.tasks.rows import Row, RowError, RowSource, parse_row, read_rows
 from srtrl.types import Prompt, Request, SamplingParams
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-import yaml
 from bench_cases import REPEATER, Repeater, run, write_rows, write_trace
 from tiny_run import VOCAB_SIZE, make_policy, make_recipe
 
@@ -34,6 +33,7 @@ from srtrl.model.attention import PackedPlan
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model, save_model
+from srtrl.recipe.file import dump_yaml
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_bench_train_takes_turns_learns_the_same_and_leaves_nothing_behind(tmp_p
     values = recipe.model_dump(mode="json")
     values["task"]["options"]["num_train"] = 8
     values["rewards"] = [{"name": "bench_cases:digit_share"}]
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / "recipe.yaml").write_text(dump_yaml(values))
     files = ("--json", tmp_path / "bench.json", "--write-docs", tmp_path / "docs.md")
     result = run("bench", "train", tmp_path / "recipe.yaml", "--drafters", f"none,{REPEATER}", "--slots", "4,2", *files)
     assert result.exit_code == 0, result.stderr
@@ -307,5 +307,5 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_rows(paths["LARGE"], {"id": "0", "prompt_token_ids": [1], "samples": [{"token_ids": [9999]}]})
     recipe = make_recipe(make_policy(folder / "policy"), folder / "runs", train__checkpoint_every=1)
     paths["RECIPE"] = folder / "recipe.yaml"
-    paths["RECIPE"].write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    paths["RECIPE"].write_text(dump_yaml(recipe.model_dump(mode="json")))
     return paths

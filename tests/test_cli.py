@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-import yaml
 from recipe_cases import recipe_text
 from tiny_run import make_checkpoint, make_policy
 from typer.testing import CliRunner, Result
@@ -18,7 +17,7 @@ from typer.testing import CliRunner, Result
 from srtrl import __version__
 from srtrl.checks import check_recipe
 from srtrl.cli import app
-from srtrl.recipe.file import load_recipe
+from srtrl.recipe.file import load_recipe, read_yaml
 from srtrl.recipe.schema import Recipe
 
 
@@ -333,4 +332,4 @@ def test_the_recipes_that_come_with_the_repository_are_valid(path: Path) -> None
         return
     result = run("show-config", path, "--check")
     assert (result.exit_code, result.stderr) == (0, "")
-    assert Recipe.model_validate(yaml.safe_load(result.stdout)) == recipe
+    assert Recipe.model_validate(read_yaml(result.stdout, "stdout")[0]) == recipe

@@ -6,12 +6,12 @@ from typing import Any
 import bench_cases
 import pytest
 import torch
-import yaml
 from recipe_cases import recipe_text
 from tiny_run import make_recipe, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from srtrl.model.weights import load_model
+from srtrl.recipe.file import read_yaml
 from srtrl.recipe.schema import Recipe
 from srtrl.report.export import model_card
 
@@ -45,11 +45,11 @@ def test_an_export_is_a_model_with_tokenizer_and_card(
     assert logits.shape == (1, token_ids.shape[1], 257)
     assert load_model(str(folder), dtype=torch.float32, device=torch.device("cpu")).config.vocab_size == 257
     _, front, card = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
-    assert yaml.safe_load(front)["library_name"] == "transformers"
+    assert read_yaml(front, "card")[0]["library_name"] == "transformers"
     assert f"after {step} of 2 steps of reinforcement learning on the task `arithmetic`" in card
     rows = [line.split(" | ")[0] for line in card.splitlines() if line.startswith("| ")]
     assert rows == ["| step", "| ---:", *(f"| {number}" for number in range(step + 1))]
-    recipe = Recipe.model_validate(yaml.safe_load(card.split("```yaml\n")[1].split("```")[0]))
+    recipe = Recipe.model_validate(read_yaml(card.split("```yaml\n")[1].split("```")[0], "card")[0])
     assert (recipe.seed, recipe.output_dir) == (7, "runs")
     assert "the model is in" not in export(run, folder, exit_code=2)
 
@@ -58,7 +58,7 @@ def test_the_card_of_a_long_run_has_some_rows_and_its_last_evaluation() -> None:
     text = recipe_text("log: {tracker_options: {wandb: {id: secret}}}\n", path="Qwen/Qwen2.5-0.5B")
     rows = [{"step": step, "reward/mean": 0.5} for step in range(20_001)]
     rows[19_999] |= {"eval/accuracy": 0.12345, "eval/reward": 0.5}
-    card = model_card(Recipe.model_validate(yaml.safe_load(text)), rows, 20_000)
+    card = model_card(Recipe.model_validate(read_yaml(text, "card")[0]), rows, 20_000)
     table = [line for line in card.splitlines() if line.startswith("| ")]
     assert table[0] == "| step | reward/mean | eval/accuracy | eval/reward |"
     assert table[2] == "| 0 | 0.5 |  |  |"

@@ -3,13 +3,12 @@
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipe_cases import MINIMAL
 
 from srtrl.recipe.fields import fields_of
-from srtrl.recipe.file import OTHER_NAMES, REMOVED, RecipeError, dump_recipe, load_recipe, read_source
+from srtrl.recipe.file import OTHER_NAMES, RecipeError, dump_recipe, load_recipe, read_source
 from srtrl.recipe.schema import Recipe
 
 
@@ -75,20 +74,16 @@ def test_scientific_notation_is_a_number(recipe_file: Path) -> None:
         ("  betas: [0.9, 1]", "13: train.betas.1: should be less than 1, found 1"),
         ("eval:", "13: eval: should be a section (key: value), found null"),
         ("rewards:\n- {weight: 2}", "14: rewards.0.name: is missing (A function in `srtrl/tasks/rewards.py`, or "),
-        ("  num_steps: 4", "13:3: not valid YAML: `num_steps` is given twice, first in line 12"),
-        ("  1: 4", "13:3: not valid YAML: a key must be a text, found 1"),
+        (
+            "  num_steps: 4",
+            '13:3: not valid YAML: while constructing a mapping, found duplicate key "num_steps" with value "4"',
+        ),
+        ("  1: 4", "13: train.1: should be a text (quote it if it looks like a number), found 1"),
         ("rewards: ]", "13:10: not valid YAML: while parsing a block node, expected the node content, but found ']'"),
-        ("rewards: &a [*a]", "13:14: not valid YAML: an alias (*a) is not supported: write the value out"),
-        ("  ? [a, b]\n  : 1", "13:5: not valid YAML: a key must be a text, found a sequence"),
-        ("  ? {a: b}\n  : 1", "13:5: not valid YAML: a key must be a text, found a mapping"),
-        ("  x: !!python/object/apply:os.system [ls]", "13:6: not valid YAML: a tag (found tag:yaml.org,2002:python/"),
-        ("  x: !!binary aGk=", "13:6: not valid YAML: a tag (found tag:yaml.org,2002:binary) is not supported"),
-        ("  x: \x01", "13: not valid YAML: the character U+0001 is not allowed; in a quoted text it can be escaped"),
-        ('  x: "\\ud800"', "13:6: not valid YAML: half of a surrogate pair is not a character"),
-        ("seed: " + "9" * 5000, '13:7: not valid YAML: an integer of more than 64 bits: "9999'),
-        (f"seed: {2**63}", f'13:7: not valid YAML: an integer of more than 64 bits: "{2**63}"'),
+        ("rewards: &a [*a]", "13:10: not valid YAML: an anchor (&a) is not supported: write the value out"),
+        ("  x: !!python/object/apply:os.system [ls]", "13:6: not valid YAML: could not determine a constructor for "),
+        (f"seed: {2**63}", "13: seed: should be less than 9223372036854775808, found 9223372036854775808"),
         ("  learning_rate: 1e999", "13: train.learning_rate: should be a finite number, found Infinity"),
-        ("  learning_rate: " + "[" * 2000, "13:37: not valid YAML: nested more than 20 levels deep"),
         ("output_dir: null", "13: output_dir: should be a text (quote it if it looks like a number), found null"),
     ],
 )
@@ -104,14 +99,13 @@ def test_file_errors_name_line_key_and_expectation(recipe_file: Path, line: str,
         ("train.num_steps='4'", 'train.num_steps: should be a valid integer, found "4"'),
         ("train.num_steps=", "no value; write train.num_steps=null for none or train.num_steps=\"''\" for an empty"),
         (f"name={'x' * 201}", 'name: should have at most 200 characters, found "xxx'),
-        ("task.options.x=\x01", "not valid YAML: the character U+0001 is not allowed"),
+        ("task.options.x=\x01", "not valid YAML: unacceptable character #x0001"),
         ("train.num_steps=[", "not valid YAML: while parsing a flow node, expected the node content, but found "),
         ("train.num_steps", "expected section.key=value"),
         ("train..num_steps=1", "expected section.key=value"),
         ("train.num_steps.x=1", "train.num_steps: is 3, which has no item `x`"),
         ("rewards.0.weight=2", 'rewards: should be a valid list, found {"0": {"weight": 2}}'),
         ("rollout.draft_budget=-1", "rollout.draft_budget: should be 'auto' or should be greater than or equal to 0, "),
-        *((f"{key}=true", f"{key}: {hint}") for key, hint in REMOVED.items()),
     ],
 )
 def test_override_errors_name_the_override(recipe_file: Path, override: str, error: str) -> None:
@@ -156,9 +150,9 @@ def test_missing_sections_and_keys_are_all_listed(tmp_path: Path) -> None:
 
 def test_several_impossible_combinations_are_all_listed(recipe_file: Path) -> None:
     lines = "  mini_batch_prompts: 5\n  micro_batch_tokens: 5"
-    errors = errors_of(with_line(recipe_file, lines), "rollout.num_pages=1")
+    errors = errors_of(with_line(recipe_file, lines), "rollout.max_draws=1")
     places = [error.split(": ")[0] for error in errors]
-    assert places == ["override `rollout.num_pages=1`", "recipe.yaml:14", "recipe.yaml:13"]
+    assert places == ["recipe.yaml:14", "recipe.yaml:13", "override `rollout.max_draws=1`"]
 
 
 TRICKY = ["", " \n", "\n ", "a\nb\n", "a\r\n", "\x85/", "a\u2028b", "--- ", "<<", "=", "~", "null", "no", "on", "true"]
@@ -187,4 +181,3 @@ def test_a_dumped_recipe_loads_as_the_same(
     recipe = recipe.model_copy(update={"task": task, "rollout": rollout})
     path.write_text(dump_recipe(recipe), encoding="utf-8")
     assert load_recipe(path) == recipe
-    assert yaml.safe_load(dump_recipe(recipe))["name"] == "test"

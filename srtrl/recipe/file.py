@@ -8,28 +8,23 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from yaml.composer import ComposerError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.representer import SafeRepresenter
 
-from srtrl.recipe.conflicts import RecipeConflictsError
+from srtrl.recipe.conflicts import find_conflicts
 from srtrl.recipe.fields import fields_of
 from srtrl.recipe.schema import Recipe, Section
 from srtrl.resolve import suggestion
 
 SectionT = TypeVar("SectionT", bound=Section)
-
-REMOVED = {
-    "rollout.attention": "was removed (CUDA has one attention kernel): delete the key",
-    "rollout.admission": "was removed (admission is always breadth-first): delete the key",
-    "rollout.long_first": "was removed (samples expected to be long are always admitted early): delete the key",
-    "rollout.run_ahead_coupled": "was removed (run-aheads always use the RNG keys of their samples): delete the key",
-}
-"""Keys of earlier versions -> what to do about them."""
 
 OTHER_NAMES = {
     "adam_beta1": "train.betas",
@@ -56,6 +51,7 @@ OTHER_NAMES = {
 """What TRL and verl call an option -> the key that does the same here, or comes nearest."""
 
 EXPECTED = {
+    "invalid_key": "should be a text (quote it if it looks like a number)",
     "string_type": "should be a text (quote it if it looks like a number)",
     "dict_type": "should be a section (key: value)",
     "model_type": "should be a section (key: value)",
@@ -151,7 +147,7 @@ class RecipeSource:
             if not text.strip():
                 hint = f"no value; write {name}=null for none or {name}=\"''\" for an empty text"
                 raise RecipeError(Problem("", hint, where))
-            self.put(names, _read_yaml(text, where)[0], where)
+            self.put(names, read_yaml(text, where)[0], where)
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -175,7 +171,7 @@ def read_source(path: Path, overrides: Sequence[str] = ()) -> RecipeSource:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 ({error})"
         raise RecipeError(Problem("", f"cannot read the recipe: {reason}", str(path))) from error
-    data, lines = _read_yaml(text, str(path), is_file=True)
+    data, lines = read_yaml(text, str(path), is_file=True)
     if not isinstance(data, dict):
         raise RecipeError(Problem("", f"expected a mapping of sections, found {_show(data)}", str(path)))
     source = RecipeSource(path, data, {key: f"{path}:{line}" for key, line in lines.items()})
@@ -184,16 +180,23 @@ def read_source(path: Path, overrides: Sequence[str] = ()) -> RecipeSource:
 
 
 def build_recipe(source: RecipeSource) -> Recipe:
-    """Check the data of `source` against the schema; `RecipeError` lists what is wrong."""
+    """Check the data of `source` against the schema, then the combinations of its values.
+
+    Raises:
+        RecipeError: listing every problem with its place.
+    """
     try:
-        return validate_section(Recipe, source.data)
+        recipe = validate_section(Recipe, source.data)
+        if conflicts := [Problem(*conflict) for conflict in find_conflicts(recipe)]:
+            raise RecipeError(*conflicts)
     except RecipeError as error:
         raise source.located(error) from error
+    return recipe
 
 
 def dump_recipe(recipe: Recipe) -> str:
     """The recipe as YAML, defaults written out; `load_recipe` reads the same recipe from it."""
-    return yaml.dump(recipe.model_dump(), Dumper=_RecipeDumper, sort_keys=False, allow_unicode=True, width=120)
+    return dump_yaml(recipe.model_dump())
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------
@@ -225,12 +228,10 @@ def _problems_of(section: type[Section], data: object, error: ValidationError) -
     for detail in error.errors(include_url=False):
         key, cause = ".".join(map(str, detail["loc"])), detail.get("ctx", {}).get("error")
         field_key = re.sub(r"\.\d+(?=\.|$)", ".N", key)
-        if isinstance(cause, RecipeConflictsError):
-            yield from (Problem(*conflict) for conflict in cause.conflicts)
-        elif cause is not None:
+        if cause is not None:
             yield Problem(key, str(cause))
         elif detail["type"] == "extra_forbidden":
-            yield Problem(key, REMOVED.get(key) or _unknown_key(field_key, fields))
+            yield Problem(key, _unknown_key(field_key, fields))
         elif detail["type"] == "missing":
             meaning = fields[field_key].description if field_key in fields else None
             yield Problem(key, f"is missing ({meaning.splitlines()[0]})" if meaning else "is missing")
@@ -276,113 +277,65 @@ def _show(value: object) -> str:
 
 # --- YAML -------------------------------------------------------------------------------------------------------------
 
-SCALARS = {
-    "bool": r"true|True|TRUE|false|False|FALSE",
-    "null": r"~|null|Null|NULL|",
-    "int": r"[-+]?(?:0|[1-9][0-9]*)",
-    "float": r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-}
-"""Scalars of YAML 1.2: `1e-6` is a number and `no` is a text (PyYAML's own YAML 1.1 has both the other way)."""
+
+class _Representer(SafeRepresenter):
+    """Keys in their order, short lists on one line, and line breaks escaped: Unicode's would be read as newlines."""
+
+    def represent_dict(self, data: Any) -> MappingNode:
+        return self.represent_mapping("tag:yaml.org,2002:map", list(data.items()))
+
+    def represent_sequence(self, tag: Any, sequence: Any, flow_style: bool | None = None) -> SequenceNode:
+        is_flat = all(not isinstance(item, dict | list | tuple) for item in sequence)
+        return super().represent_sequence(tag, sequence, flow_style=is_flat)
+
+    def represent_str(self, data: str) -> ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
 
 
-SURROGATE = re.compile("[\ud800-\udfff]")
-MAX_DEPTH = 20
-"""Maximum number of lists and sections around a value."""
+_Representer.add_representer(dict, _Representer.represent_dict)
+_Representer.add_representer(str, _Representer.represent_str)
 
 
-class _RecipeLoader(yaml.SafeLoader):
-    """Plain values only: no aliases (a few can stand for gigabytes), no tags; keys are texts, each given once."""
-
-    depth = 0
-
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (PyYAML's interface)
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        self.check_event()  # reads the next one
-        event, problem = self.current_event, None
-        if isinstance(event, yaml.AliasEvent):
-            problem = f"an alias (*{event.anchor}) is not supported: write the value out"
-        elif event.tag is not None:
-            problem = f"a tag (found {event.tag}) is not supported: remove it, and quote what is a text"
-        elif self.depth > MAX_DEPTH:
-            problem = f"nested more than {MAX_DEPTH} levels deep"
-        if problem:
-            raise ComposerError(None, None, problem, event.start_mark)
-        self.depth += 1
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-    def compose_scalar_node(self, anchor: dict[Any, yaml.Node]) -> yaml.ScalarNode:
-        node, problem = super().compose_scalar_node(anchor), None
-        if node.tag == "tag:yaml.org,2002:int" and (len(node.value) > 20 or abs(int(node.value)) >= 2**63):
-            problem = f"an integer of more than 64 bits: {_show(node.value)}"
-        elif SURROGATE.search(node.value):
-            problem = "half of a surrogate pair is not a character"
-        if problem:
-            raise ComposerError(None, None, problem, node.start_mark)
-        return node
-
-    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            if key.tag != "tag:yaml.org,2002:str":
-                found = key.value if isinstance(key, yaml.ScalarNode) else f"a {key.id}"
-                raise ComposerError(None, None, f"a key must be a text, found {found}", key.start_mark)
-            if key.value in lines:
-                problem = f"`{key.value}` is given twice, first in line {lines[key.value]}"
-                raise ComposerError(None, None, problem, key.start_mark)
-            lines[key.value] = key.start_mark.line + 1
-        return node
+def dump_yaml(data: object) -> str:
+    """Plain data as YAML 1.2."""
+    writer, text = YAML(typ="safe", pure=True), StringIO()
+    writer.Representer = _Representer
+    writer.default_flow_style, writer.width = False, 120
+    writer.dump(data, text)
+    return text.getvalue()
 
 
-class _RecipeDumper(yaml.SafeDumper):
-    """Quotes what either YAML version would read as something else; short lists on one line."""
-
-    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
-        plain = all(not isinstance(item, (dict, list, tuple)) for item in sequence)
-        return super().represent_sequence(tag, sequence, flow_style=plain)
-
-    def represent_text(self, text: str) -> yaml.ScalarNode:
-        """Line breaks are escaped: Unicode's own would be read as a plain newline."""
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
-
-
-_RecipeDumper.add_representer(str, _RecipeDumper.represent_text)
-for _name, _pattern in SCALARS.items():
-    _RecipeLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), None)
-    _RecipeDumper.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), None)
-
-
-def _read_yaml(text: str, where: str, *, is_file: bool = False) -> tuple[Any, dict[str, int]]:
-    """Read one YAML document: its value, and the line of every value inside it by dotted key.
+def read_yaml(text: str, where: str, *, is_file: bool = False) -> tuple[Any, dict[str, int]]:
+    """Read one document of YAML 1.2: its value, and the line of every value inside it by dotted key.
 
     Raises:
         RecipeError: it is not valid YAML; of a file, with line and column.
     """
+    reader, place = YAML(typ="safe", pure=True), where
     try:
-        loader = _RecipeLoader(text)
-        node = loader.get_single_node()
-        return loader.construct_document(node) if node else None, dict(_lines(node))
-    except yaml.reader.ReaderError as error:
-        place = f"{where}:{text.count(chr(10), 0, error.position) + 1}" if is_file else where
-        problem = f"the character U+{error.character:04X} is not allowed; in a quoted text it can be escaped"
-        raise RecipeError(Problem("", f"not valid YAML: {problem}", place)) from error
-    except yaml.MarkedYAMLError as error:
+        node = reader.compose(text)
+        lines = dict(_lines(node))
+        return None if node is None else reader.constructor.construct_document(node), lines
+    except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         reason = ", ".join(part for part in (error.context, error.problem) if part)
         place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark and is_file else where
-        raise RecipeError(Problem("", f"not valid YAML: {reason}", place)) from error
+    except (YAMLError, ValueError, RecursionError) as error:  # of a character, a number or a date, of nested brackets
+        reason = str(error).partition("\n")[0]
+    raise RecipeError(Problem("", f"not valid YAML: {reason}", place))
 
 
-def _lines(node: yaml.Node | None, key: str = "") -> Iterator[tuple[str, int]]:
-    children: list[tuple[object, yaml.Node, yaml.Node]] = []
-    if isinstance(node, yaml.MappingNode):
+def _lines(node: Node | None, key: str = "") -> Iterator[tuple[str, int]]:
+    """Dotted key and line of every value inside a node."""
+    children: list[tuple[object, Node, Node]] = []
+    if isinstance(node, MappingNode):
         children = [(name.value, name, value) for name, value in node.value]
-    elif isinstance(node, yaml.SequenceNode):
+    elif isinstance(node, SequenceNode):
         children = [(index, value, value) for index, value in enumerate(node.value)]
     for name, start, value in children:
+        if value.anchor is not None:
+            problem = f"an anchor (&{value.anchor}) is not supported: write the value out"
+            raise MarkedYAMLError(problem=problem, problem_mark=value.start_mark)
         inner = f"{key}.{name}" if key else str(name)
         yield inner, start.start_mark.line + 1
         yield from _lines(value, inner)

@@ -6,11 +6,10 @@ rollout are in `rollout.py`; reading a YAML file, overrides and error messages i
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from srtrl.recipe.conflicts import RecipeConflictsError, find_conflicts
 from srtrl.recipe.rollout import (
     MAX_WIDTH,
     EnvironmentSection,
@@ -317,7 +316,7 @@ class Recipe(Section):
     """Name of the run; its folder is `<output_dir>/<name>`."""
     output_dir: str = "runs"
     """Folder of the run folders."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of data order, sampling and initialisation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` (CUDA where present), `cpu` or `cuda`."""
@@ -372,10 +371,3 @@ class Recipe(Section):
             warmup_steps=warmup_steps,
             schedule=self.train.schedule,
         )
-
-    @model_validator(mode="after")
-    def check_combinations(self) -> Self:
-        """Refuse combinations that cannot run, before any weight is loaded."""
-        if conflicts := list(find_conflicts(self)):
-            raise RecipeConflictsError(conflicts)
-        return self

@@ -69,10 +69,8 @@ def export(run_folder: Path, folder: Path, *, step: int | None = None) -> None:
 
 def model_card(recipe: "Recipe", rows: Sequence["MetricRow"], step: int) -> str:
     """What the hub shows of the model, as Markdown: its origin, a table of some of the rows, and the recipe."""
-    import yaml
-
     from srtrl import __version__
-    from srtrl.recipe.file import dump_recipe
+    from srtrl.recipe.file import dump_recipe, dump_yaml
     from srtrl.recipe.schema import LogSection
 
     front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["reinforcement-learning"]}
@@ -88,7 +86,7 @@ def model_card(recipe: "Recipe", rows: Sequence["MetricRow"], step: int) -> str:
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     shown = dump_recipe(recipe.model_copy(update={"output_dir": "runs", "log": LogSection()}))
     return (
-        f"---\n{yaml.safe_dump(front)}---\n\n# {recipe.name}\n\n"
+        f"---\n{dump_yaml(front)}---\n\n# {recipe.name}\n\n"
         f"`{recipe.model.path}` after {step} of {recipe.train.num_steps} steps of reinforcement learning on the task "
         f"`{recipe.task.name}` (advantage `{recipe.algorithm.advantage}`, loss `{recipe.algorithm.loss}`), "
         f"trained with srtrl {__version__}.\n\n## Metrics\n\n{table}\n\n"

@@ -4,6 +4,7 @@ A task adds a class of options that says where in a row the text and the answer 
 """
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from srtrl.recipe.file import SURROGATE
 from srtrl.recipe.schema import Section
 from srtrl.tasks.rendering import Message, apply_chat_template, tokenise
 from srtrl.tasks.rows import Row, RowError, RowSource, check_source, get_field, read_rows
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which is no character."""
 
 
 class RowOptions(Section):
