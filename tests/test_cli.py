@@ -272,13 +272,13 @@ def evaluated(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Recipe:
 def test_eval_of_a_model_takes_its_task_from_the_command_line_or_a_recipe(
     recipe_file: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = ("--samples", 4, "--problems", 9, "--max-new-tokens", 32, "--seed", 3)
-    overrides = ("task.options={num_eval: 9, num_train: 9}", "rollout.max_prompt_tokens=32")
-    recipe = evaluated(monkeypatch, policy, "--task", "arithmetic", *flags, *overrides)
+    lengths = ("rollout.max_new_tokens=32", "rollout.max_prompt_tokens=32")
+    overrides = ("task.options={num_eval: 9, num_train: 9}", "eval.num_samples=4", "eval.num_problems=9", "seed=3")
+    recipe = evaluated(monkeypatch, policy, "--task", "arithmetic", *lengths, *overrides)
     assert recipe.task.options == {"num_eval": 9, "num_train": 9}
     assert (recipe.eval.num_samples, recipe.eval.num_problems) == (4, 9)
     assert (recipe.rollout.max_new_tokens, recipe.seed) == (32, 3)
-    recipe = evaluated(monkeypatch, policy, "--recipe", recipe_file, "--temperature", 0)
+    recipe = evaluated(monkeypatch, policy, "--recipe", recipe_file, "eval.temperature=0")
     assert (recipe.rollout.num_prompts, recipe.eval.temperature) == (8, 0)
 
 
@@ -298,7 +298,7 @@ def test_eval_of_a_run_uses_its_recipe_and_newest_checkpoint(
         (("bench", "rolout"), "`rolout` is not in srtrl/bench/, did you mean `rollout`?"),
         (("show-config",), "show-config needs a RECIPE, or --help-fields"),
         (("eval", "bundled:tiny"), "--suite NAME, --task NAME or --recipe FILE"),
-        (("eval", "bundled:tiny", "--task", "arithmetic", "--samples", 0), "--samples: eval.num_samples: should be "),
+        (("eval", "bundled:tiny", "--task", "arithmetic", "eval.num_samples=0"), "eval.num_samples: should be "),
     ],
 )
 def test_mistakes_of_the_user_exit_with_2(arguments: tuple[object, ...], error: str) -> None:

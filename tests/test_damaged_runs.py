@@ -123,7 +123,7 @@ DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
 
 COMMANDS: dict[str, list[object]] = {
     TRAIN: ["--resume"],
-    EVAL: ["--problems", 1],
+    EVAL: ["eval.num_problems=1"],
     REPORT: [],
     TRIE: [],
     ROLLOUTS: [],

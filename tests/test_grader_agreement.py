@@ -30,7 +30,7 @@ def check(*arguments: object) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("num_rows", [(40, 40, 40), pytest.param((1319, 500, 675), marks=pytest.mark.slow)])
 def test_the_grader_agrees_with_reference_solutions(shared_data: Path, num_rows: tuple[int, int, int]) -> None:
     only = "gsm8k,math500,olympiadbench"
-    reports = check("--data-dir", shared_data / "math", "--only", only, "--problems", max(num_rows))
+    reports = check("--data-dir", shared_data / "math", "--only", only, f"eval.num_problems={max(num_rows)}")
     for report, num, has_solutions in zip(reports, num_rows, (True, True, False), strict=True):
         assert report["num_rows"] == report["num_asked"]["boxed answer"] == num
         assert report["num_asked"]["solution"] == (num if has_solutions else 0)
@@ -76,7 +76,7 @@ def test_a_recipe_s_task_is_checked_too(tmp_path: Path) -> None:
     file, recipe = write_rows(tmp_path / "rows.jsonl", *rows), tmp_path / "recipe.yaml"
     task = f"name: math\n  options: {{eval: {{files: ['{file}']}}}}"
     recipe.write_text(MINIMAL.replace("name: arithmetic", task))
-    result = run("eval", "--check-grader", "--recipe", recipe, "--problems", 4)
+    result = run("eval", "--check-grader", "--recipe", recipe, "eval.num_problems=4")
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.count("4 of 4") == 3
 

@@ -206,7 +206,7 @@ def test_a_run_without_verdicts_shows_rewards_and_no_accuracy(
 def test_eval_shows_the_reward(policy: Path, tmp_path: Path) -> None:
     recipe = recipe_of(policy, tmp_path)
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-    arguments = ("eval", policy, "--recipe", tmp_path / "recipe.yaml", "--samples", 2)
+    arguments = ("eval", policy, "--recipe", tmp_path / "recipe.yaml", "eval.num_samples=2")
     result = command(*arguments, "--output", tmp_path / "samples.jsonl")
     assert "mean reward (95% interval)" in result.stdout
     assert not re.search(r"avg@N|pass@|maj@", result.stdout)

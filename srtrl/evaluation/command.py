@@ -6,8 +6,6 @@ from typing import Annotated
 
 import typer
 
-from srtrl.environments import options
-
 
 def command(
     model_or_run: Annotated[
@@ -35,23 +33,8 @@ def command(
         bool, typer.Option("--skip-missing", help="Leave out the benchmarks whose data is not available.")
     ] = False,
     step: Annotated[int | None, typer.Option(help="Checkpoint of the run; by default the newest.")] = None,
-    samples: Annotated[int | None, typer.Option(help="Samples per problem.")] = None,
-    problems: Annotated[int | None, typer.Option(help="Number of held-out problems to use, from the first.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens of a response.")] = None,
-    prompt_template: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Text of the prompt, with {problem} in it (task prompts: {prompt})."),
-    ] = None,
-    chat: Annotated[
-        bool | None, typer.Option("--chat/--no-chat", help="Put the prompt into the model's chat template, or do not.")
-    ] = None,
-    environment: options.Name = None,
-    environment_format: options.FormatName = None,
-    environment_option: options.Options = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a row for each sample: .jsonl or .parquet.")
+        Path | None, typer.Option(metavar="FILE.jsonl", help="Write a row for each sample into this file.")
     ] = None,
     check_grader: Annotated[
         bool, typer.Option("--check-grader", help="Grade the reference solutions, not a model.")
@@ -68,38 +51,31 @@ def command(
     """Measure a policy on held-out problems.
 
     Prints pass@k and the majority vote with 95% confidence intervals, for the task of a recipe (--task, --recipe, or
-    that of a run) or for each benchmark of a suite (--suite math). Values of the recipe may be overridden, the task's
-    options for example: task.options.eval.files=[test.jsonl]. A run that was trained with an environment is evaluated
-    with it, on a suite too.
+    that of a run) or for each benchmark of a suite (--suite math). Samples, lengths, prompts and all else are values of
+    the recipe: eval.num_samples=8 eval.num_problems=100 eval.temperature=0 rollout.max_new_tokens=512 seed=1
+    task.options.chat_template=true.
     """
     from srtrl.evaluation import run
-    from srtrl.evaluation.settings import EvalFlags
     from srtrl.evaluation.suite import open_suite
     from srtrl.ranks.processes import open_ranks
 
-    suite_flags = {"--only": only, "--data": data, "--data-dir": data_dir, "--skip-missing": skip_missing}
-    flags = EvalFlags(
-        task=task,
-        samples=samples,
-        problems=problems,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        prompt_template=prompt_template,
-        chat=chat,
-        environment=options.EnvironmentFlags(
-            name=environment, format=environment_format, options=environment_option or ()
-        ),
-        overrides=tuple(overrides or ()),
-        import_from_here=import_from_here,
-    )
+    flags = {"--only": only, "--data": data, "--data-dir": data_dir, "--skip-missing": skip_missing}
+    if suite is None and (given := [flag for flag, value in flags.items() if value]):
+        raise ValueError(f"{given[0]}: it needs --suite")
+    if suite is not None and task is not None:
+        raise ValueError("--task and --suite: choose one")
+    changes = list(overrides or ())
+    if check_grader and model_or_run is not None and "=" in model_or_run:  # there is no model: that was an override
+        changes.insert(0, model_or_run)
+        model_or_run = None
     chosen = None
     if suite is not None:
         chosen = partial(open_suite, suite, only=only, data=data or (), data_dir=data_dir, skip_missing=skip_missing)
-    elif given := [flag for flag, value in suite_flags.items() if value]:
-        raise ValueError(f"{given[0]}: it needs --suite")
+    find = partial(
+        run.Subject.find, model_or_run, recipe, step=step, task=task, overrides=changes, from_here=import_from_here
+    )
     if check_grader:
-        run.check_graders(model_or_run, recipe, chosen, flags, as_json=as_json)
+        run.check_graders(find(), chosen, as_json=as_json)
     else:
         with open_ranks() as ranks:
-            run.evaluate(model_or_run, step, recipe, chosen, flags, output=output, as_json=as_json, ranks=ranks)
+            run.evaluate(find(), chosen, output=output, as_json=as_json, ranks=ranks)

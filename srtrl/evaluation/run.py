@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from srtrl.evaluation import grader_check, settings, tables
 from srtrl.evaluation.policy import EvalOutcome, resolve_eval_source, run_evals
 from srtrl.ranks.processes import Ranks, is_main_process
-from srtrl.recipe.file import read_source
+from srtrl.recipe.file import RecipeSource, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.run.folder import RunProgress
 from srtrl.run.metrics import describe_held_out
@@ -28,12 +28,49 @@ ANY_MODEL = "bundled:tiny"
 """Its tokenizer reads the problems where only their grader is checked."""
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Subject:
+    """The policy that is evaluated, and the recipe that comes with it."""
+
+    model: str | None
+    """None: no policy, only a grader."""
+    source: RecipeSource | None
+    """The recipe of the run or of `--recipe`; for a model with `--task` the smallest one."""
+    overrides: Sequence[str]
+
+    @classmethod
+    def find(
+        cls,
+        model_or_run: str | None,
+        recipe: Path | None,
+        *,
+        step: int | None,
+        task: str | None,
+        overrides: Sequence[str],
+        from_here: bool,
+    ) -> Subject:
+        """Find the checkpoint of a run, and read the recipe.
+
+        Raises:
+            ValueError: a run without (this) checkpoint, or a recipe that cannot be read.
+        """
+        model, run_recipe = (None, None) if model_or_run is None else resolve_eval_source(model_or_run, step=step)
+        path = recipe or run_recipe
+        source = read_source(path) if path else None
+        if source is None and task is not None:
+            source = settings.bare_source(model or ANY_MODEL)
+        elif source is not None:
+            source.is_foreign = recipe is None and not from_here
+            if model is not None:
+                source.put(("model", "path"), model, "MODEL_OR_RUN")
+        if source is not None and task is not None:
+            source.put(("task", "name"), task, "--task")
+        return cls(model=model, source=source, overrides=overrides)
+
+
 def evaluate(
-    model_or_run: str | None,
-    step: int | None,
-    recipe: Path | None,
+    subject: Subject,
     open_suite: Callable[[], OpenSuite] | None,
-    flags: settings.EvalFlags,
     *,
     output: Path | None,
     as_json: bool,
@@ -42,38 +79,30 @@ def evaluate(
     """Evaluate a policy on all ranks, and print its figures on the first one.
 
     Raises:
-        ValueError: an option, the recipe, the data or the model is wrong.
+        ValueError: an option, the recipe, the data or the model cannot be used.
     """
-    if model_or_run is None:
+    model = subject.model
+    if model is None:
         raise ValueError("MODEL_OR_RUN is missing: name a model or the folder of a run (--check-grader needs neither)")
-    if open_suite is not None and flags.task is not None:
-        raise ValueError("--task and --suite: choose one")
     if output is not None:
         tables.check_output(output)
-    model, run_recipe = resolve_eval_source(model_or_run, step=step)
-    recipe_path = recipe or run_recipe
-    source = read_source(recipe_path) if recipe_path else None
-    if source is not None:
-        source.is_foreign = recipe is None and not flags.import_from_here
-        source.put(("model", "path"), model, "MODEL_OR_RUN")
-    elif open_suite is None and flags.task is None:
-        raise ValueError(
-            f"{model_or_run} is not a run folder: say what to evaluate on, with --suite NAME, --task NAME or "
-            "--recipe FILE"
-        )
     if open_suite is not None:
         suite = open_suite()
-        outcomes = list(_run(model, settings.suite_recipes(suite, model, source, flags), output, ranks))
+        recipes = settings.suite_recipes(suite, model, subject.source, subject.overrides)
+        outcomes = list(_run(model, recipes, output, ranks))
         results = {one.title: outcome.result for one, outcome in zip(suite.benchmarks, outcomes, strict=True)}
         table = tables.eval_table(f"{model}: suite {suite.name}", results, tables.suite_notes(suite, outcomes))
         _print(table, tables.suite_record(model, suite, outcomes), as_json=as_json)
         return
-    loaded = settings.task_recipe(source or settings.bare_source(model), flags)
-    name = loaded.task.name
-    [outcome] = _run(model, {name: loaded}, output, ranks)
+    if subject.source is None:
+        raise ValueError(
+            f"{model} is not a run folder: say what to evaluate on, with --suite NAME, --task NAME or --recipe FILE"
+        )
+    recipe = settings.task_recipe(subject.source, subject.overrides)
+    name = recipe.task.name
+    [outcome] = _run(model, {name: recipe}, output, ranks)
     record = {"model": model, "task": name, **tables.settings_of(outcome), **asdict(outcome.result)}
-    table = tables.eval_table(model, {name: outcome.result}, tables.task_notes(outcome))
-    _print(table, record, as_json=as_json)
+    _print(tables.eval_table(model, {name: outcome.result}, tables.task_notes(outcome)), record, as_json=as_json)
 
 
 def _run(model: str, recipes: Mapping[str, Recipe], output: Path | None, ranks: Ranks) -> Iterator[EvalOutcome]:
@@ -88,39 +117,23 @@ def _run(model: str, recipes: Mapping[str, Recipe], output: Path | None, ranks: 
             yield outcome
 
 
-def check_graders(
-    model_or_run: str | None,
-    recipe: Path | None,
-    open_suite: Callable[[], OpenSuite] | None,
-    flags: settings.EvalFlags,
-    *,
-    as_json: bool,
-) -> None:
+def check_graders(subject: Subject, open_suite: Callable[[], OpenSuite] | None, *, as_json: bool) -> None:
     """Grade the reference solutions of a suite's data, or of a recipe's task, and print where the grader disagrees.
 
     Raises:
-        ValueError: an option, the recipe or the data is wrong.
+        ValueError: an option, the recipe or the data cannot be used.
     """
-    if model_or_run is not None and "=" in model_or_run:  # there is no model: that was an override
-        flags = replace(flags, overrides=(model_or_run, *flags.overrides))
-        model_or_run = None
     missing: dict[str, str] = {}
     if open_suite is not None:
         suite = open_suite()
         missing = suite.missing
-        recipes = settings.suite_recipes(suite, ANY_MODEL, None, flags)
+        recipes = settings.suite_recipes(suite, ANY_MODEL, None, subject.overrides)
         places = [one.place for one in suite.benchmarks]
+    elif subject.source is None:
+        raise ValueError("--check-grader: say what to check, with --suite NAME, --recipe FILE or the folder of a run")
     else:
-        path = recipe or (None if model_or_run is None else resolve_eval_source(model_or_run)[1])
-        if path is None:
-            raise ValueError(
-                "--check-grader: say what to check, with --suite NAME, --recipe FILE or the folder of a run"
-            )
-        source = read_source(path)
-        source.is_foreign = recipe is None and not flags.import_from_here
-        loaded = settings.task_recipe(source, flags)
-        recipes = {loaded.task.name: loaded}
-        places = [f"task {loaded.task.name}"]
+        recipe = settings.task_recipe(subject.source, subject.overrides)
+        recipes, places = {recipe.task.name: recipe}, [f"task {recipe.task.name}"]
     reports = [_check_recipe(place, *item) for place, item in zip(places, recipes.items(), strict=True)]
     _print(grader_check.grader_table(reports), [asdict(report) for report in reports], as_json=as_json)
     for report in [] if as_json else reports:

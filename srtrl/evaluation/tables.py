@@ -12,7 +12,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from srtrl.evaluation.policy import EvalOutcome
-from srtrl.metrics import write_atomic
 from srtrl.statistics import Estimate, macro_average
 from srtrl.tasks.final_answer import extractor
 from srtrl.tasks.math import MathOptions
@@ -21,6 +20,10 @@ from srtrl.trainer.evaluate import EvalResult
 if TYPE_CHECKING:
     from srtrl.evaluation.suite import OpenSuite
     from srtrl.types import Rollout
+
+
+PROMPTING = ("prompt_template", "chat_template", "system_prompt")
+"""Options of the task `math` for the text of a prompt."""
 
 
 def eval_table(title: str, results: Mapping[str, EvalResult], notes: Sequence[str] = ()) -> Table:
@@ -88,20 +91,16 @@ def _score(result: EvalResult) -> dict[str, str]:
 def settings_of(outcome: EvalOutcome) -> dict[str, Any]:
     """How the policy was sampled, and the number of problems that were left out."""
     recipe = outcome.recipe
-    talk = recipe.rollout.environment
+    turns = recipe.rollout.environment
+    prompting = MathOptions.model_validate(recipe.task.options).model_dump() if recipe.task.name == "math" else {}
     return {
         "seed": recipe.seed,
         **{name: getattr(recipe.eval, name) for name in ("temperature", "top_k", "top_p")},
         **{name: getattr(recipe.rollout, name) for name in ("max_prompt_tokens", "max_new_tokens")},
-        **({"environment": talk.name, "format": talk.format, "max_turns": talk.max_turns} if talk else {}),
+        **({"environment": turns.name, "format": turns.format, "max_turns": turns.max_turns} if turns else {}),
+        **{name: prompting[name] for name in PROMPTING if prompting},
         "num_left_out": outcome.num_left_out,
     }
-
-
-def prompting_of(outcome: EvalOutcome) -> dict[str, Any]:
-    """How the task `math` put its problems, as resolved."""
-    options = MathOptions.model_validate(outcome.recipe.task.options)
-    return {name: getattr(options, name) for name in ("prompt_template", "chat_template", "system_prompt")}
 
 
 def suite_record(model: str, suite: OpenSuite, outcomes: Sequence[EvalOutcome]) -> dict[str, Any]:
@@ -118,7 +117,6 @@ def suite_record(model: str, suite: OpenSuite, outcomes: Sequence[EvalOutcome]) 
                 "num_rows": outcome.task.load_report["eval/rows"],
                 "expected_rows": benchmark.num_rows,
                 **settings_of(outcome),
-                **prompting_of(outcome),
                 "result": asdict(outcome.result),
             }
             for benchmark, outcome in zip(suite.benchmarks, outcomes, strict=True)
@@ -143,7 +141,7 @@ def suite_notes(suite: OpenSuite, outcomes: Sequence[EvalOutcome]) -> list[str]:
         if benchmark.num_rows not in (None, num_rows):
             place, expected = benchmark.place, benchmark.num_rows
             notes.append(f"{benchmark.title}: {place} has {num_rows} problems, known are {expected}.")
-        titles.setdefault(_described(settings_of(outcome) | prompting_of(outcome)), []).append(benchmark.title)
+        titles.setdefault(_described(settings_of(outcome)), []).append(benchmark.title)
     notes += [f"{name}: no data: {reason}" for name, reason in suite.missing.items()]
     notes += [f"{', '.join(names)}: {settings}" for settings, names in titles.items()]
     num_all = len(outcomes) + len(suite.missing)
@@ -182,56 +180,44 @@ def _text(share: Estimate) -> str:
 
 def check_output(path: Path) -> None:
     """Raise ValueError where the rows could not be written, or would replace a file."""
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise ValueError(f"--output: expected a .jsonl or .parquet file, found {path}")
+    if path.suffix != ".jsonl":
+        raise ValueError(f"--output: expected a .jsonl file, found {path}")
     if path.exists():
         raise ValueError(f"--output: {path} exists; name another file, or remove that one")
     if not path.parent.is_dir():
         raise ValueError(f"--output: there is no folder {path.parent}")
 
 
-def _conversation(rollout: Rollout) -> dict[str, Any]:
-    """Further columns of samples with turns."""
-    talk = rollout.conversation
-    if talk is None:
-        return {}
-    parts = [{"kind": kind, "text": text} for (kind, _), text in zip(talk.segments, talk.texts, strict=True)]
-    return {"num_turns": talk.num_turns, "stop_reason": talk.stop_reason, "segments": parts}
-
-
 def append_rows(path: Path, outcome: EvalOutcome) -> None:
     """Add the rows of one benchmark, by problem and sample: what was measured before an interrupt is not lost."""
-    extract = extractor(outcome.task.verifier)
-    rows = [
-        {
-            "benchmark": outcome.name,
-            "problem_id": rollout.prompt.prompt_id,
-            "sample_index": rollout.sample_index,
-            "prompt": rollout.prompt.text,
-            "text": rollout.text,
-            "extracted": None if extract is None else extract(rollout.said),
-            "answer": rollout.prompt.answer,
-            "correct": None if outcome.task.verifier is None else rollout.grade.outcome == "correct",
-            "reward": rollout.grade.reward,
-            "outcome": rollout.grade.outcome,
-            "detail": rollout.grade.detail,
-            "num_tokens": len(rollout.token_ids),
-            "finish_reason": rollout.finish_reason,
-            **_conversation(rollout),
-        }
-        for group in outcome.groups
-        for rollout in group.rollouts
-    ]
-    if path.suffix == ".jsonl":
-        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        return
-    import pyarrow
-    import pyarrow.parquet
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        for group in outcome.groups:
+            for rollout in group.rollouts:
+                file.write(json.dumps(_row(outcome, rollout), ensure_ascii=False) + "\n")
 
-    table = pyarrow.Table.from_pylist(rows)
-    if path.exists():  # rows of the benchmarks before; a column without a value has no type yet
-        table = pyarrow.concat_tables([pyarrow.parquet.read_table(path), table], promote_options="permissive")
-    sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(table, sink)
-    write_atomic(path, sink.getvalue().to_pybytes())
+
+def _row(outcome: EvalOutcome, rollout: Rollout) -> dict[str, Any]:
+    extract = extractor(outcome.task.verifier)
+    row = {
+        "benchmark": outcome.name,
+        "problem_id": rollout.prompt.prompt_id,
+        "sample_index": rollout.sample_index,
+        "prompt": rollout.prompt.text,
+        "text": rollout.text,
+        "extracted": None if extract is None else extract(rollout.said),
+        "answer": rollout.prompt.answer,
+        "correct": None if outcome.task.verifier is None else rollout.grade.outcome == "correct",
+        "reward": rollout.grade.reward,
+        "outcome": rollout.grade.outcome,
+        "detail": rollout.grade.detail,
+        "num_tokens": len(rollout.token_ids),
+        "finish_reason": rollout.finish_reason,
+    }
+    if (turns := rollout.conversation) is not None:
+        segments = zip(turns.segments, turns.texts, strict=True)
+        row |= {
+            "num_turns": turns.num_turns,
+            "stop_reason": turns.stop_reason,
+            "segments": [{"kind": kind, "text": text} for (kind, _), text in segments],
+        }
+    return row
