@@ -135,22 +135,20 @@ def test_what_is_saved_is_loaded(make: type[TrieDrafter], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"token_ids": np.array([1, 2, 3, 9], np.int32)}, "node 3 of tree 1 has token 9 of a vocabulary of 9"),
-        ({"token_ids": np.array([1, 2, 3], np.int32)}, "found 2 trees with 3, 4 and 4"),
-        ({"token_ids": np.array([1, 2, 3, 4])}, "token_ids that are no one-dimensional int32 array"),
-        ({"parents": np.array([-1, -1, 2, -1], np.int32)}, "node 2 of tree 0 has parent 2, but a parent comes before"),
-        ({"scores": np.array([0.5, np.nan, 0.2, 0.9], np.float32)}, "node 1 of tree 0 has score nan"),
-        (
-            {"scores": np.array([0.5, 0.25, 0.6, 0.9], np.float32)},
-            "node 2 of tree 0 has score 0.6.*, more than its parent",
-        ),
-        ({"offsets": np.array([0, 4])}, "expected 2 trees, .* found 1 trees"),
-        ({"offsets": np.array([0, 0, 4])}, "tree 1 has 4 nodes, expected 0 to 3"),
+        {"token_ids": np.array([1, 2, 3, 9], np.int32)},
+        {"token_ids": np.array([1, 2, 3], np.int32)},
+        {"token_ids": np.array([1, 2, 3, 4])},
+        {"parents": np.array([-1, -1, 2, -1], np.int32)},
+        {"parents": np.array([-1, -2, 0, -1], np.int32)},
+        {"scores": np.array([0.5, np.nan, 0.2, 0.9], np.float32)},
+        {"scores": np.array([0.5, 0.25, 0.6, 0.9], np.float32)},
+        {"offsets": np.array([0, 4])},
+        {"offsets": np.array([0, 0, 4])},
     ],
 )
-def test_incorrect_trees_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_incorrect_trees_are_refused(changes: dict[str, Any]) -> None:
     """Of two trees: a root with two children, the first of which has one; and a single node."""
     trees = DraftTrees(
         token_ids=np.array([1, 2, 3, 4], np.int32),
@@ -159,7 +157,7 @@ def test_incorrect_trees_are_refused_by_name(changes: dict[str, Any], message: s
         offsets=np.array([0, 3, 4]),
     )
     check_trees(trees, np.array([3, 3]), 9, "the drafter my_fork:Drafter")
-    with pytest.raises(ValueError, match=f"^the drafter my_fork:Drafter proposed .*{message}"):
+    with pytest.raises(ValueError, match=r"^the drafter my_fork:Drafter proposed incorrect draft trees; .* below 9"):
         check_trees(replace(trees, **changes), np.array([3, 3]), 9, "the drafter my_fork:Drafter")
 
 

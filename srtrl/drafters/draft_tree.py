@@ -132,78 +132,53 @@ def ranges(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.
     return numbers
 
 
-def check_trees(trees: DraftTrees, max_nodes: npt.NDArray[np.int64], vocab_size: int, who: str) -> None:
+def check_trees(trees: DraftTrees, max_nodes: npt.NDArray[np.int64], vocab_size: int, drafter: str) -> None:
     """Check what kernels rely on, before the arrays of any drafter reach one: it takes microseconds.
 
     Args:
-        trees: What the drafter proposed.
+        trees: The proposal.
         max_nodes: [B], as given to `propose`.
         vocab_size: Token ids are below it.
-        who: The drafter, for the message.
+        drafter: Its name, for the message.
 
     Raises:
         ValueError: The drafter does not keep its promises.
     """
-    for name, dtype in (("token_ids", np.int32), ("parents", np.int32), ("scores", np.float32), ("offsets", np.int64)):
-        array = getattr(trees, name)
-        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
-            raise ValueError(f"{who} proposed {name} that are no one-dimensional {np.dtype(dtype).name} array")
-    tree, node, problem = _find_problem(
-        trees.token_ids, trees.parents, trees.scores, trees.offsets, max_nodes, vocab_size
-    )
-    if problem == _NONE:
-        return
-    place = f"node {node} of tree {tree}"
-    raise ValueError(
-        f"{who} proposed incorrect draft trees: "
-        + {
-            _NUMBER: f"expected {len(max_nodes)} trees, whose offsets run from 0 to the number of tokens, parents and "
-            f"scores; found {len(trees)} trees with {len(trees.token_ids)}, {len(trees.parents)} and "
-            f"{len(trees.scores)} of these",
-            _SIZE: f"tree {tree} has {trees.sizes[tree] if tree >= 0 else 0} nodes, expected 0 to {max_nodes[tree]}",
-            _PARENT: f"{place} has parent {trees.parents[node]}, but a parent comes before its children",
-            _TOKEN: f"{place} has token {trees.token_ids[node]} of a vocabulary of {vocab_size}; are its rollouts "
-            "those of another tokenizer?",
-            _SCORE: f"{place} has score {trees.scores[node]}, expected a finite number",
-            _RISE: f"{place} has score {trees.scores[node]}, more than its parent's: expected an estimate of the "
-            "probability that the node and all nodes above it are accepted, which is at most the parent's",
-        }[problem]
-    )
-
-
-_NONE, _NUMBER, _SIZE, _PARENT, _TOKEN, _SCORE, _RISE = range(7)
+    arrays = trees.token_ids, trees.parents, trees.scores, trees.offsets
+    types = [(array.dtype, array.ndim) for array in arrays]
+    expected = [(np.dtype(dtype), 1) for dtype in (np.int32, np.int32, np.float32, np.int64)]
+    if types != expected or not _are_valid(*arrays, max_nodes, vocab_size):
+        raise ValueError(
+            f"{drafter} proposed incorrect draft trees; expected {len(max_nodes)} trees of at most max_nodes nodes: "
+            f"token_ids (int32) below {vocab_size}, the size of the vocabulary; parents (int32) before their children; "
+            "scores (float32), each an estimate of the chance that the node and all nodes above it are accepted, so at "
+            "most the parent's; offsets (int64) from 0 to the number of nodes. "
+            "Token ids that are too large often are those of another tokenizer"
+        )
 
 
 @numba.njit(cache=True, nogil=True)
-def _find_problem(
+def _are_valid(
     token_ids: npt.NDArray[np.int32],
     parents: npt.NDArray[np.int32],
     scores: npt.NDArray[np.float32],
     offsets: npt.NDArray[np.int64],
     max_nodes: npt.NDArray[np.int64],
     vocab_size: int,
-) -> tuple[int, int, int]:
-    """Tree, node and kind of the first problem; `_NONE` if there is none."""
-    if not (
-        len(offsets) == len(max_nodes) + 1
-        and offsets[0] == 0
-        and offsets[-1] == len(token_ids) == len(parents) == len(scores)
-    ):
-        return 0, 0, _NUMBER
+) -> bool:
+    """Whether the arrays are trees within the limits."""
+    if len(offsets) != len(max_nodes) + 1 or offsets[0] != 0:
+        return False
+    if not (offsets[-1] == len(token_ids) == len(parents) == len(scores)):
+        return False
     for tree in range(len(max_nodes)):  # sizes first: offsets out of range must not be followed
         if not 0 <= offsets[tree + 1] - offsets[tree] <= max_nodes[tree]:
-            return tree, 0, _SIZE
+            return False
     for tree in range(len(max_nodes)):
         for node in range(offsets[tree], offsets[tree + 1]):
-            problem = _NONE
-            if not ROOT <= parents[node] < node - offsets[tree]:
-                problem = _PARENT
-            elif not 0 <= token_ids[node] < vocab_size:
-                problem = _TOKEN
-            elif not np.isfinite(scores[node]):
-                problem = _SCORE
-            elif parents[node] != ROOT and scores[node] > scores[offsets[tree] + parents[node]]:
-                problem = _RISE
-            if problem != _NONE:
-                return tree, node, problem
-    return 0, 0, _NONE
+            parent = parents[node]
+            if not ROOT <= parent < node - offsets[tree] or not 0 <= token_ids[node] < vocab_size:
+                return False
+            if not np.isfinite(scores[node]) or (parent != ROOT and scores[node] > scores[offsets[tree] + parent]):
+                return False
+    return True
