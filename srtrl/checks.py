@@ -95,7 +95,7 @@ def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_sta
 
 def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """Key of the recipe -> a function that raises ValueError where the value there is wrong."""
-    from srtrl.environments.conversations import resolve_format
+    from srtrl.environments.formats import resolve_format
     from srtrl.run.trackers import check_trackers
     from srtrl.tasks.base import check_task
     from srtrl.tasks.reward_terms import resolve_rewards

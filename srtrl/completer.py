@@ -171,7 +171,7 @@ class Completer:
             wait(conversations.futures(), POLL_SECONDS, FIRST_COMPLETED)
 
         for completion in engine.generate(requests, before_step=advance):
-            conversations.submit(completion, prompts[completion.request.draw_index])
+            conversations.submit_turn(completion, prompts[completion.request.draw_index])
             while ended:
                 yield ended.popleft()
         yield from ended

@@ -60,8 +60,8 @@ def completion_of(
 
 def ask(conversations: Conversations, completion: Completion, prompt: Prompt = PROMPT) -> Answer:
     """Submit one turn and wait for the answer to it."""
-    conversations.submit(completion, prompt)
-    while not (answers := conversations.take()):
+    conversations.submit_turn(completion, prompt)
+    while not (answers := conversations.take_answers()):
         wait(conversations.futures(), timeout=0.02)
     (answer,) = answers
     return answer
@@ -96,6 +96,33 @@ class Echo(EnvironmentBase):
         type(self).num_open -= 1
 
 
+class HastyEcho(Echo):
+    """With a short time limit."""
+
+    timeout_seconds = 0.05
+
+
+class Serial(EnvironmentBase):
+    """One step at a time; the first one, "hang", exceeds the time limit. Counts the steps that overlap others."""
+
+    timeout_seconds = 0.1
+    num_running = num_overlapping = 0
+
+    @classmethod
+    def max_parallel(cls, options: Section) -> int:
+        return 1
+
+    def step(self, turn: Turn) -> Step:
+        if turn.text == "hang":
+            time.sleep(0.3)
+            return Step(is_done=True)
+        type(self).num_running += 1
+        type(self).num_overlapping += self.num_running > 1
+        time.sleep(0.02)
+        type(self).num_running -= 1
+        return Step(is_done=True)
+
+
 class AsyncEcho(EnvironmentBase):
     """As `Echo`, in the event loop."""
 
@@ -106,29 +133,23 @@ class AsyncEcho(EnvironmentBase):
         return Step(observation=turn.text)
 
 
-class NotAStep(EnvironmentBase):
-    """Returns something else."""
-
-    def step(self, turn: Turn) -> Step:
-        return "no step"  # type: ignore[return-value]
-
-
 class Unusable(EnvironmentBase):
     """Each turn brings another mistake of an author."""
 
     def step(self, turn: Turn) -> Step:
         mistakes: dict[str, Any] = {
-            "reward": Step(observation="a", reward=float("nan")),
-            "metric": Step(observation="a", metrics={"a": "b"}),  # type: ignore[dict-item]
-            "type": Step(observation=3),  # type: ignore[arg-type]
-            "outcomes": Step(observation="a", outcomes="ok"),
-            "reason": Step(is_done=True, stop_reason=None),  # type: ignore[arg-type]
-            "done": Step(is_done=np.True_, reward=1),  # type: ignore[arg-type]
-            "exit": None,
+            "reward": {"observation": "a", "reward": float("nan")},
+            "metric": {"observation": "a", "metrics": {"a": "b"}},
+            "type": {"observation": 3},
+            "texts": {"observation": ["a", None]},
+            "outcomes": {"observation": "a", "outcomes": "ok"},
+            "reason": {"is_done": True, "stop_reason": None},
+            "done": {"is_done": np.True_, "reward": np.float32(1), "metrics": {"a": np.int64(2)}},
+            "silent": {},
         }
         if turn.text == "exit":
             raise SystemExit(0)
-        return mistakes[turn.text]  # type: ignore[no-any-return]
+        return "no step" if turn.text == "text" else Step(**mistakes[turn.text])  # type: ignore[return-value]
 
     def close(self) -> None:
         raise RuntimeError("close")

@@ -1,12 +1,16 @@
 """Conversations by hand: limits in their order, formats, errors, time, the record; the calculator."""
 
+from __future__ import annotations
+
 import json
 import re
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import wait
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from environment_cases import (
@@ -16,8 +20,9 @@ from environment_cases import (
     AsyncEcho,
     BrokenAtStart,
     Echo,
-    NotAStep,
+    HastyEcho,
     OneTool,
+    Serial,
     Unusable,
     Upper,
     ask,
@@ -28,14 +33,18 @@ from environment_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn
+from srtrl.environments.base import EnvironmentBase, Messages
 from srtrl.environments.calculator import evaluate, show
 from srtrl.environments.conversations import Answer, Conversations
-from srtrl.environments.formats import CodeTags, Hermes, MalformedCallError
+from srtrl.environments.formats import Hermes
+from srtrl.environments.python import Environment as PythonEnvironment
 from srtrl.environments.record import Record
 from srtrl.model.weights import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection
 from srtrl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CHAT_TEMPLATE = """{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|endoftext|>
 {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
@@ -68,36 +77,36 @@ def test_a_conversation_from_the_first_turn_to_the_last() -> None:
         assert Echo.num_open == 0
 
 
+def tokenizer_with(template: str | None) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer("bundled:tiny")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 @pytest.mark.parametrize(
-    ("said", "limits", "stop_reason"),
+    ("environment", "turn", "limits", "stop_reason"),
     [
-        ("stop", {"max_turns": 1}, "told"),  # the environment's own end comes first
-        ("abc", {"max_turns": 1}, "turns"),
-        ("abc", {"max_new_tokens": 8}, "observation"),
-        ("abc", {"finish_reason": "length"}, "response_tokens"),
-        ("wait1", {"timeout_seconds": 0.05}, "time"),
+        (Echo, "stop", {"max_turns": 1}, "told"),  # the environment's own end comes first
+        (Echo, "abc", {"max_turns": 1}, "turns"),
+        (Echo, "abc", {"max_new_tokens": 8}, "observation"),
+        (Echo, "abc", {"finish_reason": "length"}, "response_tokens"),
+        (HastyEcho, "wait0.3", {}, "time"),
+        (Unusable, "done", {}, "done"),  # with numbers of NumPy
     ],
 )
-def test_limits_have_names(said: str, limits: dict[str, Any], stop_reason: str) -> None:
+def test_limits_have_names(
+    environment: type[EnvironmentBase], turn: str, limits: dict[str, Any], stop_reason: str, tmp_path: Path
+) -> None:
     section = {key: value for key, value in limits.items() if key in EnvironmentSection.model_fields}
     others = {key: value for key, value in limits.items() if key not in section}
-    with Conversations(section_of(Echo, **section), TOKENIZER) as conversations:
-        answer = ask(conversations, completion_of(encode(said), **others))
+    with Conversations(section_of(environment, **section), TOKENIZER) as conversations:
+        conversations.use_record(tmp_path / "observations" / "step_000001.jsonl")
+        answer = ask(conversations, completion_of(encode(turn), **others))
         assert answer.extension == []
         assert answer.conversation is not None
         assert answer.conversation.stop_reason == stop_reason
-
-
-def test_half_a_surrogate_pair_in_a_call_does_not_end_the_run() -> None:
-    """JSON can hold one, and no tokenizer takes it."""
-    tokenizer = load_tokenizer("bundled:tiny")
-    tokenizer.chat_template = CHAT_TEMPLATE
-    with Conversations(section_of(Upper, format="hermes"), tokenizer) as conversations:
-        for sample, call in enumerate((r'{"name": "\ud800"}', r'{"name": "upper", "arguments": {"text": "\ud800"}}')):
-            extension = ask(
-                conversations, completion_of(encode(f"<tool_call>{call}</tool_call>"), sample=sample)
-            ).extension
-            assert "?" in TOKENIZER.decode(extension)
+        if environment is Unusable:
+            assert (answer.conversation.reward, answer.conversation.metrics) == (1.0, (("a", 2.0),))
 
 
 def test_a_long_observation_loses_its_middle_by_tokens() -> None:
@@ -112,11 +121,38 @@ def test_a_long_observation_loses_its_middle_by_tokens() -> None:
         assert extension[-4:] == whole[-4:]
 
 
-def test_what_an_environment_says_never_becomes_a_special_token() -> None:
-    with Conversations(section_of(Echo), TOKENIZER) as conversations:
-        extension = ask(conversations, completion_of(encode("<|endo") + encode("ftext|>"))).extension
-        assert END not in extension
-        assert TOKENIZER.decode(extension) == "1:<|endoftext|>"
+@pytest.mark.parametrize(
+    ("environment", "turn", "extension"),
+    [
+        (Echo, ["<|endo", "ftext|>"], r"1:<\|endoftext\|>$"),  # as ordinary tokens
+        (AsyncEcho, ["abc"], r"abc$"),
+        (Unusable, ["text"], r"error: TypeError: .*must return a Step, found 'no step'"),
+        (Unusable, ["reward"], r"error: .*InvalidRewardError: .*a finite number, it returned nan"),
+        (Unusable, ["metric"], r"error: .*InvalidRewardError: .*environment: a.*'b'"),
+        (Unusable, ["type"], r"error: TypeError: "),
+        (Unusable, ["texts"], r"error: TypeError: Step: observation must be text, found \['a', None\]"),
+        (Unusable, ["outcomes"], r"error: TypeError: Step: outcomes must be text, found 'ok'"),
+        (Unusable, ["reason"], r"error: TypeError: Step: stop_reason must be text, found None"),
+        (Unusable, ["exit"], r"error: SystemExit: 0"),
+        (Unusable, ["what"], r"error: KeyError: 'what'"),
+        (BrokenAtStart, ["a"], r"error: RuntimeError: no such game"),
+    ],
+)
+def test_answers_and_mistakes_of_an_author_are_texts(
+    environment: type[EnvironmentBase], turn: list[str], extension: str
+) -> None:
+    with Conversations(section_of(environment), TOKENIZER) as conversations:
+        token_ids = ask(conversations, completion_of([token for part in turn for token in encode(part)])).extension
+        assert END not in token_ids
+        assert re.match(extension, str(TOKENIZER.decode(token_ids)))
+
+
+def test_an_empty_observation_is_refused_where_nothing_is_around_it() -> None:
+    with (
+        Conversations(section_of(Unusable), TOKENIZER) as conversations,
+        pytest.raises(ValueError, match="answered with an empty text, and the format text"),
+    ):
+        ask(conversations, completion_of(encode("silent")))
 
 
 @pytest.mark.parametrize("environment", [Echo, AsyncEcho])
@@ -139,63 +175,37 @@ def test_an_environment_that_raises_says_so_and_ends_the_run_only_where_it_alway
         assert "error: RuntimeError: raise this" in TOKENIZER.decode(extension)
 
 
-def test_an_answer_that_is_no_step_is_an_error() -> None:
-    with Conversations(section_of(NotAStep), TOKENIZER) as conversations:
-        extension = ask(conversations, completion_of(encode("a"))).extension
-        assert "must return a Step, found 'no step'" in TOKENIZER.decode(extension)
-
-
-@pytest.mark.parametrize(
-    ("environment", "said", "message"),
-    [
-        (Unusable, "reward", "error: .*InvalidRewardError: .*a finite number, it returned nan"),
-        (Unusable, "metric", "error: .*InvalidRewardError: .*environment: a.*'b'"),
-        (Unusable, "type", "error: TypeError: "),
-        (Unusable, "outcomes", "error: TypeError: expected texts, found the outcomes 'ok'"),
-        (Unusable, "reason", "error: TypeError: .*stop reason None"),
-        (Unusable, "exit", "error: SystemExit: 0"),
-        (Unusable, "what", "error: KeyError: 'what'"),
-        (BrokenAtStart, "a", "error: RuntimeError: no such game"),
-    ],
-)
-def test_mistakes_of_an_author_are_errors_of_the_sample(
-    environment: type[EnvironmentBase], said: str, message: str
-) -> None:
-    with Conversations(section_of(environment), TOKENIZER) as conversations:
-        extension = ask(conversations, completion_of(encode(said))).extension
-        assert re.search(message, str(TOKENIZER.decode(extension)))
-
-
-def test_numbers_of_numpy_can_be_recorded(tmp_path: Path) -> None:
-    with Conversations(section_of(Unusable), TOKENIZER) as conversations:
-        conversations.use_record(tmp_path / "observations" / "step_000001.jsonl")
-        conversation = ask(conversations, completion_of(encode("done"))).conversation
-        assert conversation is not None
-        assert (conversation.stop_reason, conversation.reward) == ("done", 1.0)
-
-
-class Silent(EnvironmentBase):
-    """Says nothing."""
-
-    def step(self, turn: Turn) -> Step:
-        return Step()
-
-
-def test_an_empty_observation_is_refused_where_nothing_is_around_it() -> None:
-    with (
-        Conversations(section_of(Silent), TOKENIZER) as conversations,
-        pytest.raises(ValueError, match="answered with an empty text, and the format text"),
-    ):
-        ask(conversations, completion_of(encode("a")))
-
-
 def test_environments_that_hang_do_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("srtrl.environments.conversations.NUM_THREADS", 2)
-    with Conversations(section_of(Echo, timeout_seconds=0.05), TOKENIZER) as conversations:
+    with Conversations(section_of(HastyEcho), TOKENIZER) as conversations:
         for sample in range(5):
             answer = ask(conversations, completion_of(encode("wait3"), sample=sample))
             assert answer.conversation is not None
             assert answer.conversation.stop_reason == "time"
+
+
+def test_a_late_answer_adds_no_thread() -> None:
+    def live_threads() -> int:
+        return sum(thread.name == "environment" for thread in threading.enumerate())
+
+    num_before = live_threads()
+    with Conversations(section_of(Serial), TOKENIZER) as conversations:
+        assert live_threads() == num_before + 2  # of the event loop, and of the steps
+        for sample in range(2):
+            answer = ask(conversations, completion_of(encode("hang"), sample=sample))
+            assert answer.conversation is not None
+            assert answer.conversation.stop_reason == "time"
+        while live_threads() > num_before + 2:  # until the late answers have come
+            time.sleep(0.01)
+        for sample in range(4):
+            conversations.submit_turn(completion_of(encode("go"), sample=10 + sample), PROMPT)
+        while conversations.num_pending:
+            conversations.take_answers()
+        assert Serial.num_overlapping == 0
+        loop = conversations._loop
+    while live_threads() > num_before:
+        time.sleep(0.01)
+    assert loop.is_closed()
 
 
 def test_the_record_repeats_what_was_said_and_the_environment_catches_up(tmp_path: Path) -> None:
@@ -282,7 +292,7 @@ def hermes(name: str, text: object) -> str:
 
 
 @pytest.mark.parametrize(
-    ("said", "observations"),
+    ("turn", "observations"),
     [
         (hermes("upper", "ab"), ["AB"]),
         (hermes("upper", "ab") + hermes("shout", "ab"), ["AB", "AB!"]),
@@ -300,31 +310,29 @@ def hermes(name: str, text: object) -> str:
         ),
         ('<tool_call>{"name": "upper"}</tool_call>', ["error: the call of upper lacks the argument text"]),
         ("<tool_call>", ["error: a <tool_call> without </tool_call>"]),
+        # JSON can hold half a surrogate pair, and no tokenizer takes it.
+        (r'<tool_call>{"name": "\ud800"}</tool_call>', ["error: there is no tool ?; there is: upper, shout"]),
+        (r'<tool_call>{"name": "upper", "arguments": {"text": "\ud800"}}</tool_call>', ["?"]),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", ["error: no JSON in <tool_call>: maximum recursion depth"]),
     ],
 )
-def test_hermes(said: str, observations: list[str]) -> None:
-    tokenizer = load_tokenizer("bundled:tiny")
-    tokenizer.chat_template = CHAT_TEMPLATE
+def test_hermes(turn: str, observations: list[str]) -> None:
+    tokenizer = tokenizer_with(CHAT_TEMPLATE)
     with Conversations(section_of(Upper, format="hermes"), tokenizer) as conversations:
-        answer = ask(conversations, completion_of([*encode(said), END]))
-        expected = "\n" + "".join(f"<|tool|>{text}<|endoftext|>\n" for text in observations) + "<|assistant|>"
-        assert tokenizer.decode(answer.extension) == expected
+        answer = ask(conversations, completion_of([*encode(turn), END], max_new_tokens=10**6))
+        *between, end = ["\n", *["<|endoftext|>\n"] * len(observations)]
+        expected = "".join(f"{start}<|tool|>{text}" for start, text in zip(between, observations, strict=True))
+        text = str(tokenizer.decode(answer.extension))
+        assert text.startswith(expected)
+        assert text.endswith(f"{end}<|assistant|>")
         assert [tool["function"]["name"] for tool in conversations.tools] == ["upper", "shout"]
-
-
-def test_deeply_nested_json_is_malformed() -> None:
-    tokenizer = load_tokenizer("bundled:tiny")
-    tokenizer.chat_template = CHAT_TEMPLATE
-    with pytest.raises(MalformedCallError, match="no JSON"):
-        Hermes(tokenizer, Upper.tools).parse("<tool_call>" + "[" * 100_000 + "</tool_call>")
 
 
 @pytest.mark.parametrize(
     ("template", "is_fine"), [(THINKING_TEMPLATE, True), (FORGETTING_TEMPLATE, False), (None, False)]
 )
-def test_templates_that_rewrite_what_was_said_are_refused(template: str | None, is_fine: bool) -> None:
-    tokenizer = load_tokenizer("bundled:tiny")
-    tokenizer.chat_template = template
+def test_templates_that_rewrite_earlier_turns_are_refused(template: str | None, is_fine: bool) -> None:
+    tokenizer = tokenizer_with(template)
     if is_fine:
         parts = Hermes(tokenizer, Upper.tools).parts(["a"])
         assert parts == [("\n<|tool|>", "boundary"), ("a", "observation"), ("<|endoftext|>\n<|assistant|>", "boundary")]
@@ -351,9 +359,7 @@ def test_an_environment_may_say_something_first() -> None:
         assert conversations.started(PROMPT, 100) is started
         ask(conversations, completion_of(encode("abc")), started)
         assert Greeting.seen == [PROMPT, PROMPT]  # without what it says itself
-    tokenizer = load_tokenizer("bundled:tiny")
-    tokenizer.chat_template = CHAT_TEMPLATE
-    with Conversations(section_of(Greeting, format="chat"), tokenizer) as conversations:
+    with Conversations(section_of(Greeting, format="chat"), tokenizer_with(CHAT_TEMPLATE)) as conversations:
         prompt = Prompt(prompt_id="p", text="<|user|>hi<|endoftext|>\n<|assistant|>", token_ids=(1,), answer="")
         expected = "<|user|>hi<|endoftext|>\n<|user|>hello p<|endoftext|>\n<|assistant|>"
         assert conversations.started(prompt, 100).text == expected
@@ -419,10 +425,6 @@ def test_the_calculator_refuses(text: str) -> None:
         evaluate(text)
 
 
-def test_code_tags_parse_the_last_block() -> None:
-    assert CodeTags(TOKENIZER, OneTool.tools).parse("no call") == []
-
-
 @pytest.fixture(scope="module")
 def python() -> Iterator[Conversations]:
     """Python in its sandbox, as a recipe would have it."""
@@ -456,15 +458,22 @@ def test_python_says_what_was_printed_and_how_it_ended(
     assert last.outcomes == (outcome,)
 
 
+class Patient(PythonEnvironment):
+    """With a time limit that four calls exceed together."""
+
+    timeout_seconds = 1.5
+
+
 def test_waiting_for_an_interpreter_is_not_counted_as_time() -> None:
-    options = {"num_workers": 1}
-    section = EnvironmentSection(name="python", format="code_tags", options=options, timeout_seconds=1.5)
-    said = encode("<code>import time\ntime.sleep(0.6)</code>")
+    section = EnvironmentSection(
+        name="test_environments:Patient", format="code_tags", options={"num_workers": 1, "cpu_seconds": 1}
+    )
+    code = encode("<code>import time\ntime.sleep(0.6)</code>")
     with Conversations(section, TOKENIZER) as conversations:
         for sample in range(4):
-            conversations.submit(completion_of(said, sample=sample), PROMPT)
+            conversations.submit_turn(completion_of(code, sample=sample), PROMPT)
         answers: list[Answer] = []
         while len(answers) < 4:
             wait(conversations.futures(), timeout=0.02)
-            answers += conversations.take()
-        assert all(one.conversation is None for one in answers)
+            answers += conversations.take_answers()
+        assert all(answer.conversation is None for answer in answers)

@@ -113,7 +113,7 @@ def test_split_is_the_inverse_of_parts(turns: list[tuple[str, str]]) -> None:
     code_tags = CodeTags(TOKENIZER, OneTool.tools)
     expected = [(f"{said.replace('<', '')}<code></code>", [output]) for said, output in turns]
     text = "".join(said + "".join(part for part, _ in code_tags.parts(outputs)) for said, outputs in expected)
-    assert code_tags.split(text + "end") == [*expected, ("end", [])]
+    assert code_tags.split_solution(text + "end") == [*expected, ("end", [])]
 
 
 def test_published_traces_have_other_blanks() -> None:
@@ -121,7 +121,7 @@ def test_published_traces_have_other_blanks() -> None:
     code_tags = CodeTags(TOKENIZER, OneTool.tools)
     code = "<code>\n```python\nprint(1)\n```\n</code>"
     text = f"First.\n{code}\n<interpreter>\n1\n</interpreter>\n\nSo.\n{code}<interpreter>1</interpreter>"
-    assert code_tags.split(text) == [(f"First.\n{code}", ["1"]), (f"\nSo.\n{code}", ["1"]), ("", [])]
+    assert code_tags.split_solution(text) == [(f"First.\n{code}", ["1"]), (f"\nSo.\n{code}", ["1"]), ("", [])]
 
 
 @pytest.mark.parametrize(
@@ -153,9 +153,9 @@ def test_what_no_rollout_could_say_is_left_out(tmp_path: Path, text: str, reason
 
 def test_hermes_learns_single_turns_only() -> None:
     hermes = object.__new__(Hermes)
-    assert hermes.split("Answer: 1") == [("Answer: 1", [])]
+    assert hermes.split_solution("Answer: 1") == [("Answer: 1", [])]
     with pytest.raises(MalformedCallError, match="needs the format code_tags; hermes is not supported"):
-        hermes.split('<tool_call>{"name": "x"}</tool_call>')
+        hermes.split_solution('<tool_call>{"name": "x"}</tool_call>')
 
 
 # --- The run ----------------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_a_share_of_the_problems_calls_the_calculator() -> None:
     called = 0
     with Conversations(EnvironmentSection(name="calculator", format="code_tags"), TOKENIZER) as conversations:
         for prompt in task.train_prompts:
-            (said, outputs), *_ = conversations.format.split(task.solution(prompt))
+            (said, outputs), *_ = conversations.format.split_solution(task.solution(prompt))
             if outputs:
                 called += 1
                 assert conversations.format.parse(said)[0].arguments["expression"] == prompt.metadata["problem"]

@@ -1,11 +1,14 @@
-"""What an environment is, and the records that pass between it and a sample."""
+"""The interface of an environment, and the records that pass between it and a sample."""
 
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from srtrl.recipe.schema import Section
+from srtrl.recipe.file import validate_section
+from srtrl.recipe.schema import EnvironmentSection, Section
+from srtrl.resolve import resolve_class
+from srtrl.tasks.worker import check_reward
 from srtrl.types import FinishReason, Prompt, SegmentKind
 
 Messages = Sequence[Mapping[str, str]]
@@ -25,7 +28,7 @@ class Tool:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ToolCall:
-    """A call that was found in a turn."""
+    """A call in a turn."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -33,26 +36,31 @@ class ToolCall:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Turn:
-    """What the policy has just said."""
+    """The policy's latest turn."""
 
     index: int
-    """Number of the turn of its sample, from 0."""
+    """Number of the turn in its sample, from 0."""
     text: str
     """Without the end token."""
     token_ids: tuple[int, ...]
     """As they were sampled, the end token included."""
     calls: tuple[ToolCall, ...] = ()
-    """What the format found in the text; known tools only, and none where the text is malformed."""
+    """The calls in the text: of tools that exist only, and none where the text is malformed."""
     finish_reason: FinishReason = "stop"
     """`length`: the response has reached `rollout.max_new_tokens`, and no turn can follow."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Step:
-    """What an environment says to a turn."""
+    """The environment's answer to a turn.
+
+    Raises:
+        TypeError: an observation, an outcome or the stop reason is not a text.
+        ValueError: the reward or a metric is not a finite number.
+    """
 
     observation: str | Sequence[str] = ""
-    """What the policy reads next: one text, or one for each call of the turn."""
+    """The text that the policy reads next, or one text for each call of the turn."""
     is_done: bool = False
     """The sample ends here; the observation is not read."""
     reward: float = 0.0
@@ -64,9 +72,25 @@ class Step:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Logged as `environment/own/<name>`: the mean over all steps that have it."""
 
+    def __post_init__(self) -> None:
+        """Check the values, and make those of NumPy plain, so that the record of the run can hold them."""
+        texts_of = {"observation": self.observations, "outcomes": self.outcomes, "stop_reason": [self.stop_reason]}
+        for name, texts in texts_of.items():
+            if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+                raise TypeError(f"Step: {name} must be text, found {getattr(self, name)!r:.80}")
+        metrics = {str(name): check_reward(f"environment: {name}", value) for name, value in self.metrics.items()}
+        object.__setattr__(self, "is_done", bool(self.is_done))
+        object.__setattr__(self, "reward", check_reward("environment", self.reward))
+        object.__setattr__(self, "metrics", metrics)
+
+    @property
+    def observations(self) -> Sequence[str]:
+        """The texts of the observation."""
+        return [self.observation] if isinstance(self.observation, str) else self.observation
+
 
 def segment_titles(kinds: Iterable[SegmentKind]) -> list[str]:
-    """What people read over each segment of a sample; turns are counted from 1."""
+    """The heading of each segment of a sample; turns are counted from 1."""
     titles: list[str] = []
     for kind in kinds:
         turn = 1 + sum(title.startswith("turn") for title in titles)
@@ -81,12 +105,12 @@ def mark_segments(kinds: Sequence[SegmentKind], texts: Sequence[str]) -> str:
 
 
 def count_turns(num_turns: int, stop_reason: str) -> str:
-    """What people read about a sample: `2 turns, ended by: answered`."""
+    """A sample's turns in words: `2 turns, ended by: answered`."""
     return f"{num_turns} turn{'s' if num_turns != 1 else ''}, ended by: {stop_reason}"
 
 
 class EnvironmentBase:
-    """Answers the turns of one sample; a class of this kind is `srtrl/environments/<name>.py` or one of your own.
+    """Answers the turns of one sample; a subclass is `srtrl/environments/<name>.py` or in a package of the user.
 
     There is one object for each sample. Its methods are called from other threads than the decoder's, those of one
     sample one after the other.
@@ -94,40 +118,43 @@ class EnvironmentBase:
 
     Options: type[Section] = Section
     tools: ClassVar[Sequence[Tool]] = ()
-    """What the policy may call. Calls of other names are answered with an error."""
+    """The tools that the policy may call. Calls of other names are answered with an error."""
+    timeout_seconds: ClassVar[float] = 300.0
+    """Wall-clock limit of a turn, from the start of `step`. It is a last resort: the sample ends with the stop reason
+    `time`, and a step that hangs keeps its thread."""
 
     def __init__(self, options: Section, shared: Any) -> None:
-        """Keep the options, and what `open` made."""
+        """Keep the options, and the result of `open`."""
         self.options = options
         self.shared = shared
 
     @classmethod
     def open(cls, options: Section) -> AbstractContextManager[Any]:
-        """What all environments of a run share, such as a pool of processes; left when the run ends."""
+        """Resources that all environments of a run share, such as a pool of processes; closed when the run ends."""
         return nullcontext()
 
     @classmethod
     def max_parallel(cls, options: Section) -> int | None:
-        """How many steps are begun at a time; None: many. The time limit does not count how long others wait."""
+        """Maximum number of steps at the same time (beside those past the time limit); None: many."""
         return None
 
     def start(self, prompt: Prompt) -> Messages | None:
-        """Begin with a prompt; returns what the policy reads after it, the same for all samples of the prompt."""
+        """Begin with a prompt; returns the messages that follow it, the same for all samples of the prompt."""
         return None
 
-    def step(self, turn: Turn) -> Step | Awaitable[Step]:
+    def step(self, turn: Turn) -> Step | Coroutine[Any, Any, Step]:
         """Answer a turn. It may be a coroutine function."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """The sample has ended, or is given up; also while a `step` that has exceeded the time limit still runs."""
+        """Called when the sample has ended or is given up; also while a `step` past the time limit still runs."""
 
 
 class ToolEnvironment(EnvironmentBase):
     """Answers each call of a turn by `call`; a turn without one is the policy's answer and ends the sample."""
 
     def call(self, call: ToolCall) -> tuple[str, str]:
-        """What the tool says to a call, and how that ended: `ok`, `error`, ..."""
+        """The tool's answer to a call, and how the call ended: `ok`, `error`, ..."""
         raise NotImplementedError
 
     def step(self, turn: Turn) -> Step:
@@ -136,3 +163,16 @@ class ToolEnvironment(EnvironmentBase):
             return Step(is_done=True, stop_reason="answered")
         answers = [self.call(call) for call in turn.calls]
         return Step(observation=[text for text, _ in answers], outcomes=[outcome for _, outcome in answers])
+
+
+def resolve_environment(section: EnvironmentSection) -> tuple[type[EnvironmentBase], Section]:
+    """The class that the recipe names, and its options.
+
+    Raises:
+        ValueError: the name is unknown or not an environment's, or an option is incorrect.
+    """
+    environment = resolve_class("srtrl.environments", section.name, "Environment")
+    if not (isinstance(environment, type) and issubclass(environment, EnvironmentBase)):
+        raise ValueError(f"`{section.name}` is no environment; expected a subclass of {EnvironmentBase.__module__}")
+    options = validate_section(environment.Options, dict(section.options), "rollout.environment.options")
+    return environment, options

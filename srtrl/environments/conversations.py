@@ -1,7 +1,7 @@
-"""The turns of a rollout's samples: what was said goes to an environment, and its answer back into the context.
+"""The turns of a rollout's samples: each goes to the sample's environment, and the answer goes into the context.
 
-Environments work in the background while other samples decode. Tokens depend on what they answer, not on how long it
-takes; their answers are recorded as they arrive, so that a step that is repeated after a crash has the same ones.
+Environments work in the background while other samples decode. Tokens depend on their answers, not on how long these
+take. Answers are recorded as they arrive, so that a step that is repeated after a crash has the same ones.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn
-from srtrl.environments.formats import FORMATS, Format, MalformedCallError, check_call, tool_schemas
+from srtrl.environments.base import EnvironmentBase, Messages, Step, Turn, resolve_environment
+from srtrl.environments.formats import Format, MalformedCallError, check_call, resolve_format, tool_schemas
 from srtrl.environments.record import Record, key_of
 from srtrl.ranks.processes import ONE_RANK, Ranks
-from srtrl.recipe.file import validate_section
-from srtrl.recipe.schema import EnvironmentSection, Section
-from srtrl.resolve import describe_error, resolve_class, suggestion
+from srtrl.recipe.schema import EnvironmentSection
+from srtrl.resolve import describe_error
 from srtrl.tasks.final_answer import states_answer
 from srtrl.tasks.rendering import tokenise
-from srtrl.tasks.worker import Caught, check_reward
+from srtrl.tasks.worker import Caught
 from srtrl.types import Completion, Conversation, Prompt, SegmentKind, segment_slices
 
 if TYPE_CHECKING:
@@ -40,8 +39,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 128
-"""Steps of environments that run at the same time, at most."""
+"""Maximum number of environments' steps at the same time."""
 POLL_SECONDS = 0.05
+Segments = list[tuple[SegmentKind, list[int]]]
+"""Kinds of segments and their token ids, in order."""
 
 
 @dataclass(slots=True)
@@ -49,9 +50,9 @@ class _Sample:
     """One sample between its first turn and its end."""
 
     prompt: Prompt
-    """Without what the environment begins with."""
+    """Without the messages that the environment begins with."""
     environment: EnvironmentBase | None = None
-    """Made when it is needed first."""
+    """Made before its first step."""
     segments: list[tuple[SegmentKind, int]] = field(default_factory=list)
     num_void_turns: int = 0
     outcomes: list[str] = field(default_factory=list)
@@ -69,34 +70,34 @@ class _Pending:
     completion: Completion
     sample: _Sample
     turn: Turn
-    answer: Future[Step]
-    is_recorded: bool
-    """Whether the answer needs no place in the record: it is there, or takes no environment."""
+    needs_record: bool
+    """Whether the answer is to be recorded: it comes from the environment, not from the record or the format."""
+    answer: Future[Step] = field(default_factory=Future)
     started: float | None = None
     """When the environment began, `time.monotonic`."""
     seconds: float | None = None
-    """How long it took."""
+    """The environment's time."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Answer:
-    """How a sample continues after a turn: by an extension, or not at all."""
+    """The continuation of a sample after a turn, or its end."""
 
     completion: Completion
     extension: list[int]
     """Tokens for `Engine.extend`; none where the sample has ended."""
     conversation: Conversation | None
-    """Where the sample has ended: how its turns went."""
+    """The turns of a sample that has ended."""
 
 
 class Conversations:
-    """Environments of the samples that are decoded. Use it as a context manager: leaving it ends what they share."""
+    """The environments of the samples that are decoded. A context manager: what they share is open inside it."""
 
     def __init__(self, section: EnvironmentSection, tokenizer: PreTrainedTokenizerBase) -> None:
         """Resolve the environment and its format.
 
         Raises:
-            ValueError: a name or an option is wrong, or the format does not fit the tokenizer.
+            ValueError: a name or an option is incorrect, or the format does not fit the tokenizer.
         """
         self.section = section
         self.tokenizer = tokenizer
@@ -104,31 +105,29 @@ class Conversations:
         self.format: Format = resolve_format(section)(tokenizer, self.environment_class.tools)
         self._samples: dict[tuple[str, int, int], _Sample] = {}
         self._starts: dict[tuple[str, str], tuple[Prompt, Prompt]] = {}
-        """By the id and text of either: a prompt, and the same with what the environment begins with."""
+        """By id and text of either: a prompt, and the prompt with the environment's first messages."""
         self._pending: list[_Pending] = []
         self._record = Record(None)
-        self._num_raised: Counter[bool] = Counter()
-        """Samples of this step by whether their environment has raised."""
+        self._num_samples: Counter[bool] = Counter()
+        """Samples of this step that have ended, by whether their environment has raised."""
         self._first_traceback = ""
         self._stack = ExitStack()
         self._shared: Any = None
-        self._loop = asyncio.new_event_loop()
         self._queue: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
-        self._num_threads = 0
 
     def __enter__(self) -> Self:
-        self._shared = self._stack.enter_context(self.environment_class.open(self.options))
-        most = self.environment_class.max_parallel(self.options)
-        self._num_threads = NUM_THREADS if most is None else min(NUM_THREADS, most)
-        for target in (self._loop.run_forever, *[self._work] * self._num_threads):
-            _start_thread(target)
+        with ExitStack() as stack:
+            self._shared = stack.enter_context(self.environment_class.open(self.options))
+            self._loop = stack.enter_context(_event_loop())
+            limit = self.environment_class.max_parallel(self.options)
+            for _ in range(NUM_THREADS if limit is None else min(NUM_THREADS, limit)):
+                _start_thread(self._answer_turns)
+                stack.callback(self._queue.put, None)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.clear()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        for _ in range(self._num_threads):
-            self._queue.put(None)
         self._stack.close()
 
     @property
@@ -138,7 +137,7 @@ class Conversations:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """The tools as a chat template reads them; none where the format needs none in the prompt."""
+        """The tools for the chat template; empty where the format does not put them into the prompt."""
         return tool_schemas(self.environment_class.tools) if self.format.describes_tools else []
 
     @property
@@ -147,7 +146,7 @@ class Conversations:
         return self.environment_class.start is not EnvironmentBase.start
 
     def started(self, prompt: Prompt, max_prompt_tokens: int) -> Prompt:
-        """The prompt with what the environment begins with.
+        """The prompt with the environment's first messages.
 
         Raises:
             ValueError: it is longer than `max_prompt_tokens` then, or the environment's `start` raises.
@@ -168,7 +167,7 @@ class Conversations:
         return self._starts[key][1]
 
     def _append(self, prompt: Prompt, messages: Messages, max_prompt_tokens: int) -> Prompt:
-        bos, text = self.tokenizer.bos_token, self.format.start(prompt.text, messages)
+        bos, text = self.tokenizer.bos_token, self.format.add_messages(prompt.text, messages)
         has_bos = bos is not None and text.startswith(bos)  # by the chat template
         (started,) = tokenise(self.tokenizer, [replace(prompt, text=text)], add_special_tokens=not has_bos)
         if len(started.token_ids) > max_prompt_tokens:
@@ -179,45 +178,46 @@ class Conversations:
         return started
 
     def use_record(self, path: Path | None, rank: int = 0) -> None:
-        """Begin a step: answers are taken from this file where it has them, and new ones are written into it.
+        """Begin a step: use the answers in this file, and write new ones into it.
 
         Each rank but the first writes into a file of its own (`step_000001.rank1.jsonl` beside `step_000001.jsonl`),
         and all ranks read all of them.
         """
         self._record.close()
         self._record = Record(path, rank)
-        self._num_raised.clear()
+        self._num_samples.clear()
         self._first_traceback = ""
 
-    def submit(self, completion: Completion, prompt: Prompt) -> None:
-        """A turn has ended; its environment answers in the background, or at once who knows the answer without it."""
+    def submit_turn(self, completion: Completion, prompt: Prompt) -> None:
+        """A turn has ended: let its environment answer in the background, if it takes one to answer."""
         original, _ = self._starts.get((prompt.prompt_id, prompt.text), (prompt, prompt))
         sample = self._samples.setdefault(key_of(completion), _Sample(original))
         turn, answer = self._read_turn(completion)
         sample.segments.append(("model", len(turn.token_ids)))
         if answer is None and (answer := self._record.find(completion)) is not None:
             sample.unseen.append(turn)
-        pending = _Pending(completion, sample, turn, Future(), is_recorded=answer is not None)
+        pending = _Pending(completion, sample, turn, needs_record=answer is None)
         self._pending.append(pending)
         if answer is not None:
             pending.answer.set_result(answer)
         else:
             self._queue.put(pending)
 
-    def take(self) -> list[Answer]:
-        """The answers that have come since the last call; those that take too long end their samples."""
+    def take_answers(self) -> list[Answer]:
+        """The answers since the last call; a sample whose environment exceeds the time limit ends."""
+        limit = time.monotonic() - self.environment_class.timeout_seconds
         answers, waiting = [], []
         for pending in self._pending:
-            is_late = pending.started is not None and time.monotonic() > pending.started + self.section.timeout_seconds
+            is_late = pending.started is not None and pending.started < limit
             if pending.answer.done() or is_late:
-                answers.append(self._go_on(pending))
+                answers.append(self._resolve(pending))
             else:
                 waiting.append(pending)
         self._pending = waiting
         return answers
 
     def futures(self) -> list[Future[Step]]:
-        """What `take` waits for; wait at most `POLL_SECONDS` for it, because of the time limit."""
+        """The answers to wait for, at most `POLL_SECONDS` because of the time limit."""
         return [pending.answer for pending in self._pending]
 
     def clear(self) -> None:
@@ -231,23 +231,23 @@ class Conversations:
     def check_not_all_raised(self, where: str, ranks: Ranks = ONE_RANK) -> None:
         """Stop where the environments of all samples of a step, on all ranks, have raised.
 
-        The record of the step is deleted then: a run that is resumed asks the environment again.
+        The record of the step is deleted then, so that a resumed run calls the environment again.
 
         Raises:
             ValueError: with the first traceback; it begins with `where` ("step 3").
         """
-        found = ranks.gather((self._num_raised, self._first_traceback), "the outcomes of environments")
-        num_raised, num_others = (sum(counts[raised] for counts, _ in found) for raised in (True, False))
+        outcomes = ranks.gather((self._num_samples, self._first_traceback), "the outcomes of environments")
+        num_raised, num_others = (sum(counts[raised] for counts, _ in outcomes) for raised in (True, False))
         if num_raised and not num_others:
             self._record.delete()
-            first_traceback = next((text for _, text in found if text), "in an attempt that was killed")
+            first_traceback = next((text for _, text in outcomes if text), "in an attempt that was killed")
             raise ValueError(
                 f"{where}: the environment {self.section.name} raised in each of {num_raised} samples; "
                 f"the first time:\n{first_traceback}"
             )
 
     def _read_turn(self, completion: Completion) -> tuple[Turn, Step | None]:
-        """What was sampled last, and the answer where it takes no environment: calls that cannot be read or run."""
+        """The last turn, and its answer where that takes no environment: calls that cannot be read or run."""
         start = completion.extensions[-1][1] if completion.extensions else 0
         token_ids = completion.token_ids[start:]
         has_end = token_ids[-1] in completion.request.sampling.end_token_ids
@@ -267,60 +267,43 @@ class Conversations:
         problems = [check_call(self.environment_class.tools, call) for call in calls]
         if not any(problems):
             return replace(turn, calls=tuple(calls)), None
-        found = [problem or ("not_run", "another call of this turn cannot be run") for problem in problems]
-        answer = [f"error: {message}" for _, message in found]
-        return turn, Step(observation=answer, outcomes=[outcome for outcome, _ in found])
+        results = [problem or ("not_run", "another call of this turn cannot be run") for problem in problems]
+        errors = [f"error: {message}" for _, message in results]
+        return turn, Step(observation=errors, outcomes=[outcome for outcome, _ in results])
 
-    def _work(self) -> None:
-        """In threads: let environments answer."""
+    def _answer_turns(self) -> None:
+        """The body of each thread: call environments."""
         while (pending := self._queue.get()) is not None:
             pending.started = time.monotonic()
             with Caught() as caught:
-                step = self._step(pending)
+                step = self._answer(pending)
             pending.seconds = time.monotonic() - pending.started
             if not pending.answer.set_running_or_notify_cancel():
-                continue  # it took too long
+                return  # past the time limit: another thread has taken the place of this one
             if caught.error is not None:
                 pending.answer.set_exception(caught.error)
             else:
                 pending.answer.set_result(step)
 
-    def _step(self, pending: _Pending) -> Step:
-        """The environment's answer to a turn; it sees those first that were answered from the record."""
+    def _answer(self, pending: _Pending) -> Step:
+        """The environment's answer to a turn, after the turns that were answered from the record."""
         sample = pending.sample
         if sample.environment is None:
             sample.environment = self.environment_class(self.options, self._shared)
             sample.environment.start(sample.prompt)
         unseen, sample.unseen = sample.unseen, []
         for turn in unseen:
-            with Caught():  # as it raised then: the answer is in the record
-                self._ask(sample.environment, turn)
-        step = self._ask(sample.environment, pending.turn)
+            with Caught():  # an error is in the record as the answer
+                self._step(sample.environment, turn)
+        return self._step(sample.environment, pending.turn)
+
+    def _step(self, environment: EnvironmentBase, turn: Turn) -> Step:
+        """The result of `step`, or of its coroutine."""
+        step: Any = environment.step(turn)
+        if inspect.iscoroutine(step):
+            step = asyncio.run_coroutine_threadsafe(step, self._loop).result()
         if not isinstance(step, Step):
             raise TypeError(f"`step` of the environment {self.section.name} must return a Step, found {step!r:.80}")
-        observations = [step.observation] if isinstance(step.observation, str) else list(step.observation)
-        if not all(isinstance(text, str) for text in observations):
-            raise TypeError(f"an observation must be a text or texts, found {step.observation!r:.80}")
-        if isinstance(step.outcomes, str) or not all(
-            isinstance(text, str) for text in (*step.outcomes, step.stop_reason)
-        ):
-            raise TypeError(
-                f"expected texts, found the outcomes {step.outcomes!r:.80}, stop reason {step.stop_reason!r:.80}"
-            )
-        metrics = {str(name): check_reward(f"environment: {name}", value) for name, value in step.metrics.items()}
-        return replace(
-            step,
-            observation=observations,
-            is_done=bool(step.is_done),  # of NumPy, too
-            reward=check_reward("environment", step.reward),
-            metrics=metrics,
-        )
-
-    def _ask(self, environment: EnvironmentBase, turn: Turn) -> Any:
-        """What `step` returns, or its coroutine does."""
-        step: Any = environment.step(turn)
-        if inspect.isawaitable(step):
-            step = asyncio.run_coroutine_threadsafe(_wait_for(step), self._loop).result()
         return step
 
     def _close(self, sample: _Sample) -> None:
@@ -330,15 +313,14 @@ class Conversations:
             if caught.error is not None:
                 logger.warning("`close` of the environment %s: %s", self.section.name, describe_error(caught.error))
 
-    def _go_on(self, pending: _Pending) -> Answer:
+    def _resolve(self, pending: _Pending) -> Answer:
         """Apply the limits in their order: the environment's own end, turns, tokens of the response and observation."""
         completion, sample, turn = pending.completion, pending.sample, pending.turn
         step = self._result(pending)
-        if not pending.is_recorded:
-            self._record.add(completion, step)
-        has_said_nothing = not step.outcomes and turn.finish_reason == "stop" and not states_answer(turn.text)
-        if self.environment_class.tools and has_said_nothing:
-            sample.num_void_turns += 1
+        if pending.needs_record:
+            self._record.write(completion, step)
+        is_void = not step.outcomes and turn.finish_reason == "stop" and not states_answer(turn.text)
+        sample.num_void_turns += is_void and bool(self.environment_class.tools)
         sample.outcomes += step.outcomes
         sample.reward += step.reward
         sample.metrics += step.metrics.items()
@@ -349,25 +331,24 @@ class Conversations:
         if not stop_reason and turn.index + 1 >= self.section.max_turns:
             stop_reason = "turns"
         if not stop_reason:
-            parts = self._tokenise(step.observation)
-            extension = [token for _, token_ids in parts for token in token_ids]
+            segments = self._segments_after_turn(step.observations)
+            extension = [token for _, token_ids in segments for token in token_ids]
             if not extension:
                 raise ValueError(
                     f"the environment {self.section.name} answered with an empty text, and the format "
-                    f"{self.section.format} puts nothing around it: a turn needs at least one token to go on from"
+                    f"{self.section.format} puts nothing around it: the next turn needs at least one token before it"
                 )
             if len(completion.token_ids) + len(extension) >= completion.request.sampling.max_new_tokens:
                 stop_reason, extension = "observation", []
             else:
-                sample.segments += [(kind, len(token_ids)) for kind, token_ids in parts if token_ids]
+                sample.segments += [(kind, len(token_ids)) for kind, token_ids in segments if token_ids]
         conversation = self._end(completion, sample, stop_reason) if stop_reason else None
         return Answer(completion=completion, extension=extension, conversation=conversation)
 
     def _result(self, pending: _Pending) -> Step:
-        """The environment's answer; an error of its own is one, too."""
-        if not pending.answer.done():
-            pending.answer.cancel()
-            _start_thread(self._work)  # in place of the one that hangs
+        """The environment's answer; errors and the time limit become answers, too."""
+        if pending.answer.cancel():
+            _start_thread(self._answer_turns)  # in place of the one that hangs
             return Step(is_done=True, stop_reason="time", outcomes=["time"])
         error = pending.answer.exception()
         if error is None:
@@ -380,7 +361,7 @@ class Conversations:
     def _end(self, completion: Completion, sample: _Sample, stop_reason: str) -> Conversation:
         self._close(sample)
         del self._samples[key_of(completion)]
-        self._num_raised["raised" in sample.outcomes] += 1
+        self._num_samples["raised" in sample.outcomes] += 1
         return Conversation(
             segments=tuple(sample.segments),
             num_turns=completion.request.turn + 1,
@@ -397,35 +378,34 @@ class Conversations:
         for kind, part in segment_slices(segments):
             yield str(self.tokenizer.decode(token_ids[part], skip_special_tokens=kind == "model"))
 
-    def tokenise_solution(self, text: str) -> list[tuple[SegmentKind, list[int]]]:
-        """The segments of a worked solution, without an end token, as if a policy had sampled the model's in a rollout.
+    def tokenise_solution(self, text: str) -> Segments:
+        """The segments of a worked solution, without an end token, as in a rollout whose policy sampled them.
 
         Raises:
             MalformedCallError: no rollout can look like this.
         """
-        segments: list[tuple[SegmentKind, list[int]]] = []
-        turns = self.format.split(text)
+        segments: Segments = []
+        turns = self.format.split_solution(text)
         if len(turns) > self.section.max_turns:
             raise MalformedCallError(f"{len(turns)} turns; rollout.environment.max_turns is {self.section.max_turns}")
         for turn, observations in turns:
             segments.append(("model", self.tokenizer.encode(turn, add_special_tokens=False)))
             if observations:
-                segments += self._tokenise(observations)
+                segments += self._segments_after_turn(observations)
         return segments
 
-    def _tokenise(self, observation: str | Sequence[str]) -> list[tuple[SegmentKind, list[int]]]:
-        """The tokens of what follows a turn. Text of an environment never becomes a special token."""
-        observations = [observation] if isinstance(observation, str) else list(observation)
-        parts: list[tuple[SegmentKind, list[int]]] = []
+    def _segments_after_turn(self, observations: Sequence[str]) -> Segments:
+        """Observations and the format's text around them. Text of an environment never becomes a special token."""
+        segments: Segments = []
         for text, kind in self.format.parts(observations):
             is_ours = kind == "boundary"
             valid = text.encode(errors="replace").decode()  # JSON of a call may hold half a surrogate pair
             token_ids = self.tokenizer(valid, add_special_tokens=False, split_special_tokens=not is_ours)["input_ids"]
-            parts.append((kind, list(token_ids) if is_ours else self._truncate(token_ids)))
-        return parts
+            segments.append((kind, list(token_ids) if is_ours else self._truncate(token_ids)))
+        return segments
 
     def _truncate(self, token_ids: list[int]) -> list[int]:
-        """Leave out the middle of an observation that is too long, and say so."""
+        """Replace the middle of an observation that is too long by a note."""
         limit = self.section.max_observation_tokens
         if len(token_ids) <= limit:
             return token_ids
@@ -441,35 +421,15 @@ def _start_thread(target: Callable[[], None]) -> None:
     threading.Thread(target=target, name="environment", daemon=True).start()
 
 
-async def _wait_for(answer: Awaitable[Step]) -> Step:
-    return await answer
+@contextmanager
+def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop that runs in a thread of its own."""
+    loop = asyncio.new_event_loop()
 
+    def run() -> None:
+        with closing(loop):
+            loop.run_forever()
 
-def resolve_environment(section: EnvironmentSection) -> tuple[type[EnvironmentBase], Section]:
-    """The class that the recipe names, and its options.
-
-    Raises:
-        ValueError: unknown, no environment, or an option of it is wrong.
-    """
-    environment = resolve_class("srtrl.environments", section.name, "Environment")
-    if not (isinstance(environment, type) and issubclass(environment, EnvironmentBase)):
-        raise ValueError(f"`{section.name}` is no environment; expected a subclass of {EnvironmentBase.__module__}")
-    options = validate_section(environment.Options, dict(section.options), "rollout.environment.options")
-    return environment, options
-
-
-def resolve_format(section: EnvironmentSection) -> type[Format]:
-    """The class of the recipe's format; ValueError where there is none of that name."""
-    name = section.format
-    if ":" not in name and name not in FORMATS:
-        known = f"known: {', '.join(FORMATS)}; or one of your own as package.module:Class"
-        raise ValueError(f"rollout.environment.format: `{name}` is unknown{suggestion(name, FORMATS) or ';'} {known}")
-    found: Any = resolve_class("srtrl.environments", name, "Format") if ":" in name else FORMATS[name]
-    if not (isinstance(found, type) and issubclass(found, Format)):
-        raise ValueError(f"rollout.environment.format: `{name}` is no subclass of srtrl.environments.formats:Format")
-    if resolve_environment(section)[0].tools and not found.reads_calls:
-        raise ValueError(
-            f"rollout.environment.format: `{name}` finds no calls, and the environment {section.name} has tools: "
-            "expected code_tags or hermes"
-        )
-    return found
+    _start_thread(run)
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)

@@ -1,7 +1,7 @@
-"""How a policy writes a tool call, and how the answer is put into its context.
+"""The formats of tool calls and of observations in the context.
 
-Each format is a small class: `parse` finds the calls in a turn, `parts` says what follows the turn. Only new text is
-tokenised; what was sampled stays as it was sampled.
+Each format is a small class: `parse` finds the calls in a turn, `parts` gives the text that follows the turn. Only new
+text is tokenised; sampled tokens stay as they were sampled.
 """
 
 import json
@@ -9,7 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from srtrl.environments.base import Messages, Tool, ToolCall
+from srtrl.environments.base import Messages, Tool, ToolCall, resolve_environment
+from srtrl.recipe.schema import EnvironmentSection
+from srtrl.resolve import resolve_class, suggestion
 from srtrl.tasks.rendering import apply_chat_template
 from srtrl.types import SegmentKind
 
@@ -17,28 +19,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Parts = list[tuple[str, SegmentKind]]
-"""Texts and what they are, in order."""
+"""Texts and their kinds, in order."""
 MARK = "@@observation {}@@"
-"""Stands for an observation while the chat template is asked what it puts around one."""
+"""Placeholder of an observation, to see the text that the chat template puts around it."""
 ANSWERS = ("an answer", "<think>\nreasons\n</think>\n\nan answer")
-"""With which it is asked. Of these forms of a turn one must stay as it is when others follow it: templates of reasoning
+"""Forms of a turn, of which the template must leave at least one unchanged when messages follow: templates of reasoning
 models put an empty `<think>` into some."""
-LENGTH_OF_END = 6
+END_CHARACTERS = 6
+"""Characters at the end of an answer by which it is found in the template's text."""
 
 
 class MalformedCallError(ValueError):
-    """A turn has something that was meant as a call and is none; the message is for the policy."""
+    """A turn has a call that cannot be read; the message is for the policy."""
 
 
 class Format:
     """The format `text`, and the base of the others: no calls, and observations as they are."""
 
     stop_strings: ClassVar[tuple[str, ...]] = ()
-    """What ends a turn, beside an end token."""
+    """Strings that end a turn, as an end token does."""
     reads_calls: ClassVar[bool] = False
-    """Whether `parse` can find any."""
+    """Whether `parse` can find calls."""
     describes_tools: ClassVar[bool] = False
-    """Whether the chat template tells the policy of the tools."""
+    """Whether the chat template puts the tools into the prompt."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", tools: Sequence[Tool]) -> None:
         self.tokenizer = tokenizer
@@ -48,23 +51,23 @@ class Format:
         """The calls in a turn, of any name.
 
         Raises:
-            MalformedCallError: there is something like a call that cannot be read.
+            MalformedCallError: a call cannot be read.
         """
         return []
 
     def parts(self, observations: Sequence[str]) -> Parts:
-        """What follows a turn, for the observations of its calls or a single one."""
+        """The text after a turn, for the observations of its calls or a single one."""
         return [(observation, "observation") for observation in observations]
 
-    def split(self, text: str) -> list[tuple[str, list[str]]]:
+    def split_solution(self, text: str) -> list[tuple[str, list[str]]]:
         """The turns of a worked solution, each with the observations after it: the inverse of `parts`.
 
         Raises:
-            MalformedCallError: no rollout can look like this, or the format cannot tell.
+            MalformedCallError: no rollout can look like this, or the format cannot find out.
         """
         return [(text, [])]
 
-    def start(self, prompt_text: str, messages: Messages) -> str:
+    def add_messages(self, prompt_text: str, messages: Messages) -> str:
         """The prompt with the messages that an environment begins with."""
         return prompt_text + "".join(message["content"] for message in messages)
 
@@ -107,8 +110,8 @@ class CodeTags(Format):
         text = "\n".join(observations)
         return [("\n<interpreter>\n", "boundary"), (text, "observation"), ("\n</interpreter>\n", "boundary")]
 
-    def split(self, text: str) -> list[tuple[str, list[str]]]:
-        """Observations are what stands in `<interpreter>` tags after a `</code>`."""
+    def split_solution(self, text: str) -> list[tuple[str, list[str]]]:
+        """Observations are the texts in `<interpreter>` tags after a `</code>`."""
         pieces = self.OUTPUT.split(text)
         turns, outputs = pieces[::2], pieces[1::2]
         for turn in turns:
@@ -125,10 +128,10 @@ class Chat(Format):
     role: ClassVar[str] = "user"
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", tools: Sequence[Tool]) -> None:
-        """Find out what the template puts between two turns.
+        """Try the template once.
 
         Raises:
-            ValueError: there is no template, or it rewrites what was said before.
+            ValueError: there is no template, or it rewrites earlier turns.
         """
         super().__init__(tokenizer, tools)
         self.parts(["an observation"])
@@ -138,14 +141,14 @@ class Chat(Format):
         text = self._between([{"role": self.role, "content": MARK.format(i)} for i in range(len(observations))])
         parts: Parts = []
         for index, observation in enumerate(observations):
-            before, found, text = text.partition(MARK.format(index))
-            if not found:
+            before, mark, text = text.partition(MARK.format(index))
+            if not mark:
                 raise ValueError("rollout.environment.format: the chat template leaves out messages of tools")
             parts += [(before, "boundary"), (observation, "observation")]
         return [*parts, (text, "boundary")]
 
-    def start(self, prompt_text: str, messages: Messages) -> str:
-        """The messages go before the start of the policy's turn, which the prompt ends with."""
+    def add_messages(self, prompt_text: str, messages: Messages) -> str:
+        """The messages go before the opening of the policy's turn, with which the prompt ends."""
         new = self._render([{"role": "user", "content": MARK}, *messages], add_generation_prompt=True)
         old = self._render([{"role": "user", "content": MARK}], add_generation_prompt=True)
         start = self._render([{"role": "user", "content": MARK}])
@@ -158,23 +161,23 @@ class Chat(Format):
         return prompt_text.removesuffix(opening) + new.removeprefix(start)
 
     def _between(self, messages: list[Mapping[str, str]]) -> str:
-        """What the template puts after the text of a turn that has just ended: messages, and the start of the next."""
-        found = set()
+        """The template's text after a turn that has just ended: the messages, and the opening of the next turn."""
+        texts = set()
         for answer in ANSWERS:
-            said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]
-            history, longer = self._render(said), self._render([*said, *messages], add_generation_prompt=True)
-            before, end_of_answer, end = history.rpartition(answer[-LENGTH_OF_END:])
+            turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]
+            history, longer = self._render(turns), self._render([*turns, *messages], add_generation_prompt=True)
+            before, end_of_answer, end = history.rpartition(answer[-END_CHARACTERS:])
             if longer.startswith(history):
                 text = longer[len(before) + len(end_of_answer) :]
                 # The end token was sampled: it is not put there again.
-                found.add(text.removeprefix(next(filter(end.startswith, self.tokenizer.all_special_tokens), "")))
-        if len(found) != 1:
+                texts.add(text.removeprefix(next(filter(end.startswith, self.tokenizer.all_special_tokens), "")))
+        if len(texts) != 1:
             raise ValueError(
                 f"rollout.environment.format: the chat template of {self.tokenizer.name_or_path} changes earlier "
                 "messages when others follow, so that a sample cannot go on from the tokens that were sampled: use "
                 "another format, or another template"
             )
-        return found.pop()
+        return texts.pop()
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> str:
         (text,) = apply_chat_template(
@@ -193,11 +196,11 @@ class Hermes(Chat):
     reads_calls = describes_tools = True
     CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
-    def split(self, text: str) -> list[tuple[str, list[str]]]:
-        """A single turn: what follows a call is not part of a text, but depends on the chat template."""
+    def split_solution(self, text: str) -> list[tuple[str, list[str]]]:
+        """A single turn: the text after a call is not in the solution; it depends on the chat template."""
         if "<tool_call>" in text:
             raise MalformedCallError("a warm start on tool calls needs the format code_tags; hermes is not supported")
-        return super().split(text)
+        return super().split_solution(text)
 
     def parse(self, text: str) -> list[ToolCall]:
         """Every `<tool_call>` of the turn."""
@@ -234,10 +237,10 @@ def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def check_call(tools: Sequence[Tool], call: ToolCall) -> tuple[str, str] | None:
-    """What is wrong with a call: `unknown_tool` or `malformed`, and a message for the policy. None: nothing."""
+    """The problem of a call: `unknown_tool` or `malformed`, and a message for the policy; None for a valid call."""
     tool = next((tool for tool in tools if tool.name == call.name), None)
     if tool is None:
-        return "unknown_tool", f"there is no tool {call.name:.40}; there is: {', '.join(one.name for one in tools)}"
+        return "unknown_tool", f"there is no tool {call.name:.40}; there is: {', '.join(tool.name for tool in tools)}"
     properties = tool.parameters.get("properties", {})
     for name in tool.parameters.get("required", properties):
         if name not in call.arguments:
@@ -245,3 +248,24 @@ def check_call(tools: Sequence[Tool], call: ToolCall) -> tuple[str, str] | None:
         if properties.get(name, {}).get("type") == "string" and not isinstance(call.arguments[name], str):
             return "malformed", f"the argument {name} of {tool.name} must be a string"
     return None
+
+
+def resolve_format(section: EnvironmentSection) -> type[Format]:
+    """The class of the recipe's format.
+
+    Raises:
+        ValueError: the name is unknown or not a format's, or the environment has tools and the format reads no calls.
+    """
+    key, name = "rollout.environment.format", section.format
+    if ":" not in name and name not in FORMATS:
+        known = f"known: {', '.join(FORMATS)}; or one of your own as package.module:Class"
+        raise ValueError(f"{key}: `{name}` is unknown{suggestion(name, FORMATS) or ';'} {known}")
+    format_class: Any = resolve_class("srtrl.environments", name, "Format") if ":" in name else FORMATS[name]
+    if not (isinstance(format_class, type) and issubclass(format_class, Format)):
+        raise ValueError(f"{key}: `{name}` is no subclass of srtrl.environments.formats:Format")
+    if resolve_environment(section)[0].tools and not format_class.reads_calls:
+        raise ValueError(
+            f"{key}: `{name}` finds no calls, and the environment {section.name} has tools: "
+            "expected code_tags or hermes"
+        )
+    return format_class

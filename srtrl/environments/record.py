@@ -1,4 +1,4 @@
-"""What environments have said, in files: a step that is repeated after a crash has the same answers."""
+"""The answers of environments in files, so that a step that is repeated after a crash has the same ones."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ class Record:
     """Answers of environments in a file of JSON lines, written as they arrive."""
 
     def __init__(self, path: Path | None, rank: int = 0) -> None:
-        """Read what the files of all ranks have: a line without its end was not finished. None: nothing is kept."""
+        """Read the files of all ranks; an unfinished last line is ignored. Without a path nothing is kept."""
         self._known: dict[str, Step] = {}
         self._file: IO[bytes] | None = None
         self._paths: set[Path] = set()
@@ -33,21 +33,21 @@ class Record:
         self._file.truncate(self._read(own, self._file.read()))
 
     def _read(self, path: Path, content: bytes) -> int:
-        """Take in the answers of a file; returns the length of its finished lines."""
+        """Add the answers of a file; returns the length of its finished lines."""
         complete = content.rpartition(b"\n")[0]
         for number, line in enumerate(complete.split(b"\n") if complete else (), start=1):
             try:
                 row = json.loads(line)
                 self._known[row["key"]] = Step(**row["step"])
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}:{number}: damaged: no answer of an environment ({error})") from error
+                raise ValueError(f"{path}:{number}: damaged: expected an environment's answer ({error})") from error
         return len(complete) + 1 if complete else 0
 
     def find(self, completion: Completion) -> Step | None:
         """The answer to the same turn after the same tokens."""
         return self._known.get(_digest(completion))
 
-    def add(self, completion: Completion, step: Step) -> None:
+    def write(self, completion: Completion, step: Step) -> None:
         """Write an answer."""
         if self._file is not None:
             row = {"key": _digest(completion), "step": asdict(step)}
@@ -67,13 +67,13 @@ class Record:
 
 
 def key_of(completion: Completion) -> tuple[str, int, int]:
-    """Which sample it is of."""
+    """The key of the completion's sample."""
     request = completion.request
     return request.purpose, request.draw_index, request.sample_index
 
 
 def _digest(completion: Completion) -> str:
-    """Of which sample a turn is and what was said in it and before."""
+    """A hash of the turn's sample and of all tokens up to its end."""
     digest = hashlib.sha256(repr(key_of(completion)).encode())
     digest.update(np.array(completion.token_ids, np.int32).tobytes())
     return digest.hexdigest()[:32]

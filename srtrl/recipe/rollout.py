@@ -45,22 +45,19 @@ class GradingSection(Section):
 
 
 class EnvironmentSection(Section):
-    """What answers the policy between the turns of a sample: a tool, a game, another program."""
+    """The environment that answers the policy between the turns of a sample: a tool, a game, another program."""
 
     name: str
     """An environment in `srtrl/environments/`, or `package.module:Class` of your own."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of that environment; its `Options` class documents and checks them."""
     format: str = "text"
-    """How calls are written and observations are put in: `text`, `chat`, `code_tags` or `hermes`, or a class of your
-    own (`package.module:Class`)."""
+    """The format of calls and observations: `text`, `chat`, `code_tags` or `hermes`, or a class of your own
+    (`package.module:Class`)."""
     max_turns: int = Field(default=8, ge=1, le=10_000)
     """Maximum number of turns of the policy in a sample."""
     max_observation_tokens: int = Field(default=512, ge=16, le=1_000_000)
     """Of a longer observation the middle is left out."""
-    timeout_seconds: float = Field(default=300.0, gt=0, le=86_400)
-    """Wall-clock time that an environment may take for one turn; the sample ends then. A last resort: the Python tool
-    has limits of its own."""
 
 
 class RolloutSection(Section):

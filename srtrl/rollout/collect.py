@@ -243,7 +243,7 @@ class Collector:
             text = response_text(self.tokenizer, completion.token_ids, self.sampling.stop_strings)
             self._grade(completion, text, None)
         else:
-            self.conversations.submit(completion, self._draws[draw_index].prompt)
+            self.conversations.submit_turn(completion, self._draws[draw_index].prompt)
 
     def advance(self, engine: Engine) -> None:
         """Go on with the samples that their environments have answered; wait for one while nothing decodes.
@@ -384,7 +384,7 @@ def take_ended(engine: Engine, conversations: Conversations) -> Iterator[tuple[C
 
     Their finish reason is `length` where an observation did not fit.
     """
-    for answer in conversations.take():
+    for answer in conversations.take_answers():
         completion, conversation = answer.completion, answer.conversation
         if conversation is None:
             engine.extend(completion, answer.extension)

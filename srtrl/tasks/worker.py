@@ -9,10 +9,10 @@ This module is what a worker imports, and it must stay light: nothing here may i
 import os
 import resource
 import signal
-import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from multiprocessing.connection import Connection
 from numbers import Real
 from pathlib import Path
@@ -78,10 +78,10 @@ class Caught(AbstractContextManager["Caught"]):
 
 def check_reward(name: str, value: object) -> float:
     """The value of a reward as a float; `InvalidRewardError` where it is no finite number."""
-    largest = sys.float_info.max  # an integer can be beyond, which `isfinite` does not survive
-    if not isinstance(value, Real) or not value <= largest or value < -largest:
-        raise InvalidRewardError(f"reward `{name}` must return a finite number, it returned {value!r:.100}")
-    return float(value)
+    with suppress(OverflowError):  # of an integer beyond the range of floats
+        if isinstance(value, Real) and isfinite(number := float(value)):
+            return number
+    raise InvalidRewardError(f"reward `{name}` must return a finite number, it returned {value!r:.100}")
 
 
 def serve(connection: Connection, functions: IsolatedFunctions, cpu_seconds: float) -> None:

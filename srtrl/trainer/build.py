@@ -13,7 +13,8 @@ from srtrl.drafters.base import DrafterBase, resolve_drafter
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.kv_memory import choose_slots, free_bytes, kv_bytes
 from srtrl.engine.runner import page_bytes_of
-from srtrl.environments.conversations import Conversations, resolve_format
+from srtrl.environments.conversations import Conversations
+from srtrl.environments.formats import resolve_format
 from srtrl.model.attention import check_packed_attention
 from srtrl.model.sharding import shard
 from srtrl.model.transformer import CompiledLayers
