@@ -4,8 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from srtrl.checks import build_checked
-from srtrl.complete import generate
-from srtrl.completer import Generated
+from srtrl.generation import Generated, generate
 from srtrl.recipe.file import read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.trainer.trainer import TrainingResult, run_training

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from srtrl import __version__, complete
+from srtrl import __version__, generation
 from srtrl.bench.replay import replay
 from srtrl.checks import build_checked
 from srtrl.environments import command as tools
@@ -188,7 +188,7 @@ def warm_start(recipe: RecipePath, overrides: Overrides = None, overwrite: Overw
 
 
 app.command("eval")(evaluation.command)
-app.command("generate")(complete.command)
+app.command("generate")(generation.command)
 
 
 @app.command(

@@ -22,7 +22,7 @@ LAYERS = (
     ("checks",),
     ("evaluation", "report", "bench"),
     ("warm_start",),
-    ("cli", "complete", "completer", "api", "__main__"),
+    ("cli", "generation", "api", "__main__"),
 )
 """In the order of imports: a file imports from its own row and those above; `TYPE_CHECKING` makes no difference."""
 KNOWN_UPWARD = {

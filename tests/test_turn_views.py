@@ -89,12 +89,11 @@ def test_turns_are_counted_from_one() -> None:
     assert segment_titles(kinds) == ["turn 1", added, "tool output", added, "turn 2"]
 
 
-@pytest.mark.parametrize("chosen", [(), ("--environment", HOSTILE["name"], "--format", HOSTILE["format"])])
-def test_generate_talks_to_the_environment(run: Path, chosen: tuple[object, ...], tmp_path: Path) -> None:
-    flags: tuple[object, ...] = ("generate", run, "--prompt", "1+1=", "--prompt-ids", "5,6", "--samples", 3)
-    flags = (*flags, "--max-new-tokens", 80, *chosen)
+@pytest.mark.parametrize("chosen", [(), (f"rollout.environment={json.dumps(HOSTILE)}",)])
+def test_generate_answers_by_the_environment(run: Path, chosen: tuple[str, ...], tmp_path: Path) -> None:
+    flags = ("generate", run, "--prompt", "1+1=", "--prompt", "56", "--samples", 3, *chosen)
     rows = rows_of(srtrl(*flags, "--json"))
-    assert rows == rows_of(srtrl(*flags, "--json", "--slots", 1))
+    assert rows == rows_of(srtrl(*flags, "--json", "rollout.slots=1"))
     kinds = list(chain.from_iterable([segment["kind"] for segment in row["segments"]] for row in rows))
     assert set(kinds) == {"model", "observation", "boundary"}
     for row in rows:
@@ -106,42 +105,11 @@ def test_generate_talks_to_the_environment(run: Path, chosen: tuple[object, ...]
     shown = srtrl(*flags)
     assert "\x1b" not in shown
     assert shown.count("--- tool output ---") == kinds.count("observation")
-    recorded = write_rows(tmp_path / "rows.jsonl", *rows)
-    assert rows_of(srtrl(*flags, "--json", "--cache", recorded)) == rows
-    counts = json.loads(srtrl("replay", recorded, "--json"))
+    counts = json.loads(srtrl("replay", write_rows(tmp_path / "rows.jsonl", *rows), "--json"))
     num_sampled = sum(len(one["token_ids"]) for row in rows for one in row["segments"] if one["kind"] == "model")
     assert counts["num_tokens"] == num_sampled - len(rows)
-    alone = rows_of(srtrl(*flags[:8], "--max-new-tokens", 9, "--environment", "none", "--json"))
-    assert "segments" not in alone[0]
-
-
-def test_generate_from_python_talks_too(run: Path) -> None:
-    prompts: list[str | list[int]] = ["1+1=", [5, 6]]
-    by_run = generate(str(run), prompts, max_new_tokens=80, seed=3)
-    assert by_run == generate(str(run), prompts, max_new_tokens=80, seed=3, environment=HOSTILE)
-    assert {segment.kind for (one,) in by_run for segment in one.segments} == {"model", "observation", "boundary"}
-    ((alone,), _) = generate(str(run), prompts, max_new_tokens=80, environment="none")
+    ((alone,),) = generate(str(run), ["1+1="], overrides=["rollout.environment=null"])
     assert (alone.segments, alone.num_turns, alone.stop_reason) == ([], 1, "")
-    with pytest.raises(ValueError, match=r"environment.format: `codetags` is unknown, did you mean `code_tags`\?"):
-        generate(str(run), prompts, environment={"name": "calculator", "format": "codetags"})
-
-
-CALCULATOR = ("--environment", "calculator", "--format", "code_tags")
-
-
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        (("--format", "code_tags"), "--format: there is no environment; name one with --environment"),
-        (("--environment", "none", "--environment-option", "a=1"), "--environment-option: there is no environment;"),
-        (("--environment", "calculatr"), "`calculatr` is not in srtrl/environments/, did you mean `calculator`?"),
-        ((*CALCULATOR, "--environment-option", "x=1"), "rollout.environment.options.x: unknown key"),
-        ((*CALCULATOR, "--environment-option", "x"), "expected section.key=value"),
-    ],
-)
-@pytest.mark.parametrize("command", [("generate", "--prompt", "1+1="), ("eval", "--task", "arithmetic")])
-def test_flags_that_do_not_fit_are_named(command: tuple[str, ...], flags: tuple[str, ...], error: str) -> None:
-    assert error in srtrl(command[0], "bundled:tiny", *command[1:], *flags, exit_code=2)
 
 
 def test_eval_uses_the_environment_and_says_how_turns_went(run: Path, tmp_path: Path) -> None:

@@ -1,0 +1,298 @@
+"""`srtrl generate` and `srtrl.generate`: completions of prompts, by the decoder and the environment of training.
+
+The prompts become a task without a verifier, and `run_evals` samples it as it samples the held-out problems of a run.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import Field
+
+from srtrl.checks import build_checked
+from srtrl.environments.base import count_turns, mark_segments
+from srtrl.evaluation.settings import bare_source
+from srtrl.ranks.processes import refuse_ranks
+from srtrl.recipe.file import RecipeSource, read_source
+from srtrl.recipe.schema import Recipe, Section
+from srtrl.report.rollouts import printable
+from srtrl.tasks.rendering import apply_chat_template, tokenise
+from srtrl.tasks.rows import RowError, RowSource, read_rows
+from srtrl.types import FinishReason, Prompt, Rollout, SegmentKind, segment_slices
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_NEW_TOKENS = 256
+"""Length limit of completions of a model; those of a run have the run's."""
+RUN_SECTIONS = ("device", "num_threads", "model", "rollout", "eval")
+"""What is taken from the recipe of a run."""
+
+
+class PromptsOptions(Section):
+    """The prompts of a command line or of a caller."""
+
+    ids: list[str]
+    texts: list[str] = Field(min_length=1)
+    chat_template: bool = False
+    """Wrap each text as a user's message in the tokenizer's chat template."""
+    chat_template_options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of that template, such as the environment's tools."""
+
+
+class Prompts:
+    """A task (see `tasks.base.Task`) of given prompts, which nothing grades."""
+
+    Options = PromptsOptions
+    verifier = None
+    train_prompts: Sequence[Prompt] = ()
+
+    def __init__(
+        self, options: PromptsOptions, *, tokenizer: "PreTrainedTokenizerBase", max_prompt_tokens: int
+    ) -> None:
+        texts = options.texts
+        if options.chat_template:
+            messages = [[{"role": "user", "content": text}] for text in texts]
+            texts = apply_chat_template(tokenizer, messages, options.chat_template_options)
+        prompts = [
+            Prompt(prompt_id=prompt_id, text=text, token_ids=(), answer="")
+            for prompt_id, text in zip(options.ids, texts, strict=True)
+        ]
+        self.eval_prompts = tokenise(tokenizer, prompts, add_special_tokens=not options.chat_template)
+        self.load_report: dict[str, int] = {}
+        for prompt in self.eval_prompts:
+            if (length := len(prompt.token_ids)) > max_prompt_tokens:
+                raise ValueError(
+                    f"prompt {prompt.prompt_id!r} has {length} tokens, and rollout.max_prompt_tokens is "
+                    f"{max_prompt_tokens}: allow more with rollout.max_prompt_tokens={length}"
+                )
+
+    @classmethod
+    def check_options(cls, options: PromptsOptions) -> None:
+        """All values are allowed."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GeneratedSegment:
+    """A part of a completion of several turns."""
+
+    kind: SegmentKind
+    """`model`, `observation` (an environment's text) or `boundary` (the text of the format around it)."""
+    token_ids: list[int]
+    text: str
+    logprobs: list[float] | None
+    """None where the policy sampled nothing."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Generated:
+    """One completion of a prompt."""
+
+    prompt_id: str
+    prompt_token_ids: tuple[int, ...]
+    sample_index: int
+    text: str
+    """Without special tokens, truncated before a stop string."""
+    token_ids: list[int]
+    """The end token, if one was sampled, is the last."""
+    logprobs: list[float]
+    """Of each token, under the full distribution at the temperature."""
+    finish_reason: FinishReason
+    """`stop` or `length`."""
+    segments: list[GeneratedSegment] = field(default_factory=list)
+    """With an environment: the parts of the completion, in order."""
+    num_turns: int = 1
+    stop_reason: str = ""
+    """With an environment: why the turns ended, as in the metrics `environment/stop_<reason>`."""
+
+
+def generate(
+    model_or_run: str,
+    prompts: Sequence[str],
+    *,
+    num_samples: int = 1,
+    chat: bool = False,
+    ids: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    import_from_here: bool = True,
+) -> list[list[Generated]]:
+    """Complete prompts; on a CPU the same seed gives the same completions.
+
+    Args:
+        model_or_run: Hugging Face folder, hub name, `bundled:tiny`, a checkpoint, or the folder of a run (its last
+            checkpoint, with the decoder and the environment of its recipe).
+        prompts: Texts.
+        num_samples: Completions of each.
+        chat: Put each text into the model's chat template.
+        ids: A name for each prompt; by default its index.
+        overrides: As on the command line: `["rollout.max_new_tokens=64", "eval.temperature=0", "device=cuda"]`.
+        import_from_here: Whether a name in the run's recipe may be a module of the current folder.
+
+    Returns:
+        For each prompt its completions.
+
+    Raises:
+        ValueError: the model cannot be loaded, an override is incorrect, or a prompt is empty or too long.
+    """
+    from srtrl.evaluation.policy import run_evals
+
+    refuse_ranks("srtrl generate")
+    if isinstance(prompts, str):
+        raise ValueError("prompts: expected a list of texts, found one text")
+    if not prompts:
+        raise ValueError("prompts: expected at least one")
+    task = {"ids": [*(ids or map(str, range(len(prompts))))], "texts": [*prompts], "chat_template": chat}
+    source = _source(model_or_run)
+    source.is_foreign = not import_from_here
+    source.put(("task",), {"name": "srtrl.generation:Prompts", "options": task}, "prompts")
+    source.put(("eval", "num_samples"), num_samples, "num_samples")
+    source.override(overrides)
+    recipe: Recipe = build_checked(source)
+    (outcome,) = run_evals(recipe.model.path, {"generate": recipe}, on_compile=_print_compiling)
+    return [[_generated(rollout) for rollout in group.rollouts] for group in outcome.groups]
+
+
+def _source(model_or_run: str) -> RecipeSource:
+    """The recipe of a model, or the same with the sections of a run that decide how it samples."""
+    from srtrl.evaluation.policy import resolve_eval_source
+
+    model, recipe_path = resolve_eval_source(model_or_run)
+    source = bare_source(model, max_new_tokens=MAX_NEW_TOKENS)
+    if recipe_path is not None:
+        run = read_source(recipe_path)
+        source.path, source.origins = run.path, run.origins
+        source.data |= {name: run.data[name] for name in RUN_SECTIONS if name in run.data}
+    source.put(("model", "path"), model, "MODEL_OR_RUN")
+    source.put(("rollout", "dynamic_sampling"), False, "srtrl generate")
+    source.put(("rewards",), [{"name": "environment"}], "srtrl generate")
+    return source
+
+
+def _print_compiling(number: int, _: int) -> None:
+    from srtrl.engine.warm_up import COMPILE_MESSAGE
+
+    if number == 1:
+        print(COMPILE_MESSAGE, file=sys.stderr)
+
+
+def _generated(rollout: Rollout) -> Generated:
+    logprobs, conversation = rollout.rollout_logprobs.tolist(), rollout.conversation
+    token_ids = rollout.token_ids.tolist()
+    segments = []
+    if conversation is not None:
+        for (kind, part), text in zip(segment_slices(conversation.segments), conversation.texts, strict=True):
+            sampled = logprobs[part] if kind == "model" else None
+            segments.append(GeneratedSegment(kind=kind, token_ids=token_ids[part], text=text, logprobs=sampled))
+    return Generated(
+        prompt_id=rollout.prompt.prompt_id,
+        prompt_token_ids=rollout.prompt.token_ids,
+        sample_index=rollout.sample_index,
+        text=rollout.text,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=rollout.finish_reason,
+        segments=segments,
+        num_turns=conversation.num_turns if conversation else 1,
+        stop_reason=conversation.stop_reason if conversation else "",
+    )
+
+
+# --- The command line -------------------------------------------------------------------------------------------------
+
+
+def command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_OR_RUN", help="Hugging Face folder, hub name, `bundled:tiny`, or a run's folder."
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SECTION.KEY=VALUE", help="Values of the recipe, such as rollout.slots=8 or rollout.drafter=none."
+        ),
+    ] = None,
+    *,
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="A prompt's text; may be given more than once.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help='.jsonl or .parquet; rows {"prompt": TEXT}, perhaps with "id".')
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Completions per prompt.")] = 1,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy. [default: 1, of a run eval.temperature]")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help=f"Length limit. [default: {MAX_NEW_TOKENS}, of a run its own]")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Put each text into the model's chat template.")] = False,
+    import_from_here: Annotated[
+        bool,
+        typer.Option("--import-from-here", help="Import what the run's recipe names from the current folder too."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Complete prompts.
+
+    A run that was trained with an environment is completed with it: its tools run, and a completion has several turns
+    (rollout.environment=null: one turn).
+    """
+    flags = {"eval.temperature": temperature, "rollout.max_new_tokens": max_new_tokens, "seed": seed}
+    rows = _given_prompts(prompts, prompt or ())
+    completions = generate(
+        model,
+        [text for _, text in rows],
+        ids=[prompt_id for prompt_id, _ in rows],
+        num_samples=samples,
+        chat=chat,
+        overrides=[*(f"{key}={value}" for key, value in flags.items() if value is not None), *(overrides or ())],
+        import_from_here=import_from_here,
+    )
+    for group in completions:
+        for completion in group:
+            print(_row(completion) if as_json else _shown(completion))
+
+
+def _given_prompts(file: Path | None, texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Id and text of every prompt, those of the file first.
+
+    Raises:
+        ValueError: there are none, or a row has no text; the message begins with the row's place.
+    """
+    prompts = []
+    for index, row in enumerate(read_rows(RowSource(files=[str(file)])) if file is not None else ()):
+        if isinstance(row.fields, RowError):
+            raise ValueError(f"{row.place}: {row.fields}")
+        if not isinstance(text := row.fields.get("prompt"), str):
+            raise ValueError(f'{row.place}: expected {{"prompt": TEXT}}, found {str(dict(row.fields))[:80]}')
+        prompts.append((str(row.fields.get("id", index)), text))
+    prompts += [(str(index), text) for index, text in enumerate(texts, start=len(prompts))]
+    if not prompts:
+        raise ValueError("no prompts: give --prompt TEXT or --prompts FILE.jsonl")
+    return prompts
+
+
+def _row(completion: Generated) -> str:
+    """A line of JSON; of a single turn without what only several turns have."""
+    row = asdict(completion)
+    if not completion.segments:
+        for name in ("segments", "num_turns", "stop_reason"):
+            del row[name]
+    return json.dumps(row, ensure_ascii=False)
+
+
+def _shown(completion: Generated) -> str:
+    """A heading and the text; of several turns each under a line of its own."""
+    end = "stopped" if completion.finish_reason == "stop" else "truncated"
+    size, text = f"{len(completion.token_ids)} tokens", completion.text
+    if completion.segments:
+        size += f", {count_turns(completion.num_turns, completion.stop_reason)}"
+        text = mark_segments([part.kind for part in completion.segments], [part.text for part in completion.segments])
+    return f"--- prompt {completion.prompt_id}, sample {completion.sample_index}: {size}, {end}\n{printable(text)}"
