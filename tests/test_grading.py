@@ -115,7 +115,7 @@ REWARDS = """
         return [step * index for index, _ in enumerate(samples)]
 
     def verify(text: str, answer: str) -> bool:
-        if text == "verifier raises":
+        if text == "raise":
             raise RuntimeError("cannot read this")
         return text == answer
 """
@@ -153,67 +153,81 @@ def grade_all(grader: Grader, texts: Sequence[str]) -> list[Grade]:
     return grader.collect(tickets)
 
 
-def test_bad_samples_cost_only_themselves(
-    package: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("srtrl.tasks.worker_pool.WALL_SECONDS_PER_CPU_SECOND", 8)
-    texts = ["a", "loop", "ok", "sleep", "bbb", "crash", "cccc", "raise", "leave", "memory", "loop in C", "dd"]
-    with caplog.at_level(logging.WARNING), make_grader(f"{package}:act", "correct") as grader:
-        grades = grade_all(grader, texts)
-        assert [grade.outcome for grade in grades] == [
-            *("wrong", "timeout", "correct", "timeout", "wrong", "crash"),
-            *("wrong", "error", "error", "crash", "timeout", "wrong"),
-        ]
-        assert [grade.reward for grade in grades] == [1, 0, 2 + 1, 0, 3, 0, 4, 0, 0, 0, 0, 2]
-        assert grades[1].parts == {"act": 0.0, "correct": 0.0}
-        assert grades[2].parts == {"act": 2.0, "correct": 1.0}
-        assert [grade.outcome for grade in grade_all(grader, ["ok"] * 4)] == ["correct"] * 4  # the pool goes on
-    details = {text: grade.detail for text, grade in zip(texts, grades, strict=True)}
-    assert details["loop"] == "more than 0.3 CPU seconds, also when retried alone"
-    assert "2.4 seconds of wall-clock time" in details["sleep"]
-    assert "exit code 3" in details["crash"]
-    assert "4 GiB" in details["memory"]
-    assert re.search(r"KeyError.*no such thing.*own_rewards.py:2", details["raise"])
+def grading_processes() -> set[Any]:
+    return {process for process in multiprocessing.active_children() if process.name == "srtrl-grading"}
+
+
+@pytest.fixture(scope="module")
+def workers(package: str) -> Iterator[Grader]:
+    """Two workers for all tests that do not count them."""
+    with pytest.MonkeyPatch.context() as patch, make_grader(f"{package}:act", "correct", f"{package}:rank") as grader:
+        patch.setattr("srtrl.tasks.worker_pool.WALL_SECONDS_PER_CPU_SECOND", 8)
+        yield grader
+
+
+BAD_SAMPLES = [  # text, outcome, reward of `act`, detail
+    ("a", "wrong", 1.0, "$"),
+    ("loop", "timeout", 0.0, "more than 0.3 CPU seconds, also when retried alone$"),
+    ("ok", "correct", 2.0, "$"),
+    ("sleep", "timeout", 0.0, "no answer within 2.4 seconds of wall-clock time"),
+    ("crash", "crash", 0.0, "the worker process ended with exit code 3"),
+    ("raise", "error", 0.0, r".*KeyError.*no such thing.*own_rewards.py:2"),
+    ("leave", "error", 0.0, "SystemExit: enough"),
+    ("memory", "crash", 0.0, "more than 4 GiB of memory"),
+    ("shared", "error", 0.0, ".*Cannot allocate memory"),
+    ("loop in C", "timeout", 0.0, "more than 0.3 CPU seconds"),
+    ("cccc", "wrong", 4.0, "$"),
+]
+
+
+def test_bad_samples_cost_only_themselves(workers: Grader, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    with caplog.at_level(logging.WARNING):
+        grades = grade_all(workers, [text for text, *_ in BAD_SAMPLES])
+    for index, ((_, outcome, act, detail), grade) in enumerate(zip(BAD_SAMPLES, grades, strict=True)):
+        is_graded = outcome in ("correct", "wrong")
+        correct = float(outcome == "correct")
+        assert (grade.outcome, grade.parts["act"], grade.parts["correct"]) == (outcome, act, correct)
+        assert grade.reward == (act + correct + index if is_graded else 0.0)
+        assert re.match(detail, grade.detail)
     named = [record.getMessage().partition(":")[0] for record in caplog.records]
     reasons = [grade.detail for grade in grades]
     first = [i for i, reason in enumerate(reasons) if reason and reason not in reasons[:i]]
     assert named == [f"prompt p{i}" for i in first]
     assert "prompt p1: grading ended in timeout, reward 0: more than 0.3 CPU seconds" in caplog.text
+    once = f"crash once {tmp_path / 'marker'}"  # the second attempt is graded
+    after = [(grade.outcome, grade.parts["act"], grade.detail) for grade in grade_all(workers, [once, "ok", "ok"])]
+    assert after == [("wrong", float(len(once)), ""), *[("correct", 2.0, "")] * 2]
 
 
-def test_the_limit_is_cpu_time_of_one_sample(package: str) -> None:
-    """In one worker: a sample that waits longer than the limit, and samples that together burn more."""
+def test_a_sample_has_its_own_cpu_time_and_answer(package: str) -> None:
+    """In one worker: a sample waits longer than the limit, some burn more together, some fork or start a program.
+
+    Of a forked worker only the parent answers, and what a reward starts does not outlive the worker.
+    """
+    texts = ["pause", "burn", "burn", "burn", "fork", "1", "22", "fork", "333", "4444"]
     with make_grader(f"{package}:act", num_workers=1) as grader:
-        grades = grade_all(grader, ["pause", "burn", "burn", "burn"])
-    assert [(grade.outcome, grade.reward) for grade in grades] == [("wrong", 5.0), *[("wrong", 4.0)] * 3]
-
-
-def test_what_a_reward_starts_neither_answers_for_it_nor_outlives_it(package: str) -> None:
-    """Of a forked worker only the parent answers, so that each of the next samples has its own grade."""
-    texts = ["fork", "1", "22", "fork", "333", "4444", "child"]
-    with make_grader(f"{package}:act", num_workers=1) as grader:
-        grades = grade_all(grader, texts)
-        assert [grade.reward for grade in grades[:-1]] == [len(text) for text in texts[:-1]]
-    child, deadline = Path(f"/proc/{int(grades[-1].reward)}/stat"), time.monotonic() + 10
-    while child.exists() and child.read_text().split()[2] != "Z":  # dead, if nobody has reaped it yet
+        *grades, last = grade_all(grader, [*texts, "child"])
+        assert [(grade.outcome, grade.reward) for grade in grades] == [("wrong", len(text)) for text in texts]
+    child, deadline = Path(f"/proc/{int(last.reward)}/stat"), time.monotonic() + 10
+    while child.exists() and child.read_text().split()[2] != "Z":  # dead, if not reaped yet
         assert time.monotonic() < deadline, "it still runs"
         time.sleep(0.01)
 
 
-def test_shared_memory_counts_towards_the_limit(package: str) -> None:
-    with make_grader(f"{package}:act") as grader:
-        [grade] = grade_all(grader, ["shared"])
-    assert (grade.outcome, grade.reward) == ("error", 0.0)
-    assert "Cannot allocate memory" in grade.detail
-
-
-def test_workers_killed_at_their_start_are_replaced(package: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), make_grader(f"{package}:act") as grader:
-        for process in multiprocessing.active_children():
-            if process.name == "srtrl-grading":
-                process.kill()
-        assert [grade.outcome for grade in grade_all(grader, ["ok"] * 4)] == ["correct"] * 4
-    assert "ended at its start with exit code -9" in caplog.text
+def test_a_module_that_hangs_or_ends_in_a_worker_stops_the_run(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = grading_processes()
+    monkeypatch.setattr("srtrl.tasks.worker_pool.START_SECONDS", 0.05)
+    with (
+        make_grader(f"{package}:act", num_workers=1) as grader,
+        pytest.raises(RuntimeError, match=r"worker that imports own_rewards hangs: it is not ready after 0.05 seconds"),
+    ):
+        grade_all(grader, ["ok"])
+    monkeypatch.undo()
+    with make_grader(f"{package}:act", num_workers=1) as grader:
+        (process,) = grading_processes() - others
+        process.kill()
+        with pytest.raises(RuntimeError, match=r"worker that imports own_rewards ended with exit code -9"):
+            grade_all(grader, ["ok"])
 
 
 def test_a_reason_is_logged_once_and_then_counted(package: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -246,53 +260,38 @@ def test_rewards_are_tried_before_the_run_and_a_step_without_any_grade_stops_it(
         check_not_all_failed([failed, rollout_cases.graded(grade_all(grader, ["raise", "ok"]))], "step 3")
 
 
-def test_leaving_the_process_is_a_rewards_error(package: str) -> None:
-    with make_grader(f"{package}:leaves") as grader:
-        [grade] = grade_all(grader, ["ok"])
-    assert (grade.outcome, grade.reward) == ("error", 0.0)
-    assert "SystemExit: 0 (own_rewards.py:" in grade.detail
-
-
-def test_a_crash_that_does_not_repeat_is_graded(package: str, tmp_path: Path) -> None:
-    text = f"crash once {tmp_path / 'marker'}"
-    with make_grader(f"{package}:act") as grader:
-        [grade] = grade_all(grader, [text])
-    assert (grade.outcome, grade.reward, grade.detail) == ("wrong", float(len(text)), "")
-
-
-def test_tickets_say_when_they_are_done(package: str, tmp_path: Path) -> None:
+def test_tickets_say_when_they_are_done_and_grades_keep_their_order(workers: Grader, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    with make_grader(f"{package}:act") as grader:
-        tickets = [grader.submit(prompt_of("ok"), text, "stop", 1) for text in (f"await {gate}", "ok")]
-        grader.wait_any(tickets)
-        assert [grader.is_done(ticket) for ticket in tickets] == [False, True]
-        gate.touch()
-        grader.wait_any(tickets)  # one more
-        assert all(grader.is_done(ticket) for ticket in tickets)
-        grader.wait_any(tickets)  # does not wait: there is none left
-        assert [grade.outcome for grade in grader.collect(tickets)] == ["wrong", "correct"]
+    tickets = [workers.submit(prompt_of("ok"), text, "stop", 1) for text in (f"await {gate}", "ok")]
+    workers.wait_any(tickets)
+    assert [workers.is_done(ticket) for ticket in tickets] == [False, True]
+    gate.touch()
+    workers.wait_any(tickets)  # one more
+    assert all(workers.is_done(ticket) for ticket in tickets)
+    workers.wait_any(tickets)  # does not wait: there is none left
+    grades = workers.collect(tickets[::-1])
+    assert [(grade.outcome, grade.parts["rank"]) for grade in grades] == [("correct", 0.0), ("wrong", 1.0)]
     with make_grader() as grader:
         assert grader.is_done(grader.submit(prompt_of("ok"), "ok", "stop", 1))  # nothing runs apart
 
 
-def test_an_interrupt_from_the_keyboard_does_not_reach_the_workers(package: str) -> None:
+def test_interrupts_do_not_reach_workers_and_leaving_ends_them_at_once(package: str) -> None:
+    others = grading_processes()
+
     def interrupt_workers() -> int:
-        workers = [process for process in multiprocessing.active_children() if process.name == "srtrl-grading"]
+        workers = grading_processes() - others
         for worker in workers:
-            assert worker.pid is not None
             os.kill(worker.pid, signal.SIGINT)
         return len(workers)
 
-    with make_grader(f"{package}:act") as grader:
+    made = make_grader(f"{package}:act")
+    assert interrupt_workers() == 0
+    with made as grader:
         assert interrupt_workers() == 2  # while they start
         assert [grade.outcome for grade in grade_all(grader, ["ok"] * 4)] == ["correct"] * 4
         tickets = [grader.submit(prompt_of("ok", i), "pause", "stop", 1) for i in range(2)]
         assert interrupt_workers() == 2  # while they grade
         assert [grade.detail for grade in grader.collect(tickets)] == ["", ""]
-
-
-def test_leaving_ends_hanging_workers_at_once(package: str) -> None:
-    with make_grader(f"{package}:act") as grader:
         [grade] = grade_all(grader, ["who"])
         for _ in range(5):
             grader.submit(prompt_of("ok"), "sleep", "stop", 1)
@@ -303,54 +302,63 @@ def test_leaving_ends_hanging_workers_at_once(package: str) -> None:
         os.kill(int(grade.reward), 0)
 
 
-def test_grades_keep_the_order_of_the_tickets(package: str) -> None:
-    texts = ["pause", "a", "pause", "bb", "ccc"]
-    with make_grader(f"{package}:act", f"{package}:rank") as grader:
-        tickets = [grader.submit(prompt_of("ok"), text, "stop", 1) for text in texts]
-        first = grader.collect(tickets[::-1])
-    assert [grade.parts["act"] for grade in first] == [3, 2, 5, 1, 5]
-    assert [grade.parts["rank"] for grade in first] == [0, 1, 2, 3, 4]
-
-
 def test_weighted_sum_of_in_process_rewards(package: str) -> None:
     sections = [RewardSection(name="correct", weight=2.0), RewardSection(name=f"{package}:length", weight=-0.5)]
     with Grader(Rows(equal_texts), sections, GradingSection(), max_new_tokens=10) as grader:
-        samples: list[tuple[str, FinishReason, int]] = [("ok", "stop", 5), ("no", "length", 10), ("raise", "stop", 1)]
+        samples: list[tuple[str, FinishReason, int]] = [("ok", "stop", 5), ("no", "length", 10)]
         grades = grader.collect([grader.submit(prompt_of("ok"), *sample) for sample in samples])
-    assert [grade.reward for grade in grades] == [2.0 - 0.25, -0.5, 0.0]
+    assert [grade.reward for grade in grades] == [2.0 - 0.25, -0.5]
     assert grades[0].parts == {"correct": 1.0, "length": 0.5}
-    assert [grade.outcome for grade in grades] == ["correct", "wrong", "error"]
-    assert grades[2].detail.startswith("reward `length`: ZeroDivisionError: in process (own_rewards.py:")
+    assert [grade.outcome for grade in grades] == ["correct", "wrong"]
 
 
-def test_a_verifier_that_raises_is_an_error_of_its_sample(package: str) -> None:
-    verifier = resolve_function("srtrl.tasks.rewards", f"{package}:verify")
-    with make_grader("correct", f"{package}:rank", verifier=verifier) as grader:
-        grades = grade_all(grader, ["ok", "verifier raises", "no"])
-    assert [grade.outcome for grade in grades] == ["correct", "error", "wrong"]
-    assert [grade.reward for grade in grades] == [1.0 + 0.0, 0.0, 2.0]
-    assert "RuntimeError: cannot read this" in grades[1].detail
-
-
-def test_a_broken_batched_reward_fails_all_its_samples(package: str) -> None:
-    with make_grader("correct", f"{package}:breaks") as grader:
-        grades = grade_all(grader, ["ok", "no"])
-    assert [(grade.outcome, grade.reward) for grade in grades] == [("error", 0.0)] * 2
-    assert "OSError: no reward server" in grades[0].detail
+@pytest.mark.parametrize(
+    ("names", "verifier", "expected"),
+    [  # of the samples "ok", "raise", "no": outcome, reward, detail
+        (
+            ["correct", "own_rewards:rank"],
+            "own_rewards:verify",
+            [("correct", 1.0, "$"), ("error", 0.0, "verifier: RuntimeError: cannot read this"), ("wrong", 2.0, "$")],
+        ),
+        (
+            ["correct", "own_rewards:length"],
+            None,
+            [
+                ("correct", 1.2, "$"),
+                ("error", 0.0, r"reward `length`: ZeroDivisionError: in process \(own_rewards.py:"),
+                ("wrong", 0.2, "$"),
+            ],
+        ),
+        (["correct", "own_rewards:breaks"], None, [("error", 0.0, ".*OSError: no reward server")] * 3),
+        (["own_rewards:leaves"], None, [("error", 0.0, r".*SystemExit: 0 \(own_rewards.py:")] * 3),
+    ],
+)
+@pytest.mark.usefixtures("package")
+def test_errors_in_the_training_process_are_outcomes(
+    names: list[str], verifier: str | None, expected: list[tuple[str, float, str]]
+) -> None:
+    function = resolve_function("srtrl.tasks.rewards", verifier) if verifier else equal_texts
+    with make_grader(*names, verifier=function) as grader:
+        grades = grade_all(grader, ["ok", "raise", "no"])
+    for grade, (outcome, reward, detail) in zip(grades, expected, strict=True):
+        assert (grade.outcome, grade.reward) == (outcome, reward)
+        assert re.match(detail, grade.detail)
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("act", "nan", "reward `act` must return a finite number, it returned nan"),
+        (None, "nan", "reward `act` must return a finite number, it returned nan"),
         ("text", "a", "reward `text` must return a finite number, it returned '1.0'"),
         ("too_few", "a", "reward `too_few` returned 1 values for 2 samples"),
         ("named", "a", "reward `named` is batched and must return a list of numbers, it returned {'a': 1.0"),
     ],
 )
-def test_a_value_that_is_no_finite_number_stops_the_run(package: str, name: str, text: str, message: str) -> None:
-    with make_grader(f"{package}:{name}") as grader, pytest.raises(ValueError, match=message):
-        grade_all(grader, [text, "ok"])
+def test_a_value_that_is_no_finite_number_stops_the_run(
+    package: str, workers: Grader, name: str | None, text: str, message: str
+) -> None:
+    with make_grader(f"{package}:{name}" if name else "correct") as grader, pytest.raises(ValueError, match=message):
+        grade_all(grader if name else workers, [text, "ok"])
 
 
 REFUSED: list[tuple[list[dict[str, Any]], str]] = [

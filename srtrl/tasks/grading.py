@@ -57,14 +57,14 @@ class GradeTicket:
 class Grader:
     """Grades completions with a task's verifier and the recipe's rewards.
 
-    Use it as a context manager: leaving it ends the worker processes, also in the middle of a job. There are none if
-    neither the verifier nor a reward is `isolated`.
+    Use it as a context manager: entering it starts the worker processes, leaving it ends them, also in the middle of a
+    job. There are none if neither the verifier nor a reward is `isolated`.
 
     Args:
         task: Whose verifier decides what is correct; without one, nothing is correct or wrong.
         rewards: The recipe's rewards; the sample's reward is their weighted sum.
         grading: Number of workers and their CPU limit.
-        max_new_tokens: The limit that `RewardInput` tells the rewards.
+        max_new_tokens: `RewardInput.max_new_tokens`.
 
     Raises:
         ValueError: as `resolve_rewards`, or a verifier that workers could not import.
@@ -78,19 +78,20 @@ class Grader:
         self._num_failed: Counter[tuple[str, str]] = Counter()
         self._verifier = task.verifier
         self.outcomes = VERIFIED_OUTCOMES if task.verifier is not None else UNVERIFIED_OUTCOMES
-        """How a grading can end."""
+        """The outcomes that a grading can have."""
         self._verifier_isolated = is_isolated(task.verifier)
         if self._verifier_isolated:
             check_importable("the task's verifier", task.verifier)
-        functions = IsolatedFunctions(
+        self._isolated = IsolatedFunctions(
             verifier=self._verifier if self._verifier_isolated else None,
             rewards=tuple((reward.name, reward.function) for reward in self._rewards if reward.isolated),
         )
+        self._grading = grading
         self._pool: WorkerPool | None = None
-        if functions.verifier is not None or functions.rewards:
-            self._pool = WorkerPool(functions, grading.num_workers, grading.timeout_seconds)
 
     def __enter__(self) -> Self:
+        if self._isolated.modules:
+            self._pool = WorkerPool(self._isolated, self._grading.num_workers, self._grading.timeout_seconds)
         return self
 
     def __exit__(
@@ -116,7 +117,7 @@ class Grader:
             text: The completion without special tokens.
             finish_reason: Why it ended.
             num_tokens: Its length, the end token included.
-            environment_reward: What the sample's environment gave.
+            environment_reward: The sum of the rewards of the sample's environment.
             num_turns: Turns of the policy.
         """
         sample = RewardInput(
@@ -135,8 +136,10 @@ class Grader:
             if caught.error is not None:
                 failure = Failure(outcome="error", detail=f"verifier: {describe_error(caught.error)}")
                 return GradeTicket(sample=sample, verdict=_done(failure))
-        verdict = _done(Graded(correct=sample.correct)) if self._pool is None else self._pool.submit(sample)
-        return GradeTicket(sample=sample, verdict=verdict)
+        if self._pool is not None:
+            return GradeTicket(sample=sample, verdict=self._pool.submit(sample))
+        assert not self._isolated.modules, "the grader is used outside of its context"
+        return GradeTicket(sample=sample, verdict=_done(Graded(correct=sample.correct)))
 
     def is_done(self, ticket: GradeTicket) -> bool:
         """Whether `collect` would not have to wait for this one."""
@@ -147,7 +150,7 @@ class Grader:
     ) -> None:
         """Wait until one more of `tickets` or `others` is done, or for `timeout` seconds; at once where all are."""
         verdicts = [ticket.verdict for ticket in tickets]
-        wait([one for one in (*verdicts, *others) if not one.done()], timeout, return_when=FIRST_COMPLETED)
+        wait([future for future in (*verdicts, *others) if not future.done()], timeout, return_when=FIRST_COMPLETED)
 
     def collect(self, tickets: Sequence[GradeTicket]) -> list[Grade]:
         """Wait for the grades of `tickets`, in their order; batched rewards see all of them at once.
@@ -185,11 +188,11 @@ class Grader:
             with ranks.together("grading"):
                 return self.collect(tickets)
         own = [(key, ticket.sample, ticket.verdict.result()) for key, ticket in zip(keys, tickets, strict=True)]
-        found = sorted(chain(*ranks.gather(own, "samples for a batched reward")), key=itemgetter(0))
-        everything = [GradeTicket(sample=sample, verdict=_done(verdict)) for _, sample, verdict in found]
+        rows = sorted(chain(*ranks.gather(own, "samples for a batched reward")), key=itemgetter(0))
+        everything = [GradeTicket(sample=sample, verdict=_done(verdict)) for _, sample, verdict in rows]
         grades = ranks.on_main(lambda: self.collect(everything), "a batched reward")
-        by_key = {key: grade for (key, *_), grade in zip(found, grades, strict=True)}
-        return [by_key[key] for key in keys]
+        grade_of = {key: grade for (key, *_), grade in zip(rows, grades, strict=True)}
+        return [grade_of[key] for key in keys]
 
     def try_rewards(self, prompt: Prompt, num_samples: int = 1) -> None:
         """Grade the reference answer of a prompt, as a group of samples, before anything is decoded.

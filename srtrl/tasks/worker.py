@@ -36,11 +36,17 @@ class InvalidRewardError(ValueError):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class IsolatedFunctions:
-    """What a worker runs on each sample."""
+    """The functions that a worker runs on each sample."""
 
     verifier: Callable[[str, str], bool] | None
     """None where the verifier runs in the training process; then `RewardInput.correct` is already filled in."""
     rewards: tuple[tuple[str, Callable[[RewardInput], float]], ...]
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the modules that a worker imports for them."""
+        functions = [*([self.verifier] if self.verifier is not None else []), *(reward for _, reward in self.rewards)]
+        return sorted({getattr(function, "func", function).__module__ for function in functions})  # of a `partial`
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -5,7 +5,6 @@ Each worker has one job at a time. When it dies its pipe ends, after everything 
 thread 2 of 60 crashing jobs broke the whole pool.)
 """
 
-import logging
 import os
 import queue
 import signal
@@ -19,37 +18,36 @@ from multiprocessing.context import SpawnProcess
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.worker import MEMORY_EXIT_CODE, MEMORY_LIMIT_BYTES, Failure, Graded, IsolatedFunctions, serve
 
-logger = logging.getLogger(__name__)
-
 WALL_SECONDS_PER_CPU_SECOND = 20
 """A job may take this many times its CPU limit in wall-clock time: a backstop for one that sleeps or waits."""
+START_SECONDS = 120.0
+"""Limit of the time that a worker takes to import its functions, from the first sample on."""
 REAP_SECONDS = 5.0
-"""How long a worker whose pipe is closed may take to end by itself."""
+"""Limit of the time that a worker whose pipe is closed takes to end by itself."""
 
 _process_lock = threading.Lock()
 """multiprocessing reaps children without a lock of its own; starting and reaping from several threads needs one."""
 
 
 class Worker:
-    """One worker process, replaced when it dies; used by one thread at a time, but for `close`."""
+    """One worker process, replaced when it ends; used by one thread at a time, but for `close`."""
 
     def __init__(self, functions: IsolatedFunctions, cpu_seconds: float) -> None:
         self._functions = functions
         self._cpu_seconds = cpu_seconds
-        self._closed = False
-        self._failed_starts = 0
-        """In a row, the last ones."""
-        self._start()
+        self._is_closed = False
+        self._process: SpawnProcess | None = None
+        """None where it has ended and is reaped: another process may have its number by now."""
+        self._launch()
 
     def grade(self, sample: RewardInput) -> Graded | Failure:
         """Grade one sample; where that ends the process, once more in one that has graded nothing else.
 
         Raises:
-            RuntimeError: two processes ended before their first sample (they could not import the functions), or the
-                worker is closed.
+            RuntimeError: a process ends before its first sample or does not start in time, or the worker is closed.
         """
         reply = self._attempt(sample)
-        if not self._alive:
+        if self._process is None:
             reply = self._attempt(sample)
             if isinstance(reply, Failure):
                 reply = replace(reply, detail=f"{reply.detail}, also when retried alone")
@@ -58,92 +56,85 @@ class Worker:
     def close(self) -> None:
         """Kill the process, from any thread; one that waits in `grade` then returns."""
         with _process_lock:
-            self._closed = True
-            self._kill()
+            self._is_closed = True
+            if self._process is not None:
+                _kill_group(self._process)
 
-    def _kill(self) -> None:
-        """Kill the process and what its rewards have started: the process group that `serve` has made.
-
-        Nothing where that was done already: another process may have the number by now.
-        """
-        if self._buried:
-            return
-        self._process.kill()
-        assert self._process.pid is not None
-        with suppress(ProcessLookupError):  # it has none yet, or all of it is gone
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def _start(self) -> None:
-        context = get_context("spawn")  # a fork would inherit the locks of torch's and the decoder's threads
-        self._ready = False
+    def reap(self, seconds: float = REAP_SECONDS) -> int | None:
+        """Wait for the end of the process, and kill it after `seconds`; returns its exit code."""
         with _process_lock:
-            if self._closed:
+            process, self._process = self._process, None
+            if process is None:
+                return None
+            process.join(seconds)
+            _kill_group(process)
+            process.join()
+        self._connection.close()
+        return process.exitcode
+
+    def _launch(self) -> None:
+        context = get_context("spawn")  # a fork would inherit the locks of torch's and the decoder's threads
+        self._is_ready = False
+        with _process_lock:
+            if self._is_closed:
                 raise RuntimeError("the grader is closed")
             self._connection, other_end = context.Pipe()
             arguments = (other_end, self._functions, self._cpu_seconds)
-            self._process: SpawnProcess = context.Process(
-                target=serve, args=arguments, name="srtrl-grading", daemon=True
-            )
+            process = context.Process(target=serve, args=arguments, name="srtrl-grading", daemon=True)
             # Ctrl-C reaches all processes, also one that has not come to ignore it yet: it inherits the blocked signal.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            self._process.start()
-            self._buried = False
+            process.start()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            self._process = process
         other_end.close()
-        self._alive = True
 
     def _attempt(self, sample: RewardInput) -> Graded | Failure:
-        if not self._alive:
-            self._start()
+        if self._process is None:
+            self._launch()
+        if not self._is_ready:
+            self._await_start()
         wall_seconds = WALL_SECONDS_PER_CPU_SECOND * self._cpu_seconds
         try:
-            if not self._ready:
-                self._connection.recv()
-                self._ready = True
-                self._failed_starts = 0
             self._connection.send(sample)
             if self._connection.poll(wall_seconds):
                 reply: Graded | Failure = self._connection.recv()
                 return reply
         except (EOFError, OSError):
-            return self._autopsy(sample)
-        self._kill()
-        self.reap()
+            exit_code = self.reap()
+            if exit_code == -signal.SIGPROF:
+                return Failure(outcome="timeout", detail=f"more than {self._cpu_seconds:g} CPU seconds")
+            if exit_code == MEMORY_EXIT_CODE:
+                return Failure(outcome="crash", detail=f"more than {MEMORY_LIMIT_BYTES / 1024**3:g} GiB of memory")
+            return Failure(outcome="crash", detail=f"the worker process ended with exit code {exit_code}")
+        self.reap(0.0)
         return Failure(outcome="timeout", detail=f"no answer within {wall_seconds:g} seconds of wall-clock time")
 
-    def _autopsy(self, sample: RewardInput) -> Graded | Failure:
-        """Tell from the exit code what ended the process; one that had not begun is replaced, once in a row."""
-        exit_code = self.reap()
-        if not self._ready:
-            how = f"a grading worker ended at its start with exit code {exit_code}; see its message above"
-            if self._failed_starts or self._closed:
-                raise RuntimeError(f"{how}. The next one ended in the same way")
-            logger.warning("%s. Starting another", how)
-            self._failed_starts += 1
-            return self._attempt(sample)
-        if exit_code == -signal.SIGPROF:
-            return Failure(outcome="timeout", detail=f"more than {self._cpu_seconds:g} CPU seconds")
-        if exit_code == MEMORY_EXIT_CODE:
-            return Failure(outcome="crash", detail=f"more than {MEMORY_LIMIT_BYTES / 1024**3:g} GiB of memory")
-        return Failure(outcome="crash", detail=f"the worker process ended with exit code {exit_code}")
+    def _await_start(self) -> None:
+        """Wait until the process has imported the functions."""
+        how = f"hangs: it is not ready after {START_SECONDS:g} seconds"
+        try:
+            if self._connection.poll(START_SECONDS):
+                self._connection.recv()
+                self._is_ready = True
+                return
+            self.reap(0.0)
+        except (EOFError, OSError):
+            how = f"ended with exit code {self.reap()}; see its message above"
+        raise RuntimeError(f"a grading worker that imports {', '.join(self._functions.modules)} {how}")
 
-    def reap(self) -> int | None:
-        """Wait for the end of the process, and kill it where that does not come soon; returns its exit code."""
-        self._alive = False
-        with _process_lock:
-            self._process.join(REAP_SECONDS)
-            self._kill()
-            self._process.join()
-            self._buried = True
-        self._connection.close()
-        return self._process.exitcode
+
+def _kill_group(process: SpawnProcess) -> None:
+    """Kill a process and what its rewards have started: the process group that `serve` has made."""
+    process.kill()
+    assert process.pid is not None
+    with suppress(ProcessLookupError):  # it has none yet, or all of it is gone
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 class WorkerPool:
     """A thread for each worker: it sends a sample and waits for the answer."""
 
     def __init__(self, functions: IsolatedFunctions, num_workers: int, cpu_seconds: float) -> None:
-        # They import their functions while the trainer loads the policy.
         self._workers = [Worker(functions, cpu_seconds) for _ in range(num_workers)]
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self._workers:
