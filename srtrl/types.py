@@ -120,17 +120,6 @@ class Grade:
     """For failures: what happened (shown in the log)."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Segment:
-    """A part of a response."""
-
-    kind: SegmentKind
-    token_ids: npt.NDArray[np.int32]
-    """[length]."""
-    logprobs: npt.NDArray[np.float32] | None
-    """[length], by the decoder; None where nobody sampled."""
-
-
 def segment_slices(segments: Sequence[tuple[SegmentKind, int]]) -> Iterator[tuple[SegmentKind, slice]]:
     """Kind and place in the response of each of its parts, which are given by kind and number of tokens."""
     start = 0
@@ -184,30 +173,18 @@ class Rollout:
     finish_reason: FinishReason
     policy_version: int
     grade: Grade
+    extensions: tuple[tuple[int, int], ...] = ()
+    """Start and stop of each part of the response that was not sampled; see `Completion`."""
     conversation: Conversation | None = None
     """None: a single turn."""
 
     @property
-    def segments(self) -> list[Segment]:
-        """The parts of the response: one where it is a single turn."""
-        if self.conversation is None:
-            return [Segment(kind="model", token_ids=self.token_ids, logprobs=self.rollout_logprobs)]
-        return [
-            Segment(
-                kind=kind,
-                token_ids=self.token_ids[part],
-                logprobs=self.rollout_logprobs[part] if kind == "model" else None,
-            )
-            for kind, part in segment_slices(self.conversation.segments)
-        ]
-
-    @property
     def sampled(self) -> npt.NDArray[np.int64]:
         """Indices in the response of the tokens that the policy sampled."""
-        if self.conversation is None:
-            return np.arange(len(self.token_ids))
-        kinds, lengths = zip(*self.conversation.segments, strict=True)
-        return np.flatnonzero(np.repeat([kind == "model" for kind in kinds], lengths))
+        is_sampled = np.ones(len(self.token_ids), np.bool_)
+        for start, stop in self.extensions:
+            is_sampled[start:stop] = False
+        return np.flatnonzero(is_sampled)
 
     @property
     def said(self) -> str:

@@ -122,17 +122,22 @@ def decode(
     run_ahead: Sequence[Request] = (),
     before_step: Callable[[], bool | None] = lambda: None,
 ) -> Completions:
-    """A rollout, with integrity checked before every step; nothing is left after it."""
+    """A rollout, with integrity checked before every step; nothing is left after it.
 
-    def check_and_call() -> bool | None:
-        engine.scheduler.check_integrity()
-        return before_step()
-
+    `before_step` may add requests; where it returns True, run-aheads are decoded without any sample.
+    """
     completions: Completions = {}
-    for completion in engine.generate(requests, run_ahead=run_ahead, before_step=check_and_call):
-        key = completion.request.draw_index, completion.request.sample_index
-        assert key not in completions
-        completions[key] = completion
+    with engine.rollout("train"):
+        for request in (*requests, *run_ahead):
+            engine.add(request)
+        while True:
+            engine.scheduler.check_integrity()
+            if not (before_step() and engine.has_run_aheads) and not engine.has_work:
+                break
+            for completion in engine.step():
+                key = completion.request.draw_index, completion.request.sample_index
+                assert key not in completions
+                completions[key] = completion
     assert len(completions) >= len(requests)
     assert not engine.has_work
     assert engine.pool.num_used == 0

@@ -1,13 +1,16 @@
 """An engine that finishes samples in a random order, graders that take a random time, and graded groups."""
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from srtrl.drafters.base import DrafterBase
+from srtrl.ranks.processes import Ranks
 from srtrl.rollout.collect import Collector
 from srtrl.tasks.grading import Grader
 from srtrl.types import (
@@ -16,6 +19,7 @@ from srtrl.types import (
     Grade,
     GradeOutcome,
     Prompt,
+    Purpose,
     Request,
     Rollout,
     RolloutGroup,
@@ -31,6 +35,8 @@ class FakeEngine:
         self.live: list[Request] = []
         self.run_ahead: list[Request] = []
         self.added: list[Request] = []
+        self.drafter = DrafterBase()
+        self.num_free_slots = 0
 
     @property
     def has_work(self) -> bool:
@@ -45,22 +51,15 @@ class FakeEngine:
         self.live.append(request)
         self.run_ahead = [one for one in self.run_ahead if one.rng_key != request.rng_key]
 
-    def generate(
-        self,
-        requests: Iterable[Request],
-        *,
-        run_ahead: Iterable[Request] = (),
-        before_step: Callable[[], None] = lambda: None,
-    ) -> Iterator[Completion]:
-        for request in (*requests, *run_ahead):
-            self.add(request)
-        while True:
-            before_step()
-            if not self.live:
-                return
-            self.random.shuffle(self.live)
-            for _ in range(self.random.randrange(min(4, len(self.live)) + 1)):
-                yield completion_of(self.live.pop())
+    @contextmanager
+    def rollout(self, purpose: Purpose) -> Iterator[None]:
+        assert purpose == "train"
+        yield
+        assert not self.live
+
+    def step(self) -> list[Completion]:
+        self.random.shuffle(self.live)
+        return [completion_of(self.live.pop()) for _ in range(self.random.randrange(min(4, len(self.live)) + 1))]
 
 
 def completion_of(request: Request) -> Completion:
@@ -103,7 +102,9 @@ class FakeGrader:
         if waiting:
             self.pending[self.random.choice(waiting)] = -1
 
-    def collect(self, tickets: Sequence[int]) -> list[Grade]:
+    def collect_on_ranks(self, tickets: Sequence[int], keys: Sequence[tuple[int, int]], ranks: Ranks) -> list[Grade]:
+        assert len(tickets) == len(keys)
+        assert ranks.count == 1
         is_done = all(self.pending[ticket] < 0 for ticket in tickets)
         assert self.waits or is_done, "collect would wait while samples decode"
         self.batches.append(len(tickets))

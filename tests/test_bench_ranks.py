@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import engine_cases
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,8 @@ from srtrl.engine.scheduler import ScheduledStep
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
 from srtrl.ranks.processes import Ranks
-from srtrl.rollout.collect import of_rank, run_ahead_order
+from srtrl.ranks.sharing import round_robin
+from srtrl.rollout.collect import run_ahead_order
 
 FLAT = ((1, 0.002), (2048, 0.002))
 STAIRS = ((1, 0.001), (5, 0.001), (6, 0.002), (600, 0.003))
@@ -42,7 +44,7 @@ def one_rank(simulated: Simulation, num_pages: int | None) -> SimulatedRank:
     """Its step and run-aheads for the next one, decoded."""
     requests, expected = simulated.lengths.requests(range(3))
     ahead = run_ahead_order(simulated.lengths.requests(range(3, 5))[0])
-    rank = simulated.make_rank(requests, None, expected, of_rank(ahead, Ranks()))
+    rank = simulated.make_rank(requests, None, expected, round_robin(ahead, Ranks()))
     if num_pages is not None:
         rank.scheduler.pool.resize(num_pages)
     decode([rank])
@@ -84,7 +86,7 @@ def test_one_rank_has_the_schedule_of_the_real_engine(
         requests, _ = simulated.lengths.requests(range(3))
         ahead = run_ahead_order(simulated.lengths.requests(range(3, 5))[0])
         found = log_steps(engine, monkeypatch)
-        completions = list(engine.generate(requests, run_ahead=ahead))
+        completions = list(engine_cases.decode(engine, requests, run_ahead=ahead).values())
         assert [tuple(same) for count, *same in rank.timeline for _ in range(count)] == found
         assert sum(one[1] for one in found) == rank.ahead_tokens.total()
         assert rank.now / 1e9 == pytest.approx(engine.stats.priced_seconds)

@@ -109,7 +109,7 @@ def test_a_stage_inside_another_pauses_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 NUM_SAMPLES = 2
 FIRST_DRAW = 5
-SMALL = {"num_prompts": 2, "max_open_prompts": 2, "max_draws": 2}
+SMALL = {"num_prompts": 2, "max_draws": 2}
 
 
 class Case:
@@ -123,13 +123,13 @@ class Case:
             lambda prompt, _: float(pattern[int(prompt.prompt_id) - FIRST_DRAW]), random.Random(seed + 1)
         )
         self.undecided: set[int] = set()
-        self.most_open = 0
+        self.max_open = 0
         self.seen_ahead: list[int] = []
 
     def opened(self, draws: range) -> list[Request]:
         """Called as draws are opened, like a run-ahead: what is open now?"""
         self.undecided |= set(draws)
-        self.most_open = max(self.most_open, len(self.undecided))
+        self.max_open = max(self.max_open, len(self.undecided))
         coming = [(draws.stop, prompt_of(draws.stop))]
         self.seen_ahead.append(draws.stop)
         return COLLECTOR.run_ahead(coming)
@@ -165,7 +165,6 @@ def test_the_batch_is_the_shortest_prefix_that_fills_it(data: st.DataObject) -> 
     num_prompts = data.draw(st.integers(1, 6), "num_prompts")
     limits = {
         "num_prompts": num_prompts,
-        "max_open_prompts": data.draw(st.integers(1, 8), "max_open_prompts"),
         "max_draws": data.draw(st.integers(num_prompts, 25), "max_draws"),
     }
     pattern = data.draw(st.lists(st.booleans(), min_size=25, max_size=25), "kept")
@@ -180,7 +179,7 @@ def test_the_batch_is_the_shortest_prefix_that_fills_it(data: st.DataObject) -> 
             assert group.prompt == prompt_of(group.draw_index)
             assert [(r.draw_index, r.sample_index) for r in group.rollouts] == [(group.draw_index, i) for i in (0, 1)]
             assert [r.text for r in group.rollouts] == [f"{group.draw_index}/{i}" for i in (0, 1)]
-        assert case.most_open <= min(limits["max_open_prompts"], num_prompts)
+        assert case.max_open <= num_prompts
         assert sorted(request.draw_index for request in case.engine.added) == sorted(draws * NUM_SAMPLES)
         assert case.grader.batches == [NUM_SAMPLES] * len(draws)  # each group by itself
         assert case.undecided == set()
@@ -188,12 +187,10 @@ def test_the_batch_is_the_shortest_prefix_that_fills_it(data: st.DataObject) -> 
         assert left == {draw for draw in case.seen_ahead if draw not in draws}  # opened draws end theirs
 
 
-@pytest.mark.parametrize(("max_open_prompts", "most_open"), [(4, 4), (9, 6)])
-def test_as_many_are_open_as_may_be(max_open_prompts: int, most_open: int) -> None:
-    """The bound is no more than a bound: where all are kept, all of a batch are open at once."""
-    case = Case([True] * 10, {"num_prompts": 6, "max_open_prompts": max_open_prompts, "max_draws": 10}, seed=0)
+def test_where_all_are_kept_all_of_a_batch_are_open_at_once() -> None:
+    case = Case([True] * 10, {"num_prompts": 6, "max_draws": 10}, seed=0)
     case.run()
-    assert case.most_open == most_open
+    assert case.max_open == 6
 
 
 def test_waiting_for_graders_while_nothing_decodes_is_counted_apart() -> None:

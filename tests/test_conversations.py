@@ -19,7 +19,7 @@ from srtrl.rollout.collect import Collector, collect_rollouts
 from srtrl.rollout.dynamic_sampling import sample_until_full
 from srtrl.tasks.grading import Grader
 from srtrl.trainer.credit import train_sequences
-from srtrl.types import Prompt, RolloutGroup, SamplingParams
+from srtrl.types import Prompt, RolloutGroup, SamplingParams, segment_slices
 
 END_TOKENS = (0, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
 
@@ -61,7 +61,6 @@ def rollouts_of(
                     prompts.__getitem__,
                     first_draw=0,
                     num_prompts=3,
-                    max_open_prompts=2,
                     max_draws=5,
                     keeps=lambda group: group.draw_index > 1,
                 )
@@ -110,16 +109,17 @@ def test_rollouts_do_not_depend_on_drafts_slots_pages_or_latency(
 def test_only_what_was_sampled_is_learned_from(truth: list[RolloutGroup]) -> None:
     rollouts = [one for group in truth for one in group.rollouts]
     for rollout, sequence in zip(rollouts, train_sequences(truth), strict=True):
-        segments = rollout.segments
-        assert sum(len(one.token_ids) for one in segments) == len(rollout.token_ids)
-        said = [one for one in segments if one.kind == "model"]
-        assert sequence.token_ids[sequence.targets].tolist() == [t for one in said for t in one.token_ids.tolist()]
-        logprobs = np.concatenate([one.logprobs for one in said if one.logprobs is not None])
+        assert rollout.conversation is not None
+        parts = list(segment_slices(rollout.conversation.segments))
+        assert parts[-1][1].stop == len(rollout.token_ids)
+        sampled = [part for kind, part in parts if kind == "model"]
+        assert (sequence.token_ids[sequence.targets] == np.concatenate([rollout.token_ids[p] for p in sampled])).all()
+        logprobs = np.concatenate([rollout.rollout_logprobs[part] for part in sampled])
         assert (sequence.rollout_logprobs == logprobs).all()
         assert (logprobs < 0).all()
         assert sequence.num_prompt_tokens == len(rollout.prompt.token_ids)
-        assert all(one.logprobs is None for one in segments if one.kind != "model")
-        reward = sum(value % 3 for _, value in (rollout.conversation.metrics if rollout.conversation else ()))
+        assert all((rollout.rollout_logprobs[part] == 0).all() for kind, part in parts if kind != "model")
+        reward = sum(value % 3 for _, value in rollout.conversation.metrics)
         assert rollout.grade.reward == reward
 
 

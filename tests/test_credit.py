@@ -351,6 +351,7 @@ def with_observations(group: RolloutGroup, seed: int) -> RolloutGroup:
                 rollout,
                 token_ids=np.insert(rollout.token_ids, inserted, 9),
                 rollout_logprobs=np.insert(rollout.rollout_logprobs, inserted, np.float32(0)),
+                extensions=tuple((place + 3 * i, place + 3 * i + 3) for i, place in enumerate(places)),
                 conversation=Conversation(
                     segments=tuple(one for one in segments if one[1]), num_turns=2, num_void_turns=0, stop_reason="done"
                 ),

@@ -38,9 +38,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "rollout__slots": 40,
     },
     "no run-ahead": {"rollout__run_ahead": "off", "rollout__draft_budget": 8, "rollout__slots": 13},
-    "one open prompt": {"rollout__max_open_prompts": 1, "rollout__slots": 3},
+    "few slots": {"rollout__slots": 3},
     "few pages": {"rollout__slots": 16, "rollout__num_pages": 5},
-    "three open prompts": {"rollout__drafter": "none", "rollout__max_open_prompts": 3, "rollout__slots": 64},
+    "no drafts": {"rollout__drafter": "none", "rollout__slots": 64},
 }
 
 
@@ -211,6 +211,6 @@ def test_killed_in_the_middle_of_dynamic_sampling_and_resumed(policy: Path, plai
     checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
     assert checkpoint is not None
     assert checkpoint.name == "step_000002"
-    other = make_dapo_recipe(policy, tmp_path, rollout__drafter="none", rollout__max_open_prompts=2)  # may be changed
+    other = make_dapo_recipe(policy, tmp_path, rollout__drafter="none", rollout__slots=7)  # may be changed
     assert finish(start(other, resume=True)) == 0
     assert_same_run(tmp_path / "run", plain)

@@ -226,7 +226,7 @@ def test_run_aheads_are_wanted_where_somebody_drafts_from_them_and_steps_have_th
         assert engine.wants_run_aheads(alone=True) == (uses_run_aheads and budget == "auto")
     for uses_run_aheads in (True, False):  # with a fixed budget the cost is measured only where run-aheads need it
         engine = Engine(policy, options(slots=4), drafter=FakeDrafter(uses_run_aheads=uses_run_aheads))
-        engine.begin_rollout("train")
+        engine.warm_up()
         assert engine.control.cost.is_known == uses_run_aheads
 
 

@@ -177,7 +177,7 @@ def test_the_cost_of_a_step_is_measured_at_the_edges_of_the_buckets(monkeypatch:
     monkeypatch.setattr(CudaRunner, "time_step", time_step)
     drafter = FakeDrafter({}, accuracy=1.0)
     engine = cuda_engine(runner_policy(), draft_budget="auto", max_draft_nodes=15, drafter=drafter)
-    engine.begin_rollout("train")
+    engine.warm_up()
     assert timed[:4] == [1, 1, 2, 2]
     cost = engine.control.cost
     for edge in (1, 2, 4, 8, 16):

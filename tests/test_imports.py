@@ -26,7 +26,6 @@ LAYERS = (
 )
 """In the order of imports: a file imports from its own row and those above; `TYPE_CHECKING` makes no difference."""
 KNOWN_UPWARD = {
-    ("srtrl.ranks.sharing", "srtrl.engine.waiting_line"),
     ("srtrl.run.checkpoint", "srtrl.trainer.critic"),
     ("srtrl.run.checkpoint", "srtrl.trainer.optimizer"),
     ("srtrl.run.folder", "srtrl.trainer.build"),

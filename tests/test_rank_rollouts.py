@@ -97,9 +97,9 @@ class SlowEngine(Engine):
     """Samples that were decoded here."""
     before_step: Callable[[], Any] | None = None
 
-    def _queue(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         self.num_queued += not request.is_run_ahead
-        super()._queue(request)
+        super().add(request)
 
     def step(self) -> list[Completion]:
         if self.error is not None and self.stats.num_steps == 5:
@@ -145,7 +145,6 @@ def rollouts(ranks: Ranks, case: Case) -> Found:
                     PROMPTS.__getitem__,
                     first_draw=first,
                     num_prompts=3,
-                    max_open_prompts=2,
                     max_draws=9,
                     keeps=lambda group: group.draw_index not in (0, 2, 3),
                 )
@@ -343,7 +342,7 @@ def test_every_sample_is_taken_once_and_none_waits_where_a_rank_is_idle(data: st
         found = claims[rank].take(wanted)
         taken[rank] += found
         assert len(found) == min(wanted, left)
-        assert claims[rank].num_claimed == sum(one not in lines[rank] for one in taken[rank])
+        assert claims[rank].counters.num_claimed == sum(one not in lines[rank] for one in taken[rank])
     taken[0] += claims[0].take(len(requests))
     assert sorted(map(id, chain(*taken))) == sorted(map(id, requests))
 
@@ -359,11 +358,11 @@ def test_claims_come_from_the_rank_with_most_left() -> None:
 
 def test_waiting_has_a_time_limit() -> None:
     counters = SharedCounters(Ranks(index=1, count=2, timeout_seconds=0.05))
-    assert not counters.wait("samples", may_run_ahead=False)
-    assert counters.wait("samples", may_run_ahead=True)  # at once
+    counters.wait_for_others(sleeps=True)
+    counters.wait_for_others(sleeps=False)  # at once
     time.sleep(0.05)
     with pytest.raises(RankError, match=r"rank 1 of 2 waited for samples of the others for more than 0\.05 seconds"):
-        counters.wait("samples", may_run_ahead=False)
+        counters.wait_for_others(sleeps=True)
 
 
 def test_metrics_of_ranks_are_sums_means_or_maxima() -> None:

@@ -61,8 +61,6 @@ def test_slots_are_as_given_or_what_the_kv_cache_holds() -> None:
     assert slots("rollout.num_pages=7200") == 100
     assert slots(free=10**12) == 128 * 5
     assert [slots(free=10**12, num_samples=number) for number in (900, 2000)] == [900, 1024]
-    open_prompts = ("rollout.dynamic_sampling=true", "algorithm.filters=[drop_uniform]", "rollout.max_open_prompts=10")
-    assert slots(*open_prompts, free=10**12) == 10 * 5
     assert slots(free=10**6) == 1
     copy = 4 * 1_543_714_304  # of the decoder's own weights, in float32; its pages are twice as large
     assert slots("model.decode_dtype=float32") == (10**10 - copy) // 2 // (2 * of_one)

@@ -63,11 +63,16 @@ def converse(engine: Engine, requests: list[Request], delays: np.random.Generato
             first = min(range(len(calls)), key=lambda i: calls[i][0])
             go_on(calls.pop(first)[1])
 
-    for completion in engine.generate(requests, before_step=before_step):
-        if delays is None:
-            go_on(completion)
-        else:
-            calls.append((num_steps + int(delays.integers(0, 12)), completion))
+    with engine.rollout("train"):
+        for request in requests:
+            engine.add(request)
+        while engine.has_work or calls:
+            before_step()
+            for completion in engine.step() if engine.has_work else ():
+                if delays is None:
+                    go_on(completion)
+                else:
+                    calls.append((num_steps + int(delays.integers(0, 12)), completion))
     assert len(found) == len(requests)
     assert not engine.scheduler.paused
     assert engine.pool.num_used == 0

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from numba.core.dispatcher import Dispatcher
 
-from drafter_cases import OTHER, TEXT, completion, decode, observe, propose, request, run, start
-from engine_cases import options, requests_for, tiny_policy
+from drafter_cases import OTHER, TEXT, completion, observe, propose, request, run, start
+from engine_cases import decode, options, requests_for, tiny_policy
 from srtrl.engine.engine import Engine
 from srtrl.resolve import resolve_class
 
@@ -39,11 +39,11 @@ filtered = [replace(one, sampling=replace(one.sampling, top_k=4)) for one in req
 chosen = options(draft_budget="auto", cost_points=((1, 1.0), (2000, 1.0)), num_pages=60)
 for dtype in (torch.float32, torch.bfloat16):
     engine = Engine(tiny_policy(dtype, vocab_size=12), chosen, drafter=make_drafter())
-    engine.begin_rollout("train")
+    engine.warm_up()
     before = compiled()
     assert sum(before.values()) >= 12, before
     for several in (requests[:1], requests, requests, requests[-1:], filtered):  # one live sample, then many
-        assert len(list(engine.generate(several, run_ahead=ahead))) == len(several)
+        assert len(decode(engine, several, run_ahead=ahead)) == len(several)
         engine.on_policy_update()
     metrics = engine.take_metrics()
     assert metrics["engine/accepted_per_draft"] > 0.5 and metrics["engine/run_ahead_rows"] > 0, metrics

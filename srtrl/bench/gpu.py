@@ -184,21 +184,20 @@ def measure_steps(sizes: Sizes, policy: Transformer, terabytes_per_second: float
         weight_bytes -= policy.embedding.numel() * policy.embedding.element_size()
     rows: list[Row] = []
     for count in (1, *sizes.slots):
-        engine.begin_rollout("train")
-        for request in random_requests(policy, count, sizes.context, new_tokens):
-            engine.add(request)
-        while engine.scheduler.num_waiting or int(engine.batch.is_decoding.sum()) < count:
-            engine.step()
-        for _ in range(3):  # kernels are compiled, graphs captured
-            engine.step()
-        engine.take_metrics()
-        seconds = []
-        for _ in range(sizes.num_steps):
-            started = time.perf_counter()
-            engine.step()
-            seconds.append(time.perf_counter() - started)
-        host = engine.take_metrics().get("engine/host_seconds")  # nothing is waited for on a CPU
-        engine.end_rollout()
+        with engine.rollout("train"):
+            for request in random_requests(policy, count, sizes.context, new_tokens):
+                engine.add(request)
+            while engine.scheduler.num_waiting or int(engine.batch.is_decoding.sum()) < count:
+                engine.step()
+            for _ in range(3):  # kernels are compiled, graphs captured
+                engine.step()
+            engine.take_metrics()
+            seconds = []
+            for _ in range(sizes.num_steps):
+                started = time.perf_counter()
+                engine.step()
+                seconds.append(time.perf_counter() - started)
+            host = engine.take_metrics().get("engine/host_seconds")  # nothing is waited for on a CPU
         device = median(engine.runner.time_step(count, sizes.context, count) for _ in range(REPEATS))
         kv_bytes = count * sizes.context * engine.runner.page_bytes // engine.options.page_size
         limit = 1e-12 * (weight_bytes + kv_bytes) / terabytes_per_second

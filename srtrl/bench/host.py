@@ -145,17 +145,16 @@ def decode(engine: Engine, drafter: str, workload: Trace) -> dict[str, Any]:
     prepare(engine, drafter, workload)
     completions = []
     started = time.perf_counter()
-    engine.begin_rollout("train")
-    for request in workload.requests:
-        engine.add(request)
-    while engine.scheduler.num_waiting or not engine.batch.num_free:
-        completions += engine.step()
-    ms_per_step = 1000 * (time.perf_counter() - started) / engine.stats.num_steps
-    by_stage = {stage: 1000 * engine.stats.seconds.get(stage, 0.0) / engine.stats.num_steps for stage in STAGES}
-    metrics = engine.stats.metrics()
-    while engine.has_work:
-        completions += engine.step()
-    engine.end_rollout()
+    with engine.rollout("train"):
+        for request in workload.requests:
+            engine.add(request)
+        while engine.scheduler.num_waiting or not engine.batch.num_free:
+            completions += engine.step()
+        ms_per_step = 1000 * (time.perf_counter() - started) / engine.stats.num_steps
+        by_stage = {stage: 1000 * engine.stats.seconds.get(stage, 0.0) / engine.stats.num_steps for stage in STAGES}
+        metrics = engine.stats.metrics()
+        while engine.has_work:
+            completions += engine.step()
     host, device = time.perf_counter() - started, engine.stats.priced_seconds
     check_completions(completions, workload)
     return {

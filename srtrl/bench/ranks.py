@@ -33,9 +33,9 @@ from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import Int64Array
 from srtrl.engine.scheduler import ScheduledStep, Scheduler
 from srtrl.ranks.processes import Ranks
-from srtrl.ranks.sharing import Claims, SharedCounters, deal
+from srtrl.ranks.sharing import Claims, SharedCounters, deal, round_robin
 from srtrl.recipe.schema import MAX_WIDTH
-from srtrl.rollout.collect import of_rank, run_ahead_order
+from srtrl.rollout.collect import run_ahead_order
 from srtrl.types import Request
 
 LOG_NORMAL = "log-normal"
@@ -86,7 +86,7 @@ class Lengths:
 
 @dataclass(slots=True, eq=False)
 class SimulatedRank:
-    """One rank: what `Engine` and `_collect_on_ranks` do, but for a model."""
+    """One rank: what `Engine` and `rollout.collect.drive` do, but for a model."""
 
     scheduler: Scheduler
     control: DraftControl
@@ -205,9 +205,10 @@ class Simulation:
         others = [line[self.num_slots :] for line in lines]
         ranks, without = list[SimulatedRank](), list[SimulatedRank]()
         for one, line, rest in zip(all_ranks, lines, others, strict=True):
-            first, alone = line[: self.num_slots], Claims(SharedCounters(Ranks()), [rest])
-            ranks.append(self.make_rank(first, Claims(SharedCounters(one), others), expected, of_rank(run_ahead, one)))
-            without.append(self.make_rank(first, alone, expected, of_rank(run_ahead, one)))
+            first, shared = line[: self.num_slots], Claims(SharedCounters(one), others)
+            alone = Claims(SharedCounters(Ranks()), [rest])
+            ranks.append(self.make_rank(first, shared, expected, round_robin(run_ahead, one)))
+            without.append(self.make_rank(first, alone, expected, round_robin(run_ahead, one)))
         if num_ranks == 1:  # as `collect_rollouts`; nothing to claim
             ranks = without = [self.make_rank(requests, None, expected, iter(run_ahead))]
         end = decode(ranks)
@@ -230,7 +231,7 @@ class Simulation:
             "claims_save": 1 - end / end_without,
             "run_ahead_share": made.total() / sum(request.sampling.max_new_tokens for request in ahead),
             "exchange_seconds": (num_ranks - 1) * largest * BYTES_PER_TOKEN / self.bandwidth,
-            "claimed_samples_per_rank": sum(one.claims.num_claimed for one in ranks if one.claims) / num_ranks,
+            "claimed_samples_per_rank": sum(one.claims.counters.num_claimed for one in ranks if one.claims) / num_ranks,
         }
 
     def make_rank(

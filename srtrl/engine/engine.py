@@ -1,6 +1,7 @@
 """The rollout engine: requests in, completions out as they finish; one decode step reads like a list."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -75,7 +76,7 @@ class Engine:
         self._num_rows = 0
         """Rows of the last step without those of run-aheads."""
         self._is_warm = False
-        self._is_generating = False
+        self._is_decoding = False
         self._bookkeeping: Callable[[], None] | None = None
         """Of the last step: done while the device computes the next one."""
 
@@ -83,6 +84,16 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a sample decodes or waits for a slot; run-aheads and paused samples do not count."""
         return self.scheduler.has_work
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that no sample has or waits for."""
+        return self.scheduler.num_free_slots
+
+    @property
+    def has_run_aheads(self) -> bool:
+        """Whether a run-ahead decodes or waits."""
+        return self.scheduler.run_aheads.has_work
 
     @property
     def is_off(self) -> bool:
@@ -127,20 +138,27 @@ class Engine:
             )
 
     def add(self, request: Request) -> None:
-        """Queue a request; also while `generate` runs, between two of its completions or from its `before_step`.
+        """Queue a request; inside `rollout`, between two steps.
 
-        A sample ends the run-ahead on its own RNG key: what that has said so far is the sample's draft from now on.
+        Adding a sample cancels the run-ahead with the same RNG key; its tokens become the sample's draft.
 
         Raises:
             ValueError: See `check_request`; the other requests are left alone.
         """
         self.check_request(request)
-        self._queue(request)
+        if not self.runner.num_pages:  # released for an update
+            allocate_pages(self.runner, self.options, self.max_sequence_tokens, num_pages=self.pool.num_pages)
+            self.pool.resize(self.runner.num_pages)
+        expected_tokens = None
+        if not request.is_run_ahead:
+            expected_tokens = self.drafter.expected_tokens(request)
+            self.control.add_request(has_history=expected_tokens is not None)
+        self.scheduler.add(request, expected_tokens)
 
     def extend(self, completion: Completion, token_ids: Sequence[int]) -> None:
-        """Go on with a sample that paused at the end of a turn: its next turn follows these tokens.
+        """Continue a sample that paused at the end of a turn: its next turn follows these tokens.
 
-        Nobody samples them, no draft leads to them, and their log-probs are 0. May be called when `add` may.
+        They are not sampled, no draft leads to them, and their log-probs are 0. May be called when `add` may.
 
         Raises:
             ValueError: There are no tokens, one is not in the vocabulary, or no room is left to sample one after them.
@@ -159,63 +177,44 @@ class Engine:
         self.scheduler.end(completion.request.rng_key)
         self.drafter.learn([completion])
 
-    def generate(
-        self,
-        requests: Iterable[Request],
-        *,
-        run_ahead: Iterable[Request] = (),
-        before_step: Callable[[], bool | None] | None = None,
-        purpose: Purpose = "train",
-    ) -> Iterator[Completion]:
-        """Decode the requests; yields each completion as it finishes, in no particular order.
+    @contextmanager
+    def rollout(self, purpose: Purpose) -> Iterator[None]:
+        """Inside it samples are added (`add`) and decoded (`step`); at its end what is not finished is dropped.
 
-        It ends when no sample is left that is not paused. More may be added (`add`) or go on (`extend`) while it runs:
-        by the consumer between two completions, the last one included, or by `before_step`. A consumer that stops early
-        drops the rest: no sample and no page is left.
-
-        Args:
-            requests: The samples wanted.
-            run_ahead: What idle slots may decode beside them, for the sake of later drafts; ends with the last sample.
-            before_step: Called before each decode step, and once more when no sample is left; it may add requests.
-                Where it returns True, run-aheads go on without any sample.
-            purpose: Of a rollout that begins without requests; else it is theirs.
+        The first time, kernels are compiled and, where drafts are budgeted by it, the cost of a step is measured.
 
         Raises:
-            ValueError: A request can never be decoded, raised before anything is decoded; or another `generate` of this
-                engine has not ended, which is left alone.
+            ValueError: Another rollout of this engine has not ended; it is left alone.
         """
-        if self._is_generating:
+        if self._is_decoding:
             raise ValueError(
                 "this engine is decoding already: read the first `generate` to its end, close it, or give it more "
                 "samples (`Engine.add`)"
             )
-        requests, run_ahead = list(requests), list(run_ahead)
-        assert not any(request.is_run_ahead for request in requests)
-        assert all(request.is_run_ahead for request in run_ahead)
-        for request in [*requests, *run_ahead]:
-            self.check_request(request)
-        self._is_generating = True
-        try:
-            self.begin_rollout(requests[0].purpose if requests else purpose)
-            for request in [*requests, *run_ahead]:
-                self._queue(request)
-            while True:
-                goes_on = before_step is not None and before_step()
-                if not self.has_work and not (goes_on and self.scheduler.run_aheads.has_work):
-                    break
-                yield from self.step()
-        finally:
-            self._is_generating = False
-            self.end_rollout()
-
-    def begin_rollout(self, purpose: Purpose) -> None:
-        """A rollout begins; no sample may be live. `generate` calls it; so does who calls `add` and `step` directly.
-
-        The first time, kernels are compiled and, where drafts are budgeted by it, the cost of a step is measured.
-        """
-        assert not self.has_work, "a rollout begins while samples are decoding"
         self.warm_up()
         self.control.begin_rollout(purpose)
+        self._is_decoding = True
+        try:
+            yield
+        finally:
+            self._is_decoding = False
+            self._do_bookkeeping()
+            self._give_up(self.scheduler.clear())
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """Decode the requests; yields each completion as it finishes, in no particular order.
+
+        The consumer may add more (`add`, `extend`) between two completions, the last one included. If it stops early,
+        the rest is dropped: no sample and no page is left.
+
+        Raises:
+            ValueError: A request can never be decoded, raised before anything is decoded; or see `rollout`.
+        """
+        with self.rollout(requests[0].purpose if requests else "generate"):
+            for request in requests:
+                self.add(request)
+            while self.has_work:
+                yield from self.step()
 
     def step(self) -> list[Completion]:
         """One decode step for all running samples; returns those that finished."""
@@ -244,11 +243,6 @@ class Engine:
             self._record, step, trees, drafted, verified, clock, num_pages, self.runner.was_prepared
         )
         return completions
-
-    def end_rollout(self) -> None:
-        """Drop what is still decoded or waits: run-aheads, and samples that nobody wants any more."""
-        self._do_bookkeeping()
-        self._give_up(self.scheduler.clear())
 
     def on_policy_update(self) -> None:
         """The policy's weights have changed: KV is stale, drafts are not."""
@@ -283,18 +277,6 @@ class Engine:
         self.stats = EngineStats()
         self.scheduler.num_preemptions = 0
         return metrics
-
-    def _queue(self, request: Request) -> None:
-        """Queue a request that was checked."""
-        self.warm_up()
-        if not self.runner.num_pages:  # released for an update
-            allocate_pages(self.runner, self.options, self.max_sequence_tokens, num_pages=self.pool.num_pages)
-            self.pool.resize(self.runner.num_pages)
-        expected_tokens = None
-        if not request.is_run_ahead:
-            expected_tokens = self.drafter.expected_tokens(request)
-            self.control.add_request(has_history=expected_tokens is not None)
-        self.scheduler.add(request, expected_tokens)
 
     def _schedule(self) -> ScheduledStep:
         """Who decodes; samples come and go."""

@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from srtrl.engine.waiting_line import admission_order
 from srtrl.ranks.processes import FAILURES, TIMEOUT_VARIABLE, RankError, Ranks
 from srtrl.types import Request
 
 POLL_SECONDS = 0.02
 """A counter that others change is read again after this time."""
+REPORT_SECONDS = 1.0
+"""A rank reports at most this often that it is making progress."""
 
 
 def deal(
@@ -42,7 +43,7 @@ def deal(
     loads = [0.0] * num_ranks
     lines: list[list[Request]] = [[] for _ in range(num_ranks)]
     draws = [list(samples) for _, samples in groupby(requests, key=lambda request: request.draw_index)]
-    for samples in sorted(draws, key=lambda one: (-lengths[one[0].draw_index], one[0].draw_index)):
+    for samples in sorted(draws, key=lambda samples: (-lengths[samples[0].draw_index], samples[0].draw_index)):
         length, num_dealt = lengths[samples[0].draw_index], 0
         while num_dealt < len(samples):
             rank = loads.index(min(loads))
@@ -52,42 +53,48 @@ def deal(
             loads[rank] += length * len(given)
             num_dealt += len(given)
     for line in lines:
-        line.sort(key=lambda request: admission_order(request, lengths[request.draw_index]))
+        line.sort(key=lambda one: (one.sample_index, -lengths[one.draw_index], one.draw_index))
     return lines
 
 
+def round_robin(requests: Sequence[Request], ranks: Ranks) -> Iterator[Request]:
+    """Run-aheads in the order in which this rank takes them: each rank begins with others."""
+    for shift in range(ranks.count):
+        yield from requests[(ranks.index + shift) % ranks.count :: ranks.count]
+
+
 class SharedCounters:
-    """Counters of one rollout, and the time that this rank spends on it. With one rank nobody waits."""
+    """Counters of one rollout that all ranks share, and this rank's part in it. With one rank nothing waits."""
 
     def __init__(self, ranks: Ranks) -> None:
         """All ranks begin the same rollout."""
         self.ranks = ranks if ranks.count > 1 else Ranks()  # whose counters go with the rollout
         self.busy_seconds = 0.0
         """In which this rank decoded samples of its step."""
+        self.num_claimed = 0
+        """Samples of other ranks that this one has taken."""
         self._scope = ranks.new_scope("rollout")
-        self._read: dict[str, tuple[float, int]] = {}
-        """When each counter was read, and what it was."""
-        self._last = time.monotonic()
-        """When `lap` was called."""
-        self._last_progress = self._last
-        """Of any rank, as far as this one knows."""
-        self._is_busy = False
+        self._values: dict[str, tuple[float, int]] = {}
+        """When each counter was read, and its value then."""
+        self._last_report = 0.0
+        self._last_progress = time.monotonic()
+        """Of any rank, as far as this one has seen."""
 
     def add(self, name: str, amount: int = 1) -> int:
         """Count; returns the value before that."""
         before = self.ranks.add(f"{self._scope}/{name}", amount)
-        self._read[name] = time.monotonic(), before + amount
+        self._values[name] = time.monotonic(), before + amount
         return before
 
     def read(self, name: str) -> int:
         """The value as it is, or was a moment ago."""
-        seconds, value = self._read.get(name, (0.0, 0))
+        seconds, known = self._values.get(name, (0.0, 0))
         if self.ranks.count > 1 and time.monotonic() < seconds + POLL_SECONDS:
-            return value
-        found = self.add(name, 0)
-        if found != value:
+            return known
+        value = self.add(name, 0)
+        if value != known:
             self._last_progress = time.monotonic()
-        return found
+        return value
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -101,35 +108,37 @@ class SharedCounters:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a rank has; nobody needs to wait for it."""
+        """Whether a rank has: the others need not wait for it."""
         return self.read("failed") > 0
 
-    def lap(self, *, is_busy: bool) -> None:
-        """Count the time since the last call, as was said then; `is_busy`: whether samples decode here from now on."""
-        now = time.monotonic()
-        if self._is_busy:
-            self.busy_seconds += now - self._last
-            self._last_progress = now
-        self._last, self._is_busy = now, is_busy
+    def report_progress(self) -> None:
+        """This rank decodes, or waits for its own tools and graders: others wait for it with reason."""
+        now = self._last_progress = time.monotonic()
+        if self.ranks.count > 1 and now > self._last_report + REPORT_SECONDS:
+            self._last_report = now
+            self.add("progress")
 
-    def wait(self, what: str, *, may_run_ahead: bool) -> bool:
-        """This rank has no sample until others are further; returns after a moment, or at once and True to run ahead.
+    def count_busy(self, seconds: float) -> None:
+        """This rank has decoded samples of its step for some time."""
+        self.busy_seconds += seconds
+        self.report_progress()
+
+    def wait_for_others(self, *, sleeps: bool) -> None:
+        """This rank has no sample until others are further; returns after a moment, or at once if it does not sleep.
 
         Raises:
-            RankError: It has waited for `what` for too long.
+            RankError: No rank has made progress for too long.
         """
-        assert self.ranks.count > 1, f"one rank waits for {what}"
-        self.lap(is_busy=False)
-        self.read("finished")  # a sample of any rank is progress
+        assert self.ranks.count > 1, "one rank waits for others"
+        self.read("progress")
         seconds = self.ranks.timeout_seconds
-        if self._last > self._last_progress + seconds:
+        if time.monotonic() > self._last_progress + seconds:
             raise RankError(
-                f"rank {self.ranks.index} of {self.ranks.count} waited for {what} of the others for more than "
-                f"{seconds:g} seconds ({TIMEOUT_VARIABLE})"
+                f"rank {self.ranks.index} of {self.ranks.count} waited for samples of the others for more than "
+                f"{seconds:g} seconds in which none of them made progress ({TIMEOUT_VARIABLE})"
             )
-        if not may_run_ahead:
+        if sleeps:
             time.sleep(POLL_SECONDS)
-        return may_run_ahead
 
 
 @dataclass(slots=True)
@@ -139,8 +148,6 @@ class Claims:
     counters: SharedCounters
     lines: Sequence[Sequence[Request]]
     """Of each rank, without those with which it begins; the same on all."""
-    num_claimed: int = 0
-    """Samples of other ranks that this one has taken."""
     _num_left: list[int] = field(init=False)
     """Of each rank, samples that are not taken, or more: what was known last."""
 
@@ -151,9 +158,9 @@ class Claims:
         """The next samples for this rank, at most `count`: fewer only where none is left anywhere."""
         mine = self.counters.ranks.index
         taken = self._take(mine, count) if count and self._num_left[mine] else []
-        while len(taken) < count and (most := max(self._num_left)):
-            claimed = self._take(self._num_left.index(most), 1)
-            self.num_claimed += len(claimed)
+        while len(taken) < count and (max_left := max(self._num_left)):
+            claimed = self._take(self._num_left.index(max_left), 1)
+            self.counters.num_claimed += len(claimed)
             taken += claimed
         return taken
 

@@ -72,8 +72,6 @@ class RolloutSection(Section):
     """Samples (responses) of each prompt: the group of GRPO."""
     dynamic_sampling: bool = False
     """Replace the groups that `algorithm.filters` drop by further ones until `num_prompts` are kept (DAPO)."""
-    max_open_prompts: int | None = Field(default=None, ge=1)
-    """With dynamic sampling: maximum number of prompts decoded or graded at a time; by default `num_prompts`."""
     max_draws: int | None = Field(default=None, ge=1)
     """With dynamic sampling: maximum number of prompts drawn in a step; by default 10 x `num_prompts`.
 

@@ -7,11 +7,11 @@ never in the order in which they finished.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,12 +21,11 @@ from srtrl.engine.sampling import make_rng_key
 from srtrl.engine.stats import merge_rank_metrics
 from srtrl.engine.stopping import cut_at_stop_string
 from srtrl.environments.conversations import POLL_SECONDS, Conversations
-from srtrl.ranks.processes import Ranks
-from srtrl.ranks.sharing import Claims, SharedCounters, deal
+from srtrl.ranks.processes import ONE_RANK, Ranks
+from srtrl.ranks.sharing import Claims, SharedCounters, deal, round_robin
 from srtrl.types import (
     Completion,
     Conversation,
-    Grade,
     Prompt,
     Purpose,
     Request,
@@ -75,6 +74,21 @@ OnProgress = Callable[[int, int], None]
 sampling the latter may grow."""
 
 
+class Source(ABC):
+    """Which samples a rollout decodes, and when."""
+
+    undecided: Sequence[int] = ()
+    """Open draws whose grades decide what else is decoded."""
+
+    @abstractmethod
+    def requests(self) -> Iterator[Request]:
+        """Samples and run-aheads to add before the next decode step; each is added before the next is requested."""
+
+    @abstractmethod
+    def is_over(self) -> bool:
+        """Whether no rank has anything left to decode or to decide."""
+
+
 def collect_rollouts(
     engine: Engine,
     collector: Collector,
@@ -92,7 +106,7 @@ def collect_rollouts(
         run_ahead: What idle slots may decode meanwhile (see `Collector.run_ahead`); none of it comes back.
 
     Returns:
-        One group a draw, sorted by draw index; rollouts sorted by sample index.
+        One group per draw, sorted by draw index; rollouts sorted by sample index.
 
     Raises:
         ValueError: A request that the engine can never serve (see `Engine.check_request`), before anything is decoded.
@@ -103,74 +117,83 @@ def collect_rollouts(
     assert all(request.is_run_ahead for request in run_ahead), "a request to learn from among the run-aheads"
     rng_keys = {request.rng_key for request in requests}
     assert rng_keys.isdisjoint(one.rng_key for one in run_ahead), "a run-ahead has the rng_key of a sample of this step"
-    draw_indices = [draw_index for draw_index, _ in ordered]
-    if collector.ranks.count > 1:
-        return _collect_on_ranks(engine, collector, requests, draw_indices, run_ahead)
-    with collector.timer.stage("rollout"):
-        advance = partial(collector.advance, engine)
-        for completion in engine.generate(requests, run_ahead=run_ahead, before_step=advance):
-            collector.receive(completion)
+    drive(engine, collector, lambda: _AllSamples(engine, collector, requests, run_ahead))
     with collector.timer.stage("grading"):
-        return collector.take(draw_indices)
+        return collector.exchange(engine, collector.take([draw_index for draw_index, _ in ordered], collector.ranks))
 
 
-def _collect_on_ranks(
-    engine: Engine,
-    collector: Collector,
-    requests: Sequence[Request],
-    draw_indices: Sequence[int],
-    run_ahead: Sequence[Request],
-) -> list[RolloutGroup]:
-    """The same on several ranks: each decodes what it is dealt and what it claims, then all tell all (see sharing.py).
+def drive(engine: Engine, collector: Collector, make_source: Callable[[], Source]) -> None:
+    """Drive the engine until all samples of a rollout, on all ranks, are decoded and passed to the graders.
 
-    Draws and requests are the same on all ranks, and so are the groups that come back.
+    Where this rank has nothing to decode it waits for its tools (and for grades that decide what comes next); else it
+    runs ahead until the other ranks are done.
     """
-    ranks, counters = collector.ranks, collector.counters
-    with ranks.together("the requests"):
-        for request in requests:
-            engine.check_request(request)
-    first_samples = requests[:: collector.num_samples]
-    expected = {one.draw_index: engine.drafter.expected_tokens(one) for one in first_samples} if ranks.is_main else {}
-    found = ranks.gather((expected, engine.options.slots), "the beginning of a rollout")
-    lines = deal(requests, found[0][0], ranks.count)  # not by what each rank expects: they must agree
-    claims = Claims(counters, [line[num_slots:] for line, (_, num_slots) in zip(lines, found, strict=True)])
-    first = lines[ranks.index][: engine.options.slots]
+    counters = collector.counters
+    with collector.timer.stage("rollout"), counters.together(), engine.rollout(collector.purpose):
+        source = make_source()
+        while True:
+            collector.take_answers(engine)
+            for request in source.requests():
+                engine.add(request)
+            is_busy = engine.has_work
+            if not is_busy:
+                if source.undecided or collector.num_pending:
+                    collector.wait(source.undecided)
+                    continue
+                if source.is_over() or counters.has_failed:
+                    return
+                counters.wait_for_others(sleeps=not engine.has_run_aheads)
+                if not engine.has_run_aheads:
+                    continue
+            started = time.monotonic()
+            for completion in engine.step():
+                collector.receive(completion)
+            if is_busy:
+                counters.count_busy(time.monotonic() - started)
 
-    def advance() -> bool:
-        """Fill free slots; where no sample is left for any rank, run ahead until the others are done.
 
-        Without run-aheads this rank's rollout ends, and it waits in a collective, which notices a rank that has died.
-        """
-        counters.lap(is_busy=False)
-        collector.take_turns(engine)
-        for request in claims.take(engine.scheduler.num_free_slots):
-            engine.add(request)
-        collector.advance(engine)
-        counters.lap(is_busy=engine.has_work)
-        if engine.has_work or not engine.scheduler.run_aheads.has_work:
-            return False
-        is_over = counters.read("finished") == len(requests) or counters.has_failed
-        return not is_over and counters.wait("samples", may_run_ahead=True)
+class _AllSamples(Source):
+    """`Source` of the samples of fixed draws; several ranks share them (see ranks/sharing.py)."""
 
-    with collector.timer.stage("rollout"), counters.together():
-        own = of_rank(run_ahead, ranks)
-        for completion in engine.generate(first, run_ahead=own, before_step=advance, purpose=collector.purpose):
-            collector.receive(completion)
-    collector.num_claimed = claims.num_claimed
-    with collector.timer.stage("grading"):
-        return collector.exchange(engine, collector.take_rollouts(draw_indices))
+    def __init__(
+        self, engine: Engine, collector: Collector, requests: Sequence[Request], run_ahead: Sequence[Request]
+    ) -> None:
+        """Draws and requests are the same on all ranks."""
+        ranks = collector.ranks
+        self._engine = engine
+        self._counters = collector.counters
+        self._num_samples = len(requests)
+        self._claims = Claims(self._counters, [[]])
+        first = requests
+        if ranks.count > 1:
+            with ranks.together("the beginning of a rollout") as shared:
+                for request in requests:
+                    engine.check_request(request)
+                scouts = requests[:: collector.num_samples] if ranks.is_main else []
+                expected = {scout.draw_index: engine.drafter.expected_tokens(scout) for scout in scouts}
+                shared.append((expected, engine.options.slots))
+            # Not by the expectations of each rank: all ranks must agree.
+            lines = deal(requests, shared[0][0], ranks.count)
+            waiting = [line[num_slots:] for line, (_, num_slots) in zip(lines, shared, strict=True)]
+            self._claims = Claims(self._counters, waiting)
+            first = lines[ranks.index][: engine.options.slots]
+        self._first = [*first, *round_robin(run_ahead, ranks)]
+
+    def requests(self) -> Iterator[Request]:
+        """See `Source`; with several ranks samples are claimed for free slots."""
+        first, self._first = self._first, []
+        yield from first
+        yield from self._claims.take(self._engine.num_free_slots)
+
+    def is_over(self) -> bool:
+        """See `Source`."""
+        return self._counters.read("finished") == self._num_samples
 
 
 def run_ahead_order(requests: Iterable[Request]) -> list[Request]:
     """Samples of later draws as run-aheads, one of every prompt before the second of any."""
     ordered = sorted(requests, key=lambda request: (request.sample_index, request.draw_index))
     return [replace(request, is_run_ahead=True, has_turns=False) for request in ordered]
-
-
-def of_rank(run_ahead: Sequence[Request], ranks: Ranks) -> Iterator[Request]:
-    """Run-aheads in the order in which this rank takes them: each begins with others."""
-    for shift in range(ranks.count):
-        yield from run_ahead[(ranks.index + shift) % ranks.count :: ranks.count]
 
 
 @dataclass(slots=True)
@@ -194,13 +217,11 @@ class Collector:
     """The environments of samples with several turns."""
     on_progress: OnProgress = lambda *_: None
     timer: StageTimer = field(default_factory=StageTimer)
-    """Counts decoding as `rollout` and waiting for graders while nothing decodes as `grading`."""
+    """Counts decoding as `rollout`, and waiting while nothing decodes as `grading` or `tools`."""
     ranks: Ranks = field(default_factory=Ranks)
     """All make the same collectors in the same order."""
     counters: SharedCounters = field(init=False)
     """Of this rollout; `finished` counts samples."""
-    num_claimed: int = field(default=0, init=False)
-    """Samples that were taken from other ranks."""
     num_total: int = field(default=0, init=False)
     """Samples that are requested, as far as this rank knows."""
     _draws: dict[int, _OpenDraw] = field(default_factory=dict, init=False)
@@ -229,7 +250,7 @@ class Collector:
         return run_ahead_order(self.requests(draws))
 
     def open(self, draw_index: int, prompt: Prompt) -> list[Request]:
-        """The samples of one more draw, which the engine shall decode."""
+        """The samples of one more draw, for the engine to decode."""
         assert draw_index not in self._draws, f"draw {draw_index} is opened twice"
         self._draws[draw_index] = _OpenDraw(prompt)
         self.num_total += self.num_samples
@@ -238,129 +259,129 @@ class Collector:
     def receive(self, completion: Completion) -> None:
         """A completion of an open draw goes to the graders; a turn to its environment."""
         assert not completion.request.is_run_ahead, "a run-ahead must never be learned from"
-        draw_index = completion.request.draw_index
         if self.conversations is None:
             text = response_text(self.tokenizer, completion.token_ids, self.sampling.stop_strings)
             self._grade(completion, text, None)
         else:
-            self.conversations.submit_turn(completion, self._draws[draw_index].prompt)
+            self.conversations.submit_turn(completion, self._draws[completion.request.draw_index].prompt)
 
-    def advance(self, engine: Engine) -> None:
-        """Go on with the samples that their environments have answered; wait for one while nothing decodes.
+    def take_answers(self, engine: Engine) -> None:
+        """Continue the samples whose environments have answered; those that end go to the graders.
 
-        Both are counted as `tools`.
+        Their finish reason is `length` where an observation did not fit.
         """
-        if self.conversations is not None:
-            with self.timer.stage("tools"):
-                self._grade_ended(finish_turns(engine, self.conversations, lambda: self._wait([])))
-
-    def take_turns(self, engine: Engine) -> None:
-        """Go on with the samples that their environments have answered."""
-        if self.conversations is not None:
-            with self.timer.stage("tools"):
-                self._grade_ended(take_ended(engine, self.conversations))
-
-    def _grade_ended(self, ended: Iterable[tuple[Completion, Conversation]]) -> None:
-        for completion, conversation in ended:
-            self._grade(completion, response_text(self.tokenizer, completion.token_ids, ()), conversation)
+        if self.conversations is None:
+            return
+        with self.timer.stage("tools"):
+            for answer in self.conversations.take_answers():
+                completion, conversation = answer.completion, answer.conversation
+                if conversation is None:
+                    engine.extend(completion, answer.extension)
+                    continue
+                engine.end(completion)
+                if conversation.stop_reason == "observation":
+                    completion = replace(completion, finish_reason="length")
+                self._grade(completion, response_text(self.tokenizer, completion.token_ids, ()), conversation)
 
     def _grade(self, completion: Completion, text: str, conversation: Conversation | None) -> None:
-        """A sample has ended; what the policy said of its `text` is graded."""
-        draw_index, sample_index = completion.request.draw_index, completion.request.sample_index
-        draw = self._draws[draw_index]
-        assert sample_index not in draw.samples, f"the engine finished draw {draw_index}, sample {sample_index} twice"
-        num_tokens = len(completion.token_ids)
-        if conversation is not None:
-            num_tokens = sum(length for kind, length in conversation.segments if kind == "model")
+        """A sample has ended: grade what the policy sampled of its `text`."""
+        request = completion.request
+        draw = self._draws[request.draw_index]
+        assert request.sample_index not in draw.samples, f"the engine finished a sample twice: {request}"
         ticket = self.grader.submit(
             draw.prompt,
             conversation.said if conversation else text,
             completion.finish_reason,
-            num_tokens,
+            len(completion.token_ids) - sum(stop - start for start, stop in completion.extensions),
             environment_reward=conversation.reward if conversation else 0.0,
             num_turns=conversation.num_turns if conversation else 1,
         )
-        rollout = partial(
-            Rollout,
-            prompt=draw.prompt,
-            draw_index=draw_index,
-            sample_index=sample_index,
-            token_ids=np.array(completion.token_ids, np.int32),
-            rollout_logprobs=np.array(completion.rollout_logprobs, np.float32),
-            text=text,
-            finish_reason=completion.finish_reason,
-            policy_version=completion.policy_version,
-            conversation=conversation,
-        )
-        draw.samples[sample_index] = _Sample(ticket, rollout)
+        draw.samples[request.sample_index] = _Sample(ticket, completion, text, conversation)
         num_done = self.counters.add("finished") + 1
         self.on_progress(num_done, max(num_done, self.num_total))
+
+    @property
+    def num_pending(self) -> int:
+        """Turns whose environments have not answered yet."""
+        return 0 if self.conversations is None else self.conversations.num_pending
 
     def is_graded(self, draw_index: int) -> bool:
         """Whether all samples of an open draw are decoded and graded: `take` would not wait."""
         samples = self._draws[draw_index].samples
         return len(samples) == self.num_samples and all(self.grader.is_done(one.ticket) for one in samples.values())
 
-    def wait_any(self, draw_indices: Sequence[int]) -> None:
-        """Wait until one of these draws is graded, or an environment has answered; nothing decodes meanwhile."""
-        with self.timer.stage("tools" if self.conversations and self.conversations.num_pending else "grading"):
-            while not any(self.is_graded(draw_index) for draw_index in draw_indices) and not self._wait(draw_indices):
-                pass
-
-    def _wait(self, draw_indices: Sequence[int]) -> bool:
-        """Wait until a sample of these draws is graded, or an environment answers or is late; whether one may have."""
+    def wait(self, draw_indices: Sequence[int]) -> None:
+        """Wait until one more sample of these draws is graded, or an environment answers or is late."""
         tickets = [one.ticket for draw_index in draw_indices for one in self._draws[draw_index].samples.values()]
+        self.counters.report_progress()
         if self.conversations is None or not self.conversations.num_pending:
-            self.grader.wait_any(tickets)
-            return False
-        self.grader.wait_any(tickets, self.conversations.futures(), POLL_SECONDS)
-        return True
+            with self.timer.stage("grading"):
+                self.grader.wait_any(tickets)
+        else:
+            with self.timer.stage("tools"):
+                self.grader.wait_any(tickets, self.conversations.futures(), POLL_SECONDS)
 
-    def take(self, draw_indices: Sequence[int]) -> list[RolloutGroup]:
-        """The groups of decoded draws, in the given order; waits for their grades, and forgets them."""
-        return self._group(self._take(draw_indices, lambda tickets, _: self.grader.collect(tickets)))
+    def take(self, draw_indices: Sequence[int], ranks: Ranks = ONE_RANK) -> list[Rollout]:
+        """This rank's rollouts of decoded draws, in the given order; waits for their grades, and forgets the draws.
 
-    def take_rollouts(self, draw_indices: Sequence[int]) -> list[Rollout]:
-        """What this rank has of the draws that all ranks have decoded; called on all of them. Else as `take`."""
-        return self._take(draw_indices, partial(self.grader.collect_on_ranks, ranks=self.ranks))
-
-    def _take(
-        self,
-        draw_indices: Sequence[int],
-        collect: Callable[[list[GradeTicket], list[tuple[int, int]]], list[Grade]],
-    ) -> list[Rollout]:
-        draws = [(draw_index, self._draws.pop(draw_index).samples) for draw_index in draw_indices]
-        samples = {(draw_index, index): one for draw_index, draw in draws for index, one in sorted(draw.items())}
-        grades = collect([sample.ticket for sample in samples.values()], list(samples))
-        return [sample.rollout(grade=grade) for sample, grade in zip(samples.values(), grades, strict=True)]
-
-    def _group(self, rollouts: Sequence[Rollout]) -> list[RolloutGroup]:
-        """The groups of rollouts that are sorted by draw and sample; none is missing."""
-        groups = [list(samples) for _, samples in groupby(rollouts, key=lambda one: one.draw_index)]
-        for group in groups:
-            found = [rollout.sample_index for rollout in group]
-            assert found == list(range(self.num_samples)), f"draw {group[0].draw_index} has the samples {found}"
-        return [RolloutGroup(prompt=one[0].prompt, draw_index=one[0].draw_index, rollouts=one) for one in groups]
+        `ranks`: those that have samples of the same draws; called on all of them.
+        """
+        draws = {draw_index: self._draws.pop(draw_index) for draw_index in draw_indices}
+        samples = {
+            (number, index): one for number, draw in draws.items() for index, one in sorted(draw.samples.items())
+        }
+        grades = self.grader.collect_on_ranks([one.ticket for one in samples.values()], list(samples), ranks)
+        return [
+            Rollout(
+                prompt=draws[draw_index].prompt,
+                draw_index=draw_index,
+                sample_index=sample_index,
+                token_ids=np.array(sample.completion.token_ids, np.int32),
+                rollout_logprobs=np.array(sample.completion.rollout_logprobs, np.float32),
+                extensions=sample.completion.extensions,
+                text=sample.text,
+                finish_reason=sample.completion.finish_reason,
+                policy_version=sample.completion.policy_version,
+                grade=grade,
+                conversation=sample.conversation,
+            )
+            for ((draw_index, sample_index), sample), grade in zip(samples.items(), grades, strict=True)
+        ]
 
     def exchange(self, engine: Engine, rollouts: Sequence[Rollout]) -> list[RolloutGroup]:
-        """What all ranks have decoded, in data order; this rank's drafter learns what it did not decode itself."""
-        own = [*rollouts], engine.drafter.run_ahead_texts()
-        all_ranks = self.ranks.gather(own, "the rollouts of all ranks")
-        found = [theirs for rank, theirs in enumerate(all_ranks) if rank != self.ranks.index]
-        others = sorted(chain.from_iterable(theirs for theirs, _ in found), key=place)
+        """The groups of all ranks, in data order; this rank's drafter learns what it did not decode itself."""
+        shared = self.ranks.gather(([*rollouts], engine.drafter.run_ahead_texts()), "the rollouts of all ranks")
+        del shared[self.ranks.index]
+        others = sorted(chain.from_iterable(theirs for theirs, _ in shared), key=data_order)
         prompts = {rollout.draw_index: rollout.prompt for rollout in others}
         requests = {(one.draw_index, one.sample_index): one for one in self.requests(list(prompts.items()))}
-        engine.drafter.learn([completion_of(rollout, requests[place(rollout)]) for rollout in others])
-        for _, texts in found:
+        completions = [
+            Completion(
+                request=requests[data_order(rollout)],
+                token_ids=rollout.token_ids.tolist(),
+                rollout_logprobs=rollout.rollout_logprobs.tolist(),
+                finish_reason=rollout.finish_reason,
+                policy_version=rollout.policy_version,
+                extensions=rollout.extensions,
+            )
+            for rollout in others
+        ]
+        engine.drafter.learn(completions)
+        for _, texts in shared:
             engine.drafter.learn_run_aheads(texts)
-        return self._group(sorted([*rollouts, *others], key=place))
+        groups = [list(samples) for _, samples in groupby(sorted([*rollouts, *others], key=data_order), key=_draw_of)]
+        for group in groups:
+            indices = [rollout.sample_index for rollout in group]
+            assert indices == list(range(self.num_samples)), f"draw {group[0].draw_index} has the samples {indices}"
+        return [RolloutGroup(prompt=one[0].prompt, draw_index=one[0].draw_index, rollouts=one) for one in groups]
 
     def engine_metrics(self, engine: Engine) -> dict[str, float]:
         """What the engines of all ranks did in this rollout; see `merge_rank_metrics`."""
         metrics = engine.take_metrics()
         if self.ranks.count == 1:
             return metrics
-        metrics |= {"engine/rank_claims": self.num_claimed, "engine/rank_seconds": self.counters.busy_seconds}
+        counters = self.counters
+        metrics |= {"engine/rank_claims": counters.num_claimed, "engine/rank_seconds": counters.busy_seconds}
         return merge_rank_metrics(self.ranks.gather(metrics, "the engine's metrics"))
 
 
@@ -368,8 +389,9 @@ class _Sample(NamedTuple):
     """A finished sample whose grade is still to come."""
 
     ticket: GradeTicket
-    rollout: partial[Rollout]
-    """Everything but its `grade`."""
+    completion: Completion
+    text: str
+    conversation: Conversation | None
 
 
 @dataclass(slots=True, frozen=True)
@@ -377,31 +399,6 @@ class _OpenDraw:
     prompt: Prompt
     samples: dict[int, _Sample] = field(default_factory=dict)
     """The finished ones, by sample index."""
-
-
-def take_ended(engine: Engine, conversations: Conversations) -> Iterator[tuple[Completion, Conversation]]:
-    """Let the samples go on whose answers have come since the last call; yields those that end with them.
-
-    Their finish reason is `length` where an observation did not fit.
-    """
-    for answer in conversations.take_answers():
-        completion, conversation = answer.completion, answer.conversation
-        if conversation is None:
-            engine.extend(completion, answer.extension)
-            continue
-        engine.end(completion)
-        is_full = conversation.stop_reason == "observation"
-        yield replace(completion, finish_reason="length") if is_full else completion, conversation
-
-
-def finish_turns(
-    engine: Engine, conversations: Conversations, wait: Callable[[], object]
-) -> Iterator[tuple[Completion, Conversation]]:
-    """As `take_ended`, but while nothing decodes it calls `wait`, until an answer brings work or none is due."""
-    yield from take_ended(engine, conversations)
-    while conversations.num_pending and not engine.has_work:
-        wait()
-        yield from take_ended(engine, conversations)
 
 
 def sample_requests(
@@ -435,25 +432,10 @@ def response_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], 
     return cut_at_stop_string(text, stop_strings)
 
 
-def place(rollout: Rollout) -> tuple[int, int]:
-    """Where a rollout is in data order."""
+def data_order(rollout: Rollout) -> tuple[int, int]:
+    """Sort key: where a rollout is in data order."""
     return rollout.draw_index, rollout.sample_index
 
 
-def completion_of(rollout: Rollout, request: Request) -> Completion:
-    """What the engine gave, where a rollout comes from another rank."""
-    extensions: list[tuple[int, int]] = []
-    start = 0
-    for is_sampled, parts in groupby(rollout.segments, key=lambda segment: segment.kind == "model"):
-        stop = start + sum(len(part.token_ids) for part in parts)
-        if not is_sampled:
-            extensions.append((start, stop))
-        start = stop
-    return Completion(
-        request=request,
-        token_ids=rollout.token_ids.tolist(),
-        rollout_logprobs=rollout.rollout_logprobs.tolist(),
-        finish_reason=rollout.finish_reason,
-        policy_version=rollout.policy_version,
-        extensions=tuple(extensions),
-    )
+def _draw_of(rollout: Rollout) -> int:
+    return rollout.draw_index

@@ -37,7 +37,6 @@ FREE_KEYS = (
 
 FREE_KEYS_IF_DETERMINISTIC = (
     "rollout.slots",
-    "rollout.max_open_prompts",
     "rollout.num_pages",
     "rollout.kv_*",
     "rollout.cuda_graphs",

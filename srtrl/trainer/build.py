@@ -287,13 +287,12 @@ def number_of_slots(
     if dtype != model.dtype:  # the decoder will have a copy of the weights
         free -= sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     num_bytes, _ = kv_bytes(rollout.kv_memory_gib, free, share=rollout.kv_memory_share, reserved_bytes=reserved_bytes)
-    of_a_step = (rollout.max_open_prompts or rollout.num_prompts) * rollout.num_samples
     return choose_slots(
         num_bytes if rollout.num_pages is None else rollout.num_pages * page_bytes,
         page_bytes=page_bytes,
         page_size=rollout.page_size,
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
-        num_samples=num_samples or of_a_step,
+        num_samples=num_samples or rollout.num_prompts * rollout.num_samples,
     )
 
 

@@ -130,7 +130,6 @@ class StepSampler:
                 self.prompt_of,
                 first_draw=first,
                 num_prompts=rollout.num_prompts,
-                max_open_prompts=rollout.max_open_prompts or rollout.num_prompts,
                 max_draws=self._max_draws,
                 keeps=lambda group: bool(filter_groups([group], filters)),
                 run_ahead=lambda opened: self.run_ahead(step, opened, collector),
