@@ -354,7 +354,7 @@ RUN_AHEAD = ("--history", "0.5", "--history-as", "run-ahead")
         (("ROWS",), "rows.jsonl: given twice"),
         (RUN_AHEAD, "--history-as: run-ahead needs --slots"),
         ((*RUN_AHEAD, "--slots", "2"), "one training step, and nothing to run ahead for; give --step-prompts"),
-        ((*RUN_AHEAD, "--slots", "2", "--drafter", "suffix"), "the drafter suffix does not draft from run-aheads"),
+        ((*RUN_AHEAD, "--slots", "2", "--drafter", "history"), "the drafter history does not draft from run-aheads"),
     ],
 )
 def test_mistakes_are_named_and_exit_with_2(rows_file: Path, arguments: tuple[str, ...], error: str) -> None:

@@ -62,7 +62,7 @@ def make_drafter(name: str, history: Texts, **options: object) -> DrafterBase:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["ngram", "suffix", "history", "srt"])
+@pytest.mark.parametrize("name", ["ngram", "srtrl.bench.suffix:Drafter", "history", "srt"])
 def test_every_drafter_gives_the_bits_of_none(name: str, dtype: torch.dtype) -> None:
     policy = tiny_policy(dtype)
     requests = requests_for()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from tiny_run import assert_same_run, make_policy, make_recipe, train
 
-from srtrl.drafters.srt import Drafter
 from srtrl.metrics import read_metrics
 from srtrl.rollout.collect import Collector, collect_rollouts
 from srtrl.run.folder import check_run_folder
@@ -53,7 +52,6 @@ def test_speculation_learns_the_same(name: str, policy: Path, plain: Path, tmp_p
 
 def test_the_trainer_looks_one_step_ahead_and_says_what_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[tuple[list[Request], list[Request]]] = []
-    next_uses: list[list[tuple[int, ...]]] = []
 
     def collect(engine: Any, collector: Collector, draws: Any, run_ahead: Any = ()) -> Any:
         assert collector.purpose == "train"
@@ -61,7 +59,6 @@ def test_the_trainer_looks_one_step_ahead_and_says_what_comes(tmp_path: Path, mo
         return collect_rollouts(engine, collector, draws, run_ahead=run_ahead)
 
     monkeypatch.setattr(sampling, "collect_rollouts", collect)
-    monkeypatch.setattr(Drafter, "set_next_uses", lambda self, prompts: next_uses.append(list(prompts)), raising=False)
     recipe = make_recipe(
         make_policy(tmp_path / "policy"), tmp_path, train__num_steps=3, rollout__run_ahead_max_slowdown=100.0
     )
@@ -76,5 +73,3 @@ def test_the_trainer_looks_one_step_ahead_and_says_what_comes(tmp_path: Path, mo
             (replace(request, is_run_ahead=True) for request in following), key=lambda one: one.rng_key
         )
     assert steps[-1][1] == []  # the last step has no next one
-    drawn = [request.prompt_token_ids for requests, _ in steps for request in requests if request.sample_index == 0]
-    assert next_uses == [drawn[:10], drawn[4:], drawn[8:]]  # an epoch of 10 prompts, as far as the run goes

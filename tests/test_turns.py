@@ -9,10 +9,11 @@ import torch
 from engine_cases import Completions, FakeDrafter, Letters, options, outputs, requests_for, tiny_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trie_reference import continuations
 
+from srtrl.bench.suffix import Drafter as SuffixDrafter
 from srtrl.drafters.base import DrafterBase, Int64Array
 from srtrl.drafters.srt import Drafter as SrtDrafter
-from srtrl.drafters.suffix import Drafter as SuffixDrafter
 from srtrl.drafters.suffix_automaton import START_TOKEN
 from srtrl.drafters.token_trie import TokenTrie
 from srtrl.engine.engine import Engine, EngineOptions
@@ -176,9 +177,9 @@ def test_srt_drafts_within_turns_and_never_across_one(cases: list[tuple[Transfor
     assert extended
     for completion in extended:
         start, stop = completion.extensions[0]
-        assert trie.continuations(completion.token_ids[start - 2 : start - 1])
-        assert trie.continuations([START_TOKEN, *completion.token_ids[:start]]) == {}
-        assert trie.continuations([START_TOKEN, *completion.token_ids[start:stop]])
+        assert continuations(trie, completion.token_ids[start - 2 : start - 1])
+        assert continuations(trie, [START_TOKEN, *completion.token_ids[:start]]) == {}
+        assert continuations(trie, [START_TOKEN, *completion.token_ids[start:stop]])
 
 
 def test_few_pages_evict_what_paused_samples_keep(cases: list[tuple[Transformer, Completions]]) -> None:

@@ -5,12 +5,27 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from srtrl.bench.suffix import MAX_MATCH, MAX_TREE, NODES_PER_MATCH, SUFFIX
 from srtrl.drafters.draft_tree import DraftTree
-from srtrl.drafters.suffix import MAX_MATCH, MAX_TREE, NODES_PER_MATCH
-from srtrl.drafters.trie_draft import NEGLIGIBLE, SMALLEST_SCORE, SUFFIX, Rule
+from srtrl.drafters.suffix_automaton import BLOCK, EDGE, NONE, ROOT, TARGET, edges_end, find_edge
+from srtrl.drafters.token_trie import TokenTrie
+from srtrl.drafters.trie_draft import NEGLIGIBLE, SMALLEST_SCORE, Rule
 
 START = -1
 Text = tuple[int, ...]
+
+
+def continuations(trie: TokenTrie, token_ids: Sequence[int]) -> dict[int, int]:
+    """Tokens that follow the given ones somewhere in a trie, with the number of times, the most frequent first."""
+    state = ROOT
+    for token in token_ids:
+        edge = find_edge(trie.memory, state, token)
+        if edge == NONE:
+            return {}
+        state = int(trie.memory[edge + TARGET])
+    edges = trie.memory[trie.memory[state + BLOCK] : edges_end(trie.memory, state)].reshape(-1, EDGE).tolist()
+    counts = {token: count for token, _, count in edges if token >= 0}
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
 class ReferenceTrie:

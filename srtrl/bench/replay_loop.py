@@ -29,8 +29,6 @@ from srtrl.recipe.file import RecipeError, RecipeSource, validate_section
 from srtrl.recipe.schema import Section
 from srtrl.types import Request
 
-LOOK_AHEAD_PROMPTS = 1024
-"""How many coming prompts a drafter is told of."""
 COLUMNS = (
     *("num_samples", "num_cut", "tokens_per_step", "verified_per_step", "draft_us", "insert_us_per_token"),
     *("steps", "steps_without_drafts", "speedup"),
@@ -168,16 +166,13 @@ class Replay:
     def run(self, recording: Recording) -> None:
         """Replay one training step after another; the drafter keeps what it learned.
 
-        Prompts of a step follow each other in the order of the file, for every drafter alike, since some (`suffix`)
+        Prompts of a step follow each other in the order of the file, for every drafter alike, since some (SuffixDecoding)
         learn from other prompts too. With `slots` they share the slots.
         """
         largest = max(len(prompt.samples) for prompts in recording.steps for prompt in prompts)
         self._free_slots = list(range(max(largest, self._settings.slots or 0)))
         self.counts.num_cut = recording.num_cut
         for step, prompts in enumerate(recording.steps):
-            coming = itertools.islice(itertools.chain.from_iterable(recording.steps[step:]), LOOK_AHEAD_PROMPTS)
-            with self._clock("insert_seconds"):
-                self._drafter.set_next_uses([prompt.prompt_token_ids for prompt in coming])
             has_ahead = self._settings.history_as == "run-ahead" and step + 1 < len(recording.steps)
             ahead, _ = self._samples_of(recording.steps[step + 1] if has_ahead else [], is_run_ahead=True)
             self._replay_step(prompts, breadth_first(ahead))

@@ -15,8 +15,10 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 
-TextsByKey = Mapping[tuple[str, tuple[int, ...]], Mapping[int, Int32Array]]
-"""Purpose and token ids of a prompt -> RNG key -> tokens."""
+PromptKey = tuple[str, tuple[int, ...]]
+"""Purpose and token ids of a prompt."""
+TextsByKey = Mapping[PromptKey, Mapping[int, Int32Array]]
+"""Prompt -> RNG key -> tokens."""
 
 
 class DrafterBase:
@@ -77,14 +79,8 @@ class DrafterBase:
         """Texts of this step's run-aheads on other ranks."""
 
     def expected_tokens(self, request: Request) -> float | None:
-        """Expected number of tokens of a sample's response, None if unknown: long ones are admitted early.
-
-        Called once for each sample, when it is added to the engine; and once for each draw that is dealt to ranks.
-        """
+        """Expected number of tokens of a sample's response, None if unknown: long ones are admitted early."""
         return None
-
-    def set_next_uses(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        """Prompts (token ids) that come next, in order; what is needed last may be forgotten first."""
 
     def end_step(self) -> None:
         """A training step has ended, with or without a policy update; what was learned about the text stays valid."""

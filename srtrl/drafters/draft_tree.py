@@ -79,27 +79,17 @@ class DraftTrees:
             offsets=np.zeros(num_trees + 1, np.int64),
         )
 
-    def take(self, indices: npt.NDArray[np.int64]) -> "DraftTrees":
-        """Return the trees at `indices`."""
-        sizes = self.sizes[indices]
-        offsets = np.zeros(len(indices) + 1, np.int64)
-        offsets[1:] = sizes.cumsum()
-        nodes = ranges(self.offsets[indices], sizes)
-        return DraftTrees(
-            token_ids=self.token_ids[nodes], parents=self.parents[nodes], scores=self.scores[nodes], offsets=offsets
-        )
-
     def replace(self, indices: npt.NDArray[np.int64], others: "DraftTrees") -> "DraftTrees":
         """Return these trees, but at `indices` [len(others)] the others."""
-        both = DraftTrees(
-            token_ids=np.concatenate([self.token_ids, others.token_ids]),
-            parents=np.concatenate([self.parents, others.parents]),
-            scores=np.concatenate([self.scores, others.scores]),
-            offsets=np.concatenate([self.offsets, self.offsets[-1] + others.offsets[1:]]),
+        starts, sizes = self.offsets[:-1].copy(), self.sizes
+        starts[indices], sizes[indices] = self.offsets[-1] + others.offsets[:-1], others.sizes
+        nodes = ranges(starts, sizes)
+        return DraftTrees(
+            token_ids=np.concatenate([self.token_ids, others.token_ids])[nodes],
+            parents=np.concatenate([self.parents, others.parents])[nodes],
+            scores=np.concatenate([self.scores, others.scores])[nodes],
+            offsets=np.concatenate([self.offsets[:1], sizes.cumsum()]),
         )
-        sources = np.arange(len(self))
-        sources[indices] = len(self) + np.arange(len(others))
-        return both.take(sources)
 
     @property
     def num_nodes(self) -> int:

@@ -5,7 +5,6 @@ beside `srt` it shows what online insertion brings.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.recipe.schema import Section
@@ -31,13 +30,3 @@ class Drafter(SrtDrafter):
         super().end_step()
         super().learn(self._completed)
         self._completed = []
-
-    def save(self, folder: Path) -> None:
-        """Write all rollouts; those of the last step count as history, for the step ends where a checkpoint is made."""
-        self.end_step()
-        super().save(folder)
-
-    def load(self, folder: Path) -> None:
-        """Read the rollouts; raises ValueError naming a damaged file."""
-        self._completed = []
-        super().load(folder)

@@ -33,8 +33,7 @@ class RolloutCache:
     """The newest rollouts of each prompt, at most `max_rollouts` per prompt and `max_bytes` in total.
 
     The key is the prompt's token ids. When memory is short, each prompt loses its oldest rollouts before any prompt is
-    dropped; then the one goes whose next use is farthest (`set_next_uses`): the order of the data is known, and
-    dropping the least recently used would drop each prompt just before its turn when an epoch does not fit.
+    dropped, the prompt that was added to least recently first.
     """
 
     def __init__(self, *, max_rollouts: int, max_bytes: int) -> None:
@@ -44,24 +43,13 @@ class RolloutCache:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         """Memory by the constants above: 4 bytes per token, of prompts too, and an overhead per rollout and prompt."""
-        self.num_dropped_rollouts = 0
-        """Rollouts forgotten for want of memory (not those that newer ones of their prompt replaced)."""
-        self.num_dropped_prompts = 0
-        self.num_dropped_tokens = 0
-        """Tokens of the dropped rollouts."""
         self._rollouts: dict[tuple[int, ...], list[Tokens]] = {}
         """Of each prompt, newest last; the prompt that was added to last comes last."""
-        self._coming: Sequence[tuple[int, ...]] = ()
 
     @property
     def num_prompts(self) -> int:
         """Prompts that have at least one rollout."""
         return len(self._rollouts)
-
-    @property
-    def num_rollouts(self) -> int:
-        """Rollouts of all prompts."""
-        return sum(map(len, self._rollouts.values()))
 
     @property
     def num_tokens(self) -> int:
@@ -77,9 +65,7 @@ class RolloutCache:
         if not len(rollout):
             return
         if PROMPT_BYTES + ROLLOUT_BYTES + TOKEN_BYTES * (len(prompt) + len(rollout)) > self.max_bytes:
-            self.num_dropped_rollouts += 1  # no others need to go for one that cannot stay
-            self.num_dropped_tokens += len(rollout)
-            return
+            return  # no others need to go for one that cannot stay
         rollouts = self._rollouts.pop(prompt, None)
         if rollouts is None:
             rollouts = []
@@ -104,10 +90,6 @@ class RolloutCache:
     def prompts(self) -> list[tuple[int, ...]]:
         """Token ids of all prompts, the least recently added to first."""
         return list(self._rollouts)
-
-    def set_next_uses(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        """Prompts that come next, in order; those not named are the first to be dropped."""
-        self._coming = prompts
 
     def save(self, path: Path) -> None:
         """Write all rollouts into one file, whole or not at all. Equal contents give equal bytes."""
@@ -136,23 +118,16 @@ class RolloutCache:
                 self.add(tuple(prompt.tolist()), next(rollouts).copy())
 
     def _make_room(self, max_bytes: int) -> None:
-        """Trim all prompts to k rollouts, k falling, those whose next use is farthest first, until the rest fits."""
-        next_uses = {prompt: -index for index, prompt in reversed(list(enumerate(self._coming)))}
-        order = sorted(self._rollouts, key=lambda prompt: next_uses.get(prompt, -len(self._coming)))
-        for most in range(self.max_rollouts, 0, -1):
-            for prompt in order:
+        """Trim prompts with k rollouts to k - 1, k falling, until the rest fits."""
+        for num_rollouts in range(self.max_rollouts, 0, -1):
+            for prompt, rollouts in list(self._rollouts.items()):
                 if self.num_bytes <= max_bytes:
                     return
-                rollouts = self._rollouts[prompt]
-                if len(rollouts) == most:
-                    dropped = rollouts.pop(0)
-                    self.num_bytes -= _bytes_of(dropped)
-                    self.num_dropped_rollouts += 1
-                    self.num_dropped_tokens += len(dropped)
+                if len(rollouts) == num_rollouts:
+                    self.num_bytes -= _bytes_of(rollouts.pop(0))
                     if not rollouts:
                         del self._rollouts[prompt]
                         self.num_bytes -= PROMPT_BYTES + TOKEN_BYTES * len(prompt)
-                        self.num_dropped_prompts += 1
 
 
 def _bytes_of(rollout: Tokens) -> int:
@@ -163,9 +138,9 @@ def _read(path: Path) -> dict[str, npt.NDArray[Any]]:
     """The five arrays of a file, checked against each other."""
     try:
         with safe_open(path, framework="numpy") as file:
-            found = (file.metadata() or {}).get("format")
-            if found != FORMAT:
-                raise ValueError(f"{path}: expected a file of the format {FORMAT!r}, found {found!r}")
+            format_name = (file.metadata() or {}).get("format")
+            if format_name != FORMAT:
+                raise ValueError(f"{path}: expected a file of the format {FORMAT!r}, found {format_name!r}")
             arrays = {name: file.get_tensor(name) for name in ARRAYS}
     except SafetensorError as error:
         raise ValueError(f"{path}: not a rollout cache, or damaged ({error})") from error
@@ -173,7 +148,7 @@ def _read(path: Path) -> dict[str, npt.NDArray[Any]]:
         arrays[name] for name in ("prompt_lengths", "rollout_lengths", "rollout_counts")
     )
     expected = (len(prompt_lengths), prompt_lengths.sum(), rollout_lengths.sum(), counts.sum())
-    found = (len(counts), len(arrays["prompt_tokens"]), len(arrays["rollout_tokens"]), len(rollout_lengths))
-    if expected != found or min(array.min(initial=0) for array in (prompt_lengths, rollout_lengths, counts)) < 0:
+    sizes = (len(counts), len(arrays["prompt_tokens"]), len(arrays["rollout_tokens"]), len(rollout_lengths))
+    if expected != sizes or min(array.min(initial=0) for array in (prompt_lengths, rollout_lengths, counts)) < 0:
         raise ValueError(f"{path}: damaged: the lengths of prompts and rollouts do not match their tokens")
     return arrays

@@ -8,9 +8,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.drafters.base import Int32Array, Int64Array, TextsByKey
+from srtrl.drafters.base import Int32Array, Int64Array, PromptKey, TextsByKey
 from srtrl.drafters.draft_tree import DraftTrees, ranges
-from srtrl.drafters.prompt_tries import PromptKey
 from srtrl.types import Completion, Request
 
 NOT_FOLLOWING = -1

@@ -5,47 +5,95 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
-from srtrl.drafters.base import Int32Array, Int64Array, TextsByKey
+from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array, PromptKey, TextsByKey, end_to_end
 from srtrl.drafters.draft_tree import DraftTrees
-from srtrl.drafters.prompt_tries import PromptKey, TrieDrafter, TrieOptions
+from srtrl.drafters.rollout_cache import RolloutCache
 from srtrl.drafters.run_ahead_texts import RunAheadTexts
 from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_ngrams, make_table
+from srtrl.drafters.suffix_automaton import INSERTS, START_TOKEN
+from srtrl.drafters.token_trie import TokenTrie, TrieCursors
 from srtrl.drafters.trie_draft import BLEND, draft_trees
 from srtrl.recipe.schema import Section
-from srtrl.types import Completion, Request
+from srtrl.types import Completion, Request, SamplingParams
 
 
-class SrtOptions(TrieOptions):
-    """Options of the drafter `srt`."""
+class SrtOptions(Section):
+    """Options of the drafters `srt` and `history`."""
 
+    min_score: float = Field(default=0.01, ge=0, lt=1)
+    """Nodes that are less likely to be accepted are not proposed; the draft budget chooses among the others."""
+    max_rollouts: int = Field(default=16, ge=1)
+    """Rollouts kept for each prompt; the newest stay."""
+    cache_memory_gib: float = Field(default=1.0, ge=0)
+    """Maximum memory of kept rollouts (training and evaluation have a cache each).
+
+    When it is full, prompts lose their oldest rollouts before a whole prompt is dropped. It also bounds the memory of
+    the tries: above it, tries that no sample drafts from are freed.
+    """
     other_prompts: bool = True
     """Where the prompt's own texts have no continuation, guess what followed the last two tokens in completed rollouts
     of any prompt."""
 
 
-class Drafter(TrieDrafter):
-    """See `srtrl.drafters.base.DrafterBase`."""
+class Drafter(DrafterBase):
+    """See `srtrl.drafters.base.DrafterBase`. A trie is built when its prompt's first sample starts."""
 
     Options = SrtOptions
     options: SrtOptions
     uses_run_aheads = True
     inserts = True
+    """Whether running samples enter their tokens into the tries."""
 
     def __init__(self, options: Section | None = None) -> None:
         super().__init__(options)
+        self._max_bytes = int(self.options.cache_memory_gib * 2**30)
+        self.cursors = TrieCursors()
+        self.caches: dict[str, RolloutCache] = {}
+        """Completed rollouts, for each purpose: evaluation never learns from training."""
+        self._tries: dict[PromptKey, TokenTrie] = {}
+        """The least recently started from first."""
         self._run_aheads = RunAheadTexts()
-        self._shared: dict[str, Table] = {}
-        """For each purpose: evaluation never learns from training."""
+        self._ngrams: dict[str, Table] = {}
+        """For each purpose, from texts of all prompts."""
         self._purpose = ""
         """Of the samples that started last, and so of all live ones."""
+        self._num_started = self._num_with_history = 0
+
+    def cache(self, purpose: str) -> RolloutCache:
+        """Return the completed rollouts of samples of one purpose."""
+        if purpose not in self.caches:
+            self.caches[purpose] = RolloutCache(max_rollouts=self.options.max_rollouts, max_bytes=self._max_bytes)
+        return self.caches[purpose]
 
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
-        """Give the samples cursors; a sample follows the run-ahead on its RNG key, if there is one."""
-        super().start(slots, requests)
+        """Give the samples cursors in their tries; the first cursor in a new trie inserts the history before it.
+
+        A sample also follows the run-ahead on its RNG key, if there is one.
+        """
+        start = np.array([START_TOKEN], np.int32)
+        tries, texts = [], []
         for slot, request in zip(slots.tolist(), requests, strict=True):
+            key = key_of(request)
             self._purpose = request.purpose
-            self._run_aheads.start(slot, self.key_of(request), request)
+            self._run_aheads.start(slot, key, request)
+            rollouts = self.cache(request.purpose).rollouts(request.prompt_token_ids)
+            if request.turn == 0 and not request.is_run_ahead:
+                self._num_started += 1
+                self._num_with_history += len(rollouts) > 0
+            trie, text = self._tries.pop(key, None), start
+            if trie is None:
+                history = rollouts + self._run_aheads.texts(key)  # the most useful last
+                trie = TokenTrie(expected_tokens=sum(map(len, history)))
+                text = np.concatenate([*(part for own in history for part in (start, own)), start])
+            self._tries[key] = trie
+            tries.append(trie)
+            texts.append(text)
+        self.cursors.start(slots, tries, inserts=True)
+        self.cursors.extend(slots, *end_to_end(texts))
+        self.cursors.arrays.rows[slots, INSERTS] = self.inserts
+        self._free_idle(self._max_bytes)
 
     def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
         """Draft along the run-ahead that a slot follows, else from its prompt's trie."""
@@ -55,23 +103,33 @@ class Drafter(TrieDrafter):
         if len(followers):
             room = max_nodes.copy()
             room[followers] = 0
-        shared = self._shared.get(self._purpose, NO_TABLE)
-        trees = draft_trees(self.cursors.arrays, slots, room, BLEND, min_score, shared)
+        ngrams = self._ngrams.get(self._purpose, NO_TABLE)
+        trees = draft_trees(self.cursors.arrays, slots, room, BLEND, min_score, ngrams)
         if not len(followers):
             return trees
         return trees.replace(followers, self._run_aheads.chains(slots[followers], max_nodes[followers], min_score))
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
-        """Insert the committed tokens."""
-        super().observe(slots, token_ids, offsets)
+        """Insert (or follow) the committed tokens."""
+        self.cursors.extend(slots, token_ids, offsets)
         self._run_aheads.observe(slots, token_ids, offsets)
 
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
         """Keep completed rollouts; texts of run-aheads are kept apart."""
-        super().finish(slots, completions)
+        self.cursors.stop(slots)
+        finished = [completion for completion in completions if completion is not None]
+        for completion in finished:
+            self._run_aheads.finish(key_of(completion.request), completion)
+        self.learn([completion for completion in finished if not completion.request.is_run_ahead])
+
+    def learn(self, completions: Sequence[Completion]) -> None:
+        """Keep completed rollouts, for the tries that are built from now on; their phrases serve all prompts."""
         for completion in completions:
-            if completion is not None:
-                self._run_aheads.finish(self.key_of(completion.request), completion)
+            text, starts = np.array(completion.token_ids, np.int32), [start for start, _ in completion.extensions]
+            text = np.insert(text, starts, START_TOKEN) if starts else text
+            purpose, prompt = key_of(completion.request)
+            self.cache(purpose).add(prompt, text)
+            self._learn_ngrams(purpose, text)
 
     def run_ahead_texts(self) -> TextsByKey:
         """Those of this step."""
@@ -81,37 +139,101 @@ class Drafter(TrieDrafter):
         """The samples follow them as if they were decoded here."""
         self._run_aheads.learn(texts)
 
+    def expected_tokens(self, request: Request) -> float | None:
+        """Mean length of the prompt's rollouts, those of finished siblings included."""
+        return self.cache(request.purpose).mean_tokens(request.prompt_token_ids)
+
     def end_step(self) -> None:
-        """Rollouts stay; texts of run-aheads that were made for this step go."""
-        super().end_step()
+        """Free the tries that no sample uses: they are built again, from the newest rollouts."""
+        self._free_idle(0)
         self._run_aheads.end_step()
+
+    def warm_up(self) -> None:
+        """Compile the kernels, once: they are cached for other drafters."""
+        _run_warm_up(type(self)(self.options))
 
     def take_metrics(self) -> dict[str, float]:
         """See docs/metrics.md for each metric."""
-        metrics = super().take_metrics() | self._run_aheads.take_metrics()
-        metrics["engine/cache_bytes"] += sum(table.nbytes for table in self._shared.values())
-        return metrics
+        caches = self.caches.values()
+        metrics: dict[str, float] = {
+            f"engine/cache_{name}": sum(getattr(cache, f"num_{name}") for cache in caches)
+            for name in ("tokens", "bytes", "prompts")
+        }
+        metrics["engine/cache_bytes"] += self.num_trie_bytes + sum(table.nbytes for table in self._ngrams.values())
+        if self._num_started:
+            metrics["engine/cache_hit_rate"] = self._num_with_history / self._num_started
+        self._num_started = self._num_with_history = 0
+        return metrics | self._run_aheads.take_metrics()
+
+    def save(self, folder: Path) -> None:
+        """Write the completed rollouts: a file for each purpose."""
+        for purpose, cache in self.caches.items():
+            cache.save(folder / f"rollouts_{purpose}.safetensors")
 
     def load(self, folder: Path) -> None:
         """Read the completed rollouts; raises ValueError naming a damaged file."""
-        super().load(folder)
-        self._shared = {}
-        for purpose, cache in self.caches.items():
+        assert not any(self.cursors.tries), "no sample may be live"
+        self._tries, self.caches, self._ngrams = {}, {}, {}
+        for path in sorted(folder.glob("rollouts_*.safetensors")):
+            purpose = path.stem.removeprefix("rollouts_")
+            cache = self.cache(purpose)
+            cache.load(path)
             for prompt in cache.prompts():
                 for text in cache.rollouts(prompt):
                     self._learn_ngrams(purpose, text)
 
-    def history(self, key: PromptKey) -> list[npt.NDArray[np.int32]]:
-        """The prompt's rollouts, then the newer texts that were decoded ahead."""
-        return super().history(key) + self._run_aheads.texts(key)
-
-    def keep(self, key: PromptKey, text: npt.NDArray[np.int32]) -> None:
-        """A response becomes history, and its phrases serve all prompts."""
-        super().keep(key, text)
-        self._learn_ngrams(key[0], text)
+    @property
+    def num_trie_bytes(self) -> int:
+        """Memory of all tries."""
+        return sum(trie.num_bytes for trie in self._tries.values())
 
     def _learn_ngrams(self, purpose: str, text: npt.NDArray[np.int32]) -> None:
         if self.options.other_prompts:
-            if purpose not in self._shared:
-                self._shared[purpose] = make_table()
-            learn_ngrams(self._shared[purpose], text)
+            if purpose not in self._ngrams:
+                self._ngrams[purpose] = make_table()
+            learn_ngrams(self._ngrams[purpose], text)
+
+    def _free_idle(self, max_bytes: int) -> None:
+        """Free tries that no sample uses, the longest idle first, until the others take no more than `max_bytes`."""
+        num_bytes = self.num_trie_bytes
+        if num_bytes <= max_bytes:
+            return
+        live = set(self.cursors.tries)
+        for key, trie in list(self._tries.items()):
+            if trie not in live and num_bytes > max_bytes:
+                num_bytes -= trie.num_bytes
+                del self._tries[key]
+
+
+def key_of(request: Request) -> PromptKey:
+    """Samples with the same key share a trie."""
+    return request.purpose, request.prompt_token_ids
+
+
+def _run_warm_up(drafter: Drafter) -> None:
+    """Run a short rollout with a drafter that is thrown away afterwards, so that all of its kernels are compiled."""
+    slots, tokens = np.arange(1), np.array([4, 5, 6, 7], np.int32)
+    for is_run_ahead in (True, False):  # the sample follows the run-ahead on its RNG key, and leaves it
+        request = Request(
+            prompt_id="warm-up",
+            prompt_token_ids=(1, 2),
+            draw_index=0,
+            sample_index=0,
+            rng_key=0,
+            sampling=SamplingParams(max_new_tokens=8),
+            purpose="train",
+            is_run_ahead=is_run_ahead,
+        )
+        completion = Completion(
+            request=request,
+            token_ids=[4, 5, 6, 7, 8],
+            rollout_logprobs=[0.0] * 5,
+            finish_reason="stop",
+            policy_version=0,
+        )
+        drafter.start(slots, [request])
+        for some in (tokens[:2], tokens[2:], tokens[:1] + 4):
+            drafter.propose(slots, np.full(1, 8))
+            drafter.observe(slots, some, np.array([0, len(some)]))
+        drafter.finish([0], [completion])
+        drafter.end_step()

@@ -35,8 +35,6 @@ USED = 0
 """Integers in use; all later ones are free."""
 NUM_STATES = 1
 NUM_TOKENS = 2
-MAX_TOKENS = 3
-"""With this many tokens nothing more is inserted: cursors only follow."""
 
 # Record of a state.
 LENGTH = 0
@@ -60,7 +58,7 @@ TARGET, COUNT, EDGE = 1, 2, 3
 LINEAR_CLASS = 3
 """Blocks up to this size class are searched from the front; larger ones are hash tables."""
 
-ROOT = 4
+ROOT = 3
 """State of the empty string."""
 INITIAL_SIZE = 1024
 INTEGERS_PER_TOKEN = 10
@@ -219,10 +217,9 @@ def _new_state(memory: Int32Array, length: int) -> int:
 
 
 @numba.njit(cache=True, nogil=True)
-def format_memory(memory: Int32Array, max_tokens: int) -> None:
+def format_memory(memory: Int32Array) -> None:
     """Make an empty trie."""
     memory[:ROOT] = 0
-    memory[MAX_TOKENS] = max_tokens
     memory[USED] = ROOT
     _new_state(memory, 0)
 
@@ -330,8 +327,6 @@ def _advance(memory: Int32Array, cursor: Int32Array, token_ids: Int32Array, begi
         token = token_ids[done]
         if token == START_TOKEN:
             state, match, cursor[LAST] = ROOT, 0, START_TOKEN
-        if memory[NUM_TOKENS] >= memory[MAX_TOKENS]:
-            cursor[INSERTS] = 0
         if cursor[INSERTS]:
             num_new, parent, edge, needed = _find_continued(memory, state, token)
             if memory[USED] + needed > len(memory):
@@ -391,15 +386,3 @@ def advance_rows(
                 memory = open_memory(address, cursors.sizes[slots[row]])
                 tokens = token_ids[offsets[row] : offsets[row + 1]]
                 progress[row] = _advance(memory, cursors.rows[slots[row]], tokens, progress[row])
-
-
-@numba.njit(cache=True, nogil=True)
-def find_state(memory: Int32Array, token_ids: Int32Array) -> int:
-    """State of a string, or `NONE` where it does not occur."""
-    state = ROOT
-    for token in token_ids:
-        edge = find_edge(memory, state, token)
-        if edge == NONE:
-            return NONE
-        state = int(memory[edge + TARGET])
-    return state

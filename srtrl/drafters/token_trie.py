@@ -6,12 +6,9 @@ import numba
 import numpy as np
 
 from srtrl.drafters.suffix_automaton import (
-    BLOCK,
     CURSOR,
-    EDGE,
     INITIAL_SIZE,
     INTEGERS_PER_TOKEN,
-    NONE,
     NUM_STATES,
     NUM_TOKENS,
     ROOT,
@@ -22,8 +19,6 @@ from srtrl.drafters.suffix_automaton import (
     Int32Array,
     Int64Array,
     advance_rows,
-    edges_end,
-    find_state,
     format_memory,
 )
 from srtrl.model.cpu_threads import use_kernel_threads
@@ -32,11 +27,11 @@ from srtrl.model.cpu_threads import use_kernel_threads
 class TokenTrie:
     """All suffixes of some texts, with the number of times that each was followed by each token."""
 
-    def __init__(self, *, expected_tokens: int = 0, max_tokens: int = 1 << 30) -> None:
-        """Make an empty trie; `max_tokens`: it takes no more."""
-        least = INITIAL_SIZE + INTEGERS_PER_TOKEN * expected_tokens
-        self.memory: Int32Array = np.empty(1 << (least - 1).bit_length(), np.int32)
-        format_memory(self.memory, max_tokens)
+    def __init__(self, *, expected_tokens: int = 0) -> None:
+        """Make an empty trie with room for about `expected_tokens`."""
+        size = INITIAL_SIZE + INTEGERS_PER_TOKEN * expected_tokens
+        self.memory: Int32Array = np.empty(1 << (size - 1).bit_length(), np.int32)
+        format_memory(self.memory)
 
     @property
     def num_tokens(self) -> int:
@@ -59,17 +54,9 @@ class TokenTrie:
         cursors.start(np.zeros(1, np.int64), [self], inserts=True)
         cursors.extend(np.zeros(1, np.int64), np.array([START_TOKEN, *text], np.int32), np.array([0, 1 + len(text)]))
 
-    def continuations(self, token_ids: Sequence[int]) -> dict[int, int]:
-        """Tokens that follow the given ones somewhere, with the number of times, the most frequent first."""
-        state = find_state(self.memory, np.asarray(token_ids, np.int32))
-        if state == NONE:
-            return {}
-        edges = self.memory[self.memory[state + BLOCK] : edges_end(self.memory, state)].reshape(-1, EDGE).tolist()
-        counts = {token: count for token, _, count in edges if token >= 0}
-        return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
-
     def grow(self) -> None:
-        """Double the array."""
+        """Double the array; indices into it are int32."""
+        assert len(self.memory) < 2**30, "a trie of a hundred million tokens"
         memory = np.empty(2 * len(self.memory), np.int32)
         used = self.memory[USED]
         memory[:used] = self.memory[:used]

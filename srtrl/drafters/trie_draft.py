@@ -5,8 +5,6 @@ total / (total + distinct_weight x distinct) x match / (match + match_weight) of
 spread it over the tokens that followed them, by count; of a suffix only the occurrences count that are not the longer
 context's. What the last two tokens, then the last one, are followed by in texts of other prompts (`shared_ngrams`)
 counts as contexts of length 2 and 1. What can change no score by `NEGLIGIBLE` times `min_score` is left out.
-
-Rule `SUFFIX` (SuffixDecoding: Oliaro et al., 2024): the shares of the occurrences of the longest context alone.
 """
 
 from heapq import heappop, heappush
@@ -68,7 +66,6 @@ class Rule(NamedTuple):
 
 
 BLEND = Rule(max_contexts=4, distinct_weight=0.5, match_weight=2.0)
-SUFFIX = Rule(max_contexts=1, distinct_weight=0.0, match_weight=0.0)
 
 
 class Children(NamedTuple):
@@ -260,7 +257,7 @@ def draft_trees(
         cursors: Of all slots.
         slots: [B].
         max_nodes: [B], the largest number of nodes of each tree.
-        rule: One of the rules above.
+        rule: How counts become scores.
         min_score: Smallest score of a node.
         shared: See `shared_ngrams`; without rows where nothing is known.
     """

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from srtrl.environments.conversations import Conversations
     from srtrl.tasks.base import Task
 
-MAX_NEXT_USES = 4096
-"""Draws, from the current step's on, that a drafter is told of: what is needed later may all be forgotten first."""
 DRAWS_PER_PROMPT = 10
 """`rollout.max_draws` by default: this many times `rollout.num_prompts`."""
 
@@ -110,7 +108,6 @@ class StepSampler:
         """
         engine, rollout, filters = self.engine, self.recipe.rollout, self.recipe.algorithm.filters
         first = self._next_ahead = self.num_draws
-        engine.drafter.set_next_uses(self.next_uses(step))
         collector = Collector(
             self.grader,
             self.tokenizer,
@@ -166,12 +163,6 @@ class StepSampler:
         """A prompt with what the environment, if there is one, begins with."""
         max_tokens = self.recipe.rollout.max_prompt_tokens
         return prompt if self.conversations is None else self.conversations.started(prompt, max_tokens)
-
-    def next_uses(self, step: int) -> list[tuple[int, ...]]:
-        """Token ids of the prompts that are drawn from this step on, in order, as far as a drafter's cache cares."""
-        max_left = (self.recipe.train.num_steps - step + 1) * self._max_draws
-        count = min(max_left, max(self.recipe.rollout.num_prompts, self.order.num_prompts), MAX_NEXT_USES)
-        return [prompt.token_ids for _, prompt in self.draws(range(self.num_draws, self.num_draws + count))]
 
     def run_ahead(self, step: int, opened: range, collector: Collector) -> list[Request]:
         """What idle slots may decode beside the `opened` draws: the draws after them, each once.
