@@ -41,7 +41,6 @@ class Repeater(DrafterBase):
     """Drafts the last token again and again, with scores 1/2, 1/4, ..., and keeps a log of its calls."""
 
     Options = RepeatOptions
-    uses_run_aheads = True
 
     def __init__(self, options: Section | None = None) -> None:
         super().__init__(options)
@@ -54,7 +53,7 @@ class Repeater(DrafterBase):
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
         for slot, request in zip(slots.tolist(), requests, strict=True):
             assert slot not in self.names
-            self.names[slot] = f"{request.prompt_id}{request.sample_index}" + "*" * request.is_run_ahead
+            self.names[slot] = f"{request.prompt_id}{request.sample_index}"
             self.log.append(f"start {self.names[slot]}")
 
     def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
@@ -75,7 +74,7 @@ class Repeater(DrafterBase):
         for slot, completion in zip(slots, completions, strict=True):
             name = self.names.pop(slot)
             assert completion is not None
-            self.log.append(f"finish {name}" if name.endswith("*") else f"finish {name}: {completion.token_ids}")
+            self.log.append(f"finish {name}: {completion.token_ids}")
 
     def learn(self, completions: Sequence[Completion]) -> None:
         self.log += [f"learn {completion.request.prompt_id}: {completion.token_ids}" for completion in completions]

@@ -58,14 +58,11 @@ def test_a_sample_by_hand() -> None:
     assert (counts.num_tokens, counts.num_sequence_steps, counts.accepted) == (2, 1, {2: 1})
 
 
-def test_a_budget_and_a_least_score_cut_the_draft() -> None:
+def test_a_budget_cuts_the_draft() -> None:
     recording = recording_of({"a": [[5, 5, 5, 5, 5, 5, 5, 7]]})
     # With two drafted: 3 tokens, 3 tokens, 1 token. With one drafted: 2, 2, 2, 1.
     assert averages(replay(recording)) == (7 / 3, 3)
     assert averages(replay(recording, draft_budget=1)) == (7 / 4, 2)
-    assert averages(replay(recording, min_score=0.5)) == (7 / 4, 2)
-    assert averages(replay(recording, draft_budget=1, min_score=0.25)) == (7 / 4, 2)
-    assert averages(replay(recording, min_score=0.6)) == (1, 1)
 
 
 def accepted_by_the_book(tree: DraftTree, following: Sequence[int]) -> int:
@@ -106,15 +103,15 @@ def test_the_walk_is_that_of_the_book(cases: list[tuple[DraftTree, list[int]]]) 
 
 def test_history_comes_first_and_the_others_decode_in_lockstep() -> None:
     drafter = Repeater()
-    counts = replay(recording_of({"a": [[1, 2], [9], [3, 4, 5], [6, 6]], "b": [[7, 8]]}), drafter, history=0.5)
+    counts = replay(recording_of({"a": [[1, 2], [9], [3, 4, 5], [6, 6]], "b": [[7, 8], [7, 8]]}), drafter, history=0.5)
     assert ", ".join(drafter.log) == (
-        "start a0, start a1, observe a0: [1, 2], observe a1: [9], finish a0: [1, 2], finish a1: [9], update, "
+        "learn a: [1, 2], learn a: [9], learn b: [7, 8], update, "
         "start a2, start a3, observe a2: [3], observe a3: [6], "
         "propose a2 a3, observe a2: [4], observe a3: [6], finish a3: [6, 6], "
         "propose a2, observe a2: [5], finish a2: [3, 4, 5], "
-        "start b0, observe b0: [7], propose b0, observe b0: [8], finish b0: [7, 8], update"
+        "start b1, observe b1: [7], propose b1, observe b1: [8], finish b1: [7, 8], update"
     )
-    assert (counts.num_samples, counts.num_history_samples, counts.num_observed_tokens) == (3, 2, 10)
+    assert (counts.num_samples, counts.num_observed_tokens) == (3, 3 + 2 + 5 + 2)
     assert [num_history_samples_of(n, 0.5) for n in (1, 2, 3, 9)] == [0, 1, 1, 4], "rounded down"
     assert num_history_samples_of(100, 0.29) == 29
 
@@ -134,7 +131,7 @@ def test_without_a_drafter_a_step_gives_one_token(lengths: list[list[int]], slot
     counts = replay(recording_of(prompts), NoDrafter(), slots=slots or None)
     assert counts.num_sequence_steps == counts.num_tokens == sum(length - 1 for group in lengths for length in group)
     assert (counts.num_nodes, counts.steps) == (0, counts.steps_without_drafts)
-    assert (counts.num_prompts, counts.num_samples) == (len(lengths), sum(map(len, lengths)))
+    assert counts.num_samples == sum(map(len, lengths))
 
 
 def test_a_drafter_that_breaks_its_promises_is_named() -> None:
@@ -144,31 +141,6 @@ def test_a_drafter_that_breaks_its_promises_is_named() -> None:
 
     with pytest.raises(ValueError, match=r"Greedy proposed incorrect draft trees"):
         replay(recording_of({"a": [[1, 1]]}), Greedy(), draft_budget=1)
-
-
-# --- Run-aheads -------------------------------------------------------------------------------------------------------
-
-
-STEPS: Sequence[dict[str, list[list[int]]]] = (
-    {"a": [[9, 9], [1, 2, 3, 4, 5]]},
-    {"b": [[1, 2, 3, 4], [3, 4]], "c": [[7], [8, 8]]},
-)
-"""Half of each prompt's samples are earlier ones."""
-
-
-def test_idle_slots_decode_the_next_steps_earlier_samples_until_the_last_sample_ends() -> None:
-    drafter = Repeater()
-    counts = replay(recording_of(*STEPS), drafter, history=0.5, history_as="run-ahead", slots=3)
-    assert ", ".join(drafter.log).partition(", update")[0] == (
-        "start a1, observe a1: [1], start b0*, start c0*, observe b0*: [1], observe c0*: [7], finish c0*, "
-        "propose a1, observe a1: [2], observe b0*: [2], propose a1, observe a1: [3], observe b0*: [3], "
-        "propose a1, observe a1: [4], observe b0*: [4], finish b0*, propose a1, observe a1: [5], "
-        "finish a1: [1, 2, 3, 4, 5]"
-    )
-    finished = [entry.split()[1].rstrip(":") for entry in drafter.log if "finish" in entry]
-    assert finished == ["c0*", "b0*", "a1", "b1", "c1"]
-    assert (counts.num_run_ahead_tokens, counts.num_history_samples, counts.num_samples) == (5, 0, 3)
-    assert counts.num_observed_tokens == 5 + 5 + 2 + 2
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
@@ -290,7 +262,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     assert error_of(tmp_path / "folder").startswith("no recorded rollouts in this folder")
     pyarrow.parquet.write_table(pyarrow.table({"prompt_id": ["a"], "draw_index": [0]}), tmp_path / "other.parquet")
-    assert "other.parquet:1: sample_index: is missing" in error_of(tmp_path / "other.parquet")
+    assert "other.parquet:1: samples: is missing" in error_of(tmp_path / "other.parquet")
 
 
 # --- The command ------------------------------------------------------------------------------------------------------
@@ -333,16 +305,11 @@ def test_the_options_reach_the_replay_and_its_table(rows_file: Path) -> None:
     assert found["drafter_options"] == {"num_repeats": 1}
     assert (found["slots"], found["history"]) == (1, 0.5)
     # 6 7 7 7 takes two steps (7; 7 and 7), 4 3 one.
-    assert (found["num_history_samples"], found["num_samples"]) == (2, 2)
+    assert found["num_samples"] == 2
     assert (found["steps"], found["steps_without_drafts"], found["speedup"]) == (3, 4, 4 / 3)
-    scored = json.loads(run("replay", rows_file, "--drafter", REPEATER, "--min-score", 0.5, "--json").stdout)
-    assert (scored["draft_budget"], scored["min_score"], scored["verified_per_step"]) == (128, 0.5, 2)
     table = run("replay", rows_file, "--drafter", "none", "--slots", 2).stdout
     cells = next(line for line in table.splitlines() if "rows.jsonl" in line).replace("|", " ").split()
     assert (cells[:5], cells[7:]) == (["rows.jsonl", "4", "0", "1", "1"], ["4", "4", "1"])
-
-
-RUN_AHEAD = ("--history", "0.5", "--history-as", "run-ahead")
 
 
 @pytest.mark.parametrize(
@@ -352,9 +319,6 @@ RUN_AHEAD = ("--history", "0.5", "--history-as", "run-ahead")
         (("--history", "1"), "--history: expected a share of at least 0 and below 1, found 1.0"),
         (("--max-tokens", "1"), "nothing to decode: each sample has one token"),
         (("ROWS",), "rows.jsonl: given twice"),
-        (RUN_AHEAD, "--history-as: run-ahead needs --slots"),
-        ((*RUN_AHEAD, "--slots", "2"), "one training step, and nothing to run ahead for; give --step-prompts"),
-        ((*RUN_AHEAD, "--slots", "2", "--drafter", "history"), "the drafter history does not draft from run-aheads"),
     ],
 )
 def test_mistakes_are_named_and_exit_with_2(rows_file: Path, arguments: tuple[str, ...], error: str) -> None:
@@ -362,20 +326,3 @@ def test_mistakes_are_named_and_exit_with_2(rows_file: Path, arguments: tuple[st
     assert result.exit_code == 2
     assert error in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_the_command_counts_run_ahead_and_makes_steps_of_prompts(tmp_path: Path) -> None:
-    """With idle slots the default drafter knows the next prompt's text beforehand."""
-    text, other = {"token_ids": list(range(10, 40))}, {"token_ids": list(range(50, 90))}
-    rows = [{"prompt_token_ids": [1], "samples": [text, other]}, {"prompt_token_ids": [2], "samples": [text, text]}]
-    path = write_rows(tmp_path / "rows.jsonl", *rows)
-    settings = ("--history", 0.5, "--slots", 2, "--step-prompts", 1, "--json")
-    found = {}
-    for history_as in ("complete", "run-ahead", "none"):
-        result = run("replay", path, *settings, "--history-as", history_as)
-        assert result.exit_code == 0, result.stderr
-        found[history_as] = json.loads(result.stdout)
-    assert [(one["num_samples"], one["num_run_ahead_tokens"]) for one in found.values()] == [(2, 0), (2, 30), (2, 0)]
-    steps = [one["steps"] for one in found.values()]
-    # A completed rollout also tells other prompts of its phrases; a run-ahead speaks to its own prompt alone.
-    assert steps[0] <= steps[1] < steps[2] == found["none"]["steps_without_drafts"]

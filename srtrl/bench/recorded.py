@@ -1,7 +1,7 @@
 """Recorded rollouts: JSONL rows of any trainer, or the `rollouts/*.parquet` of a run of ours.
 
-They are what `srtrl replay` goes through, what the trace-driven benchmark decodes again, and what drafters can be
-filled with before they start.
+`srtrl replay` counts the decode steps of them, the trace-driven benchmarks decode them again, and drafters can learn
+them before they start.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import gzip
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 Tokens = npt.NDArray[np.int32]
 Extensions = tuple[tuple[int, int], ...]
-"""Start and stop of each part of a sample that nobody sampled, as in `Completion`; a turn ends before each."""
+"""Start and stop of each part of a sample that was not sampled, as in `Completion`; a turn ends before each."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RecordedPrompt:
-    """A prompt and what was sampled for it."""
+    """A prompt and its samples."""
 
     prompt_id: str
     prompt_token_ids: tuple[int, ...]
@@ -44,7 +44,7 @@ class RecordedPrompt:
     samples: list[Tokens]
     """Response tokens of each sample, none of them empty, in the order of the file."""
     extensions: dict[int, Extensions] = field(default_factory=dict)
-    """Index in `samples` -> what an environment said in it, for samples of several turns."""
+    """Index in `samples` -> where the tokens of an environment are, for samples of several turns."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -84,7 +84,7 @@ def feed_drafter(drafter: DrafterBase, prompts: Iterable[RecordedPrompt], purpos
 
 
 def recorded_completion(request: Request, tokens: Tokens, extensions: Extensions = ()) -> Completion:
-    """A recorded sample as the engine would have given it, but for what was not recorded and no drafter needs."""
+    """A recorded sample as a completion of the engine; log-probs were not recorded, and no drafter needs them."""
     return Completion(
         request=request,
         token_ids=tokens.tolist(),
@@ -126,60 +126,74 @@ def read_recorded(path: Path, *, tokenizer: PreTrainedTokenizerBase | None, max_
             `[{"kind": "model" | "observation" | "boundary", "token_ids"}, ...]`. Rows of `srtrl generate --json` are
             samples.
         tokenizer: Encodes texts, and its end token is appended to each sample's; needed where there are texts.
-        max_tokens: Samples are cut to this number of tokens.
+        max_tokens: Samples are truncated to this number of tokens.
 
     Raises:
         ValueError: No such file, or a row that cannot be used, by file and line.
     """
-    is_retokenised = False
+    files = [path]
     if path.is_dir():
-        inner = path / "rollouts" if (path / "rollouts").is_dir() else path
-        files = sorted(inner.glob("step_*.parquet"))
+        files = sorted((path / "rollouts" if (path / "rollouts").is_dir() else path).glob("step_*.parquet"))
         if not files:
             raise ValueError(f"{path}: no recorded rollouts in this folder; expected rollouts/step_000001.parquet, ...")
-        steps = [_read_step(file) for file in files]
     elif not path.is_file():
         raise ValueError(f"{path}: no such file or folder; expected rollouts as .jsonl or .parquet, or a run's folder")
-    elif path.suffix == ".parquet":
-        steps = [_read_step(path)]
-    elif path.suffix == ".jsonl":
-        prompts, is_retokenised = _read_jsonl(path, tokenizer)
-        steps = [prompts]
-    else:
+    elif path.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"{path}: expected a .jsonl or .parquet file, or the folder of a run")
-    if not any(steps):
+    rows = [list(_read(file)) for file in files]
+    if not any(rows):
         raise ValueError(f"{path}: no rows in it; expected recorded rollouts")
+    steps = [
+        _merge(_prompt_of(place, row, index, tokenizer) for index, (place, row) in enumerate(of_step))
+        for of_step in rows
+    ]
+    num_cut = sum(_truncate(prompt, max_tokens) for prompt in chain.from_iterable(steps))
+    has_texts = any(row.has_texts for _, row in chain.from_iterable(rows))
+    return Recording(path=path, steps=steps, is_retokenised=has_texts, num_cut=num_cut)
+
+
+def _truncate(prompt: RecordedPrompt, max_tokens: int) -> int:
+    """Truncate a prompt's samples, but not within an extension; returns the number of truncated ones."""
     num_cut = 0
-    for prompt in chain.from_iterable(steps):
-        for index, sample in enumerate(prompt.samples):
-            extensions = prompt.extensions.get(index, ())
-            end = min(
-                [max_tokens, *(start for start, stop in extensions if stop >= max_tokens)]
-            )  # not in mid-extension
-            if end < len(sample):
-                num_cut += 1
-                prompt.samples[index] = sample[:end]
-                prompt.extensions[index] = tuple(one for one in extensions if one[1] < end)
-    return Recording(path=path, steps=steps, is_retokenised=is_retokenised, num_cut=num_cut)
+    for index, sample in enumerate(prompt.samples):
+        extensions = prompt.extensions.get(index, ())
+        end = min([max_tokens, *(start for start, stop in extensions if stop >= max_tokens)])
+        if end < len(sample):
+            num_cut += 1
+            prompt.samples[index] = sample[:end]
+            prompt.extensions[index] = tuple(part for part in extensions if part[1] < end)
+    return num_cut
 
 
 def _merge(prompts: Iterable[RecordedPrompt]) -> list[RecordedPrompt]:
-    """Prompts with equal tokens become one, in the place and with the id of the first."""
+    """Prompts with equal tokens become one prompt, in the place and with the id of the first."""
     merged: dict[tuple[int, ...], RecordedPrompt] = {}
     for prompt in prompts:
         known = merged.setdefault(
             prompt.prompt_token_ids,
             RecordedPrompt(prompt_id=prompt.prompt_id, prompt_token_ids=prompt.prompt_token_ids, samples=[]),
         )
-        known.extensions.update({len(known.samples) + index: one for index, one in prompt.extensions.items()})
+        known.extensions.update({len(known.samples) + index: parts for index, parts in prompt.extensions.items()})
         known.samples.extend(prompt.samples)
     return list(merged.values())
+
+
+def find_extensions(kinds: Iterable[SegmentKind], lengths: Iterable[int]) -> Extensions:
+    """The parts of a sample that were not sampled; neighbours are one part."""
+    parts: list[tuple[int, int]] = []
+    stop = 0
+    for kind, length in zip(kinds, lengths, strict=True):
+        start, stop = stop, stop + length
+        if kind != "model":
+            parts.append((parts.pop()[0] if parts and parts[-1][1] == start else start, stop))
+    return tuple(parts)
 
 
 # --- Rows of files ----------------------------------------------------------------------------------------------------
 
 Text = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=np.iinfo(np.int32).max)]], Field(min_length=1)]
+OF_SAMPLE = ("token_ids", "segments", "segment_kinds", "segment_lengths")
 
 
 class _Segment(Section, extra="ignore"):
@@ -187,131 +201,91 @@ class _Segment(Section, extra="ignore"):
     token_ids: TokenIds
 
 
-class _TextSample(Section, extra="ignore"):
+class _Sample(Section, extra="ignore"):
     text: Text | None = None
     token_ids: TokenIds | None = None
     segments: list[_Segment] = Field(default_factory=list)
+    segment_kinds: list[SegmentKind] | None = None
+    """Of a run's file, as `segment_lengths`, in place of `segments`."""
+    segment_lengths: list[int] | None = None
 
     @model_validator(mode="after")
     def check_segments(self) -> Self:
-        """A turn of the policy is first; the segments are the whole sample."""
+        """The segments are the whole sample, and a turn of the policy is first."""
         if self.segments and self.segments[0].kind != "model":
             raise ValueError("segments: expected one of kind `model` first")
         if self.segments and self.token_ids not in (None, self.response):
             raise ValueError("segments: their token_ids are not those of the sample")
+        if self.segment_lengths and sum(self.segment_lengths) != len(self.token_ids or ()):
+            raise ValueError("segment_lengths: expected a sum that is the number of token_ids")
         return self
 
     @property
     def response(self) -> list[int] | None:
         """Its tokens, where the file has them."""
-        return [token for one in self.segments for token in one.token_ids] if self.segments else self.token_ids
+        return [token for part in self.segments for token in part.token_ids] or self.token_ids
 
     @property
     def extensions(self) -> Extensions:
-        """What nobody sampled."""
-        return find_extensions([one.kind for one in self.segments], [len(one.token_ids) for one in self.segments])
+        """The parts that were not sampled."""
+        if self.segments:
+            return find_extensions([one.kind for one in self.segments], [len(one.token_ids) for one in self.segments])
+        return find_extensions(self.segment_kinds or (), self.segment_lengths or ())
 
 
-class _TextRow(Section, extra="ignore"):
-    """A row of a JSONL file."""
+class _Row(Section, extra="ignore"):
+    """A prompt with its samples, or with one: a row of `srtrl generate --json`, or of a run's Parquet file."""
 
     id: Any = Field(default=None, validation_alias=AliasChoices("id", "prompt_id"))
     prompt: Text | None = None
     prompt_token_ids: TokenIds | None = None
-    samples: Annotated[list[_TextSample], Field(min_length=1)]
+    draw_index: int = 0
+    sample_index: int = 0
+    samples: Annotated[list[_Sample], Field(min_length=1)]
     """A list of {"text": ...} or {"token_ids": ...}."""
 
     @model_validator(mode="before")
     @classmethod
     def one_sample(cls, row: Any) -> Any:
-        """A row of `srtrl generate --json` is a sample of its prompt."""
+        """A row with tokens of its own is a sample of its prompt."""
         if isinstance(row, dict) and "samples" not in row and "token_ids" in row:
-            return row | {"samples": [{name: row[name] for name in ("token_ids", "segments") if name in row}]}
+            return row | {"samples": [{name: row[name] for name in OF_SAMPLE if name in row}]}
         return row
 
-
-class _RunRow(Section, extra="ignore"):
-    """A row of a run's file; see `write_rollouts` of `srtrl.run.folder`."""
-
-    prompt_id: str
-    draw_index: int
-    sample_index: int
-    prompt_token_ids: TokenIds
-    token_ids: TokenIds
-    segment_kinds: list[SegmentKind] | None = None
-    segment_lengths: list[int] | None = None
-
-    @model_validator(mode="after")
-    def check_segments(self) -> Self:
-        """The segments are the whole sample."""
-        if sum(self.segment_lengths or [len(self.token_ids)]) != len(self.token_ids):
-            raise ValueError(f"segment_lengths: expected a sum of {len(self.token_ids)}, the number of token_ids")
-        return self
+    @property
+    def has_texts(self) -> bool:
+        """Whether some tokens have to be made from texts."""
+        return None in (self.prompt_token_ids, *(sample.response for sample in self.samples))
 
 
-RowT = TypeVar("RowT", bound=Section)
-
-
-def _read(path: Path, row_type: type[RowT]) -> Iterator[tuple[str, RowT]]:
-    """The rows of a file, checked, each with its place."""
+def _read(path: Path) -> Sequence[tuple[str, _Row]]:
+    """The rows of a file, checked, each with its place; those of a Parquet file by draw and sample."""
+    rows = []
     for row in read_rows(RowSource(files=[str(path)])):
         if isinstance(row.fields, RowError):
             raise ValueError(f"{row.place}: {row.fields}") from row.fields
         try:
-            yield row.place, validate_section(row_type, dict(row.fields))
+            rows.append((row.place, validate_section(_Row, dict(row.fields))))
         except RecipeError as error:
             raise ValueError(f"{row.place}: {error.problems[0]}") from error
+    if path.suffix == ".parquet":
+        rows.sort(key=lambda item: (item[1].draw_index, item[1].sample_index))
+    return rows
 
 
-def _read_step(path: Path) -> list[RecordedPrompt]:
-    """The rollouts of one training step of a run, ordered by draw and sample."""
-    rows = sorted((row for _, row in _read(path, _RunRow)), key=lambda row: (row.draw_index, row.sample_index))
-    return _merge(
-        RecordedPrompt(
-            prompt_id=row.prompt_id,
-            prompt_token_ids=tuple(row.prompt_token_ids),
-            samples=[np.array(row.token_ids, np.int32)],
-            extensions=_by_index([find_extensions(row.segment_kinds or (), row.segment_lengths or ())]),
-        )
-        for row in rows
+def _prompt_of(place: str, row: _Row, index: int, tokenizer: PreTrainedTokenizerBase | None) -> RecordedPrompt:
+    return RecordedPrompt(
+        prompt_id=str(index if row.id is None else row.id),
+        prompt_token_ids=tuple(row.prompt_token_ids or _encode(f"{place}: prompt", row.prompt, tokenizer)),
+        samples=[
+            np.array(
+                sample.response or _encode(f"{place}: samples.{number}", sample.text, tokenizer, is_sample=True),
+                np.int32,
+            )
+            for number, sample in enumerate(row.samples)
+        ],
+        extensions={number: sample.extensions for number, sample in enumerate(row.samples) if sample.extensions},
     )
-
-
-def _read_jsonl(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> tuple[list[RecordedPrompt], bool]:
-    """The prompts of a JSONL file, and whether tokens were made from texts."""
-    rows = list(_read(path, _TextRow))
-    prompts = [
-        RecordedPrompt(
-            prompt_id=str(index if row.id is None else row.id),
-            prompt_token_ids=tuple(row.prompt_token_ids or _encode(f"{place}: prompt", row.prompt, tokenizer)),
-            samples=[
-                np.array(
-                    sample.response or _encode(f"{place}: samples.{number}", sample.text, tokenizer, is_sample=True),
-                    np.int32,
-                )
-                for number, sample in enumerate(row.samples)
-            ],
-            extensions=_by_index([sample.extensions for sample in row.samples]),
-        )
-        for index, (place, row) in enumerate(rows)
-    ]
-    has_texts = any(None in (row.prompt_token_ids, *(one.response for one in row.samples)) for _, row in rows)
-    return _merge(prompts), has_texts
-
-
-def find_extensions(kinds: Iterable[SegmentKind], lengths: Iterable[int]) -> Extensions:
-    """The parts of a sample that nobody sampled, neighbours as one."""
-    found: list[tuple[int, int]] = []
-    stop = 0
-    for kind, length in zip(kinds, lengths, strict=True):
-        start, stop = stop, stop + length
-        if kind != "model":
-            found.append((found.pop()[0] if found and found[-1][1] == start else start, stop))
-    return tuple(found)
-
-
-def _by_index(extensions: list[Extensions]) -> dict[int, Extensions]:
-    return {index: one for index, one in enumerate(extensions) if one}
 
 
 def _encode(

@@ -1,10 +1,9 @@
 """Recorded rollouts through a drafter, step by step: what decoding them with that drafter would have been like.
 
-Verification keeps the longest path of a draft tree that agrees with what is sampled, for any draft, and here what is
-sampled is known. So no model is needed to know how many tokens each decode step would have given.
+Verification keeps the longest path of a draft tree that agrees with the sampled tokens, for any draft, and here the
+sampled tokens are known. So no model is needed to know how many tokens each decode step would have given.
 """
 
-import heapq
 import itertools
 import json
 import time
@@ -12,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
+from heapq import heapreplace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,12 +19,11 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.bench.recorded import Extensions, RecordedPrompt, Recording, Tokens, recorded_completion
+from srtrl.bench.recorded import Extensions, RecordedPrompt, Recording, Tokens, feed_drafter, recorded_completion
 from srtrl.bench.tables import format_table
 from srtrl.bench.workload import make_request, read_rollouts
 from srtrl.drafters.base import DrafterBase, resolve_drafter
 from srtrl.drafters.draft_tree import ROOT, check_trees
-from srtrl.engine.draft_budget import cut_trees
 from srtrl.recipe.file import RecipeError, RecipeSource, validate_section
 from srtrl.recipe.schema import Section
 from srtrl.types import Request
@@ -33,9 +32,9 @@ COLUMNS = (
     *("num_samples", "num_cut", "tokens_per_step", "verified_per_step", "draft_us", "insert_us_per_token"),
     *("steps", "steps_without_drafts", "speedup"),
 )
-"""What the table shows."""
+"""Of the table."""
 MAX_VOCAB_SIZE = 1 << 31
-"""Recordings do not say how many tokens there are."""
+"""Recordings do not contain the size of the vocabulary."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -47,18 +46,11 @@ class ReplaySettings:
     """Each as KEY=VALUE."""
     draft_budget: int = 16
     """Maximum nodes of one draft tree."""
-    min_score: float | None = None
-    """Nodes of a lower score are not verified; None verifies all."""
     history: float = 0.0
-    """Share of each prompt's samples, rounded down, that are earlier than the others and not decoded as samples."""
-    history_as: str = "complete"
-    """`complete`: the drafter has seen them before the others start; `run-ahead`: as far as slots that the step before
-    leaves idle can decode them, a token per step; `none`: it never sees them."""
+    """Share of each prompt's samples, rounded down, that the drafter learns before the others start."""
     slots: int | None = None
     """Sequences decoded at once, the first sample of every prompt before the second of any; None replays each prompt
     alone, its samples in lockstep."""
-    step_prompts: int | None = None
-    """Prompts of a training step; None: as recorded."""
     tokenizer: str | None = None
     """Folder or hub name, for recordings of texts."""
     max_tokens: int = 4000
@@ -67,14 +59,10 @@ class ReplaySettings:
 
 @dataclass(kw_only=True, slots=True)
 class ReplayCounts:
-    """What a replay counted. Counts of several replays add up."""
+    """The counts of a replay. Counts of several replays add up."""
 
-    num_prompts: int = 0
     num_samples: int = 0
     """Samples that were decoded; the history's are not among them."""
-    num_history_samples: int = 0
-    num_run_ahead_tokens: int = 0
-    """Tokens of the history that idle slots decoded, where it is not known beforehand."""
     num_cut: int = 0
     """Samples that lost their end to `max_tokens`."""
     num_tokens: int = 0
@@ -104,17 +92,16 @@ class ReplayCounts:
     def to_row(self) -> dict[str, Any]:
         """The counts and their averages, as `srtrl replay --json` prints them.
 
-        `tokens_per_step` is what a sequence gets from a decode step (1 without drafts), `verified_per_step` what it
-        brings into one: its draft's nodes, and one. `draft_us` are microseconds of drafting for one sequence and step,
-        with the nodes that `min_score` takes out again; `insert_us_per_token` those of all the drafter's other work,
-        for one token that it was shown. `acceptance_by_depth` is the share of the sequence-steps in which at least
-        1, 2, 3, ... drafted tokens were accepted. `speedup` is how much faster the decode steps until all samples were
-        done are, if a step takes no longer for what it verifies.
+        `tokens_per_step` is the number of tokens that a sequence gets from a decode step (1 without drafts),
+        `verified_per_step` the number that it brings into one: its draft's nodes, and one. `draft_us` are microseconds
+        of drafting for one sequence and step; `insert_us_per_token` those of all the drafter's other work, for one
+        token that it was shown. `acceptance_by_depth` is the share of drafts of which at least 1, 2, 3, ... tokens
+        were accepted. `speedup` is how much faster the decode steps until all samples were done are, if a step takes no
+        longer for the tokens that it verifies.
         """
         by_depth = [self.accepted[depth] for depth in range(max(self.accepted, default=0) + 1)]
         num_at_least = self.num_sequence_steps - np.cumsum(by_depth)[:-1]
-        counts = {one.name: getattr(self, one.name) for one in fields(self)}
-        return counts | {
+        return {one.name: getattr(self, one.name) for one in fields(self)} | {
             "tokens_per_step": self.num_tokens / self.num_sequence_steps,
             "verified_per_step": 1 + self.num_nodes / self.num_sequence_steps,
             "draft_us": 1e6 * self.draft_seconds / self.num_sequence_steps,
@@ -130,15 +117,15 @@ class _LiveSample:
 
     request: Request
     tokens: Tokens
-    extensions: Extensions = ()
-    """What is read between two turns: neither drafted nor decoded."""
+    extensions: Extensions
+    """Read between two turns: neither drafted nor decoded."""
     slot: int = -1
     """While it decodes."""
     num_committed: int = 0
 
     @property
     def turn_end(self) -> int:
-        """Where the present turn ends."""
+        """The end of the present turn."""
         starts = [start for start, _ in self.extensions[self.request.turn :]]
         return starts[0] if starts else len(self.tokens)
 
@@ -147,14 +134,9 @@ class _LiveSample:
         """Tokens of all turns that decode steps give; the first of the sample is given."""
         return len(self.tokens) - sum(stop - start for start, stop in self.extensions) - 1
 
-    @property
-    def is_done(self) -> bool:
-        """Whether every recorded token is committed."""
-        return self.num_committed == len(self.tokens)
-
 
 class Replay:
-    """One drafter, and what it did with the recordings that it was given."""
+    """One drafter, and the counts of the recordings that it was given."""
 
     def __init__(self, drafter: DrafterBase, settings: ReplaySettings) -> None:
         self.counts = ReplayCounts()
@@ -166,99 +148,67 @@ class Replay:
     def run(self, recording: Recording) -> None:
         """Replay one training step after another; the drafter keeps what it learned.
 
-        Prompts of a step follow each other in the order of the file, for every drafter alike, since some (SuffixDecoding)
-        learn from other prompts too. With `slots` they share the slots.
+        Prompts of a step follow each other in the order of the file, for every drafter alike, since SuffixDecoding learns
+        from other prompts too. With `slots` they share the slots.
         """
         largest = max(len(prompt.samples) for prompts in recording.steps for prompt in prompts)
         self._free_slots = list(range(max(largest, self._settings.slots or 0)))
         self.counts.num_cut = recording.num_cut
-        for step, prompts in enumerate(recording.steps):
-            has_ahead = self._settings.history_as == "run-ahead" and step + 1 < len(recording.steps)
-            ahead, _ = self._samples_of(recording.steps[step + 1] if has_ahead else [], is_run_ahead=True)
-            self._replay_step(prompts, breadth_first(ahead))
+        for prompts in recording.steps:
+            num_known = [num_history_samples_of(len(prompt.samples), self._settings.history) for prompt in prompts]
+            if any(num_known):
+                history = [
+                    replace(prompt, samples=prompt.samples[:count])
+                    for prompt, count in zip(prompts, num_known, strict=True)
+                ]
+                with self._clock("insert_seconds"):
+                    feed_drafter(self._drafter, history, "train")
+                self.counts.num_observed_tokens += sum(len(one) for prompt in history for one in prompt.samples)
+            groups = [self._samples_of(prompt, count) for prompt, count in zip(prompts, num_known, strict=True)]
+            self.counts.num_samples += sum(map(len, groups))
+            if self._settings.slots is None:
+                for samples in groups:
+                    self._decode(samples, len(samples))
+            else:
+                self._decode(breadth_first(groups), self._settings.slots)
             with self._clock("insert_seconds"):
                 self._drafter.end_step()
 
-    def _samples_of(
-        self, prompts: Sequence[RecordedPrompt], *, is_run_ahead: bool = False
-    ) -> tuple[list[list[_LiveSample]], list[list[_LiveSample]]]:
-        """The samples of each prompt that are history, and those that are not."""
-        history, others = [], []
-        for prompt in prompts:
-            longest = max(len(sample) for sample in prompt.samples)
-            number = next(self._draws)
-            requests = [
-                make_request(prompt.prompt_token_ids, number, index, longest, prompt_id=prompt.prompt_id)
-                for index in range(len(prompt.samples))
-            ]
-            samples = [
-                _LiveSample(replace(request, is_run_ahead=is_run_ahead), tokens, prompt.extensions.get(index, ()))
-                for index, (request, tokens) in enumerate(zip(requests, prompt.samples, strict=True))
-            ]
-            if is_run_ahead:  # it ends with its first turn
-                samples = [_LiveSample(one.request, one.tokens[: one.turn_end]) for one in samples]
-            num_history = num_history_samples_of(len(samples), self._settings.history)
-            history.append(samples[:num_history])
-            others.append(samples[num_history:])
-        return history, others
+    def _samples_of(self, prompt: RecordedPrompt, first: int) -> list[_LiveSample]:
+        """The samples of a prompt from number `first` on."""
+        longest, draw = max(len(sample) for sample in prompt.samples), next(self._draws)
+        return [
+            _LiveSample(
+                make_request(prompt.prompt_token_ids, draw, index, longest, prompt_id=prompt.prompt_id),
+                prompt.samples[index],
+                prompt.extensions.get(index, ()),
+            )
+            for index in range(first, len(prompt.samples))
+        ]
 
-    def _replay_step(self, prompts: Sequence[RecordedPrompt], ahead: Sequence[_LiveSample]) -> None:
-        """Show the drafter the history of every prompt, then decode the other samples."""
-        history, groups = self._samples_of(prompts)
-        self.counts.num_prompts += len(prompts)
-        self.counts.num_samples += sum(map(len, groups))
-        if self._settings.history_as == "complete" and any(history):
-            self.counts.num_history_samples += sum(map(len, history))
-            for samples in history:
-                self._start(samples, [sample.turn_end for sample in samples])
-                while talking := [sample for sample in samples if not sample.is_done]:
-                    self._observe(talking, [sample.turn_end - sample.num_committed for sample in talking])
-                self._finish(samples)
-            with self._clock("insert_seconds"):
-                self._drafter.end_step()
-        if self._settings.slots is None:
-            for samples in groups:
-                self._decode(samples, len(samples))
-        else:
-            self._decode(breadth_first(groups), self._settings.slots, ahead)
-
-    def _decode(self, queue: Sequence[_LiveSample], num_slots: int, ahead: Sequence[_LiveSample] = ()) -> None:
-        """Decode the samples of `queue`, `num_slots` at once; one that is done is replaced before the next step.
-
-        Slots for which no sample is left decode those of `ahead`, until the last sample of `queue` is done.
-        """
-        self.counts.steps_without_drafts += count_steps([one.num_decoded for one in queue], num_slots)
-        waiting, line = deque(queue), deque(ahead)
-        live, running = list[_LiveSample](), list[_LiveSample]()
+    def _decode(self, queue: Sequence[_LiveSample], num_slots: int) -> None:
+        """Decode the samples of `queue`, `num_slots` at once; one that is done is replaced before the next step."""
+        self.counts.steps_without_drafts += count_steps([sample.num_decoded for sample in queue], num_slots)
+        waiting, live = deque(queue), list[_LiveSample]()
         while waiting or live:
             while waiting and len(live) < num_slots:
                 admitted = [waiting.popleft() for _ in range(min(num_slots - len(live), len(waiting)))]
-                self._start(admitted, [1] * len(admitted))  # given: it comes from the prompt's forward pass
+                for sample in admitted:
+                    sample.slot = self._free_slots.pop()
+                self._begin_turns(admitted, [1] * len(admitted))  # given: it comes from the prompt's forward pass
                 live = self._finish_done([*live, *admitted])
             if live:
-                # Slots only become free: no sample waits when the first one is.
-                admitted = [line.popleft() for _ in range(min(num_slots - len(live) - len(running), len(line)))]
-                self._observe(running, [1] * len(running))
-                self._start(admitted, [1] * len(admitted))
-                running = [*running, *admitted]
-                self.counts.num_run_ahead_tokens += len(running)
-                running = self._finish_done(running)
                 self._decode_step(live)
                 live = self._finish_done(live)
-        self._finish(running)
 
     def _decode_step(self, live: Sequence[_LiveSample]) -> None:
         """All draft, all verify, all commit."""
         slots = np.array([sample.slot for sample in live])
         budget = self._settings.draft_budget
         max_nodes = np.full(len(live), budget)
-        self._drafter.min_score = self._settings.min_score or 0.0
         with self._clock("draft_seconds"):
             trees = self._drafter.propose(slots, max_nodes)
         check_trees(trees, max_nodes, MAX_VOCAB_SIZE, str(self._drafter))
-        num_worthwhile = np.cumsum(np.insert(trees.scores >= self._drafter.min_score, 0, False))
-        # Scores fall, so that the nodes of a sufficient score are the first ones of their tree.
-        trees = cut_trees(trees, np.diff(num_worthwhile[trees.offsets]), len(live))
         following = [one.tokens[one.num_committed : one.turn_end][: budget + 1] for one in live]
         starts = np.cumsum([0, *map(len, following)])
         num_accepted = count_accepted(trees.token_ids, trees.parents, trees.offsets, np.concatenate(following), starts)
@@ -273,14 +223,6 @@ class Replay:
 
     # --- The drafter's calls ---
 
-    def _start(self, samples: Sequence[_LiveSample], num_tokens: Sequence[int]) -> None:
-        """Give the samples slots, and commit their first tokens."""
-        if not samples:
-            return
-        for sample in samples:
-            sample.slot = heapq.heappop(self._free_slots)
-        self._begin_turns(samples, num_tokens)
-
     def _begin_turns(self, samples: Sequence[_LiveSample], num_tokens: Sequence[int]) -> None:
         """Each turn is a text of its own for the drafter; it begins with these numbers of tokens."""
         with self._clock("insert_seconds"):
@@ -288,9 +230,7 @@ class Replay:
         self._observe(samples, num_tokens)
 
     def _observe(self, samples: Sequence[_LiveSample], num_tokens: Sequence[int]) -> None:
-        """Commit the next tokens of each sample; where a turn ends, the next one begins with what is put in before."""
-        if not samples:
-            return
+        """Commit the next tokens of each sample; at the end of a turn the next one begins with the text before it."""
         tokens = []
         for sample, count in zip(samples, num_tokens, strict=True):
             tokens.append(sample.tokens[sample.num_committed : sample.num_committed + count])
@@ -310,21 +250,16 @@ class Replay:
 
     def _finish_done(self, samples: Sequence[_LiveSample]) -> list[_LiveSample]:
         """Finish the samples that are done; returns the others."""
-        self._finish([sample for sample in samples if sample.is_done])
-        return [sample for sample in samples if not sample.is_done]
-
-    def _finish(self, samples: Sequence[_LiveSample]) -> None:
-        if not samples:
-            return
-        completions = [recorded_completion(sample.request, sample.tokens, sample.extensions) for sample in samples]
-        slots = [sample.slot for sample in samples]
-        with self._clock("insert_seconds"):
-            finished = [None if one.extensions else one for one in completions]
-            self._drafter.finish(slots, finished)
-            if turns := [one for one in completions if one.extensions]:  # as `Engine.end`
-                self._drafter.learn(turns)
-        for slot in slots:
-            heapq.heappush(self._free_slots, slot)
+        done = [sample for sample in samples if sample.num_committed == len(sample.tokens)]
+        if done:
+            slots = [sample.slot for sample in done]
+            completions = [recorded_completion(sample.request, sample.tokens, sample.extensions) for sample in done]
+            with self._clock("insert_seconds"):
+                self._drafter.finish(slots, [None if one.extensions else one for one in completions])
+                if turns := [one for one in completions if one.extensions]:  # as `Engine.end`
+                    self._drafter.learn(turns)
+            self._free_slots += slots
+        return [sample for sample in samples if sample.num_committed < len(sample.tokens)]
 
     @contextmanager
     def _clock(self, name: Literal["draft_seconds", "insert_seconds"]) -> Iterator[None]:
@@ -349,7 +284,7 @@ def count_steps(lengths: Sequence[int], num_slots: int) -> int:
     """Decode steps until all sequences are done, in order of admission, each taking as many steps as its length."""
     slots = [0] * num_slots
     for length in lengths:
-        heapq.heapreplace(slots, slots[0] + length)
+        heapreplace(slots, slots[0] + length)
     return max(slots, default=0)
 
 
@@ -400,15 +335,7 @@ def replay_files(files: Sequence[Path], settings: ReplaySettings, *, as_json: bo
     total, rows = ReplayCounts(), []
     for path in files:
         recording = read_rollouts(path, tokenizer=settings.tokenizer, max_tokens=settings.max_tokens)
-        if settings.step_prompts is not None:
-            recording = in_steps(recording, settings.step_prompts)
         drafter = drafter_class(options)
-        if settings.history_as == "run-ahead" and not drafter.uses_run_aheads:
-            raise ValueError(
-                f"--history-as: run-ahead, but the drafter {settings.drafter} does not draft from run-aheads"
-            )
-        if settings.history_as == "run-ahead" and len(recording.steps) < 2:
-            raise ValueError(f"{path}: one training step, and nothing to run ahead for; give --step-prompts")
         drafter.warm_up()
         replay = Replay(drafter, settings)
         replay.run(recording)
@@ -424,17 +351,11 @@ def replay_files(files: Sequence[Path], settings: ReplaySettings, *, as_json: bo
         return
     print(f"Replay: {', '.join(f'{name} {value}' for name, value in asdict(settings).items() if value)}\n")
     with_total = [*rows, result | {"path": "all"}] if len(rows) > 1 else rows
-    table = [{"file": Path(row["path"]).name} | {name: row[name] for name in COLUMNS} for row in with_total]
-    print(format_table(table))
+    print(
+        format_table([{"file": Path(row["path"]).name, **{name: row[name] for name in COLUMNS}} for row in with_total])
+    )
     if result["approximate"]:
         print("\nTexts were tokenised again: an approximation of the tokens that were sampled.")
-
-
-def in_steps(recording: Recording, step_prompts: int) -> Recording:
-    """The same prompts in the same order, `step_prompts` per step."""
-    prompts = recording.prompts()
-    steps = [prompts[first : first + step_prompts] for first in range(0, len(prompts), step_prompts)]
-    return replace(recording, steps=steps)
 
 
 def find_drafter(name: str, overrides: Sequence[str]) -> tuple[type[DrafterBase], Section]:
@@ -443,10 +364,10 @@ def find_drafter(name: str, overrides: Sequence[str]) -> tuple[type[DrafterBase]
     Raises:
         ValueError: There is no such drafter, or an option of it is incorrect.
     """
-    found = resolve_drafter("--drafter", name)
+    drafter_class = resolve_drafter("--drafter", name)
     source = RecipeSource(Path("--drafter-options"))
     try:
         source.override(overrides)
-        return found, validate_section(found.Options, source.data)
+        return drafter_class, validate_section(drafter_class.Options, source.data)
     except RecipeError as error:
         raise ValueError(f"--drafter-options: {error}") from error
