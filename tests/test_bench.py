@@ -8,41 +8,32 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 from bench_cases import REPEATER, Repeater, run, write_rows, write_trace
-from tiny_run import VOCAB_SIZE, make_policy, make_recipe
+from tiny_run import make_policy, make_recipe
 
 from srtrl.bench import gpu
 from srtrl.bench.alternate import alternate, median_of, paired_ratio
 from srtrl.bench.options import CURVES, parse_curve
 from srtrl.bench.recorded import RecordedPrompt
-from srtrl.bench.rollout import HuggingFaceGenerate
 from srtrl.bench.shapes import SHAPES
 from srtrl.bench.tables import publish, put_section
 from srtrl.bench.train import check_same
 from srtrl.bench.workload import (
     check_completions,
     make_engine,
-    make_request,
     prepare,
-    random_prompts,
     share_out,
 )
-from srtrl.model.attention import PackedPlan
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
-from srtrl.model.weights import load_model, save_model
+from srtrl.model.weights import load_model
 from srtrl.recipe.file import dump_yaml
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
-    """A tiny model whose `generation_config.json` asks for what a benchmark must not heed."""
-    folder = make_policy(tmp_path_factory.mktemp("models") / "tiny")
-    settings = {"do_sample": False, "top_k": 1, "repetition_penalty": 1.5, "eos_token_id": list(range(VOCAB_SIZE))}
-    (folder / "generation_config.json").write_text(json.dumps(settings))
-    return load_model(folder, dtype=torch.float32, device="cpu")
+    return load_model(make_policy(tmp_path_factory.mktemp("models") / "tiny"), dtype=torch.float32, device="cpu")
 
 
 def recorded(prompt_id: str, *samples: list[int]) -> RecordedPrompt:
@@ -81,51 +72,27 @@ def test_the_engine_gives_the_trace_with_a_drafter_that_has_seen_the_history(pol
         check_completions(completions, trace)
 
 
-def test_transformers_pads_on_the_left_and_samples_the_whole_distribution(policy: Transformer) -> None:
-    """Frequencies of the first token against our own model's probabilities, whatever generation_config.json says."""
-    peer = HuggingFaceGenerate(policy)
-    lengths = [3, 9, 1, 6]
-    prompts = random_prompts(4, 2, 9, VOCAB_SIZE)
-    requests = [make_request(p, draw, 0, n) for draw, (p, n) in enumerate(zip(prompts, lengths, strict=True))]
-    assert peer.generate(requests).shape == (4, 9)
-    num_draws = 4000
-    torch.manual_seed(0)
-    pairs = [make_request(prompt, 0, index, 1) for index in range(num_draws) for prompt in ((5, 6, 7), (8,) * 6)]
-    counts = torch.bincount(peer.generate(pairs)[::2].flatten(), minlength=VOCAB_SIZE)
-    with torch.inference_mode():
-        hidden = policy(torch.tensor([5, 6, 7]), PackedPlan.from_lengths([3], "cpu"))
-        probs = policy.logits(hidden[-1]).double().softmax(-1)
-    rare = probs * num_draws < 5  # too few expected for chi-square: counted as one
-    observed = [*counts[~rare].tolist(), int(counts[rare].sum())]
-    expected = torch.cat((probs[~rare], probs[rare].sum()[None])) * num_draws
-    assert len(observed) > 10
-    assert scipy.stats.chisquare(observed, expected.numpy()).pvalue > 1e-4
-
-
 # --- The commands -----------------------------------------------------------------------------------------------------
 
 
-def test_bench_rollout_compares_drafters_on_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = Mock(wraps=save_model)
-    monkeypatch.setattr("srtrl.bench.rollout.save_model", save)
+def test_bench_rollout_compares_drafters_on_a_trace(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "trace.jsonl", 3)
     files = ("--json", tmp_path / "bench.json", "--write-docs", tmp_path / "docs.md")
     settings = ("--slots", "1,4", "--prompts-used", 2, "--history", 0.5, "--max-tokens", 9, "--repeats", 2)
-    names = ("none", REPEATER, "transformers")
+    names = ("none", REPEATER)
     result = run(
         *("bench", "rollout", "--trace", path, "--drafters", ",".join(names), "--model-shape", "tiny", "--threads", 1),
         *(*settings, *files),
     )
     assert result.exit_code == 0, result.stderr
     values = json.loads((tmp_path / "bench.json").read_text())
-    save.assert_called_once()  # one model of `transformers` for all numbers of slots
     found = [(row["slots"], row["sequences"], row["drafter"]) for row in values["rows"]]
     assert found == [(slots, 4, name) for slots in (1, 4) for name in names]
-    for none, repeater, peer in (values["rows"][:3], values["rows"][3:]):
+    for none, repeater in (values["rows"][:2], values["rows"][2:]):
         assert none["tokens_per_step"] == none["verified_per_step"] == 1
         assert [run["engine/tokens"] for run in repeater["runs"]] == [36, 36]
-        assert repeater["times_as_fast"].keys() == peer["times_as_fast"].keys() == {"value", "low", "high"}
-        assert peer["tokens_per_second"] == 36 / peer["seconds"]
+        assert repeater["times_as_fast"].keys() == {"value", "low", "high"}
+        assert repeater["tokens_per_second"] == 36 / repeater["seconds"]
     title = "## Drafters on a trace: trace.jsonl, 0.5 as history, tiny, float32, cpu, 1 threads, 1, 4 slots"
     assert result.stdout.startswith(title)
     assert (tmp_path / "docs.md").read_text().endswith(result.stdout)
@@ -178,36 +145,24 @@ def test_bench_train_takes_turns_learns_the_same_and_leaves_nothing_behind(tmp_p
     assert turns[4:8] == turns[:4][::-1]
 
 
-def test_every_section_of_bench_gpus_smoke_test_finds_something(tmp_path: Path) -> None:
+def test_bench_gpus_smoke_test_runs_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("bench", "gpu", "--smoke", "--json", tmp_path / "bench.json", "--write-docs", tmp_path / "docs.md")
     assert result.exit_code == 0, result.output
     values = json.loads((tmp_path / "bench.json").read_text())
     assert values["checks"] == [{"result": "not run"}]
-    assert all(limit > 0 for limit in values["limits"][0].values())
-    assert [step["sequences"] for step in values["decode_steps"]] == [1, 4, 8]
-    for step in values["decode_steps"]:
-        assert min(step["step_ms"], step["device_ms"], step["memory_limit_ms"]) > 0
-        assert step["host_ms"] is None, "nothing is waited for on a CPU"
-    found = [(row["slots"], row["drafter"]) for row in values["drafts"]]
+    found = [(row["slots"], row["drafter"]) for row in values["rollouts"]]
     assert found == [(4, "none"), (4, "srt"), (4, "transformers"), (8, "none"), (8, "srt")]
-    for row in values["drafts"]:
+    for row in values["rollouts"]:
+        assert row["tokens_per_second"] > 0
         assert row["drafter"] != "srt" or row["tokens_per_step"] > 1.1
         assert row["drafter"] != "none" or row["tokens_per_step"] == 1
-    (update,) = values["update"]
-    assert 0 < update["logprob_difference_mean"] < 1e-3
-    assert update["share_of_matmul_rate"] > 0
     assert "## The CUDA path: tiny, smoke test on a CPU" in (tmp_path / "docs.md").read_text()
-
-
-def test_a_section_of_bench_gpu_that_fails_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object, **options: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(gpu, "compare_rollouts", fail)
+    # Where one size fails, the others are measured.
+    monkeypatch.setattr(gpu, "compare_rollouts", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
+    monkeypatch.setattr(gpu, "transformers_generate", Mock())
     result = run("bench", "gpu", "--smoke")
     assert result.exit_code == 1
-    assert "| OutOfMemoryError: CUDA out of memory |" in result.stdout
-    assert "| share of matmul rate |" in result.stdout
+    assert result.stdout.count("| OutOfMemoryError: CUDA out of memory |") == 2
 
 
 # --- What is said -----------------------------------------------------------------------------------------------------

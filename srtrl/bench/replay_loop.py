@@ -148,8 +148,8 @@ class Replay:
     def run(self, recording: Recording) -> None:
         """Replay one training step after another; the drafter keeps what it learned.
 
-        Prompts of a step follow each other in the order of the file, for every drafter alike, since SuffixDecoding learns
-        from other prompts too. With `slots` they share the slots.
+        Prompts of a step follow each other in the order of the file, for every drafter alike, since SuffixDecoding
+        learns from other prompts too. With `slots` they share the slots.
         """
         largest = max(len(prompt.samples) for prompts in recording.steps for prompt in prompts)
         self._free_slots = list(range(max(largest, self._settings.slots or 0)))

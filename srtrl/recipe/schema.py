@@ -182,7 +182,7 @@ class TrainSection(Section):
     peak_tflops: float | None = Field(default=None, gt=0)
     """Peak speed of the device in 10^12 operations per second; if it is given, `time/update_mfu` is logged.
 
-    Take the figure that `srtrl bench gpu` prints, or the data sheet's for dense matrices of the update's type.
+    Take the data sheet's figure for dense matrices of the update's type.
     """
     max_logprob_difference: float = Field(default=0.1, gt=0)
     """The run stops, before any optimizer step, if the log-probs of decoder and trainer differ by more nats on average.
