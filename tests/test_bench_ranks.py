@@ -13,6 +13,7 @@ from bench_cases import run, write_rows, write_trace
 from srtrl.bench.host import HostRunner
 from srtrl.bench.ranks import Lengths, SimulatedRank, Simulation, decode
 from srtrl.bench.shapes import SHAPES
+from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.scheduler import ScheduledStep
 from srtrl.model.hf_config import config_from_hf
@@ -79,17 +80,17 @@ def test_one_rank_has_the_schedule_of_the_real_engine(
             slots=num_slots,
             num_pages=num_pages or rank.scheduler.pool.num_pages,
             max_sequence_tokens=simulated.lengths.max_sequence_tokens,
-            cost_points=STAIRS,
         )
         policy = Transformer(config_from_hf(SHAPES["tiny"]), torch.float32, torch.device("meta"))
-        engine = Engine(policy, used, runner=HostRunner(policy, used, simulated.lengths.max_sequence_tokens))
+        runner, cost = HostRunner(policy, used, simulated.lengths.max_sequence_tokens), StepCost(points=STAIRS)
+        engine = Engine(policy, used, runner=runner, cost=cost)
         requests, _ = simulated.lengths.requests(range(3))
         ahead = run_ahead_order(simulated.lengths.requests(range(3, 5))[0])
         found = log_steps(engine, monkeypatch)
         completions = list(engine_cases.decode(engine, requests, run_ahead=ahead).values())
         assert [tuple(same) for count, *same in rank.timeline for _ in range(count)] == found
         assert sum(one[1] for one in found) == rank.ahead_tokens.total()
-        assert rank.now / 1e9 == pytest.approx(engine.stats.priced_seconds)
+        assert rank.now / 1e9 == pytest.approx(sum(map(cost.seconds, runner.row_counts)))
         assert rank.num_tokens == sum(len(one.token_ids) for one in completions)
         num_skipped += len(found) - len(rank.timeline)
         num_preemptions += rank.scheduler.num_preemptions

@@ -70,7 +70,7 @@ def rollouts_of(
             assert engine.pool.num_used == 0
             assert not engine.scheduler.paused
             metrics = engine.take_metrics()
-            engine.on_policy_update()
+            engine.end_step(has_new_weights=True)
     return groups, metrics
 
 

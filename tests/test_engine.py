@@ -20,6 +20,7 @@ from engine_cases import (
     tiny_policy,
 )
 
+from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine
 from srtrl.model.attention import PackedPlan
 from srtrl.model.logprobs import token_logprobs
@@ -94,7 +95,7 @@ def test_a_cast_copy_decodes_in_its_own_type_and_follows_updates() -> None:
     with torch.no_grad():
         for target, source in zip(policy.parameters(), changed.parameters(), strict=True):
             target.copy_(source)
-    engine.on_policy_update()
+    engine.end_step(has_new_weights=True)
     assert engine.policy_version == 1
     after = decode(engine, requests)
     assert outputs(after) == outputs(sequential(tiny_policy(torch.bfloat16, scale=5.0), requests))
@@ -220,8 +221,8 @@ def test_run_aheads_are_wanted_where_somebody_drafts_from_them_and_steps_have_th
         ("auto", False, (free, (1000, 1.0)), False),
         (0, True, (free, (1000, 1.0)), False),
     ):
-        chosen = options(draft_budget=budget, cost_points=points)
-        engine = Engine(policy, chosen, drafter=FakeDrafter(uses_run_aheads=uses_run_aheads))
+        drafter, cost = FakeDrafter(uses_run_aheads=uses_run_aheads), StepCost(points=points)
+        engine = Engine(policy, options(draft_budget=budget), drafter=drafter, cost=cost)
         assert engine.wants_run_aheads() == wanted
         assert engine.wants_run_aheads(alone=True) == (uses_run_aheads and budget == "auto")
     for uses_run_aheads in (True, False):  # with a fixed budget the cost is measured only where run-aheads need it

@@ -9,6 +9,7 @@ from engine_cases import Completions, FakeDrafter, Letters, decode, options, out
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine
 from srtrl.model.transformer import Transformer
 from srtrl.types import Request
@@ -60,11 +61,11 @@ def test_completions_do_not_depend_on_how_they_are_decoded(cases: list[Case], da
         prefill_chunk_tokens=data.draw(st.integers(1, 40), "chunk"),
         draft_budget=data.draw(st.sampled_from(["auto", 0, 1, 16]), "budget"),
         max_draft_nodes=data.draw(st.sampled_from([1, 16, 40]), "nodes"),
-        cost_points=((8, 1.0), (64, data.draw(st.sampled_from([1.0, 1.5, 8.0]), "cost of 64 rows"))),
         run_ahead_max_slowdown=data.draw(st.sampled_from(["auto", float("inf")]), "slowdown"),
     )
+    cost = StepCost(points=((8, 1.0), (64, data.draw(st.sampled_from([1.0, 1.5, 8.0]), "cost of 64 rows"))))
     drafter = FakeDrafter(truth, accuracy=data.draw(st.sampled_from([0.0, 0.6, 1.0]), "accuracy"))
-    engine = Engine(policy, chosen, tokenizer=Letters(), drafter=drafter)
+    engine = Engine(policy, chosen, tokenizer=Letters(), drafter=drafter, cost=cost)
     requests = data.draw(st.permutations(varied_requests()), "order")
     num_first = data.draw(st.integers(0, len(requests)), "at once")
     # Of samples that come late, and of such as never come.

@@ -23,7 +23,7 @@ from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
-from srtrl.engine.stats import merge_rank_metrics
+from srtrl.engine.stats import EngineStats, add_stats
 from srtrl.environments.conversations import Conversations
 from srtrl.model.transformer import Transformer
 from srtrl.ranks.processes import RankError, Ranks
@@ -156,7 +156,7 @@ def rollouts(ranks: Ranks, case: Case) -> Found:
             found.kept = [group.draw_index for group in kept]
             assert engine.pool.num_used == 0
             found.metrics.append(collector.engine_metrics(engine))
-            engine.on_policy_update()
+            engine.end_step(has_new_weights=True)
     found.num_decoded = engine.num_queued
     if isinstance(engine.drafter, SrtDrafter):
         cache = engine.drafter.cache("train")
@@ -184,7 +184,7 @@ def follow(ranks: Ranks) -> dict[str, float]:
         ahead = collector.run_ahead([(1, PROMPTS[0])]) if draw == 0 and ranks.index > 0 else []  # not on rank 0
         collect_rollouts(engine, collector, [(draw, PROMPTS[0])], run_ahead=ahead)
         metrics = collector.engine_metrics(engine)
-        engine.on_policy_update()
+        engine.end_step(has_new_weights=True)
     return metrics
 
 
@@ -365,23 +365,40 @@ def test_waiting_has_a_time_limit() -> None:
         counters.wait_for_others(sleeps=True)
 
 
-def test_metrics_of_ranks_are_sums_means_or_maxima() -> None:
-    common = {"engine/slots_in_use_mean": 2.0, "engine/cache_tokens": 7, "engine/rank_claims": 1}
-    rows = [
-        {"engine/decode_steps": 1, "engine/rank_seconds": 1.0, "engine/draft_hit_rate": 1.0, **common},
-        {"engine/decode_steps": 3, "engine/rank_seconds": 4.0, "engine/draft_hit_rate": 0.0, **common},
-        {"engine/decode_steps": 0, "engine/rank_seconds": 1.0, "engine/draft_seconds": 3.0, **common},
-    ]
-    assert merge_rank_metrics(rows) == {
-        "engine/decode_steps": 4,
-        "engine/draft_hit_rate": 0.25,
-        "engine/slots_in_use_mean": 6.0,
-        "engine/cache_tokens": 7,
-        "engine/rank_claims": 3,
-        "engine/draft_seconds": 1.0,
-        "engine/ranks_idle_share": 0.5,
-        "engine/rank_seconds_max": 4.0,
-    }
+def test_metrics_of_several_engines_are_those_of_one_that_did_it_all() -> None:
+    stats = add_stats(
+        [
+            EngineStats(num_steps=1, num_decodes=2, num_tokens=6, num_drafts=2, num_slots=4, num_draws=1, max_pages=3),
+            EngineStats(num_steps=3, num_decodes=6, num_tokens=6, num_drafts=1, num_slots=4, num_draws=3, max_pages=2),
+        ]
+    )
+    stats.seconds[0] = 3.0
+    metrics = stats.metrics(2)
+    found = {name: metrics[f"engine/{name}"] for name in ("decode_steps", "slots", "pages_in_use_max")}
+    assert found == {"decode_steps": 4, "slots": 8, "pages_in_use_max": 5}
+    assert metrics["engine/tokens_per_decode_step"] == 12 / 8
+    assert metrics["engine/slots_in_use_mean"] == 4  # of both
+    assert metrics["engine/draft_seconds"] == 1.5  # of each
+
+
+def test_metrics_of_a_users_drafter_are_means_or_the_sums_that_it_names() -> None:
+    """No name decides it: a mean may be called anything."""
+
+    class Counting(NoDrafter):
+        summed_metrics = frozenset({"engine/my_mean"})
+
+        def take_metrics(self) -> dict[str, float]:
+            return {"engine/my_mean": 3.0, "engine/my_count": 3.0}
+
+    class TwoRanks(Ranks):
+        def gather(self, value: Any, what: str) -> list[Any]:
+            return [value, value]
+
+    engine = Engine(policy(), options(), drafter=Counting())
+    assert not {"engine/my_mean", "engine/my_count"} & set(engine.take_metrics(TwoRanks(count=2)))  # it drafts nothing
+    engine.drafter = type("Drafter", (DrafterBase,), dict(Counting.__dict__))()
+    metrics = engine.take_metrics(TwoRanks(count=2))
+    assert (metrics["engine/my_mean"], metrics["engine/my_count"]) == (6.0, 3.0)
 
 
 def test_a_record_of_any_number_of_ranks_is_found_by_any(tmp_path: Path) -> None:

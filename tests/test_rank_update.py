@@ -266,8 +266,8 @@ def decode_and_learn(ranks: Ranks) -> None:
             assert not torch.equal(policy.embedding, plain.embedding)
             with torch.no_grad():
                 torch._foreach_copy_(list(plain.parameters()), list(policy.parameters()))
-            engine.on_policy_update()
-            other.on_policy_update()
+            engine.end_step(has_new_weights=True)
+            other.end_step(has_new_weights=True)
 
 
 def test_sharded_weights_are_whole_for_the_decoder() -> None:

@@ -25,6 +25,7 @@ from scipy.stats import chisquare
 from srtrl.bench.recorded import RecordedPrompt, feed_drafter
 from srtrl.drafters.base import DrafterBase, Int64Array
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
+from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine
 from srtrl.engine.sampling import make_rng_key
 from srtrl.model.attention import PackedPlan
@@ -102,7 +103,7 @@ def test_run_ahead_changes_no_bit_and_is_followed(dtype: torch.dtype, is_drawn: 
         engine = Engine(policy, unlimited, drafter=make_drafter("srt", {}))
         assert outputs(decode(engine, first, run_ahead=ahead)) == expected[0]
         assert engine.take_metrics()["engine/run_ahead_tokens_made"] > 0
-        engine.on_policy_update()
+        engine.end_step(has_new_weights=True)
         assert outputs(decode(engine, second)) == expected[1]
         metrics = engine.take_metrics()
         if is_drawn:
@@ -116,8 +117,8 @@ def test_run_ahead_changes_no_bit_and_is_followed(dtype: torch.dtype, is_drawn: 
 def test_a_drafter_has_heard_of_all_ends_when_it_is_asked_and_after_a_rollout(
     draft_budget: Literal["auto"] | int,
 ) -> None:
-    chosen = options(slots=4, draft_budget=draft_budget, cost_points=((8, 1.0), (16, 2.0)))
-    engine = Engine(tiny_policy(), chosen, drafter=(drafter := FakeDrafter()))
+    chosen, cost = options(slots=4, draft_budget=draft_budget), StepCost(points=((8, 1.0), (16, 2.0)))
+    engine = Engine(tiny_policy(), chosen, drafter=(drafter := FakeDrafter()), cost=cost)
     for rollout in range(3):
         completions: list[Completion] = []
         for completion in engine.generate(requests_for(seed=rollout)):

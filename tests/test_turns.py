@@ -143,7 +143,7 @@ def test_turns_do_not_depend_on_how_they_are_decoded(
         found = converse(engine, data.draw(st.permutations(turn_requests()), "order"), delays)
         assert outputs(found) == outputs(truth)
         assert all(one.extensions == truth[key].extensions for key, one in found.items())
-        engine.on_policy_update()
+        engine.end_step(has_new_weights=True)
 
 
 class TurnDrafter(FakeDrafter):
@@ -167,7 +167,7 @@ def test_srt_drafts_within_turns_and_never_across_one(cases: list[tuple[Transfor
         converse(engine, turn_requests())
         metrics = engine.take_metrics()
         steps.append(metrics["engine/tokens_per_decode_step"])
-        engine.on_policy_update()
+        engine.end_step(has_new_weights=True)
     assert steps[1] > 1.3 * steps[0]
     (prompt,) = {one.request.prompt_token_ids for one in truth.values() if one.request.draw_index == 1}
     trie = TokenTrie()

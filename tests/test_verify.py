@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from runner_cases import kv_index, random_trees
 
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
-from srtrl.engine.batch import NO_TOKEN, Batch, PromptPages, Sample
+from srtrl.engine.batch import Batch, PromptPages, Sample
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.runner import SampledRows
-from srtrl.engine.stats import MAX_DEPTH, EngineStats
+from srtrl.engine.scheduler import ScheduledStep
+from srtrl.engine.stats import MAX_DEPTH, EngineStats, StageClock
 from srtrl.engine.stopping import StopFinder
-from srtrl.engine.verify import AT_LENGTH, GOES_ON, STOPPED, Verified, plan_moves, verify
+from srtrl.engine.verify import MAX_LENGTH, RUNNING, STOPPED, Verified, plan_moves, verify
 
 PAGE_SIZE = 4
 
@@ -34,7 +35,7 @@ class Step:
 
 
 def random_step(seed: int, num_samples: int, vocab_size: int, max_nodes: int, *, share_broken: float = 0.0) -> Step:
-    """Samples of all kinds, some with recorded tokens; called twice with one seed it gives equal steps."""
+    """Samples of all kinds; called twice with one seed it gives equal steps."""
     random = np.random.default_rng(seed)
     batch = Batch(num_samples + 2, 60, PagePool(1, PAGE_SIZE), 40)
     num_pages = batch.page_table.shape[1]
@@ -55,9 +56,6 @@ def random_step(seed: int, num_samples: int, vocab_size: int, max_nodes: int, *,
         batch.put(sample)
         pages = random.permutation(num_pages) + index * num_pages
         batch.set_pages(sample.slot, pages.astype(np.int32))
-        if random.random() < 0.3:
-            trace = random.integers(0, vocab_size, int(random.integers(num_generated, num_generated + 6)))
-            batch.set_trace(sample.slot, trace.astype(np.int32))
     slots = random.permutation(num_samples)
     trees = random_trees(random, random.integers(0, max_nodes + 1, num_samples), vocab_size)
     num_rows = num_samples + trees.num_nodes
@@ -78,16 +76,12 @@ def walk(step: Step, b: int) -> tuple[list[int], list[float], list[int], int] | 
     assert sample is not None
     sampling = sample.request.sampling
     said = batch.generated(slot).tolist()
-    trace = batch.trace_tokens[slot].tolist()
     tokens: list[int] = []
     logprobs: list[float] = []
     accepted: list[int] = []
     while True:
         row = int(step.trees.offsets[b]) + b + 1 + (accepted[-1] if accepted else ROOT)
-        index = len(said) + len(tokens)
         token, logprob = int(step.sampled.token_ids[row]), float(step.sampled.logprobs[row])
-        if index < len(trace) and trace[index] != NO_TOKEN:
-            token = trace[index]
         if not np.isfinite(logprob):
             return None
         tokens.append(token)
@@ -96,11 +90,11 @@ def walk(step: Step, b: int) -> tuple[list[int], list[float], list[int], int] | 
         if token in sampling.end_token_ids or any(stop in text for stop in sampling.stop_strings):
             return tokens, logprobs, accepted, STOPPED
         if len(said) + len(tokens) == sampling.max_new_tokens:
-            return tokens, logprobs, accepted, AT_LENGTH
+            return tokens, logprobs, accepted, MAX_LENGTH
         node = accepted[-1] if accepted else ROOT
         pairs = list(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True))
         if (node, token) not in pairs:
-            return tokens, logprobs, accepted, GOES_ON
+            return tokens, logprobs, accepted, RUNNING
         accepted.append(pairs.index((node, token)))
 
 
@@ -122,7 +116,6 @@ def check_as_defined(step: Step) -> list[tuple[int, int]]:
         part = slice(int(verified.offsets[b]), int(verified.offsets[b + 1]))
         assert verified.token_ids[part].tolist() == tokens
         assert verified.nodes[part].tolist() == [*accepted, ROOT]
-        assert verified.last_nodes[b] == (accepted[-1] if accepted else ROOT)
         assert verified.finish[b] == finish
         assert batch.generated(slot).tolist() == said[b] + tokens
         assert batch.generated_logprobs(slot).tolist()[len(said[b]) :] == logprobs
@@ -153,32 +146,27 @@ def test_the_kernels_do_as_the_definition(
 def test_the_random_steps_hold_long_paths_and_every_kind_of_end() -> None:
     found = [pair for seed in range(100) for pair in check_as_defined(random_step(seed, 9, 2, 40))]
     assert max(num_accepted for num_accepted, _ in found) > 4
-    assert {finish for _, finish in found} == {GOES_ON, STOPPED, AT_LENGTH}
+    assert {finish for _, finish in found} == {RUNNING, STOPPED, MAX_LENGTH}
 
 
 @pytest.mark.parametrize("max_nodes", [0, 1, 30])
 def test_statistics_count_the_primaries_paths_as_one_by_one(max_nodes: int) -> None:
     stats = EngineStats()
-    tries, accepted = np.zeros(MAX_DEPTH, np.int64), np.zeros(MAX_DEPTH, np.int64)
-    num_tokens = num_hits = num_drafts = num_nodes = num_decodes = 0
+    accepted = np.zeros(MAX_DEPTH, np.int64)
+    num_tokens = num_drafts = num_nodes = num_decodes = 0
     for seed in range(20):
         step, num_primaries = random_step(seed, 6, 3, max_nodes), seed % 7
-        found = stats.add_verified(verified := step.verify(), step.trees, num_primaries)
-        assert found == verified.num_new[:num_primaries].sum()
+        scheduled = ScheduledStep(slots=step.slots, num_primaries=num_primaries)
+        stats.add_step(scheduled, step.trees, verified := step.verify(), StageClock(), drafted=True)
         num_decodes += num_primaries
         for b, tree in enumerate(list(step.trees)[:num_primaries]):
             path = verified.nodes[verified.offsets[b] : verified.offsets[b + 1] - 1].tolist()
             num_tokens += 1 + len(path)
-            num_hits += bool(path)
             num_drafts += tree.num_nodes > 0
             num_nodes += tree.num_nodes
-            for depth, node in enumerate([ROOT, *path][:MAX_DEPTH]):
-                if node in tree.parents.tolist():
-                    tries[depth] += 1
-                    accepted[depth] += len(path) > depth
-    assert (stats.num_decodes, stats.num_tokens, stats.num_hits) == (num_decodes, num_tokens, num_hits)
+            accepted[: len(path)] += 1
+    assert (stats.num_decodes, stats.num_tokens) == (num_decodes, num_tokens)
     assert (stats.num_drafts, stats.num_draft_nodes) == (num_drafts, num_nodes)
     assert stats.num_accepted == num_tokens - num_decodes
-    assert stats.tries_by_depth.tolist() == tries.tolist()
     assert stats.accepted_by_depth.tolist() == accepted.tolist()
     assert (accepted.sum() > 0) == (max_nodes > 0)

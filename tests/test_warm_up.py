@@ -21,6 +21,7 @@ from numba.core.dispatcher import Dispatcher
 
 from drafter_cases import OTHER, TEXT, completion, observe, propose, request, run, start
 from engine_cases import decode, options, requests_for, tiny_policy
+from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine
 from srtrl.resolve import resolve_class
 
@@ -36,15 +37,15 @@ requests = requests_for([(5,), (1, 2, 3, 4, 5, 6, 7, 8, 9), (3, 3, 3, 3)])
 ahead = [replace(one, is_run_ahead=True) for one in requests_for([(6,), (7, 8)], seed=1)]
 requests = [replace(one, sampling=replace(one.sampling, end_token_ids=())) for one in requests]
 filtered = [replace(one, sampling=replace(one.sampling, top_k=4)) for one in requests[:2]]
-chosen = options(draft_budget="auto", cost_points=((1, 1.0), (2000, 1.0)), num_pages=60)
+chosen, cost = options(draft_budget="auto", num_pages=60), StepCost(points=((1, 1.0), (2000, 1.0)))
 for dtype in (torch.float32, torch.bfloat16):
-    engine = Engine(tiny_policy(dtype, vocab_size=12), chosen, drafter=make_drafter())
+    engine = Engine(tiny_policy(dtype, vocab_size=12), chosen, drafter=make_drafter(), cost=cost)
     engine.warm_up()
     before = compiled()
     assert sum(before.values()) >= 12, before
     for several in (requests[:1], requests, requests, requests[-1:], filtered):  # one live sample, then many
         assert len(decode(engine, several, run_ahead=ahead)) == len(several)
-        engine.on_policy_update()
+        engine.end_step(has_new_weights=True)
     metrics = engine.take_metrics()
     assert metrics["engine/accepted_per_draft"] > 0.5 and metrics["engine/run_ahead_rows"] > 0, metrics
     assert compiled() == before, {name: count for name, count in compiled().items() if count != before.get(name)}

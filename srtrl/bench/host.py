@@ -5,7 +5,7 @@ What a CUDA runner itself takes to queue copies and to launch a graph is not in 
 decoded, two for each slot where there are as many; the drafter has seen the other half. Medians of alternating runs,
 after one to warm up. The stages are milliseconds of the host per decode step in which all slots decode. `times as fast`
 is about whole rollouts on a device whose steps take the time stated by `--device-ms` (by which drafts are budgeted): of
-the device alone, and with the host's time, but for what the host does while the device computes (stage `forward`).
+the device alone, and with the host's time.
 """
 
 import time
@@ -22,6 +22,7 @@ from srtrl.bench.shapes import SHAPES
 from srtrl.bench.tables import Row, publish, read_environment
 from srtrl.bench.workload import Trace, check_completions, load_workload, make_engine, prepare
 from srtrl.engine.cuda_shapes import H200_MULTIPROCESSORS, ShapePlanner, row_edges
+from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.rows import Int32Array, StepInputs, StepShape, StepSize
 from srtrl.engine.runner import RowFilters, Runner, SampledRows
@@ -33,15 +34,13 @@ from srtrl.run.interrupt import long_lived_objects_left_alone
 
 SHAPE = "qwen2.5-1.5b"
 """Its vocabulary, context length and head counts; weights are not made."""
-OVERLAPPED = "forward"
-"""The stage in which the engine does the bookkeeping of the last step, while a device computes."""
 
 
 class HostRunner(Runner):
     """`Runner` that does what a CUDA runner does on the host, but for calling CUDA.
 
     It finds the shape of a step by the same planner, keeps its views, and copies what comes back and what is moved.
-    `launch` does nothing and all sampled tokens are 0: the engine's trace replaces them.
+    `launch` does nothing and all sampled tokens are 0: `TraceRunner` replaces them.
     """
 
     is_asynchronous = True
@@ -52,6 +51,8 @@ class HostRunner(Runner):
         self._planner = ShapePlanner(policy.config, engine_options, max_sequence_tokens, H200_MULTIPROCESSORS)
         self._buffer: Int32Array = np.zeros(self._planner.largest().num_elements, np.int32)
         self._inputs: dict[StepShape, StepInputs] = {}
+        self.row_counts: list[int] = []
+        """Rows of each step so far."""
 
     def row_edges(self, max_rows: int) -> list[int]:
         """See `Runner`."""
@@ -63,6 +64,7 @@ class HostRunner(Runner):
 
     def inputs_for(self, size: StepSize) -> StepInputs:
         """See `Runner`."""
+        self.row_counts.append(size.num_rows)
         shape = self._planner.shape(size)
         if shape not in self._inputs:
             self._inputs[shape] = StepInputs.of(self._buffer, shape)
@@ -117,13 +119,14 @@ def command(
     if len(whole.requests) < max(counts):
         raise ValueError(f"--slots: {max(counts)}, but there are {len(whole.requests)} samples to decode")
     rows: list[Row] = []
+    cost = StepCost(points=curve)
     for num_slots in counts:
         workload = whole.first_samples(2 * num_slots)
         candidates = {}
         for name in names:
             runner = HostRunner(policy, EngineOptions(slots=num_slots), workload.max_sequence_tokens)
-            engine = make_engine(policy, num_slots, workload.max_sequence_tokens, runner=runner, cost_points=curve)
-            candidates[name] = partial(decode, engine, name, workload)
+            engine = make_engine(policy, num_slots, workload.max_sequence_tokens, runner=runner, cost=cost)
+            candidates[name] = partial(decode, engine, runner, name, workload)
         with long_lived_objects_left_alone():
             runs = alternate(candidates, repeats)
         medians = {name: median_of(of_one) for name, of_one in runs.items()}
@@ -137,13 +140,14 @@ def command(
     publish(title, {"rows": rows}, __doc__, environment, json_file, write_docs)
 
 
-def decode(engine: Engine, drafter: str, workload: Trace) -> dict[str, Any]:
+def decode(engine: Engine, runner: HostRunner, drafter: str, workload: Trace) -> dict[str, Any]:
     """One rollout of the whole workload: what its full steps took of the host, and the seconds of all its steps.
 
     The stage `other` is what no stage has: queueing samples, the loop. The device's seconds are stated, not measured.
     """
     prepare(engine, drafter, workload)
     completions = []
+    runner.row_counts.clear()
     started = time.perf_counter()
     with engine.rollout("train"):
         for request in workload.requests:
@@ -151,19 +155,17 @@ def decode(engine: Engine, drafter: str, workload: Trace) -> dict[str, Any]:
         while engine.scheduler.num_waiting or not engine.batch.num_free:
             completions += engine.step()
         ms_per_step = 1000 * (time.perf_counter() - started) / engine.stats.num_steps
-        by_stage = {stage: 1000 * engine.stats.seconds.get(stage, 0.0) / engine.stats.num_steps for stage in STAGES}
+        by_stage = dict(zip(STAGES, (1000 * engine.stats.seconds / engine.stats.num_steps).tolist(), strict=True))
         metrics = engine.stats.metrics()
         while engine.has_work:
             completions += engine.step()
-    host, device = time.perf_counter() - started, engine.stats.priced_seconds
+    host = time.perf_counter() - started
+    device = sum(map(engine.control.cost.seconds, runner.row_counts))
     check_completions(completions, workload)
     return {
         "host_ms_per_step": ms_per_step,
         "by_stage": by_stage | {"other": ms_per_step - sum(by_stage.values())},
         "tokens_per_step": metrics["engine/tokens_per_decode_step"],
         "verified_per_step": metrics["engine/verified_per_decode_step"],
-        "rollout_seconds": {
-            "on_device": device,
-            "with_host": device + host - min(engine.stats.seconds[OVERLAPPED], device),
-        },
+        "rollout_seconds": {"on_device": device, "with_host": device + host},
     }

@@ -1,9 +1,9 @@
 """What the engines of a benchmark decode: prompts, and the tokens that each sample gets."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -16,8 +16,10 @@ from srtrl.bench.recorded import (
     read_recorded,
 )
 from srtrl.drafters.base import resolve_drafter
+from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine, EngineOptions
-from srtrl.engine.runner import Runner
+from srtrl.engine.rows import StepInputs
+from srtrl.engine.runner import RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import make_rng_key
 from srtrl.model.transformer import ModelConfig, Transformer
 from srtrl.types import Completion, Request, SamplingParams
@@ -178,20 +180,60 @@ def load_workload(
     return workload
 
 
+class TraceRunner:
+    """A runner in which samples that were recorded get the recorded tokens in place of the sampled ones."""
+
+    def __init__(self, runner: Runner, responses: Mapping[int, Tokens]) -> None:
+        """`responses`: RNG key -> tokens."""
+        self.runner = runner
+        keys = sorted(responses)
+        self._keys = np.array(keys, np.uint64)
+        self._lengths = np.array([len(responses[key]) for key in keys], np.int64)
+        self._starts = self._lengths.cumsum() - self._lengths
+        self._tokens = np.concatenate([responses[key] for key in keys])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def launch(self, inputs: StepInputs, filters: RowFilters | None) -> None:
+        """See `Runner`."""
+        self._inputs = inputs
+        self.runner.launch(inputs, filters)
+
+    def wait(self, num_sampled: int) -> SampledRows:
+        """See `Runner`."""
+        sampled = self.runner.wait(num_sampled)
+        keys = self._inputs.rng_keys[:num_sampled].view(np.uint64)
+        numbers = np.minimum(self._keys.searchsorted(keys), len(self._keys) - 1)
+        # Draft nodes may be after the end of a response; what is sampled there is not used.
+        positions = np.minimum(self._inputs.sample_positions[:num_sampled], self._lengths[numbers] - 1)
+        recorded = self._tokens[self._starts[numbers] + positions]
+        tokens = np.where(self._keys[numbers] == keys, recorded, sampled.token_ids)
+        return SampledRows(token_ids=tokens.astype(np.int32), logprobs=sampled.logprobs)
+
+
 def make_engine(
-    policy: Transformer, slots: int, max_sequence_tokens: int, *, runner: Runner | None = None, **changes: Any
+    policy: Transformer,
+    slots: int,
+    max_sequence_tokens: int,
+    *,
+    runner: Runner | None = None,
+    cost: StepCost | None = None,
+    **changes: Any,
 ) -> Engine:
     """An engine that has pages for whole sequences with their drafts in all slots; `changes` are `EngineOptions`."""
     options = EngineOptions(slots=slots, max_sequence_tokens=max_sequence_tokens, **changes)
     longest = max_sequence_tokens + options.max_draft_nodes
-    return Engine(policy, replace(options, num_pages=slots * -(-longest // options.page_size)), runner=runner)
+    pages = slots * -(-longest // options.page_size)
+    return Engine(policy, replace(options, num_pages=pages), runner=runner, cost=cost)
 
 
 def prepare(engine: Engine, drafter_name: str, trace: Trace) -> None:
     """Let the engine sample the trace, with a new drafter that has seen the history and nothing else."""
     engine.drafter = resolve_drafter("--drafters", drafter_name)()
     feed_drafter(engine.drafter, trace.history, "train")
-    engine.trace = trace.responses
+    inner = engine.runner.runner if isinstance(engine.runner, TraceRunner) else engine.runner
+    engine.runner = cast(Runner, TraceRunner(inner, trace.responses))
     engine.take_metrics()
 
 

@@ -34,6 +34,8 @@ class DrafterBase:
     Options: type[Section] = Section
     uses_run_aheads: bool = False
     """Whether it drafts from what run-aheads have decoded; where it does not, training decodes none."""
+    summed_metrics: frozenset[str] = frozenset()
+    """Metrics of its own of which the values of several ranks are added up."""
     min_score: float = 0.0
     """Nodes with a lower score are not worth a row of the coming step: the engine sets it before it calls `propose`,
     which need not make them."""
@@ -89,7 +91,10 @@ class DrafterBase:
         """Compile kernels, before a rollout needs them."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics of the drafter's own since the last call, all under `engine/`."""
+        """Metrics of the drafter's own since the last call, all under `engine/`.
+
+        With several ranks they are means over the ranks, but for the sums that `summed_metrics` names.
+        """
         return {}
 
     def save(self, folder: Path) -> None:

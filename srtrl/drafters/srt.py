@@ -43,6 +43,7 @@ class Drafter(DrafterBase):
     Options = SrtOptions
     options: SrtOptions
     uses_run_aheads = True
+    summed_metrics = frozenset(f"engine/run_ahead_{name}" for name in ("tokens_made", "tokens_used", "followed"))
     inserts = True
     """Whether running samples enter their tokens into the tries."""
 
@@ -59,7 +60,6 @@ class Drafter(DrafterBase):
         """For each purpose, from texts of all prompts."""
         self._purpose = ""
         """Of the samples that started last, and so of all live ones."""
-        self._num_started = self._num_with_history = 0
 
     def cache(self, purpose: str) -> RolloutCache:
         """Return the completed rollouts of samples of one purpose."""
@@ -79,9 +79,6 @@ class Drafter(DrafterBase):
             self._purpose = request.purpose
             self._run_aheads.start(slot, key, request)
             rollouts = self.cache(request.purpose).rollouts(request.prompt_token_ids)
-            if request.turn == 0 and not request.is_run_ahead:
-                self._num_started += 1
-                self._num_with_history += len(rollouts) > 0
             trie, text = self._tries.pop(key, None), start
             if trie is None:
                 history = rollouts + self._run_aheads.texts(key)  # the most useful last
@@ -160,9 +157,6 @@ class Drafter(DrafterBase):
             for name in ("tokens", "bytes", "prompts")
         }
         metrics["engine/cache_bytes"] += self.num_trie_bytes + sum(table.nbytes for table in self._ngrams.values())
-        if self._num_started:
-            metrics["engine/cache_hit_rate"] = self._num_with_history / self._num_started
-        self._num_started = self._num_with_history = 0
         return metrics | self._run_aheads.take_metrics()
 
     def save(self, folder: Path) -> None:

@@ -17,7 +17,7 @@ from srtrl.types import Request
 
 NO_SLOT = -1
 NO_TOKEN = -1
-"""Padding of end tokens and recorded tokens."""
+"""Padding of end tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -113,9 +113,6 @@ class Batch:
         self.has_stop_strings: npt.NDArray[np.bool_] = array(np.bool_)
         self.end_tokens: Int32Array = array(np.int32, 1)
         """[slots, most end tokens of a request], padded with `NO_TOKEN`."""
-        self.trace_tokens: Int32Array = array(np.int32, 0)
-        """[slots, 0], or in a benchmark [slots, max_tokens]: recorded responses, padded with `NO_TOKEN`, whose tokens
-        are taken in place of the sampled ones."""
         self.page_table: Int32Array = array(np.int32, max_pages)
         """[slots, max_pages], pages by position."""
         self.num_pages: Int64Array = array(np.int64)
@@ -137,7 +134,6 @@ class Batch:
             self.rng_keys,
             self.temperatures,
             self.end_tokens,
-            self.trace_tokens,
             self.page_table,
         )
 
@@ -232,10 +228,3 @@ class Batch:
     def generated_logprobs(self, slot: int) -> npt.NDArray[np.float32]:
         """Their log-probs (a view)."""
         return self.logprobs[slot, : self.num_tokens[slot] - self.num_prompt_tokens[slot]]
-
-    def set_trace(self, slot: int, token_ids: Int32Array) -> None:
-        """Let a slot's sample repeat a recorded response; without tokens: sample as usual."""
-        if not self.trace_tokens.shape[1]:
-            self.trace_tokens = np.full((self.num_slots, self.token_ids.shape[1]), NO_TOKEN, np.int32)
-        self.trace_tokens[slot] = NO_TOKEN
-        self.trace_tokens[slot, : len(token_ids)] = token_ids

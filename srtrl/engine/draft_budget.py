@@ -302,7 +302,6 @@ class DraftControl:
         self._num_requests = self._num_known = 0
         self._draft_seconds = 0.0
         """Of a drafted step, for each sequence."""
-        self._num_steps = self._num_drafted = 0
 
     def needs_cost(self, uses_run_aheads: bool) -> bool:
         """Whether anything is decided by the cost of a step: draft nodes, or the rows of run-aheads."""
@@ -365,8 +364,6 @@ class DraftControl:
             draft_seconds: What proposing and choosing took.
             seconds: Of the whole step, these included; where a cost is stated, by that cost.
         """
-        self._num_steps += 1
-        self._num_drafted += drafted
         self.cost.record(num_rows, seconds - draft_seconds)
         if self.fixed is not None or not num_sequences:
             return
@@ -389,12 +386,6 @@ class DraftControl:
             return True
         sizes = [1 << power for power in range((self._num_slots - 1).bit_length())]
         return any(self.run_ahead_rows(size) >= MIN_RUN_AHEAD_ROWS for size in sizes)
-
-    def take_metrics(self) -> dict[str, float]:
-        """Share of the steps since the last call in which the drafter was asked."""
-        metrics = {"engine/drafted_steps_share": self._num_drafted / max(1, self._num_steps)}
-        self._num_steps = self._num_drafted = 0
-        return metrics
 
     def _class(self, num_sequences: int) -> RateClass:
         return self._purpose, self._history, num_sequences.bit_length()

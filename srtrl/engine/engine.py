@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 
@@ -15,15 +14,16 @@ from srtrl.engine.draft_budget import MAX_ROWS, DraftControl, StepCost, cut_tree
 from srtrl.engine.kv_memory import allocate_pages
 from srtrl.engine.options import EngineOptions
 from srtrl.engine.page_pool import PagePool
-from srtrl.engine.rows import Int32Array, StepSize, fill_inputs
+from srtrl.engine.rows import StepSize, fill_inputs
 from srtrl.engine.runner import RowFilters, Runner
 from srtrl.engine.scheduler import ScheduledStep, Scheduler
-from srtrl.engine.stats import EngineStats, StageClock
+from srtrl.engine.stats import EngineStats, StageClock, add_stats
 from srtrl.engine.stopping import StopFinder, Tokenizer
-from srtrl.engine.verify import AT_LENGTH, GOES_ON, Verified, plan_moves, verify
+from srtrl.engine.verify import MAX_LENGTH, RUNNING, Verified, plan_moves, verify
 from srtrl.engine.warm_up import reporting_compilation, warm_up_kernels
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.transformer import Transformer
+from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.types import Completion, Purpose, Request
 
 __all__ = ["Engine", "EngineOptions"]
@@ -40,8 +40,9 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         drafter: DrafterBase | None = None,
         runner: Runner | None = None,
+        cost: StepCost | None = None,
     ) -> None:
-        """`runner`: what computes; by default the one of the policy's device."""
+        """`runner`: by default the one for the policy's device. `cost`: of a step; by default it is measured."""
         self.options = options
         self.stop_finder = StopFinder(tokenizer, policy.config.vocab_size)
         self.vocab_size = policy.config.vocab_size
@@ -62,23 +63,18 @@ class Engine:
             max_draft_nodes=options.max_draft_nodes,
         )
         self.drafter = drafter or NoDrafter()
-        points = options.cost_points
         self.control = DraftControl(
-            StepCost(points=points) if points else StepCost(self.runner.row_edges(MAX_ROWS)),
+            cost or StepCost(self.runner.row_edges(MAX_ROWS)),
             fixed=None if options.draft_budget == "auto" else options.draft_budget,
             num_slots=options.slots,
             max_slowdown=slowdown_of(options.run_ahead_max_slowdown),
         )
         self.policy_version = 0
-        self.trace: Mapping[int, Int32Array] | None = None
-        """For benchmarks: RNG key -> recorded response, whose tokens are taken in place of those that are sampled."""
         self.stats = EngineStats()
         self._num_rows = 0
         """Rows of the last step without those of run-aheads."""
         self._is_warm = False
         self._is_decoding = False
-        self._bookkeeping: Callable[[], None] | None = None
-        """Of the last step: done while the device computes the next one."""
 
     @property
     def has_work(self) -> bool:
@@ -152,7 +148,11 @@ class Engine:
         expected_tokens = None
         if not request.is_run_ahead:
             expected_tokens = self.drafter.expected_tokens(request)
-            self.control.add_request(has_history=expected_tokens is not None)
+            has_history = expected_tokens is not None
+            self.control.add_request(has_history=has_history)
+            if request.sample_index == 0:
+                self.stats.num_draws += 1
+                self.stats.num_known_draws += has_history
         self.scheduler.add(request, expected_tokens)
 
     def extend(self, completion: Completion, token_ids: Sequence[int]) -> None:
@@ -198,7 +198,6 @@ class Engine:
             yield
         finally:
             self._is_decoding = False
-            self._do_bookkeeping()
             self._give_up(self.scheduler.clear())
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
@@ -223,10 +222,8 @@ class Engine:
         clock.lap("schedule")
         trees, drafted = self._draft(step, clock)
         self._launch(step, trees, clock)
-        self._do_bookkeeping()
-        num_sampled = len(step.slots) + trees.num_nodes
         clock.lap("forward")
-        sampled = self.runner.wait(num_sampled)
+        sampled = self.runner.wait(len(step.slots) + trees.num_nodes)
         clock.lap("wait" if self.runner.is_asynchronous else "forward")
         verified = verify(self.batch, step.slots, trees, sampled, self.stop_finder)
         clock.lap("verify")
@@ -235,21 +232,20 @@ class Engine:
         clock.lap("commit")
         self.drafter.observe(verified.slots, verified.token_ids, verified.offsets)
         clock.lap("observe")
-        num_pages = self.pool.num_used  # before any is given back
+        self.stats.max_pages = max(self.stats.max_pages, self.pool.num_used)  # before any is given back
         completions = self._take_finished(verified)
         clock.lap("finish")
         self._num_rows = step.num_primaries + trees.num_nodes
-        self._bookkeeping = partial(
-            self._record, step, trees, drafted, verified, clock, num_pages, self.runner.was_prepared
-        )
+        self._record(step, trees, drafted, verified, clock)
         return completions
 
-    def on_policy_update(self) -> None:
-        """The policy's weights have changed: KV is stale, drafts are not."""
-        assert not self.has_work, "the policy changed while samples were decoding"
-        self.runner.refresh_weights()
+    def end_step(self, *, has_new_weights: bool) -> None:
+        """A training step has ended: drafts are of another step now, and with new weights KV is stale."""
+        assert not self.has_work, "a step ends while samples are decoding"
         self.drafter.end_step()
-        self.policy_version += 1
+        if has_new_weights:
+            self.runner.refresh_weights()
+            self.policy_version += 1
 
     def release_kv(self) -> None:
         """No sample is live and an update follows: with `kv_across_update: release`, give it the pages' memory.
@@ -260,22 +256,24 @@ class Engine:
         if self.options.kv_across_update == "release":
             self.runner.release_pages()
 
-    def kv_bytes(self) -> int:
-        """Memory that the pages hold at present."""
-        return self.runner.num_pages * self.runner.page_bytes
+    def take_metrics(self, ranks: Ranks = ONE_RANK) -> dict[str, float]:
+        """Metrics since the last call, all under `engine/`: they may depend on slots, pages and drafter.
 
-    def take_metrics(self) -> dict[str, float]:
-        """Metrics since the last call, all under `engine/`: they may depend on slots, pages and drafter."""
-        self._do_bookkeeping()
-        metrics = self.stats.metrics() | {
-            "engine/slots": self.options.slots,
-            "engine/pages": self.pool.num_pages,
-            "engine/preemptions": self.scheduler.num_preemptions,
-        }
-        if not self.is_off:
-            metrics |= self.control.take_metrics() | self.drafter.take_metrics()
-        self.stats = EngineStats()
-        self.scheduler.num_preemptions = 0
+        `ranks`: those whose engines work together; called on all of them, it gives the metrics of the whole run.
+        """
+        stats, self.stats = self.stats, EngineStats()
+        stats.num_slots, stats.num_pages = self.options.slots, self.pool.num_pages
+        stats.num_preemptions, self.scheduler.num_preemptions = self.scheduler.num_preemptions, 0
+        shared = ranks.gather((stats, self.drafter.take_metrics()), "the engine's metrics")
+        total = add_stats([stats for stats, _ in shared])
+        metrics = total.metrics(ranks.count)
+        if self.is_off:
+            return metrics
+        metrics["engine/cache_hit_rate"] = total.num_known_draws / max(total.num_draws, 1)
+        rows = [row for _, row in shared]
+        for name in dict.fromkeys(name for row in rows for name in row):
+            values = [row[name] for row in rows if name in row]
+            metrics[name] = sum(values) / (1 if name in self.drafter.summed_metrics else len(values))
         return metrics
 
     def _schedule(self) -> ScheduledStep:
@@ -292,10 +290,6 @@ class Engine:
             offsets = np.cumsum([0, *map(len, resumed)])
             if offsets[-1]:  # preempted and extended samples: the drafter forgot them
                 self.drafter.observe(slots, np.concatenate(resumed), offsets)
-            if self.trace is not None or self.batch.trace_tokens.size:
-                trace, none = self.trace or {}, np.empty(0, np.int32)
-                for sample in step.started:
-                    self.batch.set_trace(sample.slot, trace.get(sample.request.rng_key, none))
         return step
 
     def _draft(self, step: ScheduledStep, clock: StageClock) -> tuple[DraftTrees, bool]:
@@ -352,7 +346,7 @@ class Engine:
 
     def _take_finished(self, verified: Verified) -> list[Completion]:
         """Take out the finished samples, and pause those whose turn has ended."""
-        ended = np.flatnonzero(verified.finish != GOES_ON).tolist()
+        ended = np.flatnonzero(verified.finish != RUNNING).tolist()
         if not ended:
             return []
         slots, found = list[int](), list[Completion]()
@@ -365,7 +359,7 @@ class Engine:
                 request=sample.request,
                 token_ids=self.batch.generated(slot).tolist(),
                 rollout_logprobs=self.batch.generated_logprobs(slot).tolist(),
-                finish_reason="length" if verified.finish[b] == AT_LENGTH else "stop",
+                finish_reason="length" if verified.finish[b] == MAX_LENGTH else "stop",
                 policy_version=self.policy_version,
                 extensions=tuple(sample.extensions),
             )
@@ -394,56 +388,31 @@ class Engine:
         ]
         self.drafter.finish(list(ended), completions)
 
-    def _do_bookkeeping(self) -> None:
-        if self._bookkeeping is not None:
-            bookkeeping, self._bookkeeping = self._bookkeeping, None
-            bookkeeping()
-
     def _record(
-        self,
-        step: ScheduledStep,
-        trees: DraftTrees,
-        drafted: bool,
-        verified: Verified,
-        clock: StageClock,
-        num_pages: int,
-        was_prepared: bool,
+        self, step: ScheduledStep, trees: DraftTrees, drafted: bool, verified: Verified, clock: StageClock
     ) -> None:
-        """Statistics and cost of a step: nothing that decides the next one."""
-        stats, cost = self.stats, self.control.cost
-        num_primaries, num_run_ahead = step.num_primaries, len(step.slots) - step.num_primaries
-        num_prefill = step.num_prompt_rows
-        num_rows = len(step.slots) + trees.num_nodes
-        num_tokens = stats.add_verified(verified, trees, num_primaries)
-        stats.num_prefill_tokens += num_prefill
-        stats.max_pages = max(stats.max_pages, num_pages)
-        stats.add_seconds(clock)
+        """Count a step, and learn what it cost."""
+        cost, num_prefill, num_rows = self.control.cost, step.num_prompt_rows, len(step.slots) + trees.num_nodes
+        self.stats.add_step(step, trees, verified, clock, drafted=drafted)
+        if num_prefill or self.is_off or not self.runner.was_prepared:  # a prompt's rows are not like others
+            return
         draft_seconds = clock.seconds.get("propose", 0.0) + clock.seconds.get("choose", 0.0)
         seconds = clock.total
         if cost.is_fixed:  # the device's time is stated: the host's counts where it is not a part of the device's
-            priced = cost.seconds(num_rows + num_prefill)
-            stats.priced_seconds += priced
+            seconds = cost.seconds(num_rows)
             if self.runner.is_asynchronous:
-                seconds = priced + clock.total - clock.seconds["wait"]
+                seconds += clock.total - clock.seconds["wait"]
             else:
-                seconds, draft_seconds = priced, 0.0
-        if cost.is_known:
-            if drafted and num_primaries and not num_prefill:
-                one_by_one = num_tokens * cost.seconds(num_primaries) / num_primaries
-                stats.saved_seconds += one_by_one - cost.seconds(num_rows - num_run_ahead) - draft_seconds
-            if num_run_ahead:
-                stats.num_run_ahead_rows += num_run_ahead
-                stats.run_ahead_seconds += cost.seconds(num_rows) - cost.seconds(num_rows - num_run_ahead)
-        if was_prepared and not num_prefill and not self.is_off:  # a prompt's rows are not like others
-            self.control.record(
-                trees=trees,
-                num_accepted=verified.num_new - 1,
-                num_sequences=num_primaries,
-                num_rows=num_rows,
-                drafted=drafted,
-                draft_seconds=draft_seconds,
-                seconds=seconds,
-            )
+                draft_seconds = 0.0
+        self.control.record(
+            trees=trees,
+            num_accepted=verified.num_new - 1,
+            num_sequences=step.num_primaries,
+            num_rows=num_rows,
+            drafted=drafted,
+            draft_seconds=draft_seconds,
+            seconds=seconds,
+        )
 
     def warm_up(self, on_compile: Callable[[int, int], None] = lambda *_: None) -> None:
         """Once: compile (or load) all kernels, and measure the cost of a step where drafts are budgeted by it.

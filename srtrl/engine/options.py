@@ -30,5 +30,3 @@ class EngineOptions:
     max_draft_nodes: int = 128
     """Largest number of draft nodes of one sequence in one step."""
     run_ahead_max_slowdown: Literal["auto"] | float = "auto"
-    cost_points: tuple[tuple[int, float], ...] | None = None
-    """(rows, seconds) of a decode step on another machine, to budget and price steps by; None: what is measured."""

@@ -57,8 +57,6 @@ class BatchArrays(NamedTuple):
     temperatures: npt.NDArray[np.float32]
     end_tokens: Int32Array
     """[S, most end tokens]."""
-    trace_tokens: Int32Array
-    """[S, 0 or max_tokens]."""
     page_table: Int32Array
     """[S, max_pages]."""
 

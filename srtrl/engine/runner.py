@@ -182,7 +182,6 @@ def timed_step(runner: Runner, num_rows: int, context_tokens: int, num_sequences
         rng_keys=np.arange(num_sequences, dtype=np.uint64),
         temperatures=np.ones(num_sequences, np.float32),
         end_tokens=np.zeros((num_sequences, 1), np.int32),
-        trace_tokens=np.zeros((num_sequences, 0), np.int32),
         page_table=pages.reshape(num_sequences, size.max_pages),
     )
     inputs = runner.inputs_for(size)

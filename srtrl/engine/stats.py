@@ -1,13 +1,14 @@
-"""What the engine did since it was last asked: counts and seconds under `engine/`."""
+"""What the engine did since its metrics were last taken: counts and seconds, reported under `engine/`."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import DraftTrees
+from srtrl.engine.scheduler import ScheduledStep
 from srtrl.engine.verify import Verified
 
 MAX_DEPTH = 8
@@ -26,6 +27,7 @@ STAGES = {
     "finish": "commit",
 }
 """The stages of a decode step in their order, and the metric `engine/<name>_seconds` in which each is counted."""
+STAGE_NUMBERS = {stage: number for number, stage in enumerate(STAGES)}
 
 
 class StageClock:
@@ -58,116 +60,84 @@ class EngineStats:
     """Generated tokens."""
     num_prefill_tokens: int = 0
     """Prompt tokens computed, recomputation after preemption included."""
+    num_without_prefill: int = 0
+    """Steps that computed no prompt token."""
+    num_drafted: int = 0
+    """Those of them in which the drafter proposed."""
     num_drafts: int = 0
-    """Sequence-steps with a draft."""
-    num_hits: int = 0
-    """Drafts of which at least one node was accepted."""
+    """Sequence-steps with a draft of at least one node."""
     num_draft_nodes: int = 0
-    num_accepted: int = 0
-    tries_by_depth: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(MAX_DEPTH, np.int64))
-    """Accepted paths that stood before a drafted continuation of depth 1, 2, ..."""
     accepted_by_depth: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(MAX_DEPTH, np.int64))
-    """Those of them that had it."""
+    """[MAX_DEPTH], drafts of which at least 1, 2, ... nodes were accepted."""
+    num_accepted: int = 0
     num_run_ahead_rows: int = 0
-    run_ahead_seconds: float = 0.0
-    """Estimated: cost of the steps less their cost without the run-ahead's rows."""
-    saved_seconds: float = 0.0
-    """Estimated: cost of the tokens one per step, less what they took."""
-    priced_seconds: float = 0.0
-    """Cost of the steps by a given cost curve (benchmarks)."""
+    num_draws: int = 0
+    """Draws whose first sample was added."""
+    num_known_draws: int = 0
+    """Those of them whose prompt had rollouts to draft from."""
     max_pages: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-    """By stage."""
+    num_slots: int = 0
+    num_pages: int = 0
+    num_preemptions: int = 0
+    seconds: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(STAGES)))
+    """By stage, in the order of `STAGES`."""
 
-    def add_verified(self, verified: Verified, trees: DraftTrees, num_primaries: int) -> int:
-        """Count what the primaries' drafts brought; returns the primaries' tokens.
+    def add_step(
+        self, step: ScheduledStep, trees: DraftTrees, verified: Verified, clock: StageClock, *, drafted: bool
+    ) -> None:
+        """Count one step.
 
-        `trees` are those that were verified, one for each sequence of `verified`; the primaries come first.
+        `trees` are those that were verified, one for each sequence of `verified`; the primaries come first. `drafted`:
+        whether the drafter proposed.
         """
-        num_tokens = int(verified.offsets[num_primaries])
-        self.num_decodes += num_primaries
-        self.num_tokens += num_tokens
-        num_nodes = int(trees.offsets[num_primaries])
+        num, num_prefill = step.num_primaries, step.num_prompt_rows
+        self.num_steps += 1
+        self.num_decodes += num
+        self.num_tokens += int(verified.offsets[num])
+        self.num_prefill_tokens += num_prefill
+        self.num_without_prefill += not num_prefill
+        self.num_drafted += drafted and not num_prefill
+        self.num_run_ahead_rows += len(step.slots) - num
+        num_nodes = int(trees.offsets[num])
         if num_nodes:
-            sizes = trees.sizes[:num_primaries]
-            accepted = verified.num_new[:num_primaries] - 1
-            owners = np.repeat(np.arange(num_primaries), sizes)
-            # A path that ended before drafted children has tried one depth more than it reached.
-            missed = np.zeros(num_primaries, np.int64)
-            missed[owners[trees.parents[:num_nodes] == verified.last_nodes[owners]]] = 1
-            self.accepted_by_depth += _at_least(accepted)
-            self.tries_by_depth += _at_least(accepted + missed)
+            accepted = verified.num_new[:num] - 1
+            counts = np.bincount(np.minimum(accepted, MAX_DEPTH), minlength=MAX_DEPTH + 1)
+            self.accepted_by_depth += counts[::-1].cumsum()[::-1][1:]
             self.num_accepted += int(accepted.sum())
             self.num_draft_nodes += num_nodes
-            self.num_drafts += int((sizes > 0).sum())
-            self.num_hits += int((accepted > 0).sum())
-        return num_tokens
-
-    def add_seconds(self, clock: StageClock) -> None:
-        """Add one step's time."""
-        self.num_steps += 1
+            self.num_drafts += int((trees.sizes[:num] > 0).sum())
         for stage, seconds in clock.seconds.items():
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+            self.seconds[STAGE_NUMBERS[stage]] += seconds
 
-    def metrics(self) -> dict[str, float]:
-        """Flat metrics; shares and means are over the steps since the last look."""
-        steps, decodes, drafts = max(self.num_steps, 1), max(self.num_decodes, 1), max(self.num_drafts, 1)
+    def metrics(self, num_ranks: int = 1) -> dict[str, float]:
+        """Flat metrics of this many engines; seconds are means over them."""
+        decodes, drafts = max(self.num_decodes, 1), max(self.num_drafts, 1)
         metrics = {
+            "engine/slots": self.num_slots,
+            "engine/pages": self.num_pages,
+            "engine/preemptions": self.num_preemptions,
             "engine/decode_steps": self.num_steps,
             "engine/tokens": self.num_tokens,
             "engine/tokens_per_decode_step": self.num_tokens / decodes,
             "engine/verified_per_decode_step": 1 + self.num_draft_nodes / decodes,
-            "engine/verified_per_token": (decodes + self.num_draft_nodes) / max(self.num_tokens, 1),
             "engine/accepted_per_draft": self.num_accepted / drafts,
-            "engine/draft_hit_rate": self.num_hits / drafts,
+            "engine/drafted_steps_share": self.num_drafted / max(self.num_without_prefill, 1),
             "engine/prefill_tokens": self.num_prefill_tokens,
-            "engine/slots_in_use_mean": self.num_decodes / steps,
+            "engine/slots_in_use_mean": num_ranks * self.num_decodes / max(self.num_steps, 1),
             "engine/pages_in_use_max": self.max_pages,
-            "engine/saved_seconds": self.saved_seconds,
             "engine/run_ahead_rows": self.num_run_ahead_rows,
-            "engine/run_ahead_seconds": self.run_ahead_seconds,
         }
+        for depth, num_drafts in enumerate(self.accepted_by_depth.tolist(), 1):
+            metrics[f"engine/acceptance_depth_{depth}"] = num_drafts / drafts
+        seconds = dict(zip(STAGES, (self.seconds / num_ranks).tolist(), strict=True))
         for part in dict.fromkeys(STAGES.values()):
-            metrics[f"engine/{part}_seconds"] = sum(
-                seconds for stage, seconds in self.seconds.items() if STAGES[stage] == part
-            )
-        if self.seconds.get("wait"):
-            total = sum(self.seconds.values())
-            metrics["engine/host_seconds"] = total - self.seconds["wait"]
-            metrics["engine/host_share"] = metrics["engine/host_seconds"] / total
-        if self.priced_seconds:
-            metrics["engine/priced_seconds"] = self.priced_seconds
-        for depth, (tries, accepted) in enumerate(zip(self.tries_by_depth, self.accepted_by_depth, strict=True), 1):
-            if tries:
-                metrics[f"engine/acceptance_depth_{depth}"] = float(accepted / tries)
+            metrics[f"engine/{part}_seconds"] = sum(seconds[stage] for stage in STAGES if STAGES[stage] == part)
+        if seconds["wait"]:
+            metrics["engine/host_seconds"] = sum(seconds.values()) - seconds["wait"]
+            metrics["engine/host_share"] = metrics["engine/host_seconds"] / sum(seconds.values())
         return metrics
 
 
-def merge_rank_metrics(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The engine's metrics of a whole run from those of its ranks, each of which has `engine/rank_seconds`.
-
-    Seconds are means over ranks. Shares, rates and numbers per something are means weighted by the sequence-steps of
-    each rank. Of the caches, which are the same on all ranks, it is the maximum. Everything else is a sum.
-    """
-    merged: dict[str, float] = {}
-    steps = [row["engine/decode_steps"] * row["engine/slots_in_use_mean"] for row in rows]
-    for name in dict.fromkeys(name for row in rows for name in row):
-        values, weights = zip(
-            *[(row[name], weight) for row, weight in zip(rows, steps, strict=True) if name in row], strict=True
-        )
-        if name.endswith("_seconds"):
-            merged[name] = sum(values) / len(rows)
-        elif any(part in name for part in ("_share", "_rate", "_per_", "_depth_", "_confidence")):
-            merged[name] = float(np.average(values, weights=weights if sum(weights) else None))
-        else:
-            merged[name] = max(values) if "/cache_" in name else sum(values)
-    slowest = max(row["engine/rank_seconds"] for row in rows)
-    merged["engine/ranks_idle_share"] = 1 - merged.pop("engine/rank_seconds") / slowest if slowest else 0.0
-    merged["engine/rank_seconds_max"] = slowest
-    return merged
-
-
-def _at_least(depths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """[MAX_DEPTH], how many of `depths` are at least 1, 2, ..."""
-    counts = np.bincount(np.minimum(depths, MAX_DEPTH), minlength=MAX_DEPTH + 1)
-    return counts[::-1].cumsum()[::-1][1:]
+def add_stats(parts: Sequence[EngineStats]) -> EngineStats:
+    """The sums of several engines."""
+    return EngineStats(**{one.name: sum(getattr(part, one.name) for part in parts) for one in fields(EngineStats)})

@@ -21,7 +21,7 @@ from srtrl.engine.stopping import StopFinder
 
 Array = npt.NDArray[Any]
 
-GOES_ON, STOPPED, AT_LENGTH, NOT_FINITE = 0, 1, 2, 3
+RUNNING, STOPPED, MAX_LENGTH, NOT_FINITE = 0, 1, 2, 3
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -36,10 +36,8 @@ class Verified:
     """[B + 1]: those of sequence b are offsets[b] to offsets[b + 1]. At least one each."""
     nodes: Int32Array
     """The accepted node of each new token; `ROOT` for the last of a sequence, which needed none."""
-    last_nodes: Int32Array
-    """[B], the last node of the accepted path, `ROOT` if none was accepted."""
     finish: npt.NDArray[np.int8]
-    """[B], `GOES_ON`, `STOPPED` or `AT_LENGTH`."""
+    """[B], `RUNNING`, `STOPPED` or `MAX_LENGTH`."""
 
     @property
     def num_new(self) -> Int64Array:
@@ -66,18 +64,17 @@ def verify(
     assert len(trees) == len(slots)
     assert len(slots) + trees.num_nodes == len(sampled.token_ids)
     token_ids = np.empty(len(sampled.token_ids), np.int32)
-    nodes, last_nodes = np.empty_like(token_ids), np.empty(len(slots), np.int32)
+    nodes = np.empty_like(token_ids)
     offsets, finish = np.zeros(len(slots) + 1, np.int64), np.empty(len(slots), np.int8)
     drawn = (sampled.token_ids, sampled.logprobs)
     nodes_of_trees = (trees.token_ids, trees.parents, trees.offsets)
-    _follow_trees(batch.arrays, slots, nodes_of_trees, drawn, token_ids, nodes, last_nodes, offsets, finish)
+    _follow_trees(batch.arrays, slots, nodes_of_trees, drawn, token_ids, nodes, offsets, finish)
     num_new = int(offsets[-1])
     verified = Verified(
         slots=slots,
         token_ids=token_ids[:num_new],
         offsets=offsets,
         nodes=nodes[:num_new],
-        last_nodes=last_nodes,
         finish=finish,
     )
     if batch.has_stop_strings[slots].any():
@@ -102,29 +99,24 @@ def _follow_trees(
     sampled: tuple[Array, Array],
     new_tokens: Array,
     new_nodes: Array,
-    last_nodes: Array,
     new_offsets: Array,
     finish: Array,
 ) -> None:
-    """See `verify`; the last five arguments are the fields of `Verified`, written."""
+    """See `verify`; the last four arguments are the fields of `Verified`, written."""
     node_tokens, parents, offsets = trees
     row_tokens, row_logprobs = sampled
-    trace = batch.trace_tokens
     num_new = 0
     for b in range(len(slots)):
         slot, first = slots[b], offsets[b] + b
-        node, position, reason = ROOT, batch.num_tokens[slot], GOES_ON
+        node, position, reason = ROOT, batch.num_tokens[slot], RUNNING
         while True:
             row, index = first + 1 + node, position - batch.num_prompt_tokens[slot]
             token, logprob = row_tokens[row], row_logprobs[row]
-            if index < trace.shape[1] and trace[slot, index] >= 0:
-                token = trace[slot, index]
             batch.token_ids[slot, position], batch.logprobs[slot, index] = token, logprob
             position += 1
             reason = _finish_reason(token, logprob, position, batch.max_tokens[slot], batch.end_tokens[slot])
-            child = _child(node, token, node_tokens, parents, offsets[b], offsets[b + 1]) if reason == GOES_ON else ROOT
+            child = _child(node, token, node_tokens, parents, offsets[b], offsets[b + 1]) if reason == RUNNING else ROOT
             new_tokens[num_new], new_nodes[num_new] = token, child
-            last_nodes[b] = node
             num_new += 1
             if child == ROOT:
                 break
@@ -142,7 +134,7 @@ def _finish_reason(token: int, logprob: float, num_tokens: int, max_tokens: int,
     for end_token in end_tokens:
         if end_token == token:
             return STOPPED
-    return AT_LENGTH if num_tokens == max_tokens else GOES_ON
+    return MAX_LENGTH if num_tokens == max_tokens else RUNNING
 
 
 @numba.njit(cache=True, nogil=True)
@@ -157,7 +149,7 @@ def _child(node: int, token: int, node_tokens: Array, parents: Array, begin: int
 def _cut_at_stop_strings(batch: Batch, verified: Verified, stop_finder: StopFinder) -> Verified:
     """Take back what sequences got after the token that completed a stop string, and let them end there."""
     keep = np.ones(len(verified.token_ids), np.bool_)
-    last_nodes, finish = verified.last_nodes, verified.finish
+    finish = verified.finish
     for b in np.flatnonzero(batch.has_stop_strings[verified.slots]).tolist():
         slot, begin, end = int(verified.slots[b]), int(verified.offsets[b]), int(verified.offsets[b + 1])
         sample = batch.samples[slot]
@@ -171,7 +163,6 @@ def _cut_at_stop_strings(batch: Batch, verified: Verified, stop_finder: StopFind
                 keep[end - cut : end] = False
                 finish[b] = STOPPED
                 verified.nodes[end - cut - 1] = ROOT
-                last_nodes[b] = verified.nodes[end - cut - 2] if end - cut - 2 >= begin else ROOT
                 break
     kept = np.concatenate([[0], keep.cumsum()])
     return Verified(
@@ -179,7 +170,6 @@ def _cut_at_stop_strings(batch: Batch, verified: Verified, stop_finder: StopFind
         token_ids=verified.token_ids[keep],
         offsets=kept[verified.offsets],
         nodes=verified.nodes[keep],
-        last_nodes=last_nodes,
         finish=finish,
     )
 

@@ -90,9 +90,13 @@ CHARTS = {
             "Decode time", "seconds", [f"engine/{part}_seconds" for part in ("draft", "forward", "sample", "commit")]
         ),
         Chart("Tokens per decode step", "tokens of a sequence", ["engine/*_per_decode_step"], "1 without drafts."),
-        Chart("Acceptance by depth", "share", ["engine/acceptance_depth_[1248]"], "Of paths that came to drafts."),
-        Chart("Drafts", "share", ["engine/draft_hit_rate", "engine/drafted_steps_share"], "Hit: a token was accepted."),
-        Chart("Rollout time saved", "seconds", ["engine/saved_seconds"], "An estimate, by the measured cost of steps."),
+        Chart(
+            "Acceptance by depth",
+            "share",
+            ["engine/acceptance_depth_[1248]"],
+            "Drafts with so many.",
+        ),
+        Chart("Drafts", "share", ["engine/drafted_steps_share"], "Decode steps in which the drafter proposed."),
         Chart("Run-ahead", "tokens", ["engine/run_ahead_tokens_*"], "Decoded for the next step, and used there."),
         Chart("Peak memory", "GiB", ["memory/peak_gib"]),
     ),

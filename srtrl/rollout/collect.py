@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from srtrl.engine.sampling import make_rng_key
-from srtrl.engine.stats import merge_rank_metrics
 from srtrl.engine.stopping import cut_at_stop_string
 from srtrl.environments.conversations import POLL_SECONDS, Conversations
 from srtrl.ranks.processes import ONE_RANK, Ranks
@@ -376,13 +375,15 @@ class Collector:
         return [RolloutGroup(prompt=one[0].prompt, draw_index=one[0].draw_index, rollouts=one) for one in groups]
 
     def engine_metrics(self, engine: Engine) -> dict[str, float]:
-        """What the engines of all ranks did in this rollout; see `merge_rank_metrics`."""
-        metrics = engine.take_metrics()
-        if self.ranks.count == 1:
-            return metrics
-        counters = self.counters
-        metrics |= {"engine/rank_claims": counters.num_claimed, "engine/rank_seconds": counters.busy_seconds}
-        return merge_rank_metrics(self.ranks.gather(metrics, "the engine's metrics"))
+        """What the engines of all ranks did in this rollout."""
+        metrics = engine.take_metrics(self.ranks)
+        if self.ranks.count > 1:
+            own = self.counters.num_claimed, self.counters.busy_seconds
+            num_claimed, seconds = zip(*self.ranks.gather(own, "the time of each rank"), strict=True)
+            metrics["engine/rank_claims"] = sum(num_claimed)
+            metrics["engine/rank_seconds_max"] = max(seconds)
+            metrics["engine/ranks_idle_share"] = 1 - sum(seconds) / (len(seconds) * max(*seconds, 1e-9))
+        return metrics
 
 
 class _Sample(NamedTuple):

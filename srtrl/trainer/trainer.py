@@ -236,10 +236,13 @@ class Trainer:
                 metrics |= update_critic(
                     self.critic, self.accelerator, credit.sequences, recipe=self.recipe, step=step, ranks=self.ranks
                 )
-        if credit.sequences and step > self.recipe.policy_updates.num_skipped:  # at first only the critic learns
+        is_updated = (
+            bool(credit.sequences) and step > self.recipe.policy_updates.num_skipped
+        )  # at first only the critic
+        if is_updated:
             with self._stage("update", step):
                 metrics = merge_metrics(metrics, self.update_policy(step, credit))
-                self.engine.on_policy_update()
+        self.engine.end_step(has_new_weights=is_updated)
         self.save_rollouts(step, rollouts, credit)
         metrics |= self.evaluate_if_due(step)
         self.step = step
