@@ -264,11 +264,8 @@ def test_srt_metrics() -> None:
     run(drafter, request((5,)), TEXT)
     run(drafter, request((5,), is_run_ahead=True), TEXT)
     metrics = drafter.take_metrics()
-    assert (metrics["engine/cache_hit_rate"], metrics["engine/cache_tokens"]) == (1 / 3, 3 * len(TEXT))
+    assert metrics["engine/cache_tokens"] == 3 * len(TEXT)
     assert metrics["engine/cache_bytes"] > drafter.cache("train").num_bytes, "tries count"
-    for _ in range(2):
-        drafter.expected_tokens(request())
-    assert "engine/cache_hit_rate" not in drafter.take_metrics(), "a question changes nothing"
 
 
 # --- Run-aheads -------------------------------------------------------------------------------------------------------

@@ -86,6 +86,7 @@ def test_tokens_are_those_of_the_cpu_path_with_any_drafts() -> None:
         assert_same_text(decode(engine, requests), expected)
         metrics = engine.take_metrics()
         assert metrics["engine/preemptions"] > 0 or num_pages != 8
+        assert 0 < metrics["engine/host_share"] <= 1
         assert (metrics["engine/verified_per_decode_step"] > 1.2) == (accuracy is not None)
         assert (metrics["engine/tokens_per_decode_step"] > 1.2) == ((accuracy or 0.0) > 0.5)
         assert len(runner_of(engine)._graphs) > 0 or accuracy, "with drafts few steps come twice"

@@ -82,7 +82,7 @@ class ReplayCounts:
     insert_seconds: float = 0.0
     """In every other call of the drafter."""
     accepted: Counter[int] = field(default_factory=Counter)
-    """Number of accepted tokens of a draft -> how many sequence-steps had it."""
+    """Number of accepted tokens of a draft of at least one node -> how many drafts had it."""
 
     def add(self, other: "ReplayCounts") -> None:
         """Take in the counts of another replay."""
@@ -100,13 +100,13 @@ class ReplayCounts:
         longer for the tokens that it verifies.
         """
         by_depth = [self.accepted[depth] for depth in range(max(self.accepted, default=0) + 1)]
-        num_at_least = self.num_sequence_steps - np.cumsum(by_depth)[:-1]
+        num_at_least = self.accepted.total() - np.cumsum(by_depth)[:-1]
         return {one.name: getattr(self, one.name) for one in fields(self)} | {
             "tokens_per_step": self.num_tokens / self.num_sequence_steps,
             "verified_per_step": 1 + self.num_nodes / self.num_sequence_steps,
             "draft_us": 1e6 * self.draft_seconds / self.num_sequence_steps,
             "insert_us_per_token": 1e6 * self.insert_seconds / self.num_observed_tokens,
-            "acceptance_by_depth": (num_at_least / self.num_sequence_steps).tolist(),
+            "acceptance_by_depth": (num_at_least / max(self.accepted.total(), 1)).tolist(),
             "speedup": self.steps_without_drafts / self.steps,
         }
 
@@ -218,7 +218,7 @@ class Replay:
         counts.num_sequence_steps += len(live)
         counts.num_nodes += trees.num_nodes
         counts.num_tokens += int(num_emitted.sum())
-        counts.accepted.update(num_accepted.tolist())
+        counts.accepted.update(num_accepted[trees.sizes > 0].tolist())
         self._observe(live, num_emitted.tolist())
 
     # --- The drafter's calls ---

@@ -236,9 +236,8 @@ class Trainer:
                 metrics |= update_critic(
                     self.critic, self.accelerator, credit.sequences, recipe=self.recipe, step=step, ranks=self.ranks
                 )
-        is_updated = (
-            bool(credit.sequences) and step > self.recipe.policy_updates.num_skipped
-        )  # at first only the critic
+        # At first only the critic learns.
+        is_updated = bool(credit.sequences) and step > self.recipe.policy_updates.num_skipped
         if is_updated:
             with self._stage("update", step):
                 metrics = merge_metrics(metrics, self.update_policy(step, credit))
