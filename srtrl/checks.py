@@ -99,7 +99,7 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     from srtrl.run.trackers import check_trackers
     from srtrl.tasks.base import check_task
     from srtrl.tasks.reward_terms import resolve_rewards
-    from srtrl.trainer.build import build_drafter, check_compiler, choose_device, is_deterministic
+    from srtrl.trainer.build import build_drafter, choose_device, is_deterministic
 
     algorithm = recipe.algorithm
     functions = [
@@ -127,7 +127,6 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     if recipe.log.folder is not None:
         yield "log.folder", partial(_check_folder, recipe.log.folder)
     yield "device", lambda: is_deterministic(recipe, choose_device(recipe))
-    yield "model.compile", partial(check_compiler, recipe)
     yield "log.trackers", partial(check_trackers, recipe.log)
 
 

@@ -133,7 +133,7 @@ MAX_TOKENS = 48
 MAX_NODES = 40
 PROMPTS = ([5], [1, 2, 3, 4, 5, 6, 7, 8, 9], [3, 3, 3, 3, 10, 11])
 
-RunnerFactory = Callable[[Transformer, torch.dtype | None], Runner]
+RunnerFactory = Callable[[Transformer], Runner]
 """Makes a runner of a policy and the dtype to decode in, with the sizes above."""
 
 
@@ -144,16 +144,16 @@ def runner_policy() -> Transformer:
     ).to(KERNEL_DEVICE)
 
 
-def cuda_runner(policy: Transformer, decode_dtype: torch.dtype | None = None, **changes: object) -> "CudaRunner":
+def cuda_runner(policy: Transformer, **changes: object) -> "CudaRunner":
     """A runner as on a CUDA device, where the policy is."""
     from srtrl.engine.cuda_runner import CudaRunner  # needs Triton, which macOS has not
 
-    return CudaRunner(policy, runner_options(decode_dtype, **changes), MAX_TOKENS)
+    return CudaRunner(policy, runner_options(**changes), MAX_TOKENS)
 
 
-def runner_options(decode_dtype: torch.dtype | None = None, **changes: Any) -> EngineOptions:
+def runner_options(**changes: Any) -> EngineOptions:
     """Options with the sizes above."""
-    values = {"page_size": PAGE_SIZE, "max_draft_nodes": MAX_NODES, "decode_dtype": decode_dtype, "slots": 128}
+    values = {"page_size": PAGE_SIZE, "max_draft_nodes": MAX_NODES, "slots": 128}
     return EngineOptions(**(values | changes))
 
 

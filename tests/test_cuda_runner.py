@@ -88,7 +88,7 @@ def graphed_samples(**changes: Any) -> tuple[CudaRunner, Samples]:
     runner = cuda_runner(runner_policy(), **changes)
     if KERNEL_DEVICE == "cpu":
         use_reference(runner)
-    return runner, Samples(runner, runner.policy)
+    return runner, Samples(runner, runner.model)
 
 
 def test_graphs_compute_what_single_launches_do() -> None:
@@ -120,12 +120,12 @@ def test_graphs_are_dropped_when_weights_or_pages_move_and_only_then() -> None:
     assert not has_graph()
     assert has_graph()
     with torch.no_grad():
-        runner.policy.final_norm.mul_(1.5)
+        runner.model.final_norm.mul_(1.5)
         samples.oracle.final_norm.mul_(1.5)
-    runner.refresh_weights()
+    runner.weights_changed()
     assert has_graph(), "weights were updated in place"
-    runner.policy.final_norm.data = runner.policy.final_norm.data.clone()
-    runner.refresh_weights()
+    runner.model.final_norm.data = runner.model.final_norm.data.clone()
+    runner.weights_changed()
     assert not has_graph()
     runner.allocate_pages(runner.num_pages + 1)
     samples.prefill()
@@ -146,7 +146,7 @@ def test_logits_go_through_small_buffers(monkeypatch: pytest.MonkeyPatch, is_fil
     monkeypatch.setattr(cuda_runner_module, "LOGITS_AT_ONCE", 4)
     monkeypatch.setattr(cuda_runner_module, "FILTERED_AT_ONCE", 3)
     runner = cuda_runner(runner_policy())
-    samples = Samples(runner, runner.policy)
+    samples = Samples(runner, runner.model)
     samples.prefill()
     keep_all = RowFilters(top_k=np.zeros(9, np.int64), top_p=np.ones(9)) if is_filtered else None
     samples.check_step([0, 1, 2], random_trees(np.random.default_rng(0), [4, 0, 2]), filters=keep_all)

@@ -86,11 +86,11 @@ def test_greedy_text_is_the_same_outside_deterministic_mode_and_by_the_float64_r
     assert {key: c.token_ids for key, c in found.items()} == expected
 
 
-def test_a_cast_copy_decodes_in_its_own_type_and_follows_updates() -> None:
+def test_the_decoder_follows_updates() -> None:
     policy = tiny_policy()
     requests = requests_for()
-    engine = Engine(policy, options(decode_dtype=torch.bfloat16))
-    assert outputs(decode(engine, requests)) == outputs(sequential(tiny_policy(torch.bfloat16), requests))
+    engine = Engine(policy, options())
+    assert outputs(decode(engine, requests)) == outputs(sequential(policy, requests))
     changed = tiny_policy(scale=5.0)
     with torch.no_grad():
         for target, source in zip(policy.parameters(), changed.parameters(), strict=True):
@@ -98,7 +98,7 @@ def test_a_cast_copy_decodes_in_its_own_type_and_follows_updates() -> None:
     engine.end_step(has_new_weights=True)
     assert engine.policy_version == 1
     after = decode(engine, requests)
-    assert outputs(after) == outputs(sequential(tiny_policy(torch.bfloat16, scale=5.0), requests))
+    assert outputs(after) == outputs(sequential(changed, requests))
     assert {completion.policy_version for completion in after.values()} == {1}
 
 

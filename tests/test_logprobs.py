@@ -100,16 +100,3 @@ def test_logits_have_the_type_of_the_weights_and_the_rest_is_float32(dtype: torc
     exact_gradients = torch.autograd.grad(exact.sum(), (hidden, weight))
     tolerance = 1e-5 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close((grad_hidden, grad_weight), exact_gradients, rtol=tolerance, atol=10 * tolerance)
-
-
-def test_autocast_computes_logits_in_its_type_and_sums_gradients_in_the_weights_type() -> None:
-    hidden, weight, target_ids = make_inputs(dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        ours = token_logprobs(hidden, weight, target_ids, temperature=1.3, chunk_size=8)
-        reference = token_logprobs_reference(hidden, weight, target_ids, temperature=1.3)
-    torch.testing.assert_close(ours, reference, rtol=1e-6, atol=1e-6)
-    our_gradients = gradients(ours, (hidden, weight), "logprobs")
-    assert {gradient.dtype for gradient in our_gradients} == {torch.float32}
-    torch.testing.assert_close(our_gradients, gradients(reference, (hidden, weight), "logprobs"), rtol=2e-2, atol=5e-2)
-    without = token_logprobs(hidden, weight, target_ids, temperature=1.3)[0]
-    assert (ours[0] - without).abs().max() > 1e-3, "autocast changed nothing: the logits were not in bfloat16"

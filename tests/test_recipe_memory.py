@@ -24,7 +24,7 @@ from srtrl.model.transformer import Transformer
 from srtrl.model.value_model import ValueModel
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import Recipe
-from srtrl.trainer.build import PREFILL_TOKENS, number_of_slots, set_update_options
+from srtrl.trainer.build import PREFILL_TOKENS, number_of_slots
 from srtrl.trainer.optimizer import MasterWeightAdamW, _allocate_state, gradient_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -35,8 +35,7 @@ SHAPE_OF = {"Qwen/Qwen2.5-0.5B-Instruct": "qwen2.5-0.5b", "Qwen/Qwen2.5-1.5B": "
 
 
 @pytest.mark.parametrize("name", ["grpo_gsm8k", "grpo_math", "ppo_math", "dapo_math17k"])
-def test_a_recipe_fits_one_gpu_with_room_and_the_docs_say_how(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)  # it does not know `meta`
+def test_a_recipe_fits_one_gpu_with_room_and_the_docs_say_how(name: str) -> None:
     recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml")
     parts = memory_of(recipe, SHAPE_OF[recipe.model.path])
     slots = parts.pop("slots")
@@ -62,8 +61,6 @@ def test_slots_are_as_given_or_what_the_kv_cache_holds() -> None:
     assert slots(free=10**12) == 128 * 5
     assert [slots(free=10**12, num_samples=number) for number in (900, 2000)] == [900, 1024]
     assert slots(free=10**6) == 1
-    copy = 4 * 1_543_714_304  # of the decoder's own weights, in float32; its pages are twice as large
-    assert slots("model.decode_dtype=float32") == (10**10 - copy) // 2 // (2 * of_one)
 
 
 class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -119,7 +116,7 @@ class Plan:
 
 def make_policy(recipe: Recipe, shape: str) -> Transformer:
     policy = Transformer(config_from_hf(SHAPES[shape], shape), torch.bfloat16, "meta")
-    set_update_options(policy, recipe)
+    policy.gradient_checkpointing = recipe.model.gradient_checkpointing
     return policy
 
 

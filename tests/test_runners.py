@@ -24,14 +24,14 @@ from srtrl.engine.sampling import filter_top_k_top_p
 from srtrl.model.transformer import Transformer
 
 
-def by_kernels(policy: Transformer, decode_dtype: torch.dtype | None) -> Runner:
+def by_kernels(policy: Transformer) -> Runner:
     """The CUDA runner: on a GPU, or with interpreted kernels."""
-    return cuda_runner(policy, decode_dtype)
+    return cuda_runner(policy)
 
 
-def on_the_cpu(policy: Transformer, decode_dtype: torch.dtype | None) -> Runner:
+def on_the_cpu(policy: Transformer) -> Runner:
     """The CPU runner."""
-    return CpuRunner(policy.cpu(), runner_options(decode_dtype))
+    return CpuRunner(policy.cpu(), runner_options())
 
 
 RUNNERS: dict[str, RunnerFactory] = {"cpu": on_the_cpu}
@@ -54,7 +54,7 @@ def test_rows_of_trees_and_chunks_are_sampled_as_the_model_says(
 ) -> None:
     """Prompts in chunks, beside a sample that decodes; trees of one and two words of bits; accepted paths."""
     random = np.random.default_rng(0)
-    samples = Samples(make_runner(policy, None), policy)
+    samples = Samples(make_runner(policy), policy)
     samples.check_step([0], chunks=[samples.chunk(1, 0, 5), samples.chunk(2, 0, 5)])
     samples.check_step([0], random_trees(random, [4]), [samples.chunk(1, 5, 8)])
     for sizes in ([2, 0, 7], [0, MAX_NODES, 5], [6, 3, 1]):
@@ -66,7 +66,7 @@ def test_rows_of_trees_and_chunks_are_sampled_as_the_model_says(
 
 
 def test_top_k_and_top_p_decide_the_token_and_not_the_log_prob(make_runner: RunnerFactory, policy: Transformer) -> None:
-    samples = Samples(make_runner(policy, None), policy)
+    samples = Samples(make_runner(policy), policy)
     samples.prefill()
     trees = random_trees(np.random.default_rng(0), [3, 0, 2])
     top_k, top_p = np.array([2, 2, 0, 1, 0, 5, 0, 0]), np.array([1.0, 0.3, 1.0, 1.0, 0.2, 1.0, 1.0, 0.01])
@@ -81,30 +81,25 @@ def test_top_k_and_top_p_decide_the_token_and_not_the_log_prob(make_runner: Runn
     samples.check_step()
 
 
-def test_new_weights_are_decoded_with_after_a_refresh_and_broken_ones_show(
-    make_runner: RunnerFactory, policy: Transformer
-) -> None:
-    runner, in_half = make_runner(policy, None), make_runner(policy, torch.bfloat16)
+def test_new_weights_are_decoded_with_and_broken_ones_show(make_runner: RunnerFactory, policy: Transformer) -> None:
+    runner = make_runner(policy)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.1)
-    for one in (runner, in_half):
-        one.refresh_weights()
+    runner.weights_changed()
     assert runner.model is policy
-    for parameter, half in zip(policy.parameters(), in_half.model.parameters(), strict=True):
-        assert torch.equal(parameter.bfloat16(), half)
     samples = Samples(runner, policy)
     samples.prefill()
     samples.check_step()
     with torch.no_grad():
         policy.final_norm.fill_(torch.nan)
-    runner.refresh_weights()
+    runner.weights_changed()
     with np.errstate(all="ignore"):
         assert not np.isfinite(samples.step().logprobs).any()
 
 
 def test_pages_come_and_go(make_runner: RunnerFactory, policy: Transformer) -> None:
-    runner = make_runner(policy, None)
+    runner = make_runner(policy)
     samples = Samples(runner, policy)
     num_pages = runner.num_pages
     assert num_pages > 0
@@ -119,7 +114,7 @@ def test_pages_come_and_go(make_runner: RunnerFactory, policy: Transformer) -> N
 def test_steps_are_timed_up_to_the_edges_of_their_padding_and_break_no_page(
     make_runner: RunnerFactory, policy: Transformer
 ) -> None:
-    samples = Samples(runner := make_runner(policy, None), policy)
+    samples = Samples(runner := make_runner(policy), policy)
     edges = runner.row_edges(20)
     assert edges == sorted(set(edges))
     assert edges[-1] >= 20

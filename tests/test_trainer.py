@@ -478,7 +478,7 @@ def test_an_update_that_has_no_attention_for_its_heads_is_refused(
     """Before any rollout; whoever only decodes needs none."""
     refused: list[tuple[torch.dtype, int]] = []
     monkeypatch.setattr(build, "check_packed_attention", lambda device, dtype, width: refused.append((dtype, width)))
-    for options in ({}, {"model__mixed_precision": "bf16"}):
+    for options in ({}, {"model__dtype": "bfloat16"}):
         recipe = make_recipe(policy, tmp_path, **options)
         model = build.build_policy(recipe, recipe.model.path, torch.device("cpu"))
         build.make_optimizer(model, recipe.train, recipe)

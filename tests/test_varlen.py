@@ -69,19 +69,6 @@ def test_the_kernel_is_given_what_it_needs(lengths: list[int], counts: tuple[int
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, (q, k, v), slope), rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.usefixtures("_kernel")
-def test_float32_queries_of_autocast_are_cast_to_the_values_type() -> None:
-    """The rotary table is float32 where the weights are, so queries and keys are; values come out of a product."""
-    q, k, v = random_heads([4, 2], (4, 2), torch.float32)
-    found = varlen_attention(q, k, v.bfloat16(), torch.tensor([0, 4, 6], dtype=torch.int32), 4)
-    assert found.dtype == torch.bfloat16
-    expected = packed_attention_reference([4, 2], q.bfloat16(), k.bfloat16(), v.bfloat16())
-    assert torch.equal(found, expected)
-    found.float().sum().backward()  # type: ignore[no-untyped-call]
-    assert q.grad is not None
-    assert q.grad.dtype == torch.float32
-
-
 def test_what_the_kernel_cannot_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old One")
     capability = (9, 0)

@@ -99,8 +99,6 @@ class CudaRunner(Runner):
     """
 
     is_asynchronous = True
-    _may_have_moved = True
-    """Whether weights or pages may lie elsewhere than in the last step."""
 
     def __init__(self, policy: Transformer, options: EngineOptions, max_sequence_tokens: int) -> None:
         """`max_sequence_tokens`: longest prompt and response together."""
@@ -133,16 +131,6 @@ class CudaRunner(Runner):
     def row_edges(self, max_rows: int) -> list[int]:
         """See `Runner`."""
         return row_edges(max_rows)
-
-    def allocate_pages(self, num_pages: int) -> None:
-        """See `Runner`."""
-        super().allocate_pages(num_pages)
-        self._may_have_moved = True
-
-    def refresh_weights(self) -> None:
-        """See `Runner`."""
-        super().refresh_weights()
-        self._may_have_moved = True
 
     def release_pages(self) -> None:
         """See `Runner`; graphs stay, for the pages may come back to the same place."""

@@ -244,7 +244,7 @@ class Engine:
         assert not self.has_work, "a step ends while samples are decoding"
         self.drafter.end_step()
         if has_new_weights:
-            self.runner.refresh_weights()
+            self.runner.weights_changed()
             self.policy_version += 1
 
     def release_kv(self) -> None:

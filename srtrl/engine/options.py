@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EngineOptions:
@@ -22,8 +20,6 @@ class EngineOptions:
     prefill_chunk_tokens: int = 512
     deterministic: bool | None = None
     """None: on a CPU, where it is nearly free."""
-    decode_dtype: torch.dtype | None = None
-    """None: the policy's own type and tensors."""
     max_sequence_tokens: int | None = None
     """Longest prompt and response together; by default what the model was made for."""
     draft_budget: Literal["auto"] | int = "auto"

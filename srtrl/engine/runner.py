@@ -50,15 +50,13 @@ class Runner(ABC):
 
     def __init__(self, policy: Transformer, options: EngineOptions, *, token_major: bool = False) -> None:
         """Without pages: `allocate_pages` must follow. For `token_major` see `KVCache`."""
-        self.policy = policy
         self.page_size = options.page_size
         self.model = policy
-        """The policy itself, or a copy in the decoder's dtype."""
-        if options.decode_dtype not in (None, policy.dtype):
-            self.model = Transformer(policy.config, options.decode_dtype, policy.device).requires_grad_(False)
+        """The policy itself: decoder and update share its tensors."""
         self._token_major = token_major
+        self._may_have_moved = True
+        """Whether weights or pages may lie elsewhere than in the last step."""
         self.release_pages()
-        self.refresh_weights()
 
     @abstractmethod
     def row_edges(self, max_rows: int) -> list[int]:
@@ -89,18 +87,16 @@ class Runner(ABC):
     def allocate_pages(self, num_pages: int) -> None:
         """Have this many pages, no page being in use; raises `torch.OutOfMemoryError` and then has none."""
         self.release_pages()
+        self._may_have_moved = True
         self.cache = kv_cache_for(self.model, num_pages, self.page_size, token_major=self._token_major)
 
     def release_pages(self) -> None:
         """Give the memory of the pages back."""
         self.cache = kv_cache_for(self.model, 0, self.page_size, token_major=self._token_major)
 
-    @torch.no_grad()
-    def refresh_weights(self) -> None:
-        """The policy's weights have changed: copy them in place; nothing to do where the tensors are shared."""
-        if self.model is not self.policy:
-            for target, source in zip(self.model.parameters(), self.policy.parameters(), strict=True):
-                target.copy_(source)
+    def weights_changed(self) -> None:
+        """The policy's weights have changed; those of a sharded policy may lie elsewhere now."""
+        self._may_have_moved = True
 
     @torch.inference_mode()
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:

@@ -91,9 +91,9 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: i
     """Causal FlashAttention within each packed sequence, with scale E**-0.5; differentiable.
 
     Args:
-        q: [T, H, E]; any float type, cast to that of `v` (under autocast the rotary embedding gives float32).
-        k: [T, K, E]; likewise.
-        v: [T, K, E], bfloat16 or float16.
+        q: [T, H, E], bfloat16 or float16, like `k` and `v`.
+        k: [T, K, E].
+        v: [T, K, E].
         starts: packed position of each sequence's first token, then T: [B + 1] int32, on the device.
         longest: tokens of the longest sequence.
 
@@ -104,7 +104,6 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: i
         ValueError: see `check_packed_attention`.
     """
     check_packed_attention(v.device, v.dtype, v.shape[-1])
-    q, k = q.to(v.dtype), k.to(v.dtype)
     if not _takes_shared_heads(varlen.varlen_attn):
         k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))  # [T, H, E]
     options: dict[str, Any] = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
@@ -135,7 +134,7 @@ def check_packed_attention(device: torch.device, dtype: torch.dtype, head_dim: i
     if reason is not None:
         raise ValueError(
             f"the update's attention in {str(dtype).removeprefix('torch.')} {reason}: train in float32 "
-            "(model.dtype: float32 and model.mixed_precision: no)"
+            "(model.dtype: float32)"
         )
 
 

@@ -28,9 +28,7 @@ def token_logprobs(
 
     The backward pass computes the logits again: the memory of both passes is two float32 tensors [chunk_size, V],
     for any R, and the gradient of the head. That is summed over the chunks in the head's own type; in bfloat16 four
-    chunks raised its rounding error from 0.45% to 0.49%. Under autocast the logits have autocast's type, like those of
-    any other linear layer; a copy of the head in that type comes on top, and in the backward pass each chunk's share of
-    the head's gradient, [V, D] in that type too.
+    chunks raised its rounding error from 0.45% to 0.49%.
 
     Args:
         hidden: final hidden states at the positions whose next tokens are the targets, [R, D].
@@ -43,7 +41,7 @@ def token_logprobs(
         log-probs [R] and entropies in nats [R], in float32 (in float64 where the inputs are).
     """
     assert temperature > 0, f"temperature must be above 0, is {temperature}"
-    assert hidden.dtype == head_weight.dtype or torch.is_autocast_enabled(hidden.device.type)
+    assert hidden.dtype == head_weight.dtype
     logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, head_weight, target_ids, temperature, chunk_size or chunk_tokens(len(head_weight))
     )
@@ -74,17 +72,13 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, head_weight: Tensor, target_ids: Tensor, temperature: float, chunk_size: int
     ) -> tuple[Tensor, Tensor]:
-        device_type = hidden.device.type
-        autocast = torch.is_autocast_enabled(device_type) and head_weight.dtype != torch.float64
-        ctx.logits_dtype = torch.get_autocast_dtype(device_type) if autocast else head_weight.dtype
         ctx.temperature, ctx.chunk_size = temperature, chunk_size
         ctx.set_materialize_grads(False)
         logprobs = hidden.new_empty(len(hidden), dtype=torch.promote_types(head_weight.dtype, torch.float32))  # [R]
         entropy = torch.empty_like(logprobs)  # [R]
-        weight = head_weight.to(ctx.logits_dtype)
         for start in range(0, len(hidden), chunk_size):
             chunk = slice(start, start + chunk_size)
-            distribution = _log_distribution(hidden[chunk].to(ctx.logits_dtype), weight, temperature)  # [C, V]
+            distribution = _log_distribution(hidden[chunk], head_weight, temperature)  # [C, V]
             logprobs[chunk] = distribution.gather(-1, target_ids[chunk, None]).squeeze(-1)
             entropy[chunk] = -distribution.exp().mul_(distribution).sum(dim=-1)
             del distribution  # before the next chunk's is made
@@ -98,14 +92,13 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, None, None, None]:
         hidden, head_weight, target_ids, entropy = ctx.saved_tensors
         grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
-        weight = head_weight.to(ctx.logits_dtype)
         grad_hidden = torch.zeros_like(hidden)  # [R, D]
         grad_weight = torch.zeros_like(head_weight)  # [V, D]
         for start in range(0, len(hidden), ctx.chunk_size):
             chunk = slice(start, start + ctx.chunk_size)
-            hidden_chunk = hidden[chunk].to(ctx.logits_dtype)  # [C, D]
+            hidden_chunk = hidden[chunk]  # [C, D]
             # d logprob / d logit_v = 1[v is the target] - p_v; d entropy / d logit_v = -p_v (log p_v + entropy).
-            grad = _log_distribution(hidden_chunk, weight, ctx.temperature)  # [C, V]
+            grad = _log_distribution(hidden_chunk, head_weight, ctx.temperature)  # [C, V]
             row_factor = -grad_logprobs[chunk]  # [C]
             if grad_entropy is None:
                 grad.exp_().mul_(row_factor[:, None])
@@ -115,12 +108,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad.mul_(-grad_entropy[chunk, None]).add_(row_factor[:, None]).mul_(probs)
                 del probs
             grad.scatter_add_(-1, target_ids[chunk, None], grad_logprobs[chunk, None])
-            grad = _divide(grad, ctx.temperature).to(ctx.logits_dtype)
-            grad_hidden[chunk] = grad @ weight
-            if grad_weight.dtype == ctx.logits_dtype:
-                grad_weight.addmm_(grad.T, hidden_chunk)  # no second [V, D]
-            else:
-                grad_weight += grad.T @ hidden_chunk
+            grad = _divide(grad, ctx.temperature).to(head_weight.dtype)
+            grad_hidden[chunk] = grad @ head_weight
+            grad_weight.addmm_(grad.T, hidden_chunk)  # no second [V, D]
             del grad
         return grad_hidden, grad_weight, None, None, None
 

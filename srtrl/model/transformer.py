@@ -10,7 +10,6 @@ Dimension letters: see `srtrl/types.py`; here T is the tokens of one forward pas
 import dataclasses
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated, Any, Literal, cast
 
 import torch
@@ -21,7 +20,7 @@ from torch.nn import functional
 from torch.nn.utils import skip_init
 from torch.utils.checkpoint import checkpoint
 
-from srtrl.model.attention import AttentionPlan, PackedPlan
+from srtrl.model.attention import AttentionPlan
 
 ModelType = Literal["llama", "qwen2", "qwen3"]
 Size = Annotated[int, Field(gt=0, lt=2**24)]
@@ -149,7 +148,7 @@ def silu(gate: Tensor) -> Tensor:
     along the rows as long as rows are not adjacent in memory (here they are half of a wider matrix), but shares of
     several threads end anywhere in a row. So the decoder hands over pieces that torch leaves to one thread.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or gate.device.type != "cpu":
+    if torch.is_grad_enabled() or gate.device.type != "cpu":
         return functional.silu(gate)
     if gate.numel() < _ONE_THREAD_NUMEL:
         return functional.silu(gate)
@@ -188,12 +187,13 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor, cosines: Tensor, sines: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
         """One layer of the residual stream: [T, D] -> [T, D]."""
-        q, k, v = self.before_attention(hidden, cosines, sines)
-        return self.after_attention(hidden, plan.attend(layer, q, k, v))
+        q, k, v = self._attention_inputs(rms_norm(hidden, self.attention_norm, self.eps), cosines, sines)
+        hidden = hidden + cast(Tensor, self.o_proj(plan.attend(layer, q, k, v).flatten(1)))
+        gate, up = self.gate_up_proj(rms_norm(hidden, self.mlp_norm, self.eps)).chunk(2, dim=-1)
+        return hidden + cast(Tensor, self.down_proj(silu(gate) * up))
 
-    def before_attention(self, hidden: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _attention_inputs(self, hidden: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [T, H, E], rotated keys [T, K, E] and values [T, K, E] of `hidden` [T, D]."""
-        hidden = rms_norm(hidden, self.attention_norm, self.eps)
         num_rotated = self.num_heads + self.num_kv_heads
         heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))  # [T, H + 2 K, E]
         qk, v = heads.split_with_sizes((num_rotated, self.num_kv_heads), dim=1)
@@ -202,31 +202,6 @@ class Layer(nn.Module):
             qk = rms_norm(qk, torch.cat((q_weight, k_weight)), self.eps)
         q, k = rotate(qk, cosines, sines).split_with_sizes((self.num_heads, self.num_kv_heads), dim=1)
         return q, k, v
-
-    def after_attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """The residual stream after the layer, [T, D], from that before it, [T, D], and `attended` [T, H, E]."""
-        hidden = hidden + cast(Tensor, self.o_proj(attended.flatten(1)))
-        gate, up = self.gate_up_proj(rms_norm(hidden, self.mlp_norm, self.eps)).chunk(2, dim=-1)
-        return hidden + cast(Tensor, self.down_proj(silu(gate) * up))
-
-
-class CompiledLayers:
-    """`torch.compile` of what a layer does before and after its attention, for any number of tokens.
-
-    The attention stays outside: its plan differs from micro-batch to micro-batch, and it is a kernel of its own
-    already. So each half is one graph without a break, and all layers of a shape share it.
-    """
-
-    def __init__(self, backend: str = "inductor") -> None:
-        self._before = torch.compile(Layer.before_attention, dynamic=True, fullgraph=True, backend=backend)
-        self._after = torch.compile(Layer.after_attention, dynamic=True, fullgraph=True, backend=backend)
-
-    def __call__(
-        self, layer: Layer, hidden: Tensor, cosines: Tensor, sines: Tensor, plan: AttentionPlan, index: int
-    ) -> Tensor:
-        """What `layer(hidden, cosines, sines, plan, index)` computes, but for rounding."""
-        q, k, v = self._before(layer, hidden, cosines, sines)
-        return self._after(layer, hidden, plan.attend(index, q, k, v))
 
 
 class Transformer(nn.Module):
@@ -238,8 +213,6 @@ class Transformer(nn.Module):
         self.config = config
         self.gradient_checkpointing = False
         """Recompute each layer in the backward pass instead of keeping its activations."""
-        self.compiled_layers: CompiledLayers | None = None
-        """How the update runs the layers where `model.compile` asks for it; the decoder never does."""
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device))
         self.layers = nn.ModuleList(Layer(config, dtype, device) for _ in range(config.num_hidden_layers))
         self.final_norm = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype, device=device))
@@ -266,15 +239,13 @@ class Transformer(nn.Module):
         hidden = functional.embedding(token_ids, self.embedding)  # [T, D]
         cosines, sines = self.rotary.rows(plan.positions, plan.num_positions, hidden.dtype)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
-        compiled = self.compiled_layers if isinstance(plan, PackedPlan) else None
         for index, layer in enumerate(self.layers):
-            run = layer if compiled is None else partial(compiled, cast(Layer, layer))
             if recompute:  # no random state is kept, for nothing draws from it
                 hidden = checkpoint(
-                    run, hidden, cosines, sines, plan, index, use_reentrant=False, preserve_rng_state=False
+                    layer, hidden, cosines, sines, plan, index, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                hidden = run(hidden, cosines, sines, plan, index)
+                hidden = layer(hidden, cosines, sines, plan, index)
         return rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ class ValueModel(nn.Module):
 
     The head is one linear map without bias (the final norm keeps the hidden states at one length, so the map learns a
     constant as fast as a bias would). It starts at zero, and so do the values: the first advantages are then the
-    returns themselves instead of the noise of a random head. Head and values are float32 even for a bfloat16 body and
-    under autocast, for GAE adds up differences of neighbouring values, which in bfloat16 (8 bits) would be rounding.
+    returns themselves instead of the noise of a random head. Head and values are float32 even for a bfloat16 body, for
+    GAE adds up differences of neighbouring values, which in bfloat16 (8 bits) would be rounding.
 
     The body has no output head: an untied one would be V x D weights that nothing reads.
     """
@@ -57,8 +57,7 @@ class ValueModel(nn.Module):
         The value at a token is that of the state after it, in which the next token is chosen.
         """
         hidden = self.body(token_ids, plan)  # [T, D]
-        with torch.autocast(hidden.device.type, enabled=False):
-            values = functional.linear(hidden.to(self.value_head.dtype), self.value_head)  # [T, 1]
+        values = functional.linear(hidden.to(self.value_head.dtype), self.value_head)  # [T, 1]
         return values.squeeze(-1).clone()  # fully_shard hooks what it returns, and warns of a view
 
 

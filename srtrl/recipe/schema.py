@@ -39,17 +39,8 @@ class ModelSection(Section):
     bfloat16 has float32 master weights, moments and gradient sums, without which small updates would vanish: 18
     bytes per parameter instead of 16, but matrix products and the decoder use the weights as they are.
     """
-    decode_dtype: Literal["float32", "bfloat16"] | None = None
-    """Type in which the decoder computes; by default `dtype`: then decoder and update share one set of weights."""
-    mixed_precision: Literal["no", "bf16"] = "no"
-    """`bf16`: the update computes in bfloat16 under autocast; the weights keep their type (float32)."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, about a third more time."""
-    compile: bool = False
-    """`torch.compile` the layers for the update (the decoder has its own kernels); needs a C++ compiler or Triton.
-
-    The first step compiles for a minute or so. Results differ by rounding.
-    """
 
 
 class TaskSection(Section):

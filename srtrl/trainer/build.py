@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +16,6 @@ from srtrl.environments.conversations import Conversations
 from srtrl.environments.formats import resolve_format
 from srtrl.model.attention import check_packed_attention
 from srtrl.model.sharding import shard
-from srtrl.model.transformer import CompiledLayers
 from srtrl.model.value_model import ValueModel, load_value_model
 from srtrl.model.weights import end_token_ids, has_tokenizer, load_model, load_tokenizer, read_config
 from srtrl.ranks.processes import Ranks
@@ -54,30 +52,6 @@ def choose_device(recipe: Recipe) -> torch.device:
     return torch.device(recipe.device)
 
 
-def check_compiler(recipe: Recipe) -> None:
-    """Refuse `model.compile` where there is nothing to compile with: on a CPU C++, on CUDA Triton.
-
-    Raises:
-        ValueError: naming the option, and what to install.
-    """
-    if not recipe.model.compile:
-        return
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    needed, advice = "a C++ compiler on a CPU", "install g++ or name one in the environment variable CXX"
-    try:
-        if choose_device(recipe).type == "cuda":
-            needed, advice = "Triton on CUDA", "`pip install triton`"
-            importlib.import_module("triton")
-        else:
-            get_cpp_compiler()
-    except (ImportError, InvalidCxxCompiler) as error:
-        raise ValueError(
-            f"model.compile: true needs {needed} ({error}): {advice}, or leave model.compile out"
-        ) from error
-
-
 def build_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     """Accelerate's device, precision, clipping and trackers (which write into `folder`).
 
@@ -91,7 +65,6 @@ def build_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier run in this process, with other settings
     return Accelerator(
         cpu=choose_device(recipe).type == "cpu",
-        mixed_precision=recipe.model.mixed_precision,
         log_with=list(recipe.log.trackers) or None,
         project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "tensorboard")),
     )
@@ -105,14 +78,8 @@ def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 def build_policy(recipe: Recipe, path: str, device: torch.device) -> Transformer:
     """The policy with the weights of `path` (the recipe's model, or a checkpoint), in the recipe's dtype."""
     model = load_model(path, dtype=DTYPES[recipe.model.dtype], device=device)
-    set_update_options(model, recipe)
-    return model
-
-
-def set_update_options(model: Transformer, recipe: Recipe) -> None:
-    """How the update runs `model`: what it keeps for the backward pass, and whether it compiles the layers."""
     model.gradient_checkpointing = recipe.model.gradient_checkpointing
-    model.compiled_layers = CompiledLayers() if recipe.model.compile else None
+    return model
 
 
 def shard_model(model: Transformer | ValueModel, recipe: Recipe, ranks: Ranks) -> None:
@@ -139,8 +106,7 @@ def make_optimizer(
         ValueError: the update's attention cannot run on the model's device in its type.
     """
     body = model.body if isinstance(model, ValueModel) else model
-    dtype = torch.bfloat16 if recipe.model.mixed_precision == "bf16" else DTYPES[recipe.model.dtype]
-    check_packed_attention(body.device, dtype, body.config.head_dim)
+    check_packed_attention(body.device, DTYPES[recipe.model.dtype], body.config.head_dim)
     return build_optimizer(
         model,
         learning_rate=section.learning_rate,
@@ -178,7 +144,7 @@ def build_critic(
         check_critic(recipe, policy.config.vocab_size, tokenizer)
     path = section.path or recipe.model.path if checkpoint is None else checkpoint / CRITIC_FOLDER
     model = load_value_model(path, dtype=DTYPES[recipe.model.dtype], device=policy.device)
-    set_update_options(model.body, recipe)
+    model.body.gradient_checkpointing = recipe.model.gradient_checkpointing
     shard_model(model, recipe, ranks)
     return Critic(model=model, optimizer=make_optimizer(model, section, recipe))
 
@@ -242,7 +208,6 @@ def build_engine(
         reserved_bytes: Memory left for what the update will take beside its activations.
     """
     rollout = recipe.rollout
-    decode_dtype = recipe.model.decode_dtype
     prefill = rollout.prefill_chunk_tokens
     options = EngineOptions(
         slots=number_of_slots(
@@ -258,7 +223,6 @@ def build_engine(
         prefill_chunk_tokens=PREFILL_TOKENS[model.device.type] if prefill == "auto" else prefill,
         deterministic=is_deterministic(recipe, model.device),
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
-        decode_dtype=DTYPES[decode_dtype] if decode_dtype is not None else None,
         draft_budget=rollout.draft_budget,
         run_ahead_max_slowdown=rollout.run_ahead_max_slowdown,
     )
@@ -282,10 +246,7 @@ def number_of_slots(
         return rollout.slots
     if free is None:
         return CPU_SLOTS
-    dtype = DTYPES[recipe.model.decode_dtype or recipe.model.dtype]
-    page_bytes = page_bytes_of(model, rollout.page_size) * dtype.itemsize // model.dtype.itemsize
-    if dtype != model.dtype:  # the decoder will have a copy of the weights
-        free -= sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    page_bytes = page_bytes_of(model, rollout.page_size)
     num_bytes, _ = kv_bytes(rollout.kv_memory_gib, free, share=rollout.kv_memory_share, reserved_bytes=reserved_bytes)
     return choose_slots(
         num_bytes if rollout.num_pages is None else rollout.num_pages * page_bytes,

@@ -184,7 +184,7 @@ def _model(
         }
     )
     model = init_model(config, recipe.seed, dtype=build.DTYPES[recipe.model.dtype], device=device)
-    build.set_update_options(model, recipe)
+    model.gradient_checkpointing = recipe.model.gradient_checkpointing
     return model
 
 
