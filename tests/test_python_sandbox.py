@@ -31,7 +31,7 @@ from srtrl.environments.python_sandbox import (
 
 NO_SANDLOCK = sandlock_problem()
 PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
-LIMITS = SandboxLimits(cpu_seconds=1, wall_seconds=3.0 + os.getpid() * 1e-6, memory_mb=256, output_bytes=4096)
+LIMITS = SandboxLimits(cpu_seconds=1, wall_seconds=2.0 + os.getpid() * 1e-6, memory_mb=256, output_bytes=4096)
 OWN_LIMITS = LIMITS.model_copy(update={"wall_seconds": LIMITS.wall_seconds + 1})
 """Of pools that a test makes for itself. The odd numbers of seconds mark processes in the system's list of them."""
 

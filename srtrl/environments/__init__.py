@@ -1,1 +1,1 @@
-"""What a policy can talk to between its turns: the sandbox for the Python that it writes."""
+"""Environments that answer a policy between its turns, and the sandbox for its Python code."""

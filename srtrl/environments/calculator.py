@@ -24,7 +24,7 @@ class Environment(ToolEnvironment):
     )
 
     def call(self, call: ToolCall) -> tuple[str, str]:
-        """The value of the expression, or what is wrong with it."""
+        """The value of the expression, or its error."""
         try:
             return show(evaluate(call.arguments["expression"])), "ok"
         except (ValueError, ZeroDivisionError) as error:

@@ -1,4 +1,4 @@
-"""Python as a tool: each call runs in a sandboxed interpreter of its own; nothing is kept between two calls."""
+"""Python as a tool: each call runs in a fresh sandboxed process; nothing is kept between two calls."""
 
 import os
 from contextlib import AbstractContextManager
@@ -45,19 +45,19 @@ class Environment(ToolEnvironment):
         return options.num_workers or min(8, os.cpu_count() or 1)
 
     def call(self, call: ToolCall) -> tuple[str, str]:
-        """What the code printed, and how it ended."""
+        """The output of the code, and its end."""
         result = self.shared.run(call.arguments["code"])
         return describe(result), "truncated" if result.is_truncated else result.status
 
 
 def describe(result: ToolResult) -> str:
-    """What the policy reads of a call: what was printed, then how it ended where that was not well."""
+    """The observation: the output, then the error or the limit that ended the call."""
     lines = [result.stdout.rstrip("\n")] if result.stdout.strip() else []
     if result.is_truncated:
         lines.append("[more output than allowed; the rest is lost]")
     elif result.status == "error":
         lines.append((result.stderr.strip() or f"exit code {result.exit_code}").rpartition("\n")[2])
     elif result.status != "ok":
-        why = {"timeout": "the time limit was exceeded", "memory": "the memory limit was exceeded"}
-        lines.append(f"[{why.get(result.status, 'the program was killed')}]")
+        reasons = {"timeout": "the time limit was exceeded", "memory": "the memory limit was exceeded"}
+        lines.append(f"[{reasons.get(result.status, 'the program was killed')}]")
     return "\n".join(lines) if lines else "[no output]"

@@ -1,7 +1,7 @@
 """Python as a tool: a pool of sandboxed interpreters, each with a thread that hands it one call at a time.
 
-`srtrl/environments/python_worker.py` is what runs inside. What comes back is data that its trusted parent wrote; the
-code of a call can neither write to that pipe nor reach the process that does.
+`srtrl/environments/python_worker.py` runs inside. Results are data that its trusted parent process wrote; the code of a
+call can neither write to that pipe nor reach the process that does.
 """
 
 import json
@@ -19,7 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
 from pydantic import Field
@@ -34,19 +33,19 @@ ToolStatus = Literal["ok", "error", "timeout", "memory", "killed"]
 WORKER_FILE = Path(__file__).with_name("python_worker.py")
 HOST_FILE = Path(__file__).with_name("sandlock_host.py")
 PACKAGES = ("numpy", "sympy", "mpmath")
-"""What the interpreters need; all of the folders where these are installed can be read and imported by a call."""
+"""Packages of the interpreters; a call can read and import everything in the folders where these are installed."""
 SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/urandom")
 MAX_CODE_CHARACTERS = 200_000
 """Longer code is an error: its syntax tree alone would take hundreds of megabytes."""
 START_SECONDS = 120.0
-"""How long an interpreter may take to start and to import numpy and sympy."""
+"""Time limit for an interpreter to start and to import numpy and sympy."""
 GRACE_SECONDS = 10.0
-"""How long after `wall_seconds` an interpreter may take to report, before it is killed itself."""
+"""Time after `wall_seconds` within which an interpreter must report, before it is killed itself."""
 
 
 class SandboxLimits(Section):
-    """What one call may use."""
+    """The limits of one call."""
 
     cpu_seconds: int = Field(default=5, ge=1, le=3600)
     """CPU time of a call, in whole seconds, kept by the kernel."""
@@ -61,7 +60,7 @@ class SandboxLimits(Section):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ToolResult:
-    """How a call ended."""
+    """The output of a call and its end."""
 
     status: ToolStatus
     """`ok`: exit code 0; `error`: another one, with the traceback in `stderr`; `timeout`: CPU or wall-clock time;
@@ -73,7 +72,7 @@ class ToolResult:
     seconds: float
     """Wall-clock time."""
     is_truncated: bool = False
-    """Whether it printed more than `output_bytes`; its output is what came before."""
+    """Whether it printed more than `output_bytes`; the rest is lost."""
 
 
 class PythonSandbox:
@@ -85,8 +84,8 @@ class PythonSandbox:
         sandbox: `auto` takes sandlock where the kernel can, else bubblewrap where it is installed, else refuses.
 
     Raises:
-        ValueError: there is no sandbox of this kind on this machine, or a package is missing; says what to do.
-        RuntimeError: an interpreter does not start; with what it said.
+        ValueError: there is no sandbox of this kind on this machine, or a package is missing.
+        RuntimeError: an interpreter does not start; with its message.
     """
 
     def __init__(self, limits: SandboxLimits, *, num_workers: int = 2, sandbox: SandboxKind = "auto") -> None:
@@ -103,7 +102,7 @@ class PythonSandbox:
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="srtrl-python")
         try:
-            for worker, _ in zip(self._workers, self._threads.map(_Worker.start, self._workers), strict=True):
+            for worker, _ in zip(self._workers, self._threads.map(_Worker.launch, self._workers), strict=True):
                 self._idle.put(worker)
         except RuntimeError:
             self.close()
@@ -112,9 +111,7 @@ class PythonSandbox:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def submit(self, code: str) -> "Future[ToolResult]":
@@ -140,7 +137,7 @@ class PythonSandbox:
     def _run(self, code: str) -> ToolResult:
         worker = self._idle.get()  # never waits: there are as many workers as threads
         try:
-            return worker.run(code)
+            return worker.run_call(code)
         finally:
             self._idle.put(worker)
 
@@ -157,7 +154,7 @@ class _Worker:
         self._is_stopped = False
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def launch(self) -> None:
         """Start the interpreter, and wait until it has imported its packages.
 
         Raises:
@@ -179,44 +176,44 @@ class _Worker:
         if not self._exchange(self._process, b"", START_SECONDS):
             raise RuntimeError(f"a sandboxed interpreter did not start: {self.reap()}")
 
-    def run(self, code: str) -> ToolResult:
+    def run_call(self, code: str) -> ToolResult:
         """Run one call.
 
         Raises:
-            RuntimeError: as `start`, where the interpreter had to be replaced.
+            RuntimeError: as `launch`, where the interpreter had to be replaced.
         """
         if len(code) > MAX_CODE_CHARACTERS:
             stderr = f"SyntaxError: the code has {len(code)} characters, more than {MAX_CODE_CHARACTERS}\n"
             return ToolResult(status="error", stdout="", stderr=stderr, exit_code=1, seconds=0.0)
         if self._process is None:
-            self.start()
+            self.launch()
         assert self._process is not None
         begun = time.monotonic()
         reply = self._exchange(self._process, json.dumps(code).encode() + b"\n", self._wall_seconds + GRACE_SECONDS)
         if reply:
             return ToolResult(**json.loads(reply))
-        said = self.reap()
+        message = self.reap()
         if not self._is_stopped:
-            logger.warning("a sandboxed interpreter ended during a call, starting another: %s", said)
+            logger.warning("a sandboxed interpreter ended during a call, starting another: %s", message)
         seconds = time.monotonic() - begun
         return ToolResult(status="killed", stdout="", stderr="", exit_code=-signal.SIGKILL, seconds=seconds)
 
     def stop(self) -> None:
-        """Kill the interpreter and the call that it runs, from any thread; `run` then returns."""
+        """Kill the interpreter and the call that it runs, from any thread; `run_call` then returns."""
         with self._lock:
             self._is_stopped = True
             if self._process is not None:
                 self._process.kill()
 
     def reap(self) -> str:
-        """Kill the interpreter, if it lives, and wait until it is gone; returns the end of what it said on stderr."""
+        """Kill the interpreter, if it lives, and wait until it is gone; returns the end of its stderr."""
         with self._lock:
             process, self._process = self._process, None
         if process is None:
             return ""
         process.kill()
-        _, said = process.communicate()  # ends when all that hold its pipes have: the kernel kills them with it
-        return said.decode("utf-8", "replace").strip()[-1000:] or "no message"
+        _, stderr = process.communicate()  # ends when all that hold its pipes have: the kernel kills them with it
+        return stderr.decode("utf-8", "replace").strip()[-1000:] or "no message"
 
     def _exchange(self, process: subprocess.Popen[bytes], request: bytes, seconds: float) -> bytes:
         """Send a request, return the line that answers it; empty if the interpreter ends, or is late and killed."""
@@ -239,7 +236,7 @@ def choose_kind(wanted: SandboxKind) -> Literal["sandlock", "bubblewrap", "none"
     """The sandbox to use on this machine.
 
     Raises:
-        ValueError: the wanted one, or for `auto` any, cannot be used; says why and what to do.
+        ValueError: the wanted one, or for `auto` any, cannot be used.
     """
     if wanted == "none":
         return "none"
@@ -254,14 +251,14 @@ def choose_kind(wanted: SandboxKind) -> Literal["sandlock", "bubblewrap", "none"
 
 
 def sandlock_problem() -> str | None:
-    """Why sandlock cannot be used here."""
+    """The reason why sandlock cannot be used here."""
     if find_spec("sandlock") is None:
         return "the package is not installed: pip install 'srtrl[tools]'"
     import sandlock
 
-    found, needed = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
-    if found < needed:
-        return f"it needs version {needed} of the kernel's Landlock (Linux 6.12), this kernel has {max(found, 0)}"
+    present, needed = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
+    if present < needed:
+        return f"it needs version {needed} of the kernel's Landlock (Linux 6.12), this kernel has {max(present, 0)}"
     return None
 
 

@@ -3,7 +3,7 @@
 It imports numpy and sympy once. Then it reads a request per line, forks, and the fork runs the code: one process, one
 thread, with its limits kept by the kernel, and a seccomp filter that denies it new processes and threads and all that
 one process can do to another. So killing that one process ends the code, always. The parent never runs a line
-of the code; it reads the two pipes, waits for the end, and says how the call ended, so the code has no part in that.
+of the code; it reads the two pipes, waits for the end, and reports it, so the code has no part in that.
 """
 
 import ast
@@ -74,10 +74,10 @@ def seccomp_program(machine: str) -> bytes:
     """The filter as instructions of classic BPF: (code, jump if true, jump if false, operand) each.
 
     Raises:
-        ValueError: a machine whose system calls it does not know.
+        ValueError: a machine without a column in the tables.
     """
     if machine not in MACHINES:
-        raise ValueError(f"the Python sandbox knows the system calls of {', '.join(MACHINES)}, not those of {machine}")
+        raise ValueError(f"the Python sandbox supports {', '.join(MACHINES)}, not {machine}")
     column, audit_number = MACHINES[machine]
     load, if_equal, if_at_least = 0x20, 0x15, 0x35
     refuse, allow, kill = ((0x06, 0, 0, action) for action in (0x00050000 | errno.EPERM, 0x7FFF0000, 0x80000000))
@@ -153,7 +153,7 @@ class Calls:
         call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))  # root's rights: to raise limits, to trace
         self._base_bytes = mapped_bytes()
 
-    def run(self, code: str) -> dict[str, Any]:
+    def run_forked(self, code: str) -> dict[str, Any]:
         """Run `code`; returns the fields of its `ToolResult`."""
         pipes = [os.pipe(), os.pipe()]
         own_pid = os.getpid()
@@ -294,7 +294,7 @@ def main() -> None:
         answers.write(b'"ready"\n')
         answers.flush()
         for line in lines:
-            answers.write(json.dumps(calls.run(json.loads(line))).encode("ascii") + b"\n")
+            answers.write(json.dumps(calls.run_forked(json.loads(line))).encode("ascii") + b"\n")
             answers.flush()
 
 

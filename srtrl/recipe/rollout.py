@@ -78,7 +78,7 @@ class RolloutSection(Section):
     Where these are not enough the step learns from the groups that it has, and logs it.
     """
     max_prompt_tokens: int = Field(ge=1)
-    """Longest prompt; the task's `overlong_prompts` option decides what happens to a longer one."""
+    """Maximum length of a prompt; the tasks of rows leave out longer ones, and log their number."""
     max_new_tokens: int = Field(ge=1)
     """Longest response, the end token included."""
     temperature: float = Field(default=1.0, gt=0)

@@ -1,4 +1,4 @@
-"""What a task is, and how the one that a recipe names is made."""
+"""The interface of a task, and the task that a recipe names."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Verifier(Protocol):
-    """Says whether a completion is right.
+    """Decides whether a completion is correct.
 
     With an attribute `isolated = True` it runs in worker processes that are killed when it takes too long, and must
     then be a function of a module (workers import it); otherwise it runs in the training process, must be quick and
@@ -30,7 +30,7 @@ class Task(Protocol):
 
     A task is a class with these attributes, a class attribute `Options` (a `Section`: the documentation and check of
     `task.options`), a constructor `(options, *, tokenizer, max_prompt_tokens)`, and a class method
-    `check_options(options)` that raises ValueError for what can be known to be wrong before any weight is loaded.
+    `check_options(options)` that raises ValueError for mistakes that can be seen before any weight is loaded.
     """
 
     @property
@@ -73,7 +73,7 @@ def load_task(
         recipe: Its sections `task`, `rollout` and `rewards`.
         tokenizer: The policy's.
         max_prompt_tokens: In place of `rollout.max_prompt_tokens`.
-        tools: What the chat template, where the task uses one, puts into each prompt.
+        tools: For the chat template, where the task uses one.
 
     Raises:
         ValueError: the task's name, an option, or a row of its data is wrong.
@@ -89,7 +89,7 @@ def load_task(
 
 
 def _check_judges(task: object, recipe: Recipe) -> None:
-    """Refuse what asks whether a completion is correct where the task, or its class, has no verifier."""
+    """Refuse rewards and filters that need a verdict where the task, or its class, has no verifier."""
     if getattr(task, "verifier", True) is not None:
         return
     reason = f"asks whether a completion is correct, and the task {recipe.task.name} has no verifier"

@@ -12,7 +12,7 @@ from srtrl.tasks.final_answer import GOLD_MARK, last_complete_box
 from srtrl.tasks.rows import RowError
 
 _WRAPPED = r"(?:\\text(?:bf|rm|tt)?\{|\\math(?:bf|rm|tt)\{|[\s$*_`\"'(\[{]){0,20}"
-"""What may stand before a letter: `(B)`, `**B**`, `\\text{B}`, `\\textbf{(B)} 12`; bounded, for the sake of time."""
+"""Text that may stand before a letter: `(B)`, `**B**`, `\\text{B}`, `\\textbf{(B)} 12`; bounded, to bound the time."""
 _LETTER = _WRAPPED + r"([A-Z])(?![A-Za-z0-9])"
 ALONE = re.compile(_WRAPPED + r"([B-HJ-Z]|[AI](?!\s+(?!because|since|as\b|is\b)[a-z]))(?![A-Za-z0-9])")
 """A single capital letter, where one is expected; but `A prime number` is no choice of A."""
@@ -50,14 +50,15 @@ def choice_letter(answer: str, num_choices: int, name: str) -> str:
     Raises:
         RowError: the answer in field `name` is neither, or beyond the choices.
     """
-    known = ascii_uppercase[:num_choices]
+    letters = ascii_uppercase[:num_choices]
     answer = answer.strip()
     if answer.isdecimal() and int(answer) < num_choices:
-        return known[int(answer)]
-    if len(answer) == 1 and answer.upper() in known:
+        return letters[int(answer)]
+    if len(answer) == 1 and answer.upper() in letters:
         return answer.upper()
-    last = known[-1]
-    raise RowError(f"field `{name}` must be a letter A to {last} or an index 0 to {num_choices - 1}, it is {answer!r}")
+    raise RowError(
+        f"field `{name}` must be a letter A to {letters[-1]} or an index 0 to {num_choices - 1}, it is {answer!r}"
+    )
 
 
 def extract_letter(text: str) -> str | None:

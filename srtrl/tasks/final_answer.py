@@ -1,7 +1,7 @@
 r"""The final answer of a completion as it is written: for per-sample rows and for majority votes.
 
-Texts only, by regular expressions that take time linear in the text; whether two answers are equal is for the verifier
-to say. The order of what counts as final is that of `math_verifier.is_correct`.
+Texts only, by regular expressions that take time linear in the text; the verifier decides whether two answers are
+equal. The order of the rules is that of `math_verifier.is_correct`.
 """
 
 import re
@@ -17,7 +17,7 @@ BOX = "\\boxed{"
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """A brace; an escaped one is skipped."""
 STATED = re.compile(r"(?:final answer|answer|result) is:?\s*|\banswer[\s*]{0,9}:\s*(?:\*\*)?\s*", re.IGNORECASE)
-"""What stands before a stated answer."""
+"""The words before a stated answer."""
 FORMULA = re.compile(r"\$\$(.{1,999}?)\$\$|\$([^$\n]{1,999})\$|\\\[(.{1,999}?)\\\]|\\\((.{1,999}?)\\\)", re.DOTALL)
 """A formula between its marks; of bounded length, so that many marks that none closes cost no quadratic time."""
 NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?")
@@ -30,9 +30,9 @@ MAX_STATED_CHARACTERS = 200
 def extract_answer(text: str) -> str | None:
     r"""The final answer, or None where there is none.
 
-    The first of these that the text has: what is marked as in `marked_answer`; what the last complete `\boxed{...}`
-    holds; what the last "answer is" or "answer:" states; the last formula between dollar signs or `\[ \]`, `\( \)`, or
-    the last number, whichever ends later.
+    The first of these that the text has: the marked answer (`marked_answer`); the content of the last complete
+    `\boxed{...}`; the statement after the last "answer is" or "answer:"; the last formula between dollar signs or
+    `\[ \]`, `\( \)`, or the last number, whichever ends later.
     """
     marked = marked_answer(text)
     boxed = last_complete_box(text if marked is None else marked)
@@ -44,15 +44,15 @@ def extract_answer(text: str) -> str | None:
 
 
 def states_answer(text: str) -> bool:
-    r"""Whether a text says that something is its answer: in a box, after `####` or `Answer:`, or in `<answer>` tags."""
+    r"""Whether a text marks an answer: in a box, after `####` or `Answer:`, or in `<answer>` tags."""
     return marked_answer(text) is not None or last_complete_box(text) is not None
 
 
 def marked_answer(text: str) -> str | None:
-    """What a text marks as its answer, to the exclusion of all else in it, or None.
+    """The part of a text that is marked as its answer and excludes all others, or None.
 
     That is the last line after `####`; the content of `<answer>...</answer>` at the end; and where the text has no
-    box, what follows `Answer:` in the last line.
+    box, the text after `Answer:` in the last line.
     """
     text = text.rstrip()
     last_line = text.rpartition("\n")[2].lstrip()
@@ -66,13 +66,13 @@ def marked_answer(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{...}` holds, braces balanced; None where there is none, or it is cut off or blank."""
+    r"""The content of the last `\boxed{...}`, braces balanced; None where it is missing, truncated or blank."""
     start = text.rfind(BOX)
     return None if start < 0 else _box_at(text, start)
 
 
 def last_complete_box(text: str) -> str | None:
-    """As `last_boxed`, but where the last box is cut off, an earlier one: a completion may end inside a box."""
+    """As `last_boxed`, but an earlier box where the last one is truncated: a completion may end inside a box."""
     start = len(text)
     for _ in range(MAX_BOXES):
         start = text.rfind(BOX, 0, start)
@@ -94,7 +94,7 @@ def _box_at(text: str, start: int) -> str | None:
 
 
 def _stated(text: str) -> str | None:
-    """What the last statement of an answer says, to the end of its line: the formula or number in it, else all."""
+    """The last statement of an answer, to the end of its line: the formula or number in it, else all of it."""
     end = -1
     for match in STATED.finditer(text):
         end = match.end()
@@ -124,6 +124,6 @@ def _tidy(answer: str) -> str | None:
 
 
 def extractor(verifier: Callable[..., bool] | None) -> Callable[[str], str | None] | None:
-    """How the verifier's task reads the final answer of a completion: the verifier's attribute `extract`, if any."""
+    """The function from a completion to its final answer: the verifier's attribute `extract`, if any."""
     extract: Callable[[str], str | None] | None = getattr(verifier, "extract", None)
     return extract

@@ -1,7 +1,7 @@
 """Grading while the decoder runs: the verifier and the rewards of each completion.
 
-`submit` returns at once: what is marked `isolated` (math-verify, say) starts in a worker process while the decoder goes
-on with other samples. `collect` waits for the workers and runs the rest in the training process. A sample that hangs or
+`submit` returns at once: `isolated` functions (math-verify, say) start in a worker process while the decoder continues
+with other samples. `collect` waits for the workers and runs the rest in the training process. A sample that hangs or
 crashes is retried once in a process that has graded nothing else; a second failure costs that sample only: reward 0,
 its outcome, and a line in the log.
 """
@@ -13,7 +13,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import itemgetter
-from types import TracebackType
 from typing import Any, Self
 
 from srtrl.ranks.processes import Ranks
@@ -94,9 +93,7 @@ class Grader:
             self._pool = WorkerPool(self._isolated, self._grading.num_workers, self._grading.timeout_seconds)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._pool is not None:
             self._pool.close()
 
@@ -142,7 +139,7 @@ class Grader:
         return GradeTicket(sample=sample, verdict=_done(Graded(correct=sample.correct)))
 
     def is_done(self, ticket: GradeTicket) -> bool:
-        """Whether `collect` would not have to wait for this one."""
+        """Whether `collect` would return this grade without waiting."""
         return ticket.verdict.done()
 
     def wait_any(
@@ -198,7 +195,7 @@ class Grader:
         """Grade the reference answer of a prompt, as a group of samples, before anything is decoded.
 
         Raises:
-            ValueError: the verifier or a reward raises on it; says which, where and why.
+            ValueError: the verifier or a reward raises on it.
         """
         text = prompt.answer or "an answer"
         grade, *_ = self.collect([self.submit(prompt, text, "stop", len(text)) for _ in range(num_samples)])
@@ -209,7 +206,7 @@ class Grader:
             )
 
     def _warn(self, prompt_id: str, grade: Grade) -> None:
-        """Log why a sample could not be graded: a reason the first time, then at 10, 100, ... samples."""
+        """Log the reason why a sample could not be graded: the first time, then at 10, 100, ... samples."""
         self._num_failed[grade.outcome, grade.detail] += 1
         number = self._num_failed[grade.outcome, grade.detail]
         if number == 1:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class MathOptions(RowOptions):
-    """Where the problems are, which fields to use, and how a problem becomes a prompt."""
+    """The rows of the problems, their fields, and the template of a prompt."""
 
     placeholder: ClassVar[str] = "{problem}"
 
@@ -43,7 +43,7 @@ class MathOptions(RowOptions):
     answer_pattern: str | None = None
     """Regular expression with one group: its last match in the answer field is the answer (GSM8K: `#### (.+)`)."""
     answer_boxed: bool = False
-    r"""The answer is what the last `\boxed{...}` in the answer field holds (rows of MATH have a solution only)."""
+    r"""The answer is the content of the last `\boxed{...}` in the answer field (rows of MATH have a solution only)."""
     choices_field: str | None = None
     """Multiple choice: field of the list of choices, which are put below the problem as `A. ...`. The answer is a
     letter, or an index from 0 that becomes a letter."""

@@ -1,7 +1,7 @@
-r"""Whether a completion gives the reference answer of a mathematical problem, by math-verify.
+r"""The verifier of mathematical answers, by math-verify.
 
-A module of its own, since worker processes import it: math-verify and sympy, but no torch. What it does beside
-math-verify, and how often the two agree with reference solutions, is in docs/grading.md.
+A module of its own, since worker processes import it: math-verify and sympy, but no torch. docs/grading.md has its
+additions to math-verify, and how often the two agree with reference solutions.
 """
 
 import functools
@@ -17,7 +17,7 @@ _LATEX = LatexExtractionConfig(boxed_match_priority=0)
 _ANY = (_LATEX, ExprExtractionConfig())
 
 DELIMITERS = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed|\\fbox")
-"""What math-verify knows a formula by."""
+"""The marks by which math-verify recognises a formula."""
 COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mbox|operatorname|begin|end)\{[^{}]*\}|\\[A-Za-z]+")
 WORD = re.compile(r"[A-Za-z]{3,}")
 THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))")
@@ -37,14 +37,14 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns, for each p
 def is_correct(text: str, answer: str) -> bool:
     r"""Whether the final answer of a completion equals the reference answer.
 
-    The final answer is what follows `####` where the last line starts with that (as in GSM8K), or what the
-    `<answer>...</answer>` at the end holds; else, in this order, the last `\boxed{...}` (boxes that stand close
-    together are one set of answers), what follows "final answer is" or "answer:", the last formula, the last number.
+    The final answer is the text after `####` where the last line starts with that (as in GSM8K), or the content of
+    `<answer>...</answer>` at the end; else, in this order, the last `\boxed{...}` (boxes that stand close
+    together are one set of answers), the text after "final answer is" or "answer:", the last formula, the last number.
     These are math-verify's rules, with `\boxed` first; beyond them, a marked or stated answer may be LaTeX without
     dollar signs, and a boxed one may end in words (`\boxed{5 dollars}`). Equality is math-verify's: symbolic, and
     numeric to six decimals.
 
-    It may take for ever on some texts (`9^{9^{9^9}}`), so it is `isolated`: the worker process has the time limit, and
+    It may never end on some texts (`9^{9^{9^9}}`), so it is `isolated`: the worker process has the time limit, and
     math-verify's own, which need the main thread's alarm signal, are off.
 
     An answer of more than `MAX_CHARACTERS`, or with more than `MAX_DEPTH` brackets in one another, is incorrect unless
@@ -65,7 +65,7 @@ is_correct.extract = extract_answer  # type: ignore[attr-defined]
 
 
 def _depth(text: str) -> int:
-    """How many opened brackets a text has at most that nothing before has closed."""
+    """Maximum number of brackets that are open at a place in the text."""
     depth = deepest = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
@@ -74,19 +74,19 @@ def _depth(text: str) -> int:
 
 
 def _parse_completion(text: str) -> list[Any]:
-    """What math-verify reads of a completion; empty where it finds no answer."""
+    """The answer as math-verify reads it; empty where there is none."""
     marked = marked_answer(text)
     formula = None if marked is None else _bare_formula(marked)
     if formula is not None:
         parsed: list[Any] = parse(_tidied(f"{BOX}{formula}}}"), (_LATEX,), parsing_timeout=None)
         if parsed:
             return parsed
-    found: list[Any] = parse(_tidied(text if marked is None else marked), _ANY, parsing_timeout=None)
-    return found
+    answers: list[Any] = parse(_tidied(text if marked is None else marked), _ANY, parsing_timeout=None)
+    return answers
 
 
 def _bare_formula(marked: str) -> str | None:
-    """A marked answer that is a formula without dollar signs, or one word; None for a sentence, or where marks say."""
+    """A marked answer that is a formula without dollar signs, or a single word; else None."""
     marked = marked.strip().rstrip(".")
     if not marked or DELIMITERS.search(marked):
         return None

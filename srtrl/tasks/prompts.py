@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PromptsOptions(RowOptions):
-    """Where the prompts are, and which fields to use; rewards find all fields of a row in `Prompt.metadata`."""
+    """The rows of the prompts and their fields; rewards find all fields of a row in `Prompt.metadata`."""
 
     placeholder: ClassVar[str] = "{prompt}"
 
@@ -38,7 +38,7 @@ class PromptsOptions(RowOptions):
         return self.prompt_field
 
     def text_and_answer(self, fields: Mapping[str, Any], text: str) -> tuple[str, str]:
-        """The text as it is, and what `answer_field` holds."""
+        """The text as it is, and the content of `answer_field`."""
         return text, "" if self.answer_field is None else text_of(fields, self.answer_field)
 
 

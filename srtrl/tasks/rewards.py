@@ -34,7 +34,7 @@ def format(sample: RewardInput) -> float:
 
 
 def _check_cache(max_new_tokens: int, *, cache_tokens: object) -> None:
-    """Raise ValueError unless `cache_tokens` leaves responses that are not punished."""
+    """Raise ValueError unless some responses are short enough not to be punished."""
     is_count = isinstance(cache_tokens, int) and not isinstance(cache_tokens, bool)
     if not is_count or not 1 <= cache_tokens < max_new_tokens:  # type: ignore[operator]
         raise ValueError(
@@ -51,7 +51,7 @@ def overlong_penalty(sample: RewardInput, *, cache_tokens: int) -> float:
 
     Args:
         sample: Its length counts, the end token included.
-        cache_tokens: Over how many tokens, the last before the limit, the value falls linearly.
+        cache_tokens: Number of tokens before the limit over which the value falls linearly.
     """
     unpunished = sample.max_new_tokens - cache_tokens
     return min(0.0, (unpunished - sample.num_tokens) / cache_tokens)

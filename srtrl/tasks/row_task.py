@@ -1,6 +1,6 @@
-"""What tasks of rows share: from the rows of files or the hub to prompts, by templates.
+"""The base of tasks of rows: from the rows of files or the hub to prompts, by templates.
 
-A task adds a class of options that says where in a row the text and the answer are: see `math.py` and `prompts.py`.
+A task adds a class of options that names the fields of the text and the answer: see `math.py` and `prompts.py`.
 """
 
 import logging
@@ -28,10 +28,10 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class RowOptions(Section):
-    """Where the rows are, and how each becomes a prompt."""
+    """The rows, and the template of a prompt."""
 
     placeholder: ClassVar[str]
-    """What `prompt_template` replaces by the text of the row."""
+    """The part of `prompt_template` that is replaced by the text of the row."""
 
     train: RowSource | None = None
     """Rows to train on."""
@@ -46,10 +46,8 @@ class RowOptions(Section):
     """Arguments of that template, such as `enable_thinking: false`."""
     system_prompt: str | None = None
     """System message of the chat template; messages that begin with one of their own keep it."""
-    overlong_prompts: Literal["drop", "error"] = "drop"
-    """What happens to a prompt longer than `rollout.max_prompt_tokens`; dropped ones are counted and logged."""
     malformed_rows: Literal["stop", "skip"] = "stop"
-    """What happens to a row that is not JSON or lacks a field; skipped ones are counted and logged."""
+    """For a row that is not JSON or lacks a field: stop, or skip it; skipped rows are counted and logged."""
 
     @model_validator(mode="after")
     def check_source_and_templates(self) -> Self:
@@ -69,7 +67,7 @@ class RowOptions(Section):
         raise NotImplementedError
 
     def text_and_answer(self, fields: Mapping[str, Any], text: str) -> tuple[str, str]:
-        """What replaces the placeholder, given the row's `text`, and the reference answer; `RowError` without one."""
+        """The replacement of the placeholder for the row's `text`, and the reference answer; `RowError` without one."""
         raise NotImplementedError
 
     def solution_of(self, prompt: Prompt) -> str:
@@ -91,7 +89,7 @@ class RowTask(Generic[OptionsT]):
 
     @classmethod
     def check_options(cls, options: OptionsT) -> None:
-        """Raise ValueError where a file is missing or has no row with such fields; the hub is not asked."""
+        """Raise ValueError where a file is missing or has no row with such fields; the hub is not read."""
         for split, source in (("train", options.train), ("eval", options.eval)):
             if source is not None and source.hub is None:
                 check_source(source, f"task.options.{split}")
@@ -130,7 +128,7 @@ class RowTask(Generic[OptionsT]):
             first = f"the first, {overlong[0].prompt_id}, has {len(overlong[0].token_ids)} tokens"
             limit = f"rollout.max_prompt_tokens ({max_prompt_tokens})"
             message = f"{len(overlong)} of {len(prompts)} prompts are longer than {limit}; {first}"
-            if options.overlong_prompts == "error" or len(overlong) == len(prompts):
+            if len(overlong) == len(prompts):
                 raise ValueError(f"task.options.{split}: {message}")
             logger.warning("task.options.%s: dropped: %s", split, message)
         return [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]

@@ -15,7 +15,7 @@ PARQUET_BATCH_ROWS = 1024
 
 
 class RowSource(Section):
-    """Where rows come from: `{files: [a.jsonl, b.parquet]}` or `{hub: openai/gsm8k, config: main, split: train}`."""
+    """The source of rows: `{files: [a.jsonl, b.parquet]}` or `{hub: openai/gsm8k, config: main, split: train}`."""
 
     files: list[str] = Field(default_factory=list)
     """JSONL files (one object per line) and Parquet files, read in this order."""
@@ -39,7 +39,7 @@ class RowSource(Section):
 
 
 class RowError(ValueError):
-    """Why a row cannot be used; the caller adds the place."""
+    """The reason why a row cannot be used; the caller adds the place."""
 
 
 class MissingDataError(ValueError):
@@ -48,7 +48,7 @@ class MissingDataError(ValueError):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Row:
-    """One row, or why it is none."""
+    """One row, or the reason why it is none."""
 
     place: str
     """`path:line`, for messages."""
@@ -117,7 +117,7 @@ def _read_jsonl(path: Path, label: str) -> Iterator[Row]:
 
 
 def parse_row(line: bytes | str) -> Mapping[str, Any] | RowError:
-    """The fields of a row in JSON, or why it has none."""
+    """The fields of a row in JSON, or the reason why it has none."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
