@@ -1,14 +1,14 @@
-"""What can be known to be wrong with a recipe before any weight is loaded: names, task options, paths, the machine."""
+"""Checks of a recipe before any weight is loaded: names, signatures, options of tasks and losses, local paths."""
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 from srtrl.recipe.file import Problem, RecipeError, RecipeSource, build_recipe
 from srtrl.recipe.schema import Recipe
-from srtrl.resolve import RAISED_BY_USER_CODE, check_call, describe_error, import_own, resolve_part
+from srtrl.resolve import RAISED_BY_USER_CODE, check_call, describe_error, import_user_defined, resolve_part
 
 Call = tuple[int, tuple[str, ...]]
 """How the trainer calls a function: the number of arguments by position, and the names of the others."""
@@ -24,7 +24,7 @@ VALUE_LOSS: Call = (4, ("value_clip",))
 
 
 def build_checked(source: RecipeSource, *, warm_start: bool = False) -> Recipe:
-    """The recipe of `source`, every name and local path in it resolved; see `check_recipe`."""
+    """The recipe of `source`, with every name and local path in it checked; see `check_recipe`."""
     recipe = build_recipe(source)
     if source.is_foreign:
         _import_names(recipe, source)
@@ -33,36 +33,27 @@ def build_checked(source: RecipeSource, *, warm_start: bool = False) -> Recipe:
 
 
 def _import_names(recipe: Recipe, source: RecipeSource) -> None:
-    """Import the modules that a recipe of somebody else names, saying which, from anywhere but the current folder."""
+    """Import the user-defined modules that a foreign recipe names, and print which; not from the current folder."""
     algorithm, environment = recipe.algorithm, recipe.rollout.environment
-    names = {
-        "task.name": recipe.task.name,
-        "rollout.drafter": recipe.rollout.drafter,
-        "rollout.environment.name": environment.name if environment else "",
-        "rollout.environment.format": environment.format if environment else "",
-        "algorithm.advantage": algorithm.advantage,
-        "algorithm.loss": algorithm.loss,
-        "algorithm.reduction": algorithm.reduction,
-        "algorithm.kl.estimator": algorithm.kl.estimator,
-        "critic.value_loss": recipe.critic.value_loss if recipe.critic else "",
-        **{f"algorithm.filters.{index}": name for index, name in enumerate(algorithm.filters)},
-        **{f"rewards.{index}.name": reward.name for index, reward in enumerate(recipe.rewards)},
-    }
-    import_foreign(names, source)
-
-
-def import_foreign(names: Mapping[str, str], source: RecipeSource) -> None:
-    """Import these names (by their keys) that are modules of the user, from anywhere but the current folder.
-
-    Raises:
-        RecipeError: one cannot be imported.
-    """
-    for key, name in names.items():
+    names = [
+        ("task.name", recipe.task.name),
+        ("rollout.drafter", recipe.rollout.drafter),
+        ("rollout.environment.name", environment.name if environment else ""),
+        ("rollout.environment.format", environment.format if environment else ""),
+        ("algorithm.advantage", algorithm.advantage),
+        ("algorithm.loss", algorithm.loss),
+        ("algorithm.reduction", algorithm.reduction),
+        ("algorithm.kl.estimator", algorithm.kl.estimator),
+        ("critic.value_loss", recipe.critic.value_loss if recipe.critic else ""),
+        *((f"algorithm.filters.{index}", name) for index, name in enumerate(algorithm.filters)),
+        *((f"rewards.{index}.name", reward.name) for index, reward in enumerate(recipe.rewards)),
+    ]
+    for key, name in names:
         module = name.partition(":")[0]
         if module != name and module not in sys.modules:
             print(f"{source.path} imports {module} ({key})", file=sys.stderr)
             try:
-                import_own(name, from_here=False)
+                import_user_defined(name, from_here=False)
             except ValueError as error:
                 raise source.located(RecipeError(Problem(key, str(error)))) from error
 
@@ -86,15 +77,12 @@ def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_sta
             problems.extend(error.problems)
         except ValueError as error:
             problems.append(_problem_of(error, key))
-        except OSError as error:  # a name that is too long, a folder that may not be read
-            problems.append(Problem(key, f"{error.strerror}: {error.filename!s:.80}"))
     if problems:
-        found = RecipeError(*problems)
-        raise source.located(found) if source else found
+        raise source.located(RecipeError(*problems)) if source else RecipeError(*problems)
 
 
 def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Key of the recipe -> a function that raises ValueError where the value there is wrong."""
+    """Pairs of a key of the recipe and a function that raises ValueError where its value cannot be used."""
     from srtrl.environments.formats import resolve_format
     from srtrl.run.trackers import check_trackers
     from srtrl.tasks.base import check_task
@@ -131,7 +119,7 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
 
 
 def _problem_of(error: Exception, default_key: str) -> Problem:
-    """A message that begins with its option ("task.options.train.files.0: no file ...") is a problem of that one."""
+    """The problem of the option with which the message begins ("task.options.train.files.0: no file ...")."""
     key, _, message = str(error).partition(": ")
     if re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*", key) and key.partition(".")[0] == default_key.partition(".")[0]:
         return Problem(key, message)
@@ -143,7 +131,7 @@ def _check_function(option: str, name: str, call: Call) -> None:
 
 
 def _check_advantage(recipe: Recipe) -> None:
-    """An advantage is called as its mark says; the recipe must have what it needs and nothing that it does not use."""
+    """Check the signature of an advantage by its mark, and that there is a critic if, and only if, it needs one."""
     from srtrl.algorithms.advantages import is_token_level, needs_critic
 
     algorithm, name = recipe.algorithm, recipe.algorithm.advantage
@@ -153,10 +141,6 @@ def _check_advantage(recipe: Recipe) -> None:
     if is_token_level(function) and algorithm.loss == "gspo":
         message = f"gspo needs one advantage per response, but {name} gives one per token: expected gspo_token"
         problems.append(Problem("algorithm.loss", message))
-    for option, value in (("gamma", algorithm.gamma), ("lam", algorithm.lam)):
-        if not is_token_level(function) and value != 1:
-            message = f"has no effect with {name}, which is not @token_level: expected 1, found {value:g}"
-            problems.append(Problem(f"algorithm.{option}", message))
     if needs_critic(function) and recipe.critic is None:
         problems.append(Problem("algorithm.advantage", f"{name} needs a critic: add a section `critic: {{}}`"))
     if recipe.critic is not None and not needs_critic(function):
@@ -167,7 +151,7 @@ def _check_advantage(recipe: Recipe) -> None:
 
 
 def _check_loss(recipe: Recipe) -> None:
-    """Call the loss as the trainer will, on two tokens: its options, and what values it takes."""
+    """Call the loss as the trainer will, on two tokens: it checks its own options."""
     import torch
 
     algorithm, name, options = recipe.algorithm, recipe.algorithm.loss, recipe.algorithm.loss_options
@@ -189,10 +173,7 @@ def _check_loss(recipe: Recipe) -> None:
 
 
 def _check_model(recipe: Recipe, *, warm_start: bool) -> None:
-    """A local model must be there, of a supported architecture, with room for the lengths; the hub is not asked.
-
-    A model that a warm start makes must have room for them; `model.path` is not read then.
-    """
+    """Check that a local model, or the architecture of a warm start, is supported and has room for the lengths."""
     from srtrl.model.weights import has_tokenizer, read_config
 
     model, tokenizer = recipe.model.path, recipe.model.tokenizer
@@ -214,7 +195,7 @@ def _check_model(recipe: Recipe, *, warm_start: bool) -> None:
 
 
 def _check_critic(recipe: Recipe) -> None:
-    """Local weights that the critic starts from must fit the policy; the hub is not asked."""
+    """Check that local weights of a critic fit the policy."""
     from srtrl.model.weights import read_config
     from srtrl.trainer.build import build_tokenizer, check_critic
 
@@ -225,15 +206,12 @@ def _check_critic(recipe: Recipe) -> None:
 
 
 def _check_folder(folder: str) -> None:
-    """Nothing on the way to a folder may be a file."""
-    if "\0" in folder:
-        raise ValueError(f"expected the name of a folder, found {folder!r}")
+    """Refuse a folder whose path, or the beginning of it, is a file."""
     for path in (Path(folder), *Path(folder).parents):
         if path.exists() and not path.is_dir():
             raise ValueError(f"{folder}: {path} is a file, expected a folder")
 
 
 def _is_local(path: str) -> bool:
-    """A hub name is `name` or `organisation/name`; what cannot be one was meant as a folder, there or not."""
-    is_hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path)
-    return path.startswith(("bundled:", ".", "/", "~")) or not is_hub_name or Path(path).exists()
+    """Whether a path of a model is a folder, existing or not; else it is a name on the hub, which is not checked."""
+    return path.startswith(("bundled:", ".", "/", "~")) or Path(path).exists()

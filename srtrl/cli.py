@@ -1,12 +1,10 @@
 """The command line: a command checks its arguments and calls one function. Heavy imports wait until then."""
 
-import errno
 import os
 import shlex
 import sys
 import traceback
 from pathlib import Path
-from pickle import PickleError
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +19,6 @@ from srtrl.ranks.processes import is_main_process, is_told_here
 from srtrl.recipe.file import build_recipe, dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.report import compare, export, rollouts, trie
-from srtrl.resolve import RAISED_BY_USER_CODE
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, such as those in recipes/.")]
 Overrides = Annotated[
@@ -31,68 +28,32 @@ Overrides = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an existing result and start again.")]
 
-NUMBA_CACHE = (
-    f"Numba cannot use its cache of compiled kernels: delete the *.nbi and *.nbc files in {Path(__file__).parent}, or "
-    "set the environment variable NUMBA_CACHE_DIR to a new folder"
-)
-DISK_FULL = ": free some space, or set output_dir to another disk; train --resume continues from the last checkpoint"
-
 
 class Commands(TyperGroup):
     """The commands; their errors become messages and exit codes.
 
-    2: a mistake of the user: a ValueError that our own code raised. 1: a RuntimeError or FloatingPointError of ours (a
-    run that had to stop), or what the machine refuses (a full disk or memory, a missing permission, a file that ends
-    too early). 130: interrupted. Any other exception is a bug and keeps its traceback, as all do with
-    SRTRL_TRACEBACK=1.
+    2: a mistake of the user, a ValueError raised by our code. 1: a run that had to stop, a RuntimeError or
+    FloatingPointError raised by our code, or an error of the system (a full disk, a missing permission). 130:
+    interrupted. Any other exception is a bug and keeps its traceback, as all do with SRTRL_TRACEBACK=1.
     """
 
     def invoke(self, context: Any) -> Any:
         """Run the command that the arguments name."""
         try:
             return super().invoke(context)
-        except typer.Exit:  # a RuntimeError too
+        except (typer.Exit, BrokenPipeError):  # typer's own business
             raise
-        except (KeyboardInterrupt, MemoryError, EOFError, PickleError, *RAISED_BY_USER_CODE) as error:
-            message = _message(error)
-            if message is None or os.environ.get("SRTRL_TRACEBACK") == "1":
-                if isinstance(error, EOFError):  # typer takes it for Ctrl-D
-                    raise RuntimeError(message) from error
+        except (KeyboardInterrupt, ValueError, RuntimeError, FloatingPointError, OSError) as error:
+            raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+            is_bug = isinstance(error, ValueError | RuntimeError | FloatingPointError) and not raised_in.is_relative_to(
+                Path(__file__).parent
+            )
+            if is_bug or os.environ.get("SRTRL_TRACEBACK") == "1":
                 raise
+            is_interrupt = isinstance(error, KeyboardInterrupt)
             if is_told_here(error):
-                print(message, file=sys.stderr)
-            code = 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, ValueError) else 1
-            raise typer.Exit(code) from None
-
-
-def _message(error: BaseException) -> str | None:
-    """What to say instead of a traceback; None for what keeps it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    is_ours = Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
-    text, name = str(error), type(error).__name__
-    advice = "; SRTRL_TRACEBACK=1 shows where"
-    match error:
-        case KeyboardInterrupt():
-            return "interrupted"
-        case BrokenPipeError():  # `srtrl ... | head`: for typer
-            return None
-        case _ if any(frame.filename.endswith("numba/core/caching.py") for frame in frames):
-            text = f"{NUMBA_CACHE} ({name}: {text})"
-        case MemoryError() | RuntimeError() if isinstance(error, MemoryError) or "can't allocate memory" in text:
-            text = f"the memory of this machine is too small: {' '.join(text.split()) or name}"
-        case OSError():
-            reason = error.strerror or " ".join(text.split()) or name
-            place = error.filename or f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
-            text = f"{place}: {reason}{DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else ''}"
-        case EOFError():
-            text = f"a file ends too early: {text}"
-        case RecursionError():
-            text = f"data is nested too deeply: {text}"
-        case ValueError() | RuntimeError() | FloatingPointError() if is_ours:
-            advice = ""
-        case _:
-            return None
-    return f"error: {text}{advice}"
+                print("interrupted" if is_interrupt else f"error: {error}", file=sys.stderr)
+            raise typer.Exit(130 if is_interrupt else 2 if isinstance(error, ValueError) else 1) from None
 
 
 app = typer.Typer(

@@ -2,7 +2,7 @@
 
 A bare name is a place in this package: `algorithm.loss: ppo_clip` is the function `ppo_clip` of
 `srtrl/algorithms/losses.py`, `task.name: math` is the class `Task` of `srtrl/tasks/math.py`. A name with a colon,
-`package.module:attribute`, is the user's own. There is no registry to edit. All look-ups raise `ValueError` for an
+`package.module:attribute`, is user-defined. There is no registry to edit. All look-ups raise `ValueError` for an
 unknown name, listing what exists.
 """
 
@@ -30,7 +30,7 @@ RAISED_BY_USER_CODE = (
     TypeError,
     ValueError,
 )
-"""What code of the user's may raise when it is imported or tried: a mistake to be told in one line."""
+"""Exceptions of user-defined code, imported or tried, that are reported in one line as mistakes of the user."""
 
 PARTS = {
     "algorithm.advantage": ("srtrl.algorithms.advantages", ("rewards", "token_rewards")),
@@ -40,7 +40,7 @@ PARTS = {
     "algorithm.kl.estimator": ("srtrl.algorithms.reductions", ("logprobs",)),
     "algorithm.filters": ("srtrl.algorithms.reductions", ("rewards",)),
 }
-"""Option -> where its functions are, and the first argument by which they are known there, where that is needed."""
+"""Option -> the module of its functions, and the names of their first argument, which tell them from its others."""
 
 
 def resolve_part(option: str, name: str) -> Callable[..., Any]:
@@ -56,12 +56,12 @@ def list_parts(option: str) -> list[str]:
 
 
 def resolve_function(module_name: str, name: str, first_arguments: Collection[str] = ()) -> Callable[..., Any]:
-    """Return the public function `name` of one of our modules, or the user's `package.module:function`.
+    """Return the public function `name` of one of our modules, or the user-defined `package.module:function`.
 
     Of our modules only functions with one of `first_arguments` count, where any are given.
     """
     if ":" in name:
-        return _resolve_own(name)
+        return _resolve_user_defined(name)
     module = importlib.import_module(module_name)
     _check_known(name, list_functions(module, first_arguments), f"{module_name.replace('.', '/')}.py")
     function: Callable[..., Any] = getattr(module, name)
@@ -69,9 +69,9 @@ def resolve_function(module_name: str, name: str, first_arguments: Collection[st
 
 
 def resolve_class(package_name: str, name: str, attribute: str) -> Any:
-    """Return the class (or function) `attribute` of a package's module `name`, or the user's `package.module:Class`."""
+    """Return the class (or function) `attribute` of the module `name` of a package, or a user-defined one."""
     if ":" in name:
-        return _resolve_own(name)
+        return _resolve_user_defined(name)
     _check_known(name, list_modules(package_name, attribute), f"{package_name.replace('.', '/')}/")
     return getattr(importlib.import_module(f"{package_name}.{name}"), attribute)
 
@@ -113,15 +113,15 @@ def check_call(name: str, function: Callable[..., Any], num_positional: int, key
         signature.bind(*[None] * num_positional, **dict.fromkeys(keywords))
     except TypeError as error:
         call = ", ".join([f"{num_positional} arguments", *(f"{keyword}=..." for keyword in keywords)])
-        own = ", ".join(str(one.replace(annotation=one.empty)) for one in signature.parameters.values())
-        raise ValueError(f"`{name}` cannot be called with ({call}): {error}; it is {name}({own})") from error
+        declared = ", ".join(str(item.replace(annotation=item.empty)) for item in signature.parameters.values())
+        raise ValueError(f"`{name}` cannot be called with ({call}): {error}; it is {name}({declared})") from error
 
 
 def describe_error(error: Exception | SystemExit) -> str:
     """One line of at most some 300 characters: the exception, and the place in the user's code that raised it."""
     text = " ".join("".join(traceback.format_exception_only(error)).split())
     machinery = ("<frozen", importlib.__file__, __file__)  # of an import
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(machinery)]
+    frames = [item for item in traceback.extract_tb(error.__traceback__) if not item.filename.startswith(machinery)]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""
     return (text if len(text) <= 300 else text[:297] + "...") + place
 
@@ -132,12 +132,13 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f", did you mean `{near[0]}`?" if near else ""
 
 
-def import_own(name: str, *, from_here: bool) -> ModuleType:
+def import_user_defined(name: str, *, from_here: bool) -> ModuleType:
     """Import the module of `package.module:attribute`.
 
     Args:
         name: As a recipe has it.
-        from_here: Look in the current folder too, after installed packages; else not, even if it is in `sys.path`.
+        from_here: Whether to look in the current folder too, after installed packages; if not, it is taken out of
+            `sys.path`.
 
     Raises:
         ValueError: it is no such name, or the module cannot be imported.
@@ -166,9 +167,9 @@ def import_own(name: str, *, from_here: bool) -> ModuleType:
             sys.path[:] = before
 
 
-def _resolve_own(name: str) -> Callable[..., Any]:
-    """The value of `package.module:attribute`, which is called."""
-    module, (module_name, _, attribute) = import_own(name, from_here=True), name.partition(":")
+def _resolve_user_defined(name: str) -> Callable[..., Any]:
+    """The callable `package.module:attribute`."""
+    module, (module_name, _, attribute) = import_user_defined(name, from_here=True), name.partition(":")
     value: Callable[..., Any] | None = getattr(module, attribute, None)
     if value is None or not callable(value):
         what = "has no" if value is None else "has a value that cannot be called:"
@@ -179,5 +180,5 @@ def _resolve_own(name: str) -> Callable[..., Any]:
 
 def _check_known(name: str, known: list[str], place: str) -> None:
     if name not in known:
-        names = f"known: {', '.join(known) or 'none'}; or one of your own as package.module:name"
+        names = f"known: {', '.join(known) or 'none'}; or a user-defined package.module:name"
         raise ValueError(f"`{name}` is not in {place}{suggestion(name, known) or ';'} {names}")

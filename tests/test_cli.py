@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,45 +69,6 @@ def test_help_fields_documents_every_field_and_the_tasks_options() -> None:
     assert not [line for line in lines if line == "    "], "a field without documentation"
 
 
-@pytest.mark.parametrize(
-    ("override", "error"),
-    [
-        ("algorithm.loss=ppo_clp", "algorithm.loss: `ppo_clp` is not in srtrl/algorithms/losses.py, did you mean "),
-        ("task.name=arithmetics", "task.name: `arithmetics` is not in srtrl/tasks/, did you mean `arithmetic`?"),
-        ("rollout.drafter=collections:Counter", "rollout.drafter: `collections:Counter` is no drafter; expected a sub"),
-        ("rollout.drafter_options={min_score: 2}", "rollout.drafter_options.min_score: should be less than 1, found 2"),
-        ("model.path=./nowhere", "model.path: ./nowhere: "),
-        (
-            "rollout.max_new_tokens=65",
-            "rollout.max_new_tokens: max_prompt_tokens + max_new_tokens = 129 is more than the",
-        ),
-        ("output_dir=recipe.yaml/runs", "output_dir: recipe.yaml/runs: recipe.yaml is a file, expected a folder"),
-        ('output_dir="a\\0b"', r"output_dir: expected the name of a folder, found 'a\x00b'"),
-        (f"model.path={'x/' * 3000}", "model.path: File name too long: x/x/x/"),
-        ("log.trackers=[tensorbord]", "log.trackers: unknown tracker 'tensorbord'"),
-    ],
-)
-@pytest.mark.parametrize("command", ["train", "show-config"])
-def test_names_paths_and_options_are_checked_before_weights(
-    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, command: str, override: str, error: str
-) -> None:
-    for name in ("srtrl.trainer.trainer.run_training", "srtrl.trainer.build.load_model"):
-        monkeypatch.setattr(name, Mock(side_effect=AssertionError("must not be reached")))
-    monkeypatch.chdir(recipe_file.parent)
-    result = run(command, recipe_file, override, *(["--check"] if command == "show-config" else []))
-    assert result.exit_code == 2
-    assert result.stderr.startswith(f"error: override `{override}`: ")
-    assert error in result.stderr
-
-
-def test_an_option_of_the_task_is_named_with_its_line(recipe_file: Path) -> None:
-    options = "  options:\n    train:\n      files:\n      - missing.jsonl\n"
-    text = recipe_file.read_text().replace("name: arithmetic", "name: math")
-    recipe_file.write_text(text.replace("  options: {num_train: 50, num_eval: 20}\n", options))
-    result = run("show-config", recipe_file, "--check")
-    assert result.stderr.startswith(f"error: {recipe_file}:9: task.options.train.files.0: no file missing.jsonl")
-
-
 # --- train, eval, bench, report ---------------------------------------------------------------------------------------
 
 
@@ -152,55 +112,19 @@ def test_train_configures_torchs_allocator_before_torch_is_imported() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_interrupts_and_bugs_are_told_apart(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("srtrl.trainer.trainer.run_training", Mock(side_effect=[KeyboardInterrupt, ZeroDivisionError]))
-    result = run("train", recipe_file)
-    assert (result.exit_code, result.stderr) == (130, "interrupted\n")
-    assert isinstance(run("train", recipe_file).exception, ZeroDivisionError)
-
-
 @pytest.mark.parametrize(
-    ("raised", "message"),
+    ("raised", "code", "message"),
     [
-        (
-            OSError(errno.ENOSPC, "No space left on device", "runs/a"),
-            "runs/a: No space left on device: free some space, ",
-        ),
-        (OSError(errno.ENOSPC, "No space left on device"), ".py:"),
-        (PermissionError(errno.EACCES, "Permission denied", "runs"), "runs: Permission denied; SRTRL_TRACEBACK=1"),
-        (OSError("two\nlines"), "two lines; SRTRL_TRACEBACK=1 shows where"),
-        (EOFError("ran out of input"), "a file ends too early: ran out of input"),
-        (MemoryError("Unable to allocate 7 TiB"), "the memory of this machine is too small: Unable to allocate 7 TiB"),
-        (
-            RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-            "the memory of this machine is too small: Default",
-        ),
-        (RecursionError("maximum recursion depth exceeded"), "data is nested too deeply: maximum recursion depth"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(errno.ENOSPC, "No space left", "runs/a"), 1, "error: [Errno 28] No space left: 'runs/a'"),
     ],
 )
-def test_what_the_operating_system_refuses_is_one_line(
-    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception, message: str
+def test_interrupts_and_errors_of_the_system_are_one_line(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int, message: str
 ) -> None:
     monkeypatch.setattr("srtrl.trainer.trainer.run_training", Mock(side_effect=raised))
     result = run("train", recipe_file)
-    assert result.exit_code == 1
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    assert message in result.stderr
-    monkeypatch.setenv("SRTRL_TRACEBACK", "1")
-    shown = run("train", recipe_file).exception
-    assert raised in (shown, getattr(shown, "__cause__", None))
-
-
-def test_a_damaged_cache_of_numba_is_named(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*_: object, **__: object) -> None:
-        raising = "import pickle\nraise pickle.UnpicklingError('invalid load key')"
-        exec(compile(raising, "numba/core/caching.py", "exec"))
-
-    monkeypatch.setattr("srtrl.trainer.trainer.run_training", load)
-    result = run("train", recipe_file)
-    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
-    assert re.search(r"delete the \*\.nbi and \*\.nbc files in .*NUMBA_CACHE_DIR.*invalid load key", result.stderr)
+    assert (result.exit_code, result.stderr) == (code, f"{message}\n")
 
 
 def test_only_our_own_value_errors_lose_their_traceback(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,8 +132,9 @@ def test_only_our_own_value_errors_lose_their_traceback(recipe_file: Path, monke
     refused = run("show-config", recipe_file)
     assert refused.exit_code == 2
     assert refused.stderr.startswith(f"error: {recipe_file}:1:8: not valid YAML")
-    monkeypatch.setattr("srtrl.cli.read_source", lambda *_: int("a ValueError that is not ours"))
-    assert isinstance(run("show-config", recipe_file).exception, ValueError)
+    for bug in (ValueError, RuntimeError, ZeroDivisionError):
+        monkeypatch.setattr("srtrl.cli.read_source", Mock(side_effect=bug))
+        assert isinstance(run("show-config", recipe_file).exception, bug)
 
 
 def test_a_warm_start_from_scratch_needs_no_model_yet(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,28 +217,12 @@ def test_eval_of_a_run_uses_its_recipe_and_newest_checkpoint(
     assert evaluated(monkeypatch, folder, "--step", 10).model.path == str(folder / "checkpoints" / "step_000010")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (("bench", "rolout"), "`rolout` is not in srtrl/bench/, did you mean `rollout`?"),
-        (("show-config",), "show-config needs a RECIPE, or --help-fields"),
-        (("eval", "bundled:tiny"), "--suite NAME, --task NAME or --recipe FILE"),
-        (("eval", "bundled:tiny", "--task", "arithmetic", "eval.num_samples=0"), "eval.num_samples: should be "),
-    ],
-)
-def test_mistakes_of_the_user_exit_with_2(arguments: tuple[object, ...], error: str) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert error in result.stderr
-
-
-def test_the_console_script_answers(tmp_path: Path) -> None:
-    script = Path(sys.executable).parent / "srtrl"
-    command = [str(script), "train", str(tmp_path / "none.yaml")]
+def test_the_module_answers(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "srtrl", "train", str(tmp_path / "none.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == f"error: {tmp_path}/none.yaml: cannot read the recipe: No such file or directory\n"
-    with_traceback = CliRunner(env={"SRTRL_TRACEBACK": "1"}).invoke(app, command[1:])
+    with_traceback = CliRunner(env={"SRTRL_TRACEBACK": "1"}).invoke(app, command[3:])
     assert isinstance(with_traceback.exception, ValueError)
 
 

@@ -167,11 +167,6 @@ MISFITS = [
     # advantage; further overrides; beginning of the problem ... another part of it
     ("gae", [], "algorithm.advantage: gae needs a critic: add a section `critic: {}`"),
     ("group_relative", ["critic={}"], "critic: algorithm.advantage group_relative uses no critic "),
-    (
-        "group_relative",
-        ["algorithm.gamma=0.9"],
-        "algorithm.gamma: has no effect with group_relative, which is not @token_level",
-    ),
     ("own:wrong_tokens", [], "algorithm.advantage: `own:wrong_tokens` cannot be ... own:wrong_tokens(rewards)"),
     ("own:unmarked_tokens", [], "algorithm.advantage: `own:unmarked_tokens` ... missing a required argument: 'values'"),
     (
