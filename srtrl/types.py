@@ -90,6 +90,13 @@ class Request:
     turn: int = 0
     """Number of the turn that is decoded, from 0; the engine counts."""
 
+    def admission_key(self, expected_tokens: float) -> tuple[float, float, int]:
+        """Samples are admitted by this key: breadth-first, and in such a wave those that are expected to be long first.
+
+        `expected_tokens`: expected length of the response.
+        """
+        return self.sample_index, -expected_tokens, self.draw_index
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Completion:

@@ -9,10 +9,10 @@ from engine_cases import make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from srtrl.engine.batch import Batch, PromptPages, Sample
+from srtrl.engine.batch import Batch, Sample, ScheduledStep
 from srtrl.engine.page_pool import PagePool
-from srtrl.engine.rows import Int32Array, Int64Array
-from srtrl.engine.scheduler import ScheduledStep, Scheduler
+from srtrl.engine.rows import Int32Array, Int64Array, PrefillChunk
+from srtrl.engine.scheduler import Scheduler
 from srtrl.types import Request
 
 Name = tuple[int, int, bool]
@@ -100,28 +100,30 @@ class FakeRunner:
         running = [*scheduler.running, *scheduler.run_aheads.running]
         assert self.live == {sample.slot: name_of(sample) for sample in running}
         assert sum(len(chunk.token_ids) for chunk in step.chunks) <= scheduler.prefill_chunk_tokens
-        assert len({id(holder) for holder in step.holders}) == len(step.holders) == len(step.chunks)
+        slots = [self.slot_of(chunk) for chunk in step.chunks]
+        assert len(set(slots)) == len(slots)
         assert batch.is_run_ahead[step.slots].tolist() == [i >= step.num_primaries for i in range(len(step.slots))]
         of_run_aheads = [
-            len(chunk.token_ids)
-            for holder, chunk in zip(step.holders, step.chunks, strict=True)
-            if holder in scheduler.run_aheads.running
+            len(chunk.token_ids) for slot, chunk in zip(slots, step.chunks, strict=True) if batch.is_run_ahead[slot]
         ]
         assert len(step.slots) - step.num_primaries + sum(of_run_aheads) <= max_run_ahead
         return step
 
+    def slot_of(self, chunk: PrefillChunk) -> int:
+        """The slot whose KV a chunk computes: its pages are a view of the slot's."""
+        (slot,) = (slot for slot in self.live if np.shares_memory(chunk.page_ids, self.batch.page_table[slot]))
+        return slot
+
     def run(self, step: ScheduledStep) -> dict[Name, tuple[int, int, bool]]:
         """Compute the step; returns room for drafts, new tokens, and whether it finished, of each decoding sample."""
         self.num_steps += 1
-        copies = np.array(step.page_copies, np.int64).reshape(-1, 2)
-        assert len(set(copies[:, 1].tolist())) == len(copies)
-        self.kv[copies[:, 1]] = self.kv[copies[:, 0]]
-        for holder, chunk in zip(step.holders, step.chunks, strict=True):
+        chunks = [(chunk, self.batch.token_ids[self.slot_of(chunk)]) for chunk in step.chunks]
+        for chunk, tokens in chunks:  # all are written before any is read
             end = chunk.start + len(chunk.token_ids)
-            tokens = holder.token_ids if isinstance(holder, PromptPages) else self.batch.token_ids[holder.slot]
             assert chunk.token_ids.tolist() == tokens[chunk.start : end].tolist()
-            self._check(chunk.page_ids, tokens, chunk.start)
             self._write(chunk.page_ids, tokens, chunk.start, end)
+        for chunk, tokens in chunks:
+            self._check(chunk.page_ids, tokens, chunk.start + len(chunk.token_ids))
         most = self.scheduler.max_draft_nodes
         primaries = step.slots[: step.num_primaries]
         wanted = np.array([self._hash(slot, 1) % (most + 1) for slot in primaries.tolist()], np.int64)
@@ -219,10 +221,11 @@ class Run:
         step = self.runner.schedule(max_run_ahead)
         assert self.arrived.isdisjoint(one.request.rng_key for one in scheduler.run_aheads.running), "from the line"
         assert not (waits and scheduler.num_waiting and any(one.request.is_run_ahead for one in step.started))
+        slots = [(chunk, self.runner.slot_of(chunk)) for chunk in step.chunks]
         chunks = [
-            (name_of(h) if isinstance(h, Sample) else h.token_ids.tolist(), c.start, c.token_ids.tolist())
-            for h, c in zip(step.holders, step.chunks, strict=True)
-            if h not in scheduler.run_aheads.running
+            (self.runner.live[slot], chunk.start, chunk.token_ids.tolist())
+            for chunk, slot in slots
+            if not scheduler.batch.is_run_ahead[slot]
         ]
         results = self.runner.run(step)
         assert all(room == 0 for name, (room, _, _) in results.items() if name[2])
@@ -322,51 +325,32 @@ def admitted(scheduler: Scheduler, runner: FakeRunner) -> list[tuple[int, int]]:
     return order
 
 
-def test_what_a_drafter_expects_orders_the_first_wave_and_unknown_prompts_pass_for_average_ones() -> None:
+def test_admission_is_breadth_first_and_the_longest_by_history_come_first() -> None:
     scheduler, runner = make(num_slots=1)
     for draw, tokens in enumerate([10.0, None, 30.0, 15.0, None, 21.0]):
-        scheduler.add(request(draw, 0, 5, 20), expected_tokens=tokens)
-    assert [draw for draw, _ in admitted(scheduler, runner)] == [2, 5, 1, 4, 3, 0]
-
-
-def test_admission_is_breadth_first_and_long_scouts_call_their_siblings_early() -> None:
-    """Whether they have finished or still run."""
-    scheduler, runner = make(200, num_slots=4, chunk=1000)
-    for draw, length in enumerate([3, 12, 5, 20]):  # the scout of 3 still runs when the others have finished
         for sample in range(2):
-            scheduler.add(request(draw, sample, 5, length))
-    order = admitted(scheduler, runner)
-    assert order[:4] == [(0, 0), (1, 0), (2, 0), (3, 0)]
-    # After 3 tokens nothing but draw 0's length is known, and the running ones are as long: data order decides. After 5
-    # tokens the scouts of 1 and 3 have said more than draw 2's whole response.
-    assert order[4:] == [(0, 1), (1, 1), (3, 1), (2, 1)]
+            scheduler.add(request(draw, sample, 5, 2), expected_tokens=tokens)
+    assert admitted(scheduler, runner) == [(draw, sample) for sample in range(2) for draw in (2, 5, 3, 0, 1, 4)]
 
 
 def test_siblings_share_the_prompts_full_pages_and_it_is_computed_once() -> None:
-    scheduler, runner = make()
-    for sample in range(4):
-        scheduler.add(request(0, sample, 10, 3))  # 9 shared positions: two full pages and one more position
-    step = runner.step()
-    assert [(type(h), c.start, len(c.token_ids)) for h, c in zip(step.holders, step.chunks, strict=True)] == [
-        (PromptPages, 0, 9)
-    ]
-    assert not len(step.slots)
-    step = runner.schedule()
-    assert step.chunks == []
-    assert len(step.slots) == 4
-    assert len({tuple(scheduler.batch.pages(slot)[:2]) for slot in step.slots}) == 1
-    assert len({int(scheduler.batch.pages(slot)[2]) for slot in step.slots}) == 4
-    assert len(step.page_copies) == 4
-    assert scheduler.pool.num_used == 3 + 4
-
-
-def test_the_last_of_a_group_takes_the_prompts_pages_without_a_copy() -> None:
-    scheduler, runner = make(num_slots=1)
-    scheduler.add(request(0, 0, 10, 1))
-    runner.step()
-    step = runner.schedule()
-    assert len(step.slots) == 1
-    assert step.page_copies == []
+    """In one step, in which all of them decode, where the budget of prompt tokens is large enough."""
+    for chunk, expected in (
+        (100, [[(0, 9), (8, 1), (8, 1), (8, 1)]]),
+        (6, [[(0, 6)], [(6, 3), (8, 1), (8, 1), (8, 1)]]),
+    ):
+        scheduler, runner = make(chunk=chunk)
+        for sample in range(4):
+            scheduler.add(request(0, sample, 10, 3))  # 9 positions before the root: two full pages and one more
+        for work in expected:
+            step = runner.schedule()
+            assert [(part.start, len(part.token_ids)) for part in step.chunks] == work
+            assert len(step.slots) == (4 if work is expected[-1] else 0)
+            runner.run(step)
+        held = [scheduler.batch.pages(sample.slot).tolist() for sample in scheduler.running]
+        assert len({tuple(pages[:2]) for pages in held}) == 1
+        assert len({pages[2] for pages in held}) == 4
+        assert scheduler.pool.num_used == 2 + 4
 
 
 def test_preemption_takes_the_newest_and_it_comes_back_before_an_expected_long_one() -> None:

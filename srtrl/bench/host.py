@@ -58,10 +58,6 @@ class HostRunner(Runner):
         """See `Runner`."""
         return row_edges(max_rows)
 
-    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
-        """See `Runner`; makes the two tensors of indices."""
-        torch.tensor(sources), torch.tensor(targets)
-
     def inputs_for(self, size: StepSize) -> StepInputs:
         """See `Runner`."""
         self.row_counts.append(size.num_rows)

@@ -26,12 +26,12 @@ import typer
 from srtrl.bench import options
 from srtrl.bench.tables import Row, publish, read_environment
 from srtrl.bench.workload import make_request, read_rollouts
-from srtrl.engine.batch import Batch
+from srtrl.engine.batch import Batch, ScheduledStep
 from srtrl.engine.draft_budget import DraftControl, StepCost, slowdown_of
 from srtrl.engine.options import EngineOptions
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import Int64Array
-from srtrl.engine.scheduler import ScheduledStep, Scheduler
+from srtrl.engine.scheduler import Scheduler
 from srtrl.ranks.processes import Ranks
 from srtrl.ranks.sharing import Claims, SharedCounters, deal, round_robin
 from srtrl.recipe.schema import MAX_WIDTH

@@ -22,27 +22,17 @@ NO_TOKEN = -1
 
 @dataclass(slots=True, eq=False)
 class PromptPages:
-    """KV of one prompt but for its last token, shared by the samples of a group.
+    """KV of the full pages of one prompt, shared by the samples of a group.
 
-    The last prompt token is each sample's own first row: it gives the first sampled token, on the same code path as
-    every later one.
+    Its other positions are each sample's own. The last prompt token is a sample's first root: it gives the first
+    sampled token, on the same code path as every later one.
     """
 
     token_ids: Int32Array
     page_ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
-    num_computed: int = 0
-    """Positions whose KV is in the pages: always a prefix."""
+    """Empty until a sample has computed them, and after they were evicted."""
     num_users: int = 0
     """Unfinished samples of this prompt, waiting ones included."""
-
-    @property
-    def num_missing(self) -> int:
-        """Positions whose KV is still to be computed."""
-        return len(self.token_ids) - 1 - self.num_computed
-
-    def forget_pages(self) -> None:
-        """The pages were released, or are a sample's own now."""
-        self.page_ids, self.num_computed = np.empty(0, np.int32), 0
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +45,6 @@ class Sample:
     """Row of the batch; `NO_SLOT` while it waits."""
     admission: int = -1
     """Counts admissions; of the running samples the one with the highest is preempted first."""
-    has_started: bool = False
-    """Whether it has its share of the prompt's pages: not while it waits, nor after a preemption."""
     token_ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
     """Of a preempted or paused sample: its response so far."""
     logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
@@ -77,6 +65,33 @@ class Sample:
     def text_start(self) -> int:
         """Where in the response the text begins that drafts may continue: they never lead from a turn into the next."""
         return self.extensions[-1][0] if self.extensions else 0
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """The work of one decode step."""
+
+    slots: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
+    """[B], those that sample at least one token; run-aheads come after all primaries."""
+    num_primaries: int = 0
+    """The first slots: primaries."""
+    chunks: list[PrefillChunk] = field(default_factory=list)
+    ended: dict[int, Sample] = field(default_factory=dict)
+    """Samples that were preempted or dropped, by the slot that they had; it may be in `started` again."""
+    started: list[Sample] = field(default_factory=list)
+    """Samples that took a slot."""
+
+    @property
+    def num_prompt_rows(self) -> int:
+        """Rows of all chunks."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    def end(self, sample: Sample) -> None:
+        """A sample loses its slot. If it started in this step, undo the start."""
+        if sample in self.started:
+            self.started.remove(sample)
+        else:
+            self.ended[sample.slot] = sample
 
 
 class Batch:
@@ -201,7 +216,7 @@ class Batch:
         self.num_pages[slot] = 0
         if len(sample.page_ids):  # it was paused
             self.set_pages(slot, sample.page_ids)
-            self.num_computed[slot], sample.has_started = sample.num_computed, True
+            self.num_computed[slot] = sample.num_computed
             sample.page_ids = sample.page_ids[:0]
         self.is_decoding[slot] = False
         self.is_run_ahead[slot] = request.is_run_ahead
@@ -213,7 +228,7 @@ class Batch:
         self.samples[slot] = None
         self.is_decoding[slot] = False
         self.num_pages[slot] = 0
-        sample.slot, sample.has_started = NO_SLOT, False
+        sample.slot = NO_SLOT
         self._free.append(slot)
 
     def save_text(self, sample: Sample) -> None:

@@ -42,7 +42,7 @@ class ShapePlanner:
         self._num_kv_heads = config.num_key_value_heads
         self._head_dim = config.head_dim
         self._num_multiprocessors = num_multiprocessors
-        self._max_tables = options.slots
+        self._max_tables = 2 * options.slots  # a sample may have a chunk and decode in the same step
         drafts = MAX_ROWS if options.draft_budget == "auto" else options.slots * options.draft_budget
         self._max_rows = options.slots + options.prefill_chunk_tokens + max(MAX_ROWS, drafts)
 

@@ -353,7 +353,7 @@ class DraftControl:
         draft_seconds: float,
         seconds: float,
     ) -> None:
-        """Learn from a step without prefill.
+        """Learn from a step with few rows of prompts, or none.
 
         Args:
             trees: As verified.

@@ -8,7 +8,7 @@ import numpy as np
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import DraftTrees, check_trees
 from srtrl.drafters.none import Drafter as NoDrafter
-from srtrl.engine.batch import Batch, Sample
+from srtrl.engine.batch import Batch, Sample, ScheduledStep
 from srtrl.engine.devices import make_runner
 from srtrl.engine.draft_budget import MAX_ROWS, DraftControl, StepCost, cut_trees, slowdown_of
 from srtrl.engine.kv_memory import allocate_pages
@@ -16,7 +16,7 @@ from srtrl.engine.options import EngineOptions
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import StepSize, fill_inputs
 from srtrl.engine.runner import RowFilters, Runner
-from srtrl.engine.scheduler import ScheduledStep, Scheduler
+from srtrl.engine.scheduler import Scheduler
 from srtrl.engine.stats import EngineStats, StageClock, add_stats
 from srtrl.engine.stopping import StopFinder, Tokenizer
 from srtrl.engine.verify import MAX_LENGTH, RUNNING, Verified, plan_moves, verify
@@ -334,8 +334,6 @@ class Engine:
                 top_k=np.repeat(batch.top_k[slots], 1 + sizes), top_p=np.repeat(batch.top_p[slots], 1 + sizes)
             )
         clock.lap("rows")
-        if step.page_copies:
-            self.runner.copy_pages([copy[0] for copy in step.page_copies], [copy[1] for copy in step.page_copies])
         self.runner.launch(inputs, filters)
 
     def _commit(self, verified: Verified) -> None:
@@ -394,12 +392,13 @@ class Engine:
         """Count a step, and learn what it cost."""
         cost, num_prefill, num_rows = self.control.cost, step.num_prompt_rows, len(step.slots) + trees.num_nodes
         self.stats.add_step(step, trees, verified, clock, drafted=drafted)
-        if num_prefill or self.is_off or not self.runner.was_prepared:  # a prompt's rows are not like others
+        # The rows of prompts are not like others: where they are many, nothing is learned from the step.
+        if 2 * num_prefill > num_rows or self.is_off or not self.runner.was_prepared:
             return
         draft_seconds = clock.seconds.get("propose", 0.0) + clock.seconds.get("choose", 0.0)
         seconds = clock.total
         if cost.is_fixed:  # the device's time is stated: the host's counts where it is not a part of the device's
-            seconds = cost.seconds(num_rows)
+            seconds = cost.seconds(num_rows + num_prefill)
             if self.runner.is_asynchronous:
                 seconds += clock.total - clock.seconds["wait"]
             else:
@@ -408,7 +407,7 @@ class Engine:
             trees=trees,
             num_accepted=verified.num_new - 1,
             num_sequences=step.num_primaries,
-            num_rows=num_rows,
+            num_rows=num_rows + num_prefill,
             drafted=drafted,
             draft_seconds=draft_seconds,
             seconds=seconds,

@@ -6,17 +6,10 @@ what the primaries may want in this step. When a primary wants its slot or its p
 first; and so it is when the sample comes whose RNG key it has. What it has said so far stays with the drafter.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from srtrl.engine.batch import Batch, PromptPages, Sample
+from srtrl.engine.batch import Batch, PromptPages, Sample, ScheduledStep
 from srtrl.types import Request
-
-if TYPE_CHECKING:
-    from srtrl.engine.scheduler import ScheduledStep
 
 
 class RunAheads:
@@ -121,7 +114,9 @@ class RunAheads:
                 break  # no page for it: it was the last one and is gone
             num_rows -= count
             if missing:
-                num_prefill_tokens -= step.add_chunk(sample, self.batch.chunk(sample.slot, count))
+                num_prefill_tokens -= count
+                step.chunks.append(self.batch.chunk(sample.slot, count))
+                self.batch.num_computed[sample.slot] += count
             else:
                 self.batch.is_decoding[sample.slot] = True
                 decoding.append(sample.slot)

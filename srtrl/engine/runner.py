@@ -99,11 +99,6 @@ class Runner(ABC):
         self._may_have_moved = True
 
     @torch.inference_mode()
-    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
-        """Copy whole pages in all layers before the next `launch`; sources are read before targets are written."""
-        self.cache.copy_pages(sources, targets)
-
-    @torch.inference_mode()
     def move_kv(self, sources: Int32Array, targets: Int32Array) -> None:
         """Copy single positions in all layers, KV indices [n]; every source is read before any target is written.
 

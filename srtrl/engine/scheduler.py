@@ -1,66 +1,29 @@
-"""Who computes what in the next decode step: admission, chunked prefill, pages, preemption. No tensors here.
+"""Which samples compute what in the next decode step: admission, chunked prefill, pages, preemption. No tensors here.
 
-Admission is breadth-first: the first sample of every prompt (the scout), then the second of every prompt, and so on, so
-that later samples find drafts in what their siblings said. Within such a wave the samples that are expected to be long
-go first: a training step ends when its last sample does. Only the order of decoding depends on this, never a token.
+Admission is breadth-first (`Request.admission_key`): the first sample of every prompt, then the second of every prompt,
+and so on, so that later samples find drafts in their siblings' tokens. Only the order of decoding depends on this,
+never a token.
 
-Pages run out in this order of remedies: pages left over from rejected drafts; run-aheads are dropped; prompts that no
-running sample waits for are evicted; then the KV of samples that have no slot (between two turns); then the sample that
-was admitted last is preempted. What was evicted or preempted is recomputed. The oldest running sample always advances,
-and samples that lost their pages come before new ones, so the engine cannot get stuck. Run-aheads get what is left
-after all this: a primary's schedule is the same, step for step, with and without them. Nothing here looks at a clock:
-the same requests give the same steps.
+The first sample of a prompt computes all of its KV; its siblings share the full pages and compute the rest themselves.
+When pages run out, they are freed in this order: pages of rejected drafts; run-aheads; prompts that no sample shares;
+the KV of samples between two turns; the sample that was admitted last, which is preempted. What was evicted or
+preempted is recomputed. The oldest running sample always advances, and samples that lost their pages come before new
+ones, so the engine cannot get stuck. Run-aheads get what is left after all this: a primary's schedule is the same, step
+for step, with and without them. Nothing here looks at a clock: the same requests give the same steps.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from heapq import heappop, heappush
 
 import numpy as np
 
-from srtrl.engine.batch import NO_SLOT, Batch, PromptPages, Sample
-from srtrl.engine.rows import Int32Array, Int64Array, PrefillChunk
+from srtrl.engine.batch import NO_SLOT, Batch, PromptPages, Sample, ScheduledStep
+from srtrl.engine.rows import Int32Array, Int64Array
 from srtrl.engine.run_aheads import RunAheads
-from srtrl.engine.waiting_line import WaitingLine
 from srtrl.types import Request
 
-MAX_KEEPING = 3
-"""Samples without a slot that keep pages from waiting ones, for each running one."""
-
-
-@dataclass(slots=True)
-class ScheduledStep:
-    """The work of one decode step."""
-
-    slots: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
-    """[B], those that sample at least one token; run-aheads come after all primaries."""
-    num_primaries: int = 0
-    """The first slots: primaries."""
-    chunks: list[PrefillChunk] = field(default_factory=list)
-    page_copies: list[tuple[int, int]] = field(default_factory=list)
-    """(source, target) pages to copy before the forward pass, all sources read before any target is written."""
-    ended: dict[int, Sample] = field(default_factory=dict)
-    """Samples that were preempted or dropped, by the slot that they had; it may be in `started` again."""
-    started: list[Sample] = field(default_factory=list)
-    """Samples that took a slot."""
-    holders: list[PromptPages | Sample] = field(default_factory=list)
-    """Whose KV each chunk computes."""
-
-    @property
-    def num_prompt_rows(self) -> int:
-        """Rows of all chunks."""
-        return sum(len(chunk.token_ids) for chunk in self.chunks)
-
-    def add_chunk(self, holder: PromptPages | Sample, chunk: PrefillChunk) -> int:
-        """Compute a chunk in this step; returns its number of tokens."""
-        self.holders.append(holder)
-        self.chunks.append(chunk)
-        return len(chunk.token_ids)
-
-    def end(self, sample: Sample) -> None:
-        """A sample loses its slot. If it started in this step, undo the start."""
-        if sample in self.started:
-            self.started.remove(sample)
-        else:
-            self.ended[sample.slot] = sample
+MAX_PAUSED_PER_RUNNING = 3
+"""Samples without a slot that keep their pages from waiting ones, for each running sample."""
 
 
 class Scheduler:
@@ -84,11 +47,13 @@ class Scheduler:
         self.num_preemptions = 0
         self.paused: dict[int, Sample] = {}
         """Samples between two turns, by RNG key."""
-        self._keeping: list[Sample] = []
+        self._paused_with_kv: list[Sample] = []
         """Samples without a slot that keep pages: paused ones, and extended ones that wait."""
         self._starting: list[Sample] = []
         """Those of `running` that do not decode yet: KV before their root is missing."""
-        self._waiting = WaitingLine()
+        self._waiting: list[tuple[tuple[float, float, int], int, Sample]] = []
+        """A heap of (key, number, sample); the numbers keep samples of one key in the order in which they came."""
+        self._num_queued = 0
         self._prompts: dict[tuple[int, ...], PromptPages] = {}
         self._num_admissions = 0
         self._ended: dict[int, Sample] = {}
@@ -119,11 +84,11 @@ class Scheduler:
     def add(self, request: Request, expected_tokens: float | None = None) -> None:
         """Queue one sample, a primary or a run-ahead; also between two steps of others.
 
-        A primary ends the run-ahead on its RNG key.
+        A primary cancels the run-ahead with its RNG key.
 
         Args:
             request: `is_run_ahead` puts it into a line of its own.
-            expected_tokens: Of a primary: expected length of the response, None if nothing is known.
+            expected_tokens: Of a primary: expected length of the response, None without history.
         """
         if request.is_run_ahead:
             self.run_aheads.add(request)
@@ -133,13 +98,11 @@ class Scheduler:
         if prompt is None:
             prompt = PromptPages(np.array(request.prompt_token_ids, np.int32))
             self._prompts[request.prompt_token_ids] = prompt
-            if expected_tokens is not None:
-                self._waiting.expect(request.prompt_token_ids, expected_tokens)
         prompt.num_users += 1
-        self._waiting.add(Sample(request, prompt))
+        self._queue(Sample(request, prompt), request.admission_key(expected_tokens or 0.0))
 
     def schedule(self, max_run_ahead: int = 0) -> ScheduledStep:
-        """Admit samples, find pages, and say what the next forward pass computes.
+        """Admit samples, find pages, and return the work of the next forward pass.
 
         Args:
             max_run_ahead: Largest number of rows of run-aheads in this step: roots and prompt tokens. Fewer than there
@@ -151,8 +114,8 @@ class Scheduler:
         self._grow_decoding(step)
         budget = self.prefill_chunk_tokens
         for sample in list(self._starting):
-            if sample.slot != NO_SLOT:  # not preempted for the sake of one before it
-                budget = self._advance(sample, step, budget)
+            if sample.slot != NO_SLOT:  # not preempted for an older one
+                budget -= self._advance(sample, step, budget)
         batch = self.batch
         step.slots = np.flatnonzero(batch.is_decoding & ~batch.is_run_ahead)
         step.num_primaries = len(step.slots)
@@ -168,11 +131,6 @@ class Scheduler:
                 num_reserved_pages=promised + own,
                 may_admit=not self._waiting,
             )
-        for holder, chunk in zip(step.holders, step.chunks, strict=True):
-            if isinstance(holder, PromptPages):
-                holder.num_computed += len(chunk.token_ids)
-            else:
-                batch.num_computed[holder.slot] += len(chunk.token_ids)
         return step
 
     def grow_for_drafts(self, slots: Int64Array, sizes: Int64Array) -> Int64Array:
@@ -199,21 +157,18 @@ class Scheduler:
         if sample.request.is_run_ahead:
             self.run_aheads.finish(sample)
             return
-        self.running.remove(sample)
-        num_generated = len(self.batch.generated(sample.slot))
-        self._release(sample)
-        self._forget(sample, num_generated)
+        self._leave_slot(sample)
+        self._leave_prompt(sample)
 
     def pause(self, sample: Sample) -> None:
         """A turn has ended: free the slot; the KV is kept while there is room for it."""
         assert sample.request.rng_key not in self.paused, "two samples with turns have the same RNG key"
-        self.running.remove(sample)
         self.batch.save_text(sample)
         sample.num_computed = int(self.batch.num_computed[sample.slot])
         sample.page_ids = self.batch.pages(sample.slot)[: self.pool.pages_for(sample.num_computed)].copy()
-        self._release(sample)
+        self._leave_slot(sample)
         self.paused[sample.request.rng_key] = sample
-        self._keeping.append(sample)
+        self._paused_with_kv.append(sample)
 
     def extend(self, rng_key: int, token_ids: Int32Array) -> None:
         """A paused sample waits for a slot again, with tokens after its last turn."""
@@ -223,45 +178,25 @@ class Scheduler:
         sample.token_ids = np.concatenate([sample.token_ids, token_ids])
         sample.logprobs = np.concatenate([sample.logprobs, np.zeros(len(token_ids), np.float32)])
         sample.request = replace(sample.request, turn=sample.request.turn + 1)
-        self._waiting.add(sample)
+        self._queue(sample, (-1, sample.admission, 0))
 
     def end(self, rng_key: int) -> None:
         """A paused sample is finished."""
         sample = self.paused.pop(rng_key)
-        if sample in self._keeping:
+        if sample in self._paused_with_kv:
             self._evict(sample)
-        self._forget(sample, len(sample.token_ids))
-
-    def _evict_for(self, sample: Sample) -> None:
-        """Evict, of the other samples without a slot, that which was admitted last: slots must not decide it."""
-        others = [kept for kept in self._keeping if kept is not sample]
-        self._evict(max(others, key=lambda kept: kept.admission))
-
-    def _evict(self, sample: Sample) -> None:
-        """Take the pages of a sample without a slot; it will be recomputed."""
-        self._keeping.remove(sample)
-        self.pool.release(sample.page_ids)
-        sample.page_ids = sample.page_ids[:0]
-
-    def _forget(self, sample: Sample, num_generated: int) -> None:
-        """A sample has ended and holds nothing any more."""
-        self._waiting.expect(sample.request.prompt_token_ids, num_generated)
-        prompt = sample.prompt
-        prompt.num_users -= 1
-        if prompt.num_users == 0:
-            self._drop_prompt(prompt)
-            del self._prompts[sample.request.prompt_token_ids]
+        self._leave_prompt(sample)
 
     def clear(self) -> dict[int, Sample]:
         """Drop every sample, finished or not, and every page; returns those that had a slot, by slot."""
         ended = self._ended | {sample.slot: sample for sample in self.running} | self.run_aheads.clear()
-        for sample in self.running:
-            self._release(sample)
-        for sample in list(self._keeping):
+        for sample in list(self.running):
+            self._leave_slot(sample)
+        for sample in list(self._paused_with_kv):
             self._evict(sample)
         for prompt in self._prompts.values():
-            self._drop_prompt(prompt)
-        for samples in (self.running, self._starting, self._prompts, self._waiting, self.paused):
+            self._drop_pages(prompt)
+        for samples in (self._prompts, self._waiting, self.paused):
             samples.clear()
         self._ended = {}
         return ended
@@ -273,7 +208,7 @@ class Scheduler:
         assert len(running) + batch.num_free == batch.num_slots
         assert all(batch.samples[sample.slot] is sample for sample in running)
         pages = [batch.pages(sample.slot) for sample in running]
-        kept = [sample.page_ids for sample in self._keeping]
+        kept = [sample.page_ids for sample in self._paused_with_kv]
         self.pool.check_integrity([*pages, *kept, *(prompt.page_ids for prompt in self._prompts.values())])
         for sample, held in zip(running, pages, strict=True):
             num_computed = batch.num_computed[sample.slot]
@@ -281,30 +216,34 @@ class Scheduler:
             writable = held[num_computed // self.pool.page_size :]
             assert self.pool.num_unshared(writable) == len(writable), "a page that will be written is shared"
 
+    def _queue(self, sample: Sample, key: tuple[float, float, int]) -> None:
+        """Let a sample wait for a slot; the one with the smallest key is admitted first."""
+        heappush(self._waiting, (key, self._num_queued, sample))
+        self._num_queued += 1
+
     def _admit(self, step: ScheduledStep) -> None:
         """Fill free slots while the pages of all admitted samples can be expected to suffice.
 
-        Samples without a slot lose their pages to waiting ones while they are more than `MAX_KEEPING` for each that
-        runs: recomputing them costs less than nearly empty decode steps, but more than some idle slots.
+        Samples without a slot lose their pages to waiting ones while there are more than `MAX_PAUSED_PER_RUNNING` of
+        them per running sample: recomputing them costs less than nearly empty decode steps, but more than some idle
+        slots.
         """
-        if not self._waiting or len(self.running) == self.batch.num_slots:
-            return
         promised = sum(map(self._pages_to_start, self._starting))
         while self._waiting and len(self.running) < self.batch.num_slots:
-            sample = self._waiting.first(self.running, self.batch)
+            sample = self._waiting[0][-1]
             spare = len(self.running) // 4  # running samples want a page every page_size tokens
             promised += self._pages_to_start(sample)
             while self.running and not self._make_room(promised + spare, step, keep=sample.prompt):
-                if len(self._keeping) <= MAX_KEEPING * len(self.running):
+                if len(self._paused_with_kv) <= MAX_PAUSED_PER_RUNNING * len(self.running):
                     return
                 self._evict_for(sample)
-            self._waiting.pop()
+            heappop(self._waiting)
             if self.batch.num_free == 0:
                 self.run_aheads.drop_newest(step)
             sample.admission = self._num_admissions
             self._num_admissions += 1
-            if sample in self._keeping:
-                self._keeping.remove(sample)
+            if sample in self._paused_with_kv:
+                self._paused_with_kv.remove(sample)
             self.batch.put(sample)
             self.running.append(sample)
             self._starting.append(sample)
@@ -312,14 +251,13 @@ class Scheduler:
 
     def _pages_to_start(self, sample: Sample) -> int:
         """Pages until the sample can decode (an upper bound: each sibling counts a prompt that has no pages yet)."""
-        if sample.has_started:
-            return 0
-        prompt, num_prompt = sample.prompt, len(sample.prompt.token_ids)
-        generated = sample.token_ids if sample.slot == NO_SLOT else self.batch.generated(sample.slot)
-        if len(sample.page_ids):
-            return self.pool.pages_for(num_prompt + len(generated)) - len(sample.page_ids)
-        of_prompt = 0 if len(prompt.page_ids) else self.pool.pages_for(prompt.num_missing)
-        return of_prompt + self.pool.pages_for(num_prompt + len(generated)) - num_prompt // self.pool.page_size
+        if sample.slot == NO_SLOT:
+            num_generated, num_held = len(sample.token_ids), len(sample.page_ids)
+        else:
+            num_generated = len(self.batch.generated(sample.slot))
+            num_held = int(self.batch.num_pages[sample.slot])
+        num_pages = self.pool.pages_for(len(sample.prompt.token_ids) + num_generated)
+        return num_pages - (num_held or len(sample.prompt.page_ids))
 
     def _grow_decoding(self, step: ScheduledStep) -> None:
         """A page for the root of each decoding primary that has none."""
@@ -328,7 +266,7 @@ class Scheduler:
         missing = np.maximum(batch.missing_pages(slots, batch.num_tokens[slots]), 0)
         if not missing.any():
             return
-        if self._make_room(int(missing.sum()), step, keep=None, may_evict=False):
+        if self._make_room(int(missing.sum()), step):
             batch.grow(slots, missing)
             return
         for sample in list(self.running):
@@ -336,109 +274,79 @@ class Scheduler:
                 self._reserve(sample, step)
 
     def _advance(self, sample: Sample, step: ScheduledStep, budget: int) -> int:
-        """Bring a sample nearer to decoding: its prompt, then what it had generated before a preemption.
+        """Compute at most `budget` of the positions before a sample's root; once none is missing, let it decode.
+
+        The KV of a step is written before it is read. So a sample decodes in the step of its last chunk, and its
+        siblings share the prompt's pages in the step that computes them.
 
         Returns:
-            What is left of the budget of prefill tokens.
+            Number of positions that are computed.
         """
         batch, prompt, slot = self.batch, sample.prompt, sample.slot
-        if not sample.has_started and prompt.num_missing > 0:
-            if budget and prompt not in step.holders and self._reserve_prompt(sample, step):
-                start, stop = prompt.num_computed, prompt.num_computed + min(budget, prompt.num_missing)
-                chunk = PrefillChunk(prompt.token_ids[start:stop], start, prompt.page_ids)
-                budget -= step.add_chunk(prompt, chunk)
-        elif sample.has_started or self._start(sample, step):
-            is_missing = batch.num_computed[slot] < batch.num_tokens[slot] - 1
-            if (budget or not is_missing) and self._reserve(sample, step):
-                if is_missing:
-                    budget -= step.add_chunk(sample, batch.chunk(slot, budget))
-                else:
-                    batch.is_decoding[slot] = True
-                    self._starting.remove(sample)
-        return budget
-
-    def _reserve_prompt(self, sample: Sample, step: ScheduledStep) -> bool:
-        """Find all pages of the sample's prompt; False where the sample itself had to be preempted."""
-        prompt = sample.prompt
-        if not len(prompt.page_ids):
-            needed = self.pool.pages_for(prompt.num_missing)
-            if not self._obtain(needed, sample, step):
-                return False
-            prompt.page_ids = self.pool.allocate(needed)
-        return True
-
-    def _start(self, sample: Sample, step: ScheduledStep) -> bool:
-        """Give the sample its share of the prompt's pages; False where it had to be preempted."""
-        prompt, pool, slot = sample.prompt, self.pool, sample.slot
-        num_computed = prompt.num_computed
-        num_full, num_rest = divmod(num_computed, pool.page_size)
-        others_use_it = prompt.num_users > 1
-        if num_rest == 0:
-            pool.share(prompt.page_ids)
-            self.batch.set_pages(slot, prompt.page_ids)
-        elif others_use_it and pool.num_free == 0 and not self._obtain(1, sample, step):
-            if not self.running or self.running[0] is not sample:
-                return False
-            self._hand_over(prompt, slot)  # alone and still no page: take the prompt's own, others recompute
-        elif others_use_it:
-            copy = pool.allocate(1)
-            step.page_copies.append((int(prompt.page_ids[num_full]), int(copy[0])))
-            pool.share(prompt.page_ids[:num_full])
-            self.batch.set_pages(slot, np.concatenate([prompt.page_ids[:num_full], copy]))
-        else:
-            self._hand_over(prompt, slot)  # the last user needs no copy
-        self.batch.num_computed[slot] = num_computed
-        sample.has_started = True
-        return True
-
-    def _hand_over(self, prompt: PromptPages, slot: int) -> None:
-        self.batch.set_pages(slot, prompt.page_ids)
-        prompt.forget_pages()
+        num_shared = (len(prompt.token_ids) - 1) // self.pool.page_size  # full pages without the root's position
+        if not batch.num_pages[slot] and num_shared:
+            if len(prompt.page_ids):
+                self.pool.share(prompt.page_ids)
+                batch.set_pages(slot, prompt.page_ids)
+                batch.num_computed[slot] = num_shared * self.pool.page_size
+            elif any(other.prompt is prompt and batch.num_pages[other.slot] for other in self._starting):
+                return 0  # a sibling is computing the prompt
+        if not self._reserve(sample, step):
+            return 0
+        num_missing = int(batch.num_tokens[slot] - 1 - batch.num_computed[slot])
+        count = min(budget, num_missing)
+        if count:
+            step.chunks.append(batch.chunk(slot, count))
+            batch.num_computed[slot] += count
+        is_computed = batch.num_computed[slot] >= num_shared * self.pool.page_size
+        if prompt.num_users > 1 and is_computed and not len(prompt.page_ids):
+            prompt.page_ids = batch.pages(slot)[:num_shared].copy()
+            self.pool.share(prompt.page_ids)
+        if count == num_missing:
+            batch.is_decoding[slot] = True
+            self._starting.remove(sample)
+        return count
 
     def _reserve(self, sample: Sample, step: ScheduledStep) -> bool:
-        """Let the sample have pages for all of its tokens; False where it had to be preempted."""
+        """Give the sample pages for all of its tokens; False where it had to be preempted.
+
+        Where too few are free, samples between two turns lose theirs, then later samples are preempted, then this one.
+        """
         slots = np.array([sample.slot])
         missing = self.batch.missing_pages(slots, self.batch.num_tokens[slots])
-        if missing[0] > 0:
-            if not self._obtain(int(missing[0]), sample, step):
-                return False
-            self.batch.grow(slots, missing)
-        return True
-
-    def _obtain(self, count: int, sample: Sample, step: ScheduledStep) -> bool:
-        """Have `count` pages free for `sample`: evict prompts and kept KV, preempt later samples, at last itself."""
-        while not self._make_room(count, step, keep=sample.prompt):
-            if self._keeping:
+        if missing[0] <= 0:
+            return True
+        while not self._make_room(int(missing[0]), step):
+            if self._paused_with_kv:
                 self._evict_for(sample)
                 continue
             victim = self.running[-1]
-            if victim is sample and len(self.running) == 1:
-                return self._make_room(count, step, keep=None)
+            assert len(self.running) > 1, "the pages do not hold one sequence"
             self._preempt(victim, step)
             if victim is sample:
                 return False
+        self.batch.grow(slots, missing)
         return True
 
-    def _make_room(self, count: int, step: ScheduledStep, *, keep: PromptPages | None, may_evict: bool = True) -> bool:
-        """Have `count` pages free, by dropping run-aheads and evicting prompts that no running sample waits for.
+    def _make_room(self, count: int, step: ScheduledStep, *, keep: PromptPages | None = None) -> bool:
+        """Have `count` pages free, by dropping run-aheads and evicting prompts that no sample shares, except `keep`.
 
         Returns False if that cannot be; then nothing is dropped or evicted. Pages of run-aheads count as free ones, so
-        that the answer is the same without them, and so is what is trimmed. A prompt's pages that samples share do not
-        become free.
+        that the answer is the same without them, and so is what is trimmed.
         """
         num_free = self.pool.num_free + self.run_aheads.num_pages
+        idle: list[PromptPages] = []
         if num_free < count:
             self.batch.trim()
             num_free = self.pool.num_free + self.run_aheads.num_pages
-        idle: list[PromptPages] = []
-        if num_free < count and may_evict:
-            awaited = {id(sample.prompt) for sample in self._starting if not sample.has_started}
-            idle = [p for p in self._prompts.values() if len(p.page_ids) and p is not keep and id(p) not in awaited]
-        if num_free + sum(self.pool.num_unshared(prompt.page_ids) for prompt in idle) < count:
+        if num_free < count:
+            held = [prompt for prompt in self._prompts.values() if len(prompt.page_ids) and prompt is not keep]
+            idle = [prompt for prompt in held if self.pool.num_unshared(prompt.page_ids)]
+        if num_free + sum(len(prompt.page_ids) for prompt in idle) < count:
             return False
         self.run_aheads.free_pages(count, step)
         while self.pool.num_free < count:
-            self._drop_prompt(idle.pop())
+            self._drop_pages(idle.pop())
         return True
 
     def _by_admission(self, slots: Int64Array) -> Int64Array:
@@ -450,19 +358,38 @@ class Scheduler:
 
     def _preempt(self, sample: Sample, step: ScheduledStep) -> None:
         """Take the pages of a running sample; it waits first in line and will be recomputed, to the same tokens."""
-        self.running.remove(sample)
         step.end(sample)
         self.batch.save_text(sample)
-        self._release(sample)
-        self._waiting.add(sample)
+        self._leave_slot(sample)
+        self._queue(sample, (-1, sample.admission, 0))
         self.num_preemptions += 1
 
-    def _release(self, sample: Sample) -> None:
-        """Free a sample's pages and slot."""
+    def _leave_slot(self, sample: Sample) -> None:
+        """Free a running sample's slot and the pages that it does not keep."""
+        self.running.remove(sample)
         if sample in self._starting:
             self._starting.remove(sample)
         self.batch.take_out(sample)
 
-    def _drop_prompt(self, prompt: PromptPages) -> None:
+    def _leave_prompt(self, sample: Sample) -> None:
+        """A sample has ended; the pages of its prompt go with the last one."""
+        prompt = sample.prompt
+        prompt.num_users -= 1
+        if prompt.num_users == 0:
+            self._drop_pages(prompt)
+            del self._prompts[sample.request.prompt_token_ids]
+
+    def _drop_pages(self, prompt: PromptPages) -> None:
         self.pool.release(prompt.page_ids)
-        prompt.forget_pages()
+        prompt.page_ids = prompt.page_ids[:0]
+
+    def _evict_for(self, sample: Sample) -> None:
+        """Evict the most recently admitted sample without a slot other than `sample`: slots must not decide it."""
+        others = [kept for kept in self._paused_with_kv if kept is not sample]
+        self._evict(max(others, key=lambda kept: kept.admission))
+
+    def _evict(self, sample: Sample) -> None:
+        """Take the pages of a sample without a slot; it will be recomputed."""
+        self._paused_with_kv.remove(sample)
+        self.pool.release(sample.page_ids)
+        sample.page_ids = sample.page_ids[:0]

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.drafters.draft_tree import DraftTrees
-from srtrl.engine.scheduler import ScheduledStep
+from srtrl.engine.batch import ScheduledStep
 from srtrl.engine.verify import Verified
 
 MAX_DEPTH = 8

@@ -86,13 +86,6 @@ class KVCache:
         assert self.token_major
         return self.value_pages[layer].transpose(1, 2)
 
-    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
-        """Copy whole pages in all layers; every source is read before any target is written."""
-        device = self.key_pages.device
-        source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
-        self.key_pages[:, target] = self.key_pages[:, source]
-        self.value_pages[:, target] = self.value_pages[:, source]
-
     def move_indices(self, sources: Int32Array, targets: Int32Array) -> None:
         """Copy single KV indices in all layers, [M] each; every source is read before any target is written."""
         moves = np.stack(np.divmod(np.stack([sources, targets]).astype(np.int64), self.page_size))

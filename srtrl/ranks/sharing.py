@@ -53,7 +53,7 @@ def deal(
             loads[rank] += length * len(given)
             num_dealt += len(given)
     for line in lines:
-        line.sort(key=lambda one: (one.sample_index, -lengths[one.draw_index], one.draw_index))
+        line.sort(key=lambda request: request.admission_key(lengths[request.draw_index]))
     return lines
 
 
