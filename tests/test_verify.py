@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from runner_cases import kv_index, random_trees
 
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
-from srtrl.engine.batch import Batch, PromptPages, Sample
+from srtrl.engine.batch import Batch, PromptPages, Sample, ScheduledStep
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.runner import SampledRows
-from srtrl.engine.scheduler import ScheduledStep
 from srtrl.engine.stats import MAX_DEPTH, EngineStats, StageClock
 from srtrl.engine.stopping import StopFinder
 from srtrl.engine.verify import MAX_LENGTH, RUNNING, STOPPED, Verified, plan_moves, verify
