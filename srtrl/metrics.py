@@ -1,8 +1,10 @@
-"""The metric log of a run (JSON lines, one row a step) and files that are either whole or not there."""
+"""The metric log of a run (JSON lines, one row per step), seconds by stage, and files that are whole or not there."""
 
 import json
 import math
 import os
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral, Real
@@ -118,3 +120,31 @@ def _number(name: str, value: float) -> int | float:
     if not isinstance(value, Real) or not math.isfinite(value):
         raise ValueError(f"metric {name} must be a finite number, found {value!r}")
     return int(value) if isinstance(value, Integral) else float(value)
+
+
+class StageTimer:
+    """Adds up wall-clock seconds by stage name (`time/<name>`); stages may repeat. A stage inside another pauses it.
+
+    So no second is counted twice, and the sum is the step's time.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._inside = 0.0
+        """Seconds of the stages inside the one that is open."""
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Count the seconds inside the `with` block as `name`; also where the block raises."""
+        start, outside, self._inside = time.perf_counter(), self._inside, 0.0
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            self._seconds[name] += seconds - self._inside
+            self._inside = outside + seconds
+
+    def take(self) -> dict[str, float]:
+        """Seconds by stage since the last call, no stage being open; starts again from nothing."""
+        seconds, self._seconds = dict(self._seconds), defaultdict(float)
+        return seconds

@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from srtrl.engine.engine import Engine
 from srtrl.engine.sampling import make_rng_key
-from srtrl.rollout.collect import StageTimer, collect_rollouts, response_text
-from srtrl.rollout.dynamic_sampling import sample_until_full
+from srtrl.metrics import StageTimer
+from srtrl.rollout.collect import FixedDraws, collect_rollouts, response_text
+from srtrl.rollout.dynamic_sampling import DrawsUntilFull
 from srtrl.types import Prompt, Request, RolloutGroup
 from srtrl.warm_start.training import train_tokenizer
 
@@ -35,7 +36,7 @@ def collect(
 ) -> list[RolloutGroup]:
     given = grader or FakeGrader(sample_number, random.Random(0), waits=True)
     collector = make_collector(given, **options)
-    return collect_rollouts(cast(Engine, engine), collector, DRAWS, run_ahead=run_ahead or [])
+    return collect_rollouts(cast(Engine, engine), collector, FixedDraws(DRAWS, run_ahead=run_ahead or []))
 
 
 def test_order_is_data_order_whatever_finishes_first() -> None:
@@ -140,15 +141,9 @@ class Case:
 
     def run(self, timer: StageTimer | None = None) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
         collector = make_collector(self.grader, timer=timer or StageTimer())
-        return sample_until_full(
-            cast(Engine, self.engine),
-            collector,
-            prompt_of,
-            first_draw=FIRST_DRAW,
-            **self.limits,
-            keeps=self.keeps,
-            run_ahead=self.opened,
-        )
+        draws = DrawsUntilFull(prompt_of, first_draw=FIRST_DRAW, **self.limits, keeps=self.keeps, run_ahead=self.opened)
+        groups = collect_rollouts(cast(Engine, self.engine), collector, draws)
+        return groups, draws.kept_groups(groups, collector.ranks)
 
 
 def shortest_prefix(pattern: Sequence[bool], limits: dict[str, int]) -> list[bool]:

@@ -15,8 +15,8 @@ from srtrl.engine.engine import Engine
 from srtrl.environments.conversations import Conversations
 from srtrl.model.transformer import Transformer
 from srtrl.recipe.schema import GradingSection, RewardSection
-from srtrl.rollout.collect import Collector, collect_rollouts
-from srtrl.rollout.dynamic_sampling import sample_until_full
+from srtrl.rollout.collect import Collector, Draws, FixedDraws, collect_rollouts
+from srtrl.rollout.dynamic_sampling import DrawsUntilFull
 from srtrl.tasks.grading import Grader
 from srtrl.trainer.credit import train_sequences
 from srtrl.types import Prompt, RolloutGroup, SamplingParams, segment_slices
@@ -54,18 +54,16 @@ def rollouts_of(
                 purpose="train",
                 conversations=conversations,
             )
+            draws: Draws = FixedDraws(list(enumerate(prompts)))
             if is_dynamic:
-                groups, _ = sample_until_full(
-                    engine,
-                    collector,
+                draws = DrawsUntilFull(
                     prompts.__getitem__,
                     first_draw=0,
                     num_prompts=3,
                     max_draws=5,
                     keeps=lambda group: group.draw_index > 1,
                 )
-            else:
-                groups = collect_rollouts(engine, collector, list(enumerate(prompts)))
+            groups = collect_rollouts(engine, collector, draws)
             assert conversations.num_pending == 0
             assert engine.pool.num_used == 0
             assert not engine.scheduler.paused

@@ -17,7 +17,7 @@ from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.engine import Engine
 from srtrl.metrics import read_metrics
 from srtrl.recipe.schema import Recipe
-from srtrl.rollout.dynamic_sampling import sample_until_full
+from srtrl.rollout.dynamic_sampling import DrawsUntilFull
 from srtrl.run.checkpoint import latest_checkpoint, read_state
 from srtrl.run.folder import RunProgress
 from srtrl.run.metrics import describe_step
@@ -185,24 +185,24 @@ def test_where_max_draws_do_not_suffice_the_step_says_so_and_goes_on(policy: Pat
 
 def kill_in_dynamic_sampling() -> None:
     """In step 3, when more groups have been decided than the batch has: some were replaced, others are open."""
-    original = sample_until_full
     num_steps = 0
 
-    def sample(*arguments: Any, keeps: Callable[[RolloutGroup], bool], **options: Any) -> Any:
-        nonlocal num_steps
-        num_steps += 1
-        num_decided = 0
+    class Killing(DrawsUntilFull):
+        def __init__(self, *arguments: Any, keeps: Callable[[RolloutGroup], bool], **options: Any) -> None:
+            nonlocal num_steps
+            num_steps += 1
+            step, num_decided = num_steps, 0
 
-        def counting_keeps(group: RolloutGroup) -> bool:
-            nonlocal num_decided
-            num_decided += 1
-            if num_steps == 3 and num_decided == NUM_PROMPTS + 2:
-                die()
-            return keeps(group)
+            def counting_keeps(group: RolloutGroup) -> bool:
+                nonlocal num_decided
+                num_decided += 1
+                if step == 3 and num_decided == NUM_PROMPTS + 2:
+                    die()
+                return keeps(group)
 
-        return original(*arguments, keeps=counting_keeps, **options)
+            super().__init__(*arguments, keeps=counting_keeps, **options)
 
-    setattr(sampling, "sample_until_full", sample)  # noqa: B010
+    setattr(sampling, "DrawsUntilFull", Killing)  # noqa: B010
 
 
 def test_killed_in_the_middle_of_dynamic_sampling_and_resumed(policy: Path, plain: Path, tmp_path: Path) -> None:

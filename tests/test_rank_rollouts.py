@@ -29,8 +29,8 @@ from srtrl.model.transformer import Transformer
 from srtrl.ranks.processes import RankError, Ranks
 from srtrl.ranks.sharing import Claims, SharedCounters, deal
 from srtrl.recipe.schema import GradingSection, RewardSection
-from srtrl.rollout.collect import Collector, collect_rollouts
-from srtrl.rollout.dynamic_sampling import sample_until_full
+from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts
+from srtrl.rollout.dynamic_sampling import DrawsUntilFull
 from srtrl.tasks.grading import Grader
 from srtrl.tasks.reward_input import RewardInput, batched
 from srtrl.types import Completion, Prompt, Request, SamplingParams
@@ -139,19 +139,19 @@ def rollouts(ranks: Ranks, case: Case) -> Found:
                 on_progress=lambda *counts: found.progress.append(counts),
             )
             if case.is_dynamic:
-                groups, kept = sample_until_full(
-                    engine,
-                    collector,
+                until_full = DrawsUntilFull(
                     PROMPTS.__getitem__,
                     first_draw=first,
                     num_prompts=3,
                     max_draws=9,
                     keeps=lambda group: group.draw_index not in (0, 2, 3),
                 )
+                groups = collect_rollouts(engine, collector, until_full)
+                kept = until_full.kept_groups(groups, ranks)
             else:
                 ahead = collector.run_ahead(list(enumerate(PROMPTS))[case.num_draws :]) if case.runs_ahead else []
                 draws = list(enumerate(PROMPTS[: case.num_draws]))
-                kept = groups = collect_rollouts(engine, collector, draws, run_ahead=ahead)
+                kept = groups = collect_rollouts(engine, collector, FixedDraws(draws, run_ahead=ahead))
             found.groups.append(contents(groups))
             found.kept = [group.draw_index for group in kept]
             assert engine.pool.num_used == 0
@@ -182,7 +182,7 @@ def follow(ranks: Ranks) -> dict[str, float]:
     for draw in range(2):
         collector = Collector(grader, TOKENIZER, num_samples=1, sampling=sampling, seed=3, purpose="train", ranks=ranks)
         ahead = collector.run_ahead([(1, PROMPTS[0])]) if draw == 0 and ranks.index > 0 else []  # not on rank 0
-        collect_rollouts(engine, collector, [(draw, PROMPTS[0])], run_ahead=ahead)
+        collect_rollouts(engine, collector, FixedDraws([(draw, PROMPTS[0])], run_ahead=ahead))
         metrics = collector.engine_metrics(engine)
         engine.end_step(has_new_weights=True)
     return metrics

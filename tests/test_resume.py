@@ -55,13 +55,13 @@ def kill_in_rollout() -> None:
     """Some samples of step 3 are done and graded, others are half decoded."""
     original = collect_rollouts
 
-    def collect(engine: Any, collector: Any, draws: Any, **options: Any) -> Any:
+    def collect(engine: Any, collector: Any, draws: Any) -> Any:
         def on_progress(num_done: int, _: int) -> None:
-            if draws[0][0] == 2 * 4 and num_done == 5:
+            if draws.draws[0][0] == 2 * 4 and num_done == 5:
                 die()
 
         collector.on_progress = on_progress
-        return original(engine, collector, draws, **options)
+        return original(engine, collector, draws)
 
     setattr(sampling, "collect_rollouts", collect)  # noqa: B010
 

@@ -53,10 +53,10 @@ def test_speculation_learns_the_same(name: str, policy: Path, plain: Path, tmp_p
 def test_the_trainer_looks_one_step_ahead_and_says_what_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[tuple[list[Request], list[Request]]] = []
 
-    def collect(engine: Any, collector: Collector, draws: Any, run_ahead: Any = ()) -> Any:
+    def collect(engine: Any, collector: Collector, draws: Any) -> Any:
         assert collector.purpose == "train"
-        steps.append((collector.requests(draws), list(run_ahead)))
-        return collect_rollouts(engine, collector, draws, run_ahead=run_ahead)
+        steps.append((collector.requests(draws.draws), list(draws.run_ahead)))
+        return collect_rollouts(engine, collector, draws)
 
     monkeypatch.setattr(sampling, "collect_rollouts", collect)
     recipe = make_recipe(

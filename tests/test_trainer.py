@@ -176,10 +176,10 @@ def signalling_recipe(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Of the recipe of `run`, whose process gets a signal while step 1 decodes."""
 
     def make(number: int) -> Recipe:
-        def collect(engine: Any, collector: Any, draws: Any, **options: Any) -> Any:
-            if draws[0][0] == 0 and collector.purpose == "train":
+        def collect(engine: Any, collector: Any, draws: Any) -> Any:
+            if draws.draws[0][0] == 0 and collector.purpose == "train":
                 os.kill(os.getpid(), number)
-            return collect_rollouts(engine, collector, draws, **options)
+            return collect_rollouts(engine, collector, draws)
 
         monkeypatch.setattr(sampling, "collect_rollouts", collect)
         return make_recipe(policy, tmp_path, train__num_steps=2)

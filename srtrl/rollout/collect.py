@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +18,7 @@ import numpy as np
 from srtrl.engine.sampling import make_rng_key
 from srtrl.engine.stopping import cut_at_stop_string
 from srtrl.environments.conversations import POLL_SECONDS, Conversations
+from srtrl.metrics import StageTimer
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.ranks.sharing import Claims, SharedCounters, deal, round_robin
 from srtrl.types import (
@@ -40,107 +39,60 @@ if TYPE_CHECKING:
     from srtrl.tasks.grading import Grader, GradeTicket
 
 
-class StageTimer:
-    """Adds up wall-clock seconds by stage name (`time/<name>`); stages may repeat. A stage inside another pauses it.
-
-    So no second is counted twice, and the sum is the step's time.
-    """
-
-    def __init__(self) -> None:
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._inside = 0.0
-        """Seconds of the stages inside the one that is open."""
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Count the seconds inside the `with` block as `name`; also where the block raises."""
-        start, outside, self._inside = time.perf_counter(), self._inside, 0.0
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - start
-            self._seconds[name] += seconds - self._inside
-            self._inside = outside + seconds
-
-    def take(self) -> dict[str, float]:
-        """Seconds by stage since the last call, no stage being open; starts again from nothing."""
-        seconds, self._seconds = dict(self._seconds), defaultdict(float)
-        return seconds
-
-
 OnProgress = Callable[[int, int], None]
 """Called after each completion with the number of completions so far and of those that are requested; with dynamic
 sampling the latter may grow."""
 
 
-class Source(ABC):
-    """Which samples a rollout decodes, and when."""
+class Draws(ABC):
+    """The draws of one rollout: which samples are decoded, and when."""
 
     undecided: Sequence[int] = ()
     """Open draws whose grades decide what else is decoded."""
 
     @abstractmethod
-    def requests(self) -> Iterator[Request]:
+    def requests(self, engine: Engine, collector: Collector) -> Iterator[Request]:
         """Samples and run-aheads to add before the next decode step; each is added before the next is requested."""
 
     @abstractmethod
-    def is_over(self) -> bool:
+    def are_over(self, collector: Collector) -> bool:
         """Whether no rank has anything left to decode or to decide."""
 
+    @abstractmethod
+    def rollouts(self, collector: Collector) -> list[Rollout]:
+        """This rank's rollouts, after all are decoded."""
 
-def collect_rollouts(
-    engine: Engine,
-    collector: Collector,
-    draws: Sequence[tuple[int, Prompt]],
-    *,
-    run_ahead: Sequence[Request] = (),
-) -> list[RolloutGroup]:
-    """Decode and grade all samples of every draw.
+
+def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list[RolloutGroup]:
+    """Decode and grade all samples of some draws, on all ranks.
+
+    Where this rank has nothing to decode it waits for its tools (and for grades that decide what comes next); else it
+    runs ahead until the other ranks are done.
 
     Args:
         engine: Decodes; its policy is not changed.
         collector: Makes the requests and takes the completions; no draw of it is open.
-        draws: `(draw_index, prompt)`, draw indices distinct; the same prompt may be drawn twice. In training a draw's
-            index is its place in the data order of the run.
-        run_ahead: What idle slots may decode meanwhile (see `Collector.run_ahead`); none of it comes back.
+        draws: `FixedDraws`, or with dynamic sampling `DrawsUntilFull`.
 
     Returns:
         One group per draw, sorted by draw index; rollouts sorted by sample index.
 
     Raises:
-        ValueError: A request that the engine can never serve (see `Engine.check_request`), before anything is decoded.
-    """
-    assert len({draw_index for draw_index, _ in draws}) == len(draws), "draw indices must be distinct"
-    ordered = sorted(draws, key=lambda draw: draw[0])
-    requests = [request for draw_index, prompt in ordered for request in collector.open(draw_index, prompt)]
-    assert all(request.is_run_ahead for request in run_ahead), "a request to learn from among the run-aheads"
-    rng_keys = {request.rng_key for request in requests}
-    assert rng_keys.isdisjoint(one.rng_key for one in run_ahead), "a run-ahead has the rng_key of a sample of this step"
-    drive(engine, collector, lambda: _AllSamples(engine, collector, requests, run_ahead))
-    with collector.timer.stage("grading"):
-        return collector.exchange(engine, collector.take([draw_index for draw_index, _ in ordered], collector.ranks))
-
-
-def drive(engine: Engine, collector: Collector, make_source: Callable[[], Source]) -> None:
-    """Drive the engine until all samples of a rollout, on all ranks, are decoded and passed to the graders.
-
-    Where this rank has nothing to decode it waits for its tools (and for grades that decide what comes next); else it
-    runs ahead until the other ranks are done.
+        ValueError: A request that the engine can never serve (see `Engine.check_request`).
     """
     counters = collector.counters
     with collector.timer.stage("rollout"), counters.together(), engine.rollout(collector.purpose):
-        source = make_source()
         while True:
             collector.take_answers(engine)
-            for request in source.requests():
+            for request in draws.requests(engine, collector):
                 engine.add(request)
             is_busy = engine.has_work
             if not is_busy:
-                if source.undecided or collector.num_pending:
-                    collector.wait(source.undecided)
+                if draws.undecided or collector.num_pending:
+                    collector.wait(draws.undecided)
                     continue
-                if source.is_over() or counters.has_failed:
-                    return
+                if draws.are_over(collector) or counters.has_failed:
+                    break
                 counters.wait_for_others(sleeps=not engine.has_run_aheads)
                 if not engine.has_run_aheads:
                     continue
@@ -149,44 +101,58 @@ def drive(engine: Engine, collector: Collector, make_source: Callable[[], Source
                 collector.receive(completion)
             if is_busy:
                 counters.count_busy(time.monotonic() - started)
+    with collector.timer.stage("grading"):
+        return collector.exchange(engine, draws.rollouts(collector))
 
 
-class _AllSamples(Source):
-    """`Source` of the samples of fixed draws; several ranks share them (see ranks/sharing.py)."""
+class FixedDraws(Draws):
+    """Draws that are all opened at once. Several ranks share their samples (see ranks/sharing.py)."""
 
-    def __init__(
-        self, engine: Engine, collector: Collector, requests: Sequence[Request], run_ahead: Sequence[Request]
-    ) -> None:
-        """Draws and requests are the same on all ranks."""
-        ranks = collector.ranks
-        self._engine = engine
-        self._counters = collector.counters
-        self._num_samples = len(requests)
-        self._claims = Claims(self._counters, [[]])
-        first = requests
-        if ranks.count > 1:
-            with ranks.together("the beginning of a rollout") as shared:
-                for request in requests:
-                    engine.check_request(request)
-                scouts = requests[:: collector.num_samples] if ranks.is_main else []
-                expected = {scout.draw_index: engine.drafter.expected_tokens(scout) for scout in scouts}
-                shared.append((expected, engine.options.slots))
-            # Not by the expectations of each rank: all ranks must agree.
-            lines = deal(requests, shared[0][0], ranks.count)
-            waiting = [line[num_slots:] for line, (_, num_slots) in zip(lines, shared, strict=True)]
-            self._claims = Claims(self._counters, waiting)
-            first = lines[ranks.index][: engine.options.slots]
-        self._first = [*first, *round_robin(run_ahead, ranks)]
+    def __init__(self, draws: Sequence[tuple[int, Prompt]], *, run_ahead: Sequence[Request] = ()) -> None:
+        """All ranks make the same.
 
-    def requests(self) -> Iterator[Request]:
-        """See `Source`; with several ranks samples are claimed for free slots."""
-        first, self._first = self._first, []
-        yield from first
-        yield from self._claims.take(self._engine.num_free_slots)
+        Args:
+            draws: `(draw_index, prompt)`, draw indices distinct; the same prompt may be drawn twice. In training a
+                draw's index is its place in the data order of the run.
+            run_ahead: What idle slots may decode meanwhile (see `Collector.run_ahead`); none of it comes back.
+        """
+        self.draws = sorted(draws, key=lambda draw: draw[0])
+        self.run_ahead = run_ahead
+        self._claims: Claims | None = None
+        assert len({draw_index for draw_index, _ in draws}) == len(draws), "draw indices must be distinct"
+        assert all(request.is_run_ahead for request in run_ahead), "a request to learn from among the run-aheads"
 
-    def is_over(self) -> bool:
-        """See `Source`."""
-        return self._counters.read("finished") == self._num_samples
+    def requests(self, engine: Engine, collector: Collector) -> Iterator[Request]:
+        """See `Draws`; with several ranks samples are claimed for free slots."""
+        if self._claims is None:
+            requests = [request for draw in self.draws for request in collector.open(*draw)]
+            rng_keys = {request.rng_key for request in requests}
+            assert rng_keys.isdisjoint(one.rng_key for one in self.run_ahead), "a run-ahead has the rng_key of a sample"
+            lines, num_first = [requests], len(requests)
+            if collector.ranks.count > 1:
+                lines, num_first = self._deal(engine, collector, requests), engine.options.slots
+            self._claims = Claims(collector.counters, [line[num_first:] for line in lines])
+            yield from lines[collector.ranks.index][:num_first]
+            yield from round_robin(self.run_ahead, collector.ranks)
+        yield from self._claims.take(engine.num_free_slots)
+
+    def are_over(self, collector: Collector) -> bool:
+        """See `Draws`."""
+        return collector.counters.read("finished") == len(self.draws) * collector.num_samples
+
+    def rollouts(self, collector: Collector) -> list[Rollout]:
+        """See `Draws`; `batched` rewards see all samples at once."""
+        return collector.take([draw_index for draw_index, _ in self.draws], collector.ranks)
+
+    def _deal(self, engine: Engine, collector: Collector, requests: Sequence[Request]) -> list[list[Request]]:
+        """The samples of each rank, by the lengths that rank 0 expects: all ranks must agree."""
+        with collector.ranks.together("the beginning of a rollout"):
+            for request in requests:
+                engine.check_request(request)
+        scouts = requests[:: collector.num_samples] if collector.ranks.is_main else []
+        expected = {scout.draw_index: engine.drafter.expected_tokens(scout) for scout in scouts}
+        expected, *_ = collector.ranks.gather(expected, "the expected lengths")
+        return deal(requests, expected, collector.ranks.count)
 
 
 def run_ahead_order(requests: Iterable[Request]) -> list[Request]:
@@ -229,11 +195,21 @@ class Collector:
         self.counters = SharedCounters(self.ranks)
 
     def requests(self, draws: Sequence[tuple[int, Prompt]]) -> list[Request]:
-        """One request a sample, sorted by (draw, sample); see `sample_requests`."""
-        requests = sample_requests(
-            draws, num_samples=self.num_samples, sampling=self.sampling, seed=self.seed, purpose=self.purpose
-        )
-        return requests if self.conversations is None else [replace(one, has_turns=True) for one in requests]
+        """One request per sample, sorted by (draw, sample); the engine chooses its own admission order."""
+        return [
+            Request(
+                prompt_id=prompt.prompt_id,
+                prompt_token_ids=prompt.token_ids,
+                draw_index=draw_index,
+                sample_index=sample_index,
+                rng_key=make_rng_key(self.seed, self.purpose, draw_index, sample_index),
+                sampling=self.sampling,
+                purpose=self.purpose,
+                has_turns=self.conversations is not None,
+            )
+            for draw_index, prompt in sorted(draws, key=lambda draw: draw[0])
+            for sample_index in range(self.num_samples)
+        ]
 
     def run_ahead(self, draws: Sequence[tuple[int, Prompt]]) -> list[Request]:
         """What idle slots decode: the samples of later draws, early. None of it is ever learned from.
@@ -368,11 +344,8 @@ class Collector:
         engine.drafter.learn(completions)
         for _, texts in shared:
             engine.drafter.learn_run_aheads(texts)
-        groups = [list(samples) for _, samples in groupby(sorted([*rollouts, *others], key=data_order), key=_draw_of)]
-        for group in groups:
-            indices = [rollout.sample_index for rollout in group]
-            assert indices == list(range(self.num_samples)), f"draw {group[0].draw_index} has the samples {indices}"
-        return [RolloutGroup(prompt=one[0].prompt, draw_index=one[0].draw_index, rollouts=one) for one in groups]
+        groups = groupby(sorted([*rollouts, *others], key=data_order), key=lambda rollout: rollout.draw_index)
+        return [_group(list(samples), self.num_samples) for _, samples in groups]
 
     def engine_metrics(self, engine: Engine) -> dict[str, float]:
         """What the engines of all ranks did in this rollout."""
@@ -402,30 +375,6 @@ class _OpenDraw:
     """The finished ones, by sample index."""
 
 
-def sample_requests(
-    draws: Sequence[tuple[int, Prompt]],
-    *,
-    num_samples: int,
-    sampling: SamplingParams,
-    seed: int,
-    purpose: Purpose,
-) -> list[Request]:
-    """One request a sample, sorted by (draw, sample); the engine chooses its own admission order."""
-    return [
-        Request(
-            prompt_id=prompt.prompt_id,
-            prompt_token_ids=prompt.token_ids,
-            draw_index=draw_index,
-            sample_index=sample_index,
-            rng_key=make_rng_key(seed, purpose, draw_index, sample_index),
-            sampling=sampling,
-            purpose=purpose,
-        )
-        for draw_index, prompt in sorted(draws, key=lambda draw: draw[0])
-        for sample_index in range(num_samples)
-    ]
-
-
 def response_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], stop_strings: Sequence[str]) -> str:
     """The response as text: without special tokens, cut before the first stop string."""
     text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
@@ -438,5 +387,7 @@ def data_order(rollout: Rollout) -> tuple[int, int]:
     return rollout.draw_index, rollout.sample_index
 
 
-def _draw_of(rollout: Rollout) -> int:
-    return rollout.draw_index
+def _group(rollouts: list[Rollout], num_samples: int) -> RolloutGroup:
+    draw_index, indices = rollouts[0].draw_index, [rollout.sample_index for rollout in rollouts]
+    assert indices == list(range(num_samples)), f"draw {draw_index} has the samples {indices}"
+    return RolloutGroup(prompt=rollouts[0].prompt, draw_index=draw_index, rollouts=rollouts)

@@ -18,131 +18,98 @@ would favour prompts with short answers.)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 from srtrl.ranks.sharing import round_robin
-from srtrl.rollout.collect import Source, drive
+from srtrl.rollout.collect import Draws
 from srtrl.types import Prompt, Request, Rollout, RolloutGroup
 
 if TYPE_CHECKING:
     from srtrl.engine.engine import Engine
+    from srtrl.ranks.processes import Ranks
     from srtrl.rollout.collect import Collector
 
 
-def sample_until_full(
-    engine: Engine,
-    collector: Collector,
-    prompt_of: Callable[[int], Prompt],
-    *,
-    first_draw: int,
-    num_prompts: int,
-    max_draws: int,
-    keeps: Callable[[RolloutGroup], bool],
-    run_ahead: Callable[[range], list[Request]] = lambda _: [],
-) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
-    """Decode and grade draws from `first_draw` on until the filters have kept `num_prompts` groups.
+@dataclass(slots=True)
+class DrawsUntilFull(Draws):
+    """Draws from `first_draw` on, until the filters have kept `num_prompts` groups.
 
     Groups are graded one by one, as they are complete: a `batched` reward sees the samples of one group, and a reward
     must not depend on the order of its calls (on a global random state, say), or it depends on timing.
-
-    Args:
-        engine: Decodes; its policy is not changed.
-        collector: Makes the requests and takes the completions; no draw of it is open.
-        prompt_of: The prompt of a draw of the run.
-        first_draw: The first that no earlier step has used.
-        num_prompts: Groups to be kept.
-        max_draws: Maximum number of draws opened; where they do not suffice, the batch has fewer groups.
-        keeps: Whether the filters keep a group; called once for each group, in no particular order.
-        run_ahead: Called with each range of draws that is opened; returns what more idle slots may decode from then on.
-            A run-ahead ends when its draw is opened.
-
-    Returns:
-        The groups of all draws that were opened, and of these the groups that are kept; both in data order.
-
-    Raises:
-        ValueError: A request that the engine can never serve, or what `keeps` raises.
     """
-    ranks = collector.ranks
-    source = _DrawsUntilFull(
-        engine, collector, prompt_of, range(first_draw, first_draw + max_draws), num_prompts, keeps, run_ahead
-    )
-    drive(engine, collector, lambda: source)
-    assert not source.undecided, f"draws {source.undecided} were never decided"
-    with collector.timer.stage("grading"):  # so that it is logged where no rank had to wait, too
-        groups = collector.exchange(engine, source.rollouts)
-        kept = set[int]().union(*ranks.gather(source.kept, "the kept groups"))
-        return groups, [group for group in groups if group.draw_index in kept]
 
+    prompt_of: Callable[[int], Prompt]
+    """The prompt of a draw of the run."""
+    _: KW_ONLY
+    first_draw: int
+    """The first that no earlier step has used."""
+    num_prompts: int
+    """Groups to be kept."""
+    max_draws: int
+    """Maximum number of draws opened; where they do not suffice, the batch has fewer groups."""
+    keeps: Callable[[RolloutGroup], bool]
+    """Whether the filters keep a group; called once for each group, in no particular order."""
+    run_ahead: Callable[[range], list[Request]] = lambda _: []
+    """Called with each range of draws that is opened; returns what more idle slots may decode from then on. A run-ahead
+    ends when its draw is opened."""
+    undecided: list[int] = field(default_factory=list, init=False)
+    """Draws that this rank has opened."""
+    _kept: set[int] = field(default_factory=set, init=False)
+    """Of this rank's decided draws."""
+    _rollouts: list[Rollout] = field(default_factory=list, init=False)
+    """Of this rank's decided draws."""
+    _next: int | None = field(default=None, init=False)
+    """Number of this rank's next draw, which may not be opened yet."""
 
-class _DrawsUntilFull(Source):
-    """`Source` of the samples of further draws until enough groups are kept; see the top of this file."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        collector: Collector,
-        prompt_of: Callable[[int], Prompt],
-        draws: range,
-        num_prompts: int,
-        keeps: Callable[[RolloutGroup], bool],
-        run_ahead: Callable[[range], list[Request]],
-    ) -> None:
-        self.undecided: list[int] = []
-        """Draws that this rank has opened."""
-        self.rollouts: list[Rollout] = []
-        """Of this rank's decided draws."""
-        self.kept: set[int] = set()
-        """Of this rank's decided draws."""
-        self._engine = engine
-        self._collector = collector
-        self._prompt_of = prompt_of
-        self._draws = draws
-        self._num_prompts = num_prompts
-        self._keeps = keeps
-        self._run_ahead = run_ahead
-        self._next: int | None = None
-        """Number of this rank's next draw, which may not be opened yet."""
-
-    def requests(self) -> Iterator[Request]:
-        """See `Source`; decides the graded draws first."""
-        collector = self._collector
+    def requests(self, engine: Engine, collector: Collector) -> Iterator[Request]:
+        """See `Draws`; decides the graded draws first."""
         for draw in [draw for draw in self.undecided if collector.is_graded(draw)]:
             rollouts = collector.take([draw])
             self.undecided.remove(draw)
-            self.rollouts += rollouts
-            is_kept = self._keeps(RolloutGroup(prompt=rollouts[0].prompt, draw_index=draw, rollouts=rollouts))
+            self._rollouts += rollouts
+            is_kept = self.keeps(RolloutGroup(prompt=rollouts[0].prompt, draw_index=draw, rollouts=rollouts))
             collector.counters.add("kept" if is_kept else "dropped")
             if is_kept:
-                self.kept.add(draw)
+                self._kept.add(draw)
         opened: list[int] = []
-        while self._has_room() and (draw_index := self._take_next()) is not None:
+        while self._has_room(engine, collector) and (draw_index := self._take_next(collector)) is not None:
             opened.append(draw_index)
             self.undecided.append(draw_index)
-            yield from collector.open(draw_index, self._prompt_of(draw_index))
-            collector.num_total = (draw_index - self._draws.start + 1) * collector.num_samples
+            yield from collector.open(draw_index, self.prompt_of(draw_index))
+            collector.num_total = (draw_index - self.first_draw + 1) * collector.num_samples
         if opened:
-            yield from round_robin(self._run_ahead(range(opened[0], opened[-1] + 1)), collector.ranks)
+            yield from round_robin(self.run_ahead(range(opened[0], opened[-1] + 1)), collector.ranks)
 
-    def is_over(self) -> bool:
-        """See `Source`; whether all draws that the batch needs are decided."""
-        num_dropped = self._collector.counters.read("dropped")
-        return self._collector.counters.read("kept") + num_dropped >= self._limit(num_dropped)
+    def are_over(self, collector: Collector) -> bool:
+        """See `Draws`; whether all draws that the batch needs are decided."""
+        num_dropped = collector.counters.read("dropped")
+        return collector.counters.read("kept") + num_dropped >= self._limit(num_dropped)
 
-    def _has_room(self) -> bool:
+    def rollouts(self, collector: Collector) -> list[Rollout]:
+        """See `Draws`."""
+        assert not self.undecided, f"draws {self.undecided} were never decided"
+        return self._rollouts
+
+    def kept_groups(self, groups: list[RolloutGroup], ranks: Ranks) -> list[RolloutGroup]:
+        """Of the groups of all draws those that are kept; called on all ranks."""
+        kept = set[int]().union(*ranks.gather(self._kept, "the kept groups"))
+        return [group for group in groups if group.draw_index in kept]
+
+    def _has_room(self, engine: Engine, collector: Collector) -> bool:
         """Whether one more draw may be this rank's; with several ranks: up to its share, and when it has a slot."""
-        num_ranks = self._collector.ranks.count
-        max_open = -(-self._num_prompts // num_ranks)
-        return num_ranks == 1 or (len(self.undecided) < max_open and self._engine.num_free_slots > 0)
+        max_open = -(-self.num_prompts // collector.ranks.count)
+        return collector.ranks.count == 1 or (len(self.undecided) < max_open and engine.num_free_slots > 0)
 
-    def _take_next(self) -> int | None:
+    def _take_next(self, collector: Collector) -> int | None:
         """This rank's next draw, if it may be opened now."""
         if self._next is None:
-            self._next = self._collector.counters.add("draws")
-        if self._next >= self._limit(self._collector.counters.read("dropped")):
+            self._next = collector.counters.add("draws")
+        if self._next >= self._limit(collector.counters.read("dropped")):
             return None
         number, self._next = self._next, None
-        return self._draws[number]
+        return self.first_draw + number
 
     def _limit(self, num_dropped: int) -> int:
         """Number of draws that may be open or decided."""
-        return min(self._num_prompts + num_dropped, len(self._draws))
+        return min(self.num_prompts + num_dropped, self.max_draws)

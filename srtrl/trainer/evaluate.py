@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import Recipe
-from srtrl.rollout.collect import Collector, OnProgress, collect_rollouts
+from srtrl.rollout.collect import Collector, FixedDraws, OnProgress, collect_rollouts
 from srtrl.run.metrics import turn_metrics
 from srtrl.statistics import Estimate, confidence_interval, estimate, mean_interval, pass_at_k, pass_at_ks
 from srtrl.tasks.base import Task
@@ -142,7 +142,7 @@ def evaluate(
     )
     if conversations is not None:
         prompts = [conversations.started(prompt, recipe.rollout.max_prompt_tokens) for prompt in prompts]
-    groups = collect_rollouts(engine, collector, list(enumerate(prompts)))
+    groups = collect_rollouts(engine, collector, FixedDraws(list(enumerate(prompts))))
     if conversations is not None:
         conversations.check_not_all_raised("evaluation", ranks)
     seconds = sum(collector.timer.take().values())

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from srtrl.metrics import StageTimer
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import Recipe
-from srtrl.rollout.collect import Collector, OnProgress, StageTimer, collect_rollouts
-from srtrl.rollout.dynamic_sampling import sample_until_full
+from srtrl.rollout.collect import Collector, FixedDraws, OnProgress, collect_rollouts
+from srtrl.rollout.dynamic_sampling import DrawsUntilFull
 from srtrl.run.metrics import rollout_metrics
 from srtrl.tasks.grading import Grader, check_not_all_failed
 from srtrl.trainer.build import train_sampling
@@ -121,9 +122,7 @@ class StepSampler:
             ranks=self.ranks,
         )
         if rollout.dynamic_sampling:
-            groups, kept = sample_until_full(
-                engine,
-                collector,
+            until_full = DrawsUntilFull(
                 self.prompt_of,
                 first_draw=first,
                 num_prompts=rollout.num_prompts,
@@ -131,10 +130,12 @@ class StepSampler:
                 keeps=lambda group: bool(filter_groups([group], filters)),
                 run_ahead=lambda opened: self.run_ahead(step, opened, collector),
             )
+            groups = collect_rollouts(engine, collector, until_full)
+            kept = until_full.kept_groups(groups, self.ranks)
         else:
             draws = range(first, first + rollout.num_prompts)
-            run_ahead = self.run_ahead(step, draws, collector)
-            groups = collect_rollouts(engine, collector, self.draws(draws), run_ahead=run_ahead)
+            fixed = FixedDraws(self.draws(draws), run_ahead=self.run_ahead(step, draws, collector))
+            groups = collect_rollouts(engine, collector, fixed)
             kept = filter_groups(groups, filters)
         check_not_all_failed(groups, f"step {step}")
         if self.conversations is not None:

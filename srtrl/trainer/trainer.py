@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Unpack
 import numpy as np
 from rich.console import Console
 
-from srtrl.metrics import MetricLog
+from srtrl.metrics import MetricLog, StageTimer
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.sharding import reshard, unshard
 from srtrl.ranks.processes import ONE_RANK, Ranks, open_ranks
 from srtrl.recipe.schema import Recipe
-from srtrl.rollout.collect import StageTimer
 from srtrl.run.checkpoint import (
     TrainerState,
     check_prompts,
