@@ -97,7 +97,6 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     ]
     if recipe.critic is not None:
         functions.append(("critic.value_loss", VALUE_LOSS, recipe.critic.value_loss))
-        yield "critic.path", partial(_check_critic, recipe)
     for key, call, name in functions:
         yield key, partial(_check_function, re.sub(r"\.\d+$", "", key), name, call)
     yield "algorithm.advantage", partial(_check_advantage, recipe)
@@ -192,17 +191,6 @@ def _check_model(recipe: Recipe, *, warm_start: bool) -> None:
             f"max_prompt_tokens + max_new_tokens = {longest} is more than the {num_positions} positions of {model}"
         )
         raise RecipeError(Problem("rollout.max_new_tokens", message))
-
-
-def _check_critic(recipe: Recipe) -> None:
-    """Check that local weights of a critic fit the policy."""
-    from srtrl.model.weights import read_config
-    from srtrl.trainer.build import build_tokenizer, check_critic
-
-    assert recipe.critic is not None
-    critic, policy = recipe.critic.path, recipe.model.path
-    if critic is not None and _is_local(critic) and (policy.startswith("bundled:") or Path(policy).exists()):
-        check_critic(recipe, read_config(policy).vocab_size, build_tokenizer(recipe))
 
 
 def _check_folder(folder: str) -> None:

@@ -4,15 +4,11 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from srtrl.model.cpu_threads import set_cpu_threads
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: tests of kernels run them on the CPU
@@ -65,12 +61,3 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny_run import make_policy
 
     return make_policy(tmp_path_factory.mktemp("model") / "policy")
-
-
-@pytest.fixture
-def accelerator() -> Iterator["Accelerator"]:
-    """Accelerate's, on the CPU without mixed precision."""
-    from update_cases import fresh_accelerator  # a second that most tests need not take
-
-    with fresh_accelerator() as fresh:
-        yield fresh

@@ -13,13 +13,13 @@ from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences
 from srtrl.model.transformer import Transformer
 from srtrl.model.value_model import ValueModel
 from srtrl.recipe.schema import Recipe
-from srtrl.trainer.critic import Critic
+from srtrl.trainer.critic import Critic, ValueObjective
 from srtrl.types import TrainSequence
 
 
 def make_critic_recipe(critic: dict[str, Any] | None = None, **options: Any) -> Recipe:
     """Three groups of two, a critic with a norm that is never clipped; `critic` are values of its section."""
-    section = {"learning_rate": 0.02, "max_grad_norm": 1e9, "value_clip": 0.1, **(critic or {})}
+    section = {"learning_rate": 0.02, "value_clip": 0.1, **(critic or {})}
     return make_recipe(critic=section, algorithm__advantage="gae", **options)
 
 
@@ -55,10 +55,11 @@ def padded_values(model: ValueModel, sequences: Sequence[TrainSequence]) -> Tens
     return torch.cat([row[response] for row, response in zip(values, responses, strict=True)])
 
 
-def make_critic(model: ValueModel) -> tuple[Critic, RecordingSGD]:
+def make_critic(model: ValueModel, recipe: Recipe) -> tuple[Critic, RecordingSGD]:
     """A critic that descends plainly, and its optimizer's records."""
+    assert recipe.critic is not None
     optimizer = RecordingSGD(model)
-    return Critic(model=model, optimizer=optimizer), optimizer
+    return Critic(objective=ValueObjective(model, recipe.critic), optimizer=optimizer), optimizer
 
 
 def untied_body(dtype: torch.dtype = torch.float32) -> Transformer:

@@ -113,12 +113,9 @@ def token_losses(name: str, p: Padded, low: float, high: float) -> Tensor:
     return loss
 
 
-def importance_weights(p: Padded, cap: float, level: str) -> Tensor:
-    """[B, L] for `token`, [B, 1] for `sequence`."""
-    log_ratio = p.old - p.rollout
-    if level == "sequence":
-        log_ratio = log_ratio.sum(1, keepdim=True)
-    return log_ratio.exp().clamp(max=cap)
+def importance_weights(p: Padded, cap: float) -> Tensor:
+    """[B, L]."""
+    return (p.old - p.rollout).exp().clamp(max=cap)
 
 
 def reduce(name: str, losses: Tensor, mask: Tensor, max_new_tokens: int) -> Tensor:

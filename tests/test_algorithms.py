@@ -8,7 +8,6 @@ from torch import Tensor
 
 from srtrl.algorithms import reductions
 from srtrl.algorithms.advantages import is_token_level
-from srtrl.algorithms.reductions import adapted_coefficient
 from srtrl.resolve import list_parts, resolve_part
 
 F64 = torch.float64
@@ -55,27 +54,6 @@ def test_a_filter_sees_each_group_alone(name: str) -> None:
     assert together.dtype == torch.bool
     assert torch.equal(torch.cat(alone), together)
     assert 0 < together.sum() < 30
-
-
-@pytest.mark.parametrize(
-    ("kl_now", "factor"),
-    [
-        (0.1, 1.0),  # at the target
-        (0.11, 1 + 0.1 * 0.1),  # 10% above: error 0.1, times 1000 / 10000
-        (0.095, 1 - 0.05 * 0.1),
-        (5.0, 1 + 0.2 * 0.1),  # clipped
-        (0.0, 1 - 0.2 * 0.1),
-        (-0.3, 1 - 0.2 * 0.1),  # an estimate may be negative
-    ],
-)
-def test_adapted_kl_coefficient_by_hand(kl_now: float, factor: float) -> None:
-    found = adapted_coefficient(0.05, kl_now, target=0.1, horizon=10_000, num_samples=1000)
-    assert found == pytest.approx(0.05 * factor, rel=1e-12)
-
-
-def test_a_horizon_that_could_turn_the_kl_coefficient_round_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^algorithm.kl.horizon: expected more than 0.2 x the 5000 samples of a step"):
-        adapted_coefficient(0.05, 0.0, target=0.1, horizon=1000, num_samples=5000)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from srtrl.metrics import read_metrics
 from srtrl.model.value_model import ValueModel
 from srtrl.model.weights import load_model, load_tokenizer
 from srtrl.recipe.file import load_recipe
+from srtrl.recipe.schema import CriticSection
 from srtrl.run import checkpoint
 from srtrl.run.checkpoint import (
     TrainerState,
@@ -26,7 +27,7 @@ from srtrl.run.checkpoint import (
     save_checkpoint,
 )
 from srtrl.run.folder import check_run_folder, open_run_folder
-from srtrl.trainer.critic import Critic
+from srtrl.trainer.critic import Critic, ValueObjective
 from srtrl.trainer.optimizer import build_optimizer
 
 
@@ -36,9 +37,9 @@ def save(policy: Path, folder: Path, step: int, *, keep: int = 2, critic: Critic
     model = load_model(str(policy), dtype=torch.float32, device="cpu")
     return save_checkpoint(
         folder,
-        TrainerState(step=step, policy_version=step - 1, num_draws=5 * step, kl_coefficient=0.1 * step),
+        TrainerState(step=step, policy_version=step - 1, num_draws=5 * step),
         model=model,
-        optimizer=build_optimizer(model, learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8),
+        optimizer=build_optimizer(model, learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.99)),
         tokenizer=load_tokenizer(str(policy)),
         end_ids=[0],
         drafter=NoDrafter(),
@@ -52,10 +53,12 @@ def test_all_files_are_made_durable_before_the_rename(
 ) -> None:
     """A file whose name is lost in a power failure is lost: the folder of the critic too must be synced."""
     critic_model = ValueModel(load_model(str(policy), dtype=torch.float32, device="cpu"))
-    optimizer = build_optimizer(critic_model, learning_rate=0.01, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-8)
+    optimizer = build_optimizer(critic_model, learning_rate=0.01, weight_decay=0.0, betas=(0.9, 0.99))
     synced: list[Path] = []
     monkeypatch.setattr(checkpoint, "sync_folder", synced.append)
-    path = save(policy, tmp_path, 3, critic=Critic(model=critic_model, optimizer=optimizer))
+    path = save(
+        policy, tmp_path, 3, critic=Critic(objective=ValueObjective(critic_model, CriticSection()), optimizer=optimizer)
+    )
     *inside, temporary, parent = synced
     assert (temporary.name, parent) == (".step_000003.writing", tmp_path)
     assert {one.relative_to(temporary) for one in inside} == {one.relative_to(path) for one in path.rglob("*")}
@@ -268,15 +271,3 @@ def test_resume_with_another_recipe(
     else:
         with open_run_folder(changed, resume=True) as run:
             assert load_recipe(run.path / "recipe.yaml") == changed
-
-
-def test_an_adaptive_kl_coefficient_cannot_be_set(tmp_path: Path) -> None:
-    """The checkpoint's would be used, and the new value ignored."""
-    for coefficient in (0.01, 0.02):
-        kl = {"coefficient": coefficient, "target": 0.1, "placement": "reward"}
-        recipe = make_recipe(tmp_path / "policy", tmp_path, algorithm__kl=kl)
-        if coefficient == 0.01:
-            with open_run_folder(recipe):
-                pass
-    with pytest.raises(ValueError, match=r"--change: algorithm\.kl\.coefficient follows algorithm\.kl\.target"):
-        check_run_folder(recipe, resume=True, changed=["algorithm.kl.coefficient"])

@@ -15,7 +15,7 @@ from torch import Tensor
 from update_cases import make_recipe
 
 from srtrl.algorithms.advantages import token_level
-from srtrl.trainer.credit import Credit, assign_credit, filter_groups, train_sequences, with_numbers
+from srtrl.trainer.credit import Credit, assign_credit, filter_groups, train_sequences
 from srtrl.types import Conversation, GradeOutcome, RolloutGroup, SegmentKind, TrainSequence
 
 KL = 0.1
@@ -40,9 +40,7 @@ def random_sequences(groups: Sequence[RolloutGroup], seed: int, *, with_values: 
     rng = np.random.default_rng(seed)
     plain = train_sequences(groups)
     noises = [rng.normal(scale=0.5, size=len(s.rollout_logprobs)).astype(np.float32) for s in plain]
-    sequences = with_numbers(
-        plain, "ref_logprobs", [s.rollout_logprobs + noise for s, noise in zip(plain, noises, strict=True)]
-    )
+    sequences = [replace(s, ref_logprobs=s.rollout_logprobs + noise) for s, noise in zip(plain, noises, strict=True)]
     if not with_values:
         return sequences
     return [
@@ -54,12 +52,10 @@ def random_sequences(groups: Sequence[RolloutGroup], seed: int, *, with_values: 
 def credit_of(
     groups: Sequence[RolloutGroup],
     sequences: Sequence[TrainSequence] | None = None,
-    *,
-    kl_coefficient: float = KL,
     **options: Any,
 ) -> Credit:
     given = train_sequences(groups) if sequences is None else sequences
-    return assign_credit(groups, given, make_recipe(**options), kl_coefficient=kl_coefficient)
+    return assign_credit(groups, given, make_recipe(**options))
 
 
 def estimate(estimator: str, new: float, ref: float) -> float:
@@ -121,7 +117,7 @@ def as_it_is(rewards: Tensor) -> Tensor:
 def test_kl_in_the_reward_is_summed_over_the_sample(estimator: str) -> None:
     groups = random_groups(1)
     sequences = random_sequences(groups, 1)
-    kl = {"coefficient": 77.0, "estimator": estimator, "placement": "reward"}  # the present coefficient counts
+    kl = {"coefficient": KL, "estimator": estimator, "placement": "reward"}
     credit = credit_of(groups, sequences, algorithm__advantage="test_credit:as_it_is", algorithm__kl=kl)
     expected = [sum(row) for row in token_rewards(groups, sequences, estimator)]
     assert list(credit.advantages.values()) == pytest.approx(expected, rel=1e-12)
@@ -136,10 +132,6 @@ def test_kl_in_the_reward_is_summed_over_the_sample(estimator: str) -> None:
         algorithm__advantage="test_credit:as_it_is",
         algorithm__kl={**kl, "placement": "loss", "estimator": "k3"},
     )
-    num_tokens = sum(len(sequence.advantages) for sequence in sequences)
-    charged = (np.sum(plain) - np.sum(expected)) / KL
-    assert credit.sampled_kl == pytest.approx(charged / num_tokens, rel=1e-9), "over tokens, not over samples"
-    assert in_loss.sampled_kl is None
     assert list(in_loss.advantages.values()) == plain
     assert in_loss.metrics == {"groups/zero_advantage_share": 0.0}
 
@@ -177,7 +169,7 @@ def test_gae_with_the_kl_in_the_reward(kl: str | None, whiten: bool) -> None:
         algorithm__gamma=gamma,
         algorithm__lam=lam,
         algorithm__whiten_advantages=whiten,
-        algorithm__kl={"coefficient": 77.0, "estimator": kl, "placement": "reward"} if kl else {},
+        algorithm__kl={"coefficient": KL, "estimator": kl, "placement": "reward"} if kl else {},
         critic={},
     )
     values = [sequence.values.astype(float) for sequence in sequences if sequence.values is not None]
@@ -289,7 +281,6 @@ def test_nothing_may_be_left_by_overlong_filtering() -> None:
     assert credit == Credit(
         sequences=[],
         advantages={},
-        sampled_kl=None,
         metrics={"groups/zero_advantage_share": 0.0, "samples/overlong_dropped": 2},
     )
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from critic_cases import (
     make_critic,
     make_critic_recipe,
@@ -19,8 +18,9 @@ from critic_cases import (
 from torch import Tensor
 
 from srtrl.model.value_model import ValueModel
-from srtrl.trainer.critic import compute_values, update_critic, value_metrics
-from srtrl.trainer.update import NonFiniteError
+from srtrl.trainer.critic import update_critic, value_metrics, with_values
+from srtrl.trainer.objective import NonFiniteError
+from srtrl.trainer.passes import UpdateContext
 from srtrl.types import TrainSequence
 
 VALUE_CLIPS: dict[str, dict[str, float]] = {"clipped_value": {"value_clip": 0.1}, "squared_error": {"value_clip": 0.2}}
@@ -44,10 +44,11 @@ def naive_loss(model: ValueModel, sequences: Sequence[TrainSequence], value_clip
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [17, 1000])
-def test_values_equal_those_of_a_padded_batch(micro_batch_tokens: int, accelerator: Accelerator) -> None:
+def test_values_equal_those_of_a_padded_batch(micro_batch_tokens: int) -> None:
     model, sequences = make_value_model(), make_value_sequences()
     recipe = make_critic_recipe(train__micro_batch_tokens=micro_batch_tokens)
-    found = compute_values(model, sequences, accelerator, recipe, where="step 1")
+    filled = with_values(model, sequences, UpdateContext(recipe=recipe, step=1))
+    found = [sequence.values for sequence in filled if sequence.values is not None]
     assert [len(values) for values in found] == [len(sequence.advantages) for sequence in sequences]
     assert all(values.dtype == np.float32 for values in found)
     expected = padded_values(model, sequences).detach().numpy()
@@ -56,20 +57,19 @@ def test_values_equal_those_of_a_padded_batch(micro_batch_tokens: int, accelerat
 
 @pytest.mark.parametrize("micro_batch_tokens", [16, 25, 1000])
 @pytest.mark.parametrize("value_loss", ["clipped_value", "squared_error"])
-def test_gradients_equal_autograd_on_a_padded_batch(
-    value_loss: str, micro_batch_tokens: int, accelerator: Accelerator
-) -> None:
+def test_gradients_equal_autograd_on_a_padded_batch(value_loss: str, micro_batch_tokens: int) -> None:
     """Two mini-batches and two epochs; the clip is around the values before the update, not the latest ones."""
     recipe = make_critic_recipe(
-        {"value_loss": value_loss, "mini_batch_prompts": 2, "num_epochs": 2, **VALUE_CLIPS[value_loss]},
+        {"value_loss": value_loss, "mini_batch_prompts": 2, **VALUE_CLIPS[value_loss]},
+        train__num_epochs=2,
         rollout__num_prompts=4,  # a filter dropped the fourth
         train__micro_batch_tokens=micro_batch_tokens,
     )
     assert recipe.critic is not None
     model, sequences = make_value_model(), make_value_sequences()
     naive = copy.deepcopy(model)
-    critic, optimizer = make_critic(model)
-    metrics = update_critic(critic, accelerator, sequences, recipe=recipe, step=3)
+    critic, optimizer = make_critic(model, recipe)
+    metrics = update_critic(critic, sequences, UpdateContext(recipe=recipe, step=3))
     assert len(optimizer.gradients) == 4
 
     second_epoch = np.random.default_rng((recipe.seed, 3, 1)).permutation(3)
@@ -98,28 +98,29 @@ def test_gradients_equal_autograd_on_a_padded_batch(
         assert metrics["critic/clip_share/value"] == pytest.approx(np.average(shares, weights=counts), rel=1e-10)
 
 
-def test_rate_and_norm_are_the_critics_own(accelerator: Accelerator) -> None:
-    """Three optimizer steps a training step for the critic, one for the policy."""
+def test_the_rate_is_the_critics_own_and_the_norm_that_of_the_policy() -> None:
+    """Three optimizer steps a training step for the critic, one for the policy; the rate has no warm-up."""
     recipe = make_critic_recipe(
-        {"learning_rate": 0.4, "lr_warmup_steps": 3, "mini_batch_prompts": 1, "warmup_steps": 1, "max_grad_norm": 0.01},
+        {"learning_rate": 0.4, "mini_batch_prompts": 1, "warmup_steps": 1},
         train__num_steps=5,
         train__schedule="linear",
+        train__warmup_steps=3,
+        train__max_grad_norm=0.01,
     )
     model = make_value_model()
-    critic, optimizer = make_critic(model)
+    critic, optimizer = make_critic(model, recipe)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     logged = []
     for step in range(1, 6):
-        metrics = update_critic(critic, accelerator, make_value_sequences(), recipe=recipe, step=step)
+        metrics = update_critic(critic, make_value_sequences(), UpdateContext(recipe=recipe, step=step))
         logged.append(metrics["critic/learning_rate"])
         assert metrics["critic/grad_norm"] > 0.1
     rates = optimizer.rates
     assert logged == rates[2::3]
     moved = torch.cat([(a.detach() - b).flatten() for a, b in zip(model.parameters(), before, strict=True)])
-    assert 0 < float(moved.norm()) <= 1.001 * 0.01 * sum(rates), "each step is clipped to the critic's own norm"
+    assert 0 < float(moved.norm()) <= 1.001 * 0.01 * sum(rates), "each step is clipped to the norm"
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert rates[:4] == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    assert rates[4:] == pytest.approx([0.4 * (1 - done / 12) for done in range(1, 12)])
+    assert rates == pytest.approx([0.4 * (1 - done / 15) for done in range(15)])
 
 
 def test_explained_variance_equals_its_definition() -> None:
@@ -160,23 +161,24 @@ def test_returns_that_differ_by_rounding_have_no_explained_variance(reward: floa
 # --- Numbers and functions that are wrong -----------------------------------------------------------------------------
 
 
-def test_a_value_that_is_no_number_stops_the_step(accelerator: Accelerator) -> None:
+def test_a_value_that_is_no_number_stops_the_step() -> None:
     model, sequences = make_value_model(), make_value_sequences()
     token = int(sequences[2].token_ids[sequences[2].num_prompt_tokens])  # the first that is read within a response
     with torch.no_grad():
         model.body.embedding[token] = float("nan")
-    with pytest.raises(NonFiniteError, match=r"step 7: sequence \d .*value is nan"):
-        compute_values(model, sequences, accelerator, make_critic_recipe(), where="step 7")
+    with pytest.raises(NonFiniteError, match="step 7: a value by the critic is not a finite number"):
+        with_values(model, sequences, UpdateContext(recipe=make_critic_recipe(), step=7))
 
 
-def test_a_loss_that_is_no_number_changes_no_weight(accelerator: Accelerator) -> None:
+def test_a_loss_that_is_no_number_changes_no_weight() -> None:
     model, sequences = make_value_model(), make_value_sequences()
     assert sequences[0].returns is not None
     sequences[0].returns[0] = np.inf
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    critic, _ = make_critic(model)
-    with pytest.raises(NonFiniteError, match="step 2, critic, epoch 1, mini-batch"):
-        update_critic(critic, accelerator, sequences, recipe=make_critic_recipe(), step=2)
+    recipe = make_critic_recipe()
+    critic, _ = make_critic(model, recipe)
+    with pytest.raises(NonFiniteError, match="critic, step 2, epoch 1, mini-batch"):
+        update_critic(critic, sequences, UpdateContext(recipe=recipe, step=2))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
 
@@ -204,9 +206,9 @@ def absolute_error(
         ("no_such_loss", r"no_such_loss.*losses.py; known: clipped_value"),
     ],
 )
-def test_a_value_loss_of_ones_own(value_loss: str, message: str | None, accelerator: Accelerator) -> None:
-    critic, _ = make_critic(make_value_model())
+def test_a_value_loss_of_ones_own(value_loss: str, message: str | None) -> None:
     recipe = make_critic_recipe({"value_loss": value_loss})
     with pytest.raises(ValueError, match=message) if message else nullcontext():
-        metrics = update_critic(critic, accelerator, make_value_sequences(), recipe=recipe, step=1)
-        assert 0 < metrics["critic/far_share"] < 1
+        critic, _ = make_critic(make_value_model(), recipe)
+        metrics = update_critic(critic, make_value_sequences(), UpdateContext(recipe=recipe, step=1))
+        assert 0 < metrics["critic/loss/far_share"] < 1

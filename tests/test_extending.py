@@ -66,7 +66,7 @@ def test_a_loss_outside_the_package_trains(recipe_file: Path) -> None:
     run = run_training(recipe)
     rows = [row for row in read_metrics(run.folder / "metrics.jsonl") if row["step"] > 0]
     assert len(rows) == 2
-    assert all(0 < row["sapo/slope"] <= 1 and row["grad_norm"] > 0 for row in rows)
+    assert all(0 < row["loss/slope"] <= 1 and row["grad_norm"] > 0 for row in rows)
     assert not any(key.startswith("clip_share") for row in rows for key in row)
     before, after = (
         named_tensors(load_model(path, dtype=torch.float32, device="cpu"))
@@ -76,7 +76,7 @@ def test_a_loss_outside_the_package_trains(recipe_file: Path) -> None:
     options = "name=hotter 'algorithm.loss_options={negative_temperature: 3.0}'"
     other = read_metrics(run_training(recipe_of(f"{command} {options}", recipe_file)).folder / "metrics.jsonl")
     assert other[1]["reward/mean"] == rows[0]["reward/mean"], "the first policy's rollouts are the same"
-    assert other[1]["sapo/slope"] != rows[0]["sapo/slope"], "the second mini-batch is off-policy: the gate differs"
+    assert other[1]["loss/slope"] != rows[0]["loss/slope"], "the second mini-batch is off-policy: the gate differs"
 
 
 def test_a_run_learns_from_the_token_level_advantage(recipe_file: Path) -> None:

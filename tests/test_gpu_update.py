@@ -1,12 +1,10 @@
 """The update on a CUDA device: attention, log-probs, masters, compilation and memory against their references."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from tiny_run import init_policy
 from torch import Tensor
 from update_cases import make_policy as make_tiny_policy
@@ -21,13 +19,6 @@ pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda", 0)
 LENGTHS = [300, 1, 17, 129, 64]
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    AcceleratorState._reset_state(True)
-    yield Accelerator()
-    AcceleratorState._reset_state(True)
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
@@ -107,7 +98,7 @@ def test_log_probs_and_gradients_equal_those_of_the_cpu(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_training_step_changes_the_weights_as_on_the_cpu(dtype: torch.dtype, accelerator: Accelerator) -> None:
+def test_a_training_step_changes_the_weights_as_on_the_cpu(dtype: torch.dtype) -> None:
     recipe = make_recipe(train__micro_batch_tokens=24, train__mini_batch_prompts=1)
     masters: list[Sequence[Tensor]] = []
     for device in ("cpu", CUDA):
@@ -115,7 +106,7 @@ def test_a_training_step_changes_the_weights_as_on_the_cpu(dtype: torch.dtype, a
         optimizer = build_optimizer(policy, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-3)
         learned = gradient_holders(policy, optimizer)
         before = [one.detach().cpu().clone() for one in learned]
-        update(policy, optimizer, accelerator, make_sequences(make_tiny_policy()), recipe)
+        update(policy, optimizer, make_sequences(make_tiny_policy()), recipe)
         after = [one.detach().cpu() for one in learned]
         masters.append([new - old for new, old in zip(after, before, strict=True)])
         assert all(parameter.dtype == dtype for parameter in policy.parameters())

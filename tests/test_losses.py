@@ -124,12 +124,10 @@ def test_the_value_clip_at_its_edges() -> None:
 
 
 def test_importance_weights_of_equal_logprobs_are_one_and_overflow_is_capped() -> None:
-    logprobs, index = torch.tensor([-1.0, -2.0, -300.0]), torch.tensor([0, 0, 1])
-    for level in ("token", "sequence"):
-        weights = losses.truncated_weights(logprobs, logprobs, index, cap=2.0, level=level)
-        assert torch.equal(weights, torch.ones(3))
-        far = losses.truncated_weights(logprobs + 1000, logprobs, index, cap=2.0, level=level)
-        assert torch.equal(far, torch.full((3,), 2.0))
+    logprobs = torch.tensor([-1.0, -2.0, -300.0])
+    assert torch.equal(losses.truncated_weights(logprobs, logprobs, cap=2.0), torch.ones(3))
+    far = losses.truncated_weights(logprobs + 1000, logprobs, cap=2.0)
+    assert torch.equal(far, torch.full((3,), 2.0))
 
 
 def test_sums_and_means_of_sequences() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from update_cases import make_policy, make_recipe, make_sequences
 
@@ -19,11 +18,13 @@ from srtrl.model.attention import PackedPlan
 from srtrl.model.logprobs import token_logprobs
 from srtrl.model.transformer import Transformer
 from srtrl.rollout.packing import PackedBatch, pack
+from srtrl.trainer.objective import Objective
 from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer, gradient_bytes, gradient_holders
+from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.update import run_optimizer_steps
 from srtrl.types import TrainSequence
 
-ADAMW: dict[str, Any] = {"weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
+ADAMW: dict[str, Any] = {"weight_decay": 0.1, "betas": (0.9, 0.99)}
 RATE = 1e-3
 BUDGET = 24
 
@@ -46,33 +47,33 @@ def micro_batch_loss(policy: Transformer, packed: PackedBatch) -> Tensor:
     return -(logprobs * packed.advantages).sum() / 30
 
 
+class AnyObjective(Objective):
+    """Of `micro_batch_loss`."""
+
+    model: Transformer
+
+    def micro_batch_loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """With a metric of ones."""
+        return micro_batch_loss(self.model, packed), {"one": torch.ones(len(packed.target_ids))}
+
+
 def descend_by_ours(
     policy: Transformer,
     optimizer: torch.optim.Optimizer,
-    accelerator: Accelerator,
     sequences: Sequence[TrainSequence],
     max_norm: float,
 ) -> dict[str, float]:
     """Four epochs of one mini-batch."""
-
-    def loss_of(packed: PackedBatch, _: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return micro_batch_loss(policy, packed), {"one": torch.ones(len(packed.target_ids))}
-
     recipe = make_recipe(
-        train__num_steps=1, train__num_epochs=4, train__micro_batch_tokens=BUDGET, train__schedule="linear"
+        train__num_steps=1,
+        train__num_epochs=4,
+        train__micro_batch_tokens=BUDGET,
+        train__schedule="linear",
+        train__max_grad_norm=max_norm,
     )
-    return run_optimizer_steps(
-        policy,
-        optimizer,
-        accelerator,
-        [replace(sequence, draw_index=0) for sequence in sequences],
-        loss_of,
-        updates=recipe.policy_updates,
-        recipe=recipe,
-        step=1,
-        max_grad_norm=max_norm,
-        where="test",
-    )
+    ordered = [replace(sequence, draw_index=0) for sequence in sequences]
+    context = UpdateContext(recipe=recipe, step=1)
+    return run_optimizer_steps(AnyObjective(policy), optimizer, ordered, context, recipe.policy_updates)
 
 
 def decayed_groups(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
@@ -110,24 +111,24 @@ def descend_by_hand(policy: Transformer, sequences: Sequence[TrainSequence], max
 
 @pytest.mark.parametrize("max_norm", [1e9, 0.05])
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_are_those_of_float32_masters_to_the_bit(tied: bool, max_norm: float, accelerator: Accelerator) -> None:
+def test_weights_are_those_of_float32_masters_to_the_bit(tied: bool, max_norm: float) -> None:
     sequences = make_sequences(make_policy())
     assert len(list(pack(sequences, BUDGET, "cpu"))) > 2
     ours, by_hand = half_policy(tied=tied), half_policy(tied=tied)
-    metrics = descend_by_ours(ours, optimizer_of(ours), accelerator, sequences, max_norm)
+    metrics = descend_by_ours(ours, optimizer_of(ours), sequences, max_norm)
     assert metrics["grad_norm"] == descend_by_hand(by_hand, sequences, max_norm)
     assert all(map(torch.equal, ours.parameters(), by_hand.parameters()))
     assert not all(map(torch.equal, ours.parameters(), half_policy(tied=tied).parameters()))
 
 
-def test_small_updates_and_gradients_add_up(accelerator: Accelerator) -> None:
+def test_small_updates_and_gradients_add_up() -> None:
     """A hundred steps of 1e-4 move a weight of 1 by 1e-2 in the master; in bfloat16 alone they would vanish."""
     model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
         model.weight.fill_(1.0)
     optimizer = optimizer_of(model, learning_rate=1e-4, weight_decay=0.0)
     for size in (256.0, *[0.5] * 8):  # a bfloat16 sum loses what is below 1/256 of it
-        accelerator.backward((model.weight * size).sum())
+        (model.weight * size).sum().backward()  # type: ignore[no-untyped-call]
     (master,) = gradient_holders(model, optimizer)
     assert master.grad is not None
     assert float(master.grad) == 260.0
@@ -139,13 +140,14 @@ def test_small_updates_and_gradients_add_up(accelerator: Accelerator) -> None:
     assert model.weight.item() == float(torch.tensor(0.99).bfloat16())
 
 
-def test_the_models_tensors_stay_where_they_are_and_hold_no_gradient(accelerator: Accelerator) -> None:
+def test_the_models_tensors_stay_where_they_are_and_hold_no_gradient() -> None:
     """The decoder reads these very tensors."""
     policy = half_policy()
     optimizer = optimizer_of(policy)
     parameters = list(policy.parameters())
     addresses = [parameter.data_ptr() for parameter in parameters]
-    accelerator.backward(micro_batch_loss(policy, next(pack(make_sequences(make_policy()), BUDGET, "cpu"))))
+    loss = micro_batch_loss(policy, next(pack(make_sequences(make_policy()), BUDGET, "cpu")))
+    loss.backward()  # type: ignore[no-untyped-call]
     assert all(parameter.grad is None for parameter in parameters)
     gradients = [one.grad for one in gradient_holders(policy, optimizer) if one.grad is not None]
     assert [(one.shape, one.dtype) for one in gradients] == [(one.shape, torch.float32) for one in parameters]
@@ -175,7 +177,7 @@ def test_optimizer_and_masters_are_freed_before_the_model() -> None:
     assert master.item() != before
 
 
-def test_a_float32_model_is_trained_by_plain_adamw_with_the_same_bits(accelerator: Accelerator) -> None:
+def test_a_float32_model_is_trained_by_plain_adamw_with_the_same_bits() -> None:
     """Its state is allocated at once; nothing else differs from an optimizer that makes it in the first step."""
     sequences = make_sequences(make_policy())
     policies = [make_policy(dtype=torch.float32, scale=8) for _ in range(2)]
@@ -185,7 +187,7 @@ def test_a_float32_model_is_trained_by_plain_adamw_with_the_same_bits(accelerato
         decayed_groups(policies[1].named_parameters()), lr=RATE, betas=(0.9, 0.99), eps=1e-8, fused=True
     )
     for policy, optimizer in zip(policies, (ours, lazy), strict=True):
-        descend_by_ours(policy, optimizer, accelerator, sequences, 0.05)
+        descend_by_ours(policy, optimizer, sequences, 0.05)
     assert all(map(torch.equal, policies[0].parameters(), policies[1].parameters()))
     for group in ours.param_groups:
         del group["param_names"]

@@ -13,19 +13,17 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_resume import die_at_call, finish, start
-from tiny_run import VOCAB_SIZE, assert_same_run, make_recipe
+from tiny_run import assert_same_run, make_recipe
 
 from srtrl.metrics import read_metrics
-from srtrl.model.hf_config import config_from_hf
-from srtrl.model.value_model import ValueModel, load_value_model, save_value_model
-from srtrl.model.weights import init_model, load_model, read_config
+from srtrl.model.value_model import load_value_model
+from srtrl.model.weights import load_model
 from srtrl.recipe.schema import Recipe
 from srtrl.run import checkpoint
 from srtrl.run.checkpoint import load_training_state, read_state
 from srtrl.run.metrics import describe_step
 from srtrl.trainer.optimizer import build_optimizer
 from srtrl.trainer.trainer import run_training
-from srtrl.warm_start.training import train_tokenizer
 
 PPO: dict[str, Any] = {
     "model__dtype": "bfloat16",
@@ -35,11 +33,11 @@ PPO: dict[str, Any] = {
         "lam": 0.9,
         "whiten_advantages": True,
         "reduction": "token_mean",
-        "kl": {"coefficient": 0.05, "estimator": "k1", "placement": "reward", "target": 0.02, "horizon": 40},
+        "kl": {"coefficient": 0.05, "estimator": "k1", "placement": "reward"},
     },
-    "critic": {"learning_rate": 0.02, "mini_batch_prompts": 4, "num_epochs": 3, "warmup_steps": 1},
+    "critic": {"learning_rate": 0.02, "mini_batch_prompts": 4, "warmup_steps": 1},
 }
-"""Three optimizer steps of the critic a step, four of the policy, and none of the policy in the first step."""
+"""Two optimizer steps of the critic a step, four of the policy, and none of the policy in the first step."""
 
 
 def make_ppo_recipe(policy: Path, output_dir: Path, **changes: Any) -> Recipe:
@@ -47,16 +45,16 @@ def make_ppo_recipe(policy: Path, output_dir: Path, **changes: Any) -> Recipe:
 
 
 KILLS: dict[str, Callable[[], None]] = {
-    # in step 3, after the second of the critic's three optimizer steps
-    "in the critic's update": lambda: die_at_call(torch.optim.AdamW, "step", 3 + (3 + 4) + 2, after=True),
+    # in step 3, after the first of the critic's two optimizer steps
+    "in the critic's update": lambda: die_at_call(torch.optim.AdamW, "step", 2 + (2 + 4) + 1, after=True),
     # in step 3: the critic has learned, the policy is half-way
-    "in the policy's update": lambda: die_at_call(torch.optim.AdamW, "step", 3 + (3 + 4) + 3 + 2, after=True),
+    "in the policy's update": lambda: die_at_call(torch.optim.AdamW, "step", 2 + (2 + 4) + 2 + 2, after=True),
 }
 MORE_KILLS: dict[str, Callable[[], None]] = {
     # the second checkpoint has the policy and its optimizer, but no critic yet
     "while the critic is saved": lambda: die_at_call(checkpoint, "save_value_model", 2),
     # there is no checkpoint yet
-    "in the warm-up": lambda: die_at_call(torch.optim.AdamW, "step", 2, after=True),
+    "in the warm-up": lambda: die_at_call(torch.optim.AdamW, "step", 1, after=True),
 }
 
 
@@ -71,7 +69,7 @@ def uninterrupted(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return run_training(make_ppo_recipe(policy, tmp_path_factory.mktemp("plain"), rollout__drafter="none")).folder
 
 
-def test_critic_policy_and_coefficient_learn_something(policy: Path, uninterrupted: Path) -> None:
+def test_critic_and_policy_learn_something(policy: Path, uninterrupted: Path) -> None:
     """Otherwise equality would be cheap."""
     rows = {int(row["step"]): row for row in read_metrics(uninterrupted / "metrics.jsonl")}
     assert all(rows[step]["critic/grad_norm"] > 0 for step in range(1, 5))
@@ -81,14 +79,6 @@ def test_critic_policy_and_coefficient_learn_something(policy: Path, uninterrupt
     assert rows[1]["critic/explained_variance"] == pytest.approx(0, abs=1e-12)
     assert all(rows[step]["grad_norm"] > 0 for step in range(2, 5))
     assert rows[4]["kl/ref"] > 1e-4
-    coefficient = 0.05
-    for step in range(2, 5):
-        assert rows[step]["kl/coefficient"] == pytest.approx(coefficient, rel=1e-12)
-        # no filters: the mean over samples of the sum, by the mean length; 16 samples of a horizon of 40
-        kl = rows[step]["reward/kl_penalty"] / coefficient / rows[step]["length/mean"]
-        coefficient *= 1 + min(max(kl / 0.02 - 1, -0.2), 0.2) * 16 / 40
-    assert coefficient != 0.05
-    assert read_state(uninterrupted / "checkpoints" / "step_000004").kl_coefficient == pytest.approx(coefficient)
     folder = uninterrupted / "checkpoints" / "step_000004"
     assert {weight.dtype for weight in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
     [file] = (folder / "optimizer").iterdir()
@@ -138,7 +128,6 @@ def test_the_warm_up_leaves_the_policy_alone(policy: Path, tmp_path: Path) -> No
     before = list(load_model(policy, dtype=torch.bfloat16, device="cpu").parameters())
     for step in (1, 2):
         assert states[step].policy_version == 0
-        assert states[step].kl_coefficient == 0.05
         assert all(torch.equal(a, b) for a, b in zip(weights[step], before, strict=True))
         assert "loss" not in rows[step]
         assert "critic/loss" in rows[step]
@@ -148,49 +137,7 @@ def test_the_warm_up_leaves_the_policy_alone(policy: Path, tmp_path: Path) -> No
     assert rows[3]["learning_rate"] == pytest.approx(0.01)  # the peak: its first 3 of 4 optimizer steps were warm-up
 
 
-# --- Critics and checkpoints that do not fit --------------------------------------------------------------------------
-
-
-def test_a_saved_critic_continues_in_another_run(policy: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    """Also where its vocabulary is padded to another size: models of one family share a tokenizer."""
-    saved = uninterrupted / "checkpoints" / "step_000004" / "critic"
-    padded = save_critic(tmp_path / "padded", policy, vocab_size=VOCAB_SIZE + 7)
-    train_tokenizer([], VOCAB_SIZE).save_pretrained(padded)
-    for critic, is_zero in ((saved, False), (padded, True)):
-        recipe = make_ppo_recipe(policy, tmp_path, critic__path=str(critic), train__num_steps=2)
-        rows = read_metrics(run_training(recipe, overwrite=True).folder / "metrics.jsonl")
-        assert [row["critic/value_mean"] == 0 for row in rows if row["step"] == 1] == [is_zero]
-
-
-def save_critic(folder: Path, policy: Path, **changes: int) -> Path:
-    """A critic of the policy's shape but for `changes`, without a tokenizer."""
-    fields = dict(read_config(policy).hf_config) | changes
-    save_value_model(ValueModel(init_model(config_from_hf(fields), 3, torch.float32, "cpu")), folder)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (None, "no local folder"),
-        ({"vocab_size": 250}, "a vocabulary of 250 tokens, the policy one of 257"),
-        ({"vocab_size": 264}, "a vocabulary of 264 tokens"),  # whose tokens, it does not say
-        ({"vocab_size": 264, "tokenizer": 260}, "gives other ids than the policy's"),
-        ({"max_position_embeddings": 50}, "has 50 positions"),
-    ],
-)
-def test_a_critic_that_does_not_fit_the_policy_is_refused(
-    changes: dict[str, int] | None, message: str, policy: Path, tmp_path: Path
-) -> None:
-    critic = tmp_path / "critic"
-    if changes is not None:
-        tokenizer_size = changes.pop("tokenizer", None)
-        save_critic(critic, policy, **changes)
-        if tokenizer_size:
-            train_tokenizer(["another language"] * 9, tokenizer_size).save_pretrained(critic)
-    with pytest.raises(ValueError, match=rf"^critic\.path: .*{message}"):
-        run_training(make_ppo_recipe(policy, tmp_path, critic__path=str(critic)))
-    assert not (tmp_path / "run").exists()
+# --- Checkpoints that do not fit --------------------------------------------------------------------------
 
 
 def test_a_checkpoint_without_its_critic_cannot_be_resumed(policy: Path, uninterrupted: Path, tmp_path: Path) -> None:
@@ -204,7 +151,7 @@ def test_a_checkpoint_without_its_critic_cannot_be_resumed(policy: Path, uninter
 def test_an_optimizer_state_of_another_model_is_refused_with_its_folder(uninterrupted: Path, tmp_path: Path) -> None:
     shutil.copytree(uninterrupted / "checkpoints" / "step_000004", tmp_path / "saved")
     model = load_model(tmp_path / "saved", dtype=torch.bfloat16, device="cpu")
-    optimizer = build_optimizer(model, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
+    optimizer = build_optimizer(model, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99))
     [file] = (tmp_path / "saved" / "optimizer").iterdir()
     with safe_open(file, framework="pt") as opened:
         # Copies: what safetensors gives may be the mapped file itself, which is written over below.
@@ -222,7 +169,7 @@ def test_an_optimizer_state_of_another_model_is_refused_with_its_folder(uninterr
         tensors | {"final_norm.master": torch.ones(1)}, r"its final_norm\.master has shape \[1\], this model's \[32\]"
     )
     model.layers = model.layers[:1]
-    optimizer = build_optimizer(model, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
+    optimizer = build_optimizer(model, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99))
     refuse(tensors, r"this model has no layers\.1\.\S+: it is of another model, or of another model\.dtype")
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"saved/optimizer: .*name=OTHER"):

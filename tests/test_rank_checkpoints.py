@@ -18,9 +18,10 @@ from srtrl.model.transformer import Transformer
 from srtrl.model.value_model import ValueModel
 from srtrl.model.weights import load_model, load_tokenizer
 from srtrl.ranks.processes import ONE_RANK, Ranks
+from srtrl.recipe.schema import CriticSection
 from srtrl.run import checkpoint
 from srtrl.run.checkpoint import TrainerState, find_damage, latest_checkpoint, load_training_state, save_checkpoint
-from srtrl.trainer.critic import Critic
+from srtrl.trainer.critic import Critic, ValueObjective
 from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer, state_tensors
 
 ADAMW: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}
@@ -39,7 +40,7 @@ def make_trained(policy: Path, dtype: torch.dtype, sharding: str) -> tuple[Trans
     optimizer = build_optimizer(model, **ADAMW)
     value_optimizer = build_optimizer(value_model, **ADAMW)
     unshard(model)
-    return model, optimizer, Critic(model=value_model, optimizer=value_optimizer)
+    return model, optimizer, Critic(objective=ValueObjective(value_model, CriticSection()), optimizer=value_optimizer)
 
 
 def state_of(optimizer: torch.optim.Optimizer, critic: Critic, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -88,7 +89,7 @@ def save(
         (folder / "metrics.jsonl").touch()
     return save_checkpoint(
         folder / "checkpoints",
-        TrainerState(step=step, policy_version=step, num_draws=step, kl_coefficient=0.0),
+        TrainerState(step=step, policy_version=step, num_draws=step),
         model=model,
         optimizer=optimizer,
         tokenizer=load_tokenizer(str(policy)),

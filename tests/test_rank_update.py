@@ -11,23 +11,22 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from accelerate import Accelerator
 from critic_cases import make_critic_recipe, make_value_model, with_random_targets
 from engine_cases import decode, options, outputs, requests_for, tiny_policy
 from rank_cases import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from update_cases import RecordingSGD, fresh_accelerator, make_policy, make_recipe, make_sequences, update
+from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences, update
 
 from srtrl.engine.engine import Engine
 from srtrl.model.sharding import reshard, shard, unshard
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import pack
-from srtrl.trainer.credit import with_numbers
-from srtrl.trainer.critic import Critic, compute_values, update_critic
+from srtrl.trainer.critic import Critic, ValueObjective, update_critic, with_values
 from srtrl.trainer.optimizer import build_optimizer, gradient_holders
-from srtrl.trainer.update import compute_logprobs
+from srtrl.trainer.passes import UpdateContext
+from srtrl.trainer.update import with_logprobs
 from srtrl.types import TrainSequence
 
 BUDGET = 20
@@ -46,7 +45,6 @@ def arrays_of(name: str, tensors: Sequence[Tensor]) -> Arrays:
 
 def learn(
     ranks: Ranks,
-    accelerator: Accelerator,
     sharding: str,
     optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: build_optimizer(model, **ADAMW),
     dtype: torch.dtype = torch.float32,
@@ -62,20 +60,23 @@ def learn(
         shard(policy)
         shard(reference.requires_grad_(False))
     sequences = make_sequences(make_policy(scale=8), noise=0.2, num_groups=num_groups)
-    found = compute_logprobs(reference, sequences, accelerator, recipe, ranks)
-    sequences = with_numbers(sequences, "ref_logprobs", found)
+    context = UpdateContext(recipe=recipe, step=1, ranks=ranks)
+    sequences = with_logprobs("ref_logprobs", reference, sequences, context)
+    found = [sequence.ref_logprobs for sequence in sequences if sequence.ref_logprobs is not None]
     optimizer = optimizer_of(policy)
-    metrics = update(policy, optimizer, accelerator, sequences, recipe, ranks=ranks)
+    metrics = update(policy, optimizer, sequences, recipe, ranks=ranks)
     arrays = arrays_of("weights", gradient_holders(policy, optimizer)) | dict(zip("abcdefgh", found, strict=False))
     if isinstance(optimizer, RecordingSGD):
         arrays |= arrays_of("gradient", [one for gradients in optimizer.gradients for one in gradients])
     return metrics, arrays
 
 
-def learn_values(ranks: Ranks, accelerator: Accelerator, sharding: str, dtype: torch.dtype = torch.float32) -> Found:
+def learn_values(ranks: Ranks, sharding: str, dtype: torch.dtype = torch.float32) -> Found:
     """PPO: the critic's values, its update, and the policy's."""
     recipe = make_critic_recipe(
-        {"max_grad_norm": 0.5, "mini_batch_prompts": 1, "num_epochs": 2},
+        {"mini_batch_prompts": 1},
+        train__num_epochs=2,
+        train__max_grad_norm=0.5,
         train__micro_batch_tokens=BUDGET,
         train__sharding=sharding,
     )
@@ -84,33 +85,31 @@ def learn_values(ranks: Ranks, accelerator: Accelerator, sharding: str, dtype: t
     if sharding == "fsdp2":
         shard(model)
         shard(policy)
-    critic = Critic(model=model, optimizer=build_optimizer(model, **ADAMW))
-    values = compute_values(model, sequences, accelerator, recipe, where="step 1", ranks=ranks)
-    sequences = with_numbers(with_random_targets(sequences), "values", values)
-    metrics = update_critic(critic, accelerator, sequences, recipe=recipe, step=1, ranks=ranks)
+    assert recipe.critic is not None
+    critic = Critic(objective=ValueObjective(model, recipe.critic), optimizer=build_optimizer(model, **ADAMW))
+    context = UpdateContext(recipe=recipe, step=1, ranks=ranks)
+    sequences = with_values(model, with_random_targets(sequences), context)
+    metrics = update_critic(critic, sequences, context)
     optimizer = build_optimizer(policy, **ADAMW)
-    metrics |= update(policy, optimizer, accelerator, sequences, recipe, ranks=ranks)
+    metrics |= update(policy, optimizer, sequences, recipe, ranks=ranks)
     holders = {"critic": gradient_holders(model, critic.optimizer), "policy": gradient_holders(policy, optimizer)}
     return metrics, arrays_of("critic", holders["critic"]) | arrays_of("policy", holders["policy"])
 
 
-CASES: dict[str, Callable[[Ranks, Accelerator, str], Found]] = {
-    "mini-batches and epochs": lambda ranks, accelerator, sharding: learn(
-        ranks, accelerator, sharding, train__mini_batch_prompts=1, train__num_epochs=2, train__micro_batch_tokens=BUDGET
+CASES: dict[str, Callable[[Ranks, str], Found]] = {
+    "mini-batches and epochs": lambda ranks, sharding: learn(
+        ranks, sharding, train__mini_batch_prompts=1, train__num_epochs=2, train__micro_batch_tokens=BUDGET
     ),
-    "gradients, old log-probs computed": lambda ranks, accelerator, sharding: learn(
+    "gradients, old log-probs computed": lambda ranks, sharding: learn(
         ranks,
-        accelerator,
         sharding,
         RecordingSGD,
         algorithm__old_logprobs="recompute",
         train__micro_batch_tokens=BUDGET,
     ),
-    "more ranks than micro-batches": lambda ranks, accelerator, sharding: learn(
-        ranks, accelerator, sharding, num_groups=1
-    ),
-    "bfloat16, master weights": lambda ranks, accelerator, sharding: learn(
-        ranks, accelerator, sharding, dtype=torch.bfloat16, train__num_epochs=2, train__micro_batch_tokens=BUDGET
+    "more ranks than micro-batches": lambda ranks, sharding: learn(ranks, sharding, num_groups=1),
+    "bfloat16, master weights": lambda ranks, sharding: learn(
+        ranks, sharding, dtype=torch.bfloat16, train__num_epochs=2, train__micro_batch_tokens=BUDGET
     ),
     "critic": learn_values,
     "bfloat16 critic": partial(learn_values, dtype=torch.bfloat16),
@@ -120,12 +119,11 @@ CASES: dict[str, Callable[[Ranks, Accelerator, str], Found]] = {
 def run_cases(ranks: Ranks) -> dict[tuple[str, str], Found]:
     """What each case gives, with each sharding; the first case twice, for the same bits."""
     found: dict[tuple[str, str], Found] = {}
-    with fresh_accelerator() as accelerator:
-        for sharding in ("ddp", "fsdp2") if ranks.count > 1 else ("ddp",):
-            for name, case in CASES.items():
-                found[name, sharding] = case(ranks, accelerator, sharding)
-            first = next(iter(CASES))
-            assert is_same(found[first, sharding], CASES[first](ranks, accelerator, sharding))
+    for sharding in ("ddp", "fsdp2") if ranks.count > 1 else ("ddp",):
+        for name, case in CASES.items():
+            found[name, sharding] = case(ranks, sharding)
+        first = next(iter(CASES))
+        assert is_same(found[first, sharding], CASES[first](ranks, sharding))
     return found
 
 
@@ -164,8 +162,6 @@ def failing_loss(logprobs: Tensor, *_: Tensor, flaw: str, **options: float) -> t
                 raise RuntimeError("the user's own")
             case "shape":
                 return logprobs.mean(), {}
-            case "metric":
-                return -logprobs, {"rare": logprobs.detach()}
             case "nan":
                 return -logprobs * math.nan, {}
             case "slope":
@@ -182,26 +178,25 @@ def decoder_says_nan(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
 def errors_of(ranks: Ranks) -> dict[str, str]:
     """The message of each case's error, on this rank."""
     found = {}
-    with fresh_accelerator() as accelerator:
-        for flaw in ("memory", "shape", "metric", "nan", "slope", "decoder"):
-            recipe: Recipe = make_recipe(train__micro_batch_tokens=BUDGET)
-            policy = make_policy(dtype=torch.float32)
-            sequences = make_sequences(policy)
-            if flaw == "decoder":
-                sequences = decoder_says_nan(sequences)
-            else:
-                recipe = make_recipe(
-                    train__micro_batch_tokens=BUDGET,
-                    algorithm__loss=f"{__name__}:failing_loss",
-                    algorithm__loss_options={"flaw": flaw},
-                )
-            before = [parameter.detach().clone() for parameter in policy.parameters()]
-            optimizer = RecordingSGD(policy)
-            try:
-                update(policy, optimizer, accelerator, sequences, recipe, step=7, ranks=ranks)
-            except (ValueError, RuntimeError) as error:
-                found[flaw] = f"{type(error).__name__}: {error}"
-            assert all(map(torch.equal, before, policy.parameters()))
+    for flaw in ("memory", "shape", "nan", "slope", "decoder"):
+        recipe: Recipe = make_recipe(train__micro_batch_tokens=BUDGET)
+        policy = make_policy(dtype=torch.float32)
+        sequences = make_sequences(policy)
+        if flaw == "decoder":
+            sequences = decoder_says_nan(sequences)
+        else:
+            recipe = make_recipe(
+                train__micro_batch_tokens=BUDGET,
+                algorithm__loss=f"{__name__}:failing_loss",
+                algorithm__loss_options={"flaw": flaw},
+            )
+        before = [parameter.detach().clone() for parameter in policy.parameters()]
+        optimizer = RecordingSGD(policy)
+        try:
+            update(policy, optimizer, sequences, recipe, step=7, ranks=ranks)
+        except (ValueError, RuntimeError) as error:
+            found[flaw] = f"{type(error).__name__}: {error}"
+        assert all(map(torch.equal, before, policy.parameters()))
     return found
 
 
@@ -212,12 +207,9 @@ def test_an_error_of_one_rank_stops_all_alike() -> None:
     not_changed = "the weights were not changed by this mini-batch"
     assert found["memory"] == "OutOfMemoryError: rank 1 of 2: CUDA out of memory. Tried to allocate 2 GiB."
     assert found["shape"].startswith("ValueError: rank 1 of 2: algorithm.loss must return one number per token")
-    assert found["metric"].startswith(
-        "ValueError: the loss function must return the same metrics for every micro-batch"
-    )
     assert found["nan"] == f"NonFiniteError: {place}: the loss is nan; {not_changed}"
     assert found["slope"].startswith(f"NonFiniteError: {place}: the gradient norm is")
-    assert found["decoder"].startswith(f"NonFiniteError: {place}: sequence 4 (in order of draw and sample), response")
+    assert found["decoder"].startswith(f"NonFiniteError: {place}: a log-prob by the decoder is not a finite number")
 
 
 def fail_sharded(ranks: Ranks) -> str:
@@ -225,11 +217,10 @@ def fail_sharded(ranks: Ranks) -> str:
         "algorithm__loss": f"{__name__}:failing_loss",
         "algorithm__loss_options": {"flaw": "broken"},
     }
-    with fresh_accelerator() as accelerator:
-        try:
-            learn(ranks, accelerator, "fsdp2", **loss)
-        except RuntimeError as error:
-            return f"{type(error).__name__}: {error}"
+    try:
+        learn(ranks, "fsdp2", **loss)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
     return "no error"
 
 
@@ -260,8 +251,7 @@ def decode_and_learn(ranks: Ranks) -> None:
             assert outputs(decode(engine, requests)) == outputs(decode(other, requests))
             reshard(policy)
             assert all(isinstance(one, DTensor) for one in policy.parameters())
-            with fresh_accelerator() as accelerator:
-                update(policy, optimizer, accelerator, sequences, recipe, step=step, ranks=ranks)
+            update(policy, optimizer, sequences, recipe, step=step, ranks=ranks)
             unshard(policy)
             assert not torch.equal(policy.embedding, plain.embedding)
             with torch.no_grad():

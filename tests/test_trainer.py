@@ -26,7 +26,7 @@ from srtrl.recipe.file import dump_recipe
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import collect_rollouts
 from srtrl.run.folder import RunProgress, open_run_folder
-from srtrl.run.metrics import describe_step, merge_metrics, summary_table
+from srtrl.run.metrics import describe_step, summary_table
 from srtrl.trainer import build, sampling, trainer
 from srtrl.trainer.optimizer import learning_rate_at
 from srtrl.trainer.sampling import DataOrder
@@ -440,13 +440,6 @@ def test_the_line_of_a_step_says_how_much_of_its_time_was_compilation() -> None:
     assert describe_step(metrics).endswith("28.7 s")
 
 
-def test_a_metric_has_one_source() -> None:
-    """A drafter of the user's may log what a loss of the user's logs."""
-    assert merge_metrics({"a": 1.0}, {"b": 2.0}) == {"a": 1.0, "b": 2.0}
-    with pytest.raises(ValueError, match=r"log the metric `mine`, the update \(algorithm\.loss\) and another"):
-        merge_metrics({"a": 1.0, "mine": 1.0}, {"b": 2.0, "mine": 2.0})
-
-
 def test_learning_rate() -> None:
     def rates(schedule: Any, warmup: int = 4) -> list[float]:
         """Of three training steps with four optimizer steps each."""
@@ -481,6 +474,6 @@ def test_an_update_that_has_no_attention_for_its_heads_is_refused(
     for options in ({}, {"model__dtype": "bfloat16"}):
         recipe = make_recipe(policy, tmp_path, **options)
         model = build.build_policy(recipe, recipe.model.path, torch.device("cpu"))
-        build.make_optimizer(model, recipe.train, recipe)
+        build.make_optimizer(model, recipe, learning_rate=1e-3, weight_decay=0.0)
     width = model.config.head_dim
     assert refused == [(torch.float32, width), (torch.bfloat16, width)]

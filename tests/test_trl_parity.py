@@ -161,7 +161,7 @@ def our_loss(case: Case, numbers: Numbers, rows: slice) -> tuple[Tensor, Tensor,
         new, old, numbers.advantages[sequence_index], sequence_index, **case.clip, **case.options
     )
     if case.importance:
-        token_loss = token_loss * truncated_weights(old, decoder, sequence_index, cap=1.1, level="token")
+        token_loss = token_loss * truncated_weights(old, decoder, cap=1.1)
     if case.beta:
         token_loss = token_loss + case.beta * k3(new, ref)
     reduced = resolve_part("algorithm.reduction", case.reduction)(

@@ -301,7 +301,6 @@ def test_samples_with_a_void_turn_count_in_the_baseline_and_are_not_learned_from
                 algorithm__drop_void_turns=drops,
                 rollout__environment=HOSTILE,
             ),
-            kl_coefficient=0.0,
         )
         for drops in (False, True)
     )

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from padded_update import (
@@ -42,12 +41,9 @@ from update_cases import (
 from srtrl.model.transformer import Transformer
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import PackedBatch
-from srtrl.trainer.update import (
-    compute_logprobs,
-    mini_batches,
-    next_kl_coefficient,
-    response_logprobs,
-)
+from srtrl.trainer.objective import PolicyObjective, response_logprobs
+from srtrl.trainer.passes import UpdateContext
+from srtrl.trainer.update import mini_batches, with_logprobs
 from srtrl.types import TrainSequence
 
 LOW, HIGH = 0.1, 0.15
@@ -133,7 +129,6 @@ def random_case(policy: Transformer, seed: int) -> list[TrainSequence]:
 def packed_gradient(
     algorithm: dict[str, Any],
     sequences: Sequence[TrainSequence],
-    accelerator: Accelerator,
     *,
     micro_batch_tokens: int = 1000,
     dtype: torch.dtype = torch.float64,
@@ -149,7 +144,7 @@ def packed_gradient(
     policy = make_policy(dtype=dtype, scale=SCALE, tied=tied)
     optimizer = RecordingSGD(policy)
     ordered = [replace(sequence, draw_index=index) for index, sequence in enumerate(sequences)]
-    metrics = update(policy, optimizer, accelerator, ordered, recipe)
+    metrics = update(policy, optimizer, ordered, recipe)
     (gradient,) = optimizer.gradients
     return gradient, metrics
 
@@ -171,9 +166,7 @@ KLS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(("reduction", "kl"), [*zip(REDUCTIONS, KLS, strict=True)])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_any_packing_has_the_gradient_of_one_padded_batch(
-    loss: str, reduction: str, kl: dict[str, Any], accelerator: Accelerator
-) -> None:
+def test_any_packing_has_the_gradient_of_one_padded_batch(loss: str, reduction: str, kl: dict[str, Any]) -> None:
     """Float64: to 1e-12 of the padded batch's. Float32: among each other to 1e-6 (about 1e-7 is found)."""
     tied = LOSSES.index(loss) % 2 == 0
     policy = make_policy(scale=SCALE, tied=tied)
@@ -191,50 +184,46 @@ def test_any_packing_has_the_gradient_of_one_padded_batch(
     all_metrics: list[dict[str, float]] = []
     for budget in (16, int(rng.integers(17, 60)), 1000):
         reordered = [sequences[index] for index in rng.permutation(len(sequences))]
-        found, metrics = packed_gradient(options, reordered, accelerator, micro_batch_tokens=budget, tied=tied)
+        found, metrics = packed_gradient(options, reordered, micro_batch_tokens=budget, tied=tied)
         assert distance(found, expected) < 1e-12
         assert metrics["loss"] == pytest.approx(naive.item(), rel=1e-12)
         assert {name: value for name, value in metrics.items() if name.startswith("kl/")} == measured
         all_metrics.append(metrics)
         assert metrics == pytest.approx(all_metrics[0], rel=1e-6)  # log-probs are compared in float32
-        rounded, _ = packed_gradient(
-            options, reordered, accelerator, micro_batch_tokens=budget, dtype=torch.float32, tied=tied
-        )
+        rounded, _ = packed_gradient(options, reordered, micro_batch_tokens=budget, dtype=torch.float32, tied=tied)
         in_float32.append(rounded)
         assert distance(in_float32[-1], in_float32[0]) < 1e-6
         assert distance(in_float32[-1], expected) < 1e-5, "the weights alone are rounded by 6e-8"
 
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "dual_clip", "gspo", "cispo"])
-def test_the_cases_meet_every_clip(loss: str, accelerator: Accelerator) -> None:
+def test_the_cases_meet_every_clip(loss: str) -> None:
     """Or the comparison above would show less than it seems to."""
     sequences = random_case(make_policy(scale=SCALE), seed=0)
-    _, metrics = packed_gradient({"loss": loss}, sequences, accelerator)
+    _, metrics = packed_gradient({"loss": loss}, sequences)
     clips = {name: share for name, share in metrics.items() if name.startswith("clip_share/")}
     assert len(clips) == (3 if loss == "dual_clip" else 2)
     assert all(0 < share < 1 for share in clips.values()), clips
 
 
-def test_compute_logprobs_equals_one_sequence_at_a_time(accelerator: Accelerator) -> None:
-    policy = make_policy(dtype=torch.float64)
+def test_logprobs_equal_one_sequence_at_a_time() -> None:
+    policy = make_policy()
     sequences = make_sequences(policy)
-    found = compute_logprobs(policy, sequences, accelerator, make_recipe(train__micro_batch_tokens=20))
-    expected = [naive_logprobs(policy, sequence) for sequence in sequences]
-    for array, logprobs, sequence in zip(found, expected, sequences, strict=True):
-        assert array.dtype == np.float32
-        np.testing.assert_allclose(array, logprobs, rtol=1e-6)
-        assert np.abs(array - sequence.rollout_logprobs).max() < 1e-4
+    context = UpdateContext(recipe=make_recipe(train__micro_batch_tokens=20), step=1)
+    for filled, sequence in zip(with_logprobs("old_logprobs", policy, sequences, context), sequences, strict=True):
+        assert filled.old_logprobs is not None
+        assert filled.old_logprobs.dtype == np.float32
+        np.testing.assert_allclose(filled.old_logprobs, naive_logprobs(policy, sequence), rtol=1e-6)
+        assert replace(filled, old_logprobs=None) == sequence
 
 
-# --- Importance weights and the adaptive KL coefficient -------------------------------------------------------------
+# --- Importance weights and the KL ------------------------------------------------------------------------------------
 
 CAP = 1.2
-KL = {"coefficient": 0.05, "target": 0.01, "horizon": 40}
+KL = {"coefficient": 0.05}
 
 
-def naive_step(
-    policy: Transformer, sequences: list[TrainSequence], recipe: Recipe, coefficient: float
-) -> dict[str, float]:
+def naive_step(policy: Transformer, sequences: list[TrainSequence], recipe: Recipe) -> dict[str, float]:
     """One training step of three mini-batches of one draw (two samples) each, on padded batches."""
     algorithm = recipe.algorithm
     olds = [np.array(naive_logprobs(policy, sequence), np.float32) for sequence in sequences]
@@ -248,10 +237,10 @@ def naive_step(
     for start in (0, 2, 4):
         part = sequences[start : start + 2]
         padded = pad_all(policy, part)
-        weights = importance_weights(padded, CAP, algorithm.importance_level).expand_as(padded.new)
+        weights = importance_weights(padded, CAP)
         losses_of_tokens = token_losses(algorithm.loss, padded, algorithm.clip_low, algorithm.clip_high)
         kl = kl_estimate(algorithm.kl.estimator, padded)
-        tokens = (weights if algorithm.importance_cap else 1) * losses_of_tokens + coefficient * kl
+        tokens = (weights if algorithm.importance_cap else 1) * losses_of_tokens + algorithm.kl.coefficient * kl
         total = reduce("sequence_mean_token_mean", tokens, padded.mask, MAX_NEW_TOKENS)
         ratio, is_good = ratios(algorithm.loss, padded), padded.advantages > 0
         found = {
@@ -282,22 +271,13 @@ def naive_step(
 @pytest.mark.parametrize(
     "algorithm",
     [
-        *(
-            {"loss": loss, "old_logprobs": "recompute", "importance_cap": CAP, "importance_level": level}
-            for loss in ("ppo_clip", "gspo")
-            for level in ("token", "sequence")
-        ),
+        *({"loss": loss, "old_logprobs": "recompute", "importance_cap": CAP} for loss in ("ppo_clip", "gspo")),
         {"loss": "ppo_clip", "clip_high": 0.3, "old_logprobs": "rollout"},
     ],
     ids=str,
 )
-def test_two_steps_have_the_metrics_weights_and_kl_coefficients_of_padded_batches(
-    algorithm: dict[str, Any], accelerator: Accelerator
-) -> None:
-    """The importance weights weigh the policy's loss alone, and the KL coefficient is the one given, not the recipe's.
-
-    Metrics are means over all tokens of all mini-batches.
-    """
+def test_two_steps_have_the_metrics_and_weights_of_padded_batches(algorithm: dict[str, Any]) -> None:
+    """The importance weights weigh the policy's loss alone. Metrics are means over all tokens of all mini-batches."""
     recipe = make_recipe(
         algorithm={"clip_high": 0.2, **algorithm, "kl": KL},
         train__mini_batch_prompts=1,
@@ -305,12 +285,10 @@ def test_two_steps_have_the_metrics_weights_and_kl_coefficients_of_padded_batche
     )
     ours, naive = make_policy(), make_policy()
     optimizer = RecordingSGD(ours)
-    coefficient = expected_coefficient = 0.05
     for step in (1, 2):
         sequences = make_sequences(naive, noise=0.5, seed=step)
-        metrics = update(ours, optimizer, accelerator, sequences, recipe, step=step, kl_coefficient=coefficient)
-        coefficient = next_kl_coefficient(coefficient, metrics, recipe, sampled_kl=None, num_samples=len(sequences))
-        expected = naive_step(naive, sequences, recipe, expected_coefficient)
+        metrics = update(ours, optimizer, sequences, recipe, step=step)
+        expected = naive_step(naive, sequences, recipe)
         for name, value in expected.items():
             rel = 1e-4 if name.startswith("logprob_difference") else 1e-6  # these are float32, and so are the weights
             assert metrics[name] == pytest.approx(value, rel=rel), name
@@ -318,43 +296,24 @@ def test_two_steps_have_the_metrics_weights_and_kl_coefficients_of_padded_batche
             assert 0 < metrics["importance/capped_share"] < 1
         else:
             assert min(metrics["clip_share/low"], metrics["clip_share/high"]) > 0
-        # Ziegler et al. (2019), section 2.2: 6 samples of a horizon of 40
-        error = min(max(expected["kl/ref"] / 0.01 - 1, -0.2), 0.2)
-        expected_coefficient *= 1 + error * 6 / 40
-        assert coefficient == pytest.approx(expected_coefficient, rel=1e-9)
-        assert coefficient > 0.05, "the reference is further away than the target"
         for found, wanted in zip(ours.parameters(), naive.parameters(), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("kl", "factor"),
-    [
-        ({"coefficient": 0.05}, 1.0),
-        ({**KL, "placement": "loss"}, 1 + 0.1 * 6 / 40),
-        ({**KL, "placement": "reward"}, 1 - 0.05 * 6 / 40),
-    ],
-)
-def test_the_coefficient_follows_the_kl_that_it_multiplies(kl: dict[str, Any], factor: float) -> None:
-    recipe = make_recipe(algorithm__kl=kl)
-    found = next_kl_coefficient(0.05, {"kl/ref": 0.011}, recipe, sampled_kl=0.0095, num_samples=6)
-    assert found == pytest.approx(0.05 * factor, rel=1e-12)
-
-
-def test_learning_rate_follows_the_schedule_over_steps_epochs_and_mini_batches(accelerator: Accelerator) -> None:
+def test_learning_rate_follows_the_schedule_over_steps_epochs_and_mini_batches() -> None:
     recipe = make_recipe(
         train__mini_batch_prompts=1, train__num_epochs=2, train__warmup_steps=3, train__schedule="linear"
     )  # 2 steps of 2 epochs of 3 mini-batches: 12 optimizer steps
     policy = make_policy()
     optimizer = RecordingSGD(policy)
     for step in (1, 2):
-        metrics = update(policy, optimizer, accelerator, make_sequences(policy), recipe, step=step)
+        metrics = update(policy, optimizer, make_sequences(policy), recipe, step=step)
         assert metrics["learning_rate"] == optimizer.rates[-1]
     falling = [(12 - index) / 9 for index in range(3, 12)]
     assert optimizer.rates == pytest.approx([1e-3 * f for f in (1 / 4, 2 / 4, 3 / 4, *falling)], rel=1e-12)
 
 
-def test_the_entropy_bonus_has_the_entropys_own_gradient(accelerator: Accelerator) -> None:
+def test_the_entropy_bonus_has_the_entropys_own_gradient() -> None:
     """The gradient with the bonus less that without it is that of -coefficient x mean entropy."""
     policy = make_policy(scale=SCALE)
     sequences = random_case(policy, seed=3)
@@ -362,10 +321,8 @@ def test_the_entropy_bonus_has_the_entropys_own_gradient(accelerator: Accelerato
     distributions = [naive_distributions(policy, sequence) for sequence in sequences]  # [R, V] each
     entropy = torch.cat([-(one.exp() * one).sum(-1) for one in distributions]).mean()
     expected = gradient_of(policy, -0.3 * entropy)
-    without, plain = packed_gradient(options, sequences, accelerator)
-    found, metrics = packed_gradient(
-        options | {"entropy_coefficient": 0.3}, sequences, accelerator, micro_batch_tokens=20
-    )
+    without, plain = packed_gradient(options, sequences)
+    found, metrics = packed_gradient(options | {"entropy_coefficient": 0.3}, sequences, micro_batch_tokens=20)
     assert distance([a - b for a, b in zip(found, without, strict=True)], expected) < 1e-10
     assert metrics["loss"] == pytest.approx(plain["loss"] - 0.3 * entropy.item(), rel=1e-12)
     assert metrics["entropy"] == pytest.approx(entropy.item(), rel=1e-6)
@@ -383,7 +340,7 @@ def test_the_entropy_bonus_has_the_entropys_own_gradient(accelerator: Accelerato
     ],
 )
 def test_samples_without_advantage_are_not_computed_and_the_gradient_is_the_same(
-    options: dict[str, Any], is_skipped: bool, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], is_skipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of three, then all of them: one sample is computed then, for an optimizer step with a gradient of zeros."""
     sequences = random_case(make_policy(scale=SCALE), seed=3)
@@ -392,9 +349,9 @@ def test_samples_without_advantage_are_not_computed_and_the_gradient_is_the_same
             replace(one, advantages=0 * one.advantages) if index < num_zero else one
             for index, one in enumerate(sequences)
         ]
-        computed = [recorded_packs(cases, options, accelerator, monkeypatch)]
-        monkeypatch.setattr("srtrl.trainer.update.needs_pass", lambda *_, **__: True)
-        computed.append(recorded_packs(cases, options, accelerator, monkeypatch))
+        computed = [recorded_packs(cases, options, monkeypatch)]
+        monkeypatch.setattr(PolicyObjective, "needs_pass", lambda *_: True)
+        computed.append(recorded_packs(cases, options, monkeypatch))
         monkeypatch.undo()
         (found, num_found), (expected, num_expected) = computed
         assert num_expected == len(cases)
@@ -406,7 +363,6 @@ def test_samples_without_advantage_are_not_computed_and_the_gradient_is_the_same
 def recorded_packs(
     sequences: list[TrainSequence],
     options: dict[str, Any],
-    accelerator: Accelerator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[list[Tensor], int]:
     """The gradient, and the number of sequences that were computed for it."""
@@ -418,6 +374,6 @@ def recorded_packs(
         return response_logprobs(model, packed, *arguments)
 
     with monkeypatch.context() as context:
-        context.setattr("srtrl.trainer.update.response_logprobs", recording)
-        gradient, _ = packed_gradient({"kl": {}} | options, sequences, accelerator, micro_batch_tokens=30)
+        context.setattr("srtrl.trainer.objective.response_logprobs", recording)
+        gradient, _ = packed_gradient({"kl": {}} | options, sequences, micro_batch_tokens=30)
     return gradient, num_computed

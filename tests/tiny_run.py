@@ -65,7 +65,7 @@ def make_policy(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int =
 def make_checkpoint(policy: Path, run: Path, step: int) -> Path:
     """A checkpoint with the files of `policy`, as one of an earlier version: without manifest."""
     folder = Path(shutil.copytree(policy, run / "checkpoints" / checkpoint_name(step)))
-    state = {"step": step, "policy_version": step, "num_draws": step, "kl_coefficient": 0.0, "format": 2}
+    state = {"step": step, "policy_version": step, "num_draws": step, "format": 2}
     (folder / "state.json").write_text(json.dumps(state))
     return folder
 

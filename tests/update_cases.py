@@ -1,7 +1,6 @@
 """A tiny float64 policy, its training sequences and naive log-probs: what the tests of the update share."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,31 +8,20 @@ from typing import Any
 import numpy as np
 import tiny_run
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import Transformer
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import Recipe
-from srtrl.trainer.credit import with_numbers
-from srtrl.trainer.update import compute_logprobs, update_policy
+from srtrl.trainer.objective import PolicyObjective
+from srtrl.trainer.passes import UpdateContext
+from srtrl.trainer.update import update_policy, with_logprobs
 from srtrl.types import TrainSequence
 
 NUM_GROUPS, NUM_SAMPLES = 3, 2
 TEMPERATURE = 0.8
 NO_LIMIT = 1e9
-
-
-@contextmanager
-def fresh_accelerator(mixed_precision: str = "no") -> Iterator[Accelerator]:
-    """Accelerate keeps one precision a process; tests ask for several."""
-    AcceleratorState._reset_state(True)
-    try:
-        yield Accelerator(cpu=True, mixed_precision=mixed_precision)
-    finally:
-        AcceleratorState._reset_state(True)
 
 
 def make_recipe(**options: Any) -> Recipe:
@@ -129,28 +117,17 @@ def make_sequences(
 def update(
     policy: Transformer,
     optimizer: torch.optim.Optimizer,
-    accelerator: Accelerator,
     sequences: Sequence[TrainSequence],
     recipe: Recipe,
     *,
     step: int = 1,
-    kl_coefficient: float | None = None,
     ranks: Ranks = ONE_RANK,
 ) -> dict[str, float]:
-    """`update_policy` on what the trainer gives it; by default with the recipe's own KL coefficient."""
+    """`update_policy` as the trainer calls it."""
+    context = UpdateContext(recipe=recipe, step=step, ranks=ranks)
     if recipe.algorithm.old_logprobs == "recompute":
-        old_logprobs = compute_logprobs(policy, sequences, accelerator, recipe, ranks)
-        sequences = with_numbers(sequences, "old_logprobs", old_logprobs)
-    return update_policy(
-        policy,
-        optimizer,
-        accelerator,
-        sequences,
-        recipe=recipe,
-        step=step,
-        kl_coefficient=recipe.algorithm.kl.coefficient if kl_coefficient is None else kl_coefficient,
-        ranks=ranks,
-    )
+        sequences = with_logprobs("old_logprobs", policy, sequences, context)
+    return update_policy(PolicyObjective(policy, recipe), optimizer, sequences, context)
 
 
 class RecordingSGD(torch.optim.SGD):

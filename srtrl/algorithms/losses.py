@@ -9,7 +9,7 @@ with tensors [R], the response tokens of a micro-batch: `logprobs` by the policy
 sequences are in one micro-batch; losses of single tokens do not need it). Further keyword arguments with defaults are
 its options, given as `algorithm.loss_options`. `token_loss` [R] is to be minimised; how it becomes one number is the
 reduction's part. Each metric is a number a token, [R], without gradient: the trainer logs its mean over all tokens of
-the step under its name. The names are the same for every micro-batch, and none of the trainer's (`docs/metrics.md`).
+the step under its name, that of a function of your own as `loss/<name>`. A micro-batch without it counts as zeros.
 
 *Value losses* are those whose first argument is `values`: the values of `critic.value_loss`, of signature
 
@@ -20,8 +20,6 @@ with tensors [R], the response tokens of a micro-batch: `values` by the critic b
 token, [R], without gradient, under the same names for every micro-batch: the trainer logs its mean over all tokens of
 the step.
 """
-
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -188,35 +186,22 @@ def squared_error(
     return (values - returns).square() / 2, {}
 
 
-def truncated_weights(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    sequence_index: Tensor,
-    *,
-    cap: float,
-    level: Literal["token", "sequence"],
-) -> Tensor:
+def truncated_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, *, cap: float) -> Tensor:
     """min(probability by the trainer / probability by the decoder, cap), for each token.
 
     Decoder and trainer may compute the same weights with different kernels or types; the samples are then from a policy
     that is not quite the one whose ratio the loss takes. Truncated importance sampling (Ionides, 2008) corrects that
-    with a bias that the cap bounds. `token` takes the ratio of each token, as OpenRLHF and verl's `token` level do;
-    `sequence` takes the ratio of the whole response, the product over its tokens, as verl's `sequence` level does: with
-    cap infinity unbiased, and of a variance that grows with the length.
+    with a bias that the cap bounds. The ratio is that of each token, as in OpenRLHF and at verl's `token` level.
 
     Args:
         old_logprobs: by the trainer, with the weights that sampled, [R].
         rollout_logprobs: by the decoder, [R].
-        sequence_index: [R] int64.
         cap: greatest weight, above 0.
-        level: `token` or `sequence`.
 
     Returns:
         Weights [R] in the dtype of `old_logprobs`, without gradient, to be multiplied into the policy's token losses.
     """
     log_ratio = old_logprobs.detach().double() - rollout_logprobs.detach().double()  # [R]
-    if level == "sequence":
-        log_ratio = sequence_sums(log_ratio, sequence_index)
     return torch.exp(log_ratio).clamp(max=cap).to(old_logprobs.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Reductions, estimators of the KL to the reference and its control, and filters.
+"""Reductions, estimators of the KL to the reference, and filters.
 
 *Reductions*, from one loss a token to the loss of a mini-batch, are the public functions whose first argument is
 `token_loss`: the values of `algorithm.reduction`, of signature
@@ -31,12 +31,6 @@ groups one at a time, as their grades come in.
 
 import torch
 from torch import Tensor
-
-MAX_ERROR = 0.2
-"""The relative error that the controller sees is clipped to plus and minus this (Ziegler et al.).
-
-`MAX_KL_ERROR` of `recipe/conflicts.py` is the same number: there a horizon that is too short is refused with its line.
-"""
 
 
 def token_mean(token_loss: Tensor, sequence_index: Tensor, *, sequence_lengths: Tensor, max_new_tokens: int) -> Tensor:
@@ -90,33 +84,6 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """
     log_ratio = ref_logprobs - logprobs
     return torch.expm1(log_ratio) - log_ratio
-
-
-def adapted_coefficient(coefficient: float, kl: float, *, target: float, horizon: int, num_samples: int) -> float:
-    """The KL coefficient of the next step: coefficient x (1 + error x num_samples / horizon).
-
-    error = clip(kl / target - 1, -0.2, 0.2). Section 2.2 of Ziegler et al. 2019 (arXiv 1909.08593), a proportional
-    controller in log-space; `num_samples / horizon` is their K (0.1), written as in their code, so that the speed does
-    not depend on the batch. They measure the KL of a whole response; here both numbers are nats a token.
-
-    Args:
-        coefficient: that of this step.
-        kl: mean KL of this step's samples, nats a token (an estimate: it may be negative).
-        target: the KL to hold, nats a token, above 0.
-        horizon: samples over which the coefficient follows.
-        num_samples: samples of this step.
-
-    Raises:
-        ValueError: a horizon so short that the coefficient could become 0 or negative.
-    """
-    gain = num_samples / horizon
-    if MAX_ERROR * gain >= 1:
-        raise ValueError(
-            f"algorithm.kl.horizon: expected more than {MAX_ERROR} x the {num_samples} samples of a step, or one step "
-            f"could make the coefficient 0 or negative, found {horizon}"
-        )
-    error = min(max(kl / target - 1, -MAX_ERROR), MAX_ERROR)
-    return coefficient * (1 + error * gain)
 
 
 def drop_uniform(rewards: Tensor, correct: Tensor) -> Tensor:

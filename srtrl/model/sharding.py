@@ -6,6 +6,8 @@ torch's `fully_shard` does this, layer by layer. The parts are float32: for a bf
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -71,6 +73,14 @@ def reshard(model: Transformer | ValueModel) -> None:
     for module in (modules := _sharded_modules(model)):
         module.set_reshard_after_forward(module is not modules[0], recurse=False)
         module.reshard()
+
+
+@contextmanager
+def resharded(model: Transformer | ValueModel) -> Iterator[None]:
+    """Around the update: a model that was unsharded for the rollouts is sharded inside the `with` block."""
+    reshard(model)
+    yield
+    unshard(model)
 
 
 @torch.no_grad()

@@ -56,15 +56,11 @@ class KLSection(Section):
     """The KL divergence to the frozen reference policy."""
 
     coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the KL to the frozen reference policy; at 0 none is loaded. With a `target`: the first value."""
+    """Weight of the KL to the frozen reference policy; at 0 none is loaded."""
     estimator: str = "k3"
     """A function in `srtrl/algorithms/reductions.py`, or `package.module:function` of your own."""
     placement: Literal["loss", "reward"] = "loss"
     """`loss`: added to the loss (GRPO); `reward`: subtracted from the reward before advantages (PPO, REINFORCE++)."""
-    target: float | None = Field(default=None, gt=0)
-    """Adapt the coefficient so that the KL stays near this value, in nats per token; by default it is fixed."""
-    horizon: int = Field(default=10_000, ge=1)
-    """How slowly the adaptive coefficient follows, in samples; a smaller horizon follows faster."""
 
 
 class AlgorithmSection(Section):
@@ -97,8 +93,6 @@ class AlgorithmSection(Section):
     """`rollout`: reuse the decoder's log-probs. `recompute`: compute them in one more forward pass of the trainer."""
     importance_cap: float | None = Field(default=None, gt=0)
     """Multiply the loss by min(trainer's probability / decoder's, this cap); needs `old_logprobs: recompute`."""
-    importance_level: Literal["token", "sequence"] = "token"
-    """Whether these two probabilities are those of a token or of the whole response."""
     filters: list[str] = Field(default_factory=list)
     """Functions in `srtrl/algorithms/reductions.py` (or your own) that drop groups before the update, in this order."""
     overlong_filtering: bool = False
@@ -109,24 +103,15 @@ class AlgorithmSection(Section):
 
 
 class CriticSection(Section):
-    """PPO's value model: a transformer of its own with one number a token, its own optimizer and learning rate."""
+    """PPO's value model: a second transformer, which starts from `model.path`, with one number per token."""
 
-    path: str | None = None
-    """Weights that it starts from (a Hugging Face folder, hub name or `bundled:tiny`); by default `model.path`."""
     learning_rate: float = Field(default=1e-5, gt=0)
-    """Peak learning rate of its AdamW; schedule, decay rates and epsilon are those of `train`."""
-    lr_warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps of linear warm-up of that learning rate."""
+    """Learning rate of its AdamW, without a warm-up. Schedule, epochs, decay rates, weight decay and gradient norm are
+    those of `train`."""
     warmup_steps: int = Field(default=0, ge=0)
     """Training steps, from the first, in which only the critic learns."""
-    num_epochs: int | None = Field(default=None, ge=1)
-    """Passes over each rollout batch; by default `train.num_epochs`."""
     mini_batch_prompts: int | None = Field(default=None, ge=1)
     """Prompts of one optimizer step; by default `train.mini_batch_prompts`."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's weight decay (matrices only)."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """The gradient's norm is clipped to this."""
     value_loss: str = "clipped_value"
     """A function in `srtrl/algorithms/losses.py`, or `package.module:function` of your own."""
     value_clip: float = Field(default=0.2, gt=0)
@@ -166,8 +151,6 @@ class TrainSection(Section):
     """AdamW's weight decay (matrices only; not norms, biases or embeddings)."""
     betas: tuple[DecayRate, DecayRate] = Field(default=(0.9, 0.999), strict=False)
     """AdamW's decay rates."""
-    eps: float = Field(default=1e-8, gt=0)
-    """AdamW's epsilon."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """The gradient's norm is clipped to this."""
     peak_tflops: float | None = Field(default=None, gt=0)
@@ -298,6 +281,8 @@ class UpdatePlan:
     warmup_steps: int
     """Optimizer steps of linear warm-up."""
     schedule: Schedule
+    max_grad_norm: float
+    """The gradient's norm is clipped to this."""
 
 
 class Recipe(Section):
@@ -344,21 +329,22 @@ class Recipe(Section):
 
     @property
     def critic_updates(self) -> UpdatePlan:
-        """The critic's optimizer steps; what its section leaves out is as for the policy."""
+        """The critic's optimizer steps; the values that its section lacks are the policy's."""
         assert self.critic is not None, "the recipe has no critic"
-        return self._update_plan(self.critic, self.critic.lr_warmup_steps, num_skipped=0)
+        return self._update_plan(self.critic, warmup_steps=0, num_skipped=0)
 
     def _update_plan(self, section: TrainSection | CriticSection, warmup_steps: int, num_skipped: int) -> UpdatePlan:
-        size = section.mini_batch_prompts or self.train.mini_batch_prompts or self.rollout.num_prompts
-        num_epochs = section.num_epochs or self.train.num_epochs
-        per_batch = num_epochs * (self.rollout.num_prompts // size)
+        train, num_prompts = self.train, self.rollout.num_prompts
+        size = section.mini_batch_prompts or train.mini_batch_prompts or num_prompts
+        per_batch = train.num_epochs * (num_prompts // size)
         return UpdatePlan(
             mini_batch_prompts=size,
-            num_epochs=num_epochs,
+            num_epochs=train.num_epochs,
             steps_per_batch=per_batch,
             num_skipped=num_skipped,
-            num_steps=(self.train.num_steps - num_skipped) * per_batch,
+            num_steps=(train.num_steps - num_skipped) * per_batch,
             learning_rate=section.learning_rate,
             warmup_steps=warmup_steps,
-            schedule=self.train.schedule,
+            schedule=train.schedule,
+            max_grad_norm=train.max_grad_norm,
         )

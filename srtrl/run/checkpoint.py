@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from srtrl.model.transformer import Transformer
     from srtrl.trainer.critic import Critic
 
-FORMAT = 3
+FORMAT = 4
 """Version of the layout; a resume refuses another one."""
 OPTIMIZER = "optimizer"
 """Moments and, for a bfloat16 model, its float32 master weights: the model's own files are for whoever decodes it."""
@@ -73,8 +73,6 @@ class TrainerState:
     """Policy updates done; differs from `step` where a step had nothing to learn from."""
     num_draws: int
     """Draws of the data order that these steps have used; with dynamic sampling no function of `step`."""
-    kl_coefficient: float
-    """The KL coefficient of the next step; the recipe's where it is not adaptive."""
     prompts_sha256: str = ""
     """`prompts_digest` of the training prompts."""
     format: int = FORMAT

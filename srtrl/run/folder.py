@@ -58,7 +58,7 @@ attention on CUDA adds up in no fixed order anyway."""
 
 CHANGEABLE_KEYS = (
     *("train.learning_rate", "train.warmup_steps", "train.schedule", "train.num_steps", "train.max_grad_norm"),
-    *("train.max_logprob_difference", "train.max_logprob_kl", "critic.learning_rate", "critic.max_grad_norm"),
+    *("train.max_logprob_difference", "train.max_logprob_kl", "critic.learning_rate"),
     *("algorithm.entropy_coefficient", "algorithm.kl.coefficient"),
 )
 """What `--change` may change in a resumed run: it learns in another way from there on."""
@@ -271,8 +271,6 @@ def _check_same_run(old: Recipe, new: Recipe, folder: Path, changeable: Collecti
             continue
         if key == "train.num_steps" and new.train.schedule == "constant" and new.train.num_steps > old.train.num_steps:
             continue
-        if key == "algorithm.kl.coefficient" and new.algorithm.kl.target is not None and key in changeable:
-            raise ValueError(f"--change: {key} follows algorithm.kl.target in this run, and cannot be set")
         (wanted if key in changeable else changed).append(f"{key}: the run has {before!r}, now {after!r}")
     if changed:
         raise ValueError(

@@ -9,8 +9,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+import torch
+
 from srtrl.run.checkpoint import CRITIC_FOLDER, latest_checkpoint
-from srtrl.trainer.update import UpdateMemoryError
 
 
 @contextmanager
@@ -65,7 +66,7 @@ def how_to_resume(checkpoints: Path, error: Exception) -> str:
         return "There is no checkpoint yet. Change the recipe and start again with --overwrite"
     new_run = f"a run of another name with model.path={checkpoint}"
     if (checkpoint / CRITIC_FOLDER).is_dir():
-        new_run += f" and critic.path={checkpoint / CRITIC_FOLDER}"
+        new_run += " (its critic begins anew)"
     if isinstance(error, UpdateMemoryError):
         advice = (
             "continues from it, on CUDA with other values of these options too; rollout.max_new_tokens and model.dtype "
@@ -77,3 +78,25 @@ def how_to_resume(checkpoints: Path, error: Exception) -> str:
             f"add --change train.learning_rate=LOWER, or start {new_run}"
         )
     return f"The last checkpoint is intact: {checkpoint}. --resume {advice}"
+
+
+class UpdateMemoryError(RuntimeError):
+    """The device has too little memory for a stage of a step; the message names options that lower it."""
+
+
+@contextmanager
+def explain_out_of_memory(where: str) -> Iterator[None]:
+    """Raise torch's error inside the `with` block as `UpdateMemoryError`, which begins with `where` ("step 3, update").
+
+    Memory runs out between optimizer steps only: the state of the optimizer is allocated when it is built, and a step
+    works in place. So no weight is ever left half changed.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(" If reserved but unallocated")[0].strip()  # without hints for the allocator
+        raise UpdateMemoryError(
+            f"{where}: the device's memory is too small. {reason}\nNo weight was left half changed. Options that lower "
+            "the memory of an update: train.micro_batch_tokens (the same gradient), model.gradient_checkpointing=true, "
+            "rollout.kv_memory_share, rollout.max_new_tokens, model.dtype=bfloat16"
+        ) from error

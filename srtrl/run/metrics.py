@@ -99,20 +99,6 @@ def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return metrics
 
 
-def merge_metrics(row: Mapping[str, float], update: Mapping[str, float]) -> dict[str, float]:
-    """A step's row and the metrics of its update; no name in both.
-
-    Raises:
-        ValueError: a name is in both. The objective has refused every name of ours, so that one is of the user's.
-    """
-    if taken := sorted(row.keys() & update.keys()):
-        raise ValueError(
-            f"two parts of a step log the metric `{taken[0]}`, the update (algorithm.loss) and another "
-            "(rollout.drafter, for instance): rename one of them"
-        )
-    return {**row, **update}
-
-
 def update_flops(recipe: Recipe, config: ModelConfig, sequences: Sequence[TrainSequence]) -> float:
     """Operations of a policy update on these sequences, in all epochs."""
     flops = model_flops(

@@ -17,12 +17,12 @@ from srtrl.environments.formats import resolve_format
 from srtrl.model.attention import check_packed_attention
 from srtrl.model.sharding import shard
 from srtrl.model.value_model import ValueModel, load_value_model
-from srtrl.model.weights import end_token_ids, has_tokenizer, load_model, load_tokenizer, read_config
+from srtrl.model.weights import end_token_ids, load_model, load_tokenizer
 from srtrl.ranks.processes import Ranks
 from srtrl.recipe.file import validate_section
-from srtrl.recipe.schema import CriticSection, Recipe, TrainSection, WarmStartSection
+from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import CRITIC_FOLDER
-from srtrl.trainer.critic import Critic
+from srtrl.trainer.critic import Critic, ValueObjective
 from srtrl.trainer.optimizer import build_optimizer
 from srtrl.types import SamplingParams
 
@@ -40,7 +40,7 @@ PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
 
 
 def choose_device(recipe: Recipe) -> torch.device:
-    """The recipe's device; `auto` is CUDA where present.
+    """The recipe's device; `auto` is CUDA where present, of several ranks each has its own.
 
     Raises:
         ValueError: a device that this machine lacks.
@@ -53,16 +53,12 @@ def choose_device(recipe: Recipe) -> torch.device:
 
 
 def build_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
-    """Accelerate's device, precision, clipping and trackers (which write into `folder`).
-
-    The model is not given to `Accelerator.prepare`: decoder and update share the raw module, and the wrapper would put
-    the decoder under autocast too.
-    """
+    """Accelerate's trackers, which write into `folder`. Its other parts are not used: the update is plain torch."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import ProjectConfiguration
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier run in this process, with other settings
+    AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier run in this process
     return Accelerator(
         cpu=choose_device(recipe).type == "cpu",
         log_with=list(recipe.log.trackers) or None,
@@ -98,22 +94,16 @@ def shard_model(model: Transformer | ValueModel, recipe: Recipe, ranks: Ranks) -
 
 
 def make_optimizer(
-    model: Transformer | ValueModel, section: TrainSection | CriticSection | WarmStartSection, recipe: Recipe
+    model: Transformer | ValueModel, recipe: Recipe, *, learning_rate: float, weight_decay: float
 ) -> torch.optim.AdamW:
-    """AdamW with learning rate and weight decay of the model's section; the rest is `train`'s for all.
+    """AdamW with this learning rate and weight decay; the rest is `train`'s for all models.
 
     Raises:
         ValueError: the update's attention cannot run on the model's device in its type.
     """
     body = model.body if isinstance(model, ValueModel) else model
     check_packed_attention(body.device, DTYPES[recipe.model.dtype], body.config.head_dim)
-    return build_optimizer(
-        model,
-        learning_rate=section.learning_rate,
-        weight_decay=section.weight_decay,
-        betas=recipe.train.betas,
-        eps=recipe.train.eps,
-    )
+    return build_optimizer(model, learning_rate=learning_rate, weight_decay=weight_decay, betas=recipe.train.betas)
 
 
 def build_reference(recipe: Recipe, device: torch.device, ranks: Ranks) -> Transformer | None:
@@ -126,61 +116,22 @@ def build_reference(recipe: Recipe, device: torch.device, ranks: Ranks) -> Trans
     return reference
 
 
-def build_critic(
-    recipe: Recipe, checkpoint: Path | None, policy: Transformer, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
-) -> Critic | None:
+def build_critic(recipe: Recipe, checkpoint: Path | None, device: torch.device, ranks: Ranks) -> Critic | None:
     """The critic with a fresh optimizer, or None where the recipe has none.
 
-    Its weights are those of the checkpoint, else of `critic.path`, else of `model.path`; a folder without a value head
-    gets one that is zero.
-
-    Raises:
-        ValueError: the weights are not there, or `critic.path` does not fit the policy.
+    Its weights are those of the checkpoint, else of `model.path`; a folder without a value head gets one that is zero.
     """
     section = recipe.critic
     if section is None:
         return None
-    if checkpoint is None and section.path is not None:
-        check_critic(recipe, policy.config.vocab_size, tokenizer)
-    path = section.path or recipe.model.path if checkpoint is None else checkpoint / CRITIC_FOLDER
-    model = load_value_model(path, dtype=DTYPES[recipe.model.dtype], device=policy.device)
+    path = recipe.model.path if checkpoint is None else checkpoint / CRITIC_FOLDER
+    model = load_value_model(path, dtype=DTYPES[recipe.model.dtype], device=device)
     model.body.gradient_checkpointing = recipe.model.gradient_checkpointing
     shard_model(model, recipe, ranks)
-    return Critic(model=model, optimizer=make_optimizer(model, section, recipe))
-
-
-def check_critic(recipe: Recipe, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a `critic.path` that cannot read what the policy reads and writes; no weight is loaded.
-
-    A larger vocabulary is fine if its tokens have the same ids (models of one family pad theirs differently).
-
-    Raises:
-        ValueError: it is not there, its tokens are others or fewer, or it has fewer positions than a sequence may need.
-    """
-    assert recipe.critic is not None
-    path = recipe.critic.path
-    assert path is not None
-    try:
-        config = read_config(path)
-        own_tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
-    except ValueError as error:
-        raise ValueError(f"critic.path: {error}") from error
-    problem = None
-    if config.vocab_size < vocab_size or (own_tokenizer is None and config.vocab_size != vocab_size):
-        problem = f"has a vocabulary of {config.vocab_size} tokens, the policy one of {vocab_size}"
-    elif own_tokenizer is not None and own_tokenizer.get_vocab() != tokenizer.get_vocab():
-        problem = "has a tokenizer that gives other ids than the policy's"
-    if problem:
-        raise ValueError(
-            f"critic.path: {path} {problem}; the critic reads the policy's tokens: take a critic of the policy's "
-            "family, or leave critic.path out"
-        )
-    longest = recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens
-    if longest > config.max_position_embeddings:
-        raise ValueError(
-            f"critic.path: {path} has {config.max_position_embeddings} positions; "
-            f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}"
-        )
+    optimizer = make_optimizer(
+        model, recipe, learning_rate=section.learning_rate, weight_decay=recipe.train.weight_decay
+    )
+    return Critic(objective=ValueObjective(model, section), optimizer=optimizer)
 
 
 def is_deterministic(recipe: Recipe, device: torch.device) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,20 +23,17 @@ from srtrl.types import Rollout, RolloutGroup, TrainSequence
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Credit:
-    """What a step learns from."""
+    """The sequences that a step learns from."""
 
     sequences: list[TrainSequence]
     """In the order of (draw, sample); none where overlong filtering or `drop_void_turns` left nothing."""
     advantages: dict[tuple[int, int], float]
     """Advantage of each (draw, sample) that is learned from; the mean over its tokens where they differ."""
-    sampled_kl: float | None
-    """KL(policy || reference) that the reward is charged for: mean of the estimates over all response tokens of the
-    groups, by the log-probs of the policy that sampled. None where the KL is not in the reward."""
     metrics: dict[str, float]
 
 
 def filter_groups(groups: Sequence[RolloutGroup], filters: Sequence[str]) -> list[RolloutGroup]:
-    """The groups that every filter of `algorithm.filters` keeps, in their order; a later filter sees what is left.
+    """The groups that every filter of `algorithm.filters` keeps, in their order; a later filter sees the kept ones.
 
     Raises:
         ValueError: a filter is unknown, or returns something else than a bool for each group.
@@ -75,40 +71,29 @@ def _train_sequence(rollout: Rollout) -> TrainSequence:
     )
 
 
-def with_numbers(
-    sequences: Sequence[TrainSequence], field: str, numbers: Sequence[npt.NDArray[np.float32]]
-) -> list[TrainSequence]:
-    """The sequences with one array each filled in as `field`, such as `ref_logprobs`."""
-    filled: list[dict[str, Any]] = [{field: array} for array in numbers]
-    return [replace(one, **changes) for one, changes in zip(sequences, filled, strict=True)]
-
-
-def assign_credit(
-    groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence], recipe: Recipe, *, kl_coefficient: float
-) -> Credit:
+def assign_credit(groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence], recipe: Recipe) -> Credit:
     """Advantages from the graders' rewards, less the KL penalty where `algorithm.kl.placement` is `reward`.
 
     A sequence-level advantage gets the sum of each sample's token rewards, and all tokens of a sample share it. A
     token-level one (`gae`, `reinforce_plus_plus`) gets the token rewards and the critic's values. Where there are
     values, `returns` = advantages + values, for the critic to learn from; whitening comes after that. Overlong
-    filtering and `drop_void_turns` come last: a sample that was cut, or has a void turn, counts in its group's baseline
-    and in the whitening, and is then left out of what is learned from.
+    filtering and `drop_void_turns` come last: a truncated sample, or one with a void turn, counts in its group's
+    baseline and in the whitening, and is then left out.
 
     Args:
         groups: The groups to learn from, at least one.
         sequences: Their rollouts, as `train_sequences` gives them, with `ref_logprobs` where a reference is kept and
             `values` where there is a critic, `old_logprobs` where the trainer has computed them.
         recipe: Its `algorithm` section names the advantage and the KL.
-        kl_coefficient: The present one; the recipe's is only the first where it is adaptive.
 
     Returns:
         The credit; its metrics are `groups/zero_advantage_share`, the share of these groups in which no sample has an
         advantage other than 0, `reward/kl_penalty`, the mean penalty of a sample (the `reward` that is logged and
         saved stays the graders'), `samples/overlong_dropped` and `samples/void_dropped`, each only where the recipe
-        asks for it.
+        sets it.
 
     Raises:
-        ValueError: the advantage function returns another shape than it must, or a number that is not finite.
+        ValueError: the advantage function returns an incorrect shape, or a number that is not finite.
     """
     algorithm, kl = recipe.algorithm, recipe.algorithm.kl
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -119,37 +104,43 @@ def assign_credit(
     for row, length, rollout in zip(rewards, lengths, rollouts, strict=True):
         row[length - 1] = rollout.grade.reward
     metrics: dict[str, float] = {}
-    sampled_kl: float | None = None
     if kl.coefficient > 0 and kl.placement == "reward":
-        estimates = _kl_estimates(sequences, kl.estimator)  # [R]
-        sampled_kl = float(estimates.mean())
-        penalty = kl_coefficient * _padded(estimates, mask)  # [B, L]
+        penalty = kl.coefficient * _padded(_kl_estimates(sequences, kl.estimator), mask)  # [B, L]
         metrics["reward/kl_penalty"] = float(penalty.sum(dim=1).mean())
         rewards = rewards - penalty
     has_values = sequences[0].values is not None
     values = _padded(_joined([sequence.values for sequence in sequences]), mask) if has_values else None  # [B, L]
     advantages = _advantages(rewards, values, mask, groups, algorithm)  # [B, L]
-    if values is not None:
-        returns = torch.split((advantages + values).float()[mask], lengths)
-        sequences = with_numbers(sequences, "returns", [row.numpy() for row in returns])
+    returns = None if values is None else advantages + values  # [B, L]
     if algorithm.whiten_advantages:
         advantages = whiten(advantages, mask)
-    learned = list(zip(rollouts, sequences, torch.split(advantages[mask], lengths), strict=True))
-    taught = {rollout.draw_index for rollout, _, row in learned if bool(row.any())}
-    metrics["groups/zero_advantage_share"] = 1 - len(taught) / len(groups)
+    rows = [row[:length].numpy() for row, length in zip(advantages, lengths, strict=True)]  # float64
+    draws_with_signal = {rollout.draw_index for rollout, row in zip(rollouts, rows, strict=True) if row.any()}
+    metrics["groups/zero_advantage_share"] = 1 - len(draws_with_signal) / len(groups)
+    kept = list(range(len(rollouts)))
     if algorithm.overlong_filtering:
-        learned = [one for one in learned if one[0].finish_reason != "length"]
-        metrics["samples/overlong_dropped"] = len(rollouts) - len(learned)
+        kept = [index for index in kept if rollouts[index].finish_reason != "length"]
+        metrics["samples/overlong_dropped"] = len(rollouts) - len(kept)
     if algorithm.drop_void_turns:
-        num_learned = len(learned)
-        learned = [one for one in learned if not (one[0].conversation and one[0].conversation.num_void_turns)]
-        metrics["samples/void_dropped"] = num_learned - len(learned)
+        num_kept = len(kept)
+        kept = [index for index in kept if not _has_void_turn(rollouts[index])]
+        metrics["samples/void_dropped"] = num_kept - len(kept)
     return Credit(
-        sequences=[replace(sequence, advantages=row.float().numpy()) for _, sequence, row in learned],
-        advantages={(rollout.draw_index, rollout.sample_index): _mean(row.numpy()) for rollout, _, row in learned},
-        sampled_kl=sampled_kl,
+        sequences=[
+            replace(
+                sequences[index],
+                advantages=rows[index].astype(np.float32),
+                returns=None if returns is None else returns[index, : lengths[index]].float().numpy(),
+            )
+            for index in kept
+        ],
+        advantages={(rollouts[index].draw_index, rollouts[index].sample_index): _mean(rows[index]) for index in kept},
         metrics=metrics,
     )
+
+
+def _has_void_turn(rollout: Rollout) -> bool:
+    return rollout.conversation is not None and rollout.conversation.num_void_turns > 0
 
 
 def _joined(arrays: Sequence[npt.NDArray[np.float32] | None]) -> Tensor:
@@ -171,7 +162,12 @@ def _kl_estimates(sequences: Sequence[TrainSequence], name: str) -> Tensor:
     of a sample has the sum). The policy's log-probs are those that the ratio takes: the decoder's, or with
     `algorithm.old_logprobs: recompute` the trainer's, which the reference's resemble in their rounding.
     """
-    logprobs = _joined([one.rollout_logprobs if one.old_logprobs is None else one.old_logprobs for one in sequences])
+    logprobs = _joined(
+        [
+            sequence.rollout_logprobs if sequence.old_logprobs is None else sequence.old_logprobs
+            for sequence in sequences
+        ]
+    )
     estimates: Tensor = resolve_part("algorithm.kl.estimator", name)(
         logprobs, _joined([sequence.ref_logprobs for sequence in sequences])
     )
@@ -182,7 +178,7 @@ def _kl_estimates(sequences: Sequence[TrainSequence], name: str) -> Tensor:
 def _advantages(
     rewards: Tensor, values: Tensor | None, mask: Tensor, groups: Sequence[RolloutGroup], algorithm: AlgorithmSection
 ) -> Tensor:
-    """What `algorithm.advantage` makes of the token rewards [B, L], on every token: [B, L], before any whitening."""
+    """The advantage of every token by `algorithm.advantage`, from token rewards [B, L]: [B, L], before whitening."""
     name = algorithm.advantage
     function = resolve_part("algorithm.advantage", name)
     sizes = [len(group.rollouts) for group in groups]
@@ -198,7 +194,7 @@ def _advantages(
             lam=algorithm.lam,
         )
     else:
-        assert len(set(sizes)) == 1, f"a sequence-level advantage needs groups of one size, found {sizes}"
+        assert len(set(sizes)) == 1, f"a sequence-level advantage needs groups of one size, got {sizes}"
         by_group = rewards.sum(dim=1).reshape(len(groups), sizes[0])
         shape, of_what = by_group.shape, "the rewards"  # [G, S]
         advantages = function(by_group)

@@ -1,139 +1,118 @@
-"""PPO's critic in a training step: the values of the response tokens, and what the critic learns from their returns."""
+"""PPO's critic in a training step: the values of the response tokens, and how the critic learns their returns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from srtrl.model.attention import PackedPlan
-from srtrl.ranks.processes import ONE_RANK, Ranks
-from srtrl.recipe.schema import Recipe
+from srtrl.model.value_model import ValueModel
+from srtrl.recipe.schema import CriticSection
+from srtrl.resolve import resolve_part
 from srtrl.rollout.packing import PackedBatch
-from srtrl.trainer.objective import CheckedLoss
-from srtrl.trainer.on_ranks import by_sequence
-from srtrl.trainer.update import NonFiniteError, describe_token, run_optimizer_steps
+from srtrl.trainer.objective import NonFiniteError, Objective, check_per_token, loss_metrics
+from srtrl.trainer.passes import UpdateContext, with_per_token
+from srtrl.trainer.update import run_optimizer_steps
 from srtrl.types import TrainSequence
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-    from srtrl.model.value_model import ValueModel
 
 MIN_RELATIVE_VARIANCE = 1e-12
 """Returns that vary by less, against the mean square of returns and values, are equal but for rounding to float32."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Critic:
-    """The value model and what trains it."""
+class ValueObjective(Objective):
+    """The critic's loss: the mean of `critic.value_loss` over the response tokens of a mini-batch."""
 
     model: ValueModel
+    title = "critic, "
+
+    def __init__(self, model: ValueModel, section: CriticSection) -> None:
+        """Resolve `critic.value_loss`.
+
+        Raises:
+            ValueError: it is unknown.
+        """
+        super().__init__(model)
+        self.section = section
+        self.value_loss = resolve_part("critic.value_loss", section.value_loss)
+        self._is_checked = False  # whether it has returned the right shapes once
+
+    def micro_batch_loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective`; raises ValueError at the first call where the value loss returns an incorrect shape."""
+        values = response_values(self.model, packed)  # [R]
+        token_loss, logged = self.value_loss(
+            values, packed.values, packed.returns, packed.sequence_index, value_clip=self.section.value_clip
+        )
+        if not self._is_checked:
+            check_per_token("critic.value_loss", {"its loss": token_loss, **logged}, values)
+            self._is_checked = True
+        return token_loss.sum() / sequence_lengths.sum(), loss_metrics(self.section.value_loss, logged)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Critic:
+    """The value model and its training."""
+
+    objective: ValueObjective
     optimizer: torch.optim.Optimizer
     """Of the model's parameters alone."""
 
+    @property
+    def model(self) -> ValueModel:
+        """The value model."""
+        return self.objective.model
 
-def response_values(model: ValueModel, packed: PackedBatch, accelerator: Accelerator) -> Tensor:
+
+def response_values(model: ValueModel, packed: PackedBatch) -> Tensor:
     """Forward pass of one micro-batch: values [R], differentiable.
 
     The value of a response token is that of the state in which it is chosen: of all tokens before it.
     """
     plan = PackedPlan.from_lengths(packed.lengths, packed.token_ids.device)
-    with accelerator.autocast():
-        values: Tensor = model(packed.token_ids, plan)  # [T]
+    values: Tensor = model(packed.token_ids, plan)  # [T]
     return values[packed.hidden_index]
 
 
-def compute_values(
-    model: ValueModel,
-    sequences: Sequence[TrainSequence],
-    accelerator: Accelerator,
-    recipe: Recipe,
-    *,
-    where: str,
-    ranks: Ranks = ONE_RANK,
-) -> list[npt.NDArray[np.float32]]:
-    """Values of the response tokens of each sequence, without gradient.
-
-    Returns:
-        One array [R] for each sequence, in their order; the same on all ranks, which share the work.
+def with_values(model: ValueModel, sequences: Sequence[TrainSequence], context: UpdateContext) -> list[TrainSequence]:
+    """The sequences with the `values` of their response tokens, without gradient; all ranks share the work.
 
     Raises:
-        NonFiniteError: a value is not finite; names the sequence, after `where` ("step 3").
+        NonFiniteError: a value is not finite.
         ValueError: a sequence is longer than `train.micro_batch_tokens`.
     """
-    values = by_sequence(lambda packed: response_values(model, packed, accelerator), model, sequences, recipe, ranks)
-    everything = np.concatenate(values)  # [R]
-    if not np.isfinite(everything).all():
-        row = int(np.isfinite(everything).argmin())
+    filled = with_per_token("values", lambda packed: response_values(model, packed), model, sequences, context)
+    if not all(np.isfinite(sequence.values).all() for sequence in filled if sequence.values is not None):
         raise NonFiniteError(
-            f"{where}: {describe_token(sequences, row)}: the critic's value is {everything[row]}; no weights of this "
-            "step were changed"
+            f"step {context.step}: a value by the critic is not a finite number; no weights of this step were changed"
         )
-    return values
+    return filled
 
 
-def update_critic(
-    critic: Critic,
-    accelerator: Accelerator,
-    sequences: Sequence[TrainSequence],
-    *,
-    recipe: Recipe,
-    step: int,
-    ranks: Ranks = ONE_RANK,
-) -> dict[str, float]:
-    """Learn the returns of training step `step` (the first is 1); changes the weights of `critic.model`.
+def update_critic(critic: Critic, sequences: Sequence[TrainSequence], context: UpdateContext) -> dict[str, float]:
+    """Learn the returns of a training step; changes the weights of `critic.model`.
 
     The loss of a mini-batch is the mean over all its response tokens, however it is cut into micro-batches. Learning
     rate and order depend on the step alone, so that nothing of it is saved for resume but the optimizer's state.
 
     Args:
-        critic: value model and optimizer.
-        accelerator: gives autocast, backward and clipping.
-        sequences: at least one, sorted by (draw, sample), with `values` (before this update) and `returns`.
-        recipe: the sections `critic` and `train`, and the seed.
-        step: names the step in errors and places it on the learning rate's schedule.
-        ranks: those that share the work; all call this with the same arguments, and all get the same.
+        critic: Value model and optimizer.
+        sequences: At least one, sorted by (draw, sample), with `values` (before this update) and `returns`.
+        context: Its recipe has the sections `critic` and `train`, and the seed.
 
     Returns:
         `critic/loss` and `critic/grad_norm` (before clipping): means over optimizer steps. `critic/learning_rate`:
-        that of the last optimizer step. `critic/<name>`: what the value loss returns, means over all response tokens
+        that of the last optimizer step. `critic/<name>`: the metrics of the value loss, means over all response tokens
         of all mini-batches. Of the values before the update, over all response tokens: `critic/value_mean`,
         `critic/return_mean` and `critic/explained_variance` (absent where all returns are equal).
 
     Raises:
         NonFiniteError: a loss or a gradient norm is not finite; raised before that optimizer step.
-        ValueError: `critic.value_loss` is unknown or returns the wrong shape, or a sequence exceeds the micro-batch.
+        ValueError: `critic.value_loss` returns an incorrect shape, or a sequence exceeds the micro-batch.
     """
-    section = recipe.critic
-    assert section is not None, "the recipe has no critic"
-    value_loss = CheckedLoss("critic.value_loss", section.value_loss)
-
-    def micro_batch_loss(packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        values = response_values(critic.model, packed, accelerator)  # [R]
-        token_loss, metrics = value_loss(
-            values, packed.values, packed.returns, packed.sequence_index, value_clip=section.value_clip
-        )
-        return token_loss.sum() / sequence_lengths.sum(), metrics
-
-    metrics = run_optimizer_steps(
-        critic.model,
-        critic.optimizer,
-        accelerator,
-        sequences,
-        micro_batch_loss,
-        updates=recipe.critic_updates,
-        recipe=recipe,
-        step=step,
-        max_grad_norm=section.max_grad_norm,
-        where=f"step {step}, critic",
-        ranks=ranks,
-    )
+    metrics = run_optimizer_steps(critic.objective, critic.optimizer, sequences, context, context.recipe.critic_updates)
     metrics |= value_metrics(sequences)
     return {f"critic/{name}": value for name, value in metrics.items()}
 
@@ -141,11 +120,15 @@ def update_critic(
 def value_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
     """How well `values` predict `returns`, over all response tokens: `value_mean`, `return_mean`, `explained_variance`.
 
-    Explained variance is 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for one that knows no more
+    Explained variance is 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for one that is no better
     than a constant, below 0 for a worse one. It is left out where all returns are equal, up to rounding: returns are
-    advantages + values, and where the values cancel (all rewards 0), what varies is the rounding error of the values.
+    advantages + values, and where the values cancel (all rewards 0), only the rounding error of the values varies.
     """
-    pairs = [(one.values, one.returns) for one in sequences if one.values is not None and one.returns is not None]
+    pairs = [
+        (sequence.values, sequence.returns)
+        for sequence in sequences
+        if sequence.values is not None and sequence.returns is not None
+    ]
     assert len(pairs) == len(sequences), "the critic learns from sequences with values and returns"
     values, returns = (np.concatenate(arrays).astype(np.float64) for arrays in zip(*pairs, strict=True))  # [R] each
     metrics = {"value_mean": float(values.mean()), "return_mean": float(returns.mean())}

@@ -1,149 +1,242 @@
-"""What an update minimises: the loss, reduction and KL that a recipe names."""
+"""The losses that an update minimises, micro-batch by micro-batch: that of the policy is named by the recipe."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from srtrl.algorithms.losses import truncated_weights
-from srtrl.recipe.schema import Recipe
+from srtrl.algorithms.reductions import k3
+from srtrl.model.attention import PackedPlan
+from srtrl.model.logprobs import token_logprobs
+from srtrl.model.transformer import Transformer
+from srtrl.model.value_model import ValueModel
+from srtrl.recipe.schema import Recipe, TrainSection
 from srtrl.resolve import resolve_part
 from srtrl.rollout.packing import PackedBatch
+from srtrl.trainer.passes import UpdateContext
+from srtrl.types import TrainSequence
 
-RESERVED_METRICS = frozenset(
-    {"step", "loss", "entropy", "grad_norm", "learning_rate", "accuracy"}
-    | {"value_mean", "return_mean", "explained_variance"}  # the critic's, where they stand under `critic/`
-)
-"""Names that a loss function's metrics may not have: the trainer logs them itself."""
-RESERVED_FAMILIES = (
-    *("critic/", "data/", "engine/", "environment/", "eval/", "grading/", "groups/", "importance/", "kl/", "length/"),
-    *("logprob_difference/", "memory/", "reward/", "samples/", "time/", "tokens/"),
-)
-"""What those names may not begin with, for the same reason. `clip_share/` is the loss functions' own."""
+MIN_COMPARED_TOKENS = 64
+"""With fewer tokens, one that bfloat16 rounds badly would move the mean of the log-prob differences to its limit."""
+
+
+class NonFiniteError(RuntimeError):
+    """A log-prob, a loss or a gradient is not a finite number; the weights were not changed by it."""
+
+
+class LogprobDifferenceError(RuntimeError):
+    """The log-probs of decoder and trainer differ too much; the policy was not changed."""
 
 
 class Objective:
-    """What the policy's update minimises: the functions that the recipe names, and their options."""
+    """The loss of one model; `run_optimizer_steps` minimises it. A subclass defines `micro_batch_loss`."""
 
-    def __init__(self, recipe: Recipe, *, kl_coefficient: float) -> None:
-        """Resolve the names of `recipe.algorithm`.
+    title = ""
+    """Begins error messages."""
+
+    def __init__(self, model: Transformer | ValueModel) -> None:
+        self.model = model
+        """Its weights learn."""
+
+    def micro_batch_loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """A micro-batch's share of the loss of its mini-batch, with gradient, and metrics with one number per token.
 
         Args:
-            recipe: `algorithm`, and `rollout.max_new_tokens`.
-            kl_coefficient: the present one; the recipe's is only the first where it is adaptive.
+            packed: The micro-batch; its `sequence_index` are rows of `sequence_lengths`.
+            sequence_lengths: Response lengths of the whole mini-batch, [B].
+
+        Returns:
+            A scalar, and metrics [R] by name. A metric that a micro-batch lacks counts as zeros there.
+        """
+        raise NotImplementedError
+
+    def before_step(self, sequences: Sequence[TrainSequence], context: UpdateContext, place: str) -> None:
+        """Called between the gradient of these sequences and the optimizer step; raises to stop there."""
+
+    def needs_pass(self, sequence: TrainSequence) -> bool:
+        """Whether a forward and backward pass over a sequence can give a gradient."""
+        return True
+
+
+class PolicyObjective(Objective):
+    """The policy's loss: loss function, importance weights, KL, entropy bonus and reduction, as a recipe names them."""
+
+    model: Transformer
+
+    def __init__(self, model: Transformer, recipe: Recipe) -> None:
+        """Resolve the names of `recipe.algorithm`.
 
         Raises:
             ValueError: a name is unknown.
         """
+        super().__init__(model)
         algorithm = recipe.algorithm
-        self.algorithm = algorithm
-        self.max_new_tokens = recipe.rollout.max_new_tokens
-        self.loss = CheckedLoss("algorithm.loss", algorithm.loss)
+        self.recipe = recipe
+        self.loss = resolve_part("algorithm.loss", algorithm.loss)
         self.reduction = resolve_part("algorithm.reduction", algorithm.reduction)
-        has_reference = algorithm.kl.coefficient > 0
-        self.kl = resolve_part("algorithm.kl.estimator", algorithm.kl.estimator) if has_reference else None
-        self.kl_loss_coefficient = kl_coefficient if algorithm.kl.placement == "loss" else 0.0
-        """0 where the KL is in the reward (the estimate is logged all the same)."""
+        self.kl = resolve_part("algorithm.kl.estimator", algorithm.kl.estimator)
+        self.difference: dict[str, float] = {}
+        """`logprob_difference/*` of the present step, once the log-probs are compared."""
+        self._first_logprobs: dict[int, Tensor] = {}  # of this rank's micro-batches, until they are compared
+        self._is_checked = False  # whether the functions have returned the right shapes once
 
-    def micro_batch_loss(
-        self, logprobs: Tensor, entropy: Tensor, packed: PackedBatch, sequence_lengths: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Share of one micro-batch in its mini-batch's loss, and metrics with one number for each token [R].
+    def micro_batch_loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective`; the log-probs of the step's first mini-batch are kept for `before_step`.
 
         The importance weights multiply the policy's loss. They do not multiply the KL and the entropy, which are no
-        expectations over what the decoder sampled: they measure the policy as it is.
-
-        Args:
-            logprobs: by the policy, with gradient, [R].
-            entropy: of the policy's distribution at these tokens in nats, with gradient, [R].
-            packed: the micro-batch; its `sequence_index` are rows of `sequence_lengths`.
-            sequence_lengths: response lengths of the whole mini-batch, [B].
+        expectations over the decoder's samples: they measure the policy as it is.
 
         Raises:
-            ValueError: a function of the recipe's returns the wrong shape, or a metric with a name of the trainer's.
+            ValueError: at the first call, a function of the recipe returns an incorrect shape.
         """
-        algorithm, index = self.algorithm, packed.sequence_index
-        assert packed.old_logprobs is not None, "filled before the first mini-batch"
-        token_loss, metrics = self.loss(
+        algorithm = self.recipe.algorithm
+        logprobs, entropy = response_logprobs(self.model, packed, self.recipe.rollout.temperature)  # [R] each
+        if not self.difference:
+            self._first_logprobs[packed.first_sequence] = logprobs.detach()
+        old_logprobs = packed.rollout_logprobs if packed.old_logprobs is None else packed.old_logprobs
+        token_loss, logged = self.loss(  # [R], and [R] by name
             logprobs,
-            packed.old_logprobs,
+            old_logprobs,
             packed.advantages,
-            index,
+            packed.sequence_index,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
             **algorithm.loss_options,
         )
+        if not self._is_checked:
+            check_per_token("algorithm.loss", {"its loss": token_loss, **logged}, logprobs)
+        metrics = {"entropy": entropy, **loss_metrics(algorithm.loss, logged)}
         if (cap := algorithm.importance_cap) is not None:
-            weights = truncated_weights(
-                packed.old_logprobs, packed.rollout_logprobs, index, cap=cap, level=algorithm.importance_level
-            )
+            weights = truncated_weights(old_logprobs, packed.rollout_logprobs, cap=cap)
             token_loss = token_loss * weights
             metrics["importance/weight"] = weights
             metrics["importance/capped_share"] = (weights == weights.new_tensor(cap)).to(weights.dtype)
-        if self.kl is not None:
+        if algorithm.kl.coefficient > 0:
             assert packed.ref_logprobs is not None, "a KL coefficient above 0 needs ref_logprobs"
             kl = self.kl(logprobs, packed.ref_logprobs)  # [R]
-            check_per_token("algorithm.kl.estimator", {"its estimate": kl}, logprobs)
+            if not self._is_checked:
+                check_per_token("algorithm.kl.estimator", {"its estimate": kl}, logprobs)
             metrics["kl/ref"] = kl.detach()
-            if self.kl_loss_coefficient > 0:
-                token_loss = token_loss + self.kl_loss_coefficient * kl
+            if algorithm.kl.placement == "loss":
+                token_loss = token_loss + algorithm.kl.coefficient * kl
         if algorithm.entropy_coefficient > 0:
             token_loss = token_loss - algorithm.entropy_coefficient * entropy
         reduced: Tensor = self.reduction(
-            token_loss, index, sequence_lengths=sequence_lengths, max_new_tokens=self.max_new_tokens
+            token_loss,
+            packed.sequence_index,
+            sequence_lengths=sequence_lengths,
+            max_new_tokens=self.recipe.rollout.max_new_tokens,
         )
-        if reduced.ndim != 0:
+        if not self._is_checked and reduced.ndim != 0:
             raise ValueError(f"algorithm.reduction must return one number, found shape {tuple(reduced.shape)}")
-        return reduced, {"entropy": entropy, **metrics}
+        self._is_checked = True
+        return reduced, metrics
 
+    def before_step(self, sequences: Sequence[TrainSequence], context: UpdateContext, place: str) -> None:
+        """Compare the log-probs of the step's first mini-batch: decoder and trainer still have the same weights."""
+        if not self.difference:
+            mine = {first: logprobs.float().cpu().numpy() for first, logprobs in self._first_logprobs.items()}
+            self._first_logprobs = {}
+            logprobs = np.concatenate(context.ranks.join(mine, f"the log-probs of {place}"))
+            self.difference = logprob_difference(sequences, logprobs, limits=context.recipe.train, where=place)
 
-class CheckedLoss:
-    """A loss function of the policy or the critic, perhaps a user's own: what it returns is checked each time."""
+    def needs_pass(self, sequence: TrainSequence) -> bool:
+        """Whether a pass over a sequence can give a gradient.
 
-    def __init__(self, option: str, name: str) -> None:
-        """`name` is the value of the recipe's `option`.
-
-        Raises:
-            ValueError: it is unknown.
+        It cannot where all advantages are 0 and the loss is one of srtrl's, each of which is proportional to the
+        advantage, without a KL or an entropy bonus beside it.
         """
-        self.option = option
-        self.function = resolve_part(option, name)
-        self.metric_names: set[str] | None = None  # of the first micro-batch
+        algorithm = self.recipe.algorithm
+        has_kl = algorithm.kl.coefficient > 0 and algorithm.kl.placement == "loss"
+        has_other_terms = has_kl or algorithm.entropy_coefficient > 0 or is_user_defined(algorithm.loss)
+        return has_other_terms or bool(sequence.advantages.any())
 
-    def __call__(self, values: Tensor, *arguments: Tensor | None, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss [R] and metrics [R] of one micro-batch, from what the model computes, `values` [R].
 
-        Raises:
-            ValueError: the loss or a metric has another shape, a metric has a name of the trainer's, or the metrics are
-                not those of the first micro-batch.
-        """
-        token_loss, metrics = self.function(values, *arguments, **options)
-        for name in metrics:
-            if is_reserved_metric(name):
-                raise ValueError(f"{self.option} returns a metric named `{name}`, which is srtrl's own: rename it")
-        self.metric_names = set(metrics) if self.metric_names is None else self.metric_names
-        if unequal := sorted(self.metric_names ^ metrics.keys()):  # a mean over some tokens would pass for one of all
-            raise ValueError(
-                f"{self.option} must return the same metrics for every micro-batch, and returned `{unequal[0]}` for "
-                "some only; where it has no meaning, return zeros"
+def response_logprobs(model: Transformer, packed: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Forward pass of one micro-batch: log-probs [R] of its response tokens and entropies [R], differentiable."""
+    plan = PackedPlan.from_lengths(packed.lengths, packed.token_ids.device)
+    hidden = model(packed.token_ids, plan)[packed.hidden_index]  # [R, D]
+    return token_logprobs(hidden, model.head_weight, packed.target_ids, temperature=temperature)
+
+
+def logprob_difference(
+    sequences: Sequence[TrainSequence],
+    trainer_logprobs: npt.NDArray[np.float32],
+    *,
+    limits: TrainSection,
+    where: str,
+) -> dict[str, float]:
+    """Compare the decoder's log-probs with those that the trainer computes with the same weights.
+
+    Args:
+        sequences: With the decoder's `rollout_logprobs`.
+        trainer_logprobs: Of all response tokens, in the order of the sequences, [R].
+        limits: Its `max_logprob_difference` and `max_logprob_kl`.
+        where: Begins the error messages, such as "step 3".
+
+    Returns:
+        `logprob_difference/mean` and `/max` of the absolute difference, and `/kl`, the k3 estimate of
+        KL(decoder || trainer), all over tokens.
+
+    Raises:
+        NonFiniteError: a log-prob of either is not finite.
+        LogprobDifferenceError: a limit is exceeded, by at least `MIN_COMPARED_TOKENS` tokens.
+    """
+    rollout = torch.from_numpy(np.concatenate([sequence.rollout_logprobs for sequence in sequences])).double()
+    trainer = torch.from_numpy(trainer_logprobs).double()
+    difference = (rollout - trainer).abs()  # [R]
+    for name, logprobs in (("decoder", rollout), ("trainer", trainer)):
+        if not torch.isfinite(logprobs).all():
+            raise NonFiniteError(
+                f"{where}: a log-prob by the {name} is not a finite number; the policy's weights were not changed by "
+                "this step"
             )
-        check_per_token(self.option, {"its loss": token_loss, **metrics}, values)
-        return token_loss, dict(metrics)
+    mean, kl = float(difference.mean()), float(k3(rollout, trainer).mean())
+    for option, name, value, limit in (
+        ("max_logprob_difference", "mean absolute difference", mean, limits.max_logprob_difference),
+        ("max_logprob_kl", "KL divergence", kl, limits.max_logprob_kl),
+    ):
+        if value > limit and len(difference) >= MIN_COMPARED_TOKENS:
+            raise LogprobDifferenceError(
+                f"{where}: the {name} of the log-probs by decoder and trainer is {value:.6g} nats per token, more than "
+                f"train.{option} ({limit:g}); the policy's weights were not changed by this step. Rounding in bfloat16 "
+                "gives a mean near 0.01: look at logprob_difference/* of earlier steps. If it was small before, this "
+                "is a fault; if it was always near the limit, raise the limit, or set algorithm.old_logprobs=recompute "
+                "and algorithm.importance_cap=2"
+            )
+    return {
+        "logprob_difference/mean": mean,
+        "logprob_difference/max": float(difference.max()),
+        "logprob_difference/kl": kl,
+    }
 
 
-def is_reserved_metric(name: str) -> bool:
-    """Whether a step's row has, or may have, a metric of this name that is not the loss function's."""
-    return name in RESERVED_METRICS or name.startswith(RESERVED_FAMILIES)
+# --- Functions that a recipe names ------------------------------------------------------------------------------------
 
 
-def check_per_token(option: str, found: dict[str, Tensor], tokens: Tensor) -> None:
-    """Refuse what the function that `option` names returns, by name, where it is not one number for each token.
+def is_user_defined(name: str) -> bool:
+    """Whether a name in a recipe is `package.module:function`."""
+    return ":" in name
+
+
+def loss_metrics(name: str, logged: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The metrics that the loss function `name` returns: those of a user's own under `loss/`, so that none collides."""
+    prefix = "loss/" if is_user_defined(name) else ""
+    return {f"{prefix}{metric}": values for metric, values in logged.items()}
+
+
+def check_per_token(option: str, returned: Mapping[str, Tensor], tokens: Tensor) -> None:
+    """Refuse results, by name, of the function that `option` names that are not one number for each token.
 
     Raises:
         ValueError: naming the option and the shape.
     """
-    for name, value in found.items():
+    for name, value in returned.items():
         if value.shape != tokens.shape:
             expected = f"one number per token, {tuple(tokens.shape)}"
             raise ValueError(f"{option} must return {expected}; {name} has shape {tuple(value.shape)}")

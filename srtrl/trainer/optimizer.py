@@ -17,7 +17,7 @@ from srtrl.recipe.schema import UpdatePlan
 
 
 def build_optimizer(
-    model: nn.Module, *, learning_rate: float, weight_decay: float, betas: tuple[float, float], eps: float
+    model: nn.Module, *, learning_rate: float, weight_decay: float, betas: tuple[float, float], eps: float = 1e-8
 ) -> torch.optim.AdamW:
     """AdamW over all parameters of `model`; weight decay only on matrices (not on norms, biases or embeddings).
 

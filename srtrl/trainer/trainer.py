@@ -15,7 +15,7 @@ from rich.console import Console
 
 from srtrl.metrics import MetricLog, StageTimer
 from srtrl.model.cpu_threads import set_cpu_threads
-from srtrl.model.sharding import reshard, unshard
+from srtrl.model.sharding import resharded, unshard
 from srtrl.ranks.processes import ONE_RANK, Ranks, open_ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import (
@@ -39,13 +39,18 @@ from srtrl.run.folder import (
     step_of,
     write_rollouts,
 )
-from srtrl.run.interrupt import Interrupt, how_to_resume, long_lived_objects_left_alone
+from srtrl.run.interrupt import (
+    Interrupt,
+    UpdateMemoryError,
+    explain_out_of_memory,
+    how_to_resume,
+    long_lived_objects_left_alone,
+)
 from srtrl.run.metrics import (
     RunSummary,
     describe_held_out,
     describe_step,
     memory_metrics,
-    merge_metrics,
     time_metrics,
     update_flops,
     write_summary,
@@ -54,21 +59,14 @@ from srtrl.run.trackers import check_trackers, log_samples, start_trackers, trac
 from srtrl.tasks.base import load_task
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
-from srtrl.trainer.credit import Credit, assign_credit, train_sequences, with_numbers
-from srtrl.trainer.critic import compute_values, update_critic
+from srtrl.trainer.credit import Credit, assign_credit, train_sequences
+from srtrl.trainer.critic import update_critic, with_values
 from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
+from srtrl.trainer.objective import LogprobDifferenceError, NonFiniteError, PolicyObjective
 from srtrl.trainer.optimizer import gradient_bytes
+from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.sampling import StepRollouts, StepSampler
-from srtrl.trainer.update import (
-    LogprobDifferenceError,
-    NonFiniteError,
-    UpdateMemoryError,
-    compute_logprobs,
-    explain_out_of_memory,
-    needs_pass,
-    next_kl_coefficient,
-    update_policy,
-)
+from srtrl.trainer.update import update_policy, with_logprobs
 from srtrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -169,12 +167,18 @@ class Trainer:
             self.eval_prompts = held_out_prompts(self.task, recipe) if has_eval else []
             self.accelerator = build.build_accelerator(recipe, tracker_folder(recipe))
             set_cpu_threads(recipe.num_threads)  # again: with several ranks accelerate shares the cores among them
-            device = self.accelerator.device
+            device = build.choose_device(recipe)
             self.policy = build.build_policy(recipe, str(checkpoint or recipe.model.path), device)
             build.shard_model(self.policy, recipe, ranks)
-            self.optimizer = build.make_optimizer(self.policy, recipe.train, recipe)
+            self.objective = PolicyObjective(self.policy, recipe)
+            self.optimizer = build.make_optimizer(
+                self.policy,
+                recipe,
+                learning_rate=recipe.train.learning_rate,
+                weight_decay=recipe.train.weight_decay,
+            )
             self.reference = build.build_reference(recipe, device, ranks)
-            self.critic = build.build_critic(recipe, checkpoint, self.policy, self.tokenizer, ranks)
+            self.critic = build.build_critic(recipe, checkpoint, device, ranks)
         optimizers = [self.optimizer, *([self.critic.optimizer] if self.critic is not None else [])]
         gradients = max(map(gradient_bytes, optimizers))  # one after the other has gradients
         unshard(self.policy)
@@ -182,15 +186,12 @@ class Trainer:
         # After all that takes memory for good: on CUDA the engine takes its share of what is left.
         self.engine = build.build_engine(recipe, self.policy, self.tokenizer, reserved_bytes=gradients)
         if checkpoint is None:
-            kl_coefficient = recipe.algorithm.kl.coefficient
-            state = TrainerState(step=0, policy_version=0, num_draws=0, kl_coefficient=kl_coefficient)
+            state = TrainerState(step=0, policy_version=0, num_draws=0)
         else:
             state = load_training_state(checkpoint, self.policy, self.optimizer, self.critic)
             self.engine.drafter.load(checkpoint)
         self.engine.policy_version = state.policy_version
         self.step = state.step
-        is_adaptive = recipe.algorithm.kl.target is not None
-        self.kl_coefficient = state.kl_coefficient if is_adaptive else recipe.algorithm.kl.coefficient
         self.timer = StageTimer()
         self.interrupt = Interrupt(progress.say)
         self.grader = Grader(self.task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)
@@ -214,7 +215,7 @@ class Trainer:
             KeyboardInterrupt: the second interrupt.
         """
         with self.interrupt, self.progress:
-            with self._stage("compile", self.step):
+            with self._stage("compile"):
                 self.engine.warm_up(self.progress.compiling)
             if self.step == 0 and self.recipe.eval.before_and_after:
                 self._record_observations(0)
@@ -230,16 +231,15 @@ class Trainer:
         rollouts = self.sampler.sample(step, on_progress=partial(self.progress.stage, "rollout"), timer=self.timer)
         credit = self.assign_credit(step, rollouts)
         metrics = rollouts.metrics | credit.metrics
+        context = UpdateContext(recipe=self.recipe, step=step, ranks=self.ranks)
         if credit.sequences and self.critic is not None:
-            with self._stage("critic", step):
-                metrics |= update_critic(
-                    self.critic, self.accelerator, credit.sequences, recipe=self.recipe, step=step, ranks=self.ranks
-                )
+            with self._stage("critic"):
+                metrics |= update_critic(self.critic, credit.sequences, context)
         # At first only the critic learns.
         is_updated = bool(credit.sequences) and step > self.recipe.policy_updates.num_skipped
         if is_updated:
-            with self._stage("update", step):
-                metrics = merge_metrics(metrics, self.update_policy(step, credit))
+            with self._stage("update"), resharded(self.policy):
+                metrics |= update_policy(self.objective, self.optimizer, credit.sequences, context)
         self.engine.end_step(has_new_weights=is_updated)
         self.save_rollouts(step, rollouts, credit)
         metrics |= self.evaluate_if_due(step)
@@ -254,54 +254,19 @@ class Trainer:
     def assign_credit(self, step: int, rollouts: StepRollouts) -> Credit:
         """Advantages of the kept samples; with the log-probs and values that the recipe needs."""
         if not rollouts.kept:
-            return Credit(sequences=[], advantages={}, sampled_kl=None, metrics={})
+            return Credit(sequences=[], advantages={}, metrics={})
         sequences = train_sequences(rollouts.kept)
+        context = UpdateContext(recipe=self.recipe, step=step, ranks=self.ranks)
         if self.reference is not None:
-            with self._stage("reference", step):
-                ref_logprobs = compute_logprobs(
-                    self.reference, sequences, self.accelerator, self.recipe, ranks=self.ranks
-                )
-            sequences = with_numbers(sequences, "ref_logprobs", ref_logprobs)
+            with self._stage("reference"):
+                sequences = with_logprobs("ref_logprobs", self.reference, sequences, context)
         if self.recipe.algorithm.old_logprobs == "recompute":
-            with self._stage("old_logprobs", step):
-                old_logprobs = compute_logprobs(self.policy, sequences, self.accelerator, self.recipe, ranks=self.ranks)
-            sequences = with_numbers(sequences, "old_logprobs", old_logprobs)
+            with self._stage("old_logprobs"):
+                sequences = with_logprobs("old_logprobs", self.policy, sequences, context)
         if self.critic is not None:
-            with self._stage("values", step):
-                values = compute_values(
-                    self.critic.model,
-                    sequences,
-                    self.accelerator,
-                    self.recipe,
-                    where=f"step {step}",
-                    ranks=self.ranks,
-                )
-            sequences = with_numbers(sequences, "values", values)
-        return assign_credit(rollouts.kept, sequences, self.recipe, kl_coefficient=self.kl_coefficient)
-
-    def update_policy(self, step: int, credit: Credit) -> dict[str, float]:
-        """Change the policy, and adapt the KL coefficient where the recipe asks for that."""
-        recipe = self.recipe
-        reshard(self.policy)
-        metrics = update_policy(
-            self.policy,
-            self.optimizer,
-            self.accelerator,
-            credit.sequences,
-            recipe=recipe,
-            step=step,
-            kl_coefficient=self.kl_coefficient,
-            ranks=self.ranks,
-        )
-        unshard(self.policy)
-        num_tokens = sum(len(one.token_ids) for one in credit.sequences if needs_pass(one, recipe))
-        metrics["tokens/update"] = recipe.train.num_epochs * num_tokens
-        if recipe.algorithm.kl.target is not None:
-            metrics["kl/coefficient"] = self.kl_coefficient
-        self.kl_coefficient = next_kl_coefficient(
-            self.kl_coefficient, metrics, recipe, sampled_kl=credit.sampled_kl, num_samples=len(credit.sequences)
-        )
-        return metrics
+            with self._stage("values"):
+                sequences = with_values(self.critic.model, sequences, context)
+        return assign_credit(rollouts.kept, sequences, self.recipe)
 
     def evaluate_if_due(self, step: int) -> dict[str, float]:
         """`eval/...` metrics where `eval` asks for them after this step, else nothing."""
@@ -336,7 +301,7 @@ class Trainer:
 
     def log(self, metrics: Mapping[str, float], credit: Credit) -> None:
         """One row of `metrics.jsonl`, the trackers, and a line for people; the row is on disk when this returns."""
-        computed = [sequence for sequence in credit.sequences if needs_pass(sequence, self.recipe)]
+        computed = [sequence for sequence in credit.sequences if self.objective.needs_pass(sequence)]
         num_flops = update_flops(self.recipe, self.policy.config, computed) / self.ranks.count  # of one device
         timed = time_metrics(self.timer.take(), metrics, num_flops, peak_tflops=self.recipe.train.peak_tflops)
         row = {**metrics, **timed, **memory_metrics(self.policy.device)}
@@ -359,7 +324,6 @@ class Trainer:
                     step=self.step,
                     policy_version=self.engine.policy_version,
                     num_draws=self.sampler.num_draws,
-                    kl_coefficient=self.kl_coefficient,
                     prompts_sha256=self.prompts_sha256,
                 ),
                 model=self.policy,
@@ -393,10 +357,10 @@ class Trainer:
             self.accelerator.log(dict(metrics), step=self.step)
 
     @contextmanager
-    def _stage(self, name: str, step: int) -> Iterator[None]:
-        """Show and time a stage, and say what helps where it runs out of the device's memory."""
+    def _stage(self, name: str) -> Iterator[None]:
+        """Show and time a stage of the present step; name it where the device's memory is too small."""
         self.progress.stage(name)
-        with self.timer.stage(name), explain_out_of_memory(f"step {step}, {name}", self.recipe):
+        with self.timer.stage(name), explain_out_of_memory(f"step {self.step + 1}, {name}"):
             yield
 
 

@@ -23,22 +23,24 @@ from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.sharding import end_sharding
 from srtrl.model.weights import init_model, load_tokenizer
-from srtrl.ranks.processes import ONE_RANK, Ranks, open_ranks
+from srtrl.ranks.processes import Ranks, open_ranks
 from srtrl.recipe.schema import Recipe, UpdatePlan, WarmStartSection
 from srtrl.rollout.packing import PackedBatch
 from srtrl.run.checkpoint import save_policy, written_beside
 from srtrl.run.folder import MARK, RunProgress
+from srtrl.run.interrupt import explain_out_of_memory
 from srtrl.tasks.base import Task, load_task
 from srtrl.trainer import build
 from srtrl.trainer.evaluate import EvalResult, held_out_prompts
+from srtrl.trainer.objective import Objective, response_logprobs
 from srtrl.trainer.optimizer import MasterWeightAdamW
+from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.sampling import DataOrder
-from srtrl.trainer.update import explain_out_of_memory, response_logprobs, run_optimizer_steps
+from srtrl.trainer.update import run_optimizer_steps
 from srtrl.types import Prompt, SegmentKind, TrainSequence
 
 if TYPE_CHECKING:
     import torch
-    from accelerate import Accelerator
     from transformers import PreTrainedTokenizerBase
 
     from srtrl.environments.conversations import Conversations
@@ -90,19 +92,18 @@ def _run(
     ranks.on_main(partial(_check_output, output, overwrite), "the checks of rank 0")
     set_cpu_threads(recipe.num_threads)
     with ranks.together("the others to load the task and the model"):
-        accelerator = build.build_accelerator(recipe, output)
         tokenizer = _tokenizer(recipe, section)
         conversations = build.build_conversations(recipe, tokenizer)
         task = load_task(recipe, tokenizer, tools=conversations.tools if conversations else ())
         if recipe.eval.before_and_after:
             held_out_prompts(task, recipe)  # raises where there are none
-        model = _model(recipe, section, tokenizer, accelerator.device)
+        model = _model(recipe, section, tokenizer, build.choose_device(recipe))
         build.shard_model(model, recipe, ranks)
     # No tool runs: only an environment that adds to the prompts is opened, and no sandbox is needed.
     opened = conversations if conversations is not None and conversations.starts_prompts else nullcontext()
     with progress, opened:
         batches = solution_batches(recipe, section, task, tokenizer, conversations)
-        losses, num_left_out = _fine_tune(recipe, section, model, accelerator, batches, progress, ranks)
+        losses, num_left_out = _fine_tune(recipe, section, model, batches, progress, ranks)
     end_ids = () if section.architecture is not None else build.response_end_ids(recipe.model.path, tokenizer)
 
     def save() -> None:
@@ -188,25 +189,39 @@ def _model(
     return model
 
 
+class SupervisedObjective(Objective):
+    """Mean negative log-prob of the targets of a batch, in nats."""
+
+    model: Transformer
+    title = "warm start "
+
+    def micro_batch_loss(self, packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective`."""
+        logprobs, _ = response_logprobs(self.model, packed, temperature=1.0)  # [R]
+        return -logprobs.sum() / sequence_lengths.sum(), {}
+
+
 def _fine_tune(
     recipe: Recipe,
     section: WarmStartSection,
     model: Transformer,
-    accelerator: Accelerator,
     batches: Iterator[tuple[list[TrainSequence], int]],
     progress: RunProgress,
     ranks: Ranks,
 ) -> tuple[list[float], int]:
     """All optimizer steps; returns the loss of each, and the number of draws left out (see `solution_batches`).
 
-    Where the weights have float32 masters, those are the model's at the end, so that `save_dtype` float32 saves what
-    was learned to the last bit. A sharded model is whole then, on rank 0.
+    Where the weights have float32 masters, those are the model's at the end, so that `save_dtype` float32 saves the
+    weights to the last bit. A sharded model is whole then, on rank 0.
     """
-    optimizer = build.make_optimizer(model, section, recipe)
+    objective = SupervisedObjective(model)
+    optimizer = build.make_optimizer(
+        model, recipe, learning_rate=section.learning_rate, weight_decay=section.weight_decay
+    )
     losses: list[float] = []
     for step in range(1, section.num_steps + 1):
         batch, num_left_out = next(batches)
-        metrics = supervised_step(model, optimizer, accelerator, batch, recipe, step, ranks)
+        metrics = supervised_step(objective, optimizer, batch, UpdateContext(recipe=recipe, step=step, ranks=ranks))
         losses.append(metrics["loss"])
         progress.step(
             step,
@@ -220,15 +235,9 @@ def _fine_tune(
 
 
 def supervised_step(
-    model: Transformer,
-    optimizer: torch.optim.Optimizer,
-    accelerator: Accelerator,
-    batch: list[TrainSequence],
-    recipe: Recipe,
-    step: int,
-    ranks: Ranks = ONE_RANK,
+    objective: SupervisedObjective, optimizer: torch.optim.Optimizer, batch: list[TrainSequence], context: UpdateContext
 ) -> dict[str, float]:
-    """Optimizer step `step` (from 1), on the mean negative log-prob of the batch's response tokens.
+    """Optimizer step `context.step` (from 1), on the mean negative log-prob of the batch's response tokens.
 
     Returns:
         `loss`, that mean in nats, `grad_norm` before clipping, and `learning_rate`.
@@ -237,7 +246,7 @@ def supervised_step(
         NonFiniteError: loss or gradient norm is not finite.
         UpdateMemoryError: the device's memory is too small.
     """
-    section = recipe.warm_start
+    section = context.recipe.warm_start
     assert section is not None
     updates = UpdatePlan(
         mini_batch_prompts=1,  # all sequences have one draw index
@@ -248,27 +257,10 @@ def supervised_step(
         learning_rate=section.learning_rate,
         warmup_steps=section.warmup_steps,
         schedule="cosine",
+        max_grad_norm=section.max_grad_norm,
     )
-
-    def micro_batch_loss(packed: PackedBatch, sequence_lengths: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        logprobs, _ = response_logprobs(model, packed, accelerator, temperature=1.0)  # [R]
-        return -logprobs.sum() / sequence_lengths.sum(), {}
-
-    where = f"warm start step {step}"
-    with explain_out_of_memory(where, recipe, has_engine=False):
-        return run_optimizer_steps(
-            model,
-            optimizer,
-            accelerator,
-            batch,
-            micro_batch_loss,
-            updates=updates,
-            recipe=recipe,
-            step=step,
-            max_grad_norm=section.max_grad_norm,
-            where=where,
-            ranks=ranks,
-        )
+    with explain_out_of_memory(f"warm start step {context.step}"):
+        return run_optimizer_steps(objective, optimizer, batch, context, updates)
 
 
 def solution_sequence(

@@ -1,0 +1,115 @@
+"""Passes over a step's sequences: micro-batches, shared by the ranks, whose results all ranks get.
+
+The micro-batches, and the order of their results, are those of one rank: results differ by the order of sums alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from srtrl.model.sharding import is_sharded
+from srtrl.ranks.processes import Ranks
+from srtrl.recipe.schema import Recipe
+from srtrl.rollout.packing import PackedBatch, pack
+from srtrl.types import TrainSequence
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class UpdateContext:
+    """The context of all passes of a training step."""
+
+    recipe: Recipe
+    step: int
+    """Number of the training step, from 1: names it in errors, and places it on the learning rate's schedule."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """Processes that share the passes: all make the same calls with the same arguments, and get the same results."""
+
+
+@dataclass(slots=True)
+class SharedPasses:
+    """The micro-batches of this rank, and their results."""
+
+    micro_batches: Iterator[PackedBatch]
+    results: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """Of this rank's micro-batches, by `first_sequence`; the names are the caller's."""
+    all_results: list[dict[str, Tensor]] = field(default_factory=list)
+    """After the `with` block: of all micro-batches, in order. On the CPU where there are several ranks."""
+
+
+@contextmanager
+def shared_passes(
+    model: nn.Module, sequences: Sequence[TrainSequence], context: UpdateContext, what: str
+) -> Iterator[SharedPasses]:
+    """Share passes of `model` over the sequences: inside the `with` block a rank computes its micro-batches.
+
+    Args:
+        model: The device and the sharding of its parameters count.
+        sequences: At least one.
+        context: Its `train.micro_batch_tokens` is the token budget of a micro-batch.
+        what: Names the passes in errors.
+
+    Raises:
+        ValueError: a sequence is longer than `train.micro_batch_tokens`.
+        ValueError, RuntimeError, torch.OutOfMemoryError: raised in the block of any rank; on all ranks. With a sharded
+            model the others are then in the middle of a pass, and learn only that the rank has ended (`RankError`).
+    """
+    ranks, equal_passes = context.ranks, is_sharded(model)
+    with ranks.waiting(what) if equal_passes else ranks.together(what):
+        micro_batches = pack(
+            sequences,
+            context.recipe.train.micro_batch_tokens,
+            next(model.parameters()).device,
+            rank=ranks.index,
+            num_ranks=ranks.count,
+            fill=equal_passes,
+        )
+        passes = SharedPasses(micro_batches)
+        yield passes
+        results = passes.results
+        if ranks.count > 1:  # after all passes, so that the device need not wait for the host
+            results = {first: {name: one.cpu() for name, one in part.items()} for first, part in results.items()}
+    passes.all_results = ranks.join(results, what)
+
+
+def with_per_token(
+    field_name: str,
+    forward: Callable[[PackedBatch], Tensor],
+    model: nn.Module,
+    sequences: Sequence[TrainSequence],
+    context: UpdateContext,
+) -> list[TrainSequence]:
+    """The sequences with `field_name` filled in, by passes of `model` without gradient.
+
+    Args:
+        field_name: A field of `TrainSequence` with one number for each response token, such as `ref_logprobs`.
+        forward: A pass of `model`: the numbers of a micro-batch's response tokens, [R].
+        model: See `shared_passes`, also for the errors.
+        sequences: In order; all ranks have the same ones, and get the same numbers.
+        context: See `shared_passes`.
+    """
+    with torch.no_grad(), shared_passes(model, sequences, context, field_name) as passes:
+        for packed in passes.micro_batches:
+            passes.results[packed.first_sequence] = {field_name: forward(packed)}
+    numbers = torch.cat([part[field_name] for part in passes.all_results]).float().cpu().numpy()  # [R] of all sequences
+    ends = np.cumsum([len(sequence.rollout_logprobs) for sequence in sequences])
+    assert len(numbers) == ends[-1]
+    filled: list[dict[str, Any]] = [{field_name: part} for part in np.split(numbers, ends[:-1])]
+    return [replace(sequence, **changes) for sequence, changes in zip(sequences, filled, strict=True)]
+
+
+def sum_gradients(model: nn.Module, holders: Sequence[Tensor], ranks: Ranks) -> None:
+    """Replace the gradients by their sums over the ranks; a rank that had no micro-batch adds zeros.
+
+    Those of a sharded model are sums already: its backward passes have made them.
+    """
+    if ranks.count > 1 and not is_sharded(model):
+        for holder in holders:
+            holder.grad = torch.zeros_like(holder) if holder.grad is None else holder.grad
+        ranks.sum([holder.grad for holder in holders if holder.grad is not None], "the gradients")
