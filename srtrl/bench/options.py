@@ -45,11 +45,11 @@ TokenizerFolder = Annotated[
     typer.Option("--tokenizer", metavar="DIR", help="Folder or hub name of the tokenizer, if the trace has texts."),
 ]
 
-CURVES = {"h200-1.5b": "1:0.0020,320:0.0020,384:0.0024,512:0.0032,1024:0.0064,2048:0.0127"}
+CURVES = {"h200-1.5b": "1:0.0020,129:0.0020,2048:0.0139"}
 """Seconds of a decode step by its rows, stated and not measured: memory-bound and level, then compute-bound and linear.
-`h200-1.5b` is 1.54 thousand million parameters in bfloat16 on one H200, by its data sheet: reading 3.1 GB at 80% of
-4.8 TB/s takes 0.8 ms, and a fixed 1.2 ms is added for launches; 2 x 1.54e9 operations per row at half of the peak of
-989 TFLOP/s take 6.2 us, which is more from 320 rows on."""
+`h200-1.5b` is 1.54 thousand million parameters in bfloat16 on one H200, by its data sheet: 1.2 ms + max(0.8 ms, 6.2 us
+per row). The fixed 1.2 ms are launches, attention and sampling; reading 3.1 GB at 80% of 4.8 TB/s takes 0.8 ms;
+2 x 1.54e9 operations per row at half of the peak of 989 TFLOP/s take 6.2 us, which is more from 129 rows on."""
 
 
 def parse_curve(option: str, text: str) -> tuple[tuple[int, float], ...]:
