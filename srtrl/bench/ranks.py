@@ -24,7 +24,7 @@ import typer
 from srtrl.bench import options
 from srtrl.bench.tables import Row, publish, read_environment
 from srtrl.bench.workload import make_request, read_rollouts
-from srtrl.engine.batch import Batch, ScheduledStep
+from srtrl.engine.batch import Batch
 from srtrl.engine.draft_budget import DraftControl, StepCost, slowdown_of
 from srtrl.engine.options import EngineOptions
 from srtrl.engine.page_pool import PagePool
