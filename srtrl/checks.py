@@ -11,7 +11,7 @@ from srtrl.recipe.schema import Recipe
 from srtrl.resolve import RAISED_BY_USER_CODE, check_call, describe_error, import_user_defined, resolve_part
 
 Call = tuple[int, tuple[str, ...]]
-"""How the trainer calls a function: the number of arguments by position, and the names of the others."""
+"""A call by the trainer: the number of positional arguments, and the names of the keyword arguments."""
 
 ADVANTAGE: Call = (1, ())
 TOKEN_ADVANTAGE: Call = (3, ("group_index", "gamma", "lam"))

@@ -41,7 +41,7 @@ class Commands(TyperGroup):
         """Run the command that the arguments name."""
         try:
             return super().invoke(context)
-        except (typer.Exit, BrokenPipeError):  # typer's own business
+        except (typer.Exit, BrokenPipeError):  # typer handles these
             raise
         except (KeyboardInterrupt, ValueError, RuntimeError, FloatingPointError, OSError) as error:
             raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
@@ -121,7 +121,7 @@ def train(
     from srtrl.run.metrics import summary_table
     from srtrl.trainer.trainer import run_training
 
-    changed = [one.partition("=")[0].strip() for one in change or ()]
+    changed = [override.partition("=")[0].strip() for override in change or ()]
     result = run_training(loaded, resume=resume, overwrite=overwrite, changed=changed, from_step=checkpoint)
     if not is_main_process():
         return

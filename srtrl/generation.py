@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MAX_NEW_TOKENS = 256
 """Length limit of completions of a model; those of a run have the run's."""
 RUN_SECTIONS = ("device", "num_threads", "model", "rollout", "eval")
-"""What is taken from the recipe of a run."""
+"""Sections of a run's recipe that decide how it samples."""
 
 
 class PromptsOptions(Section):
@@ -229,7 +229,7 @@ def command(
         float | None, typer.Option(help="0 is greedy. [default: 1, of a run eval.temperature]")
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help=f"Length limit. [default: {MAX_NEW_TOKENS}, of a run its own]")
+        int | None, typer.Option(help=f"Length limit. [default: {MAX_NEW_TOKENS}, of a run the run's]")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Put each text into the model's chat template.")] = False,
@@ -289,7 +289,7 @@ def _row(completion: Generated) -> str:
 
 
 def _shown(completion: Generated) -> str:
-    """A heading and the text; of several turns each under a line of its own."""
+    """A heading and the text, with a line before each of several turns."""
     end = "stopped" if completion.finish_reason == "stop" else "truncated"
     size, text = f"{len(completion.token_ids)} tokens", completion.text
     if completion.segments:

@@ -50,7 +50,7 @@ def resolve_part(option: str, name: str) -> Callable[..., Any]:
 
 
 def list_parts(option: str) -> list[str]:
-    """Our own names for `option`, a key of `PARTS`."""
+    """Names in this package for `option`, a key of `PARTS`."""
     module_name, first_arguments = PARTS[option]
     return list_functions(importlib.import_module(module_name), first_arguments)
 
@@ -106,7 +106,7 @@ def check_call(name: str, function: Callable[..., Any], num_positional: int, key
         keywords: The arguments given by name: the trainer's and the recipe's options.
 
     Raises:
-        ValueError: it takes other arguments; the message lists its own.
+        ValueError: it takes other arguments; the message lists them.
     """
     signature = inspect.signature(function)
     try:

@@ -16,18 +16,18 @@ FinishReason = Literal["stop", "length"]
 """`stop`: an end token or a stop string; `length`: `max_new_tokens` was reached."""
 
 GradeOutcome = Literal["correct", "wrong", "graded", "timeout", "crash", "error"]
-"""How grading ended; `graded`: by rewards alone, for the task has no verifier. The last three are failures of the
+"""The end of a grading; `graded`: by rewards alone, for the task has no verifier. The last three are failures of the
 grader, counted apart from wrong answers."""
 VERIFIED_OUTCOMES: tuple[GradeOutcome, ...] = ("correct", "wrong", "timeout", "crash", "error")
-"""How grading can end where the task has a verifier."""
+"""Outcomes where the task has a verifier."""
 UNVERIFIED_OUTCOMES: tuple[GradeOutcome, ...] = ("graded", "timeout", "crash", "error")
-"""How it can end where the task has none: `accuracy` and the like are then not defined."""
+"""Outcomes where it has none: `accuracy` and the like are then not defined."""
 
 SegmentKind = Literal["model", "observation", "boundary"]
-"""What the policy sampled; what an environment said; what the format puts between turns, sampled by nobody."""
+"""Sampled by the policy; text of an environment; text of the format between turns, which is not sampled."""
 
 Purpose = Literal["train", "eval", "generate"]
-"""What a sample is for; part of its RNG key, so that evaluation never shares noise with training."""
+"""The use of a sample; part of its RNG key, so that evaluation never shares noise with training."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -37,7 +37,7 @@ class Prompt:
     prompt_id: str
     """Unique within its data source."""
     text: str
-    """What the policy reads, after the template."""
+    """The text after the template, as the policy reads it."""
     token_ids: tuple[int, ...]
     """Tokens of `text`, special tokens included; never empty."""
     answer: str
@@ -48,7 +48,7 @@ class Prompt:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class SamplingParams:
-    """How one request is sampled and when it ends."""
+    """Distribution and end of the tokens of a request."""
 
     max_new_tokens: int
     """Maximum number of tokens to generate, the end token included; at least 1."""
@@ -72,15 +72,15 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     """Requests with equal prompt tokens share the prompt's pages."""
     draw_index: int
-    """Which draw of the run this is (evaluation: which problem): the order of admission, and the first half of the sort
+    """Index of the draw in the run (evaluation: of the problem): the order of admission, and the first half of the sort
     key of what is learned."""
     sample_index: int
-    """Which sample of the draw's group."""
+    """Index in the draw's group."""
     rng_key: int
     """Unsigned 64-bit RNG key, from `srtrl.engine.sampling.make_rng_key`."""
     sampling: SamplingParams
     purpose: Purpose = "generate"
-    """What the sample is for; drafters keep what they learned for each purpose apart."""
+    """The use of the sample; drafters keep the history of each purpose apart."""
     is_run_ahead: bool = False
     """Decoded in idle slots for the sake of later drafts: it ends when the others do, or after its first turn, and is
     never a completion."""
@@ -111,7 +111,7 @@ class Completion:
     policy_version: int
     """Number of policy updates before this completion was decoded."""
     extensions: tuple[tuple[int, int], ...] = ()
-    """Start and stop of each part of `token_ids` that nobody sampled (`Engine.extend`); log-probs are 0 there."""
+    """Start and stop of each part of `token_ids` that was not sampled (`Engine.extend`); log-probs are 0 there."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -137,7 +137,7 @@ def segment_slices(segments: Sequence[tuple[SegmentKind, int]]) -> Iterator[tupl
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Conversation:
-    """How the turns of a sample went."""
+    """The turns of a sample."""
 
     segments: tuple[tuple[SegmentKind, int], ...]
     """Kind and number of tokens of each part of the response, in order."""
@@ -148,19 +148,19 @@ class Conversation:
     """Why it ended: `answered`, `turns`, `response_tokens`, `observation` (one that does not fit), `time`, or the
     environment's own."""
     outcomes: tuple[str, ...] = ()
-    """How each call ended: `ok`, `malformed`, `unknown_tool`, `raised`, `time`, or the environment's own."""
+    """End of each call: `ok`, `malformed`, `unknown_tool`, `raised`, `time`, or a name of the environment."""
     reward: float = 0.0
     """Sum of the rewards of the environment's steps."""
     metrics: tuple[tuple[str, float], ...] = ()
-    """What the environment's steps have logged."""
+    """Metrics of the environment's steps."""
     tool_seconds: tuple[float, ...] = ()
     """Wall-clock seconds that each step of the environment took."""
     texts: tuple[str, ...] = ()
     """Text of each segment; what was sampled without special tokens, the others with them."""
 
     @property
-    def said(self) -> str:
-        """What the policy said, its turns on lines of their own: what a tool has printed is no answer of it."""
+    def policy_text(self) -> str:
+        """The policy's turns, each on a line: the output of a tool is no answer of the policy."""
         return "\n".join(text for (kind, _), text in zip(self.segments, self.texts, strict=True) if kind == "model")
 
 
@@ -194,9 +194,9 @@ class Rollout:
         return np.flatnonzero(is_sampled)
 
     @property
-    def said(self) -> str:
-        """The part of `text` that is graded: what the policy said."""
-        return self.text if self.conversation is None else self.conversation.said
+    def policy_text(self) -> str:
+        """The part of `text` that is graded: the policy's turns."""
+        return self.text if self.conversation is None else self.conversation.policy_text
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -221,7 +221,7 @@ class TrainSequence:
     targets: npt.NDArray[np.int64]
     """Indices in `token_ids` of the sampled tokens, [R]; the first token after the prompt is one."""
     draw_index: int
-    """Which draw of the run; the sequences of one draw are a group, whole or what is left of it."""
+    """Index of the draw in the run; the sequences of a draw are a group, whole or the rest of it."""
     rollout_logprobs: npt.NDArray[np.float32]
     """[R]."""
     advantages: npt.NDArray[np.float32]

@@ -282,7 +282,7 @@ def test_votes_are_of_what_the_policy_said() -> None:
     """Two wrong samples read 42 from a tool, say different things, and so do not outvote the right one."""
     talks = [talk(("model", said), ("observation", "42"), ("model", "")) for said in ("7", "8", "9")]
     group = with_talks(make_group(0, ["correct", "wrong", "wrong"], texts=["7 42", "8 42", "9 42"]), *talks)
-    assert [one.said for one in group.rollouts] == ["7\n", "8\n", "9\n"]
+    assert [one.policy_text for one in group.rollouts] == ["7\n", "8\n", "9\n"]
     last_word: Callable[[str], str | None] = lambda text: text.split()[-1]  # noqa: E731
     assert majority_scores([group], last_word) == [pytest.approx(1 / 3)]
 

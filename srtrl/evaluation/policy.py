@@ -145,7 +145,7 @@ def majority_scores(groups: Sequence[RolloutGroup], extract: Callable[[str], str
     scores = []
     for group in groups:
         num_right = sum(rollout.grade.outcome == "correct" for rollout in group.rollouts)
-        answers = [extract(rollout.said) for rollout in group.rollouts if rollout.grade.outcome == "wrong"]
+        answers = [extract(rollout.policy_text) for rollout in group.rollouts if rollout.grade.outcome == "wrong"]
         sizes = list(Counter(_plain(answer) for answer in answers if answer is not None).values())
         wins = num_right > 0 and num_right >= max(sizes, default=0)
         scores.append(wins / (1 + sizes.count(num_right)))

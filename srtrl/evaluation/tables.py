@@ -204,7 +204,7 @@ def _row(outcome: EvalOutcome, rollout: Rollout) -> dict[str, Any]:
         "sample_index": rollout.sample_index,
         "prompt": rollout.prompt.text,
         "text": rollout.text,
-        "extracted": None if extract is None else extract(rollout.said),
+        "extracted": None if extract is None else extract(rollout.policy_text),
         "answer": rollout.prompt.answer,
         "correct": None if outcome.task.verifier is None else rollout.grade.outcome == "correct",
         "reward": rollout.grade.reward,

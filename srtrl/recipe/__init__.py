@@ -1,1 +1,1 @@
-"""What a run is decided by: options, their file, combinations that cannot work."""
+"""The recipe of a run: its options, its file, combinations that cannot run."""

@@ -1,7 +1,7 @@
 """Recipe files: YAML with line numbers, `section.key=value` overrides, and errors that name the place.
 
 Each value of the file is known by its dotted key (`rewards.0.weight`), and so is the line that it came from. pydantic
-checks the plain data; each of its errors becomes a sentence with that line, what was expected and what was found.
+checks the plain data; each of its errors becomes a sentence with that line, the expectation and the value.
 """
 
 import json
@@ -48,7 +48,7 @@ OTHER_NAMES = {
     "save_steps": "train.checkpoint_every",
     "train_batch_size": "rollout.num_prompts",
 }
-"""What TRL and verl call an option -> the key that does the same here, or comes nearest."""
+"""Name of an option in TRL or verl -> the key that does the same here, or comes nearest."""
 
 EXPECTED = {
     "invalid_key": "should be a text (quote it if it looks like a number)",
@@ -56,12 +56,12 @@ EXPECTED = {
     "dict_type": "should be a section (key: value)",
     "model_type": "should be a section (key: value)",
 }
-"""Types of pydantic errors whose own message is in terms of Python -> what was expected."""
+"""Types of pydantic errors with messages in terms of Python -> the expectation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a recipe."""
+    """A mistake in a recipe."""
 
     key: str
     """Dotted key of the value concerned; empty for the whole recipe."""
@@ -74,7 +74,7 @@ class Problem:
 
 
 class RecipeError(ValueError):
-    """What is wrong with a recipe, all of it."""
+    """All mistakes in a recipe."""
 
     def __init__(self, *problems: Problem) -> None:
         self.problems = problems
@@ -92,17 +92,17 @@ class RecipeSource:
     origins: dict[str, str] = field(default_factory=dict)
     """Dotted key -> `file:line`, or the override's text."""
     is_foreign: bool = False
-    """Perhaps made by somebody else: what it imports is printed, and is not imported from the current folder."""
+    """Perhaps of another author: its imports are printed, and are not from the current folder."""
 
     def locate(self, key: str) -> str:
-        """Where a value stands, or else the nearest section around it that the file has."""
+        """The place of a value, or of the nearest section around it that the file has."""
         while key and key not in self.origins:
             key = key.rpartition(".")[0]
         return self.origins.get(key, str(self.path))
 
     def located(self, error: RecipeError) -> RecipeError:
         """The same problems with their places filled in."""
-        return RecipeError(*(replace(one, where=one.where or self.locate(one.key)) for one in error.problems))
+        return RecipeError(*(replace(item, where=item.where or self.locate(item.key)) for item in error.problems))
 
     def put(self, names: Sequence[str], value: object, where: str) -> None:
         """Set the value at `names`, making the sections around it as needed; a list is entered by index.
@@ -216,15 +216,16 @@ def validate_section(section: type[SectionT], data: dict[str, Any], prefix: str 
     try:
         return section.model_validate(data)
     except ValidationError as error:
-        problems = _problems_of(section, data, error)
-        raise RecipeError(*(replace(one, key=".".join(filter(None, (prefix, one.key)))) for one in problems)) from error
+        start = f"{prefix}." if prefix else ""
+        problems = [replace(problem, key=f"{start}{problem.key}") for problem in _problems_of(section, data, error)]
+        raise RecipeError(*problems) from error
 
 
 def _problems_of(section: type[Section], data: object, error: ValidationError) -> Iterator[Problem]:
     """Each of pydantic's errors in words; those of the alternatives of `A | B` are one problem."""
     fields = fields_of(section)
     mismatches: dict[str, list[str]] = {}
-    found: dict[str, str] = {}
+    shown: dict[str, str] = {}
     for detail in error.errors(include_url=False):
         key, cause = ".".join(map(str, detail["loc"])), detail.get("ctx", {}).get("error")
         field_key = re.sub(r"\.\d+(?=\.|$)", ".N", key)
@@ -239,9 +240,9 @@ def _problems_of(section: type[Section], data: object, error: ValidationError) -
             key = _key_in(data, detail["loc"])
             expected = EXPECTED.get(detail["type"]) or re.sub(r"^\w+ (?=should )", "", detail["msg"])
             mismatches.setdefault(key, []).append(expected)
-            found[key] = _show(detail["input"])
+            shown[key] = _show(detail["input"])
     for key, alternatives in mismatches.items():
-        yield Problem(key, f"{' or '.join(alternatives)}, found {found[key]}")
+        yield Problem(key, f"{' or '.join(alternatives)}, found {shown[key]}")
 
 
 def _key_in(data: Any, location: Sequence[Any]) -> str:
@@ -258,8 +259,8 @@ def _key_in(data: Any, location: Sequence[Any]) -> str:
 def _unknown_key(key: str, fields: Mapping[str, FieldInfo]) -> str:
     """Name what another trainer's key is here, the nearest key of the section, or the section that has this key."""
     section, _, name = key.rpartition(".")
-    if (own := OTHER_NAMES.get(name, "")) in fields:
-        return f"unknown key, did you mean `{own}`: {(fields[own].description or '').splitlines()[0]}"
+    if (meant := OTHER_NAMES.get(name, "")) in fields:
+        return f"unknown key, did you mean `{meant}`: {(fields[meant].description or '').splitlines()[0]}"
     known = [inner for outer, _, inner in (field_key.rpartition(".") for field_key in fields) if outer == section]
     elsewhere = [field_key for field_key in fields if field_key.rpartition(".")[2] == name]
     if near := suggestion(name, known):

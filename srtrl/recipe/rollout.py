@@ -36,7 +36,7 @@ class RewardSection(Section):
 
 
 class GradingSection(Section):
-    """Where and how long rewards run."""
+    """Processes and time limits of rewards."""
 
     num_workers: int = Field(default=2, ge=1, le=1024)
     """Worker processes that grade while the decoder runs (only for isolated rewards and verifiers: math-verify)."""
@@ -86,7 +86,7 @@ class RolloutSection(Section):
     stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """A response ends once its text contains one of these."""
     environment: EnvironmentSection | None = None
-    """What the policy may call or talk to (docs/tools.md); by default a sample is a single turn."""
+    """A tool, a game or another program for the policy (docs/tools.md); by default a sample is a single turn."""
     drafter: str = "srt"
     """A drafter in `srtrl/drafters/` (`none` drafts nothing), or `package.module:Class` of your own."""
     drafter_options: dict[str, Any] = Field(default_factory=dict)

@@ -26,7 +26,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 
 class ModelSection(Section):
-    """Which policy, and the types it is kept and computed in."""
+    """The policy, and the type of its weights."""
 
     path: str
     """Policy to start from: a Hugging Face folder, a hub name, or one of those that ship with srtrl, `bundled:tiny` and
@@ -44,7 +44,7 @@ class ModelSection(Section):
 
 
 class TaskSection(Section):
-    """Where prompts come from and how answers are checked."""
+    """Source of the prompts, and the check of answers."""
 
     name: str
     """A task in `srtrl/tasks/`, or `package.module:Class` of your own."""
@@ -64,7 +64,7 @@ class KLSection(Section):
 
 
 class AlgorithmSection(Section):
-    """How rewards become a gradient."""
+    """From rewards to a gradient."""
 
     advantage: str = "group_relative"
     """A function in `srtrl/algorithms/advantages.py`, or `package.module:function` of your own."""
@@ -137,7 +137,7 @@ class TrainSection(Section):
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Token budget of one forward and backward pass; it changes memory and speed, not the gradient."""
     sharding: Literal["ddp", "fsdp2"] = "ddp"
-    """What each of several ranks keeps of weights, gradients and optimizer state: all of them, or (`fsdp2`) its part.
+    """Share of weights, gradients and optimizer state on each of several ranks: all of them, or (`fsdp2`) its part.
 
     Sharded weights are gathered layer by layer in the update, and all of them for the rollouts.
     """
@@ -192,7 +192,7 @@ class EvalSection(Section):
 
 
 class LogSection(Section):
-    """What is written where."""
+    """Trackers and files."""
 
     trackers: list[str] = Field(default_factory=lambda: ["tensorboard"])
     """Trackers of accelerate, by name; `metrics.jsonl` is always written."""
@@ -264,7 +264,7 @@ class WarmStartSection(Section):
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class UpdatePlan:
-    """How many optimizer steps one model takes, on how much and how large; every default is filled in."""
+    """Number, batch and size of the optimizer steps of a model; every default is filled in."""
 
     mini_batch_prompts: int
     """Prompts of one optimizer step."""
@@ -305,7 +305,7 @@ class Recipe(Section):
     rewards: list[RewardSection] = Field(default_factory=lambda: [RewardSection(name="correct")], min_length=1)
     """Weighted sum of named rewards."""
     grading: GradingSection = GradingSection()
-    """Where and how long rewards run."""
+    """Processes and time limits of rewards."""
     rollout: RolloutSection
     """The decoder and what it decodes."""
     algorithm: AlgorithmSection = AlgorithmSection()
@@ -317,7 +317,7 @@ class Recipe(Section):
     eval: EvalSection = EvalSection()
     """Held-out evaluation."""
     log: LogSection = LogSection()
-    """What is written where."""
+    """Trackers and files."""
     warm_start: WarmStartSection | None = None
     """Supervised fine-tuning on the task's solutions (`srtrl warm-start`)."""
 

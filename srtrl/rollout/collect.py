@@ -265,7 +265,7 @@ class Collector:
         assert request.sample_index not in draw.samples, f"the engine finished a sample twice: {request}"
         ticket = self.grader.submit(
             draw.prompt,
-            conversation.said if conversation else text,
+            conversation.policy_text if conversation else text,
             completion.finish_reason,
             len(completion.token_ids) - sum(stop - start for start, stop in completion.extensions),
             environment_reward=conversation.reward if conversation else 0.0,
