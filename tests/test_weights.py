@@ -183,35 +183,28 @@ def test_damaged_folders_are_refused(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "named", "expected"),
+    ("fields", "message"),
     [
-        ({"model_type": "mixtral", "hidden_act": "gelu"}, "model_type is 'mixtral'", "'llama', 'qwen2' or 'qwen3'"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is True", "False"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.1 is 'sliding", "'full_attention'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is {'quant_method'", "None"),
-        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map is", "code of its own"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters: rope_type is 'yarn'", "'llama3'"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25", "1"),
-        ({"rope_parameters": {"mrope_section": [1, 2]}}, "rope_parameters has mrope_section", "rope_theta"),
-        ({"rope_parameters": []}, "rope_parameters is []", "a mapping"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads is 3", "num_attention_heads (4)"),
-        ({"rope_parameters": LLAMA3 | {"rope_type": "llama3", "high_freq_factor": 1.0}}, "high_freq_factor", "more"),
-        ({"vocab_size": None}, "vocab_size is missing", "required"),
-        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'", "number"),
-        ({"rope_theta": float("inf")}, "rope_theta is inf", "finite number"),
-        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'", "boolean"),
+        ({"model_type": "mixtral"}, "model_type is 'mixtral'; supported: llama, qwen2, qwen3"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: silu"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is True; supported: False"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is {'quant_method': 'gptq'}"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map is .*; supported: no own code"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_parameters is .*'yarn'.*; supported: rope_type",
+        ),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "rope_parameters is .* for the whole head"),
+        ({"rope_parameters": {"mrope_section": [1, 2]}}, "rope_parameters is .*mrope_section"),
+        ({"num_key_value_heads": 3}, r"num_key_value_heads is 3; supported: divisors of 4 heads"),
+        ({"head_dim": 7}, "transformers cannot read this config: .*head_dim"),
+        ({"rms_norm_eps": "1e-6"}, "transformers cannot read this config: .*rms_norm_eps"),
     ],
-    ids=lambda value: "" if isinstance(value, dict) else value,
 )
-def test_what_a_config_asks_for_in_vain_is_refused_by_name(
-    fields: dict[str, Any], named: str, expected: str, folder: Path
-) -> None:
+def test_what_a_config_asks_for_in_vain_is_refused_by_name(fields: dict[str, Any], message: str, folder: Path) -> None:
     _edit_json(folder / "config.json", **fields)
-    with pytest.raises(ValueError) as refusal:  # noqa: PT011 - the message is checked here
+    with pytest.raises(ValueError, match=rf"config\.json: {message}"):
         _load(folder)
-    before, _, after = str(refusal.value).partition(named)
-    assert before.startswith(f"{folder / 'config.json'}: ")
-    assert expected in after
 
 
 @pytest.mark.parametrize("rope", [{"type": "llama3", **LLAMA3}, {"rope_type": "linear", "factor": 2.0}, None])

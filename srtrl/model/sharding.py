@@ -61,7 +61,7 @@ def unshard(model: Transformer | ValueModel) -> None:
 
     In between a pass takes no collective, so that ranks may take different numbers of decode steps; the weights must
     not be changed. Costs the memory of a whole model in the type of its passes. All ranks call this, and then
-    `Engine.on_policy_update`: the tensors may lie elsewhere than before. Does nothing where the model is not sharded.
+    `Engine.end_step`: the tensors may lie elsewhere than before. Does nothing where the model is not sharded.
     """
     for module in _sharded_modules(model):
         module.set_reshard_after_forward(False, recurse=False)

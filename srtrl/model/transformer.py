@@ -7,14 +7,12 @@ compute; `weights.py` splits and merges them. Numerics (float32 rotary table and
 Dimension letters: see `srtrl/types.py`; here T is the tokens of one forward pass, packed or of a decode step.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, cast
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
 import torch
-from pydantic import ConfigDict, Field
-from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import skip_init
@@ -23,47 +21,42 @@ from torch.utils.checkpoint import checkpoint
 from srtrl.model.attention import AttentionPlan
 
 ModelType = Literal["llama", "qwen2", "qwen3"]
-Size = Annotated[int, Field(gt=0, lt=2**24)]
-PositiveFiniteFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-_STRICT = ConfigDict(strict=True)
 _ONE_THREAD_NUMEL = 32768  # torch's `at::internal::GRAIN_SIZE`: smaller elementwise operations stay on one thread
 
 
-@dataclass(kw_only=True, frozen=True, config=_STRICT)
+@dataclass(kw_only=True, frozen=True)
 class RopeConfig:
     """Rotary embedding; the names are those of a Hugging Face config's `rope_parameters`."""
 
-    rope_theta: PositiveFiniteFloat
+    rope_theta: float
     """Base of the frequencies."""
     rope_type: Literal["default", "linear", "llama3"] = "default"
-    partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] = 1.0
-    """The whole head is rotated."""
-    factor: PositiveFiniteFloat = 1.0
+    factor: float = 1.0
     """`linear` and `llama3`: how much longer the context is than in pre-training."""
-    low_freq_factor: PositiveFiniteFloat = 1.0
+    low_freq_factor: float = 1.0
     """`llama3`: wavelengths above `original_max_position_embeddings / low_freq_factor` are stretched by `factor`."""
-    high_freq_factor: PositiveFiniteFloat = 4.0
+    high_freq_factor: float = 4.0
     """`llama3`: wavelengths below `original_max_position_embeddings / high_freq_factor` are left alone."""
-    original_max_position_embeddings: PositiveFiniteFloat = 8192
+    original_max_position_embeddings: float = 8192
     """`llama3`: context length of pre-training, in tokens."""
 
 
-@dataclass(kw_only=True, frozen=True, config=_STRICT)
+@dataclass(kw_only=True, frozen=True)
 class ModelConfig:
     """Shape of a model; made by `hf_config.config_from_hf`, which refuses what is not supported."""
 
     model_type: ModelType
-    vocab_size: Size
-    hidden_size: Size
-    intermediate_size: Size
-    num_hidden_layers: Annotated[int, Field(gt=0, le=1024)]
-    num_attention_heads: Size
-    num_key_value_heads: Size
-    head_dim: Annotated[int, Field(gt=0, lt=2**24, multiple_of=2)]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
     """Even, for rotary embeddings work on pairs."""
-    max_position_embeddings: Size
-    rms_norm_eps: PositiveFiniteFloat = 1e-6
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
     rope: RopeConfig
     tie_word_embeddings: bool = False
     qkv_bias: bool
@@ -74,9 +67,9 @@ class ModelConfig:
     """Biases of gate, up and down projections."""
     qk_norm: bool
     """RMS norm of each query and key head before the rotary embedding (Qwen3)."""
-    hf_config: dict[str, Any] = dataclasses.field(repr=False, compare=False)
+    hf_config: dict[str, Any] = field(repr=False, compare=False)
     """The Hugging Face config this was read from; written back by `save_model`."""
-    hf_generation_config: dict[str, Any] | None = dataclasses.field(default=None, repr=False, compare=False)
+    hf_generation_config: dict[str, Any] | None = field(default=None, repr=False, compare=False)
     """The `generation_config.json` beside it, where there is one; written back likewise."""
 
 
