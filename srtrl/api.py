@@ -1,6 +1,6 @@
 """srtrl from Python: `from srtrl import load_recipe, train, generate`; the same checks as on the command line."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from srtrl.checks import build_checked
@@ -30,7 +30,6 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
-    changed: Collection[str] = (),
     from_step: int | None = None,
     on_step: Callable[[int, Mapping[str, float]], None] = lambda *_: None,
 ) -> TrainingResult:
@@ -38,10 +37,9 @@ def train(
 
     Args:
         recipe: From `load_recipe`.
-        resume: Continue from the last checkpoint of the run's folder.
-        overwrite: Delete the files of the run in that folder and begin again.
-        changed: With `resume`, keys such as `train.learning_rate` whose values in `recipe` may differ from those of the
-            run (the option `--change`).
+        resume: Continue from the last checkpoint of the run's folder; options of `recipe` that differ from the run's
+            hold from there on, except those that cannot change within a run.
+        overwrite: Rename a folder that is in the way to `NAME.1` (or the next free number) and begin again.
         from_step: With `resume`, the step whose checkpoint to continue from; later checkpoints are deleted (the option
             `--checkpoint`).
         on_step: Called after each training step with its number and its metrics (docs/metrics.md), which are on disk
@@ -51,6 +49,4 @@ def train(
         ValueError: a mistake in the recipe, its data or the flags.
         TrainingStoppedError: the numbers went wrong, or the device is too small; see the message.
     """
-    return run_training(
-        recipe, resume=resume, overwrite=overwrite, changed=changed, from_step=from_step, on_step=on_step
-    )
+    return run_training(recipe, resume=resume, overwrite=overwrite, from_step=from_step, on_step=on_step)

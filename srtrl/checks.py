@@ -111,8 +111,6 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     yield "output_dir", partial(_check_folder, recipe.output_dir)
     if recipe.warm_start is not None:
         yield "warm_start.output", partial(_check_folder, recipe.warm_start.output)
-    if recipe.log.folder is not None:
-        yield "log.folder", partial(_check_folder, recipe.log.folder)
     yield "device", lambda: is_deterministic(recipe, choose_device(recipe))
     yield "log.trackers", partial(check_trackers, recipe.log)
 

@@ -26,7 +26,7 @@ Overrides = Annotated[
     typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that replace those of the recipe."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an existing result and start again.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Rename an existing result to NAME.1 and start again.")]
 
 
 class Commands(TyperGroup):
@@ -93,10 +93,6 @@ def train(
     recipe: RecipePath,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint.")] = False,
-    change: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="With --resume: continue with another learning rate or the like."),
-    ] = None,
     checkpoint: Annotated[
         int | None, typer.Option(metavar="STEP", help="With --resume: the checkpoint to resume from; drops later ones.")
     ] = None,
@@ -105,14 +101,13 @@ def train(
     """Train a policy by reinforcement learning.
 
     Everything is written into the folder <output_dir>/<name> (runs/<name> by default). With --resume, RECIPE may be
-    that folder: its own recipe.yaml is used. Keys that --change can change: train.learning_rate, train.num_steps,
-    train.schedule, critic.learning_rate, algorithm.kl.coefficient and a few others.
+    that folder: its own recipe.yaml is used, and SECTION.KEY=VALUE holds from there on (train.learning_rate=5e-7).
     """
     # Before torch is imported. Less memory is lost to fragmentation on CUDA.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     is_run = resume and recipe.is_dir()
-    source = read_source(recipe / "recipe.yaml" if is_run else recipe, [*(overrides or ()), *(change or ())])
+    source = read_source(recipe / "recipe.yaml" if is_run else recipe, overrides or ())
     if is_run:
         folder = recipe.resolve()
         source.put(["output_dir"], str(folder.parent), "RECIPE")
@@ -121,8 +116,7 @@ def train(
     from srtrl.run.metrics import summary_table
     from srtrl.trainer.trainer import run_training
 
-    changed = [override.partition("=")[0].strip() for override in change or ()]
-    result = run_training(loaded, resume=resume, overwrite=overwrite, changed=changed, from_step=checkpoint)
+    result = run_training(loaded, resume=resume, overwrite=overwrite, from_step=checkpoint)
     if not is_main_process():
         return
     _print_table(summary_table(result.summary))

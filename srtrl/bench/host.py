@@ -30,7 +30,7 @@ from srtrl.engine.stats import STAGES
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
-from srtrl.run.interrupt import long_lived_objects_left_alone
+from srtrl.run.interrupt import freeze_gc
 
 SHAPE = "qwen2.5-1.5b"
 """Its vocabulary, context length and head counts; weights are not made."""
@@ -123,7 +123,7 @@ def command(
             runner = HostRunner(policy, EngineOptions(slots=num_slots), workload.max_sequence_tokens)
             engine = make_engine(policy, num_slots, workload.max_sequence_tokens, runner=runner, cost=cost)
             candidates[name] = partial(decode, engine, runner, name, workload)
-        with long_lived_objects_left_alone():
+        with freeze_gc():
             runs = alternate(candidates, repeats)
         medians = {name: median_of(of_one) for name, of_one in runs.items()}
         baseline = medians[names[0]]["rollout_seconds"]

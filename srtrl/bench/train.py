@@ -26,7 +26,7 @@ from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import Recipe
 from srtrl.run.folder import RunProgress
-from srtrl.run.interrupt import long_lived_objects_left_alone
+from srtrl.run.interrupt import freeze_gc
 from srtrl.trainer.build import choose_device, is_deterministic
 from srtrl.trainer.trainer import Trainer, open_trainer
 
@@ -41,7 +41,6 @@ SETTINGS = (
     "eval.before_and_after=false",
     "eval.every_steps=null",
     "log.trackers=[]",
-    "log.save_rollouts=false",
     "name=bench",
 )
 """Nothing is evaluated or kept."""
@@ -121,7 +120,7 @@ def train_in_turns(recipes: Mapping[Key, Recipe], *, is_same: bool) -> dict[Key,
             key: partial(take_step, stack.enter_context(open_trainer(recipe, progress=quiet)), key, learned)
             for key, recipe in recipes.items()
         }
-        stack.enter_context(long_lived_objects_left_alone())
+        stack.enter_context(freeze_gc())
         return alternate(steps, num_steps - 1)
 
 

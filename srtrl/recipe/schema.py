@@ -198,16 +198,6 @@ class LogSection(Section):
     """Trackers of accelerate, by name; `metrics.jsonl` is always written."""
     project: str = Field(default="srtrl", min_length=1)
     """Project of the trackers."""
-    run_name: str | None = Field(default=None, min_length=1)
-    """Name of the run in the trackers; by default `name`."""
-    folder: str | None = None
-    """Folder of the trackers' own files, one folder per run in it; by default they are in the run's folder."""
-    tracker_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Arguments of a tracker's start by its name, such as `{wandb: {entity: me, id: run-1, resume: allow}}`."""
-    samples_every: int | None = Field(default=10, ge=1)
-    """After step 1 and every this many steps, wandb, ClearML and TensorBoard show a few samples; null: never."""
-    save_rollouts: bool = True
-    """Write `rollouts/step_N.parquet`."""
 
 
 class ArchitectureSection(Section):
@@ -227,10 +217,6 @@ class ArchitectureSection(Section):
     """Key-value heads; must divide the query heads."""
     max_position_embeddings: int = Field(default=1024, ge=1)
     """Longest sequence."""
-    rope_theta: float = Field(default=10000.0, gt=0)
-    """Base of the rotary embedding."""
-    tie_word_embeddings: bool = True
-    """Share the embedding with the output head."""
 
 
 class WarmStartSection(Section):
@@ -248,12 +234,6 @@ class WarmStartSection(Section):
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=20, ge=0)
     """Optimizer steps of linear warm-up; the learning rate then falls to zero along a cosine."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's weight decay."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """The gradient's norm is clipped to this."""
-    num_problems: int | None = Field(default=None, ge=1)
-    """Training problems to use, from the first; by default all (of a generated task: as many as the steps need)."""
     noise: float = Field(default=0.0, ge=0, lt=1)
     """Share of the solutions' tokens that are replaced by random ones: the policy then makes mistakes."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"

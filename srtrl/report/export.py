@@ -50,8 +50,7 @@ def export(run_folder: Path, folder: Path, *, step: int | None = None) -> None:
     from srtrl.evaluation.policy import resolve_eval_source
     from srtrl.model.weights import load_tokenizer
     from srtrl.report.runs import read_run
-    from srtrl.run.checkpoint import written_beside
-    from srtrl.run.folder import step_of
+    from srtrl.run.checkpoint import step_of, written_beside
 
     if folder.is_symlink():
         raise ValueError(f"{folder} is a link: export to the folder itself")

@@ -9,7 +9,7 @@ from srtrl.metrics import MetricRow, read_metrics
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import Recipe
 from srtrl.resolve import suggestion
-from srtrl.run.folder import step_of
+from srtrl.run.checkpoint import step_of
 
 if TYPE_CHECKING:
     import pyarrow
@@ -69,10 +69,7 @@ def saved_rollouts(run: Run, step: int | None = None) -> dict[int, Path]:
     """
     files = run.rollout_files
     if not files:
-        raise ValueError(
-            f"{run.folder / 'rollouts'} has no step_*.parquet: no step of the run has ended yet, or its recipe has "
-            "log.save_rollouts: false"
-        )
+        raise ValueError(f"{run.folder / 'rollouts'} has no step_*.parquet: no step of the run has ended yet")
     if step is not None and step not in files:
         raise ValueError(f"--step {step}: {run.folder} has rollouts of the steps {listing(files)}")
     return files

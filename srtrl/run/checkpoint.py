@@ -29,12 +29,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from srtrl.metrics import named_in_errors, sync_folder, write_atomic
-from srtrl.model.attention import HALF_DTYPES
 from srtrl.model.sharding import reshard, unshard
 from srtrl.model.value_model import save_value_model
 from srtrl.model.weights import save_model
 from srtrl.ranks.processes import ONE_RANK, Ranks
-from srtrl.trainer.optimizer import MasterWeightAdamW, state_tensors
 from srtrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
 
     from srtrl.drafters.base import DrafterBase
     from srtrl.model.transformer import Transformer
-    from srtrl.trainer.critic import Critic
+    from srtrl.model.value_model import ValueModel
 
 FORMAT = 4
 """Version of the layout; a resume refuses another one."""
@@ -83,16 +81,23 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint or a rollout file, `step_000010...`; ValueError where there is none."""
+    digits = path.name.removeprefix("step_").split(".")[0]
+    if not digits.isdecimal():
+        raise ValueError(f"{path}: no step in this name, such as step_000010: move the file away")
+    return int(digits)
+
+
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint in a `checkpoints` folder, or None."""
-    found = list_checkpoints(folder)
-    return found[-1] if found else None
+    return next(reversed(list_checkpoints(folder)), None)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first (one being written has a name that begins with a dot)."""
-    found = [path for path in folder.glob("step_*") if path.is_dir() and path.name[5:].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    checkpoints = [path for path in folder.glob("step_*") if path.is_dir() and path.name[5:].isdecimal()]
+    return sorted(checkpoints, key=step_of)
 
 
 def checkpoint_to_resume(folder: Path, step: int | None = None) -> Path | None:
@@ -109,21 +114,22 @@ def checkpoint_to_resume(folder: Path, step: int | None = None) -> Path | None:
         if path.is_symlink() or not path.is_dir():
             kind = "a link" if path.is_symlink() else "a file"
             raise ValueError(f"--resume: {path} is {kind}; expected the folder of a checkpoint: move it away")
-    found = list_checkpoints(folder)
+    checkpoints = list_checkpoints(folder)
     if step is not None:
-        known = ", ".join(path.name for path in found) or "none"
-        found = [path for path in found if int(path.name[5:]) <= step]
-        if not found or int(found[-1].name[5:]) != step:
-            raise ValueError(f"--checkpoint {step}: {folder} has no {checkpoint_name(step)}; there: {known}")
-    if not found:
+        names = ", ".join(path.name for path in checkpoints) or "none"
+        checkpoints = [path for path in checkpoints if step_of(path) <= step]
+        if not checkpoints or step_of(checkpoints[-1]) != step:
+            raise ValueError(f"--checkpoint {step}: {folder} has no {checkpoint_name(step)}; there: {names}")
+    if not checkpoints:
         return None
-    if (damage := find_damage(found[-1])) is None:
-        return found[-1]
-    intact = next((path for path in reversed(found[:-1]) if find_damage(path) is None), None)
+    *earlier, last = checkpoints
+    if (damage := find_damage(last)) is None:
+        return last
+    intact = next((path for path in reversed(earlier) if find_damage(path) is None), None)
     advice = "no checkpoint before it is intact: restore the file from a copy, or begin again with --overwrite"
     if intact is not None:
-        advice = f"{intact} before it is intact: --resume --checkpoint {int(intact.name[5:])} continues from that one"
-    raise ValueError(f"{damage}, so {found[-1]} is damaged; {advice}")
+        advice = f"{intact} before it is intact: --resume --checkpoint {step_of(intact)} continues from that one"
+    raise ValueError(f"{damage}, so {last} is damaged; {advice}")
 
 
 def find_damage(checkpoint: Path, *, policy_only: bool = False) -> str | None:
@@ -193,13 +199,13 @@ def num_log_bytes(checkpoint: Path) -> int:
     return _read_manifest(checkpoint)[1]["size"]
 
 
-def drop_checkpoints(folder: Path, after: int | None) -> None:
-    """Delete what a killed run left half-written or half-deleted, and checkpoints later than step `after`, if given."""
+def drop_checkpoints(folder: Path, after: int) -> None:
+    """Delete what a killed run left half-written or half-deleted, and checkpoints later than step `after`."""
     for path in folder.glob(".step_*"):
         shutil.rmtree(path)
     for path in list_checkpoints(folder):
-        if after is not None and int(path.name[5:]) > after:
-            delete_folder(path)
+        if step_of(path) > after:
+            _delete_folder(path)
 
 
 def save_checkpoint(
@@ -207,42 +213,54 @@ def save_checkpoint(
     state: TrainerState,
     *,
     model: Transformer,
-    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Mapping[str, Tensor]],
     tokenizer: PreTrainedTokenizerBase,
     end_ids: Sequence[int],
     drafter: DrafterBase,
     keep: int,
-    critic: Critic | None = None,
+    critic: ValueModel | None = None,
     ranks: Ranks = ONE_RANK,
 ) -> Path:
     """Write the checkpoint of `state.step` into `folder`, then delete all but the newest `keep`.
 
-    Weights and optimizer state keep their dtype, so that loading gives the same bits. All ranks call this, with `model`
-    unsharded. Each writes a part of the optimizers' states, and the main one all else.
+    Weights and `tensors` keep their dtype, so that loading gives the same bits. All ranks call this, with `model`
+    unsharded. Each writes a part of `tensors`, and the main one all else.
+
+    Args:
+        folder: The run's `checkpoints`.
+        state: The trainer's.
+        model: The policy.
+        tensors: The state of each optimizer by the name of its folder, `OPTIMIZER` or `CRITIC_OPTIMIZER`.
+        tokenizer: Saved with the policy.
+        end_ids: Token ids that end a response.
+        drafter: It saves its rollouts.
+        keep: Number of checkpoints that stay.
+        critic: The value model, if the run has one.
+        ranks: The processes of the run.
 
     Raises:
         OSError: the disk is full or refuses, on any rank; earlier checkpoints are untouched.
         ValueError: a rank does not see what another one writes.
     """
     final = folder / checkpoint_name(state.step)
-    with_masters = model.dtype in HALF_DTYPES
     with written_beside(final, ranks) as temporary:
-        entries = _save_optimizer(optimizer, temporary / OPTIMIZER, ranks, with_masters=with_masters)
+        entries: dict[str, Entry] = {}
+        for name, part in tensors.items():
+            entries |= _save_tensors(part, temporary / name, ranks)
         if critic is not None:
-            entries |= _save_optimizer(critic.optimizer, temporary / CRITIC_OPTIMIZER, ranks, with_masters=with_masters)
-            unshard(critic.model)
+            unshard(critic)
         if ranks.is_main:
             save_policy(temporary, model=model, tokenizer=tokenizer, end_ids=end_ids)
             if critic is not None:
-                save_value_model(critic.model, temporary / CRITIC_FOLDER)
+                save_value_model(critic, temporary / CRITIC_FOLDER)
             drafter.save(temporary)
             write_atomic(temporary / STATE, json.dumps(asdict(state), indent=2) + "\n")
             _write_manifest(temporary, folder.parent / "metrics.jsonl", entries)
     if critic is not None:
-        reshard(critic.model)
+        reshard(critic)
     if ranks.is_main:
         for old in list_checkpoints(folder)[:-keep]:
-            delete_folder(old)
+            _delete_folder(old)
     return final
 
 
@@ -286,13 +304,11 @@ def written_beside(final: Path, ranks: Ranks = ONE_RANK) -> Iterator[Path]:
     ranks.on_main(finish, f"rank 0 to finish {final}")
 
 
-def _save_optimizer(
-    optimizer: torch.optim.Optimizer, folder: Path, ranks: Ranks, *, with_masters: bool
-) -> dict[str, Entry]:
-    """Write the state of an optimizer: each rank its parts, and a share of the tensors that all have.
+def _save_tensors(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> dict[str, Entry]:
+    """Write tensors: each rank its parts, and a share of those that all have.
 
     Returns:
-        The manifest's entries of all files, on all ranks. Each rank has read those that it wrote.
+        The manifest's entries of the files, on all ranks; each rank has read some of them.
 
     Raises:
         OSError: on all ranks, where it is of one.
@@ -300,15 +316,14 @@ def _save_optimizer(
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    tensors = state_tensors(optimizer, with_masters=with_masters)
     sums = accumulate(tensor.nbytes for tensor in tensors.values())
     number_of = {name: 1 + total // FILE_BYTES for name, total in zip(tensors, sums, strict=True)}
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=number_of, save_distributed=True)
     with named_in_errors(folder), _errors_as_they_were(), ranks.waiting(f"all to write {folder}"):
-        save(tensors, storage_writer=writer)
+        save(dict(tensors), storage_writer=writer)
     with ranks.together(f"all to read {folder}"):
-        own = folder.glob(f"shard-{ranks.index + 1:05}-*")
-        entries = {f"{folder.name}/{file.name}": _entry(file) for file in own}
+        share = sorted(folder.iterdir())[ranks.index :: ranks.count]
+        entries = {f"{folder.name}/{file.name}": _entry(file) for file in share}
     return {name: entry for part in ranks.gather(entries, f"{folder}") for name, entry in part.items()}
 
 
@@ -364,42 +379,27 @@ def _read_record(checkpoint: Path) -> dict[str, Any]:
         raise ValueError(f"{file} cannot be read ({error})") from error
 
 
-def load_training_state(
-    checkpoint: Path, model: Transformer, optimizer: torch.optim.Optimizer, critic: Critic | None = None
-) -> TrainerState:
-    """Put the optimizers' states back; the weights are loaded like any model's, and `model` is unsharded.
-
-    Each rank reads what it needs, and waits for no other.
+def load_tensors(checkpoint: Path, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Read the state of the optimizer in the folder `name` into these tensors; each rank reads what it needs alone.
 
     Raises:
-        ValueError: written by another version of the layout, or for another model, or damaged.
+        ValueError: it is of another model, or damaged.
     """
-    with_masters = model.dtype in HALF_DTYPES
-    _load_optimizer(optimizer, checkpoint / OPTIMIZER, with_masters=with_masters)
-    if critic is not None:
-        _load_optimizer(critic.optimizer, checkpoint / CRITIC_OPTIMIZER, with_masters=with_masters)
-    return read_state(checkpoint)
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, folder: Path, *, with_masters: bool) -> None:
-    """Read the state of an optimizer into its own memory."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    tensors = state_tensors(optimizer, with_masters=with_masters)
+    folder = checkpoint / name
     reader = HuggingFaceStorageReader(str(folder))
     try:
-        found = reader.read_metadata().state_dict_metadata
-        for name in sorted(tensors.keys() | found.keys()):
-            _check_saved(name, tensors.get(name), found.get(name))
+        saved = reader.read_metadata().state_dict_metadata
+        for key in sorted(tensors.keys() | saved.keys()):
+            _check_saved(key, tensors.get(key), saved.get(key))
         with _errors_as_they_were():
             load(dict(tensors), storage_reader=reader, no_dist=True)
     except (ValueError, LookupError, OSError, SafetensorError) as error:  # the last three: damaged files
         raise ValueError(
-            f"{folder}: {error}; begin a new run from its weights with name=OTHER model.path={folder.parent}"
+            f"{folder}: {error}; begin a new run from its weights with name=OTHER model.path={checkpoint}"
         ) from error
-    if isinstance(optimizer, MasterWeightAdamW):
-        optimizer.round_masters()
 
 
 def _check_saved(name: str, tensor: Tensor | None, saved: Any) -> None:
@@ -413,7 +413,7 @@ def _check_saved(name: str, tensor: Tensor | None, saved: Any) -> None:
         raise ValueError(f"parts of its {name} are missing")
 
 
-def delete_folder(folder: Path) -> None:
+def _delete_folder(folder: Path) -> None:
     """Rename first: a kill while deleting must not leave half a folder under a complete one's name."""
     doomed = _doomed(folder)
     folder.rename(doomed)

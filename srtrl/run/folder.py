@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Self, TypedDict, Unpack
 
@@ -17,62 +18,20 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from srtrl.engine.warm_up import COMPILE_MESSAGE
 from srtrl.metrics import MetricLog, read_metrics, sync_folder, write_atomic
-from srtrl.recipe.file import dump_recipe, load_recipe
+from srtrl.recipe.file import RecipeSource, build_recipe, dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
-from srtrl.run.checkpoint import delete_folder, drop_checkpoints, latest_checkpoint, list_checkpoints, num_log_bytes
-from srtrl.trainer.build import choose_device, is_deterministic
+from srtrl.run.checkpoint import drop_checkpoints, latest_checkpoint, list_checkpoints, num_log_bytes, step_of
 from srtrl.types import RolloutGroup
 
-FREE_KEYS = (
-    "name",
-    "output_dir",
-    "log.*",
-    "grading.num_workers",
-    "train.checkpoint_every",
-    "train.keep_checkpoints",
-    "train.peak_tflops",
-    "train.sharding",
+LOCKED_KEYS: tuple[str, ...] = (
+    *("seed", "model.path", "model.tokenizer", "model.dtype", "critic", "critic.path"),
+    *("task.*", "rewards", "rollout.environment*"),
 )
-"""Options, as patterns, that a resumed run may change: they do not touch what is learned."""
-
-FREE_KEYS_IF_DETERMINISTIC = (
-    "rollout.slots",
-    "rollout.num_pages",
-    "rollout.kv_*",
-    "rollout.cuda_graphs",
-    "rollout.prefill_chunk_tokens",
-    "rollout.draft*",
-    "rollout.run_ahead*",
-)
-"""Options that change nothing learned in the decoder's deterministic mode (`rollout.deterministic`)."""
-
-FREE_KEYS_ON_CUDA = (
-    "model.gradient_checkpointing",
-    "train.micro_batch_tokens",
-    "rollout.kv_memory_gib",
-    "rollout.kv_memory_share",
-    "rollout.kv_across_update",
-)
-"""What a run that ran out of memory may change. It changes what is learned by rounding alone, and the backward pass of
-attention on CUDA adds up in no fixed order anyway."""
-
-CHANGEABLE_KEYS = (
-    *("train.learning_rate", "train.warmup_steps", "train.schedule", "train.num_steps", "train.max_grad_norm"),
-    *("train.max_logprob_difference", "train.max_logprob_kl", "critic.learning_rate"),
-    *("algorithm.entropy_coefficient", "algorithm.kl.coefficient"),
-)
-"""What `--change` may change in a resumed run: it learns in another way from there on."""
-
-MARK = b"srtrl made this folder: --overwrite may delete its files of a run\n"
-"""Content of `.lock` in a folder that a run made; earlier versions left it empty. A warm start adds what it wrote."""
+"""Options, as patterns, that cannot change within a run: what it starts from, what it learns from, and its order."""
 
 FOLDERS = ("checkpoints", "rollouts")
 OBSERVATIONS = "observations"
 """Folder of what environments said in the steps since the oldest checkpoint: a step that is repeated reads it."""
-OUTPUTS = (*FOLDERS, OBSERVATIONS, "tensorboard", "wandb", "metrics.jsonl", "summary.json", "report.html")
-"""What `--overwrite` deletes: what a run, or its report, writes anew."""
-REPLACED = ".overwritten"
-"""Folder of these in a run that `--overwrite` begins again, until that has begun."""
 
 
 class StartFlags(TypedDict, total=False):
@@ -81,14 +40,12 @@ class StartFlags(TypedDict, total=False):
     resume: bool
     """Continue from the last checkpoint of the run's folder; a run that is not there is begun."""
     overwrite: bool
-    """Delete the files of the run in its folder, and begin again."""
-    changed: Collection[str]
-    """With `resume`, keys (of `CHANGEABLE_KEYS`) whose values may differ from those of the run."""
+    """Rename a folder that is in the way to `NAME.1` (or the next free number), and begin in a new one."""
     from_step: int | None
     """With `resume`, continue from the checkpoint of this step, and delete later ones."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
+@dataclass(kw_only=True, slots=True)
 class RunFolder:
     """An open run folder, locked for this process."""
 
@@ -96,16 +53,34 @@ class RunFolder:
     checkpoint: Path | None
     """What to resume from; None starts from the recipe's model."""
     log: MetricLog
+    moved_to: Path | None = None
+    """The folder that was here, where `overwrite` has renamed one."""
+    has_begun: bool = False
 
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
-    def has_begun(self) -> None:
-        """Nothing that can fail early is left: delete what `--overwrite` replaces."""
-        if (self.path / REPLACED).is_dir():
-            delete_folder(self.path / REPLACED)
+    def begin(self, recipe: Recipe) -> None:
+        """Take the folder back to its checkpoint and write the recipe; call this when nothing can refuse any more.
+
+        Rows, rollouts and checkpoints of later steps are deleted: the steps will be repeated.
+        """
+        for name in FOLDERS:
+            (self.path / name).mkdir(exist_ok=True)
+        step = -1 if self.checkpoint is None else step_of(self.checkpoint)
+        num_bytes = None if self.checkpoint is None else num_log_bytes(self.checkpoint)
+        self.log.truncate(step, num_bytes)  # raises before anything is deleted
+        write_atomic(self.path / "recipe.yaml", dump_recipe(recipe))
+        self.has_begun = True
+        drop_checkpoints(self.checkpoints, after=step)
+        for file in chain.from_iterable((self.path / name).glob("step_*.parquet") for name in FOLDERS):
+            if step_of(file) > step:
+                file.unlink()
+        for name in ("summary.json", "report.html"):
+            (self.path / name).unlink(missing_ok=True)
+        sync_folder(self.path)
 
 
 def run_path(recipe: Recipe) -> Path:
@@ -117,168 +92,123 @@ def check_run_folder(recipe: Recipe, **flags: Unpack[StartFlags]) -> list[str]:
     """Refuse what `open_run_folder` would refuse; changes nothing, so that it can run before anything else.
 
     Returns:
-        For each key of `changed` that has another value than in the run, a line that says so.
+        With `resume`, a line for each option that differs from the run's recipe.
 
     Raises:
-        ValueError: flags that exclude each other; a folder that exists without any; `overwrite` of a folder that no run
-            made, or of a link; `resume` with a recipe that would learn something else.
+        ValueError: flags that exclude each other; a folder that exists without any; `resume` of a folder that is no
+            run, that has lost its checkpoints, or with another value of one of `LOCKED_KEYS`.
     """
-    folder, changed = run_path(recipe), flags.get("changed", ())
+    folder = run_path(recipe)
     resume, overwrite = flags.get("resume", False), flags.get("overwrite", False)
     if resume and overwrite:
         raise ValueError("--resume and --overwrite exclude each other: continue the run, or begin it again")
-    if not resume and (changed or flags.get("from_step") is not None):
-        raise ValueError("--change and --checkpoint need --resume; a new run takes its values as SECTION.KEY=VALUE")
-    if unsafe := sorted(set(changed).difference(CHANGEABLE_KEYS)):
-        raise ValueError(f"--change: {unsafe[0]} cannot change within a run; these can: {', '.join(CHANGEABLE_KEYS)}")
-    if not folder.exists():
-        return []
-    if not folder.is_dir():
+    if not resume and flags.get("from_step") is not None:
+        raise ValueError("--checkpoint needs --resume; to begin a new run from it: name=OTHER model.path=CHECKPOINT")
+    if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; the run's folder would be there: change `name` or `output_dir`")
-    if not (resume or overwrite) and any(folder.iterdir()):
-        raise ValueError(
-            f"{folder} exists: --resume continues that run, --overwrite deletes it and begins again, "
-            "name=OTHER starts a run of its own"
-        )
-    if all(path.name.startswith(".") for path in folder.iterdir()):  # a run killed at its start left a lock
+    if is_empty(folder) or overwrite:
         return []
-    if resume:
-        return _check_resume(folder, recipe, changed)
-    lock = folder / ".lock"
-    if folder.is_symlink() or not lock.is_file() or lock.read_bytes() != MARK:
-        reason = "is a link" if folder.is_symlink() else "has no mark of srtrl (as in runs of earlier versions)"
-        raise ValueError(f"--overwrite: {folder} {reason}; delete it yourself if you wish, or take another name")
-    return []
+    if not resume:
+        raise ValueError(
+            f"{folder} exists: --resume continues that run, --overwrite renames it to {folder.name}.1 and begins "
+            "again, name=OTHER starts a run of its own"
+        )
+    return _check_resume(folder, recipe)
 
 
 @contextmanager
 def open_run_folder(recipe: Recipe, **flags: Unpack[StartFlags]) -> Iterator[RunFolder]:
-    """Make the run's folder, or take an existing one back to its last checkpoint; locked inside the `with` block.
+    """Make the run's folder, or open an existing one to resume; locked inside the `with` block.
 
-    With `resume`, rows and rollouts later than the checkpoint are dropped (the steps will be done again, with the same
-    numbers); without any checkpoint the run starts from step 0, and without a folder it is a new run. With `overwrite`,
-    the files of the old run come back unless `RunFolder.has_begun` is called.
+    Until `RunFolder.begin` is called, no file of a run to resume is changed, and an error ends with everything as it
+    was: a new folder is removed, and one that `overwrite` has renamed gets its name back.
 
     Raises:
         ValueError: as `check_run_folder`, or another process holds the folder.
     """
     check_run_folder(recipe, **flags)
-    folder = run_path(recipe)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("ab") as lock, ExitStack() as stack:  # the system releases it at the end
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a POSIX lock: forked graders do not inherit it
-        except OSError as error:
-            raise ValueError(f"{folder} is in use by another srtrl process") from error
-        if flags.get("overwrite"):
-            stack.callback(_put_back, folder)
-            _set_aside(folder)
-        if not (folder / "recipe.yaml").exists():  # a new run; a resumed one of an earlier version stays unmarked
-            lock.truncate(0)
-            lock.write(MARK)
-            lock.flush()
-        write_atomic(folder / "recipe.yaml", dump_recipe(recipe))
-        for name in FOLDERS:
-            (folder / name).mkdir(exist_ok=True)
-        from_step = flags.get("from_step")
-        found = [
-            one for one in list_checkpoints(folder / "checkpoints") if from_step is None or step_of(one) <= from_step
+    folder, moved_to = run_path(recipe), None
+    if flags.get("overwrite") and not is_empty(folder):
+        with _locked(folder):
+            moved_to = move_aside(folder)
+    from_step = flags.get("from_step")
+    with _locked(folder), ExitStack() as stack:
+        if is_new := is_empty(folder):
+            write_atomic(folder / "recipe.yaml", dump_recipe(recipe))
+        checkpoints = [
+            path for path in list_checkpoints(folder / "checkpoints") if from_step is None or step_of(path) <= from_step
         ]
-        checkpoint = found[-1] if found else None
-        step = -1 if checkpoint is None else step_of(checkpoint)
-        with MetricLog(folder / "metrics.jsonl") as log:
-            log.truncate(step, None if checkpoint is None else num_log_bytes(checkpoint))  # raises before any deletion
-            drop_checkpoints(folder / "checkpoints", after=from_step)
-            _drop_later_files(folder, step)
-            run = RunFolder(path=folder, checkpoint=checkpoint, log=log)
+        log = stack.enter_context(MetricLog(folder / "metrics.jsonl"))
+        run = RunFolder(path=folder, checkpoint=checkpoints[-1] if checkpoints else None, log=log, moved_to=moved_to)
+        try:
             yield run
-        run.has_begun()
+        finally:
+            if is_new and not run.has_begun:
+                shutil.rmtree(folder)
+                if moved_to is not None:
+                    moved_to.rename(folder)
 
 
-def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint or a rollout file, `step_000010...`; ValueError where there is none."""
-    digits = path.name.removeprefix("step_").split(".")[0]
-    if not digits.isdecimal():
-        raise ValueError(f"{path}: no step in this name, such as step_000010: move the file away")
-    return int(digits)
+def move_aside(folder: Path) -> Path:
+    """Rename a folder, whole, to the first free one of `NAME.1`, `NAME.2` and so on beside it; returns that."""
+    names = (folder.with_name(f"{folder.name}.{number}") for number in count(1))
+    return folder.rename(next(name for name in names if not os.path.lexists(name)))
 
 
-def _set_aside(folder: Path) -> None:
-    """Move what a run writes into the folder `REPLACED`; of a link the link alone. Files of the user's own stay."""
-    shutil.rmtree(folder / REPLACED, ignore_errors=True)  # of a start that was killed
-    (folder / REPLACED).mkdir()
-    for path in (folder / name for name in (*OUTPUTS, "recipe.yaml")):
-        if path.exists() or path.is_symlink():
-            path.rename(folder / REPLACED / path.name)
-
-
-def _put_back(folder: Path) -> None:
-    """Where a start has failed: the files of `_set_aside` in place of what it wrote."""
-    if not (folder / REPLACED).is_dir():
-        return
-    for path in (folder / name for name in OUTPUTS):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    for path in (folder / REPLACED).iterdir():
-        path.replace(folder / path.name)
-    (folder / REPLACED).rmdir()
-
-
-def _drop_later_files(folder: Path, step: int) -> None:
-    """Delete what the steps after `step` wrote, and the end-of-run files."""
-    for file in chain.from_iterable((folder / name).glob("step_*.parquet") for name in FOLDERS):
-        if step_of(file) > step:
-            file.unlink()
-    for name in ("summary.json", "report.html"):
-        (folder / name).unlink(missing_ok=True)
-    sync_folder(folder)
-
-
-def _check_resume(folder: Path, recipe: Recipe, changed: Collection[str]) -> list[str]:
-    """See `check_run_folder`."""
-    if not ((folder / ".lock").is_file() and (folder / "recipe.yaml").is_file()):
-        raise ValueError(f"--resume: {folder} holds no recipe.yaml or no .lock, so it is not a run; take another name")
-    if files := [folder / name for name in FOLDERS if (folder / name).is_file()]:
-        raise ValueError(f"--resume: {files[0]} is a file; expected a folder of the run: move it away")
-    old, log = load_recipe(folder / "recipe.yaml"), folder / "metrics.jsonl"
+def _check_resume(folder: Path, recipe: Recipe) -> list[str]:
+    """The part of `check_run_folder` about the run that is to be resumed."""
+    if not (folder / "recipe.yaml").is_file():
+        raise ValueError(f"--resume: {folder} holds no recipe.yaml, so it is not a run; take another name")
+    source, log = read_source(folder / "recipe.yaml"), folder / "metrics.jsonl"
+    old = build_recipe(source)
     if log.is_file() and latest_checkpoint(folder / "checkpoints") is None:
         num_steps = max([0, *(row["step"] for row in read_metrics(log))])
-        if num_steps > old.train.checkpoint_every:  # no run comes so far without one
+        if num_steps > old.train.checkpoint_every:  # no run gets so far without one
             raise ValueError(
                 f"--resume: {folder / 'checkpoints'} holds no checkpoint of this run of {num_steps} steps: restore one "
                 "from a copy, or begin again with --overwrite"
             )
-    return _check_same_run(old, recipe, folder, changed)
+    return _compare_recipes(old, recipe, source)
 
 
-def _check_same_run(old: Recipe, new: Recipe, folder: Path, changeable: Collection[str]) -> list[str]:
-    """Refuse to continue with a recipe that would not have learned what the run has learned so far.
+def _compare_recipes(old: Recipe, new: Recipe, source: RecipeSource) -> list[str]:
+    """A line for each option that differs; ValueError where one is locked, with its place in the source of `old`."""
+    locked = LOCKED_KEYS
+    if new.algorithm.kl.target is not None:  # the checkpoint's would be used, and the new value ignored
+        locked += ("algorithm.kl.coefficient",)
+    refused: list[str] = []
+    changes: list[str] = []
+    before, now = dict(flatten(old.model_dump())), dict(flatten(new.model_dump()))
+    for key in sorted(before.keys() | now.keys()):
+        if (old_value := before.get(key, "nothing")) != (value := now.get(key, "nothing")):
+            line = f"{key}: the run has {old_value!r}, now {value!r}"
+            if any(fnmatchcase(key, pattern) for pattern in locked):
+                refused.append(f"{source.locate(key)}: {line}")
+            else:
+                changes.append(line)
+    if refused:
+        heading = "--resume: these options cannot change within a run; undo the change, or start a run with name=OTHER:"
+        raise ValueError("\n  ".join([heading, *refused]))
+    return changes
 
-    Returns:
-        A line for each key of `changeable` that differs.
-    """
-    device = choose_device(old)
-    free = FREE_KEYS + (FREE_KEYS_IF_DETERMINISTIC if is_deterministic(old, device) else ())
-    free += FREE_KEYS_ON_CUDA if device.type == "cuda" else ()
-    old_values, new_values = dict(flatten(old.model_dump())), dict(flatten(new.model_dump()))
-    changed: list[str] = []
-    wanted: list[str] = []
-    for key in sorted(old_values.keys() | new_values.keys()):
-        before, after = old_values.get(key), new_values.get(key)
-        if before == after or any(fnmatchcase(key, pattern) for pattern in free):
-            continue
-        if key == "train.num_steps" and new.train.schedule == "constant" and new.train.num_steps > old.train.num_steps:
-            continue
-        (wanted if key in changeable else changed).append(f"{key}: the run has {before!r}, now {after!r}")
-    if changed:
-        raise ValueError(
-            f"--resume: the recipe differs from {folder / 'recipe.yaml'}; the run would not continue as it began:\n  "
-            + "\n  ".join(changed)
-            + f"\nUndo the change (`srtrl train {folder} --resume` does), use --change, or start a run with name=OTHER"
-        )
-    return wanted
+
+def is_empty(folder: Path) -> bool:
+    """Whether a folder is not there, or has at most the lock of a run that was killed at its start."""
+    if not folder.is_dir():
+        return not os.path.lexists(folder)
+    return all(path.name == ".lock" for path in folder.iterdir())
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Make the folder if needed, and hold it; the system releases the lock of a process that ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("ab") as lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a POSIX lock: forked graders do not inherit it
+        except OSError as error:
+            raise ValueError(f"{folder} is in use by another srtrl process") from error
+        yield
 
 
 def flatten(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:

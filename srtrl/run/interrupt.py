@@ -15,7 +15,7 @@ from srtrl.run.checkpoint import CRITIC_FOLDER, latest_checkpoint
 
 
 @contextmanager
-def long_lived_objects_left_alone() -> Iterator[None]:
+def freeze_gc() -> Iterator[None]:
     """Let the garbage collector look through none of the objects that are there by now.
 
     Importing torch and its like leaves half a million of them, and looking through all takes 0.2 to 0.5 seconds, now

@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from srtrl.model.attention import HALF_DTYPES
 from srtrl.recipe.schema import UpdatePlan
+from srtrl.run.checkpoint import load_tensors
 
 
 def build_optimizer(
@@ -58,19 +60,26 @@ def _allocate_state(optimizer: torch.optim.AdamW) -> None:
             }
 
 
-def state_tensors(optimizer: torch.optim.Optimizer, *, with_masters: bool) -> dict[str, Tensor]:
-    """What an optimizer of `build_optimizer` must know to resume, by name: its own memory, to be read and written.
+def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The state of an optimizer of `build_optimizer` by name: its own memory, to be read and written.
 
-    `with_masters`: the model has a half type, so that what the groups hold is not in the model's own files. The names
-    and shapes do not depend on sharding.
+    Of float32 masters the values too, which the model's own files do not have. The names and shapes do not depend on
+    sharding.
     """
     tensors: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             tensors |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
-            if with_masters:
+            if isinstance(optimizer, MasterWeightAdamW):
                 tensors[f"{name}.master"] = parameter.detach()
     return {name: tensor if tensor.ndim else tensor.view(1) for name, tensor in tensors.items()}
+
+
+def load_state(optimizer: torch.optim.Optimizer, checkpoint: Path, name: str) -> None:
+    """Read the state of an optimizer from the folder `name` of a checkpoint; see `load_tensors`."""
+    load_tensors(checkpoint, name, state_tensors(optimizer))
+    if isinstance(optimizer, MasterWeightAdamW):
+        optimizer.round_masters()
 
 
 def gradient_bytes(optimizer: torch.optim.Optimizer) -> int:

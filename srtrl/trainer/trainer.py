@@ -19,13 +19,16 @@ from srtrl.model.sharding import resharded, unshard
 from srtrl.ranks.processes import ONE_RANK, Ranks, open_ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import (
+    CRITIC_OPTIMIZER,
+    OPTIMIZER,
     TrainerState,
     check_prompts,
     checkpoint_to_resume,
     list_checkpoints,
-    load_training_state,
     prompts_digest,
+    read_state,
     save_checkpoint,
+    step_of,
 )
 from srtrl.run.folder import (
     OBSERVATIONS,
@@ -36,16 +39,9 @@ from srtrl.run.folder import (
     open_run_folder,
     run_path,
     step_file_name,
-    step_of,
     write_rollouts,
 )
-from srtrl.run.interrupt import (
-    Interrupt,
-    UpdateMemoryError,
-    explain_out_of_memory,
-    how_to_resume,
-    long_lived_objects_left_alone,
-)
+from srtrl.run.interrupt import Interrupt, UpdateMemoryError, explain_out_of_memory, freeze_gc, how_to_resume
 from srtrl.run.metrics import (
     RunSummary,
     describe_held_out,
@@ -55,7 +51,7 @@ from srtrl.run.metrics import (
     update_flops,
     write_summary,
 )
-from srtrl.run.trackers import check_trackers, log_samples, start_trackers, tracker_folder
+from srtrl.run.trackers import check_trackers, log_samples, start_trackers
 from srtrl.tasks.base import load_task
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
@@ -63,13 +59,14 @@ from srtrl.trainer.credit import Credit, assign_credit, train_sequences
 from srtrl.trainer.critic import update_critic, with_values
 from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
 from srtrl.trainer.objective import LogprobDifferenceError, NonFiniteError, PolicyObjective
-from srtrl.trainer.optimizer import gradient_bytes
+from srtrl.trainer.optimizer import gradient_bytes, load_state, state_tensors
 from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.sampling import StepRollouts, StepSampler
 from srtrl.trainer.update import update_policy, with_logprobs
 from srtrl.types import Prompt
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
 SHOWN_CHARACTERS = 500
@@ -129,7 +126,7 @@ def _train(
     with open_trainer(recipe, progress=progress, ranks=ranks, **flags) as trainer:
         trainer.on_step = on_step
         try:
-            with long_lived_objects_left_alone():
+            with freeze_gc():
                 trainer.train()
         except (NonFiniteError, LogprobDifferenceError, FloatingPointError, UpdateMemoryError) as error:
             raise TrainingStoppedError(f"{error}\n{how_to_resume(trainer.run.checkpoints, error)}") from error
@@ -165,7 +162,7 @@ class Trainer:
                 check_prompts(checkpoint, self.prompts_sha256)
             has_eval = recipe.eval.before_and_after or recipe.eval.every_steps is not None
             self.eval_prompts = held_out_prompts(self.task, recipe) if has_eval else []
-            self.accelerator = build.build_accelerator(recipe, tracker_folder(recipe))
+            self.accelerator = build.build_accelerator(recipe, run_path(recipe))
             set_cpu_threads(recipe.num_threads)  # again: with several ranks accelerate shares the cores among them
             device = build.choose_device(recipe)
             self.policy = build.build_policy(recipe, str(checkpoint or recipe.model.path), device)
@@ -179,8 +176,11 @@ class Trainer:
             )
             self.reference = build.build_reference(recipe, device, ranks)
             self.critic = build.build_critic(recipe, checkpoint, device, ranks)
-        optimizers = [self.optimizer, *([self.critic.optimizer] if self.critic is not None else [])]
-        gradients = max(map(gradient_bytes, optimizers))  # one after the other has gradients
+        self.optimizers: dict[str, torch.optim.Optimizer] = {OPTIMIZER: self.optimizer}
+        """By the name of their folder in a checkpoint."""
+        if self.critic is not None:
+            self.optimizers[CRITIC_OPTIMIZER] = self.critic.optimizer
+        gradients = max(map(gradient_bytes, self.optimizers.values()))  # one after the other has gradients
         unshard(self.policy)
         # From here on no rank needs another, so that an error of one reaches all (see `open_trainer`).
         # After all that takes memory for good: on CUDA the engine takes its share of what is left.
@@ -188,7 +188,9 @@ class Trainer:
         if checkpoint is None:
             state = TrainerState(step=0, policy_version=0, num_draws=0)
         else:
-            state = load_training_state(checkpoint, self.policy, self.optimizer, self.critic)
+            state = read_state(checkpoint)
+            for name, optimizer in self.optimizers.items():
+                load_state(optimizer, checkpoint, name)
             self.engine.drafter.load(checkpoint)
         self.engine.policy_version = state.policy_version
         self.step = state.step
@@ -246,7 +248,7 @@ class Trainer:
         self.step = step
         self.log(metrics, credit)
         if self.ranks.is_main:
-            log_samples(self.accelerator, self.recipe, step, rollouts.groups, credit.advantages)
+            log_samples(self.accelerator, step, rollouts.groups, credit.advantages)
         self.is_stopping = self._should_stop()
         with self.ranks.together(f"the checkpoint of step {step}"):
             self.checkpoint_if_due()
@@ -294,7 +296,7 @@ class Trainer:
 
     def save_rollouts(self, step: int, rollouts: StepRollouts, credit: Credit) -> None:
         """Write `rollouts/step_N.parquet`."""
-        if self.recipe.log.save_rollouts and self.ranks.is_main:
+        if self.ranks.is_main:
             with self.timer.stage("save_rollouts"):
                 path = self.run.path / "rollouts" / step_file_name(step)
                 write_rollouts(path, rollouts.groups, credit.advantages)
@@ -327,8 +329,8 @@ class Trainer:
                     prompts_sha256=self.prompts_sha256,
                 ),
                 model=self.policy,
-                optimizer=self.optimizer,
-                critic=self.critic,
+                tensors={name: state_tensors(optimizer) for name, optimizer in self.optimizers.items()},
+                critic=None if self.critic is None else self.critic.model,
                 tokenizer=self.tokenizer,
                 end_ids=self.end_ids,
                 drafter=self.engine.drafter,
@@ -404,12 +406,14 @@ def open_trainer(
                         f"{run.path} has changed while the model was loading: another process trains there"
                     )
                 start_trackers(trainer.accelerator, recipe, step=trainer.step)
-                run.has_begun()
+                run.begin(recipe)
+                if run.moved_to is not None:
+                    progress.say(f"--overwrite: the folder that was {run.path} is now {run.moved_to}")
         counts = ", ".join(f"{name} {count:,}" for name, count in trainer.task.load_report.items())
         progress.say(f"task {recipe.task.name}: {counts}")
         progress.say(describe_prompt(trainer.sampler.started(trainer.task.train_prompts[0]), trainer.tokenizer))
         for change in changes:
-            progress.say(f"--change: {change}")
+            progress.say(f"--resume: {change}")
         if resume and checkpoint is None:
             progress.say(f"--resume: {trainer.run.path} has no checkpoint, starting from step 0")
         elif resume:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from srtrl.ranks.processes import Ranks, open_ranks
 from srtrl.recipe.schema import Recipe, UpdatePlan, WarmStartSection
 from srtrl.rollout.packing import PackedBatch
 from srtrl.run.checkpoint import save_policy, written_beside
-from srtrl.run.folder import MARK, RunProgress
+from srtrl.run.folder import RunProgress, is_empty, move_aside
 from srtrl.run.interrupt import explain_out_of_memory
 from srtrl.tasks.base import Task, load_task
 from srtrl.trainer import build
@@ -89,7 +88,8 @@ def _run(
 ) -> WarmStartSummary:
     """The warm start, on one of the ranks, which share the passes of each step; the first one writes."""
     output = Path(section.output)
-    ranks.on_main(partial(_check_output, output, overwrite), "the checks of rank 0")
+    if ranks.on_main(lambda: not is_empty(output), "the checks of rank 0") and not overwrite:
+        raise ValueError(f"warm_start.output: {output} exists and is not empty; use --overwrite or another folder")
     set_cpu_threads(recipe.num_threads)
     with ranks.together("the others to load the task and the model"):
         tokenizer = _tokenizer(recipe, section)
@@ -107,7 +107,8 @@ def _run(
     end_ids = () if section.architecture is not None else build.response_end_ids(recipe.model.path, tokenizer)
 
     def save() -> None:
-        _check_output(output, overwrite)  # again: what has come into it while the policy learned stays as well
+        if not is_empty(output):  # or has come into it while the policy learned
+            progress.say(f"the folder that was {output} is now {move_aside(output)}")
         with written_beside(output) as temporary:
             save_policy(
                 temporary,
@@ -116,8 +117,6 @@ def _run(
                 end_ids=sorted({int(tokenizer.eos_token_id), *end_ids}),
                 dtype=build.DTYPES[section.save_dtype],
             )
-            names = sorted(path.name for path in temporary.iterdir())
-            (temporary / ".lock").write_bytes(MARK + "\n".join([*names, ".lock", RECORD]).encode())
 
     ranks.on_main(save, "rank 0 to save the policy")
     progress.say(f"saved {output}: loss {losses[-1]:.4f}")
@@ -143,23 +142,6 @@ def _run(
     return WarmStartSummary(output=output, losses=losses, held_out=held_out)
 
 
-def _check_output(output: Path, overwrite: bool) -> None:
-    """Refuse a link, a folder that is not empty, and with `overwrite` one that has anything that no warm start made."""
-    if output.is_symlink():
-        raise ValueError(f"warm_start.output: {output} is a link; expected the name of the folder itself")
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return
-    if not overwrite:
-        raise ValueError(f"warm_start.output: {output} exists and is not empty; use --overwrite or another folder")
-    lock = output / ".lock"
-    marked = lock.read_bytes() if lock.is_file() else b""
-    if not marked.startswith(MARK):
-        raise ValueError(f"--overwrite: {output} has no mark of srtrl; delete it yourself, or take another folder")
-    made = marked.removeprefix(MARK).decode().split("\n")
-    if others := sorted(path.name for path in output.iterdir() if path.name not in made or path.is_dir()):
-        raise ValueError(f"--overwrite: {output / others[0]} is not from a warm start, and would be deleted: move it")
-
-
 def _tokenizer(recipe: Recipe, section: WarmStartSection) -> PreTrainedTokenizerBase:
     """The model's tokenizer, or one trained on the texts of the task's training problems."""
     if section.train_tokenizer_vocab_size is None:
@@ -182,6 +164,8 @@ def _model(
             "eos_token_id": tokenizer.eos_token_id,
             "hidden_act": "silu",
             "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": True,
         }
     )
     model = init_model(config, recipe.seed, dtype=build.DTYPES[recipe.model.dtype], device=device)
@@ -215,9 +199,7 @@ def _fine_tune(
     weights to the last bit. A sharded model is whole then, on rank 0.
     """
     objective = SupervisedObjective(model)
-    optimizer = build.make_optimizer(
-        model, recipe, learning_rate=section.learning_rate, weight_decay=section.weight_decay
-    )
+    optimizer = build.make_optimizer(model, recipe, learning_rate=section.learning_rate, weight_decay=0.0)
     losses: list[float] = []
     for step in range(1, section.num_steps + 1):
         batch, num_left_out = next(batches)
@@ -257,7 +239,7 @@ def supervised_step(
         learning_rate=section.learning_rate,
         warmup_steps=section.warmup_steps,
         schedule="cosine",
-        max_grad_norm=section.max_grad_norm,
+        max_grad_norm=1.0,
     )
     with explain_out_of_memory(f"warm start step {context.step}"):
         return run_optimizer_steps(objective, optimizer, batch, context, updates)
@@ -301,7 +283,7 @@ def solution_batches(
     tokenizer: PreTrainedTokenizerBase,
     conversations: Conversations | None = None,
 ) -> Iterator[tuple[list[TrainSequence], int]]:
-    """The solutions of the first `warm_start.num_problems` training problems, in data order and without end.
+    """The solutions of the training problems, in data order and without end.
 
     A solution that no rollout could produce is left out and counted: it has more than `rollout.max_new_tokens` tokens,
     or its turns are not those of the environment's format. `warm_start.noise` is the share of a solution's target
@@ -316,7 +298,7 @@ def solution_batches(
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no end token (eos_token), so that none could be learned")
-    order = DataOrder(len(task.train_prompts[: section.num_problems]), recipe.seed)
+    order = DataOrder(len(task.train_prompts), recipe.seed)
     random = np.random.default_rng((recipe.seed, 0x501))
     max_new_tokens = recipe.rollout.max_new_tokens
     batch: list[TrainSequence] = []
