@@ -1,14 +1,14 @@
 """Checkpoints: the same bits back, whole or not there, and who may use a run folder."""
 
+import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from tiny_run import make_recipe
+from tiny_run import make_recipe, open_run
 from transformers import AutoModelForCausalLM
 
 from srtrl.drafters.none import Drafter as NoDrafter
@@ -19,6 +19,8 @@ from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import CriticSection
 from srtrl.run import checkpoint
 from srtrl.run.checkpoint import (
+    CRITIC_OPTIMIZER,
+    OPTIMIZER,
     TrainerState,
     checkpoint_to_resume,
     latest_checkpoint,
@@ -28,23 +30,28 @@ from srtrl.run.checkpoint import (
 )
 from srtrl.run.folder import check_run_folder, open_run_folder
 from srtrl.trainer.critic import Critic, ValueObjective
-from srtrl.trainer.optimizer import build_optimizer
+from srtrl.trainer.optimizer import build_optimizer, state_tensors
+
+ADAMW: dict[str, Any] = {"learning_rate": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.99)}
 
 
 def save(policy: Path, folder: Path, step: int, *, keep: int = 2, critic: Critic | None = None) -> Path:
     """Save the policy as the checkpoint of this step."""
     (folder.parent / "metrics.jsonl").touch()
     model = load_model(str(policy), dtype=torch.float32, device="cpu")
+    optimizers: dict[str, torch.optim.Optimizer] = {OPTIMIZER: build_optimizer(model, **ADAMW)}
+    if critic is not None:
+        optimizers[CRITIC_OPTIMIZER] = critic.optimizer
     return save_checkpoint(
         folder,
         TrainerState(step=step, policy_version=step - 1, num_draws=5 * step),
         model=model,
-        optimizer=build_optimizer(model, learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.99)),
+        tensors={name: state_tensors(optimizer) for name, optimizer in optimizers.items()},
         tokenizer=load_tokenizer(str(policy)),
         end_ids=[0],
         drafter=NoDrafter(),
         keep=keep,
-        critic=critic,
+        critic=None if critic is None else critic.model,
     )
 
 
@@ -53,7 +60,7 @@ def test_all_files_are_made_durable_before_the_rename(
 ) -> None:
     """A file whose name is lost in a power failure is lost: the folder of the critic too must be synced."""
     critic_model = ValueModel(load_model(str(policy), dtype=torch.float32, device="cpu"))
-    optimizer = build_optimizer(critic_model, learning_rate=0.01, weight_decay=0.0, betas=(0.9, 0.99))
+    optimizer = build_optimizer(critic_model, **ADAMW)
     synced: list[Path] = []
     monkeypatch.setattr(checkpoint, "sync_folder", synced.append)
     path = save(
@@ -119,109 +126,92 @@ def test_other_format_is_refused(policy: Path, tmp_path: Path) -> None:
 # --- The run folder ---------------------------------------------------------------------------------------------------
 
 
-def test_run_folder_is_not_overwritten_unasked(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path / "policy", tmp_path)
-    with open_run_folder(recipe) as run:
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Names and bytes of everything in a folder; None for a folder in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def test_overwrite_renames_the_whole_folder_and_a_failed_start_renames_it_back(tmp_path: Path) -> None:
+    recipe, folder, outside = make_recipe(tmp_path / "policy", tmp_path), tmp_path / "run", tmp_path / "outside"
+    with open_run(recipe) as run:
         run.log.write(1, {"loss": 1.0})
-    with pytest.raises(ValueError, match=r"--resume continues .*--overwrite deletes"):
+    outside.mkdir()
+    (outside / "precious").write_text("years of work")
+    (folder / "checkpoints" / "best").symlink_to(outside)
+    (folder / "rollouts" / "notes.txt").write_text("years of work")
+    (folder / "code").mkdir()
+    first = contents(folder)
+    with pytest.raises(ValueError, match=r"--resume continues .*--overwrite renames it to run\.1"):
         check_run_folder(recipe, resume=False, overwrite=False)
     with pytest.raises(ValueError, match="exclude each other"):
         check_run_folder(recipe, resume=True, overwrite=True)
-    with open_run_folder(recipe, overwrite=True):
-        assert read_metrics(tmp_path / "run" / "metrics.jsonl") == []
+    for error in (KeyboardInterrupt, ValueError):
+        with pytest.raises(error), open_run_folder(recipe, overwrite=True):  # noqa: PT012
+            assert contents(tmp_path / "run.1") == first
+            raise error
+        assert contents(folder) == first
+        assert not (tmp_path / "run.1").exists()
+    for number in (1, 2):
+        with open_run(recipe, overwrite=True) as run:
+            assert run.moved_to == tmp_path / f"run.{number}"
+            assert (run.checkpoint, read_metrics(folder / "metrics.jsonl")) == (None, [])
+            run.log.write(2, {"loss": 2.0})
+    assert contents(tmp_path / "run.1") == first
+    assert (outside / "precious").read_text() == "years of work"
+    assert [row["loss"] for row in read_metrics(tmp_path / "run.2" / "metrics.jsonl")] == [2.0]
 
 
-def not_a_run(folder: Path) -> None:
-    folder.mkdir()
-    for name in ("recipe.yaml", "report.html"):
-        (folder / name).write_text("years of work")
+def test_overwrite_renames_any_folder_and_a_link_itself(tmp_path: Path) -> None:
+    recipe, mine = make_recipe(tmp_path / "policy", tmp_path), tmp_path / "mine"
+    mine.mkdir()
+    (mine / "recipe.yaml").write_text("years of work")
+    (tmp_path / "run").symlink_to(mine)
+    with open_run(recipe, overwrite=True) as run:
+        assert not run.path.is_symlink()
+    assert (tmp_path / "run.1" / "recipe.yaml").read_text() == (mine / "recipe.yaml").read_text() == "years of work"
 
 
-def run_of_an_earlier_version(folder: Path) -> None:
-    with open_run_folder(make_recipe(folder.parent / "policy", folder.parent)):
-        (folder / ".lock").write_text("")
+def test_what_is_no_run_is_not_resumed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "report.html").touch()
+    with pytest.raises(ValueError, match=r"run holds no recipe\.yaml, so it is not a run"):
+        check_run_folder(make_recipe(tmp_path / "policy", tmp_path), resume=True)
 
 
-def link_to_a_run(folder: Path) -> None:
-    with open_run_folder(make_recipe(folder.parent / "policy", folder.parent / "elsewhere")) as run:
-        folder.symlink_to(run.path)
-
-
-def file_for_a_folder(folder: Path) -> None:
-    with open_run_folder(make_recipe(folder.parent / "policy", folder.parent)):
-        (folder / "rollouts").rmdir()
-        (folder / "rollouts").touch()
-
-
-@pytest.mark.parametrize(
-    ("make", "flag", "refused"),
-    [
-        (not_a_run, "overwrite", "--overwrite: .*run has no mark of srtrl .*delete it yourself"),
-        (not_a_run, "resume", "--resume: .*no recipe.yaml or no .lock, so it is not a run"),
-        (run_of_an_earlier_version, "overwrite", r"no mark of srtrl \(as in runs of earlier versions"),
-        (run_of_an_earlier_version, "resume", ""),
-        (link_to_a_run, "overwrite", "run is a link"),
-        (link_to_a_run, "resume", ""),
-        (file_for_a_folder, "overwrite", ""),
-        (file_for_a_folder, "resume", "rollouts is a file; expected a folder of the run"),
-    ],
-)
-def test_which_folders_a_run_takes_over(make: Callable[[Path], None], flag: str, refused: str, tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path / "policy", tmp_path)
-    make(tmp_path / "run")
-    before = sorted(tmp_path.rglob("*"))
-    if refused:
-        with pytest.raises(ValueError, match=refused):
-            check_run_folder(recipe, overwrite=flag == "overwrite", resume=flag == "resume")
-        assert sorted(tmp_path.rglob("*")) == before
-    else:
-        with open_run_folder(recipe, overwrite=flag == "overwrite", resume=flag == "resume"):
-            pass
-
-
-def test_overwrite_deletes_the_files_of_the_run_alone(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path / "policy", tmp_path)
-    with open_run_folder(recipe) as run:
-        pass
-    mine = [run.path / "notes.txt", run.path / "code" / "reward.py", tmp_path / "big" / "step_000001" / "weights"]
-    for file in mine:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("years of work")
-    run.checkpoints.rmdir()
-    run.checkpoints.symlink_to(tmp_path / "big")
-    (run.path / "rollouts" / "step_000001.parquet").touch()
-    with open_run_folder(recipe, overwrite=True) as again:
-        assert again.checkpoint is None
-    assert [file.read_text() for file in mine] == ["years of work"] * 3
-    assert list((run.path / "rollouts").iterdir()) == []
-    assert not run.checkpoints.is_symlink()
-
-
-def test_resume_takes_the_folder_back_to_its_checkpoint(policy: Path, tmp_path: Path) -> None:
+def test_resume_takes_the_folder_back_to_its_checkpoint_when_nothing_can_refuse(policy: Path, tmp_path: Path) -> None:
     recipe = make_recipe(policy, tmp_path)
     rollouts = tmp_path / "run" / "rollouts"
-    with open_run_folder(recipe) as run:
+    with open_run(recipe) as run:
         (run.checkpoints / ".step_000003.writing").mkdir()
         for step in (0, 1, 2, 3):
             run.log.write(step, {"loss": 1.0})
             (rollouts / f"step_{step:06d}.parquet").touch()
-            if step == 2:
-                save(policy, run.checkpoints, 2)
+            if step in (1, 2):
+                save(policy, run.checkpoints, step)
         mine = run.path / "analysis" / "step_000009.parquet"
         mine.parent.mkdir()
         mine.touch()
-    with open_run_folder(recipe, resume=True) as run:
+    before = contents(run.path)
+    other = make_recipe(policy, tmp_path, train__learning_rate=0.5)
+    for from_step in (None, 1):
+        with pytest.raises(KeyError), open_run_folder(other, resume=True, from_step=from_step):  # a tracker, say
+            raise KeyError
+        assert contents(run.path) == before
+    with open_run(other, resume=True) as run:
         assert run.checkpoint == run.checkpoints / "step_000002"
         assert [row["step"] for row in read_metrics(run.path / "metrics.jsonl")] == [0, 1, 2]
         assert sorted(path.name for path in rollouts.iterdir())[-1] == "step_000002.parquet"
-        assert [path.name for path in run.checkpoints.iterdir()] == ["step_000002"]
-        assert mine.is_file()
+        assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step_000001", "step_000002"]
+        assert load_recipe(run.path / "recipe.yaml") == other
+    with open_run(recipe, resume=True, from_step=1) as run:
+        assert [path.name for path in run.checkpoints.iterdir()] == ["step_000001"]
+    assert mine.is_file()
 
 
 def test_the_repair_of_a_damaged_log_reads_no_row_after_the_intact_checkpoint(policy: Path, tmp_path: Path) -> None:
     """Or it would fail, with the later checkpoint deleted already."""
     recipe = make_recipe(policy, tmp_path)
-    with open_run_folder(recipe) as run:
+    with open_run(recipe) as run:
         for step in (1, 2):
             run.log.write(step, {"loss": 1.0})
             save(policy, run.checkpoints, step)
@@ -230,44 +220,54 @@ def test_the_repair_of_a_damaged_log_reads_no_row_after_the_intact_checkpoint(po
     log.write_bytes(damaged)
     with pytest.raises(ValueError, match=r"metrics\.jsonl has not all rows.*--resume --checkpoint 1 continues"):
         checkpoint_to_resume(tmp_path / "run" / "checkpoints")
-    with open_run_folder(recipe, resume=True, from_step=1) as run:
+    with open_run(recipe, resume=True, from_step=1) as run:
         assert [row["step"] for row in read_metrics(log)] == [1]
         assert [path.name for path in run.checkpoints.iterdir()] == ["step_000001"]
 
 
 def test_resume_without_a_checkpoint_starts_again(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path / "policy", tmp_path)
-    with open_run_folder(recipe, resume=True) as run:  # there is no folder at all
+    with open_run(recipe, resume=True) as run:  # there is no folder at all
         run.log.write(0, {"eval/accuracy": 0.5})
-    with open_run_folder(recipe, resume=True) as run:
+    with open_run(recipe, resume=True) as run:
         assert run.checkpoint is None
         assert read_metrics(run.path / "metrics.jsonl") == []
 
 
+ADAPTIVE = {"coefficient": 0.01, "target": 0.1, "placement": "reward"}
+TASK = {"num_train": 11, "num_eval": 6, "max_operations": 2}
+
+
 @pytest.mark.parametrize(
-    ("first", "changes", "refused"),
+    ("first", "changes", "line"),
     [
+        ({}, {"log__trackers": ["tensorboard"]}, "log.trackers: the run has [], now ['tensorboard']"),
         ({}, {"train__learning_rate": 0.5}, "train.learning_rate: the run has 0.01, now 0.5"),
-        ({}, {"task__options": {"num_train": 11, "num_eval": 6, "max_operations": 2}}, "task.options.num_train"),
-        ({}, {"train__num_steps": 3}, "train.num_steps"),
-        ({}, {"train__num_steps": 9}, ""),
-        ({}, {"train__num_steps": 9, "train__schedule": "cosine"}, "train.schedule"),
-        ({}, {"log__trackers": ["tensorboard"], "train__keep_checkpoints": 7}, ""),
-        ({}, {"rollout__slots": 3}, ""),
-        ({}, {"rollout__slots": 3, "rollout__deterministic": False}, "rollout.deterministic"),
-        # the learning rates so far would have been others
-        ({"train__schedule": "linear"}, {"train__schedule": "linear", "train__num_steps": 9}, "train.num_steps"),
+        ({}, {"train__num_steps": 3}, "train.num_steps: the run has 4, now 3"),
+        ({}, {"train__micro_batch_tokens": 100}, "train.micro_batch_tokens: the run has 200, now 100"),
+        ({}, {"algorithm__kl": {"coefficient": 0.0}}, "algorithm.kl.coefficient: the run has 0.01, now 0.0"),
+        ({}, {"seed": 8}, "refused: seed: the run has 7, now 8"),
+        ({}, {"task__options": TASK}, "refused: task.options.num_train: the run has 10, now 11"),
+        ({}, {"rewards": [{"name": "correct"}]}, "refused: rewards: the run has "),
+        ({}, {"model__dtype": "bfloat16"}, "refused: model.dtype: the run has 'float32', now 'bfloat16'"),
+        ({}, {"critic": {}, "algorithm__advantage": "gae"}, "refused: critic: the run has None, now nothing"),
+        (
+            {"algorithm__kl": ADAPTIVE},  # the checkpoint's would be used, and the new value ignored
+            {"algorithm__kl": ADAPTIVE | {"coefficient": 0.02}},
+            "refused: algorithm.kl.coefficient: the run has 0.01, now 0.02",
+        ),
     ],
 )
-def test_resume_with_another_recipe(
-    tmp_path: Path, first: dict[str, Any], changes: dict[str, Any], refused: str
-) -> None:
-    with open_run_folder(make_recipe(tmp_path / "policy", tmp_path, **first)):
+def test_resume_with_another_recipe(tmp_path: Path, first: dict[str, Any], changes: dict[str, Any], line: str) -> None:
+    """What is locked is refused with its place in the run's recipe; other options change, and are listed."""
+    with open_run(make_recipe(tmp_path / "policy", tmp_path, **first)):
         pass
     changed = make_recipe(tmp_path / "policy", tmp_path, **changes)
-    if refused:
-        with pytest.raises(ValueError, match=refused):
-            check_run_folder(changed, resume=True, overwrite=False)
+    if line.startswith("refused: "):
+        with pytest.raises(ValueError, match="--resume: these options cannot change within a run") as caught:
+            check_run_folder(changed, resume=True)
+        refused = re.search(rf"{tmp_path}/run/recipe\.yaml(?::\d+)?: (.*)", str(caught.value))
+        assert refused is not None
+        assert refused[1].startswith(line.removeprefix("refused: "))
     else:
-        with open_run_folder(changed, resume=True) as run:
-            assert load_recipe(run.path / "recipe.yaml") == changed
+        assert check_run_folder(changed, resume=True) == [line]

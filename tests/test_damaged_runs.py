@@ -194,9 +194,9 @@ def test_changed_training_data_is_not_resumed(run: Path, monkeypatch: pytest.Mon
 def test_a_change_on_resume_holds_from_there_on(
     change: str, line: str, metrics: dict[str, float | None], run: Path, finished: Path
 ) -> None:
-    result = call("train", run, "--resume", "--checkpoint", 2, "--change", change)
+    result = call("train", run, "--resume", "--checkpoint", 2, change)
     assert (result.exit_code, result.stderr) == (0, "")
-    assert f"--change: {line}" in result.stdout
+    assert f"--resume: {line}" in result.stdout
     assert learned_rows(run)[:3] == learned_rows(finished)[:3]
     assert {name: learned_rows(run)[-1].get(name) for name in metrics} == metrics
     expected = load_recipe(finished / "recipe.yaml", [change, f"output_dir={run.parent}"])
@@ -206,12 +206,10 @@ def test_a_change_on_resume_holds_from_there_on(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--change", "train.learning_rate=0.1"], "--change and --checkpoint need --resume"),
-        (["--checkpoint", 2, "--overwrite"], "--change and --checkpoint need --resume"),
-        (["--resume", "--change", "train.num_epochs=1"], "--change: train.num_epochs cannot change within a run"),
-        (["--resume", "--change", "train.learning_rate=-1"], "override `train.learning_rate=-1`"),
-        (["--resume", "--change", "train.num_steps=3"], "4 are done; --checkpoint resumes from an earlier"),
-        (["--resume", "train.learning_rate=0.1"], "train.learning_rate: the run has 0.01, now 0.1"),
+        (["--checkpoint", 2, "--overwrite"], "--checkpoint needs --resume"),
+        (["--resume", "seed=8"], r"run/recipe.yaml:\d+: seed: the run has 7, now 8"),
+        (["--resume", "train.learning_rate=-1"], "override `train.learning_rate=-1`"),
+        (["--resume", "train.num_steps=3"], "4 are done; --checkpoint resumes from an earlier"),
         (["--resume", "--checkpoint", 3], "has no step_000003; there: step_000002, step_000004"),
     ],
 )

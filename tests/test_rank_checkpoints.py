@@ -20,9 +20,16 @@ from srtrl.model.weights import load_model, load_tokenizer
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import CriticSection
 from srtrl.run import checkpoint
-from srtrl.run.checkpoint import TrainerState, find_damage, latest_checkpoint, load_training_state, save_checkpoint
+from srtrl.run.checkpoint import (
+    CRITIC_OPTIMIZER,
+    OPTIMIZER,
+    TrainerState,
+    find_damage,
+    latest_checkpoint,
+    save_checkpoint,
+)
 from srtrl.trainer.critic import Critic, ValueObjective
-from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer, state_tensors
+from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer, load_state, state_tensors
 
 ADAMW: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}
 WRITERS = [(1, "ddp"), (2, "ddp"), (2, "fsdp2"), (3, "fsdp2")]
@@ -43,10 +50,10 @@ def make_trained(policy: Path, dtype: torch.dtype, sharding: str) -> tuple[Trans
     return model, optimizer, Critic(objective=ValueObjective(value_model, CriticSection()), optimizer=value_optimizer)
 
 
-def state_of(optimizer: torch.optim.Optimizer, critic: Critic, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def state_of(optimizer: torch.optim.Optimizer, critic: Critic) -> Iterator[tuple[str, Tensor]]:
     """Each tensor of the two optimizers by name."""
     for owner, one in (("policy", optimizer), ("critic", critic.optimizer)):
-        for name, tensor in state_tensors(one, with_masters=dtype == torch.bfloat16).items():
+        for name, tensor in state_tensors(one).items():
             yield f"{owner} {name}", tensor
 
 
@@ -66,7 +73,7 @@ def write(ranks: Ranks, policy: Path, folder: Path) -> None:
     for writer in (one for one in WRITERS if one[0] == ranks.count):
         for dtype in DTYPES:
             model, optimizer, critic = make_trained(policy, dtype, writer[1])
-            for name, tensor in state_of(optimizer, critic, dtype):
+            for name, tensor in state_of(optimizer, critic):
                 full = numbers_of(name, tensor.shape)
                 if isinstance(tensor, DTensor):
                     full = distribute_tensor(full, tensor.device_mesh, tensor.placements)
@@ -80,7 +87,7 @@ def save(
     policy: Path,
     model: Transformer,
     optimizer: torch.optim.Optimizer,
-    critic: Critic | None,
+    critic: Critic,
     ranks: Ranks,
 ) -> Path:
     """A checkpoint in `folder/checkpoints`, of a run without rows."""
@@ -91,14 +98,19 @@ def save(
         folder / "checkpoints",
         TrainerState(step=step, policy_version=step, num_draws=step),
         model=model,
-        optimizer=optimizer,
+        tensors={OPTIMIZER: state_tensors(optimizer), CRITIC_OPTIMIZER: state_tensors(critic.optimizer)},
         tokenizer=load_tokenizer(str(policy)),
         end_ids=[0],
         drafter=NoDrafter(),
         keep=1,
-        critic=critic,
+        critic=critic.model,
         ranks=ranks,
     )
+
+
+def load(path: Path, optimizer: torch.optim.Optimizer, critic: Critic) -> None:
+    load_state(optimizer, path, OPTIMIZER)
+    load_state(critic.optimizer, path, CRITIC_OPTIMIZER)
 
 
 def read(ranks: Ranks, policy: Path, folder: Path) -> int:
@@ -107,11 +119,11 @@ def read(ranks: Ranks, policy: Path, folder: Path) -> int:
     for sharding in ("ddp", "fsdp2") if ranks.count > 1 else ("ddp",):
         for writer in WRITERS:
             for dtype in DTYPES:
-                model, optimizer, critic = make_trained(policy, dtype, sharding)
+                _, optimizer, critic = make_trained(policy, dtype, sharding)
                 path = latest_checkpoint(folder / name_of(writer, dtype) / "checkpoints")
                 assert path is not None
-                assert load_training_state(path, model, optimizer, critic).step == 1
-                for name, tensor in state_of(optimizer, critic, dtype):
+                load(path, optimizer, critic)
+                for name, tensor in state_of(optimizer, critic):
                     found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                     assert torch.equal(found, numbers_of(name, tensor.shape)), (writer, sharding, dtype, name)
                     count += 1
@@ -171,12 +183,12 @@ def test_a_lost_part_is_no_number(policy: Path, written: Path, tmp_path: Path, i
     """Also where there is no manifest to compare with."""
     path = latest_checkpoint(written / name_of((3, "fsdp2"), torch.float32) / "checkpoints")
     assert path is not None
-    model, optimizer, critic = make_trained(policy, torch.float32, "ddp")
+    _, optimizer, critic = make_trained(policy, torch.float32, "ddp")
     files = files_of(path)
     kept = files[index].rename(tmp_path / "kept")
     try:
         with pytest.raises(ValueError, match=r"/optimizer: (parts of its|its) .*name=OTHER model\.path="):
-            load_training_state(path, model, optimizer, critic)
+            load(path, optimizer, critic)
     finally:
         kept.rename(files[index])
 
@@ -193,10 +205,8 @@ def test_large_states_are_written_in_several_files(
     sizes = [file.stat().st_size for file in files_of(path)]
     assert len(sizes) > 3
     assert max(sizes) < 50_000 + 4 * max(one.numel() for one in model.parameters()) + 10_000
-    load_training_state(path, model, optimizer, critic)
-    assert all(
-        torch.equal(one, numbers_of(name, one.shape)) for name, one in state_of(optimizer, critic, torch.bfloat16)
-    )
+    load(path, optimizer, critic)
+    assert all(torch.equal(one, numbers_of(name, one.shape)) for name, one in state_of(optimizer, critic))
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------

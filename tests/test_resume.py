@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 import torch
-from tiny_run import assert_same_run, learned_rows, make_recipe
+from tiny_run import assert_same_run, learned_rows, make_recipe, open_run
 
 from srtrl.environments.base import EnvironmentBase, Step, Turn
 from srtrl.recipe.schema import Recipe
@@ -193,11 +193,11 @@ def test_killed_in_a_tool_call_and_resumed_repeats_what_was_said(policy: Path, t
 
 def test_two_processes_cannot_hold_one_folder(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path / "policy", tmp_path)
-    with open_run_folder(recipe):
+    with open_run(recipe):
         process = CONTEXT.Process(target=expect_refusal, args=(recipe,))
         process.start()
         assert finish(process) == 0
-    with open_run_folder(recipe, resume=True):
+    with open_run(recipe, resume=True):
         pass
 
 

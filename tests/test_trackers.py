@@ -1,4 +1,4 @@
-"""What trackers are told: the recipe, and samples now and then; TensorBoard's own files and a stand-in for wandb."""
+"""What trackers get: the recipe, metrics and tables of samples; TensorBoard's own files and a stand-in for wandb."""
 
 import sys
 from importlib import import_module
@@ -11,8 +11,9 @@ from accelerate.utils import LoggerType
 from tiny_run import make_recipe, train
 
 from srtrl.metrics import read_metrics
+from srtrl.run.trackers import start_trackers
 
-SHORT: dict[str, Any] = {"train__num_steps": 2, "log__samples_every": 2}
+SHORT: dict[str, Any] = {"train__num_steps": 2}
 
 
 class FakeRun:
@@ -38,8 +39,6 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     def init(**options: Any) -> FakeRun:
         if options["project"] == "secret":
             raise LookupError("not logged in")
-        if "colour" in options:
-            raise TypeError("init() got an unexpected keyword argument 'colour'")
         run = FakeRun(options)
         module.runs.append(run)
         return run
@@ -53,19 +52,16 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return module
 
 
-def test_wandb_gets_options_recipe_metrics_and_samples(policy: Path, tmp_path: Path, wandb: SimpleNamespace) -> None:
-    options = {"wandb": {"entity": "me", "id": "run-1", "resume": "allow", "mode": "offline"}}
-    where = {"log__project": "sums", "log__run_name": "first", "log__folder": str(tmp_path / "wandb files")}
-    recipe = make_recipe(policy, tmp_path, log__trackers=["wandb"], log__tracker_options=options, **where, **SHORT)
-    result = train(recipe)
+def test_wandb_gets_the_recipe_metrics_and_samples(
+    policy: Path, tmp_path: Path, wandb: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("srtrl.run.trackers.SAMPLES_EVERY", 2)
+    result = train(make_recipe(policy, tmp_path, log__trackers=["wandb"], log__project="sums", **SHORT))
     [run] = wandb.runs
-    folder = tmp_path / "wandb files" / "first"
-    assert folder.is_dir()
-    assert run.options == {"project": "sums", "name": "first", "dir": str(folder), **options["wandb"]}
+    assert run.options == {"project": "sums", "name": "run", "dir": str(result.folder)}
     assert run.is_finished
     config = wandb.config.values
     assert (config["train.num_steps"], config["algorithm.loss"], config["rollout.max_draws"]) == (2, "ppo_clip", None)
-    assert config["log.tracker_options.wandb.id"] == "run-1"
     assert config["rewards"].startswith('[{"name": "tiny_run:digits"')
     rows = [{"step": step} | values for step, values in run.logged if "samples" not in values]
     assert rows == read_metrics(result.folder / "metrics.jsonl")
@@ -78,45 +74,39 @@ def test_wandb_gets_options_recipe_metrics_and_samples(policy: Path, tmp_path: P
         assert "token_ids" not in table[0]
 
 
-def test_an_option_that_a_tracker_does_not_know(policy: Path, tmp_path: Path, wandb: SimpleNamespace) -> None:
-    recipe = make_recipe(policy, tmp_path, log__trackers=["wandb"], log__tracker_options={"wandb": {"colour": "red"}})
-    with pytest.raises(
-        ValueError, match=r"log.tracker_options: TypeError: .*init\(\) got an unexpected keyword argument 'colour'"
-    ):
-        train(recipe)
-
-
-def test_a_tracker_that_cannot_start_leaves_the_old_run_as_it_was(
-    policy: Path, tmp_path: Path, wandb: SimpleNamespace
+def test_wandb_has_its_own_variables(
+    policy: Path, tmp_path: Path, wandb: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = train(make_recipe(policy, tmp_path, **SHORT)).folder
+    monkeypatch.setenv("WANDB_NAME", "first")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "wandb files"))
+    accelerator: Any = SimpleNamespace(
+        trackers=[], init_trackers=lambda project, init_kwargs: found.update(init_kwargs)
+    )
+    found: dict[str, Any] = {}
+    start_trackers(accelerator, make_recipe(policy, tmp_path), step=3)
+    assert found["wandb"] == {"name": "first", "dir": str(tmp_path / "wandb files")}
+    assert found["tensorboard"] == {"purge_step": 4}
+
+
+@pytest.mark.parametrize("flag", ["overwrite", "resume"])
+def test_a_tracker_that_cannot_start_leaves_the_old_run_as_it_was(
+    flag: str, policy: Path, tmp_path: Path, wandb: SimpleNamespace
+) -> None:
+    folder = train(make_recipe(policy, tmp_path, train__checkpoint_every=1, **SHORT)).folder
     before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
-    refused = make_recipe(policy, tmp_path, log__trackers=["wandb"], log__project="secret", **SHORT)
-    with pytest.raises(ValueError, match=r"log.trackers: LookupError: .*not logged in"):
-        train(refused, overwrite=True)
+    changes = SHORT | {"log__trackers": ["wandb"], "log__project": "secret", "train__learning_rate": 0.5}
+    flags = {"resume": True, "from_step": 1} if flag == "resume" else {"overwrite": True}
+    with pytest.raises(LookupError, match="not logged in"):
+        train(make_recipe(policy, tmp_path, **changes), **flags)
     assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before
+    assert not (tmp_path / "run.1").exists()
 
 
-def test_tensorboard_gets_hyperparameters_and_text(policy: Path, tmp_path: Path) -> None:
+def test_tensorboard_gets_metrics_and_the_recipe(policy: Path, tmp_path: Path) -> None:
     reader = import_module("tensorboard.backend.event_processing.event_accumulator")
-    records = import_module("tensorboard.plugins.hparams.plugin_data_pb2")
     result = train(make_recipe(policy, tmp_path, log__trackers=["tensorboard"], **SHORT))
     [file] = (result.folder / "tensorboard").rglob("events.*")  # one run in its list, not a further one for the recipe
     events = reader.EventAccumulator(str(file)).Reload()
-    text = {
-        tag: [
-            (event.step, event.tensor_proto.string_val[0].decode()) for event in events.Tensors(f"{tag}/text_summary")
-        ]
-        for tag in ("recipe", "samples")
-    }
-    assert "    name: run\n" in text["recipe"][0][1]
-    assert [step for step, _ in text["samples"]] == [1, 2]
-    assert text["samples"][0][1].startswith("step 1, prompt_id arithmetic-train-")
-    assert ", outcome wrong, " in text["samples"][0][1]
-    assert "prompt:\n\n    Compute " in text["samples"][0][1]
-    found = records.HParamsPluginData.FromString(
-        events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    ).session_start_info.hparams
-    assert found["train.num_steps"].number_value == 2
-    assert found["algorithm.loss"].string_value == "ppo_clip"
+    [recipe] = events.Tensors("recipe/text_summary")
+    assert "    name: run\n" in recipe.tensor_proto.string_val[0].decode()
     assert {event.step for event in events.Scalars("reward/mean")} == {1, 2}

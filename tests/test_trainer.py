@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from tiny_run import learned_rows, make_recipe, train
+from tiny_run import learned_rows, make_recipe, open_run, train
 from torch import Tensor
 
 import srtrl
@@ -25,7 +25,7 @@ from srtrl.metrics import read_metrics
 from srtrl.recipe.file import dump_recipe
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import collect_rollouts
-from srtrl.run.folder import RunProgress, open_run_folder
+from srtrl.run.folder import RunProgress
 from srtrl.run.metrics import describe_step, summary_table
 from srtrl.trainer import build, sampling, trainer
 from srtrl.trainer.optimizer import learning_rate_at
@@ -148,7 +148,7 @@ def test_evaluation_logging_slots_and_released_pages_do_not_disturb_training(
 ) -> None:
     rewards = [{"name": "correct", "weight": 0.5}, {"name": "format"}]  # `digits` draws from the global generator
     plain = {"train__num_steps": 2, "rewards": rewards, "eval__before_and_after": False, "eval__every_steps": None}
-    quiet = train(make_recipe(policy, tmp_path / "quiet", log__save_rollouts=False, **plain))
+    quiet = train(make_recipe(policy, tmp_path / "quiet", **plain))
     busy = {**plain, "eval__every_steps": 1, "eval__before_and_after": True, "rollout__slots": 3}
     busy["rollout__kv_across_update"] = "release"
     allocated = []
@@ -163,7 +163,6 @@ def test_evaluation_logging_slots_and_released_pages_do_not_disturb_training(
     assert allocated == 3 * allocated[:1], "at first, and after each update"
     assert learned(quiet.folder) == learned(loud.folder)
     assert weights(quiet.folder, 2) == weights(loud.folder, 2)
-    assert list((quiet.folder / "rollouts").iterdir()) == []
     assert quiet.summary.before is None
     assert weights(run.folder, 2) != weights(quiet.folder, 2)  # the comparison can fail
 
@@ -308,9 +307,7 @@ def test_step_without_a_sample_left_is_logged_and_learns_nothing(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"log__trackers": ["tensorbord"]}, "unknown tracker 'tensorbord'; known: .*tensorboard"),
-        ({"log__trackers": ["swanlab"]}, "swanlab is not installed"),
-        ({"log__tracker_options": {"wandb": {"mode": "offline"}}}, "'wandb' is not in log.trackers, which has none"),
+        ({"log__trackers": ["tensorbord"]}, "tensorbord is not installed, or .*; available here: .*tensorboard"),
         ({"rollout__max_new_tokens": 100}, "the model was made for 128"),
         ({"model__path": "missing-policy"}, "missing-policy"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is .* RANK is not set"),
@@ -319,7 +316,7 @@ def test_step_without_a_sample_left_is_logged_and_learns_nothing(
 def test_a_run_that_cannot_start_deletes_nothing(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
 ) -> None:
-    with open_run_folder(make_recipe(policy, tmp_path)) as run:
+    with open_run(make_recipe(policy, tmp_path)) as run:
         run.log.write(1, {"loss": 1.0})
     if "WORLD_SIZE" in changes:
         monkeypatch.setenv("WORLD_SIZE", changes.pop("WORLD_SIZE"))
@@ -354,20 +351,17 @@ def test_a_run_from_python_continues_from_an_earlier_checkpoint_with_a_changed_k
     file.write_text(dump_recipe(recipe), encoding="utf-8")
     srtrl.train(srtrl.load_recipe(file))
     slower = srtrl.load_recipe(file, ["train.learning_rate=1e-5"])
-    with pytest.raises(ValueError, match=r"(?s)--resume: the recipe differs .*train\.learning_rate"):
-        srtrl.train(slower, resume=True)
     last = recipe.train.num_steps
     seen: dict[int, float] = {}
     srtrl.train(
         slower,
         resume=True,
-        changed=["train.learning_rate"],
         from_step=last - 1,
         on_step=lambda step, row: seen.update({step: row["learning_rate"]}),
     )
     assert seen == {last: 1e-5}
-    with pytest.raises(ValueError, match="need --resume"):
-        srtrl.train(slower, changed=["train.learning_rate"])
+    with pytest.raises(ValueError, match="needs --resume"):
+        srtrl.train(slower, from_step=last - 1)
 
 
 # --- Progress ---------------------------------------------------------------------------------------------------------

@@ -309,12 +309,12 @@ def test_samples_with_a_void_turn_count_in_the_baseline_and_are_not_learned_from
     assert "samples/void_dropped" not in whole.metrics
 
 
-def test_trackers_show_turns_too(tmp_path: Path) -> None:
-    logged: list[str] = []
-    tracker = SimpleNamespace(name="tensorboard", log=lambda values, step: logged.append(values["samples"]))
+def test_tables_of_trackers_show_turns_too() -> None:
+    tables: list[dict[str, Any]] = []
+    tracker = SimpleNamespace(name="wandb", log_table=lambda name, **table: tables.append({"name": name, **table}))
     group = with_talks(make_group(0, ["wrong"]), talk(("model", "a\n"), ("observation", "<b>"), ("model", "c")))
     accelerator: Any = SimpleNamespace(trackers=[tracker])
-    log_samples(accelerator, make_recipe(tmp_path, tmp_path), 1, [group], {})
-    lines = [line.strip() for line in logged[0].splitlines()]
-    start = lines.index("--- turn 1 ---")
-    assert lines[start : start + 6] == ["--- turn 1 ---", "a", "--- tool output ---", "<b>", "--- turn 2 ---", "c"]
+    log_samples(accelerator, 1, [group], {})
+    [table] = tables
+    lines = [line.strip() for line in table["data"][0][table["columns"].index("text")].splitlines()]
+    assert lines == ["--- turn 1 ---", "a", "--- tool output ---", "<b>", "--- turn 2 ---", "c"]

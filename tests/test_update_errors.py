@@ -9,15 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_run
 import torch
 from torch import Tensor
 from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences, naive_logprobs, update
 
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import pack
-from srtrl.run import folder as run_folder
-from srtrl.run.interrupt import UpdateMemoryError, explain_out_of_memory
+from srtrl.run.interrupt import UpdateMemoryError, explain_out_of_memory, how_to_resume
 from srtrl.trainer.objective import LogprobDifferenceError, NonFiniteError, logprob_difference
 from srtrl.trainer.optimizer import build_optimizer
 from srtrl.types import TrainSequence
@@ -223,12 +221,5 @@ def test_the_message_names_the_stage_and_options_that_help() -> None:
     assert "train.micro_batch_tokens (the same gradient), model.gradient_checkpointing=true" in text
 
 
-def test_a_run_on_cuda_may_go_on_with_a_smaller_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = tiny_run.make_recipe(tmp_path / "policy", tmp_path)
-    with run_folder.open_run_folder(recipe):
-        pass
-    smaller = tiny_run.make_recipe(tmp_path / "policy", tmp_path, train__micro_batch_tokens=100)
-    with pytest.raises(ValueError, match=r"train\.micro_batch_tokens: the run has 200, now 100"):
-        run_folder.check_run_folder(smaller, resume=True, overwrite=False)
-    monkeypatch.setattr(run_folder, "choose_device", lambda _: torch.device("cuda"))
-    run_folder.check_run_folder(smaller, resume=True, overwrite=False)
+def test_without_a_checkpoint_the_advice_is_to_start_again(tmp_path: Path) -> None:
+    assert "start again with --overwrite" in how_to_resume(tmp_path / "empty")

@@ -62,7 +62,7 @@ def test_every_digit_is_a_token_and_words_are_merged() -> None:
 # --- The loss ---------------------------------------------------------------------------------------------------------
 
 
-def make_recipe(output: Path, *, is_tied: bool = True, **warm_start: Any) -> Recipe:
+def make_recipe(output: Path, **warm_start: Any) -> Recipe:
     """Twelve steps of a model and tokenizer from scratch; `warm_start` are values of its section."""
     return tiny_run.make_recipe(
         warm_start.pop("path", Path("unused")),
@@ -78,7 +78,6 @@ def make_recipe(output: Path, *, is_tied: bool = True, **warm_start: Any) -> Rec
                 "num_attention_heads": 4,
                 "num_key_value_heads": 2,
                 "max_position_embeddings": 96,
-                "tie_word_embeddings": is_tied,
             },
             "train_tokenizer_vocab_size": 280,
             "num_steps": 12,
@@ -119,7 +118,6 @@ def test_loss_is_the_mean_over_answer_and_end_tokens(policy: Path, tmp_path: Pat
 
     assert len(list(pack(sequences, 100, "cpu"))) > 1  # several micro-batches
     model = load_model(str(policy), dtype=torch.float64, device="cpu")
-    assert recipe.warm_start is not None
     optimizer = build.make_optimizer(model, recipe, learning_rate=1e-3, weight_decay=0.0)
     context = UpdateContext(recipe=recipe, step=1)
     found = supervised_step(SupervisedObjective(model), optimizer, sequences, context)
@@ -199,8 +197,10 @@ def test_sharded_ranks_write_the_weights_of_one_process(tmp_path: Path, dtype: s
     Embeddings are not tied: a bfloat16 matrix that is used twice has a sum of two gradients, which `fully_shard` rounds
     to bfloat16 in some versions of torch (2.13) and not in others (2.15).
     """
-    expected = run(with_model(make_recipe(tmp_path / "one", num_steps=4, is_tied=False), dtype=dtype))
-    recipe = with_model(make_recipe(tmp_path / "two", num_steps=4, is_tied=False), dtype=dtype)
+    path = tiny_run.make_policy(tmp_path / "untied", tie_word_embeddings=False)
+    changes: dict[str, Any] = {"path": path, "architecture": None, "train_tokenizer_vocab_size": None, "num_steps": 4}
+    expected = run(with_model(make_recipe(tmp_path / "one", **changes), dtype=dtype))
+    recipe = with_model(make_recipe(tmp_path / "two", **changes), dtype=dtype)
     sharded = recipe.model_copy(update={"train": recipe.train.model_copy(update={"sharding": "fsdp2"})})
     found, same = run_ranks(2, warm_start_rank, sharded)
     assert found == same
@@ -234,7 +234,7 @@ def test_a_device_that_is_too_small_is_explained(tmp_path: Path, monkeypatch: py
     ("changes", "message"),
     [
         ({"max_new_tokens": 3}, r"no rollout could produce any .* has \d+ tokens; rollout\.max_new_tokens is 3"),
-        ({"learning_rate": 1e9, "max_grad_norm": 1e9}, r"warm start step \d+, .* is (nan|inf)"),
+        ({"learning_rate": 1e30}, r"warm start step \d+, .* is (nan|inf)"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -254,30 +254,15 @@ def test_a_tokenizer_is_trained_on_prompts_with_their_solutions(policy: Path, tm
     assert load_tokenizer(str(tmp_path / "out")).get_vocab() == train_tokenizer(texts, 280).get_vocab()
 
 
-def test_output_is_not_overwritten_unasked(tmp_path: Path) -> None:
+def test_overwrite_renames_what_is_in_the_way(tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()
     (output / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match="use --overwrite or another folder"):
         run(make_recipe(output))
-    (output / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="has no mark of srtrl"):
-        run(make_recipe(output), overwrite=True)
-    assert (output / "thesis.tex").read_text() == "years of work"
-
-
-def test_overwrite_replaces_what_a_warm_start_made_alone(tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    run(make_recipe(output, num_steps=1))
-    run(make_recipe(output, num_steps=2, max_new_tokens=20), overwrite=True)
+    for number in (1, 2):
+        run(make_recipe(output, num_steps=1, max_new_tokens=20), overwrite=True)
+        assert (tmp_path / f"out.{number}").is_dir()
+        load_model(output, dtype=torch.float32, device="cpu")
+    assert (tmp_path / "out.1" / "thesis.tex").read_text() == "years of work"
     assert json.loads((output / "warm_start.json").read_text())["num_left_out"] > 0  # solutions have 17 to 26 tokens
-    load_model(output, dtype=torch.float32, device="cpu")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    (output / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match=r"thesis\.tex is not from a warm start, and would be deleted"):
-        run(make_recipe(output), overwrite=True)
-    (tmp_path / "link").symlink_to(output)
-    for overwrite in (False, True):
-        with pytest.raises(ValueError, match=r"link is a link; expected the name of the folder"):
-            run(make_recipe(tmp_path / "link"), overwrite=overwrite)
-    assert (output / "thesis.tex").read_text() == "years of work"

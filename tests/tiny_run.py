@@ -3,6 +3,8 @@
 import json
 import random
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from srtrl.model.transformer import Transformer
 from srtrl.model.weights import init_model
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import checkpoint_name, latest_checkpoint, save_policy
-from srtrl.run.folder import RunProgress
+from srtrl.run.folder import RunFolder, RunProgress, open_run_folder
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.trainer.trainer import TrainingResult, run_training
 from srtrl.warm_start.training import train_tokenizer
@@ -53,10 +55,10 @@ def init_policy(seed: int = 0, dtype: torch.dtype = torch.float32, *, scale: flo
     return model
 
 
-def make_policy(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+def make_policy(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any) -> Path:
     """Write a random policy of 2 layers and width 32 with a token for each byte."""
     tokenizer = train_tokenizer([], VOCAB_SIZE)
-    model = init_policy(seed, dtype, eos_token_id=tokenizer.eos_token_id)
+    model = init_policy(seed, dtype, eos_token_id=tokenizer.eos_token_id, **config)
     folder.mkdir(parents=True)
     save_policy(folder, model=model, tokenizer=tokenizer, end_ids=[tokenizer.eos_token_id])
     return folder
@@ -117,6 +119,14 @@ def make_recipe(policy: Path, output_dir: Path, **changes: Any) -> Recipe:
 def train(recipe: Recipe, **options: Any) -> TrainingResult:
     """A run that prints next to nothing."""
     return run_training(recipe, progress=RunProgress("test", recipe.train.num_steps, plain_every=1000), **options)
+
+
+@contextmanager
+def open_run(recipe: Recipe, **flags: Any) -> Iterator[RunFolder]:
+    """The folder of a run that has begun."""
+    with open_run_folder(recipe, **flags) as run:
+        run.begin(recipe)
+        yield run
 
 
 def learned_rows(folder: Path, *, beside: tuple[str, ...] = ()) -> list[dict[str, float]]:

@@ -178,10 +178,10 @@ def _compare_recipes(old: Recipe, new: Recipe, source: RecipeSource) -> list[str
         locked += ("algorithm.kl.coefficient",)
     refused: list[str] = []
     changes: list[str] = []
-    before, now = dict(flatten(old.model_dump())), dict(flatten(new.model_dump()))
+    before, now = ({key: repr(value) for key, value in flatten(one.model_dump())} for one in (old, new))
     for key in sorted(before.keys() | now.keys()):
         if (old_value := before.get(key, "nothing")) != (value := now.get(key, "nothing")):
-            line = f"{key}: the run has {old_value!r}, now {value!r}"
+            line = f"{key}: the run has {old_value}, now {value}"
             if any(fnmatchcase(key, pattern) for pattern in locked):
                 refused.append(f"{source.locate(key)}: {line}")
             else:

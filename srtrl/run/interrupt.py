@@ -1,4 +1,4 @@
-"""How a run ends early and can be resumed: signals, advice after an error. Beside them, the garbage collector."""
+"""How a run ends early: signals, and advice after an error. Also the garbage collector while it runs."""
 
 import gc
 import signal
@@ -16,10 +16,10 @@ from srtrl.run.checkpoint import CRITIC_FOLDER, latest_checkpoint
 
 @contextmanager
 def freeze_gc() -> Iterator[None]:
-    """Let the garbage collector look through none of the objects that are there by now.
+    """Exclude the objects that exist now from garbage collection, until the end of the `with` block.
 
-    Importing torch and its like leaves half a million of them, and looking through all takes 0.2 to 0.5 seconds, now
-    and then, in the middle of a rollout. What comes later is collected as ever, and at the end all is as before.
+    Importing torch and other libraries leaves half a million objects, and a full collection takes 0.2 to 0.5 seconds,
+    sometimes in the middle of a rollout. Later objects are collected as usual.
     """
     gc.freeze()
     try:
@@ -29,9 +29,9 @@ def freeze_gc() -> Iterator[None]:
 
 
 class Interrupt:
-    """Ctrl-C and SIGTERM: the first asks the run to end after the running step, the second ends it at once.
+    """Ctrl-C and SIGTERM: the first signal ends the run after the present step, the second ends it at once.
 
-    Signals are caught while it is entered, in the main thread (elsewhere they are not ours to catch).
+    Signals are handled inside the `with` block, and in the main thread only.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -54,30 +54,22 @@ class Interrupt:
         if self.requested:
             raise KeyboardInterrupt(f"second {name}")
         self.requested = True
-        self._say(
-            f"{name}: finishing what is under way, then writing a checkpoint (after a step); once more stops at once"
-        )
+        self._say(f"{name}: finishing this step, then writing a checkpoint; a second signal stops the run at once")
 
 
-def how_to_resume(checkpoints: Path, error: Exception) -> str:
-    """Which checkpoint is the last and what can be done with it after `error`."""
+def how_to_resume(checkpoints: Path) -> str:
+    """What a user can do after a run had to stop: the last checkpoint, and how to continue from it."""
     checkpoint = latest_checkpoint(checkpoints)
     if checkpoint is None:
         return "There is no checkpoint yet. Change the recipe and start again with --overwrite"
     new_run = f"a run of another name with model.path={checkpoint}"
     if (checkpoint / CRITIC_FOLDER).is_dir():
         new_run += " (its critic begins anew)"
-    if isinstance(error, UpdateMemoryError):
-        advice = (
-            "continues from it, on CUDA with other values of these options too; rollout.max_new_tokens and model.dtype "
-            f"alone need {new_run}"
-        )
-    else:
-        advice = (
-            "would continue from it with the same numbers and stop at the same place; to continue in another way, "
-            f"add --change train.learning_rate=LOWER, or start {new_run}"
-        )
-    return f"The last checkpoint is intact: {checkpoint}. --resume {advice}"
+    return (
+        f"The last checkpoint is intact: {checkpoint}. --resume alone would stop at the same place; continue from it "
+        "with a changed option (--resume train.learning_rate=LOWER, or train.micro_batch_tokens=LOWER where memory is "
+        f"short), or start {new_run}"
+    )
 
 
 class UpdateMemoryError(RuntimeError):

@@ -129,7 +129,7 @@ def _train(
             with freeze_gc():
                 trainer.train()
         except (NonFiniteError, LogprobDifferenceError, FloatingPointError, UpdateMemoryError) as error:
-            raise TrainingStoppedError(f"{error}\n{how_to_resume(trainer.run.checkpoints, error)}") from error
+            raise TrainingStoppedError(f"{error}\n{how_to_resume(trainer.run.checkpoints)}") from error
         interrupted = trainer.step < recipe.train.num_steps
         summarise = partial(write_summary, trainer.run.path, recipe.name, interrupted=interrupted)
         return TrainingResult(folder=trainer.run.path, summary=ranks.on_main(summarise, "the summary"))
