@@ -84,7 +84,7 @@ def test_train_hands_over_the_recipe_and_says_what_to_do_next(
     result = run("train", recipe_file, *overrides, "--overwrite")
     assert (result.exit_code, result.stderr) == (130 if interrupted else 0, "")
     run_training.assert_called_once_with(
-        load_recipe(recipe_file, overrides), resume=False, overwrite=True, changed=[], from_step=None
+        load_recipe(recipe_file, overrides), resume=False, overwrite=True, from_step=None
     )
     assert "before, after" in result.stdout
     following = (

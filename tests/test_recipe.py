@@ -66,7 +66,7 @@ def test_scientific_notation_is_a_number(recipe_file: Path) -> None:
         ("  learning_rat: 1", "13: train.learning_rat: unknown key, did you mean `learning_rate`?"),
         ("  slots: 3", "13: train.slots: unknown key, did you mean `rollout.slots`?"),
         ("modle: {}", "13: modle: unknown key, did you mean `model`?"),
-        ("log: {colour: red}", "13: log.colour: unknown key; known here: trackers, project, run_name, folder"),
+        ("log: {colour: red}", "13: log.colour: unknown key; known here: trackers, project"),
         ("  mini_batch_prompts: '4'", '13: train.mini_batch_prompts: should be a valid integer, found "4"'),
         ("  mini_batch_prompts: 4.0", "13: train.mini_batch_prompts: should be a valid integer, found 4.0"),
         ("  learning_rate: -1", "13: train.learning_rate: should be greater than 0, found -1"),
