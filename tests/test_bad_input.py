@@ -81,8 +81,7 @@ show-config nowhere => nowhere: cannot read the recipe: No such file or director
 train run => run: cannot read the recipe: Is a directory
 train --resume folder => folder/recipe.yaml: cannot read the recipe: No such file or
 train recipe.yaml --resume --overwrite => --resume and --overwrite exclude each other: continue the run
-train recipe.yaml --checkpoint 3 => --change and --checkpoint need --resume; a new run takes its
-train recipe.yaml --change train.learning_rate=1 => --change and --checkpoint need --resume; a new run takes its
+train recipe.yaml --checkpoint 3 => --checkpoint needs --resume; to begin a new run from it
 train recipe.yaml x => expected section.key=value
 train recipe.yaml .=1 => expected section.key=value
 train recipe.yaml name=../x => name: should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$'
@@ -105,7 +104,7 @@ train recipe.yaml 'rewards=[{name: "stops:reward"}]' => not here (stops.py:1, <m
 train recipe.yaml algorithm.loss=ppo_clp => algorithm.loss: `ppo_clp` is not in
 train recipe.yaml 'algorithm.loss_options={x: 1}' => algorithm.loss_options: `ppo_clip` cannot be called with (4
 train recipe.yaml 'algorithm.filters=[x]' => algorithm.filters.0: `x` is not in
-train recipe.yaml 'log.trackers=[tensorbord]' => log.trackers: unknown tracker 'tensorbord'
+train recipe.yaml 'log.trackers=[tensorbord]' => log.trackers: tensorbord is not installed
 train recipe.yaml rollout.drafter=collections:Counter => rollout.drafter: `collections:Counter` is no drafter
 train recipe.yaml 'rollout.drafter_options={min_score: 2}' => rollout.drafter_options.min_score: should be less than
 train recipe.yaml rollout.max_new_tokens=65 => rollout.max_new_tokens: max_prompt_tokens + max_new_tokens =
