@@ -24,8 +24,7 @@ from srtrl.run.checkpoint import drop_checkpoints, latest_checkpoint, list_check
 from srtrl.types import RolloutGroup
 
 LOCKED_KEYS: tuple[str, ...] = (
-    *("seed", "model.path", "model.tokenizer", "model.dtype", "critic", "critic.path"),
-    *("task.*", "rewards", "rollout.environment*"),
+    *("seed", "model.path", "model.tokenizer", "model.dtype", "critic", "task.*", "rewards", "rollout.environment*"),
 )
 """Options, as patterns, that cannot change within a run: what it starts from, what it learns from, and its order."""
 
@@ -173,16 +172,13 @@ def _check_resume(folder: Path, recipe: Recipe) -> list[str]:
 
 def _compare_recipes(old: Recipe, new: Recipe, source: RecipeSource) -> list[str]:
     """A line for each option that differs; ValueError where one is locked, with its place in the source of `old`."""
-    locked = LOCKED_KEYS
-    if new.algorithm.kl.target is not None:  # the checkpoint's would be used, and the new value ignored
-        locked += ("algorithm.kl.coefficient",)
     refused: list[str] = []
     changes: list[str] = []
     before, now = ({key: repr(value) for key, value in flatten(one.model_dump())} for one in (old, new))
     for key in sorted(before.keys() | now.keys()):
         if (old_value := before.get(key, "nothing")) != (value := now.get(key, "nothing")):
             line = f"{key}: the run has {old_value}, now {value}"
-            if any(fnmatchcase(key, pattern) for pattern in locked):
+            if any(fnmatchcase(key, pattern) for pattern in LOCKED_KEYS):
                 refused.append(f"{source.locate(key)}: {line}")
             else:
                 changes.append(line)
