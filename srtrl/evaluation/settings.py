@@ -37,7 +37,6 @@ def task_recipe(source: RecipeSource, overrides: Sequence[str]) -> Recipe:
     Raises:
         RecipeError: a value cannot be used.
     """
-    source.put(("model", "compile"), False, "srtrl eval")  # for the update only; there may be no compiler here
     source.override(overrides)
     return build_checked(source)
 

@@ -216,9 +216,9 @@ def validate_section(section: type[SectionT], data: dict[str, Any], prefix: str 
     try:
         return section.model_validate(data)
     except ValidationError as error:
-        start = f"{prefix}." if prefix else ""
-        problems = [replace(problem, key=f"{start}{problem.key}") for problem in _problems_of(section, data, error)]
-        raise RecipeError(*problems) from error
+        problems = _problems_of(section, data, error)
+        located = [replace(problem, key=f"{prefix}.{problem.key}".strip(".")) for problem in problems]
+        raise RecipeError(*located) from error
 
 
 def _problems_of(section: type[Section], data: object, error: ValidationError) -> Iterator[Problem]:
