@@ -366,6 +366,21 @@ def test_waiting_has_a_time_limit() -> None:
         counters.wait_for_others(sleeps=True)
 
 
+def test_a_rank_that_waits_does_not_give_up_while_another_makes_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sample finishes meanwhile: a decode step, or a wait for a tool, is enough."""
+    monkeypatch.setattr("srtrl.ranks.sharing.REPORT_SECONDS", 0.0)
+    shared: dict[str, int] = {}
+    busy, idle = (SharedCounters(Ranks(index=index, count=2, timeout_seconds=0.1, _local=shared)) for index in range(2))
+    started = time.monotonic()
+    while time.monotonic() < started + 0.3:
+        busy.report_progress()
+        idle.wait_for_others(sleeps=True)
+    idle.wait_for_others(sleeps=True)
+    time.sleep(0.15)
+    with pytest.raises(RankError, match="in which none of them made progress"):
+        idle.wait_for_others(sleeps=True)
+
+
 def test_metrics_of_several_engines_are_those_of_one_that_did_it_all() -> None:
     stats = add_stats(
         [

@@ -31,7 +31,7 @@ from srtrl.engine.sampling import make_rng_key
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import Transformer
 from srtrl.resolve import resolve_class
-from srtrl.types import Completion
+from srtrl.types import Completion, Request
 
 Texts = dict[tuple[int, ...], list[np.ndarray]]
 """Prompt -> responses."""
@@ -129,6 +129,29 @@ def test_a_drafter_has_heard_of_all_ends_when_it_is_asked_and_after_a_rollout(
         drafter.ends.clear()
     num_steps = engine.take_metrics()["engine/decode_steps"]
     assert (drafter.num_proposals < num_steps) == (draft_budget == "auto")
+
+
+def test_a_step_is_learned_from_under_the_samples_that_it_drafted_for() -> None:
+    """Samples that are added after it, of another class, do not get its figures."""
+
+    class Known(FakeDrafter):
+        def expected_tokens(self, request: Request) -> float | None:
+            return 9.0 if request.draw_index else None
+
+    first, second = (requests_for(PROMPTS[:1], num_samples=2), requests_for(num_samples=2)[2:])
+    chosen, cost = options(draft_budget="auto"), StepCost(points=((8, 1.0), (16, 2.0)))
+    engine = Engine(tiny_policy(), chosen, drafter=Known(), cost=cost)
+    with engine.rollout("train"):
+        for request in first:
+            engine.add(request)
+        engine.step()
+        engine.step()
+        for request in second:  # now 8 of 10 samples have history
+            engine.add(request)
+        assert {history for _, history, _ in engine.control._gates} == {0}
+        engine.step()
+        engine.step()
+        assert {history for _, history, _ in engine.control._gates} == {0, 3}
 
 
 @pytest.mark.parametrize("draft_budget", [0, 2])

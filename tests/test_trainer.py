@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow.parquet as pq
 import pytest
@@ -19,6 +20,7 @@ from tiny_run import learned_rows, make_recipe, open_run, train
 from torch import Tensor
 
 import srtrl
+from srtrl.drafters.srt import Drafter
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.evaluation.policy import resolve_eval_source, run_evals
 from srtrl.metrics import read_metrics
@@ -289,9 +291,12 @@ def drop_all(rewards: Tensor, correct: Tensor) -> Tensor:
     ],
 )
 def test_step_without_a_sample_left_is_logged_and_learns_nothing(
-    policy: Path, tmp_path: Path, changes: dict[str, Any], num_kept: int
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], num_kept: int
 ) -> None:
-    result = train(make_recipe(policy, tmp_path, train__num_steps=2, **changes))
+    end_step = Mock()
+    monkeypatch.setattr(Drafter, "end_step", end_step)
+    result = train(make_recipe(policy, tmp_path, train__num_steps=2, rollout__drafter="srt", **changes))
+    assert end_step.call_count >= 2, "history and run-aheads are those of another step all the same"
     rows = [row for row in read_metrics(result.folder / "metrics.jsonl") if row["step"] > 0]
     for row in rows:
         assert (row["groups/kept"], row["groups/dropped"]) == (num_kept, 4 - num_kept)
