@@ -105,7 +105,7 @@ class HastyEcho(Echo):
 class Serial(EnvironmentBase):
     """One step at a time; the first one, "hang", exceeds the time limit. Counts the steps that overlap others."""
 
-    timeout_seconds = 0.1
+    timeout_seconds = 0.3
     num_running = num_overlapping = 0
 
     @classmethod
@@ -114,11 +114,11 @@ class Serial(EnvironmentBase):
 
     def step(self, turn: Turn) -> Step:
         if turn.text == "hang":
-            time.sleep(0.3)
+            time.sleep(0.6)
             return Step(is_done=True)
         type(self).num_running += 1
         type(self).num_overlapping += self.num_running > 1
-        time.sleep(0.02)
+        time.sleep(0.05)
         type(self).num_running -= 1
         return Step(is_done=True)
 

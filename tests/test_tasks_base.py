@@ -38,6 +38,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("math", {"train": {"files": ["a.jsonl"], "split": "train"}}, "belong to `hub`"),
     ("math", {"train": {"hub": "openai/gsm8k"}}, "`split` is missing"),
     ("math", {**FILES, "prompt_template": "problem"}, "prompt_template must contain {problem}"),
+    ("prompts", {**FILES, "prompt_template": "{problem}"}, "prompt_template must contain {prompt}, found '{problem}'"),
+    (
+        "prompts",
+        {**FILES, "problem_field": "x"},
+        "task.options.problem_field: unknown key, did you mean `prompt_field`",
+    ),
     ("math", {**FILES, "system_prompt": "x"}, "system_prompt needs chat_template"),
     ("math", {**FILES, "chat_template_options": {"x": 1}}, "chat_template_options needs chat_template"),
     ("math", {**FILES, "answer_pattern": "####.*"}, "must have exactly one group, it has 0"),

@@ -138,17 +138,6 @@ def test_messages_need_a_chat_template(tmp_path: Path) -> None:
     assert len(load(tmp_path, *mixed, **WRAPPED).train_prompts) == 2
 
 
-def test_wrong_options(tmp_path: Path) -> None:
-    for options, message in (
-        ({"prompt_template": "{problem}"}, "prompt_template must contain {prompt}, found '{problem}'"),
-        ({"system_prompt": "x"}, "system_prompt needs chat_template"),
-        ({"train": None}, "name the prompts: `train`, `eval` or both"),
-        ({"problem_field": "x"}, "Extra inputs are not permitted"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            load(tmp_path, {"prompt": "x"}, **options)
-
-
 # --- Without a verifier -----------------------------------------------------------------------------------------------
 
 
