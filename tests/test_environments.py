@@ -204,9 +204,8 @@ def test_a_late_answer_adds_no_thread_and_waiting_for_one_is_not_counted_as_time
             conversations.submit_turn(completion_of(encode("go"), sample=10 + sample), PROMPT)
         while conversations.num_pending:
             wait(conversations.futures(), timeout=0.02)
-            reasons += [
-                answer.conversation and answer.conversation.stop_reason for answer in conversations.take_answers()
-            ]
+            endings = [answer.conversation for answer in conversations.take_answers()]
+            reasons += [ending.stop_reason if ending else None for ending in endings]
         assert reasons == ["done"] * 8  # together they take longer than the limit
         assert Serial.num_overlapping == 0
         loop = conversations._loop
