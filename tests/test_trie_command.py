@@ -1,9 +1,7 @@
 """`srtrl trie`: the branches it counts, the rollout it decodes again, and what it says where there is nothing."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import bench_cases
 import pyarrow as pa
@@ -13,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipe_cases import recipe_text
 
-from srtrl.report.trie_view import Branch, PastRollout, PromptHistory, TrieView, view_trie
+from srtrl.report.runs import read_run
+from srtrl.report.trie_view import Branch, PastRollout, PromptHistory, grow_branches, read_history, replay_later
 from srtrl.warm_start.training import train_tokenizer
 
 TEXTS = {
@@ -23,7 +22,7 @@ TEXTS = {
 }
 """Step -> prompt -> the texts of its samples."""
 END = "<|endoftext|>"
-COLUMNS = ("prompt_id", "prompt", "draw_index", "sample_index", "token_ids")
+COLUMNS = ("prompt_id", "prompt", "prompt_token_ids", "draw_index", "sample_index", "token_ids")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     for step, prompts in TEXTS.items():
         samples = [
-            (name, f"[{name}]\n", draw, index, [*tokenizer.encode(text), tokenizer.eos_token_id])
+            (name, f"[{name}]\n", [draw], draw, index, [*tokenizer.encode(text), tokenizer.eos_token_id])
             for draw, (name, texts) in enumerate(prompts.items())
             for index, text in enumerate(texts)
         ]
@@ -47,13 +46,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def record(*arguments: object) -> dict[str, Any]:
-    result = bench_cases.run("trie", *arguments, "--json")
-    assert result.exit_code == 0, result.output
-    loaded: dict[str, Any] = json.loads(result.stdout)
-    return loaded
-
-
 # --- The command ------------------------------------------------------------------------------------------------------
 
 
@@ -61,33 +53,25 @@ def test_the_branches_and_the_decode_steps_are_printed(run: Path) -> None:
     result = bench_cases.run("trie", run, "--prompt", "sum")
     assert result.exit_code == 0, result.output
     assert "trie of the earlier rollouts, 4 of steps 1, 3: 68 tokens" in result.stdout
-    assert "* is the way of step 4, sample 0" in result.stdout
+    assert "* is the path of step 4, sample 0" in result.stdout
     lines = {line.strip(" │├└─") for line in result.stdout.splitlines()}
     assert lines >= {"* 3  one plus", "* 2  two is", "2  three∎", "* new: four∎", "1  one is two∎", "1  two∎"}
     shown = result.stdout.splitlines()[-2]
-    counts = [int(part.partition("]")[0].removeprefix("[")) for part in shown.split(" | ")]
-    assert sum(counts) == len("one plus two is four") + 1
-    assert f"21 tokens in {len(counts)} decode steps: {21 / len(counts):.2f} per step" in result.stdout
-
-
-def test_json_has_the_same(run: Path) -> None:
-    found = record(run)  # without a prompt: the one with the most rollouts
-    assert (found["prompt_id"], found["prompt"]) == ("sum", "[sum]\n")
-    assert [(one["step"], one["sample_index"]) for one in found["history"]] == [(1, 0), (1, 1), (3, 0), (3, 1)]
-    assert found["later"]["text"] == "one plus two is four" + END
-    assert found["root"]["count"] == 4
-    assert "".join(step["text"] for step in found["decode_steps"]) == found["later"]["text"]
-    assert found["tokens_per_step"] == 21 / len(found["decode_steps"])
-    assert found["verified_per_step"] > found["tokens_per_step"] - 1
+    first, *pieces = shown.split(" | ")
+    counts = [int(part.partition("]")[0].removeprefix("[")) for part in pieces]
+    assert (first, sum(counts)) == ("o", len("one plus two is four"))
+    assert "".join([first, *(part.partition("] ")[2] for part in pieces)]) == "one plus two is four∎"
+    assert f"20 tokens in {len(counts)} decode steps after the first token: {20 / len(counts):.2f} per" in result.stdout
 
 
 def test_a_step_may_be_named_and_the_first_has_its_samples_in_turn(run: Path) -> None:
-    found = record(run, "--prompt", "sum", "--step", 3)
-    assert ({one["step"] for one in found["history"]}, found["later"]["step"]) == ({1}, 3)
-    assert [child["text"] for child in found["root"]["children"] if child["is_taken"]] == ["one plus "]
-    found = record(run, "--prompt", "odd")
-    assert found["history"] == [{"step": 1, "sample_index": 0}]
-    assert found["later"]["text"] == "not alone" + END
+    history = read_history(read_run(run))  # without a prompt: the one with the most rollouts
+    assert [(one.step, one.sample_index) for one in history.earlier] == [(1, 0), (1, 1), (3, 0), (3, 1)]
+    assert (history.prompt_id, history.prompt, history.later.step) == ("sum", "[sum]\n", 4)
+    history = read_history(read_run(run), "sum", 3)
+    assert ({one.step for one in history.earlier}, history.later.step) == ({1}, 3)
+    history = read_history(read_run(run), "odd")
+    assert [(one.step, one.sample_index) for one in (*history.earlier, history.later)] == [(1, 0), (1, 1)]
 
 
 def test_what_is_not_there_is_named(run: Path, tmp_path: Path) -> None:
@@ -110,11 +94,10 @@ def test_what_is_not_there_is_named(run: Path, tmp_path: Path) -> None:
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=12)
 
 
-def view(earlier: list[list[int]], later: list[int], *, num_branches: int, max_depth: int) -> TrieView:
+def history_of(earlier: list[list[int]], later: list[int]) -> PromptHistory:
     past = [PastRollout(step=1, sample_index=index, token_ids=text) for index, text in enumerate(earlier)]
     last = PastRollout(step=2, sample_index=0, token_ids=later)
-    history = PromptHistory(prompt_id="x", prompt="x", earlier=past, later=last)
-    return view_trie(history, str, num_branches=num_branches, max_depth=max_depth)
+    return PromptHistory(prompt_id="x", prompt="x", prompt_token_ids=[1], earlier=past, later=last)
 
 
 def walk(branch: Branch, before: list[int]) -> Iterator[tuple[list[int], Branch]]:
@@ -126,13 +109,11 @@ def walk(branch: Branch, before: list[int]) -> Iterator[tuple[list[int], Branch]
 
 
 @settings(max_examples=60, deadline=None)
-@given(earlier=st.lists(texts, max_size=6), later=texts, num_branches=st.integers(1, 30), max_depth=st.integers(1, 15))
-def test_branches_count_what_a_plain_count_finds(
-    earlier: list[list[int]], later: list[int], num_branches: int, max_depth: int
-) -> None:
+@given(earlier=st.lists(texts, max_size=6), later=texts, num_branches=st.integers(1, 30))
+def test_branches_count_what_a_plain_count_finds(earlier: list[list[int]], later: list[int], num_branches: int) -> None:
     earlier = [[*text, 9] for text in earlier]  # the end token
     later = [*later, 9]
-    branches = list(walk(view(earlier, later, num_branches=num_branches, max_depth=max_depth).root, []))
+    branches = list(walk(grow_branches(history_of(earlier, later), num_branches), []))
     known = [(path, branch) for path, branch in branches if branch.count]
     assert len(known) <= num_branches
     for path, branch in known:
@@ -140,19 +121,17 @@ def test_branches_count_what_a_plain_count_finds(
         assert branch.count == sum(text[: len(begins)] == begins for text in earlier)
         assert branch.count == sum(text[: len(path)] == path for text in earlier)
         assert branch.is_taken == (later[: len(path)] == path)
-        assert len(path) <= max_depth
         ended = sum(text == path for text in earlier)
         assert branch.count == ended + sum(child.count for child in branch.children) + branch.num_hidden
     new = [path for path, branch in branches if not branch.count]
     assert new in ([], [later])
-    if num_branches == 30 and max_depth == 15:
+    if num_branches == 30:
         assert (later in earlier) == (not new)
 
 
 @settings(max_examples=40, deadline=None)
 @given(earlier=st.lists(texts, max_size=6), later=texts)
 def test_the_replay_gives_the_rollout(earlier: list[list[int]], later: list[int]) -> None:
-    steps = view(earlier, later, num_branches=4, max_depth=9).steps
-    assert [token for step in steps for token in step.token_ids] == later
-    for step in steps:
-        assert 1 <= len(step.token_ids) <= step.num_drafted + 1
+    steps, counts = replay_later(history_of(earlier, later))
+    assert [token for step in steps for token in step] == later[1:]
+    assert (counts.num_tokens, counts.steps) == (len(later) - 1, len(steps))

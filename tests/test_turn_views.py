@@ -26,7 +26,7 @@ from srtrl.environments.base import segment_titles
 from srtrl.evaluation.policy import majority_scores
 from srtrl.report.page import write_report
 from srtrl.report.runs import read_rollouts
-from srtrl.report.trie_view import PastRollout, PromptHistory, view_trie
+from srtrl.report.trie_view import PastRollout, PromptHistory, replay_later
 from srtrl.run.trackers import log_samples
 from srtrl.trainer.credit import assign_credit, train_sequences
 from srtrl.types import Completion, Conversation, Rollout, RolloutGroup, SegmentKind
@@ -248,11 +248,10 @@ def test_segments_that_cannot_be_used_are_named(tmp_path: Path, sample: dict[str
 def test_the_trie_has_turns_as_texts_of_their_own(run: Path) -> None:
     later = PastRollout(step=2, sample_index=0, token_ids=SAMPLE, extensions=((3, 5),))
     earlier = [PastRollout(step=1, sample_index=0, token_ids=SAMPLE, extensions=((3, 5),))]
-    decode: Callable[..., str] = repr
-    history = PromptHistory(prompt_id="x", prompt="x", earlier=earlier, later=later)
-    view = view_trie(history, decode, num_branches=4, max_depth=20)
-    assert [token for step in view.steps for token in step.token_ids] == [*SAMPLE[:3], *SAMPLE[5:]]
-    assert [step.token_ids for step in view.steps] == [[5, 5, 5], [9, 9, 9, 7]]  # no draft leads into a tool's output
+    history = PromptHistory(prompt_id="x", prompt="x", prompt_token_ids=[1], earlier=earlier, later=later)
+    steps, _ = replay_later(history)
+    assert [token for step in steps for token in step] == [*SAMPLE[1:3], *SAMPLE[5:]]
+    assert steps == [[5, 5], [9, 9, 9, 7]]  # no draft leads into a tool's output
     assert "is read and not decoded" in srtrl("trie", run)
 
 

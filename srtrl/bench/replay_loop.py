@@ -112,7 +112,7 @@ class ReplayCounts:
 
 
 @dataclass(slots=True)
-class _LiveSample:
+class LiveSample:
     """A recorded sample on its way through the decode steps."""
 
     request: Request
@@ -174,11 +174,11 @@ class Replay:
             with self._clock("insert_seconds"):
                 self._drafter.end_step()
 
-    def _samples_of(self, prompt: RecordedPrompt, first: int) -> list[_LiveSample]:
+    def _samples_of(self, prompt: RecordedPrompt, first: int) -> list[LiveSample]:
         """The samples of a prompt from number `first` on."""
         longest, draw = max(len(sample) for sample in prompt.samples), next(self._draws)
         return [
-            _LiveSample(
+            LiveSample(
                 make_request(prompt.prompt_token_ids, draw, index, longest, prompt_id=prompt.prompt_id),
                 prompt.samples[index],
                 prompt.extensions.get(index, ()),
@@ -186,10 +186,10 @@ class Replay:
             for index in range(first, len(prompt.samples))
         ]
 
-    def _decode(self, queue: Sequence[_LiveSample], num_slots: int) -> None:
+    def _decode(self, queue: Sequence[LiveSample], num_slots: int) -> None:
         """Decode the samples of `queue`, `num_slots` at once; one that is done is replaced before the next step."""
         self.counts.steps_without_drafts += count_steps([sample.num_decoded for sample in queue], num_slots)
-        waiting, live = deque(queue), list[_LiveSample]()
+        waiting, live = deque(queue), list[LiveSample]()
         while waiting or live:
             while waiting and len(live) < num_slots:
                 admitted = [waiting.popleft() for _ in range(min(num_slots - len(live), len(waiting)))]
@@ -201,7 +201,7 @@ class Replay:
                 self._decode_step(live)
                 live = self._finish_done(live)
 
-    def _decode_step(self, live: Sequence[_LiveSample]) -> None:
+    def _decode_step(self, live: Sequence[LiveSample]) -> None:
         """All draft, all verify, all commit."""
         slots = np.array([sample.slot for sample in live])
         budget = self._settings.draft_budget
@@ -223,13 +223,13 @@ class Replay:
 
     # --- The drafter's calls ---
 
-    def _begin_turns(self, samples: Sequence[_LiveSample], num_tokens: Sequence[int]) -> None:
+    def _begin_turns(self, samples: Sequence[LiveSample], num_tokens: Sequence[int]) -> None:
         """Each turn is a text of its own for the drafter; it begins with these numbers of tokens."""
         with self._clock("insert_seconds"):
             self._drafter.start(np.array([sample.slot for sample in samples]), [sample.request for sample in samples])
         self._observe(samples, num_tokens)
 
-    def _observe(self, samples: Sequence[_LiveSample], num_tokens: Sequence[int]) -> None:
+    def _observe(self, samples: Sequence[LiveSample], num_tokens: Sequence[int]) -> None:
         """Commit the next tokens of each sample; at the end of a turn the next one begins with the text before it."""
         tokens = []
         for sample, count in zip(samples, num_tokens, strict=True):
@@ -248,7 +248,7 @@ class Replay:
                 sample.request = replace(sample.request, turn=sample.request.turn + 1)
             self._begin_turns(ended, sizes)
 
-    def _finish_done(self, samples: Sequence[_LiveSample]) -> list[_LiveSample]:
+    def _finish_done(self, samples: Sequence[LiveSample]) -> list[LiveSample]:
         """Finish the samples that are done; returns the others."""
         done = [sample for sample in samples if sample.num_committed == len(sample.tokens)]
         if done:
@@ -274,7 +274,7 @@ def num_history_samples_of(num_samples: int, share: float) -> int:
     return int(share * num_samples + 1e-9)
 
 
-def breadth_first(groups: Sequence[Sequence[_LiveSample]]) -> list[_LiveSample]:
+def breadth_first(groups: Sequence[Sequence[LiveSample]]) -> list[LiveSample]:
     """The first sample of every prompt, then the second, and so on."""
     by_rank = itertools.zip_longest(*groups)
     return [sample for rank in by_rank for sample in rank if sample is not None]
