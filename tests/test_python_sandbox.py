@@ -176,12 +176,11 @@ def test_no_attack_gets_through(world: World, name: str) -> None:
     world.check()
 
 
-@pytest.mark.parametrize("name", ["read the project", "read the home folder", "list the root"])
-def test_the_attacks_are_real(world: World, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Without a sandbox they do get through, and a warning says so at the start."""
+def test_the_attacks_are_real(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a sandbox they do get through, and a warning is logged at the start."""
     with PythonSandbox(LIMITS, num_workers=1, sandbox="none") as pool:
-        result = pool.run(FILES[name].code.format(**world.names))
-    assert "BREACH" in result.stdout
+        for name in ("read the project", "read the home folder", "list the root"):
+            assert "BREACH" in pool.run(FILES[name].code.format(**world.names)).stdout
     assert ["sandbox: none" in record.message for record in caplog.records] == [True]
 
 
@@ -257,19 +256,18 @@ def test_submit_returns_at_once_and_calls_overlap(world: World) -> None:
     assert time.monotonic() - begun < 1.9
 
 
-@pytest.mark.parametrize("whom", ["host", "interpreter", "call"])
-def test_a_process_killed_from_outside_costs_only_its_call(whom: str) -> None:
+def test_a_process_killed_from_outside_costs_only_its_call() -> None:
     with PythonSandbox(OWN_LIMITS, num_workers=1) as pool:
-        before = worker_pids()
-        future = pool.submit("import time\nprint('begun')\ntime.sleep(1000)")
-        host = host_of(pool)
-        while len(worker_pids()) == len(before):
-            time.sleep(0.01)
-        call = max(worker_pids() - before)
-        os.kill({"host": host, "call": call, "interpreter": max(before - {host})}[whom], signal.SIGKILL)
-        assert future.result(timeout=5).status == "killed"
-        assert wait_for_workers(before) <= before
-        assert pool.run("6 * 7").stdout == "42\n"
+        for whom in ("call", "interpreter", "host"):
+            before, host = worker_pids(), host_of(pool)
+            future = pool.submit("import time\nprint('begun')\ntime.sleep(1000)")
+            while len(worker_pids()) == len(before):
+                time.sleep(0.01)
+            call = max(worker_pids() - before)
+            os.kill({"host": host, "call": call, "interpreter": max(before - {host})}[whom], signal.SIGKILL)
+            assert future.result(timeout=5).status == "killed"
+            assert wait_for_workers(before) <= before
+            assert pool.run("6 * 7").stdout == "42\n"
     assert wait_for_workers(set()) == set()
 
 
