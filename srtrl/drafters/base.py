@@ -1,4 +1,4 @@
-"""What the engine needs of a drafter. A drafter is one file here, or a class of your own package."""
+"""The interface of drafters to the engine. A drafter is one file here, or a class of your own package."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,7 +51,7 @@ class DrafterBase:
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
         """Samples have got their slots [B].
 
-        `request.is_run_ahead` marks one that is decoded for the sake of later drafts only.
+        `request.is_run_ahead` marks a sample that is decoded for later drafts only.
         """
 
     def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:

@@ -1,7 +1,7 @@
 """As `srt`, but from rollouts that were completed in earlier steps, and from nothing newer.
 
-What RhymeRL (He et al. 2025, "History Rhymes: Accelerating LLM Reinforcement Learning with RhymeRL") drafts from;
-beside `srt` it shows what online insertion brings.
+RhymeRL drafts from these (He et al. 2025, "History Rhymes: Accelerating LLM Reinforcement Learning with RhymeRL"); the
+difference to `srt` is the gain of online insertion.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Drafter(SrtDrafter):
         self._completed += completions
 
     def end_step(self) -> None:
-        """What was completed before is history now."""
+        """Completed rollouts become history."""
         super().end_step()
         super().learn(self._completed)
         self._completed = []

@@ -1,4 +1,4 @@
-"""Prompt look-up: what followed the sequence's last few tokens when they last occurred in its own text.
+"""Prompt look-up: the tokens after the latest earlier occurrence of the sequence's last few tokens in its own text.
 
 As in A. Saxena, "Prompt Lookup Decoding" (2023), but the latest occurrence counts, and the response is searched too.
 """
@@ -59,12 +59,12 @@ class Drafter(DrafterBase):
     def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
         """Return a chain for each slot whose ending has occurred before."""
         return DraftTrees.of(
-            self._chain(slot, min(most, self.options.max_tokens))
-            for slot, most in zip(slots.tolist(), max_nodes.tolist(), strict=True)
+            self._chain(slot, min(limit, self.options.max_tokens))
+            for slot, limit in zip(slots.tolist(), max_nodes.tolist(), strict=True)
         )
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
-        """Append what was committed."""
+        """Append the committed tokens."""
         for row, slot in enumerate(slots.tolist()):
             self._append(slot, token_ids[offsets[row] : offsets[row + 1]].tolist())
 
@@ -81,7 +81,7 @@ class Drafter(DrafterBase):
             text.append(token)
 
     def _chain(self, slot: int, max_tokens: int) -> DraftTree:
-        """What followed the latest occurrence of the longest known ending; empty where none is known."""
+        """The tokens after the latest occurrence of the longest ending that has occurred before; else an empty tree."""
         text, positions = self._texts[slot], self._positions[slot]
         lengths = range(min(self.options.max_ngram, len(text)), self.options.min_ngram - 1, -1)
         n = next((n for n in lengths if tuple(text[-n:]) in positions), None)

@@ -1,4 +1,4 @@
-"""Completed rollouts by prompt, in bounded memory: what the drafters' tries are built from.
+"""Completed rollouts by prompt, in bounded memory: the drafters' tries are built from them.
 
 Rollouts are plain int32 arrays (checkpoints hold these); tries are built from them for the prompts that decode.
 """
@@ -18,9 +18,9 @@ Tokens = npt.NDArray[np.int32]
 
 TOKEN_BYTES = 4
 ROLLOUT_BYTES = 128
-"""What a rollout costs beside its tokens: the array object and its entry in a list."""
+"""Memory of a rollout beside its tokens: the array object and its entry in a list."""
 PROMPT_BYTES = 512
-"""What a prompt costs beside its tokens and rollouts: its record and its entry in the table."""
+"""Memory of a prompt beside its tokens and rollouts: its record and its entry in the table."""
 KEPT_SHARE = 0.95
 """When memory is short, rollouts are dropped until this share of it is in use, so that it is short seldom."""
 FORMAT = "srtrl rollout cache 1"
@@ -57,7 +57,9 @@ class RolloutCache:
         return sum(len(rollout) for rollouts in self._rollouts.values() for rollout in rollouts)
 
     def add(self, prompt: tuple[int, ...], rollout: Sequence[int] | Tokens) -> None:
-        """Append a completed rollout of a prompt; older ones go where a bound requires it. An empty one is nothing.
+        """Append a completed rollout of a prompt; older ones are dropped where a bound requires it.
+
+        An empty rollout is ignored.
 
         An int32 array is kept as it is, and must not change any more.
         """
@@ -65,7 +67,7 @@ class RolloutCache:
         if not len(rollout):
             return
         if PROMPT_BYTES + ROLLOUT_BYTES + TOKEN_BYTES * (len(prompt) + len(rollout)) > self.max_bytes:
-            return  # no others need to go for one that cannot stay
+            return  # too large for any cache of this size: keep the others
         rollouts = self._rollouts.pop(prompt, None)
         if rollouts is None:
             rollouts = []

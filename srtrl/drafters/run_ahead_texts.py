@@ -21,7 +21,7 @@ MAX_OUTCOMES = 20_000
 
 
 class RunAheadTexts:
-    """What was decoded early, by prompt and RNG key, and how far the slots have followed it."""
+    """Texts of run-aheads by prompt and RNG key, and the slots' positions in the texts that they follow."""
 
     def __init__(self) -> None:
         self._texts: list[dict[PromptKey, dict[int, Int32Array]]] = [{}, {}]
@@ -44,14 +44,14 @@ class RunAheadTexts:
 
     @property
     def newest(self) -> TextsByKey:
-        """What was made in this step."""
+        """Texts that were made in this step."""
         return self._texts[1]
 
     def learn(self, texts: TextsByKey) -> None:
-        """Remember what other ranks have made in this step; of two texts on one key the longer one."""
+        """Store texts of this step from other ranks; of two texts on the same key the longer one."""
         for key, made in texts.items():
-            known = self._texts[1].setdefault(key, {})
-            known |= {rng_key: text for rng_key, text in made.items() if len(text) > len(known.get(rng_key, ()))}
+            stored = self._texts[1].setdefault(key, {})
+            stored |= {rng_key: text for rng_key, text in made.items() if len(text) > len(stored.get(rng_key, ()))}
 
     def texts(self, key: PromptKey) -> list[Int32Array]:
         """Return all remembered texts of a prompt."""
@@ -69,7 +69,7 @@ class RunAheadTexts:
         self._num_followed += len(text) > 0
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
-        """Compare committed tokens with what their slots follow."""
+        """Compare committed tokens with the texts that their slots follow."""
         if (self._positions[slots] == NOT_FOLLOWING).all():
             return
         self._num_used += _observe(
@@ -98,7 +98,7 @@ class RunAheadTexts:
         return np.flatnonzero((positions >= 0) & (positions < self._lengths[slots]))
 
     def chains(self, slots: Int64Array, max_nodes: Int64Array, min_score: float) -> DraftTrees:
-        """The next tokens of what each of `slots` [B] follows: at most `max_nodes` [B], none with a lower score."""
+        """The next tokens of the texts that `slots` [B] follow: at most `max_nodes` [B], none with a lower score."""
         longest = int(np.log(max(min_score, 1e-6)) / np.log(self.chance))
         starts = self._positions[slots]
         sizes = np.minimum(np.minimum(self._lengths[slots] - starts, max_nodes), longest)

@@ -1,9 +1,9 @@
-"""What follows two tokens, and what follows one, in the completed rollouts of all prompts.
+"""Counts of the tokens that follow two tokens, or a single token, in the completed rollouts of all prompts.
 
-A prompt's trie knows that prompt's texts only: it cannot foresee a token that is new there, and where few texts are
-known that is every twentieth one. Texts of other prompts know how a phrase continues. Two tokens tell most of that, so
-instead of one more trie, of everything, this is a table of fixed size: for each context some tokens that followed it,
-with counts. Where it is full the rare give way to the new, and all fade with time.
+A prompt's trie holds that prompt's texts only: it cannot propose a token that is new there, and with few texts that is
+every twentieth token. Texts of other prompts contain common phrases. Two tokens of context are enough for most of them,
+so this is a table of fixed size, not another trie: for each context some tokens that followed it, with counts. Where it
+is full, new tokens replace rare ones, and all counts fade with time.
 
 It learns complete rollouts only, in the order of completion: drafts do not depend on threads.
 """
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from srtrl.drafters.suffix_automaton import NONE, START_TOKEN
 
 Table = npt.NDArray[np.int32]
-"""[contexts, 2 + 2 x WAYS]: what tells a context from others of its row, its total, and pairs of token and count."""
+"""[contexts, 2 + 2 x WAYS]: a mark that identifies the row's context, its total, and pairs of token and count."""
 
 NUM_CONTEXTS = 1 << 17
 """Rows: 8 MB."""
@@ -27,11 +27,11 @@ MAX_TOTAL = 1 << 10
 NO_TOKEN = -2
 """In place of the first of two tokens: the context is the second one alone."""
 NO_TABLE: Table = np.zeros((0, ENTRIES + 2 * WAYS), np.int32)
-"""Nothing is known."""
+"""Without any context."""
 
 
 def make_table() -> Table:
-    """A table that knows nothing yet."""
+    """An empty table."""
     return np.zeros((NUM_CONTEXTS, ENTRIES + 2 * WAYS), np.int32)
 
 
@@ -47,7 +47,7 @@ def _row_of(table: Table, first: int, second: int) -> tuple[int, int]:
 
 @numba.njit(cache=True, nogil=True, forceinline=True)
 def find_context(table: Table, first: int, second: int) -> int:
-    """Row of a context of two tokens, or of the second (the first is `NO_TOKEN`); `NONE` if nothing is known of it."""
+    """Row of a context of two tokens, or of the second (the first is `NO_TOKEN`); `NONE` if it is not in the table."""
     row, mark = _row_of(table, first, second)
     return row if table[row, MARK] == mark and table[row, TOTAL] > 0 else NONE
 

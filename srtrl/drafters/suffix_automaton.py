@@ -26,7 +26,7 @@ Int64Array = npt.NDArray[np.int64]
 NONE = -1
 """No state, no edge."""
 START_TOKEN = -1
-"""What each text begins with: a token outside the vocabulary, so that the beginning is a context like any other."""
+"""The first token of each text: a token outside the vocabulary, so that the beginning is a context like any other."""
 EMPTY = -2
 """Token of a free entry in a hash table of edges."""
 
@@ -42,7 +42,7 @@ LENGTH = 0
 LINK = 1
 """The suffix link: state of its longest proper suffix that ends elsewhere too."""
 TOTAL = 2
-"""How often its strings were followed by a token: the sum of its edges' counts."""
+"""Number of times that a token followed its strings: the sum of its edges' counts."""
 EDGES = 3
 """Number of edges times 32, plus the size class of their block."""
 BLOCK = 4
@@ -79,7 +79,7 @@ INSERTS = 4
 CURSOR = 5
 
 WORK_PER_TOKEN = 20
-"""What inserting a token costs, in the unit of `use_kernel_threads`: about 0.1 microseconds."""
+"""Cost of inserting a token, in the unit of `use_kernel_threads`: about 0.1 microseconds."""
 
 
 def _address_to_pointer(typing_context: Any, address: Any) -> Any:
@@ -256,7 +256,7 @@ def _state_after(memory: Int32Array, parent: int, token: int, edge: int) -> int:
 
 @numba.njit(cache=True, nogil=True)
 def _find_continued(memory: Int32Array, state: int, token: int) -> tuple[int, int, int, int]:
-    """Where a token that is to follow the text of `state` has been seen: what an insertion needs to know.
+    """Search for earlier occurrences of a token that is to follow the text of `state`, before its insertion.
 
     Returns:
         The number of the text's suffixes (states) that the token never followed, the next suffix, its edge for the

@@ -51,16 +51,16 @@ SMALLEST_SCORE = 1e-6
 MAX_CHILDREN = 64
 """Children of a node that are considered."""
 WORK_PER_ROW = 5_000
-"""What a row's draft takes, in the unit of `use_kernel_threads`: about 3 microseconds."""
+"""Cost of a row's draft, in the unit of `use_kernel_threads`: about 3 microseconds."""
 
 
 class Rule(NamedTuple):
-    """How counts become scores."""
+    """The parameters by which counts become scores."""
 
     max_contexts: int
-    """Contexts that are looked at for a node."""
+    """Maximum number of contexts that are blended for a node."""
     distinct_weight: float
-    """What a distinct token takes from the trust in a context."""
+    """Reduction of the trust in a context for each distinct token that followed it."""
     match_weight: float
     """Length of a match that is trusted by half."""
 
@@ -257,7 +257,7 @@ def draft_trees(
         cursors: Of all slots.
         slots: [B].
         max_nodes: [B], the largest number of nodes of each tree.
-        rule: How counts become scores.
+        rule: Such as `BLEND`.
         min_score: Smallest score of a node.
         shared: See `shared_ngrams`; without rows where nothing is known.
     """

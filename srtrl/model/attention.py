@@ -1,4 +1,4 @@
-"""How the tokens of one forward pass attend to each other: the protocol, and the plan of the policy update.
+"""Attention among the tokens of one forward pass: the protocol, and the plan of the policy update.
 
 A plan is built once for a forward pass and reused by each layer. `PackedPlan` lays whole sequences end to end (the
 update); `paged_attention.py` has the decoder's plan. Dimension letters: see `srtrl/types.py`.
@@ -18,7 +18,7 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class AttentionPlan(Protocol):
-    """What a `Transformer` needs to know of the tokens in one forward pass."""
+    """Positions and attention of the tokens in one forward pass, for a `Transformer`."""
 
     @property
     def positions(self) -> Tensor:
@@ -26,7 +26,7 @@ class AttentionPlan(Protocol):
 
     @property
     def num_positions(self) -> int:
-        """More than every position, known on the host: the rotary table is grown to it without asking the device."""
+        """Greater than every position; a number on the host, so that growing the rotary table needs no device copy."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend in one layer, with scale E**-0.5.
@@ -205,7 +205,7 @@ def bucket_by_length(lengths: Sequence[int], shortest_share: float = 0.875) -> l
 
 
 def packed_attention_reference(lengths: Sequence[int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What `PackedPlan.attend` computes, written out: one sequence and one explicit softmax at a time.
+    """The result of `PackedPlan.attend`, written out: a sequence and an explicit softmax at a time.
 
     q [T, H, E], k and v [T, K, E] -> [T, H, E].
     """

@@ -25,5 +25,5 @@ def use_kernel_threads(work: int) -> None:
     A thread that has little to do costs more to wake and to wait for, above all on a busy machine. Kernels compute each
     row alone, so the number of threads does not change a bit.
     """
-    most = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
-    numba.set_num_threads(max(1, min(most, work // WORK_PER_THREAD)))
+    limit = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+    numba.set_num_threads(max(1, min(limit, work // WORK_PER_THREAD)))

@@ -50,8 +50,8 @@ def token_logprobs(
 
 def chunk_tokens(vocab_size: int) -> int:
     """Tokens of a chunk: `MAX_CHUNK_TOKENS`, or fewer where their float32 logits would take over `MAX_CHUNK_BYTES`."""
-    most = MAX_CHUNK_BYTES // (4 * vocab_size) // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE
-    return min(MAX_CHUNK_TOKENS, max(_CHUNK_MULTIPLE, most))
+    limit = MAX_CHUNK_BYTES // (4 * vocab_size) // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE
+    return min(MAX_CHUNK_TOKENS, max(_CHUNK_MULTIPLE, limit))
 
 
 def token_logprobs_reference(

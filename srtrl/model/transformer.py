@@ -219,7 +219,7 @@ class Transformer(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.embedding.device
 
     @property

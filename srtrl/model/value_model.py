@@ -1,4 +1,4 @@
-"""PPO's critic: the same `Transformer` with one number a token instead of logits.
+"""PPO's critic: the same `Transformer` with a number for each token instead of logits.
 
 T packed tokens of one forward pass, D model width.
 """
@@ -48,7 +48,7 @@ class ValueModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.body.device
 
     def forward(self, token_ids: Tensor, plan: AttentionPlan) -> Tensor:
@@ -64,7 +64,7 @@ class ValueModel(nn.Module):
 def load_value_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | str) -> ValueModel:
     """The critic in the folder at `path` (see `weights.locate`), or a policy's body with a fresh head.
 
-    What decides is whether `value_head.safetensors` is in the folder. A critic saved in `dtype` has the same bits.
+    A folder with `value_head.safetensors` is a critic's. A critic saved in `dtype` has the same bits.
 
     Raises:
         ValueError: as `weights.load_model`, or a value head that is not readable or of another width.

@@ -23,7 +23,6 @@ from srtrl.resolve import RAISED_BY_USER_CODE
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _INIT_STD = 0.02
 
@@ -220,7 +219,7 @@ def save_model(
     holds one copy of all weights.
 
     Args:
-        model: What to save.
+        model: The model.
         folder: Made if it does not exist.
         tokenizer: Saved beside the weights.
         dtype: Type of the saved weights; by default the model's.
@@ -258,22 +257,19 @@ def full_disk_as_os_error(path: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        if found := re.search(r"(?:code:|os error) (\d+)", str(error)):
-            raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+        if code := re.search(r"(?:code:|os error) (\d+)", str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
         raise
 
 
 def _weight_files(folder: Path) -> Sequence[Path]:
-    """The safetensors files of a model folder, the single file before an index, as in `transformers`."""
+    """The safetensors files of a model folder, the single file before several, as in `transformers`."""
     if (folder / _SINGLE_FILE).is_file():
         return [folder / _SINGLE_FILE]
-    index = folder / _INDEX_FILE
-    if not index.is_file():
-        raise ValueError(f"{folder}: neither {_SINGLE_FILE} nor {_INDEX_FILE}; only safetensors weights are read")
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ValueError(f"{index}: no weight_map from tensors to files")
-    return [folder / name for name in sorted(set(weight_map.values()))]
+    files = sorted(folder.glob("model-*-of-*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder}: neither {_SINGLE_FILE} nor model-*-of-*.safetensors, the weights that are read")
+    return files
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
