@@ -46,7 +46,7 @@ class Sample:
     admission: int = -1
     """Counts admissions; of the running samples the one with the highest is preempted first."""
     token_ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
-    """Of a preempted or paused sample: its response so far."""
+    """Without a slot: the response so far."""
     logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     """Their log-probs."""
     page_ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
@@ -58,12 +58,12 @@ class Sample:
 
     @property
     def turn_start(self) -> int:
-        """Where in the response the sampled tokens of the present turn begin."""
+        """Index in the response of the first sampled token of the present turn."""
         return self.extensions[-1][1] if self.extensions else 0
 
     @property
     def text_start(self) -> int:
-        """Where in the response the text begins that drafts may continue: they never lead from a turn into the next."""
+        """Index in the response of the first token that drafts may continue: none leads from a turn into the next."""
         return self.extensions[-1][0] if self.extensions else 0
 
 
@@ -127,7 +127,7 @@ class Batch:
         """[slots], whether top-k or top-p takes tokens away."""
         self.has_stop_strings: npt.NDArray[np.bool_] = array(np.bool_)
         self.end_tokens: Int32Array = array(np.int32, 1)
-        """[slots, most end tokens of a request], padded with `NO_TOKEN`."""
+        """[slots, maximum number of end tokens], padded with `NO_TOKEN`."""
         self.page_table: Int32Array = array(np.int32, max_pages)
         """[slots, max_pages], pages by position."""
         self.num_pages: Int64Array = array(np.int64)
@@ -139,7 +139,7 @@ class Batch:
 
     @property
     def arrays(self) -> BatchArrays:
-        """What kernels read and write."""
+        """The arrays that kernels read and write."""
         return BatchArrays(
             self.token_ids,
             self.logprobs,
@@ -154,7 +154,7 @@ class Batch:
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody has."""
+        """Slots without a sample."""
         return len(self._free)
 
     def pages(self, slot: int) -> Int32Array:
@@ -185,7 +185,7 @@ class Batch:
         self.pool.release(self.page_table[np.repeat(slots, extra), ranges(self.num_pages[slots], extra)])
 
     def chunk(self, slot: int, max_tokens: int) -> PrefillChunk:
-        """What a sample computes next before it can decode: at most `max_tokens` positions before its root."""
+        """The next positions of a sample that are computed before it decodes: at most `max_tokens`, before its root."""
         start = int(self.num_computed[slot])
         stop = min(start + max_tokens, int(self.num_tokens[slot]) - 1)
         return PrefillChunk(self.token_ids[slot, start:stop], start, self.pages(slot))
@@ -222,19 +222,16 @@ class Batch:
         self.is_run_ahead[slot] = request.is_run_ahead
 
     def take_out(self, sample: Sample) -> None:
-        """Free a sample's slot and the pages that it does not keep."""
+        """Free a sample's slot and the pages that it does not keep; its response so far stays with it."""
         slot = sample.slot
+        sample.token_ids = self.generated(slot).copy()
+        sample.logprobs = self.generated_logprobs(slot).copy()
         self.pool.release(self.pages(slot)[len(sample.page_ids) :])
         self.samples[slot] = None
         self.is_decoding[slot] = False
         self.num_pages[slot] = 0
         sample.slot = NO_SLOT
         self._free.append(slot)
-
-    def save_text(self, sample: Sample) -> None:
-        """Copy the response of a sample that leaves its slot and comes back."""
-        sample.token_ids = self.generated(sample.slot).copy()
-        sample.logprobs = self.generated_logprobs(sample.slot).copy()
 
     def generated(self, slot: int) -> Int32Array:
         """Tokens of the response so far (a view)."""

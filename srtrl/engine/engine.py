@@ -24,7 +24,7 @@ from srtrl.engine.warm_up import reporting_compilation, warm_up_kernels
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.transformer import Transformer
 from srtrl.ranks.processes import ONE_RANK, Ranks
-from srtrl.types import Completion, Purpose, Request
+from srtrl.types import Completion, FinishReason, Purpose, Request
 
 __all__ = ["Engine", "EngineOptions"]
 
@@ -277,7 +277,7 @@ class Engine:
         return metrics
 
     def _schedule(self) -> ScheduledStep:
-        """Who decodes; samples come and go."""
+        """Let the scheduler fill the step, and report to the drafter which samples have lost or got a slot."""
         may_run_ahead = self.scheduler.may_run_ahead
         rows = self.control.run_ahead_rows(self._num_rows, alone=not self.has_work) if may_run_ahead else 0
         step = self.scheduler.schedule(rows)
@@ -296,16 +296,16 @@ class Engine:
         """Trees for the primaries, as large as pays and as free pages allow; run-aheads get none.
 
         Returns:
-            The trees to verify, one for each of the step's slots, and whether the drafter was asked to propose.
+            The trees to verify, one for each of the step's slots, and whether the drafter proposed.
         """
         num, batch = step.num_primaries, self.batch
-        most = 0 if self.is_off else self.control.max_nodes(num, self.options.max_draft_nodes)
-        if most == 0:
+        max_nodes = 0 if self.is_off else self.control.max_nodes(num, self.options.max_draft_nodes)
+        if max_nodes == 0:
             return DraftTrees.empty(len(step.slots)), False
         slots = step.slots[:num]
         self.drafter.min_score = self.control.score_floor(num)
         # A sample that ends with its next token needs no draft.
-        room = np.where(batch.max_tokens[slots] - batch.num_tokens[slots] > 1, most, 0)
+        room = np.where(batch.max_tokens[slots] - batch.num_tokens[slots] > 1, max_nodes, 0)
         proposed = self.drafter.propose(slots, room)
         check_trees(proposed, room, self.vocab_size, str(self.drafter))
         clock.lap("propose")
@@ -347,44 +347,32 @@ class Engine:
         ended = np.flatnonzero(verified.finish != RUNNING).tolist()
         if not ended:
             return []
-        slots, found = list[int](), list[Completion]()
-        completions: list[Completion | None] = []
+        completions: list[Completion] = []
         for b in ended:
-            slot = int(verified.slots[b])
-            sample = self.batch.samples[slot]
+            sample = self.batch.samples[int(verified.slots[b])]
             assert sample is not None
-            completion = Completion(
-                request=sample.request,
-                token_ids=self.batch.generated(slot).tolist(),
-                rollout_logprobs=self.batch.generated_logprobs(slot).tolist(),
-                finish_reason="length" if verified.finish[b] == MAX_LENGTH else "stop",
-                policy_version=self.policy_version,
-                extensions=tuple(sample.extensions),
-            )
-            if not sample.request.is_run_ahead:
-                found.append(completion)
-            slots.append(slot)
-            has_turns = sample.request.has_turns
-            completions.append(None if has_turns else completion)
-            (self.scheduler.pause if has_turns else self.scheduler.finish)(sample)
-        self.drafter.finish(slots, completions)
-        return found
+            (self.scheduler.pause if sample.request.has_turns else self.scheduler.finish)(sample)
+            finish_reason: FinishReason = "length" if verified.finish[b] == MAX_LENGTH else "stop"
+            completions.append(self._completion(sample, finish_reason))
+        known = [None if one.request.has_turns else one for one in completions]  # a paused sample is not complete
+        self.drafter.finish(verified.slots[ended].tolist(), known)
+        return [completion for completion in completions if not completion.request.is_run_ahead]
 
     def _give_up(self, ended: Mapping[int, Sample]) -> None:
         """Samples have lost their slots unfinished: the tokens of run-aheads serve as drafts."""
-        completions = [
-            Completion(
-                request=sample.request,
-                token_ids=sample.token_ids.tolist(),
-                rollout_logprobs=sample.logprobs.tolist(),
-                finish_reason="length",
-                policy_version=self.policy_version,
-            )
-            if sample.request.is_run_ahead
-            else None
-            for sample in ended.values()
-        ]
-        self.drafter.finish(list(ended), completions)
+        texts = [self._completion(one, "length") if one.request.is_run_ahead else None for one in ended.values()]
+        self.drafter.finish(list(ended), texts)
+
+    def _completion(self, sample: Sample, finish_reason: FinishReason) -> Completion:
+        """The response so far of a sample that has left its slot."""
+        return Completion(
+            request=sample.request,
+            token_ids=sample.token_ids.tolist(),
+            rollout_logprobs=sample.logprobs.tolist(),
+            finish_reason=finish_reason,
+            policy_version=self.policy_version,
+            extensions=tuple(sample.extensions),
+        )
 
     def _record(
         self, step: ScheduledStep, trees: DraftTrees, drafted: bool, verified: Verified, clock: StageClock

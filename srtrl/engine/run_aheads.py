@@ -62,7 +62,6 @@ class RunAheads:
     def finish(self, sample: Sample) -> None:
         """Free the slot and the pages of a run-ahead that came to its end; it keeps its tokens."""
         self.running.remove(sample)
-        self.batch.save_text(sample)
         self.batch.take_out(sample)
 
     def clear(self) -> dict[int, Sample]:
@@ -90,7 +89,7 @@ class RunAheads:
             num_rows: Rows for run-aheads: roots and prompt tokens. The oldest take rows first, the others pause and
                 keep their pages.
             num_prefill_tokens: Largest number of prompt tokens among these rows.
-            num_slots: Slots that no primary has, whoever has them now.
+            num_slots: Slots that no primary has; run-aheads may have them now.
             num_reserved_pages: Pages that stay free, for the primaries' drafts and their next step.
             may_admit: Whether new run-aheads may take a slot: not while a primary waits.
         """
@@ -134,7 +133,7 @@ class RunAheads:
         return True
 
     def _admit(self, step: ScheduledStep, num_reserved_pages: int) -> bool:
-        """Give the first in line a slot; False where none waits, or its pages and one more for each are not free."""
+        """Give the first in line a slot; False where none waits, or its pages and one per run-ahead are not free."""
         if not self._line:
             return False
         request = next(iter(self._line.values()))

@@ -163,7 +163,6 @@ class Scheduler:
     def pause(self, sample: Sample) -> None:
         """A turn has ended: free the slot; the KV is kept while there is room for it."""
         assert sample.request.rng_key not in self.paused, "two samples with turns have the same RNG key"
-        self.batch.save_text(sample)
         sample.num_computed = int(self.batch.num_computed[sample.slot])
         sample.page_ids = self.batch.pages(sample.slot)[: self.pool.pages_for(sample.num_computed)].copy()
         self._leave_slot(sample)
@@ -359,7 +358,6 @@ class Scheduler:
     def _preempt(self, sample: Sample, step: ScheduledStep) -> None:
         """Take the pages of a running sample; it waits first in line and will be recomputed, to the same tokens."""
         step.end(sample)
-        self.batch.save_text(sample)
         self._leave_slot(sample)
         self._queue(sample, (-1, sample.admission, 0))
         self.num_preemptions += 1

@@ -1,4 +1,4 @@
-"""What the engine did since its metrics were last taken: counts and seconds, reported under `engine/`."""
+"""Counts and seconds of decode steps, reported under `engine/`."""
 
 import time
 from collections.abc import Sequence
@@ -140,4 +140,6 @@ class EngineStats:
 
 def add_stats(parts: Sequence[EngineStats]) -> EngineStats:
     """The sums of several engines."""
-    return EngineStats(**{one.name: sum(getattr(part, one.name) for part in parts) for one in fields(EngineStats)})
+    return EngineStats(
+        **{field.name: sum(getattr(part, field.name) for part in parts) for field in fields(EngineStats)}
+    )

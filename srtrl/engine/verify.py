@@ -26,7 +26,7 @@ RUNNING, STOPPED, MAX_LENGTH, NOT_FINITE = 0, 1, 2, 3
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Verified:
-    """What a step gave each of B sequences."""
+    """New tokens of a step, of each of B sequences."""
 
     slots: Int64Array
     """[B]."""
@@ -156,8 +156,8 @@ def _cut_at_stop_strings(batch: Batch, verified: Verified, stop_finder: StopFind
         assert sample is not None
         stops = sample.request.sampling.stop_strings
         text = batch.generated(slot)[sample.turn_start :]
-        least = 1 if finish[b] == NOT_FINITE else 0  # a token of such logits says nothing
-        for cut in range(end - begin - 1, least - 1, -1):  # tokens that would be taken back
+        min_cut = 1 if finish[b] == NOT_FINITE else 0  # a token of such logits means nothing
+        for cut in range(end - begin - 1, min_cut - 1, -1):  # tokens that would be taken back
             if stop_finder.ends(stops, text[: len(text) - cut]):
                 batch.num_tokens[slot] -= cut
                 keep[end - cut : end] = False
@@ -175,7 +175,7 @@ def _cut_at_stop_strings(batch: Batch, verified: Verified, stop_finder: StopFind
 
 
 def plan_moves(batch: Batch, verified: Verified, page_size: int) -> tuple[Int32Array, Int32Array]:
-    """Where the KV of accepted paths lies and where it belongs: right after its root, in the order of depth.
+    """Places of the KV of accepted paths, and where it belongs: right after its root, in the order of depth.
 
     Returns:
         Sources and targets, KV indices [n] each.

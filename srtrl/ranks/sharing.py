@@ -1,11 +1,11 @@
-"""How the ranks of a run share a rollout: who decodes which sample, who helps whom, who waits. No engine, no tensors.
+"""Sharing of a rollout among the ranks of a run: dealing, claiming, waiting. No engine, no tensors here.
 
 The samples of a step are dealt to ranks by expected length. What a rank has been dealt is its *line*, in the order in
 which it is to be admitted. The rank begins with the first samples of its line, as many as it has slots; how many of the
-others are taken says a counter that all ranks share. The rank takes from them as its slots become free, and a rank with
-none left takes the next sample of the rank with most left, as far as it knows. So no sample is decoded twice, no sample
-that another rank could begin waits for a slot, and no decode step needs a collective. What a sample says depends on its
-RNG key alone, so that none of this is seen in the rollouts.
+others are taken is in a counter that all ranks share. The rank takes from them as its slots become free, and a rank with
+none left takes the next sample of the rank with the longest line, as far as it knows. So no sample is decoded twice, no sample
+that another rank could begin waits for a slot, and no decode step needs a collective. The tokens of a sample depend on
+its RNG key alone, so that none of this changes the rollouts.
 """
 
 import time
@@ -33,7 +33,7 @@ def deal(
 
     Args:
         requests: The samples of a step, in data order.
-        expected_tokens: Draw -> expected length of a sample; None, where nothing is known, stands for an average one.
+        expected_tokens: Draw -> expected length of a sample; None, where nothing is known, stands for the average.
         num_ranks: Number of lines.
     """
     known = [length for length in expected_tokens.values() if length is not None]
@@ -143,7 +143,7 @@ class SharedCounters:
 
 @dataclass(slots=True)
 class Claims:
-    """Samples that any rank may decode, as one of them sees what is left."""
+    """Samples that any rank may decode, as seen by one of the ranks."""
 
     counters: SharedCounters
     lines: Sequence[Sequence[Request]]

@@ -127,7 +127,9 @@ class FixedDraws(Draws):
         if self._claims is None:
             requests = [request for draw in self.draws for request in collector.open(*draw)]
             rng_keys = {request.rng_key for request in requests}
-            assert rng_keys.isdisjoint(one.rng_key for one in self.run_ahead), "a run-ahead has the rng_key of a sample"
+            assert rng_keys.isdisjoint(early.rng_key for early in self.run_ahead), (
+                "a run-ahead has the rng_key of a sample"
+            )
             lines, num_first = [requests], len(requests)
             if collector.ranks.count > 1:
                 lines, num_first = self._deal(engine, collector, requests), engine.options.slots
@@ -163,7 +165,7 @@ def run_ahead_order(requests: Iterable[Request]) -> list[Request]:
 
 @dataclass(slots=True)
 class Collector:
-    """Samples between request and grade: of the draws that were opened and not yet taken."""
+    """Settings of a rollout, and its samples between request and grade."""
 
     grader: Grader
     """Grades beside the decoder; `batched` rewards see all samples that are taken at once."""
@@ -212,15 +214,13 @@ class Collector:
         ]
 
     def run_ahead(self, draws: Sequence[tuple[int, Prompt]]) -> list[Request]:
-        """What idle slots decode: the samples of later draws, early. None of it is ever learned from.
+        """Run-aheads for idle slots: the samples of later draws, early. None of it is ever learned from.
 
         A run-ahead is decoded by the present policy on the very RNG key that its sample will have. The next step's
         policy is nearly the same and its noise is the same, so that the sample repeats a good part of the run-ahead
         word for word: a draft of many tokens. The sample itself is decoded by the policy of its own step, and what is
-        drafted never changes what is sampled, so it stays exact and on-policy.
-
-        The order, in which they take idle slots, is breadth-first, as that of the samples: one of every prompt, then
-        the second of every prompt.
+        drafted never changes what is sampled, so it stays exact and on-policy. They take idle slots breadth-first, as the
+        samples do: one of every prompt, then the second of every prompt.
         """
         return run_ahead_order(self.requests(draws))
 
@@ -283,11 +283,12 @@ class Collector:
     def is_graded(self, draw_index: int) -> bool:
         """Whether all samples of an open draw are decoded and graded: `take` would not wait."""
         samples = self._draws[draw_index].samples
-        return len(samples) == self.num_samples and all(self.grader.is_done(one.ticket) for one in samples.values())
+        return len(samples) == self.num_samples and all(self.grader.is_done(done.ticket) for done in samples.values())
 
     def wait(self, draw_indices: Sequence[int]) -> None:
         """Wait until one more sample of these draws is graded, or an environment answers or is late."""
-        tickets = [one.ticket for draw_index in draw_indices for one in self._draws[draw_index].samples.values()]
+        open_samples = chain.from_iterable(self._draws[draw_index].samples.values() for draw_index in draw_indices)
+        tickets = [sample.ticket for sample in open_samples]
         self.counters.report_progress()
         if self.conversations is None or not self.conversations.num_pending:
             with self.timer.stage("grading"):
@@ -303,9 +304,9 @@ class Collector:
         """
         draws = {draw_index: self._draws.pop(draw_index) for draw_index in draw_indices}
         samples = {
-            (number, index): one for number, draw in draws.items() for index, one in sorted(draw.samples.items())
+            (number, index): sample for number, draw in draws.items() for index, sample in sorted(draw.samples.items())
         }
-        grades = self.grader.collect_on_ranks([one.ticket for one in samples.values()], list(samples), ranks)
+        grades = self.grader.collect_on_ranks([sample.ticket for sample in samples.values()], list(samples), ranks)
         return [
             Rollout(
                 prompt=draws[draw_index].prompt,
@@ -329,7 +330,7 @@ class Collector:
         del shared[self.ranks.index]
         others = sorted(chain.from_iterable(theirs for theirs, _ in shared), key=data_order)
         prompts = {rollout.draw_index: rollout.prompt for rollout in others}
-        requests = {(one.draw_index, one.sample_index): one for one in self.requests(list(prompts.items()))}
+        requests = {(r.draw_index, r.sample_index): r for r in self.requests(list(prompts.items()))}
         completions = [
             Completion(
                 request=requests[data_order(rollout)],
@@ -348,7 +349,7 @@ class Collector:
         return [_group(list(samples), self.num_samples) for _, samples in groups]
 
     def engine_metrics(self, engine: Engine) -> dict[str, float]:
-        """What the engines of all ranks did in this rollout."""
+        """Metrics of the engines of all ranks, of this rollout."""
         metrics = engine.take_metrics(self.ranks)
         if self.ranks.count > 1:
             own = self.counters.num_claimed, self.counters.busy_seconds

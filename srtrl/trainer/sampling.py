@@ -32,20 +32,20 @@ DRAWS_PER_PROMPT = 10
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StepRollouts:
-    """What a step has sampled."""
+    """Rollouts of one step."""
 
     groups: list[RolloutGroup]
     """Of all its draws, in data order."""
     kept: list[RolloutGroup]
     """Those that the filters keep, in data order."""
     metrics: dict[str, float]
-    """What the policy did, what was drawn for it, and the engine's."""
+    """Of the policy, the draws and the engine."""
 
 
 class DataOrder:
     """A seeded permutation of the prompts for each epoch, laid end to end: which prompt is drawn when.
 
-    A pure function of (seed, place in the run), so that one can look ahead.
+    A pure function of (seed, place in the run), so later draws are known in advance.
 
     Draw number `d` of a run is place `d % num_prompts` of the permutation of epoch `d // num_prompts`. A step takes the
     next draws, with dynamic sampling as many as it needs, and may cross an epoch's end, so no prompt is left over.
@@ -153,7 +153,7 @@ class StepSampler:
         return StepRollouts(groups=groups, kept=kept, metrics=metrics)
 
     def draws(self, which: range) -> list[tuple[int, Prompt]]:
-        """(draw index, prompt) of draws of the run; a pure function of the seed, so that one can look ahead."""
+        """(draw index, prompt) of draws of the run; a pure function of the seed."""
         return [(draw, self.prompt_of(draw)) for draw in which]
 
     def prompt_of(self, draw: int) -> Prompt:
@@ -161,14 +161,14 @@ class StepSampler:
         return self.started(self.task.train_prompts[self.order.prompt_of(draw)])
 
     def started(self, prompt: Prompt) -> Prompt:
-        """A prompt with what the environment, if there is one, begins with."""
+        """A prompt with the messages that the environment, if there is one, begins with."""
         max_tokens = self.recipe.rollout.max_prompt_tokens
         return prompt if self.conversations is None else self.conversations.started(prompt, max_tokens)
 
     def run_ahead(self, step: int, opened: range, collector: Collector) -> list[Request]:
-        """What idle slots may decode beside the `opened` draws: the draws after them, each once.
+        """Run-aheads for idle slots beside the `opened` draws: of the draws after them, each once.
 
-        They come as replacements in this step, or in the next step. Nothing where nobody would draft from it.
+        They come as replacements in this step, or in the next step. None where the drafter would not use them.
         """
         rollout = self.recipe.rollout
         if rollout.run_ahead == "off" or not self.engine.wants_run_aheads(alone=self.ranks.count > 1):
