@@ -111,7 +111,7 @@ class Worker:
 
     def _await_start(self) -> None:
         """Wait until the process has imported the functions."""
-        how = f"hangs: it is not ready after {START_SECONDS:g} seconds"
+        problem = f"it is not ready after {START_SECONDS:g} seconds"
         try:
             if self._connection.poll(START_SECONDS):
                 self._connection.recv()
@@ -119,8 +119,9 @@ class Worker:
                 return
             self.reap(0.0)
         except (EOFError, OSError):
-            how = f"ended with exit code {self.reap()}; see its message above"
-        raise RuntimeError(f"a grading worker that imports {', '.join(self._functions.modules)} {how}")
+            problem = f"it ended with exit code {self.reap()}; see its message above"
+        modules = ", ".join(self._functions.modules)
+        raise RuntimeError(f"a grading worker that imports {modules} did not start: {problem}")
 
 
 def _kill_group(process: SpawnProcess) -> None:
