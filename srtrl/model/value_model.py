@@ -75,16 +75,12 @@ def load_value_model(path: str | Path, *, dtype: torch.dtype, device: torch.devi
     if not file.is_file():
         return model
     tensors = dict(read_tensors(file))
-    if _HEAD_NAME not in tensors:
-        raise ValueError(f"{file}: expected a tensor {_HEAD_NAME}, found {', '.join(tensors) or 'none'}")
-    weight = tensors[_HEAD_NAME]
-    if weight.shape != model.value_head.shape:
-        raise ValueError(
-            f"{file}: tensor {_HEAD_NAME} has shape {list(weight.shape)}; "
-            f"by {folder / 'config.json'} it should be {list(model.value_head.shape)}"
-        )
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    expected = {_HEAD_NAME: list(model.value_head.shape)}
+    if shapes != expected:
+        raise ValueError(f"{file}: found tensors of shapes {shapes}; by {folder / 'config.json'} expected {expected}")
     with torch.no_grad():
-        model.value_head.copy_(weight)
+        model.value_head.copy_(tensors[_HEAD_NAME])
     return model
 
 
