@@ -18,7 +18,6 @@ from srtrl.recipe.schema import LogSection, Recipe
 def run(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps with a critic, whose weights are not the policy's, and a checkpoint after each."""
     changes: dict[str, Any] = {"algorithm__advantage": "gae", "critic": {}, "train__checkpoint_every": 1}
-    changes["log__save_rollouts"] = False
     return train(make_recipe(policy, tmp_path_factory.mktemp("runs"), train__num_steps=2, **changes)).folder
 
 
