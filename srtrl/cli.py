@@ -113,18 +113,21 @@ def train(
         source.put(["output_dir"], str(folder.parent), "RECIPE")
         source.put(["name"], folder.name, "RECIPE")
     loaded = build_checked(source)
-    from srtrl.run.metrics import summary_table
+    from srtrl.metrics import read_metrics
+    from srtrl.run.metrics import run_figures
     from srtrl.trainer.trainer import run_training
 
     result = run_training(loaded, resume=resume, overwrite=overwrite, from_step=checkpoint)
-    if not is_main_process():
-        return
-    _print_table(summary_table(result.summary))
-    if result.summary.interrupted:
+    if is_main_process():
+        for name, figure in run_figures(read_metrics(result.folder / "metrics.jsonl")).items():
+            print(f"{name + ':':<40}{figure}")
         again = shlex.join(["srtrl", "train", str(result.folder), "--resume"])
-        print(f"interrupted after step {result.summary.num_steps}; to resume: {again}")
+        if result.interrupted:
+            print(f"interrupted after step {result.num_steps}; to resume: {again}")
+        else:
+            print(f"the run is in {result.folder}; its page: srtrl report {result.folder}")
+    if result.interrupted:
         raise typer.Exit(130)
-    print(f"the run is in {result.folder}; its page: srtrl report {result.folder}")
 
 
 @app.command("warm-start")

@@ -76,17 +76,19 @@ def test_help_fields_documents_every_field_and_the_tasks_options() -> None:
 def test_train_hands_over_the_recipe_and_says_what_to_do_next(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
 ) -> None:
-    done = SimpleNamespace(folder=Path("runs/test"), summary=SimpleNamespace(num_steps=3, interrupted=interrupted))
+    done = SimpleNamespace(folder=Path("runs/test"), num_steps=3, interrupted=interrupted)
     run_training = Mock(return_value=done)
     monkeypatch.setattr("srtrl.trainer.trainer.run_training", run_training)
-    monkeypatch.setattr("srtrl.run.metrics.summary_table", lambda _: "before, after")
+    monkeypatch.setattr("srtrl.metrics.read_metrics", lambda _: [])
+    monkeypatch.setattr("srtrl.run.metrics.run_figures", lambda _: {"gain": "+3 points"})
     overrides = ["train.num_steps=5", "task.options={num_train: 10}"]
     result = run("train", recipe_file, *overrides, "--overwrite")
     assert (result.exit_code, result.stderr) == (130 if interrupted else 0, "")
     run_training.assert_called_once_with(
         load_recipe(recipe_file, overrides), resume=False, overwrite=True, from_step=None
     )
-    assert "before, after" in result.stdout
+    assert "gain:" in result.stdout
+    assert "+3 points" in result.stdout
     following = (
         "interrupted after step 3; to resume: srtrl train runs/test --resume"
         if interrupted

@@ -9,7 +9,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from rich.console import Console
 from test_resume import die, finish, start
 from tiny_run import assert_same_run, make_recipe
 
@@ -19,7 +18,6 @@ from srtrl.metrics import read_metrics
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
 from srtrl.run.checkpoint import latest_checkpoint, read_state
-from srtrl.run.folder import RunProgress
 from srtrl.run.metrics import describe_step
 from srtrl.tasks import arithmetic
 from srtrl.trainer import sampling
@@ -171,7 +169,7 @@ def assert_dropped_groups_feed_the_drafter(folder: Path) -> None:
 def test_where_max_draws_do_not_suffice_the_step_says_so_and_goes_on(policy: Path, tmp_path: Path) -> None:
     output = io.StringIO()
     recipe = make_dapo_recipe(policy, tmp_path, rollout__max_draws=5, train__num_steps=3)
-    folder = run_training(recipe, progress=RunProgress("run", 3, console=Console(file=output, width=200))).folder
+    folder = run_training(recipe).folder
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
     assert any(row["groups/short"] > 0 for row in rows)
     for row in rows:

@@ -11,7 +11,6 @@ from tiny_run import make_policy, make_recipe
 
 from srtrl.cli import print_fields
 from srtrl.metrics import read_metrics
-from srtrl.run.folder import RunProgress
 from srtrl.trainer.trainer import run_training
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -80,7 +79,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     for name, changes in (("grpo", GRPO), ("ppo", PPO), ("unverified", unverified), ("turns", turns)):
         recipe = make_recipe(policy, folder / "runs", name=name, **changes)
         assert {reward.name.rpartition(":")[2] for reward in recipe.rewards} <= set(REWARD_NAMES)
-        result = run_training(recipe, progress=RunProgress("docs", recipe.train.num_steps, plain_every=1000))
+        result = run_training(recipe)
         keys |= {as_documented(key) for row in read_metrics(result.folder / "metrics.jsonl") for key in row}
     assert not keys & ONLY_ON_CUDA, "these runs are on the CPU"
     return keys - {"step"} | ONLY_ON_CUDA | ONLY_ON_RANKS

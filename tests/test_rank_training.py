@@ -18,7 +18,6 @@ from tiny_run import learned_rows, make_recipe
 
 from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import Recipe
-from srtrl.run.folder import RunProgress
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.trainer import build, trainer
 from srtrl.trainer.trainer import Trainer, run_training
@@ -63,7 +62,7 @@ def body(recipe: Recipe, variables: dict[str, str], resume: bool, prepare: Calla
     os.environ |= variables
     if prepare is not None:
         prepare()
-    run_training(recipe, resume=resume, progress=RunProgress("run", recipe.train.num_steps, plain_every=1000))
+    run_training(recipe, resume=resume)
 
 
 def train(
@@ -91,7 +90,6 @@ def assert_close_runs(folder: Path, expected: Path, *, tolerance: float) -> None
         assert row.keys() == other.keys()
         for name, value in row.items():
             assert value == pytest.approx(other[name], rel=tolerance, abs=tolerance), (row["step"], name)
-    assert (folder / "summary.json").is_file()
 
 
 SHARDED: dict[str, Any] = {"train__sharding": "fsdp2", "train__checkpoint_every": 1}
@@ -110,7 +108,7 @@ CASES = {
 def test_ranks_learn_what_one_process_learns(policy: Path, tmp_path: Path, case: str) -> None:
     count, changes = CASES[case]
     expected = make_recipe(policy, tmp_path / "one", **SHORT, **{**changes, "train__sharding": "ddp"})
-    run_training(expected, progress=RunProgress("run", 2, plain_every=1000))
+    run_training(expected)
     recipe = make_recipe(policy, tmp_path / "several", **SHORT, **changes)
     assert [process.exitcode for process in train(recipe, count)] == [0] * count
     assert_close_runs(tmp_path / "several" / "run", tmp_path / "one" / "run", tolerance=1e-5)
@@ -123,7 +121,7 @@ def test_a_killed_rank_ends_all_and_the_run_resumes_with_any_number(
 ) -> None:
     changes = {**SHORT, "train__num_steps": 4}
     expected = make_recipe(policy, tmp_path / "one", **changes)
-    run_training(expected, progress=RunProgress("run", 4, plain_every=1000))
+    run_training(expected)
     sharding = "ddp" if killed == 0 else "fsdp2"  # a checkpoint does not depend on it
     recipe = make_recipe(policy, tmp_path / "several", **changes, train__sharding=sharding)
     start = time.monotonic()
@@ -161,12 +159,11 @@ def test_two_devices_with_nccl_learn_what_one_learns(policy: Path, tmp_path: Pat
         assert second[name] == pytest.approx(first[name], rel=0.3, abs=0.05), name
 
 
-LOADS = [(trainer, "load_task"), (build, "build_engine"), (trainer, "load_training_state")]
+LOADS = [(trainer, "load_task"), (build, "build_engine"), (trainer, "load_state")]
 
 
 def messages_where_rank_1_cannot_load(ranks: Ranks, recipe: Recipe) -> list[str]:
     """Runs on each rank."""
-    progress = RunProgress("run", recipe.train.num_steps, plain_every=1000)
     found = []
     for module, name in LOADS:
         with pytest.MonkeyPatch.context() as patch:
@@ -174,7 +171,7 @@ def messages_where_rank_1_cannot_load(ranks: Ranks, recipe: Recipe) -> list[str]
                 patch.setattr(module, name, no_file)
             with (
                 pytest.raises(ValueError, match=r".") as caught,
-                trainer.open_trainer(recipe, progress=progress, ranks=ranks, resume=True),
+                Trainer(recipe, ranks, resume=True),
             ):
                 pass
         found.append(str(caught.value))
@@ -188,7 +185,7 @@ def no_file(*_: Any, **__: Any) -> NoReturn:
 def test_sharded_ranks_say_which_one_cannot_load(policy: Path, tmp_path: Path) -> None:
     """The others must not wait for its part of the weights; nor does the state of the optimizer need it."""
     once = {**SHORT, "train__num_steps": 1, "eval__before_and_after": False}
-    run_training(make_recipe(policy, tmp_path, **once), progress=RunProgress("run", 1, plain_every=1000))
+    run_training(make_recipe(policy, tmp_path, **once))
     recipe = make_recipe(policy, tmp_path, **{**once, **SHARDED, "train__num_steps": 2})
     found = run_ranks(2, messages_where_rank_1_cannot_load, recipe)
     assert found == [["rank 1 of 2: no such file on this machine"] * len(LOADS)] * 2

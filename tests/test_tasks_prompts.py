@@ -18,8 +18,7 @@ from srtrl.metrics import read_metrics
 from srtrl.recipe.file import dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.report.page import write_report
-from srtrl.run.folder import RunProgress
-from srtrl.run.metrics import summary_table
+from srtrl.run.metrics import run_figures
 from srtrl.statistics import mean_interval
 from srtrl.tasks import math, prompts
 from srtrl.tasks.base import load_task
@@ -162,7 +161,7 @@ def recipe_of(policy: Path, folder: Path, **changes: Any) -> Recipe:
 def test_a_run_without_verdicts_shows_rewards_and_no_accuracy(
     policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = run_training(recipe_of(policy, tmp_path), progress=RunProgress("run", 2, plain_every=1))
+    result = run_training(recipe_of(policy, tmp_path))
     said = capsys.readouterr().out
     assert "first training prompt, rows.jsonl:1 (6 tokens):\n| Say 0\n| \n" in said
     rows = read_metrics(result.folder / "metrics.jsonl")
@@ -178,14 +177,11 @@ def test_a_run_without_verdicts_shows_rewards_and_no_accuracy(
         assert row["eval/reward_low"] < row["eval/reward"] < row["eval/reward_high"] < 0
         shown = "held-out reward {eval/reward:.3f} (95%: {eval/reward_low:.3f} to {eval/reward_high:.3f})"
         assert shown.format_map(row) in said
-    summary = result.summary
-    assert summary.best is not None
-    assert summary.best["reward"] == max(row["eval/reward"] for row in held_out)
-    [labels, cells] = [list(column.cells) for column in summary_table(summary).columns]
-    assert labels[:2] == ["held-out reward before", "held-out reward after"]
-    assert cells[3] == f"{held_out[1]['eval/reward'] - held_out[0]['eval/reward']:+.3f}"
+    figures = run_figures(rows)
+    assert {"held-out reward before training", "held-out reward after step 2"} <= figures.keys()
+    assert figures["gain"] == f"{held_out[1]['eval/reward'] - held_out[0]['eval/reward']:+.3f}"
     page = write_report(result.folder).read_text(encoding="utf-8")
-    assert "held-out reward after" in page
+    assert "held-out reward after step 2" in page
     assert '<span class="tag ">graded</span>' in page
     assert "eval/reward" in command("compare", result.folder).stdout
     for text in (said, page.partition("<details")[0]):

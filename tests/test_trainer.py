@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import re
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,8 +26,8 @@ from srtrl.metrics import read_metrics
 from srtrl.recipe.file import dump_recipe
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import collect_rollouts
-from srtrl.run.folder import RunProgress
-from srtrl.run.metrics import describe_step, summary_table
+from srtrl.run.metrics import describe_step, run_figures
+from srtrl.run.progress import RunProgress
 from srtrl.trainer import build, sampling, trainer
 from srtrl.trainer.optimizer import learning_rate_at
 from srtrl.trainer.sampling import DataOrder
@@ -106,22 +105,21 @@ def test_rollout_file_is_what_was_learned_from(run: TrainingResult, policy: Path
         assert [r["advantage"] for r in group] == pytest.approx(expected.tolist(), abs=1e-3)
 
 
-def test_summary_is_read_off_the_rows(run: TrainingResult) -> None:
-    before, *steps = read_metrics(run.folder / "metrics.jsonl")
-    summary = json.loads((run.folder / "summary.json").read_text())
-    assert (summary["num_steps"], summary["interrupted"]) == (2, False)
-    assert summary["before"]["accuracy"] == before["eval/accuracy"]
-    assert (summary["after"]["step"], summary["after"]["num_problems"]) == (2, 6)
-    assert summary["num_response_tokens"] == sum(row["tokens/response"] for row in steps)
+def test_the_figures_of_a_run_are_those_of_its_rows(run: TrainingResult) -> None:
+    before, *steps = rows = read_metrics(run.folder / "metrics.jsonl")
+    assert (run.num_steps, run.interrupted) == (2, False)
+    figures = run_figures(rows)
+    assert figures["held-out problems x samples"] == "6 x 1"
+    for row, when in ((before, "before training"), (steps[-1], "after step 2")):
+        shown = "{eval/accuracy:.1%} (95%: {eval/accuracy_low:.1%} to {eval/accuracy_high:.1%})"
+        assert figures[f"held-out accuracy {when}"] == shown.format_map(row)
+    assert figures["gain"] == f"{100 * (steps[-1]['eval/accuracy'] - before['eval/accuracy']):+.1f} points"
+    assert figures["response tokens"] == f"{sum(row['tokens/response'] for row in steps):,}"
     assert {"time/update_tokens_per_second", "time/update_mfu", "time/checkpoint"} <= steps[1].keys()
-    assert sum(summary["seconds"].values()) == pytest.approx(
-        before["time/eval"] + sum(row["time/step"] for row in steps)
-    )
+    total = before["time/eval"] + sum(row["time/step"] for row in steps)
+    assert figures["time: all stages"] == f"{total:.1f} s"
+    assert {"time: rollout", "time: update"} <= figures.keys()
     assert list((run.folder / "tensorboard").rglob("events.out.tfevents.*"))
-    output = io.StringIO()
-    Console(width=80, file=output).print(summary_table(run.summary))
-    for part in ("held-out accuracy before", "held-out accuracy after", "gain", "time: rollout", "time: update"):
-        assert part in output.getvalue()
 
 
 def test_checkpoint_evaluates_as_the_run_did(run: TrainingResult) -> None:
@@ -165,7 +163,7 @@ def test_evaluation_logging_slots_and_released_pages_do_not_disturb_training(
     assert allocated == 3 * allocated[:1], "at first, and after each update"
     assert learned(quiet.folder) == learned(loud.folder)
     assert weights(quiet.folder, 2) == weights(loud.folder, 2)
-    assert quiet.summary.before is None
+    assert not any("eval/accuracy" in row for row in read_metrics(quiet.folder / "metrics.jsonl"))
     assert weights(run.folder, 2) != weights(quiet.folder, 2)  # the comparison can fail
 
 
@@ -199,14 +197,13 @@ def test_interrupt_finishes_the_step_and_can_be_resumed(
     handler = signal.getsignal(signal.SIGINT)
     result = train(recipe)
     assert signal.getsignal(signal.SIGINT) is handler
-    assert result.summary.interrupted
-    assert (result.summary.num_steps, result.summary.after) == (1, None)
+    assert result.interrupted
+    assert result.num_steps == 1
     assert (result.folder / "checkpoints" / "step_000001").is_dir()
     monkeypatch.undo()
     resumed = train(recipe, resume=True)
-    assert not resumed.summary.interrupted
-    assert resumed.summary.before == result.summary.before
-    assert resumed.summary.num_steps == 2
+    assert not resumed.interrupted
+    assert resumed.num_steps == 2
     assert learned(resumed.folder) == learned(run.folder)
     assert weights(resumed.folder, 2) == weights(run.folder, 2)
 
@@ -222,8 +219,8 @@ def test_an_interrupt_after_a_step_without_a_checkpoint_waits_for_one(
 
     monkeypatch.setattr(Trainer, "checkpoint_if_due", then_interrupt)
     result = train(make_recipe(policy, tmp_path, train__num_steps=3, train__checkpoint_every=3))
-    assert result.summary.interrupted
-    assert (result.folder / "checkpoints" / f"step_{result.summary.num_steps:06d}").is_dir()
+    assert result.interrupted
+    assert (result.folder / "checkpoints" / f"step_{result.num_steps:06d}").is_dir()
 
 
 def test_second_interrupt_stops_at_once(
@@ -302,7 +299,9 @@ def test_step_without_a_sample_left_is_logged_and_learns_nothing(
         assert (row["groups/kept"], row["groups/dropped"]) == (num_kept, 4 - num_kept)
         assert not any(name.endswith("grad_norm") for name in row), "neither policy nor critic learns"
         assert describe_step(row).endswith("no update: the filters left no sample")
-    assert result.summary.num_skipped_steps == len(rows) == 2
+    assert len(rows) == 2
+    figures = run_figures(read_metrics(result.folder / "metrics.jsonl"))
+    assert figures["steps with nothing to learn from"] == "2"
     table = pq.read_table(result.folder / "rollouts" / "step_000002.parquet").to_pylist()
     assert {(r["advantage"], r["policy_version"]) for r in table} == {(None, 0)}
     state = json.loads((result.folder / "checkpoints/step_000002/state.json").read_text())
@@ -372,38 +371,20 @@ def test_a_run_from_python_continues_from_an_earlier_checkpoint_with_a_changed_k
 # --- Progress ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_progress_in_lines_and_in_bars(terminal: bool) -> None:
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_is_a_line_for_each_step_and_on_a_terminal_the_stage(is_terminal: bool) -> None:
     output = io.StringIO()
-    console = Console(file=output, force_terminal=terminal, width=100)
-    with RunProgress("a run", 3, console=console, plain_every=2) as progress:
+    with RunProgress(3, console=Console(file=output, force_terminal=is_terminal, width=100)) as progress:
         for step in range(1, 4):
             progress.stage("rollout", 5, 10)
             progress.step(step, f"reward {step}")
         progress.say("done [not markup]")
-    text = output.getvalue()
-    assert "done [not markup]" in text
-    lines = ["step 2/3  reward 2", "step 3/3  reward 3", "done [not markup]"]
-    if terminal:
-        assert "3/3" in text
-        assert all(line in text for line in lines)
+    lines = [*(f"step {step}/3  reward {step}" for step in range(1, 4)), "done [not markup]"]
+    if is_terminal:
+        assert all(line in output.getvalue() for line in lines)
+        assert "rollout 5/10" in output.getvalue()
     else:
-        assert text.splitlines() == lines
-
-
-def test_bars_stay_in_place_when_the_stage_changes() -> None:
-    output = io.StringIO()
-    console = Console(file=output, force_terminal=True, color_system="standard", width=100)
-    with RunProgress("a run", 110, console=console) as progress:
-        for name, num_total in (("rollout", 2048), ("old_logprobs", 0), ("grading", 0), ("update", 0)):
-            progress.stage(name, 0, num_total)
-            begin = len(output.getvalue())
-            progress.say("")  # draws the bars again
-            shown = re.sub(r"\x1b\[[\d;]*\w", "", output.getvalue()[begin:])
-            lines = [line for line in shown.splitlines() if "━" in line]
-            assert {(line.index("━"), line.rindex("━")) for line in lines} == {(15, 54)}, lines
-            assert name in lines[-1]
-            assert lines[-1].count(":") == (4 if num_total else 2), "no time left where nothing can be counted"
+        assert output.getvalue().splitlines() == lines
 
 
 # --- Parts that are plain functions -----------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from srtrl.model.weights import load_model, load_tokenizer
 from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import pack
-from srtrl.run.folder import RunProgress
 from srtrl.run.interrupt import UpdateMemoryError
+from srtrl.run.progress import RunProgress
 from srtrl.tasks.base import load_task
 from srtrl.trainer import build
 from srtrl.trainer.passes import UpdateContext
@@ -91,7 +91,7 @@ def make_recipe(output: Path, **warm_start: Any) -> Recipe:
 
 
 def run(recipe: Recipe, **options: Any) -> WarmStartSummary:
-    return run_warm_start(recipe, progress=RunProgress("warm", 12, plain_every=1000), **options)
+    return run_warm_start(recipe, progress=RunProgress(12), **options)
 
 
 def test_loss_is_the_mean_over_answer_and_end_tokens(policy: Path, tmp_path: Path) -> None:

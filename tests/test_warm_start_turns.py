@@ -20,7 +20,7 @@ from srtrl.metrics import read_metrics
 from srtrl.model.weights import load_tokenizer
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import EnvironmentSection, Recipe, Section
-from srtrl.run.folder import RunProgress
+from srtrl.run.progress import RunProgress
 from srtrl.tasks.arithmetic import ArithmeticOptions
 from srtrl.tasks.arithmetic import Task as ArithmeticTask
 from srtrl.tasks.base import load_task
@@ -190,7 +190,7 @@ def make_recipe(output: Path, **changes: Any) -> Recipe:
 
 
 def run(recipe: Recipe) -> WarmStartSummary:
-    return run_warm_start(recipe, progress=RunProgress("warm", 30, plain_every=1000))
+    return run_warm_start(recipe, progress=RunProgress(30))
 
 
 def test_a_run_learns_calls_and_leaves_outputs_as_they_are(tmp_path: Path) -> None:

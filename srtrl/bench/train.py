@@ -25,10 +25,9 @@ from srtrl.metrics import MetricRow, read_metrics
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import Recipe
-from srtrl.run.folder import RunProgress
 from srtrl.run.interrupt import freeze_gc
 from srtrl.trainer.build import choose_device, is_deterministic
-from srtrl.trainer.trainer import Trainer, open_trainer
+from srtrl.trainer.trainer import Trainer
 
 ROLLOUT, STEP = "time/rollout", "time/step"
 TIMING = ("engine/", "memory/", "time/")
@@ -115,9 +114,9 @@ def train_in_turns(recipes: Mapping[Key, Recipe], *, is_same: bool) -> dict[Key,
     num_steps = next(iter(recipes.values())).train.num_steps
     learned: dict[int, MetricRow] | None = {} if is_same else None
     with ExitStack() as stack:
-        quiet = RunProgress("bench", num_steps, console=Console(quiet=True))
+        quiet = Console(quiet=True)
         steps = {
-            key: partial(take_step, stack.enter_context(open_trainer(recipe, progress=quiet)), key, learned)
+            key: partial(take_step, stack.enter_context(Trainer(recipe, console=quiet)), key, learned)
             for key, recipe in recipes.items()
         }
         stack.enter_context(freeze_gc())

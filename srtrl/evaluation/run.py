@@ -16,8 +16,8 @@ from srtrl.evaluation.policy import EvalOutcome, resolve_eval_source, run_evals
 from srtrl.ranks.processes import Ranks, is_main_process
 from srtrl.recipe.file import RecipeSource, read_source
 from srtrl.recipe.schema import Recipe
-from srtrl.run.folder import RunProgress
 from srtrl.run.metrics import describe_held_out
+from srtrl.run.progress import RunProgress
 from srtrl.tasks.base import load_task
 from srtrl.trainer.build import build_tokenizer
 
@@ -107,7 +107,7 @@ def evaluate(
 
 def _run(model: str, recipes: Mapping[str, Recipe], output: Path | None, ranks: Ranks) -> Iterator[EvalOutcome]:
     """Evaluate, showing progress on standard error and writing the rows of each recipe when it is done."""
-    with RunProgress("eval", len(recipes), console=Console(stderr=True, quiet=not ranks.is_main)) as progress:
+    with RunProgress(len(recipes), console=Console(stderr=True, quiet=not ranks.is_main)) as progress:
         outcomes = run_evals(model, recipes, on_progress=progress.stage, on_compile=progress.compiling, ranks=ranks)
         for number, outcome in enumerate(outcomes, start=1):
             if output is not None and ranks.is_main:

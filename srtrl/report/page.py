@@ -16,7 +16,7 @@ from srtrl.metrics import write_atomic
 from srtrl.report.charts import CHARTS, SPEED, Chart, draw
 from srtrl.report.rollouts import read_samples
 from srtrl.report.runs import Run, read_run
-from srtrl.run.metrics import summarise_run, summary_table
+from srtrl.run.metrics import run_figures
 
 TEMPLATE = Path(__file__).parent / "page.html"
 NUM_STEPS = 6
@@ -49,12 +49,11 @@ def render(run: Run) -> str:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    summary = summarise_run(run.recipe.name, run.rows, interrupted=not run.is_finished)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         num_steps=run.num_steps,
         recipe=run.recipe,
         recipe_text=(run.folder / "recipe.yaml").read_text(encoding="utf-8"),
-        figures=list(zip(*(column.cells for column in summary_table(summary).columns), strict=True)),
+        figures=list(run_figures(run.rows).items()),
         notices=list(_notices(run)),
         sections={name: list(charts) for name, charts in _sections(run).items() if charts},
         run_folder=run.folder,

@@ -1,4 +1,4 @@
-"""The folder of a run: who may write into it, what a resume finds there, its files, and what a run says of itself."""
+"""The folder of a run: who may write into it, what a resume finds there, and its files."""
 
 from __future__ import annotations
 
@@ -11,12 +11,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain, count
 from pathlib import Path
-from typing import Self, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-from srtrl.engine.warm_up import COMPILE_MESSAGE
 from srtrl.metrics import MetricLog, read_metrics, sync_folder, write_atomic
 from srtrl.recipe.file import RecipeSource, build_recipe, dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
@@ -77,8 +73,7 @@ class RunFolder:
         for file in chain.from_iterable((self.path / name).glob("step_*.parquet") for name in FOLDERS):
             if step_of(file) > step:
                 file.unlink()
-        for name in ("summary.json", "report.html"):
-            (self.path / name).unlink(missing_ok=True)
+        (self.path / "report.html").unlink(missing_ok=True)
         sync_folder(self.path)
 
 
@@ -314,73 +309,3 @@ def _write_table(path: Path, rows: Sequence[Mapping[str, object]], columns: Mapp
     table = pyarrow.Table.from_pylist(rows, schema=schema)
     pyarrow.parquet.write_table(table, sink, compression="zstd", write_page_checksum=True)
     write_atomic(path, sink.getvalue().to_pybytes())
-
-
-# --- What a run says -----------------------------------------------------------------------------------------------
-
-
-class RunProgress:
-    """A line for each step; on a terminal also two bars: steps of the run, and how far the running stage is."""
-
-    def __init__(self, title: str, num_steps: int, *, console: Console | None = None, plain_every: int = 1) -> None:
-        """Show `num_steps` steps.
-
-        Args:
-            title: Name of the outer bar.
-            num_steps: Steps of the whole run.
-            console: Where to write; standard output by default.
-            plain_every: Print a line every this many steps (and the last).
-        """
-        self.console = console if console is not None else Console()
-        self._num_steps = num_steps
-        self._plain_every = plain_every
-        self._bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[count]}", justify="right"),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[text]}"),
-            TimeRemainingColumn(),
-            console=self.console,
-            speed_estimate_period=3600,  # seconds: a step may take many minutes
-            disable=not self.console.is_terminal,
-        )
-        self._outer = self._bars.add_task(title, total=num_steps, count=f"0/{num_steps}", text="")
-        self._inner = self._bars.add_task("", count="", text="", visible=False)
-        self._stage = ""
-
-    def __enter__(self) -> Self:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.update(self._inner, visible=False)
-        self._bars.stop()
-
-    def step(self, step: int, text: str) -> None:
-        """Step `step` (1-based) is done; `text` says how it went."""
-        self._bars.update(self._outer, completed=step, count=f"{step}/{self._num_steps}", text="left:")
-        self._bars.update(self._inner, visible=False)
-        if step % self._plain_every == 0 or step == self._num_steps:
-            self.say(f"step {step}/{self._num_steps}  {text}")
-
-    def stage(self, name: str, num_done: int = 0, num_total: int = 0) -> None:
-        """Show how far the running stage is (a terminal only); without `num_total` only that it runs."""
-        if num_done == num_total and name == "rollout":
-            name, num_done, num_total = "grading", 0, 0  # of what is decoded; there is nothing to count
-        count = f"{f'{num_done}/{num_total}' if num_total else '':>9}"  # of one width, so that the bars stay in place
-        if name != self._stage:
-            self._stage = name
-            self._bars.remove_task(self._inner)
-            self._inner = self._bars.add_task(f"  {name:<12}", total=num_total or None, count=count, text="")
-        self._bars.update(self._inner, completed=num_done, total=num_total or None, count=count, visible=True)
-
-    def compiling(self, num_done: int, num_total: int) -> None:
-        """A CPU kernel is being compiled: say once what takes so long."""
-        if num_done == 1:
-            self.say(COMPILE_MESSAGE)
-        self.stage("compile", num_done, num_total)
-
-    def say(self, text: str) -> None:
-        """Print one line, above the bars."""
-        self.console.print(text, soft_wrap=True, highlight=False, markup=False)

@@ -1,20 +1,16 @@
-"""The metrics of a step, one line about it, and the summary of a run.
+"""The metrics of a step, one line about it, and the figures of a run.
 
-`summary.json` and the table at the end of a run are read off `metrics.jsonl`, so that a resumed run's are whole.
+The figures of a run are computed from `metrics.jsonl`, so that those of a resumed run are complete.
 """
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean, pstdev
 
 import numpy as np
 import torch
-from rich.table import Table
 
-from srtrl.metrics import MetricRow, read_metrics, write_atomic
+from srtrl.metrics import MetricRow
 from srtrl.model.transformer import ModelConfig, model_flops
 from srtrl.recipe.schema import Recipe
 from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, Rollout, RolloutGroup, TrainSequence
@@ -170,85 +166,35 @@ def describe_step(metrics: Mapping[str, float]) -> str:
     return "  ".join(parts)
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class RunSummary:
-    """What a run did; timing as far as its steps are in `metrics.jsonl`."""
+def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
+    """The figures of a whole run by their names, for people, from the rows of `metrics.jsonl`.
 
-    name: str
-    num_steps: int
-    """Training steps done."""
-    interrupted: bool
-    """An interrupt ended the run before its last step; `--resume` continues it."""
-    before: MetricRow | None
-    """`step` and the `eval/...` metrics, without `eval/`, of the policy that the run started from; None where the
-    recipe asks for no evaluation."""
-    after: MetricRow | None
-    """The latest evaluation of a trained policy."""
-    best: MetricRow | None
-    """The evaluation of the highest accuracy, or of the highest reward without a verifier (the earliest of equals)."""
-    first_reward: float | None
-    """Mean training reward of the first step."""
-    last_reward: float | None
-    seconds: dict[str, float]
-    """Seconds of each stage over the whole run."""
-    num_prompt_tokens: int
-    num_response_tokens: int
-    num_skipped_steps: int
-    """Steps in which neither policy nor critic learned: filters or overlong filtering left no sample."""
-
-
-def summarise_run(name: str, rows: Sequence[MetricRow], *, interrupted: bool) -> RunSummary:
-    """The summary of the rows of `metrics.jsonl`."""
+    The first and the last evaluation with their 95% intervals, the training rewards, tokens, and seconds by stage.
+    """
     steps = [row for row in rows if row["step"] > 0]
     evals = [held_out_figures(row) for row in rows if "eval/accuracy" in row or "eval/reward" in row]
-    trained = [held_out for held_out in evals if held_out["step"] > 0]
-    return RunSummary(
-        name=name,
-        num_steps=len(steps),
-        interrupted=interrupted,
-        before=next((held_out for held_out in evals if held_out["step"] == 0), None),
-        after=trained[-1] if trained else None,
-        best=max(evals, key=lambda held_out: held_out[_main_figure(held_out)], default=None),
-        first_reward=steps[0]["reward/mean"] if steps else None,
-        last_reward=steps[-1]["reward/mean"] if steps else None,
-        seconds={stage: sum(row.get(f"time/{stage}", 0.0) for row in rows) for stage in sorted(timed_stages(rows))},
-        num_prompt_tokens=int(sum(row["tokens/prompt"] for row in steps)),
-        num_response_tokens=int(sum(row["tokens/response"] for row in steps)),
-        num_skipped_steps=sum("grad_norm" not in row and "critic/grad_norm" not in row for row in steps),
-    )
-
-
-def write_summary(folder: Path, name: str, *, interrupted: bool) -> RunSummary:
-    """Write `summary.json` of the run in `folder` from its `metrics.jsonl`."""
-    summary = summarise_run(name, read_metrics(folder / "metrics.jsonl"), interrupted=interrupted)
-    write_atomic(folder / "summary.json", json.dumps(asdict(summary), indent=2) + "\n")
-    return summary
-
-
-def summary_table(summary: RunSummary) -> Table:
-    """Before, after and time by stage, for people."""
-    table = Table(title=f"{summary.name}: {summary.num_steps} steps", show_header=False)
-    main = "" if summary.best is None else _main_figure(summary.best)
-    for when, held_out in (("before", summary.before), ("after", summary.after)) if main else ():
-        table.add_row(f"held-out {main} {when}", "not evaluated" if held_out is None else _with_interval(held_out))
-    if not main:
-        table.add_row("held-out problems", "not evaluated")
-    if summary.before is not None:
-        counts = "{num_problems} x {num_samples}".format_map(summary.before)
-        table.add_row("held-out problems x samples", counts)
-    if summary.before is not None and summary.after is not None:
-        gain = summary.after[main] - summary.before[main]
-        table.add_row("gain", f"{100 * gain:+.1f} points" if main == "accuracy" else f"{gain:+.3f}", end_section=True)
-    if summary.first_reward is not None and summary.last_reward is not None:
-        table.add_row("training reward, first to last step", f"{summary.first_reward:.3f} to {summary.last_reward:.3f}")
-    if summary.num_skipped_steps:
-        table.add_row("steps with nothing to learn from", str(summary.num_skipped_steps))
-    table.add_row("response tokens", f"{summary.num_response_tokens:,}", end_section=True)
-    total = sum(summary.seconds.values())
-    for stage, seconds in sorted(summary.seconds.items(), key=lambda item: -item[1]):
-        table.add_row(f"time: {stage}", f"{seconds:.1f} s  ({seconds / total:.0%})" if total else "0 s")
-    table.add_row("time: all stages", f"{total:.1f} s")
-    return table
+    figures: dict[str, str] = {}
+    if evals:
+        before, after, name = evals[0], evals[-1], _main_figure(evals[-1])
+        figures["held-out problems x samples"] = "{num_problems} x {num_samples}".format_map(after)
+        for held_out in (before, after)[before is after :]:
+            when = f"after step {held_out['step']}" if held_out["step"] else "before training"
+            figures[f"held-out {name} {when}"] = _with_interval(held_out)
+        gain = after[name] - before[name]
+        if before is not after:
+            figures["gain"] = f"{100 * gain:+.1f} points" if name == "accuracy" else f"{gain:+.3f}"
+    if steps:
+        first, last = (row["reward/mean"] for row in (steps[0], steps[-1]))
+        figures["training reward, first to last step"] = f"{first:.3f} to {last:.3f}"
+    if num_skipped := sum("grad_norm" not in row and "critic/grad_norm" not in row for row in steps):
+        figures["steps with nothing to learn from"] = str(num_skipped)
+    figures["response tokens"] = f"{sum(int(row['tokens/response']) for row in steps):,}"
+    seconds = {stage: sum(row.get(f"time/{stage}", 0.0) for row in rows) for stage in sorted(timed_stages(rows))}
+    total = sum(seconds.values())
+    for stage in sorted(seconds, key=lambda stage: -seconds[stage]):
+        figures[f"time: {stage}"] = f"{seconds[stage]:.1f} s ({seconds[stage] / max(total, 1e-9):.0%})"
+    figures["time: all stages"] = f"{total:.1f} s"
+    return figures
 
 
 def held_out_figures(row: Mapping[str, float]) -> MetricRow:

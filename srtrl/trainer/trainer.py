@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Self, Unpack
 
 import numpy as np
 from rich.console import Console
@@ -33,7 +33,6 @@ from srtrl.run.checkpoint import (
 from srtrl.run.folder import (
     OBSERVATIONS,
     RunFolder,
-    RunProgress,
     StartFlags,
     check_run_folder,
     open_run_folder,
@@ -42,22 +41,15 @@ from srtrl.run.folder import (
     write_rollouts,
 )
 from srtrl.run.interrupt import Interrupt, UpdateMemoryError, explain_out_of_memory, freeze_gc, how_to_resume
-from srtrl.run.metrics import (
-    RunSummary,
-    describe_held_out,
-    describe_step,
-    memory_metrics,
-    time_metrics,
-    update_flops,
-    write_summary,
-)
+from srtrl.run.metrics import describe_held_out, describe_step, memory_metrics, time_metrics, update_flops
+from srtrl.run.progress import RunProgress
 from srtrl.run.trackers import check_trackers, log_samples, start_trackers
 from srtrl.tasks.base import load_task
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.trainer.credit import Credit, assign_credit, train_sequences
 from srtrl.trainer.critic import update_critic, with_values
-from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
+from srtrl.trainer.evaluate import evaluate, held_out_prompts
 from srtrl.trainer.objective import LogprobDifferenceError, NonFiniteError, PolicyObjective
 from srtrl.trainer.optimizer import gradient_bytes, load_state, state_tensors
 from srtrl.trainer.passes import UpdateContext
@@ -74,166 +66,255 @@ SHOWN_CHARACTERS = 500
 
 
 class TrainingStoppedError(RuntimeError):
-    """Training cannot continue; the message says why, which checkpoint is the last, and what to do with it."""
+    """Training cannot continue; the message gives the reason, the last checkpoint, and what to do with it."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TrainingResult:
-    """How a run ended."""
+    """How a run ended; its figures are in `metrics.jsonl`."""
 
     folder: Path
-    summary: RunSummary
+    num_steps: int
+    """Training steps done, in total."""
+    interrupted: bool
+    """An interrupt ended the run before its last step; `resume` continues it."""
 
 
 def run_training(
     recipe: Recipe,
     *,
-    progress: RunProgress | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    from_step: int | None = None,
     on_step: Callable[[int, Mapping[str, float]], None] = lambda *_: None,
-    **flags: Unpack[StartFlags],
 ) -> TrainingResult:
-    """Train as the recipe says, into `<output_dir>/<name>`.
-
-    Cheap checks come first: flags, trackers and task before any weight is loaded. The run's folder is touched last, so
-    that a run which cannot start neither leaves one behind nor deletes one.
+    """Train as the recipe says, into the folder `<output_dir>/<name>`.
 
     Args:
-        recipe: Everything that decides the run.
-        progress: Where to report; bars or lines on standard output by default.
-        on_step: Called after each step with its number and its row of `metrics.jsonl`.
-        flags: How it begins; see `StartFlags`.
+        recipe: From `load_recipe`.
+        resume: Continue from the last checkpoint of the run's folder; options of `recipe` that differ from the run's
+            hold from there on, except those that cannot change within a run.
+        overwrite: Rename a folder that is in the way to `NAME.1` (or the next free number) and begin again.
+        from_step: With `resume`, the step whose checkpoint to continue from; later checkpoints are deleted (the option
+            `--checkpoint`).
+        on_step: Called after each training step with its number and its metrics (docs/metrics.md), which are on disk
+            then. An exception from it ends the run; `resume` continues it from its last checkpoint.
 
     Raises:
         ValueError: a mistake in the recipe, its data or the flags.
-        TrainingStoppedError: the numbers went wrong, or the device is too small; see the message.
+        TrainingStoppedError: a number is not finite, decoder and trainer differ, or memory is short; see the message.
         KeyboardInterrupt: the second Ctrl-C.
     """
-    with open_ranks() as ranks:
-        if progress is None or not ranks.is_main:
-            console = None if ranks.is_main else Console(quiet=True)
-            progress = RunProgress(recipe.name, recipe.train.num_steps, console=console)
-        return _train(recipe, ranks, progress, on_step, **flags)
-
-
-def _train(
-    recipe: Recipe,
-    ranks: Ranks,
-    progress: RunProgress,
-    on_step: Callable[[int, Mapping[str, float]], None],
-    **flags: Unpack[StartFlags],
-) -> TrainingResult:
-    """The run of `run_training`, on one of the ranks."""
-    with open_trainer(recipe, progress=progress, ranks=ranks, **flags) as trainer:
-        trainer.on_step = on_step
-        try:
-            with freeze_gc():
-                trainer.train()
-        except (NonFiniteError, LogprobDifferenceError, FloatingPointError, UpdateMemoryError) as error:
-            raise TrainingStoppedError(f"{error}\n{how_to_resume(trainer.run.checkpoints)}") from error
+    flags = StartFlags(resume=resume, overwrite=overwrite, from_step=from_step)
+    with open_ranks() as ranks, Trainer(recipe, ranks, on_step=on_step, **flags) as trainer:
+        trainer.train()
         interrupted = trainer.step < recipe.train.num_steps
-        summarise = partial(write_summary, trainer.run.path, recipe.name, interrupted=interrupted)
-        return TrainingResult(folder=trainer.run.path, summary=ranks.on_main(summarise, "the summary"))
+        return TrainingResult(folder=trainer.run.path, num_steps=trainer.step, interrupted=interrupted)
 
 
 class Trainer:
-    """Trains the policy step by step; what it learned is in the run folder after each step."""
+    """A run. `with Trainer(recipe) as trainer: trainer.train()` trains the policy step by step.
+
+    The constructor checks and loads everything and leaves no trace. Inside the `with` block there are worker processes
+    and trackers, and the run's folder is locked; after each step it has all that the step learned.
+    """
 
     run: RunFolder
-    """Set by `open_trainer`, once everything else is loaded."""
-    on_step: Callable[[int, Mapping[str, float]], None] = staticmethod(lambda *_: None)
-    """Called after each step, on rank 0, with its number and its row of `metrics.jsonl`."""
+    """The run's folder, inside the `with` block. Rank 0 alone writes into it."""
 
-    def __init__(self, recipe: Recipe, checkpoint: Path | None, progress: RunProgress, ranks: Ranks = ONE_RANK) -> None:
-        """Load the task, then the weights, and start at `checkpoint`; None starts a new run."""
-        self.ranks = ranks
-        self.is_stopping = False
-        """Whether a rank was asked to end the run after the present step."""
-        set_cpu_threads(recipe.num_threads)
-        seed_generators(recipe.seed, 0)
+    def __init__(
+        self,
+        recipe: Recipe,
+        ranks: Ranks = ONE_RANK,
+        *,
+        console: Console | None = None,
+        on_step: Callable[[int, Mapping[str, float]], None] = lambda *_: None,
+        **flags: Unpack[StartFlags],
+    ) -> None:
+        """Load the task, then the weights: those of the recipe's model or, with `resume`, of a checkpoint.
+
+        Args:
+            recipe: Everything that decides the run.
+            ranks: The processes of the run; all make the same calls.
+            console: Where rank 0 reports; standard output by default.
+            on_step: See `run_training`.
+            flags: How the run begins; see `StartFlags`.
+
+        Raises:
+            ValueError: a mistake in the recipe, its data or the flags; cheap checks come before any weight is loaded.
+        """
         self.recipe = recipe
-        self.progress = progress
-        with ranks.together("the others to load the task and the models"):  # then sharded ranks need each other
-            self.tokenizer = build.build_tokenizer(recipe)
-            self.end_ids = build.response_end_ids(recipe.model.path, self.tokenizer)
-            self.conversations = build.build_conversations(recipe, self.tokenizer)
-            self.task = load_task(recipe, self.tokenizer, tools=self.conversations.tools if self.conversations else ())
-            self.prompts_sha256 = prompts_digest(self.task.train_prompts)
-            if checkpoint is not None:
-                check_prompts(checkpoint, self.prompts_sha256)
-            has_eval = recipe.eval.before_and_after or recipe.eval.every_steps is not None
-            self.eval_prompts = held_out_prompts(self.task, recipe) if has_eval else []
-            self.accelerator = build.build_accelerator(recipe, run_path(recipe))
-            set_cpu_threads(recipe.num_threads)  # again: with several ranks accelerate shares the cores among them
-            device = build.choose_device(recipe)
-            self.policy = build.build_policy(recipe, str(checkpoint or recipe.model.path), device)
-            build.shard_model(self.policy, recipe, ranks)
-            self.objective = PolicyObjective(self.policy, recipe)
-            self.optimizer = build.make_optimizer(
-                self.policy,
+        self.ranks = ranks
+        self.flags = flags
+        self.on_step = on_step
+        self.progress = RunProgress(recipe.train.num_steps, console=console if ranks.is_main else Console(quiet=True))
+        self.interrupt = Interrupt(self.progress.say)
+        self.timer = StageTimer()
+        self.step = 0
+        """Training steps done."""
+        self.is_stopping = False
+        """Whether a rank was interrupted: the run ends after the present step."""
+        self.changes, self.checkpoint = ranks.on_main(self._check_start, "the checks of rank 0")
+        self.accelerator = build.build_accelerator(recipe, run_path(recipe))
+        set_cpu_threads(recipe.num_threads)  # after accelerate, which divides the cores among several ranks
+        seed_generators(recipe.seed, 0)
+        with ranks.together("loading the task and the models"):
+            self._load_task()
+            self._load_models()
+        unshard(self.policy)  # needs all ranks; an error within `together` would leave the others waiting
+        with ranks.together("the decoder and the state of the run"):
+            # After everything that takes memory for good: on CUDA the engine takes its share of the rest.
+            reserved_bytes = max(map(gradient_bytes, self.optimizers.values()))  # one model after the other learns
+            self.engine = build.build_engine(recipe, self.policy, self.tokenizer, reserved_bytes=reserved_bytes)
+            self.grader = Grader(self.task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)
+            self.sampler = StepSampler(
                 recipe,
-                learning_rate=recipe.train.learning_rate,
-                weight_decay=recipe.train.weight_decay,
+                self.task,
+                self.engine,
+                self.grader,
+                self.tokenizer,
+                self.end_ids,
+                num_draws=0,
+                conversations=self.conversations,
+                ranks=ranks,
             )
-            self.reference = build.build_reference(recipe, device, ranks)
-            self.critic = build.build_critic(recipe, checkpoint, device, ranks)
+            if self.checkpoint is not None:
+                self.restore(self.checkpoint)
+
+    def _check_start(self) -> tuple[list[str], Path | None]:
+        """Check flags, folder and trackers; returns the changes since the run to resume, and its checkpoint."""
+        changes = check_run_folder(self.recipe, **self.flags)
+        check_trackers(self.recipe.log)
+        if not self.flags.get("resume"):
+            return changes, None
+        return changes, checkpoint_to_resume(run_path(self.recipe) / "checkpoints", self.flags.get("from_step"))
+
+    def _load_task(self) -> None:
+        """Tokenizer, environment and prompts."""
+        recipe = self.recipe
+        self.tokenizer = build.build_tokenizer(recipe)
+        self.end_ids = build.response_end_ids(recipe.model.path, self.tokenizer)
+        self.conversations = build.build_conversations(recipe, self.tokenizer)
+        tools = self.conversations.tools if self.conversations is not None else ()
+        self.task = load_task(recipe, self.tokenizer, tools=tools)
+        self.prompts_sha256 = prompts_digest(self.task.train_prompts)
+        if self.checkpoint is not None:
+            check_prompts(self.checkpoint, self.prompts_sha256)
+        has_eval = recipe.eval.before_and_after or recipe.eval.every_steps is not None
+        self.eval_prompts = held_out_prompts(self.task, recipe) if has_eval else []
+
+    def _load_models(self) -> None:
+        """Policy, reference and critic, with the optimizers of those that learn."""
+        recipe, device, train = self.recipe, build.choose_device(self.recipe), self.recipe.train
+        self.policy = build.build_policy(recipe, str(self.checkpoint or recipe.model.path), device)
+        build.shard_model(self.policy, recipe, self.ranks)
+        self.objective = PolicyObjective(self.policy, recipe)
+        self.optimizer = build.make_optimizer(
+            self.policy, recipe, learning_rate=train.learning_rate, weight_decay=train.weight_decay
+        )
+        self.reference = build.build_reference(recipe, device, self.ranks)
+        self.critic = build.build_critic(recipe, self.checkpoint, device, self.ranks)
         self.optimizers: dict[str, torch.optim.Optimizer] = {OPTIMIZER: self.optimizer}
         """By the name of their folder in a checkpoint."""
         if self.critic is not None:
             self.optimizers[CRITIC_OPTIMIZER] = self.critic.optimizer
-        gradients = max(map(gradient_bytes, self.optimizers.values()))  # one after the other has gradients
-        unshard(self.policy)
-        # From here on no rank needs another, so that an error of one reaches all (see `open_trainer`).
-        # After all that takes memory for good: on CUDA the engine takes its share of what is left.
-        self.engine = build.build_engine(recipe, self.policy, self.tokenizer, reserved_bytes=gradients)
-        if checkpoint is None:
-            state = TrainerState(step=0, policy_version=0, num_draws=0)
-        else:
-            state = read_state(checkpoint)
-            for name, optimizer in self.optimizers.items():
-                load_state(optimizer, checkpoint, name)
-            self.engine.drafter.load(checkpoint)
-        self.engine.policy_version = state.policy_version
-        self.step = state.step
-        self.timer = StageTimer()
-        self.interrupt = Interrupt(progress.say)
-        self.grader = Grader(self.task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)
-        self.sampler = StepSampler(
-            recipe,
-            self.task,
-            self.engine,
-            self.grader,
-            self.tokenizer,
-            self.end_ids,
-            num_draws=state.num_draws,
-            conversations=self.conversations,
-            ranks=ranks,
+
+    def __enter__(self) -> Self:
+        """Start everything that must be stopped; an earlier run is changed last, when nothing can refuse any more."""
+        with ExitStack() as stack:
+            with self.ranks.together("the start of the graders"):
+                stack.enter_context(self.grader)
+                if self.conversations is not None:
+                    stack.enter_context(self.conversations)
+                self.grader.try_rewards(self.task.train_prompts[0], self.recipe.rollout.num_samples)
+                if self.step > self.recipe.train.num_steps:
+                    raise ValueError(f"train.num_steps: {self.step} are done; --checkpoint resumes from an earlier one")
+            with self.ranks.together("the run's folder"):
+                if self.ranks.is_main:
+                    self.run = self._open_folder(stack)
+                else:
+                    nowhere = stack.enter_context(MetricLog(Path(os.devnull)))
+                    self.run = RunFolder(path=run_path(self.recipe), checkpoint=self.checkpoint, log=nowhere)
+            self._say_start()
+            self._stack = stack.pop_all()
+        return self
+
+    def _open_folder(self, stack: ExitStack) -> RunFolder:
+        """Lock the run's folder and start the trackers; then take the folder back to the checkpoint."""
+        run = stack.enter_context(open_run_folder(self.recipe, **self.flags))
+        if run.checkpoint != self.checkpoint:
+            raise ValueError(f"{run.path} has changed while the model was loading: another process trains there")
+        start_trackers(self.accelerator, self.recipe, step=self.step)
+        run.begin(self.recipe)
+        return run
+
+    def _say_start(self) -> None:
+        """Report what was loaded, and from where the run continues."""
+        say, resume = self.progress.say, self.flags.get("resume")
+        if self.run.moved_to is not None:
+            say(f"--overwrite: the folder that was {self.run.path} is now {self.run.moved_to}")
+        counts = ", ".join(f"{name} {count:,}" for name, count in self.task.load_report.items())
+        say(f"task {self.recipe.task.name}: {counts}")
+        say(describe_prompt(self.sampler.started(self.task.train_prompts[0]), self.tokenizer))
+        for change in self.changes:
+            say(f"--resume: {change}")
+        if resume and self.checkpoint is None:
+            say(f"--resume: {self.run.path} has no checkpoint, starting from step 0")
+        elif resume:
+            say(f"resuming {self.run.path} after step {self.step} of {self.recipe.train.num_steps}")
+
+    def __exit__(self, *exception: object) -> None:
+        with self._stack:
+            for tracker in self.accelerator.trackers:  # `end_training` would also disconnect the ranks
+                tracker.finish()
+
+    def state(self) -> TrainerState:
+        """The state of the run beside weights, optimizers and drafter."""
+        return TrainerState(
+            step=self.step,
+            policy_version=self.engine.policy_version,
+            num_draws=self.sampler.num_draws,
+            prompts_sha256=self.prompts_sha256,
         )
 
+    def restore(self, checkpoint: Path) -> None:
+        """Take back a checkpoint, whose weights are loaded: the optimizers, the drafter's rollouts and `state`."""
+        for name, optimizer in self.optimizers.items():
+            load_state(optimizer, checkpoint, name)
+        self.engine.drafter.load(checkpoint)
+        state = read_state(checkpoint)
+        self.step = state.step
+        self.engine.policy_version = state.policy_version
+        self.sampler.num_draws = state.num_draws
+
     def train(self) -> None:
-        """All steps that are left, or as many as until an interrupt; the last one done has a checkpoint.
+        """All steps that are left, or up to an interrupt; the last one has a checkpoint.
 
         Raises:
-            NonFiniteError, LogprobDifferenceError: see `update_policy`; earlier checkpoints are untouched.
+            TrainingStoppedError: see `run_training`; earlier checkpoints are untouched.
             KeyboardInterrupt: the second interrupt.
         """
-        with self.interrupt, self.progress:
-            with self._stage("compile"):
-                self.engine.warm_up(self.progress.compiling)
-            if self.step == 0 and self.recipe.eval.before_and_after:
-                self._record_observations(0)
-                self._write_row(self.evaluate("before training").metrics())
-            self.is_stopping = self._should_stop()
-            while self.step < self.recipe.train.num_steps and not self.is_stopping:  # as it was when the step ended
-                self.train_step(self.step + 1)
+        try:
+            with freeze_gc(), self.interrupt, self.progress:
+                with self._stage("compile"):
+                    self.engine.warm_up(self.progress.compiling)
+                if self.step == 0 and self.recipe.eval.before_and_after:
+                    self._record_observations(0)
+                    self._write_row(self.evaluate("before training"))
+                self.is_stopping = self._should_stop()
+                while self.step < self.recipe.train.num_steps and not self.is_stopping:
+                    self.train_step(self.step + 1)
+        except (NonFiniteError, LogprobDifferenceError, FloatingPointError, UpdateMemoryError) as error:
+            raise TrainingStoppedError(f"{error}\n{how_to_resume(self.run.checkpoints)}") from error
 
     def train_step(self, step: int) -> None:
         """Training step `step`, from 1 on; docs/walkthrough.md follows it."""
         seed_generators(self.recipe.seed, step)
         self._record_observations(step)
-        rollouts = self.sampler.sample(step, on_progress=partial(self.progress.stage, "rollout"), timer=self.timer)
-        credit = self.assign_credit(step, rollouts)
-        metrics = rollouts.metrics | credit.metrics
         context = UpdateContext(recipe=self.recipe, step=step, ranks=self.ranks)
+        rollouts = self.sampler.sample(step, on_progress=partial(self.progress.stage, "rollout"), timer=self.timer)
+        credit = self.assign_credit(rollouts, context)
+        metrics = rollouts.metrics | credit.metrics
         if credit.sequences and self.critic is not None:
             with self._stage("critic"):
                 metrics |= update_critic(self.critic, credit.sequences, context)
@@ -246,19 +327,16 @@ class Trainer:
         self.save_rollouts(step, rollouts, credit)
         metrics |= self.evaluate_if_due(step)
         self.step = step
-        self.log(metrics, credit)
-        if self.ranks.is_main:
-            log_samples(self.accelerator, step, rollouts.groups, credit.advantages)
+        self.log(metrics, rollouts, credit)
         self.is_stopping = self._should_stop()
         with self.ranks.together(f"the checkpoint of step {step}"):
             self.checkpoint_if_due()
 
-    def assign_credit(self, step: int, rollouts: StepRollouts) -> Credit:
-        """Advantages of the kept samples; with the log-probs and values that the recipe needs."""
+    def assign_credit(self, rollouts: StepRollouts, context: UpdateContext) -> Credit:
+        """Advantages of the kept samples, with the log-probs and values that the recipe needs."""
         if not rollouts.kept:
             return Credit(sequences=[], advantages={}, metrics={})
         sequences = train_sequences(rollouts.kept)
-        context = UpdateContext(recipe=self.recipe, step=step, ranks=self.ranks)
         if self.reference is not None:
             with self._stage("reference"):
                 sequences = with_logprobs("ref_logprobs", self.reference, sequences, context)
@@ -276,10 +354,10 @@ class Trainer:
         is_last = section.before_and_after and step == self.recipe.train.num_steps
         if not is_last and (section.every_steps is None or step % section.every_steps != 0):
             return {}
-        return self.evaluate(f"after step {step}").metrics()
+        return self.evaluate(f"after step {step}")
 
-    def evaluate(self, when: str) -> EvalResult:
-        """Held-out accuracy (without a verifier: reward) of the policy as it is."""
+    def evaluate(self, when: str) -> dict[str, float]:
+        """`eval/...` metrics of the policy as it is: held-out accuracy (without a verifier: reward)."""
         _, result = evaluate(
             self.recipe,
             self.eval_prompts,
@@ -291,8 +369,9 @@ class Trainer:
             conversations=self.conversations,
             ranks=self.ranks,
         )
-        self.progress.say(f"{when}: {describe_held_out(result.metrics())}")
-        return result
+        metrics = result.metrics()
+        self.progress.say(f"{when}: {describe_held_out(metrics)}")
+        return metrics
 
     def save_rollouts(self, step: int, rollouts: StepRollouts, credit: Credit) -> None:
         """Write `rollouts/step_N.parquet`."""
@@ -301,7 +380,7 @@ class Trainer:
                 path = self.run.path / "rollouts" / step_file_name(step)
                 write_rollouts(path, rollouts.groups, credit.advantages)
 
-    def log(self, metrics: Mapping[str, float], credit: Credit) -> None:
+    def log(self, metrics: Mapping[str, float], rollouts: StepRollouts, credit: Credit) -> None:
         """One row of `metrics.jsonl`, the trackers, and a line for people; the row is on disk when this returns."""
         computed = [sequence for sequence in credit.sequences if self.objective.needs_pass(sequence)]
         num_flops = update_flops(self.recipe, self.policy.config, computed) / self.ranks.count  # of one device
@@ -311,6 +390,7 @@ class Trainer:
         self.progress.step(self.step, describe_step(row))
         if self.ranks.is_main:
             self.on_step(self.step, row)
+            log_samples(self.accelerator, self.step, rollouts.groups, credit.advantages)
 
     def checkpoint_if_due(self) -> None:
         """Write a checkpoint where the recipe wants one, after the last step, and when the run is to end."""
@@ -322,12 +402,7 @@ class Trainer:
         with self.timer.stage("checkpoint"):  # counted in the next row: this step's row precedes its checkpoint
             save_checkpoint(
                 self.run.checkpoints,
-                TrainerState(
-                    step=self.step,
-                    policy_version=self.engine.policy_version,
-                    num_draws=self.sampler.num_draws,
-                    prompts_sha256=self.prompts_sha256,
-                ),
+                self.state(),
                 model=self.policy,
                 tensors={name: state_tensors(optimizer) for name, optimizer in self.optimizers.items()},
                 critic=None if self.critic is None else self.critic.model,
@@ -344,13 +419,13 @@ class Trainer:
                     path.unlink()
 
     def _record_observations(self, step: int) -> None:
-        """From now on what environments say is written into the file of this step, or read where it is there."""
+        """Write the observations of environments into the file of this step, or read them where it is there."""
         if self.conversations is not None:
             path = self.run.path / OBSERVATIONS / f"step_{step:06d}.jsonl"
             self.conversations.use_record(path, self.ranks.index)
 
     def _should_stop(self) -> bool:
-        """Whether a rank was asked to end the run."""
+        """Whether a rank was interrupted."""
         return any(self.ranks.gather(self.interrupt.requested, f"the end of step {self.step}"))
 
     def _write_row(self, metrics: Mapping[str, float]) -> None:
@@ -366,69 +441,10 @@ class Trainer:
             yield
 
 
-# --- Start and end of a run -------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def open_trainer(
-    recipe: Recipe, *, progress: RunProgress, ranks: Ranks = ONE_RANK, **flags: Unpack[StartFlags]
-) -> Iterator[Trainer]:
-    """Everything that a run needs, ready for its next step; see `run_training` for the arguments and errors.
-
-    Rank 0 has the run's folder, and alone writes into it.
-    """
-    resume = flags.get("resume", False)
-
-    def check() -> tuple[list[str], Path | None]:
-        changes = check_run_folder(recipe, **flags)
-        check_trackers(recipe.log)
-        checkpoints = run_path(recipe) / "checkpoints"
-        return changes, checkpoint_to_resume(checkpoints, flags.get("from_step")) if resume else None
-
-    changes, checkpoint = ranks.on_main(check, "the checks of rank 0")
-    with ExitStack() as stack:
-        with ranks.together("the others to load the model and the task"):
-            trainer = Trainer(recipe, checkpoint, progress, ranks)
-            stack.enter_context(trainer.grader)
-            if trainer.conversations is not None:
-                stack.enter_context(trainer.conversations)
-            trainer.grader.try_rewards(trainer.task.train_prompts[0], recipe.rollout.num_samples)
-            if trainer.step > recipe.train.num_steps:
-                raise ValueError(f"train.num_steps: {trainer.step} are done; --checkpoint resumes from an earlier one")
-        with ranks.together("rank 0 to open the run's folder"):
-            if not ranks.is_main:  # it writes nothing
-                nowhere = stack.enter_context(MetricLog(Path(os.devnull)))
-                trainer.run = RunFolder(path=run_path(recipe), checkpoint=checkpoint, log=nowhere)
-            else:
-                run = trainer.run = stack.enter_context(open_run_folder(recipe, **flags))
-                if run.checkpoint != checkpoint:
-                    raise ValueError(
-                        f"{run.path} has changed while the model was loading: another process trains there"
-                    )
-                start_trackers(trainer.accelerator, recipe, step=trainer.step)
-                run.begin(recipe)
-                if run.moved_to is not None:
-                    progress.say(f"--overwrite: the folder that was {run.path} is now {run.moved_to}")
-        counts = ", ".join(f"{name} {count:,}" for name, count in trainer.task.load_report.items())
-        progress.say(f"task {recipe.task.name}: {counts}")
-        progress.say(describe_prompt(trainer.sampler.started(trainer.task.train_prompts[0]), trainer.tokenizer))
-        for change in changes:
-            progress.say(f"--resume: {change}")
-        if resume and checkpoint is None:
-            progress.say(f"--resume: {trainer.run.path} has no checkpoint, starting from step 0")
-        elif resume:
-            progress.say(f"resuming {trainer.run.path} after step {trainer.step} of {recipe.train.num_steps}")
-        try:
-            yield trainer
-        finally:
-            for tracker in trainer.accelerator.trackers:  # `end_training` would also disconnect the ranks
-                tracker.finish()
-
-
 def describe_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The prompt as the policy reads it, special tokens and the ends of lines included; the middle of a long one goes.
+    """The prompt as the policy reads it, with special tokens and line ends, without the middle of a long one.
 
-    Each line begins with `| `, so that an end of line at the very end is seen.
+    Each line begins with `| `, so that a line end at the very end is visible.
     """
     text = str(tokenizer.decode(list(prompt.token_ids), clean_up_tokenization_spaces=False))
     if (num_left_out := len(text) - SHOWN_CHARACTERS) > 0:
@@ -441,7 +457,7 @@ def describe_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
 def seed_generators(seed: int, step: int) -> None:
     """Seed the global generators for one step, so that a resumed run repeats it.
 
-    Nothing of ours draws from them; rewards and losses of the user's own may.
+    srtrl draws nothing from them; rewards and losses of a user may.
     """
     from accelerate.utils import set_seed
 

@@ -26,8 +26,9 @@ from srtrl.ranks.processes import Ranks, open_ranks
 from srtrl.recipe.schema import Recipe, UpdatePlan, WarmStartSection
 from srtrl.rollout.packing import PackedBatch
 from srtrl.run.checkpoint import save_policy, written_beside
-from srtrl.run.folder import RunProgress, is_empty, move_aside
+from srtrl.run.folder import is_empty, move_aside
 from srtrl.run.interrupt import explain_out_of_memory
+from srtrl.run.progress import RunProgress
 from srtrl.tasks.base import Task, load_task
 from srtrl.trainer import build
 from srtrl.trainer.evaluate import EvalResult, held_out_prompts
@@ -79,7 +80,7 @@ def run_warm_start(recipe: Recipe, *, overwrite: bool = False, progress: RunProg
         if progress is None or not ranks.is_main:
             console = Console(quiet=True) if not ranks.is_main else None
             num_steps = recipe.warm_start.num_steps
-            progress = RunProgress("warm start", num_steps, console=console, plain_every=20)
+            progress = RunProgress(num_steps, console=console)
         return _run(recipe, recipe.warm_start, overwrite, progress, ranks)
 
 

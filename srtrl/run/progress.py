@@ -1,0 +1,49 @@
+"""The progress of a run on the console: a line for each step and, on a terminal, the stage that runs."""
+
+from typing import Self
+
+from rich.console import Console
+
+from srtrl.engine.warm_up import COMPILE_MESSAGE
+
+
+class RunProgress:
+    """Prints lines; inside its `with` block, on a terminal, also shows the present step and stage below them."""
+
+    def __init__(self, num_steps: int, *, console: Console | None = None) -> None:
+        """Of `num_steps` steps, on standard output by default."""
+        self.console = console if console is not None else Console()
+        self._num_steps = num_steps
+        self._num_done = 0
+        self._status = self.console.status("")
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def step(self, step: int, text: str) -> None:
+        """Print a line about step `step` (1-based), which is done."""
+        self._num_done = step
+        self.say(f"step {step}/{self._num_steps}  {text}")
+
+    def stage(self, name: str, num_done: int = 0, num_total: int = 0) -> None:
+        """Show the stage that runs (on a terminal only) and, with `num_total`, how much of it is done."""
+        if num_done == num_total and name == "rollout":
+            name, num_done, num_total = "grading", 0, 0  # everything is decoded; there is nothing to count
+        if self.console.is_terminal:
+            count = f" {num_done}/{num_total}" if num_total else ""
+            self._status.update(f"step {min(self._num_done + 1, self._num_steps)}/{self._num_steps}  {name}{count}")
+
+    def compiling(self, num_done: int, num_total: int) -> None:
+        """A CPU kernel is being compiled: say once why it takes long."""
+        if num_done == 1:
+            self.say(COMPILE_MESSAGE)
+        self.stage("compile", num_done, num_total)
+
+    def say(self, text: str) -> None:
+        """Print one line."""
+        self.console.print(text, soft_wrap=True, highlight=False, markup=False)
