@@ -87,7 +87,7 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     from srtrl.run.trackers import check_trackers
     from srtrl.tasks.base import check_task
     from srtrl.tasks.reward_terms import resolve_rewards
-    from srtrl.trainer.build import build_drafter, choose_device, is_deterministic
+    from srtrl.trainer.build import build_drafter, choose_device
 
     algorithm = recipe.algorithm
     functions = [
@@ -111,7 +111,7 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
     yield "output_dir", partial(_check_folder, recipe.output_dir)
     if recipe.warm_start is not None:
         yield "warm_start.output", partial(_check_folder, recipe.warm_start.output)
-    yield "device", lambda: is_deterministic(recipe, choose_device(recipe))
+    yield "device", partial(choose_device, recipe)
     yield "log.trackers", partial(check_trackers, recipe.log)
 
 

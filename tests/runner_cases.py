@@ -13,10 +13,9 @@ from torch import Tensor
 from srtrl.drafters.draft_tree import ROOT, DraftTree, DraftTrees
 from srtrl.engine.batch import Batch, PromptPages, Sample
 from srtrl.engine.cuda_graphs import StepGraphs
-from srtrl.engine.options import EngineOptions
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array, PrefillChunk, StepSize, fill_inputs
-from srtrl.engine.runner import RowFilters, Runner, SampledRows
+from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import row_logprobs_reference, sample_rows_reference
 from srtrl.model.attention import PackedPlan
 from srtrl.model.paged_attention import ReferencePlan

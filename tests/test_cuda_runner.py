@@ -1,6 +1,5 @@
 """What is special about the runner of a CUDA device: padded layouts, fixed addresses, graphs, and what it refuses."""
 
-import gc
 from importlib import util
 from typing import Any
 
@@ -14,7 +13,7 @@ from runner_cases import Samples, cuda_runner, random_trees, runner_policy, use_
 
 from srtrl.bench.shapes import SHAPES
 from srtrl.engine import cuda_runner as cuda_runner_module
-from srtrl.engine import devices
+from srtrl.engine import engine as engine_module
 from srtrl.engine.cuda_runner import CudaRunner
 from srtrl.engine.cuda_shapes import (
     MAX_GRAPH_ROWS,
@@ -23,10 +22,9 @@ from srtrl.engine.cuda_shapes import (
     padded_rows,
     row_edges,
 )
-from srtrl.engine.devices import make_runner
-from srtrl.engine.options import EngineOptions
+from srtrl.engine.engine import make_runner
 from srtrl.engine.rows import StepSize
-from srtrl.engine.runner import RowFilters
+from srtrl.engine.runner import EngineOptions, RowFilters
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
 
@@ -152,11 +150,9 @@ def test_logits_go_through_small_buffers(monkeypatch: pytest.MonkeyPatch, is_fil
     samples.check_step([0, 1, 2], random_trees(np.random.default_rng(0), [4, 0, 2]), filters=keep_all)
 
 
-def test_deterministic_mode_and_a_missing_triton_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_triton_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Transformer(runner_policy().config, torch.float32, "meta")  # no CPU
-    with pytest.raises(ValueError, match=r"rollout.deterministic: true .* CPU"):
-        make_runner(policy, EngineOptions(deterministic=True), 100)
-    monkeypatch.setattr(devices, "find_spec", lambda name: None if name == "triton" else util.find_spec(name))
+    monkeypatch.setattr(engine_module, "find_spec", lambda name: None if name == "triton" else util.find_spec(name))
     with pytest.raises(ValueError, match="pip install triton"):
         make_runner(policy, EngineOptions(), 100)
 
@@ -168,16 +164,5 @@ def test_a_step_without_memory_names_the_options_that_help() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     runner.compute = fail
-    with pytest.raises(ValueError, match=r"16 rows \(16 of them sampled\).*rollout.kv_memory_share"):
+    with pytest.raises(ValueError, match=r"16 rows \(16 of them sampled\).*rollout.kv_memory_gib"):
         samples.step([0, 1, 2], random_trees(np.random.default_rng(0), [8, 2, 0]))
-
-
-@pytest.mark.gpu
-def test_released_pages_are_free_memory() -> None:
-    gc.collect()
-    runner = cuda_runner(runner_policy(), page_size=16)
-    before = torch.cuda.memory_reserved()
-    runner.allocate_pages(20_000)
-    assert torch.cuda.memory_reserved() - before >= 20_000 * runner.page_bytes
-    runner.release_pages()
-    assert torch.cuda.memory_reserved() <= before + (1 << 21)

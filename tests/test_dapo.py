@@ -28,6 +28,8 @@ NUM_PROMPTS = 4
 NUM_STEPS = 4
 
 
+PAGE_GIB = 2 * 2 * 16 * 16 * 4 / 2**30
+"""Memory of a page of the policy's KV: keys and values, layers, tokens, numbers of a token, bytes."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "srt": {},
     "every run-ahead": {
@@ -35,9 +37,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "rollout__run_ahead_max_slowdown": 1e9,
         "rollout__slots": 40,
     },
-    "no run-ahead": {"rollout__run_ahead": "off", "rollout__draft_budget": 8, "rollout__slots": 13},
+    "no run-ahead": {"rollout__run_ahead_max_slowdown": None, "rollout__draft_budget": 8, "rollout__slots": 13},
     "few slots": {"rollout__slots": 3},
-    "few pages": {"rollout__slots": 16, "rollout__num_pages": 5},
+    "few pages": {"rollout__slots": 16, "rollout__kv_memory_gib": 5 * PAGE_GIB},
     "no drafts": {"rollout__drafter": "none", "rollout__slots": 64},
 }
 

@@ -1,7 +1,7 @@
 """Draft control: costs, chosen nodes and the gate against brute force, and whole runs in a world that is known."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import groupby, product
 from typing import Any
 
@@ -14,19 +14,16 @@ from runner_cases import random_tree
 
 from srtrl.drafters.draft_tree import ROOT, DraftTrees
 from srtrl.engine.draft_budget import (
-    AUTO_SLOWDOWN,
     CHECK_EVERY,
     FLOOR_SHARE,
     MAX_ROWS,
-    NEGLIGIBLE_SHARE,
-    Calibration,
     DraftControl,
     DraftGate,
     StepCost,
     choose_nodes,
     cut_trees,
-    slowdown_of,
 )
+from srtrl.engine.rows import Int64Array
 from srtrl.types import Purpose
 
 FloatArray = npt.NDArray[np.float64]
@@ -136,7 +133,7 @@ def test_cost_never_falls_with_the_rows_and_rows_within_is_its_inverse(records: 
             assert cost.rows_within(rows, slowdown) == max(fits, default=0)
 
 
-# choose_nodes and Calibration
+# choose_nodes
 
 
 def scored_trees(random: np.random.Generator, num_trees: int, most_nodes: int, levels: int = 0) -> DraftTrees:
@@ -192,11 +189,11 @@ def test_the_choice_is_the_best_of_all_numbers_of_nodes(
     ratios: tuple[float, float],
 ) -> None:
     trees = scored_trees(np.random.default_rng(seed), num_trees, 6, levels)
-    calibration = Calibration(accepted=np.array(ratios), expected=np.ones(2), score_floor=0.25)
-    sizes = choose_nodes(
-        trees, calibration, cost.table, num_other_rows=num_other_rows, draft_seconds=draft_seconds
-    ).tolist()
-    chances = chances_of(trees, calibration.ratios)
+    found, lowest = choose_nodes(
+        trees, np.array(ratios), cost.table, num_other_rows=num_other_rows, draft_seconds=draft_seconds
+    )
+    sizes = found.tolist()
+    chances = chances_of(trees, np.array(ratios))
 
     def rate(counts: tuple[int, ...]) -> float:
         tokens = num_trees + sum(sum(of_tree[:n]) for of_tree, n in zip(chances, counts, strict=True))
@@ -204,40 +201,15 @@ def test_the_choice_is_the_best_of_all_numbers_of_nodes(
 
     everything = product(*(range(size + 1) for size in trees.sizes.tolist()))
     assert rate(tuple(sizes)) == pytest.approx(max(map(rate, everything)))
-    chosen = [tree.scores[:n].min() for tree, n in zip(trees, sizes, strict=True) if n]
-    step_seconds = cost.seconds(num_trees + num_other_rows + sum(sizes)) + draft_seconds
-    is_cheap = trees.num_nodes > 0 and draft_seconds < NEGLIGIBLE_SHARE * step_seconds
-    if not trees.num_nodes or sum(sizes) == trees.num_nodes or is_cheap:
-        assert calibration.score_floor == 0.125
-    elif chosen:
-        assert calibration.score_floor == pytest.approx(FLOOR_SHARE * min(chosen))
-    else:
-        assert calibration.score_floor == 0.25
+    assert lowest == min([1.0, *(tree.scores[:n].min() for tree, n in zip(trees, sizes, strict=True) if n)])
 
 
 @pytest.mark.parametrize(("num_other_rows", "expected"), [(MAX_ROWS - 5, 3), (MAX_ROWS, 0)])
 def test_a_step_has_no_more_rows_than_its_cost_is_known_for(num_other_rows: int, expected: int) -> None:
     table = StepCost(points=[(1, 1.0), (MAX_ROWS, 1.0)]).table
     trees = chains(np.full((2, 8), 0.9))
-    sizes = choose_nodes(trees, Calibration(), table, num_other_rows=num_other_rows, draft_seconds=0.0)
+    sizes, _ = choose_nodes(trees, np.ones(2), table, num_other_rows=num_other_rows, draft_seconds=0.0)
     assert sizes.sum() == expected
-
-
-@pytest.mark.parametrize("truth", [(0.5, 0.9), (1.3, 0.4), (1.0, 1.0)])
-def test_chances_become_the_true_ones(truth: tuple[float, float]) -> None:
-    random = np.random.default_rng(0)
-    calibration = Calibration()
-    assert calibration.ratios.tolist() == [1, 1], "before any outcome scores are believed"
-    first, second = 0.6, 0.3
-    trees = chains(np.tile([first, second], (32, 1)))
-    for _ in range(400):
-        hit = random.random(32) < first * truth[0]
-        deeper = hit & (random.random(32) < second * truth[1] / (first * truth[0]))
-        calibration.record(trees, hit.astype(np.int64) + deeper)
-    assert calibration.ratios == pytest.approx(truth, rel=0.1)
-    for _ in range(200):  # what was true long ago is forgotten
-        calibration.record(trees, np.zeros(32, np.int64))
-    assert (calibration.ratios < 0.05).all()
 
 
 @given(seed=st.integers(0, 2**32), num_trees=st.integers(0, 6), more=st.integers(0, 3))
@@ -255,17 +227,15 @@ def test_cut_trees_are_the_first_nodes_of_each(seed: int, num_trees: int, more: 
 # DraftGate
 
 
-def drive(num_steps: int, gain: Callable[[int], float], *, is_late: bool = False) -> list[bool]:
-    """Which steps are drafted for, where drafts give `gain` times the tokens per second.
-
-    `is_late`: as in an engine, a step is recorded when the next one has been drafted for.
-    """
+def drive(num_steps: int, gain: Callable[[int], float]) -> list[bool]:
+    """Which steps are drafted for, where drafts give `gain` times the tokens per second."""
     gate = DraftGate()
     drafted: list[bool] = []
     for step in range(num_steps):
-        drafted.append(gate.wants_drafts())
-        for wants in drafted[-2:-1] if is_late else drafted[-1:]:
-            gate.record(drafted=wants, num_tokens=100, seconds=1 / gain(step) if wants else 1.0)
+        wants = gate.wants_drafts
+        assert gate.wants_drafts == wants, "the question changes nothing"
+        drafted.append(wants)
+        gate.record(drafted=wants, num_tokens=100, seconds=1 / gain(step) if wants else 1.0)
     return drafted
 
 
@@ -273,19 +243,17 @@ PAUSES = (2, 16, 32, 64, 128, 256, 512, 1024, 1024, 1024)
 
 
 @pytest.mark.parametrize(
-    ("gain", "is_late", "stretches"),
+    ("gain", "stretches"),
     [
-        (1.04, False, [length for pause in PAUSES for length in (pause, 4)]),
-        # A late record makes each stretch one step longer, and no more.
-        (1.04, True, [length for pause in PAUSES for length in (pause + 1, 5)]),
-        (1.1, False, [2, 4 + CHECK_EVERY - 1, *[1, CHECK_EVERY - 1] * 20]),
+        (1.04, [length for pause in PAUSES for length in (pause, 4)]),
+        (1.1, [2, 4 + CHECK_EVERY - 1, *[1, CHECK_EVERY - 1] * 20]),
     ],
-    ids=["drafts never pay", "drafts never pay, late", "drafts pay"],
+    ids=["drafts never pay", "drafts pay"],
 )
 def test_pauses_between_trials_double_and_while_drafts_pay_one_step_in_64_goes_without(
-    gain: float, is_late: bool, stretches: list[int]
+    gain: float, stretches: list[int]
 ) -> None:
-    found = [len(list(steps)) for _, steps in groupby(drive(5000, lambda step: gain, is_late=is_late))]
+    found = [len(list(steps)) for _, steps in groupby(drive(5000, lambda step: gain))]
     assert found[: len(stretches)] == stretches
 
 
@@ -301,7 +269,7 @@ def test_a_gain_that_comes_or_goes_is_noticed() -> None:
 
 
 def control_of(cost: StepCost, **changes: Any) -> DraftControl:
-    values: dict[str, Any] = {"fixed": None, "num_slots": 64, "max_slowdown": AUTO_SLOWDOWN}
+    values: dict[str, Any] = {"fixed": None, "max_slowdown": 0.03}
     return DraftControl(cost, **(values | changes))
 
 
@@ -361,146 +329,60 @@ def test_nothing_is_asked_without_sequences_or_a_known_cost() -> None:
     unknown = control_of(StepCost(EDGES))
     assert [unknown.max_nodes(4, 8) for _ in range(10)] == [0] * 10
     assert unknown.run_ahead_rows(4) == 0
-    assert unknown.has_room_for_run_aheads()
 
 
 @pytest.mark.parametrize(
-    ("points", "slowdown", "rows", "has_room"),
+    ("points", "slowdown", "rows"),
     [
-        # A row as dear as a token, and a stair's padding: what is decoded ahead costs as much now as it saves later.
-        (((1, 1.0), (1000, 1000.0)), "auto", 0, False),
-        (((8, 1.0), (16, 2.0), (1000, 125.0)), "auto", 4, False),
-        (((1, 1.0), (1000, 1000.0)), 16.0, 64, True),
-        (((1, 1.0), (10, 1.0), (100, 3.7)), "auto", 7, True),
-        (((1, 1.0), (10, 1.0), (100, 3.7)), 0.5, 22, True),
-        (((1, 1.0), (1000, 1000.0)), float("inf"), MAX_ROWS, True),
+        # A row as dear as a token, and a bucket's padding.
+        (((1, 1.0), (1000, 1000.0)), 0.03, 0),
+        (((8, 1.0), (16, 2.0), (1000, 125.0)), 0.03, 4),
+        (((1, 1.0), (1000, 1000.0)), 16.0, 64),
+        (((1, 1.0), (10, 1.0), (100, 3.7)), 0.03, 7),
+        (((1, 1.0), (10, 1.0), (100, 3.7)), 0.5, 22),
+        (((1, 1.0), (1000, 1000.0)), None, 0),
     ],
 )
 def test_run_aheads_have_the_rows_that_are_nearly_free(
-    points: tuple[tuple[int, float], ...], slowdown: Any, rows: int, has_room: bool
+    points: tuple[tuple[int, float], ...], slowdown: float | None, rows: int
 ) -> None:
-    control = control_of(StepCost(points=points), num_slots=5, max_slowdown=slowdown_of(slowdown))
+    control = control_of(StepCost(points=points), max_slowdown=slowdown)
     assert control.run_ahead_rows(4) == rows
-    assert control.run_ahead_rows(0) == (MAX_ROWS if slowdown == float("inf") else 0), "no step yet"
-    assert control.has_room_for_run_aheads() == has_room
+    assert control.run_ahead_rows(0) == 0, "no step yet"
+    assert control.run_ahead_rows(4, alone=True) == (0 if slowdown is None else MAX_ROWS)
 
 
-# Whole runs
+@pytest.mark.parametrize("truth", [(0.5, 0.9), (1.3, 0.4), (1.0, 1.0)])
+def test_scores_are_corrected_by_what_was_accepted_and_the_floor_follows_the_choice(truth: tuple[float, float]) -> None:
+    random = np.random.default_rng(0)
+    control = control_of(StepCost(points=((1, 1.0), (MAX_ROWS, 1.0))))
+    control.add_request(has_history=True)
+    first, second = 0.6, 0.3
+    trees = chains(np.tile([first, second], (32, 1)))
+    learned = control._of_class(32)
 
-
-DEPTH = 12
-
-
-@dataclass(slots=True)
-class World:
-    """A drafter of chains whose scores are off in a known way, and steps of a known cost.
-
-    In each step a sequence's draft has a quality of its own; a node is accepted with `acceptance` times its conditional
-    score.
-    """
-
-    batch: int
-    seconds: Callable[[int], float]
-    """True cost of a step by its rows."""
-    draft_seconds: float = 0.0
-    quality: float = 1.0
-    """Factor of the conditional scores."""
-    noise: float = 0.03
-    """Standard deviation of a measured step's seconds, as a share."""
-    acceptance: float = 0.75
-    """True chance of a node, by its conditional score."""
-    num_drafted: int = 0
-    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
-
-    def scores(self) -> FloatArray:
-        """[B, DEPTH], conditional scores of a step's chains."""
-        means = self.random.beta(2, 1, (self.batch, 1))
-        return self.quality * np.clip(means + self.random.uniform(-0.2, 0.2, (self.batch, DEPTH)), 0.02, 0.98)
-
-    def step(self, control: DraftControl) -> tuple[float, float]:
-        """One step of an engine: propose, choose, emit, learn; returns its expected tokens and its seconds."""
-        batch = self.batch
-        most, floor = control.max_nodes(batch, DEPTH), control.score_floor(batch)
-        conditional = self.scores()
-        path = conditional.cumprod(axis=1)
-        trees = cut_trees(chains(path), ((path >= floor) & (np.arange(DEPTH) < most)).sum(axis=1), batch)
-        if most:
-            trees = cut_trees(trees, control.choose(trees, batch, 0), batch)
-        true = self.acceptance * conditional
-        num_reached = (self.random.random((batch, DEPTH)) < true).cumprod(axis=1).sum(axis=1)
-        seconds = self.seconds(batch + trees.num_nodes)
-        draft_seconds = self.draft_seconds if most else 0.0
-        measured = seconds * max(1 + self.noise * self.random.standard_normal(), 0.2)
+    def record(num_accepted: Int64Array) -> None:
         control.record(
             trees=trees,
-            num_accepted=np.minimum(num_reached, trees.sizes),
-            num_sequences=batch,
-            num_rows=batch + trees.num_nodes,
-            drafted=most > 0,
-            draft_seconds=draft_seconds,
-            seconds=measured + draft_seconds,
+            num_accepted=num_accepted,
+            num_sequences=32,
+            num_rows=96,
+            drafted=True,
+            draft_seconds=0.0,
+            seconds=1.0,
         )
-        self.num_drafted += most > 0
-        is_verified = np.arange(DEPTH) < trees.sizes[:, None]
-        # Expected ones, by the true chances of what was verified, are less noisy than those emitted.
-        return batch + float((true.cumprod(axis=1) * is_verified).sum()), seconds + draft_seconds
 
-    def run(self, control: DraftControl, num_steps: int) -> float:
-        """Do as many steps; returns their expected tokens per second."""
-        self.num_drafted = 0
-        tokens, seconds = np.sum([self.step(control) for _ in range(num_steps)], axis=0)
-        return float(tokens / seconds)
-
-    def best_fixed_rate(self) -> float:
-        """Tokens per second of the best fixed number of nodes; none at all costs no drafting either."""
-        wide = replace(self, batch=2000, random=np.random.default_rng(1))
-        gains = (self.acceptance * wide.scores()).cumprod(axis=1).mean(axis=0).cumsum()
-        rates = [self.rate_without_drafts]
-        for num_nodes, gain in enumerate(gains.tolist(), 1):
-            seconds = self.seconds(self.batch * (1 + num_nodes)) + self.draft_seconds
-            rates.append(self.batch * (1 + gain) / seconds)
-        return max(rates)
-
-    @property
-    def rate_without_drafts(self) -> float:
-        """Tokens per second of steps without drafts."""
-        return self.batch / self.seconds(self.batch)
-
-    def control(self) -> DraftControl:
-        """As an engine makes it: forward passes are timed, but a step has host work as well."""
-        return control_of(probed(lambda rows: 0.6 * self.seconds(rows), self.batch))
-
-
-COSTS: dict[str, Callable[[int], float]] = {
-    "a small CPU: dear rows": lambda rows: 1e-3 + 1e-4 * padded(rows),
-    "a CPU": lambda rows: 20e-3 + 5e-4 * padded(rows),
-    "level, then linear": lambda rows: 2e-3 * max(1.0, rows / 256),
-    "stairs": lambda rows: 1e-3 * (1 + -(-rows // 64)),
-}
-
-
-@pytest.mark.parametrize("name", COSTS)
-@pytest.mark.parametrize("batch", [1, 4, 16, 64, 256])
-def test_no_fixed_budget_is_much_better_and_none_is_hardly_better(name: str, batch: int) -> None:
-    """Bad and slow drafts from the first step on, good and quick ones once costs and chances are learned."""
-    cost = COSTS[name]
-    good = World(batch, cost, draft_seconds=0.005 * cost(batch))
-    control = good.control()
-    good.run(control, 150)
-    rate = good.run(control, 300)
-    assert rate > 0.95 * good.best_fixed_rate()
-    assert rate > 0.97 * good.rate_without_drafts
-    bad = World(batch, cost, draft_seconds=0.05 * cost(batch), quality=0.1)
-    assert bad.run(bad.control(), 400) > 0.97 * bad.rate_without_drafts
-
-
-@pytest.mark.parametrize("quality", [0.02, 0.3])
-def test_drafts_that_come_to_pay_are_found(quality: float) -> None:
-    cost = COSTS["a CPU"]
-    world = World(4, cost, draft_seconds=0.05 * cost(4), quality=quality, noise=0.0)
-    control = world.control()
-    world.run(control, 600)
-    world.quality = 1.0
-    world.run(control, 1500)
-    assert world.run(control, 100) > 0.95 * world.best_fixed_rate()
-    assert world.num_drafted > 90
+    for _ in range(400):
+        hit = random.random(32) < first * truth[0]
+        deeper = hit & (random.random(32) < second * truth[1] / (first * truth[0]))
+        record(hit.astype(np.int64) + deeper)
+    assert learned.accepted / learned.expected == pytest.approx(truth, rel=0.1)
+    learned.score_floor = 0.25
+    assert control.choose(trees, 32, 0).tolist() == [2] * 32, "more rows cost nothing"
+    assert learned.score_floor == 0.125
+    control.cost = StepCost(points=((32, 1.0), (64, 1.0), (65, 9.0), (MAX_ROWS, 9.0)))
+    assert control.choose(trees, 32, 0).tolist() == [1] * 32
+    assert learned.score_floor == pytest.approx(FLOOR_SHARE * first)
+    for _ in range(200):  # what was true long ago is forgotten
+        record(np.zeros(32, np.int64))
+    assert (learned.accepted / learned.expected < 0.05).all()

@@ -17,8 +17,7 @@ from runner_cases import runner_policy, use_reference
 from srtrl.drafters.base import DrafterBase
 from srtrl.engine.cuda_graphs import StepGraphs
 from srtrl.engine.cuda_runner import CudaRunner
-from srtrl.engine.devices import make_runner
-from srtrl.engine.engine import Engine, EngineOptions
+from srtrl.engine.engine import Engine, EngineOptions, make_runner
 from srtrl.engine.runner import SampledRows, page_bytes_of
 from srtrl.model.transformer import Transformer
 from srtrl.types import Request
@@ -43,10 +42,6 @@ def cuda_engine(
 
 def cuda_requests(prompts: Sequence[tuple[int, ...]] = PROMPTS, **changes: Any) -> list[Request]:
     return requests_for(prompts, **({"num_samples": 2, "max_new_tokens": 14} | changes))
-
-
-def kv_bytes_of(engine: Engine) -> int:
-    return engine.runner.num_pages * engine.runner.page_bytes
 
 
 def runner_of(engine: Engine) -> CudaRunner:
@@ -120,40 +115,6 @@ def test_prompts_are_not_waited_for_and_spoil_no_measurement(monkeypatch: pytest
     assert was_prepared == [True, *(not alone for alone in prompts_alone[:-1])], "the rest of a prompt comes after it"
 
 
-@pytest.mark.parametrize("across", ["keep", "release"])
-def test_pages_are_released_for_the_update_and_taken_back(across: str) -> None:
-    requests, engine = cuda_requests(), cuda_engine(runner_policy(), kv_across_update=across)
-    first = decode(engine, requests)
-    held = kv_bytes_of(engine)
-    assert held == engine.pool.num_pages * runner_of(engine).page_bytes > 0
-    engine.release_kv()
-    assert kv_bytes_of(engine) == (held if across == "keep" else 0)
-    engine.end_step(has_new_weights=True)
-    assert len(runner_of(engine)._graphs) > 0, "whether pages have moved is known when they are back"
-    assert_same_text(decode(engine, requests), first)
-    assert kv_bytes_of(engine) == held
-
-
-def test_memory_that_is_gone_after_the_update_means_fewer_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = cuda_requests()
-    engine = cuda_engine(runner_policy(), kv_across_update="release", num_pages=30)
-    first = decode(engine, requests)
-    engine.release_kv()
-    allocate = CudaRunner.allocate_pages
-
-    def short(self: CudaRunner, num_pages: int) -> None:
-        if num_pages > 12:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        allocate(self, num_pages)
-
-    monkeypatch.setattr(CudaRunner, "allocate_pages", short)
-    with pytest.warns(UserWarning, match=r"got 1[12] pages .* where 30 .* rollout.kv_memory_share"):
-        again = decode(engine, requests)
-    assert_same_text(again, first)
-    assert engine.pool.num_pages == runner_of(engine).num_pages <= 12
-    assert engine.take_metrics()["engine/pages"] <= 12
-
-
 def test_the_cost_of_a_step_is_measured_at_the_edges_of_the_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[int] = []
 
@@ -186,16 +147,14 @@ def test_graphs_and_single_launches_give_the_same_text() -> None:
 
 
 @pytest.mark.gpu
-def test_pages_take_their_share_of_the_memory_and_fewer_where_there_is_less() -> None:
+def test_pages_take_their_share_of_the_memory() -> None:
     policy = runner_policy().bfloat16()
     assert isinstance(make_runner(policy, EngineOptions(), 100), CudaRunner)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     large = 16_384  # tokens of a page: so few slots can use all memory
-    engine = cuda_engine(policy, page_size=large, kv_memory_gib="auto", kv_memory_share=0.25, slots=50_000)
-    assert 0.2 * free < kv_bytes_of(engine) < 0.26 * free
+    engine = cuda_engine(policy, page_size=large, kv_memory_gib="auto", slots=50_000)
+    assert 0.4 * free < engine.runner.num_pages * engine.runner.page_bytes < 0.51 * free
     del engine
-    with pytest.warns(UserWarning, match="rollout.kv_memory_share"):
-        engine = cuda_engine(policy, page_size=large, num_pages=int(1.2 * free) // page_bytes_of(policy, large))
-    assert kv_bytes_of(engine) < free
-    assert len(decode(engine, cuda_requests())) == 6
+    with pytest.raises(ValueError, match=r"rollout\.kv_memory_gib"):
+        cuda_engine(policy, page_size=large, num_pages=int(1.2 * free) // page_bytes_of(policy, large))

@@ -38,7 +38,7 @@ def test_reads_values_defaults_and_overrides(recipe_file: Path) -> None:
         "train.betas=[0.9, 0.95]",
         "task.options.num_train=10",
         "task.options.train.files=[a.jsonl, b.jsonl]",
-        "rollout.run_ahead=off",
+        "rollout.run_ahead_max_slowdown=null",
         "train.weight_decay=1",
         "rewards=[{name: correct}, {name: format}]",
         "rewards.1.weight=0.5",
@@ -48,7 +48,7 @@ def test_reads_values_defaults_and_overrides(recipe_file: Path) -> None:
     assert recipe.train.learning_rate == 1e-6
     assert recipe.train.betas == (0.9, 0.95)
     assert recipe.task.options == {"num_train": 10, "train": {"files": ["a.jsonl", "b.jsonl"]}}
-    assert recipe.rollout.run_ahead == "off"
+    assert recipe.rollout.run_ahead_max_slowdown is None
     assert recipe.train.weight_decay == 1.0
     assert recipe.rollout.num_prompts == 8
     assert [reward.weight for reward in recipe.rewards] == [1.0, 0.25]

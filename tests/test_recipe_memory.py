@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from srtrl.bench.shapes import SHAPES
 from srtrl.engine.cuda_runner import CudaRunner
 from srtrl.engine.kv_memory import choose_num_pages, kv_bytes
-from srtrl.engine.options import EngineOptions
+from srtrl.engine.runner import EngineOptions
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.logprobs import token_logprobs
 from srtrl.model.transformer import Transformer
@@ -55,9 +55,7 @@ def test_slots_are_as_given_or_what_the_kv_cache_holds() -> None:
     assert slots(free=None) == 64
     assert slots() == 5 * 10**9 // of_one
     assert slots(reserved_bytes=10**9) == slots(free=9 * 10**9) == int(4.5e9) // of_one
-    assert slots("rollout.kv_memory_share=0.8") == 8 * 10**9 // of_one
     assert slots("rollout.kv_memory_gib=2") == 2 * 2**30 // of_one
-    assert slots("rollout.num_pages=7200") == 100
     assert slots(free=10**12) == 128 * 5
     assert [slots(free=10**12, num_samples=number) for number in (900, 2000)] == [900, 1024]
     assert slots(free=10**6) == 1
@@ -178,13 +176,11 @@ def memory_of(recipe: Recipe, shape: str) -> dict[str, float]:
     with tracker:
         runner = CudaRunner(policy, options, longest)
     parts["decoder's buffers"] = tracker.peak
-    for_pages, source = kv_bytes(
-        rollout.kv_memory_gib, free - tracker.peak, share=rollout.kv_memory_share, reserved_bytes=gradients
-    )
+    for_pages, source = kv_bytes(rollout.kv_memory_gib, free - tracker.peak, reserved_bytes=gradients)
     num_pages = choose_num_pages(
         for_pages,
         page_bytes=runner.page_bytes,
-        page_size=rollout.page_size,
+        page_size=options.page_size,
         slots=slots,
         max_sequence_tokens=longest,
         source=source,

@@ -148,10 +148,10 @@ def test_a_step_is_learned_from_under_the_samples_that_it_drafted_for() -> None:
         engine.step()
         for request in second:  # now 8 of 10 samples have history
             engine.add(request)
-        assert {history for _, history, _ in engine.control._gates} == {0}
+        assert {history for _, history, _ in engine.control._learned} == {0}
         engine.step()
         engine.step()
-        assert {history for _, history, _ in engine.control._gates} == {0, 3}
+        assert {history for _, history, _ in engine.control._learned} == {0, 3}
 
 
 @pytest.mark.parametrize("draft_budget", [0, 2])

@@ -22,7 +22,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "rollout__run_ahead_max_slowdown": 1e9,
         "rollout__slots": 13,
     },
-    "no run-ahead": {"rollout__draft_budget": 8, "rollout__run_ahead": "off", "rollout__slots": 5},
+    "no run-ahead": {"rollout__draft_budget": 8, "rollout__run_ahead_max_slowdown": None, "rollout__slots": 5},
     "history": {"rollout__drafter": "history", "rollout__draft_budget": 8},
     "ngram": {"rollout__drafter": "ngram", "rollout__draft_budget": 4, "rollout__run_ahead_max_slowdown": 1e9},
     "no drafts": {"rollout__draft_budget": 0, "rollout__run_ahead_max_slowdown": 1e9},
@@ -63,7 +63,7 @@ def test_the_trainer_looks_one_step_ahead_and_says_what_comes(tmp_path: Path, mo
         make_policy(tmp_path / "policy"), tmp_path, train__num_steps=3, rollout__run_ahead_max_slowdown=100.0
     )
     run_training(recipe, resume=False, overwrite=False)
-    changed = {"run_ahead": "off", "run_ahead_max_slowdown": 0.5, "draft_budget": 3}
+    changed = {"run_ahead_max_slowdown": 0.5, "draft_budget": 3}
     other = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=changed)})
     check_run_folder(other, resume=True)  # all of these can change
     assert len(steps) == 3

@@ -20,7 +20,6 @@ from torch import Tensor
 
 import srtrl
 from srtrl.drafters.srt import Drafter
-from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.evaluation.policy import resolve_eval_source, run_evals
 from srtrl.metrics import read_metrics
 from srtrl.recipe.file import dump_recipe
@@ -143,24 +142,14 @@ def test_checkpoint_evaluates_as_the_run_did(run: TrainingResult) -> None:
 # --- What must not change what is learned -----------------------------------------------------------------------------
 
 
-def test_evaluation_logging_slots_and_released_pages_do_not_disturb_training(
-    policy: Path, run: TrainingResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_evaluation_logging_and_slots_do_not_disturb_training(
+    policy: Path, run: TrainingResult, tmp_path: Path
 ) -> None:
     rewards = [{"name": "correct", "weight": 0.5}, {"name": "format"}]  # `digits` draws from the global generator
     plain = {"train__num_steps": 2, "rewards": rewards, "eval__before_and_after": False, "eval__every_steps": None}
     quiet = train(make_recipe(policy, tmp_path / "quiet", **plain))
     busy = {**plain, "eval__every_steps": 1, "eval__before_and_after": True, "rollout__slots": 3}
-    busy["rollout__kv_across_update"] = "release"
-    allocated = []
-    allocate = CpuRunner.allocate_pages
-
-    def counted(runner: CpuRunner, num_pages: int) -> None:
-        allocated.append(num_pages)
-        allocate(runner, num_pages)
-
-    monkeypatch.setattr(CpuRunner, "allocate_pages", counted)
     loud = train(make_recipe(policy, tmp_path / "loud", log__trackers=["tensorboard"], **busy))
-    assert allocated == 3 * allocated[:1], "at first, and after each update"
     assert learned(quiet.folder) == learned(loud.folder)
     assert weights(quiet.folder, 2) == weights(loud.folder, 2)
     assert not any("eval/accuracy" in row for row in read_metrics(quiet.folder / "metrics.jsonl"))
@@ -433,16 +422,6 @@ def test_learning_rate() -> None:
     assert rates("cosine")[8] == pytest.approx(0.5)
     assert rates("cosine", warmup=0)[0] == 1.0
     assert min(rates("linear")) > 0
-
-
-def test_the_deterministic_mode_is_the_default_of_the_cpu(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path, tmp_path)
-    assert build.is_deterministic(recipe, torch.device("cpu"))
-    assert not build.is_deterministic(recipe, torch.device("cuda"))
-    assert build.is_deterministic(make_recipe(tmp_path, tmp_path, rollout__deterministic=True), torch.device("cuda"))
-    assert not build.is_deterministic(
-        make_recipe(tmp_path, tmp_path, rollout__deterministic=False), torch.device("cpu")
-    )
 
 
 def test_an_update_that_has_no_attention_for_its_heads_is_refused(

@@ -46,7 +46,7 @@ def main() -> None:
 
     from srtrl.bench.shapes import SHAPES
     from srtrl.engine.cuda_runner import CudaRunner
-    from srtrl.engine.options import EngineOptions
+    from srtrl.engine.runner import EngineOptions
     from srtrl.model.hf_config import config_from_hf
     from srtrl.model.transformer import Transformer
 

@@ -25,9 +25,9 @@ from srtrl.bench import options
 from srtrl.bench.tables import Row, publish, read_environment
 from srtrl.bench.workload import make_request, read_rollouts
 from srtrl.engine.batch import Batch
-from srtrl.engine.draft_budget import DraftControl, StepCost, slowdown_of
-from srtrl.engine.options import EngineOptions
+from srtrl.engine.draft_budget import DraftControl, StepCost
 from srtrl.engine.page_pool import PagePool
+from srtrl.engine.runner import EngineOptions
 from srtrl.engine.scheduler import Scheduler
 from srtrl.ranks.processes import Ranks
 from srtrl.ranks.sharing import Claims, SharedCounters, deal, round_robin
@@ -206,8 +206,7 @@ class Simulation:
         scheduler = Scheduler(batch, prefill_chunk_tokens=used.prefill_chunk_tokens, max_draft_nodes=nodes)
         for request in requests:
             scheduler.add(request, expected[request.draw_index])
-        slowdown = slowdown_of(used.run_ahead_max_slowdown)
-        control = DraftControl(StepCost(points=self.curve), fixed=0, num_slots=num_slots, max_slowdown=slowdown)
+        control = DraftControl(StepCost(points=self.curve), fixed=0, max_slowdown=used.run_ahead_max_slowdown)
         return SimulatedRank(scheduler, control, claims, expected, ahead)
 
 

@@ -24,6 +24,7 @@ from srtrl.bench.tables import format_table
 from srtrl.bench.workload import make_request, read_rollouts
 from srtrl.drafters.base import DrafterBase, resolve_drafter
 from srtrl.drafters.draft_tree import ROOT, check_trees
+from srtrl.engine.engine import compile_kernels
 from srtrl.recipe.file import RecipeError, RecipeSource, validate_section
 from srtrl.recipe.schema import Section
 from srtrl.types import Request
@@ -336,7 +337,7 @@ def replay_files(files: Sequence[Path], settings: ReplaySettings, *, as_json: bo
     for path in files:
         recording = read_rollouts(path, tokenizer=settings.tokenizer, max_tokens=settings.max_tokens)
         drafter = drafter_class(options)
-        drafter.warm_up()
+        compile_kernels()
         replay = Replay(drafter, settings)
         replay.run(recording)
         if replay.counts.num_sequence_steps == 0:

@@ -87,9 +87,6 @@ class DrafterBase:
     def end_step(self) -> None:
         """A training step has ended, with or without a policy update; what was learned about the text stays valid."""
 
-    def warm_up(self) -> None:
-        """Compile kernels, before a rollout needs them."""
-
     def take_metrics(self) -> dict[str, float]:
         """Metrics of the drafter's own since the last call, all under `engine/`.
 

@@ -16,7 +16,7 @@ from srtrl.drafters.suffix_automaton import INSERTS, START_TOKEN
 from srtrl.drafters.token_trie import TokenTrie, TrieCursors
 from srtrl.drafters.trie_draft import BLEND, draft_trees
 from srtrl.recipe.schema import Section
-from srtrl.types import Completion, Request, SamplingParams
+from srtrl.types import Completion, Request
 
 
 class SrtOptions(Section):
@@ -145,10 +145,6 @@ class Drafter(DrafterBase):
         self._free_idle(0)
         self._run_aheads.end_step()
 
-    def warm_up(self) -> None:
-        """Compile the kernels, once: they are cached for other drafters."""
-        _run_warm_up(type(self)(self.options))
-
     def take_metrics(self) -> dict[str, float]:
         """See docs/metrics.md for each metric."""
         caches = self.caches.values()
@@ -202,32 +198,3 @@ class Drafter(DrafterBase):
 def key_of(request: Request) -> PromptKey:
     """Samples with the same key share a trie."""
     return request.purpose, request.prompt_token_ids
-
-
-def _run_warm_up(drafter: Drafter) -> None:
-    """Run a short rollout with a drafter that is thrown away afterwards, so that all of its kernels are compiled."""
-    slots, tokens = np.arange(1), np.array([4, 5, 6, 7], np.int32)
-    for is_run_ahead in (True, False):  # the sample follows the run-ahead on its RNG key, and leaves it
-        request = Request(
-            prompt_id="warm-up",
-            prompt_token_ids=(1, 2),
-            draw_index=0,
-            sample_index=0,
-            rng_key=0,
-            sampling=SamplingParams(max_new_tokens=8),
-            purpose="train",
-            is_run_ahead=is_run_ahead,
-        )
-        completion = Completion(
-            request=request,
-            token_ids=[4, 5, 6, 7, 8],
-            rollout_logprobs=[0.0] * 5,
-            finish_reason="stop",
-            policy_version=0,
-        )
-        drafter.start(slots, [request])
-        for some in (tokens[:2], tokens[2:], tokens[:1] + 4):
-            drafter.propose(slots, np.full(1, 8))
-            drafter.observe(slots, some, np.array([0, len(some)]))
-        drafter.finish([0], [completion])
-        drafter.end_step()

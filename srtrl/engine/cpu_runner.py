@@ -5,15 +5,14 @@ from dataclasses import fields
 import numpy as np
 import torch
 
-from srtrl.engine.options import EngineOptions
 from srtrl.engine.rows import Int32Array, StepInputs, StepShape, StepSize, num_ancestor_words
-from srtrl.engine.runner import RowFilters, Runner, SampledRows
+from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference, sample_rows_on_cpu
 from srtrl.model.paged_attention import PagedPlan, ReferencePlan, TreeRows
 from srtrl.model.transformer import Transformer
 
 ROW_MULTIPLE = 8
-"""Deterministic mode: at other row counts matrix products can give a row other bits (measured; see docs/LOG.md)."""
+"""At other row counts matrix products can give a row other bits (measured; see docs/LOG.md)."""
 
 
 class CpuRunner(Runner):
@@ -23,14 +22,13 @@ class CpuRunner(Runner):
 
     def __init__(self, policy: Transformer, options: EngineOptions) -> None:
         super().__init__(policy, options)
-        self.row_multiple = 1 if options.deterministic is False else ROW_MULTIPLE
         self.num_words = num_ancestor_words(options.max_draft_nodes)
         self._buffer: Int32Array = np.empty(0, np.int32)
         self._sampled: SampledRows | None = None
 
     def row_edges(self, max_rows: int) -> list[int]:
         """See `Runner`."""
-        return list(range(self.row_multiple, max_rows + self.row_multiple, self.row_multiple))
+        return list(range(ROW_MULTIPLE, max_rows + ROW_MULTIPLE, ROW_MULTIPLE))
 
     def inputs_for(self, size: StepSize) -> StepInputs:
         """See `Runner`."""
@@ -74,5 +72,6 @@ class CpuRunner(Runner):
         assert len(sampled.token_ids) == num_sampled
         return sampled
 
-    def _padded(self, num_rows: int) -> int:
-        return -(-num_rows // self.row_multiple) * self.row_multiple
+    @staticmethod
+    def _padded(num_rows: int) -> int:
+        return -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from srtrl.engine.cuda_graphs import StepGraphs
 from srtrl.engine.cuda_shapes import H200_MULTIPROCESSORS, MAX_GRAPH_ROWS, ShapePlanner, row_edges
-from srtrl.engine.options import EngineOptions
 from srtrl.engine.rows import StepInputs, StepShape, StepSize, aligned
-from srtrl.engine.runner import RowFilters, Runner, SampledRows
+from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference
 from srtrl.engine.triton_sampling import SamplingScratch, sample_rows_triton
 from srtrl.model.attention import copy_to_device
@@ -132,12 +131,6 @@ class CudaRunner(Runner):
         """See `Runner`."""
         return row_edges(max_rows)
 
-    def release_pages(self) -> None:
-        """See `Runner`; graphs stay, for the pages may come back to the same place."""
-        super().release_pages()
-        if self.model.device.type == "cuda":
-            torch.cuda.empty_cache()  # whole, not in the pieces that other tensors would leave of it
-
     def inputs_for(self, size: StepSize) -> StepInputs:
         """See `Runner`. Waits until the device has read the inputs of the step before."""
         shape = self.planner.shape(size)
@@ -163,8 +156,8 @@ class CudaRunner(Runner):
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"a decode step of {shape.num_rows} rows ({shape.num_sampled} of them sampled) ran out of memory "
-                "on the device: lower rollout.kv_memory_share (or rollout.kv_memory_gib), which shrinks the KV cache, "
-                "or rollout.slots and rollout.prefill_chunk_tokens, which make steps smaller"
+                "on the device: lower rollout.kv_memory_gib, which shrinks the KV cache, or rollout.slots, which makes "
+                "steps smaller"
             ) from error
         # What is left of a step that nobody waited for counts as this step's time.
         self.was_prepared = is_prepared and self._was_awaited

@@ -5,8 +5,8 @@ shapes, and each is little larger than what it is for. Pure arithmetic on the ho
 """
 
 from srtrl.engine.draft_budget import MAX_ROWS
-from srtrl.engine.options import EngineOptions
 from srtrl.engine.rows import StepShape, StepSize, num_ancestor_words
+from srtrl.engine.runner import EngineOptions
 from srtrl.model.transformer import ModelConfig
 from srtrl.model.tree_attention import choose_block_m, choose_num_splits
 

@@ -1,17 +1,17 @@
 """Draft control: what a decode step costs, which draft nodes it verifies, and whether drafts pay at all.
 
 Three small parts. `StepCost` is the measured time of a step by its number of rows. `choose_nodes` takes, of all draft
-nodes of all sequences, the best ones up to the number at which expected tokens per second are highest; `Calibration`
-corrects the drafter's estimates by what was accepted. `DraftGate` compares wall-clock tokens per second with and
-without drafts. What is learned about acceptance and gain is kept apart by class: purpose (training never mixes with
-evaluation), whether the prompts have history, and the power of two of the number of sequences.
+nodes of all sequences, the best ones up to the number at which expected tokens per second are highest; two running
+ratios of accepted to expected nodes correct the drafter's scores. `DraftGate` compares wall-clock tokens per second
+with and without drafts. Ratios and gates are kept apart by class: purpose (training never mixes with evaluation),
+whether the prompts have history, and the power of two of the number of sequences.
 
 None of this changes a token, only the time it takes.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numba
 import numpy as np
@@ -33,18 +33,9 @@ FIRST_PAUSE, LAST_PAUSE = 16, 1024
 """Steps between two trials: doubling while trials fail."""
 CHECK_EVERY = 64
 """While drafting is worth it, one step in this many is done without, so that the comparison stays current."""
-AUTO_SLOWDOWN = 0.03
-"""Largest slowdown of a step by run-aheads where the recipe names none."""
-MIN_RUN_AHEAD_ROWS = 8
-"""Fewer, as the padding of a step leaves, are not worth the requests."""
-
 FLOOR_SHARE = 0.65
-"""The drafter need not make nodes whose score is below this share of the lowest one that was verified: with 0.5 of it
-256 sequences took 0.85 ms to draft instead of 0.25, with 0.8 of it steps of 8 sequences lost 7% where costs rise in
-stairs, for what lies beyond the next one was never seen."""
-
-NEGLIGIBLE_SHARE = 0.01
-"""Where drafting takes less of a step than this, no floor is worth the nodes that it might miss."""
+"""The drafter need not make nodes whose score is below this share of the lowest verified one. 0.5: drafting for 256
+sequences took 0.85 ms instead of 0.25. 0.8 lost 7% at 8 sequences: nodes beyond the next bucket were never proposed."""
 
 RateClass = tuple[Purpose, int, int]
 """Purpose, share of the samples with history in quarters, and power of two of the number of sequences."""
@@ -73,13 +64,13 @@ class StepCost:
         """Whether anything was measured or stated."""
         return len(self.table) > 0
 
-    def probe(self, time_step: Callable[[int], float], *, num_slots: int, most_rows: int = MAX_ROWS) -> None:
+    def probe(self, time_step: Callable[[int], float], *, num_slots: int, max_rows: int = MAX_ROWS) -> None:
         """Time steps of doubling row counts, each twice, from 1 row up to where rows cost their full price.
 
-        `time_step`: seconds of a step of this many rows, at most `most_rows`.
+        `time_step`: seconds of a step of this many rows, at most `max_rows`.
         """
         rows, before = 1, np.inf
-        while rows <= min(MAX_ROWS, most_rows):
+        while rows <= min(MAX_ROWS, max_rows):
             seconds = min(time_step(rows), time_step(rows))
             self._seconds[self._bucket(rows)] = seconds
             if rows > 2 * num_slots and seconds > 1.8 * before:
@@ -136,35 +127,10 @@ class StepCost:
             self.table = at_edges[np.minimum(np.searchsorted(self._edges, every), len(at_edges) - 1)]
 
 
-@dataclass(slots=True)
-class Calibration:
-    """What was accepted against what the drafter expected, at depth 1 and deeper; old steps fade."""
-
-    accepted: Float64Array = field(default_factory=lambda: np.full(2, 10.0))
-    expected: Float64Array = field(default_factory=lambda: np.full(2, 10.0))
-    score_floor: float = 0.0
-    """Nodes of a lower score are hardly worth making: in the last step they were too far from being verified."""
-
-    @property
-    def ratios(self) -> Float64Array:
-        """[2], factors of the scores at depth 1 and deeper."""
-        return self.accepted / self.expected
-
-    def record(self, trees: DraftTrees, num_accepted: Int64Array) -> None:
-        """Compare the scores of the verified `trees` with the number of accepted nodes of each, [B]."""
-        is_first = trees.parents == ROOT
-        all_nodes, at_first = float(trees.scores.sum()), float(trees.scores[is_first].sum())
-        first = int((num_accepted > 0).sum())
-        self.accepted *= 0.98
-        self.expected *= 0.98
-        self.accepted += (first, int(num_accepted.sum()) - first)
-        self.expected += (at_first, all_nodes - at_first)
-
-
 def choose_nodes(
-    trees: DraftTrees, calibration: Calibration, table: Float64Array, *, num_other_rows: int, draft_seconds: float
-) -> Int64Array:
-    """How many nodes of each tree, the first ones, are verified.
+    trees: DraftTrees, ratios: Float64Array, table: Float64Array, *, num_other_rows: int, draft_seconds: float
+) -> tuple[Int64Array, float]:
+    """Choose the best nodes of all trees, as many as give the most expected tokens per second.
 
     Of all nodes, by falling calibrated chance, as many as maximise
 
@@ -172,39 +138,33 @@ def choose_nodes(
 
     Args:
         trees: One for each of B sequences, nodes in order of falling score.
-        calibration: Corrects the scores; its `score_floor` is set.
+        ratios: [2], factors of the scores at depth 1 and deeper.
         table: T, see `StepCost.table`.
         num_other_rows: Rows of the step that are neither roots of these trees nor their nodes.
         draft_seconds: What drafting takes of such a step.
+
+    Returns:
+        [B], the number of nodes of each tree, its first ones; and their lowest score, 1 without any.
     """
     num_rows = len(trees) + num_other_rows
-    most = min(trees.num_nodes, MAX_ROWS - num_rows)
-    if most <= 0:
-        if not trees.num_nodes:
-            calibration.score_floor /= 2  # it may be the floor that leaves nothing
-        return np.zeros(len(trees), np.int64)
     sizes = np.zeros(len(trees), np.int64)
-    costs = table[num_rows : num_rows + most + 1] + draft_seconds
-    best, lowest = _choose(trees.scores, trees.parents, trees.offsets, calibration.ratios, costs, sizes)
-    if best == most or draft_seconds < NEGLIGIBLE_SHARE * costs[best]:
-        calibration.score_floor /= 2
-    elif best:
-        calibration.score_floor = FLOOR_SHARE * lowest
-    return sizes
+    max_nodes = min(trees.num_nodes, MAX_ROWS - num_rows)
+    if max_nodes <= 0:
+        return sizes, 1.0
+    costs = table[num_rows : num_rows + max_nodes + 1] + draft_seconds
+    return sizes, _choose(trees.scores, trees.parents, trees.offsets, ratios, costs, sizes)
 
 
 @numba.njit(cache=True, nogil=True)
-def _choose(
-    scores: Array, parents: Array, offsets: Array, ratios: Array, costs: Array, sizes: Array
-) -> tuple[int, float]:
-    """Fill `sizes`, see `choose_nodes`; returns the number of chosen nodes and their lowest score."""
+def _choose(scores: Array, parents: Array, offsets: Array, ratios: Array, costs: Array, sizes: Array) -> float:
+    """Fill `sizes`, see `choose_nodes`; returns the lowest score of the chosen nodes."""
     chances = np.empty(len(scores))
     owners = np.empty(len(scores), np.int64)
     for b in range(len(sizes)):
-        least = 1.0  # chances fall within a tree, so that the best nodes are its first ones
+        chance = 1.0  # chances fall within a tree, so that the best nodes are its first ones
         for node in range(offsets[b], offsets[b + 1]):
-            least = min(least, scores[node] * ratios[0 if parents[node] == ROOT else 1])
-            chances[node] = -least
+            chance = min(chance, scores[node] * ratios[0 if parents[node] == ROOT else 1])
+            chances[node] = -chance
             owners[node] = b
     order = np.argsort(chances, kind="mergesort")
     tokens = float(len(sizes))
@@ -217,7 +177,7 @@ def _choose(
     for node in order[:best]:
         sizes[owners[node]] += 1
         lowest = min(lowest, scores[node])
-    return best, lowest
+    return lowest
 
 
 @dataclass(slots=True)
@@ -242,70 +202,76 @@ class DraftGate:
     def __init__(self) -> None:
         self._with, self._without = _Rate(), _Rate()
         self._is_on = False
-        self._num_trial = 0
-        """Steps that are left of a trial."""
-        self._num_waiting = 2
-        """Steps without drafts until the next one; at first there is nothing to compare with."""
-        self._pause = FIRST_PAUSE
         self._num_on = 0
+        """Steps recorded while drafting pays."""
+        self._num_trial = 0
+        """Steps recorded of the present trial."""
+        self._cooldown_steps = 2
+        """Steps without drafts until the next trial; at first there is nothing to compare with."""
+        self._pause = FIRST_PAUSE
 
+    @property
     def wants_drafts(self) -> bool:
         """Whether the coming step is drafted for."""
-        if self._num_trial:
-            return True
-        if self._is_on:
-            self._num_on += 1
-            return self._num_on % CHECK_EVERY != 0
-        if self._num_waiting > 0:
-            return False
-        self._num_trial = TRIAL_STEPS
-        return True
+        return (self._num_on + 1) % CHECK_EVERY != 0 if self._is_on else self._cooldown_steps <= 0
 
     def record(self, *, drafted: bool, num_tokens: int, seconds: float) -> None:
         """Such a step gave this many tokens in this time."""
         (self._with if drafted else self._without).add(num_tokens, seconds)
         pays = self._with.tokens_per_second > MIN_GAIN * self._without.tokens_per_second
-        if not drafted:
-            self._num_waiting -= 1
-        elif self._num_trial:
-            self._num_trial -= 1
-            if not self._num_trial:
-                self._is_on = pays
-                self._num_waiting = self._pause
-                self._pause = FIRST_PAUSE if pays else min(2 * self._pause, LAST_PAUSE)
-                if not pays:
-                    self._with = _Rate()
-        elif self._is_on and not pays:  # the last step of a trial is recorded when one more has been drafted for
-            self._is_on, self._num_waiting, self._with = False, self._pause, _Rate()
+        if self._is_on:
+            self._num_on += 1
+            if drafted and not pays:
+                self._stop()
+        elif not drafted:
+            self._cooldown_steps -= 1
+        else:
+            self._num_trial += 1
+            if self._num_trial == TRIAL_STEPS:
+                self._num_trial = 0
+                if pays:
+                    self._is_on, self._pause = True, FIRST_PAUSE
+                else:
+                    self._stop()
+                    self._pause = min(2 * self._pause, LAST_PAUSE)
+
+    def _stop(self) -> None:
+        """Decode without drafts for a while; the next trial is compared anew."""
+        self._is_on, self._cooldown_steps, self._with = False, self._pause, _Rate()
+
+
+@dataclass(slots=True)
+class _Learned:
+    """What was learned from the steps of one class; old steps fade."""
+
+    gate: DraftGate = field(default_factory=DraftGate)
+    accepted: Float64Array = field(default_factory=lambda: np.full(2, 10.0))
+    """[2], accepted nodes at depth 1 and deeper."""
+    expected: Float64Array = field(default_factory=lambda: np.full(2, 10.0))
+    """[2], the same by the drafter's scores."""
+    score_floor: float = 0.0
+    """Nodes of a lower score were too far from being verified in the last step."""
 
 
 class DraftControl:
     """The three parts for one engine."""
 
-    def __init__(self, cost: StepCost, *, fixed: int | None, num_slots: int, max_slowdown: float) -> None:
+    def __init__(self, cost: StepCost, *, fixed: int | None, max_slowdown: float | None) -> None:
         """Nothing is learned yet.
 
         Args:
             cost: Of the engine's steps.
             fixed: Draft nodes of a sequence in every step; None: as many as pay.
-            num_slots: Slots of the engine.
-            max_slowdown: Of a step, by run-aheads.
+            max_slowdown: Of a step, by run-aheads; None: there are none.
         """
         self.cost = cost
         self.fixed = fixed
-        self._num_slots = num_slots
-        self._max_slowdown = max_slowdown
-        self._calibrations: dict[RateClass, Calibration] = {}
-        self._gates: dict[RateClass, DraftGate] = {}
+        self.max_slowdown = max_slowdown
+        self._learned: dict[RateClass, _Learned] = {}
         self._purpose: Purpose = "generate"
-        self._history = 0
         self._num_requests = self._num_known = 0
         self._draft_seconds = 0.0
         """Of a drafted step, for each sequence."""
-
-    def needs_cost(self, uses_run_aheads: bool) -> bool:
-        """Whether anything is decided by the cost of a step: draft nodes, or the rows of run-aheads."""
-        return self.fixed is None or (uses_run_aheads and self._max_slowdown < float("inf"))
 
     def begin_rollout(self, purpose: Purpose) -> None:
         """The next steps are of a new rollout; its requests follow."""
@@ -316,31 +282,40 @@ class DraftControl:
         """One more sample, whose prompt has rollouts to draft from or not."""
         self._num_requests += 1
         self._num_known += has_history
-        self._history = round(4 * self._num_known / self._num_requests)
 
-    def max_nodes(self, num_sequences: int, most: int) -> int:
+    def max_nodes(self, num_sequences: int, limit: int) -> int:
         """Largest number of draft nodes of a sequence in the coming step: 0 where it is not drafted for."""
         if not num_sequences:
             return 0
         if self.fixed is not None:
-            return min(self.fixed, most)
-        return most if self.cost.is_known and self._gate(num_sequences).wants_drafts() else 0
+            return min(self.fixed, limit)
+        return limit if self.cost.is_known and self._of_class(num_sequences).gate.wants_drafts else 0
 
     def score_floor(self, num_sequences: int) -> float:
         """Nodes of a lower score are not worth a row of the coming step."""
-        return 0.0 if self.fixed is not None else self._calibration(num_sequences).score_floor
+        return 0.0 if self.fixed is not None else self._of_class(num_sequences).score_floor
 
     def choose(self, trees: DraftTrees, num_sequences: int, num_other_rows: int) -> Int64Array:
-        """Number of nodes of each tree that are verified. `num_sequences`: the first trees; the others are empty."""
+        """Choose the number of nodes of each tree that are verified; sets the score floor of the next step.
+
+        `num_sequences`: the first trees; the others are empty.
+        """
         if self.fixed is not None:
             return trees.sizes
-        return choose_nodes(
+        learned = self._of_class(num_sequences)
+        sizes, lowest = choose_nodes(
             trees,
-            self._calibration(num_sequences),
+            learned.accepted / learned.expected,
             self.cost.table,
             num_other_rows=num_other_rows,
             draft_seconds=self._draft_seconds * num_sequences,
         )
+        num_chosen = int(sizes.sum())
+        if num_chosen == trees.num_nodes:  # the floor may hide nodes that are worth a row
+            learned.score_floor /= 2
+        elif num_chosen:
+            learned.score_floor = FLOOR_SHARE * lowest
+        return sizes
 
     def record(
         self,
@@ -360,46 +335,35 @@ class DraftControl:
             num_accepted: [B], accepted nodes of each.
             num_sequences: Primaries, the first trees.
             num_rows: Of the whole step.
-            drafted: Whether the drafter was asked to propose.
+            drafted: Whether `propose` was called.
             draft_seconds: What proposing and choosing took.
             seconds: Of the whole step, these included; where a cost is stated, by that cost.
         """
         self.cost.record(num_rows, seconds - draft_seconds)
         if self.fixed is not None or not num_sequences:
             return
+        learned, num_accepted = self._of_class(num_sequences), num_accepted[:num_sequences]
         if drafted:
             self._draft_seconds += 0.1 * (draft_seconds / num_sequences - self._draft_seconds)
-            if trees.num_nodes:
-                self._calibration(num_sequences).record(trees, num_accepted[:num_sequences])
-        num_tokens = num_sequences + int(num_accepted[:num_sequences].sum())
-        self._gate(num_sequences).record(drafted=drafted, num_tokens=num_tokens, seconds=seconds)
+        if trees.num_nodes:
+            at_first = float(trees.scores[trees.parents == ROOT].sum())
+            first = int((num_accepted > 0).sum())
+            learned.accepted = 0.98 * learned.accepted + (first, int(num_accepted.sum()) - first)
+            learned.expected = 0.98 * learned.expected + (at_first, float(trees.scores.sum()) - at_first)
+        num_tokens = num_sequences + int(num_accepted.sum())
+        learned.gate.record(drafted=drafted, num_tokens=num_tokens, seconds=seconds)
 
     def run_ahead_rows(self, num_rows: int, *, alone: bool = False) -> int:
         """Rows that run-aheads may have beside `num_rows` others; any number where they are `alone`."""
-        if alone or self._max_slowdown == float("inf"):
+        if self.max_slowdown is None:
+            return 0
+        if alone:
             return MAX_ROWS
-        return self.cost.rows_within(num_rows, self._max_slowdown) if self.cost.is_known and num_rows else 0
+        return self.cost.rows_within(num_rows, self.max_slowdown) if self.cost.is_known and num_rows else 0
 
-    def has_room_for_run_aheads(self) -> bool:
-        """Whether steps of some number of sequences have rows for run-aheads."""
-        if not self.cost.is_known:
-            return True
-        sizes = [1 << power for power in range((self._num_slots - 1).bit_length())]
-        return any(self.run_ahead_rows(size) >= MIN_RUN_AHEAD_ROWS for size in sizes)
-
-    def _class(self, num_sequences: int) -> RateClass:
-        return self._purpose, self._history, num_sequences.bit_length()
-
-    def _calibration(self, num_sequences: int) -> Calibration:
-        return self._calibrations.setdefault(self._class(num_sequences), Calibration())
-
-    def _gate(self, num_sequences: int) -> DraftGate:
-        return self._gates.setdefault(self._class(num_sequences), DraftGate())
-
-
-def slowdown_of(option: Literal["auto"] | float) -> float:
-    """The option `run_ahead_max_slowdown` as a number."""
-    return AUTO_SLOWDOWN if option == "auto" else option
+    def _of_class(self, num_sequences: int) -> _Learned:
+        history = round(4 * self._num_known / max(1, self._num_requests))
+        return self._learned.setdefault((self._purpose, history, num_sequences.bit_length()), _Learned())
 
 
 def cut_trees(trees: DraftTrees, sizes: Int64Array, num_trees: int) -> DraftTrees:

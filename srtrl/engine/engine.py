@@ -2,31 +2,52 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
 
 import numpy as np
+import torch
 
 from srtrl.drafters.base import DrafterBase
 from srtrl.drafters.draft_tree import DraftTrees, check_trees
 from srtrl.drafters.none import Drafter as NoDrafter
+from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.engine.batch import Batch, Sample, ScheduledStep
-from srtrl.engine.devices import make_runner
-from srtrl.engine.draft_budget import MAX_ROWS, DraftControl, StepCost, cut_trees, slowdown_of
+from srtrl.engine.cpu_runner import CpuRunner
+from srtrl.engine.draft_budget import MAX_ROWS, DraftControl, StepCost, cut_trees
 from srtrl.engine.kv_memory import allocate_pages
-from srtrl.engine.options import EngineOptions
 from srtrl.engine.page_pool import PagePool
 from srtrl.engine.rows import StepSize, fill_inputs
-from srtrl.engine.runner import RowFilters, Runner
+from srtrl.engine.runner import EngineOptions, RowFilters, Runner
 from srtrl.engine.scheduler import Scheduler
 from srtrl.engine.stats import EngineStats, StageClock, add_stats
 from srtrl.engine.stopping import StopFinder, Tokenizer
 from srtrl.engine.verify import MAX_LENGTH, RUNNING, Verified, plan_moves, verify
-from srtrl.engine.warm_up import reporting_compilation, warm_up_kernels
+from srtrl.engine.warm_up import reporting_compilation
 from srtrl.model.cpu_threads import set_cpu_threads
+from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
 from srtrl.ranks.processes import ONE_RANK, Ranks
-from srtrl.types import Completion, FinishReason, Purpose, Request
+from srtrl.types import Completion, FinishReason, Purpose, Request, SamplingParams
 
 __all__ = ["Engine", "EngineOptions"]
+
+WARM_UP_TOKENS = 24
+"""Length of the samples that warm up the kernels: enough for a trial of drafts."""
+WARM_UP_MODEL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 4,
+    "hidden_size": 4,
+    "intermediate_size": 4,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "max_position_embeddings": WARM_UP_TOKENS,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+}
+"""Config of the model that they run on."""
 
 
 class Engine:
@@ -66,8 +87,7 @@ class Engine:
         self.control = DraftControl(
             cost or StepCost(self.runner.row_edges(MAX_ROWS)),
             fixed=None if options.draft_budget == "auto" else options.draft_budget,
-            num_slots=options.slots,
-            max_slowdown=slowdown_of(options.run_ahead_max_slowdown),
+            max_slowdown=options.run_ahead_max_slowdown,
         )
         self.policy_version = 0
         self.stats = EngineStats()
@@ -96,12 +116,10 @@ class Engine:
         """Whether nothing is ever drafted."""
         return isinstance(self.drafter, NoDrafter) or self.control.fixed == 0
 
-    def wants_run_aheads(self, *, alone: bool = False) -> bool:
-        """Whether run-aheads are of use in the next rollout: somebody drafts from them, and some steps have rows.
-
-        `alone`: some steps may have nothing else to decode.
-        """
-        return not self.is_off and self.drafter.uses_run_aheads and (alone or self.control.has_room_for_run_aheads())
+    @property
+    def wants_run_aheads(self) -> bool:
+        """Whether run-aheads are of use: they are allowed, and the drafter drafts from them."""
+        return not self.is_off and self.drafter.uses_run_aheads and self.control.max_slowdown is not None
 
     def check_request(self, request: Request) -> None:
         """Raise ValueError, naming the request, where it can never be decoded."""
@@ -130,7 +148,7 @@ class Engine:
         if self.pool.pages_for(longest) > self.pool.num_pages:
             raise ValueError(
                 f"{who}: up to {longest} tokens need {self.pool.pages_for(longest)} pages of {self.pool.page_size}, "
-                f"but there are {self.pool.num_pages}: raise num_pages or kv_memory_gib"
+                f"but there are {self.pool.num_pages}: raise rollout.kv_memory_gib"
             )
 
     def add(self, request: Request) -> None:
@@ -142,9 +160,6 @@ class Engine:
             ValueError: See `check_request`; the other requests are left alone.
         """
         self.check_request(request)
-        if not self.runner.num_pages:  # released for an update
-            allocate_pages(self.runner, self.options, self.max_sequence_tokens, num_pages=self.pool.num_pages)
-            self.pool.resize(self.runner.num_pages)
         expected_tokens = None
         if not request.is_run_ahead:
             expected_tokens = self.drafter.expected_tokens(request)
@@ -246,15 +261,6 @@ class Engine:
         if has_new_weights:
             self.runner.weights_changed()
             self.policy_version += 1
-
-    def release_kv(self) -> None:
-        """No sample is live and an update follows: with `kv_across_update: release`, give it the pages' memory.
-
-        The next request takes it back.
-        """
-        assert not self.has_work, "samples are decoding"
-        if self.options.kv_across_update == "release":
-            self.runner.release_pages()
 
     def take_metrics(self, ranks: Ranks = ONE_RANK) -> dict[str, float]:
         """Metrics since the last call, all under `engine/`: they may depend on slots, pages and drafter.
@@ -414,15 +420,59 @@ class Engine:
     def _warm_up(self) -> None:
         if not self.runner.is_asynchronous:
             set_cpu_threads()
-            self.runner.time_step(1, 1, 1)
-        warm_up_kernels()
-        if self.is_off:
+        compile_kernels(with_drafts=not self.is_off)
+        budgets_drafts = self.control.fixed is None
+        if self.control.cost.is_known or self.is_off or not (budgets_drafts or self.wants_run_aheads):
             return
-        self.drafter.warm_up()
-        if not self.control.cost.is_known and self.control.needs_cost(self.drafter.uses_run_aheads):
-            slots, context = self.options.slots, max(1, min(self.max_sequence_tokens // 2, 512))
-            self.control.cost.probe(
-                lambda num_rows: self.runner.time_step(num_rows, context, min(num_rows, slots)),
-                num_slots=slots,
-                most_rows=slots * (1 + self.options.max_draft_nodes),
-            )
+        slots, context = self.options.slots, max(1, min(self.max_sequence_tokens // 2, 512))
+        self.control.cost.probe(
+            lambda num_rows: self.runner.time_step(num_rows, context, min(num_rows, slots)),
+            num_slots=slots,
+            max_rows=slots * (1 + self.options.max_draft_nodes),
+        )
+
+
+def make_runner(policy: Transformer, options: EngineOptions, max_sequence_tokens: int) -> Runner:
+    """The runner for the policy's device, without pages yet.
+
+    Raises:
+        ValueError: Triton is not installed.
+    """
+    if policy.device.type == "cpu":
+        return CpuRunner(policy, options)
+    if find_spec("triton") is None:
+        raise ValueError(
+            "decoding on a CUDA device needs Triton, which PyTorch's CUDA builds for Linux include and this "
+            "installation lacks: `pip install triton`, or run with device=cpu"
+        )
+    from srtrl.engine.cuda_runner import CudaRunner
+
+    return CudaRunner(policy, options, max_sequence_tokens)
+
+
+@torch.no_grad()
+def compile_kernels(*, with_drafts: bool = True) -> None:
+    """Compile (or load) all CPU kernels of a decode step, by two short rollouts on a model of one layer of zeros.
+
+    `with_drafts`: also those of the drafter `srt`.
+    """
+    config = config_from_hf(WARM_UP_MODEL)
+    policy = Transformer(config, torch.float32, "cpu")
+    for parameter in policy.parameters():
+        parameter.zero_()
+    options = EngineOptions(slots=2, max_sequence_tokens=WARM_UP_TOKENS, num_pages=16)
+    cost = StepCost(points=((1, 1.0), (MAX_ROWS, 1.0)))
+    engine = Engine(policy, options, drafter=SrtDrafter() if with_drafts else None, cost=cost)
+    engine._is_warm = True
+    first = Request(
+        prompt_id="warm-up",
+        prompt_token_ids=(1, 2),
+        draw_index=0,
+        sample_index=0,
+        rng_key=0,
+        sampling=SamplingParams(max_new_tokens=WARM_UP_TOKENS - 2),
+        purpose="train",
+    )
+    for is_run_ahead in (True, False):  # the second sample follows its run-ahead
+        list(engine.generate([first, replace(first, rng_key=1, is_run_ahead=is_run_ahead)]))
+        engine.end_step(has_new_weights=True)

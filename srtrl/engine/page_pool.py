@@ -1,7 +1,6 @@
 """Reference-counted pages of the KV cache: pure accounting, no tensors.
 
-A page holds `page_size` token positions of one or more sequences. A page that several hold is read-only: whoever wants
-to write to it takes a copy first (the caller copies the tensors; see `Scheduler`).
+A page holds `page_size` token positions of one or more sequences. A page that several hold is full and only read.
 """
 
 from collections import Counter
@@ -18,22 +17,18 @@ class PagePool:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         assert page_size > 0
-        self.page_size = page_size
-        self.resize(num_pages)
-
-    def resize(self, num_pages: int) -> None:
-        """Have this many pages from now on, all of them free."""
         assert num_pages > 0
+        self.page_size = page_size
         self.num_pages = num_pages
         self._num_references = np.zeros(num_pages, np.int64)
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         """A stack: the first `num_free` entries."""
         self.num_free = num_pages
-        """Pages that nobody holds."""
+        """Pages without a reference."""
 
     @property
     def num_used(self) -> int:
-        """Pages that somebody holds."""
+        """Pages with a reference."""
         return self.num_pages - self.num_free
 
     def pages_for(self, num_tokens: int) -> int:
@@ -62,7 +57,7 @@ class PagePool:
         self.num_free += len(freed)
 
     def num_unshared(self, pages: Pages) -> int:
-        """How many of the pages have one holder only."""
+        """Number of the pages that have one reference only."""
         return int((self._num_references[pages] == 1).sum())
 
     def check_integrity(self, holders: Iterable[Pages]) -> None:

@@ -7,17 +7,41 @@
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from srtrl.drafters.draft_tree import ROOT, DraftTrees, ranges
-from srtrl.engine.options import EngineOptions
 from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array, StepInputs, StepSize, fill_inputs
 from srtrl.model.paged_attention import KVCache
 from srtrl.model.transformer import Transformer
+
+PAGE_SIZE = 16
+"""Tokens of a page of the KV cache: with 8 the CPU's attention kernel takes 1.4 to 2 times as long."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EngineOptions:
+    """How an engine decodes; see `RolloutSection` of the recipe for the fields of the same name."""
+
+    slots: int = 64
+    page_size: int = PAGE_SIZE
+    num_pages: int | None = None
+    """For tests and benchmarks: this number of pages; None: as many as are needed and `kv_memory_gib` holds."""
+    kv_memory_gib: float | Literal["auto"] = "auto"
+    kv_reserved_bytes: int = 0
+    """Memory of the device that the update will take beside what it has already; for `kv_memory_gib` auto."""
+    cuda_graphs: bool = True
+    prefill_chunk_tokens: int = 512
+    """Prompt tokens computed in one decode step at most, beside the decoding sequences."""
+    max_sequence_tokens: int | None = None
+    """Longest prompt and response together; by default what the model was made for."""
+    draft_budget: Literal["auto"] | int = "auto"
+    max_draft_nodes: int = 128
+    """Largest number of draft nodes of one sequence in one step."""
+    run_ahead_max_slowdown: float | None = 0.03
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -56,7 +80,7 @@ class Runner(ABC):
         self._token_major = token_major
         self._may_have_moved = True
         """Whether weights or pages may lie elsewhere than in the last step."""
-        self.release_pages()
+        self.cache = kv_cache_for(policy, 0, options.page_size, token_major=token_major)
 
     @abstractmethod
     def row_edges(self, max_rows: int) -> list[int]:
@@ -85,14 +109,9 @@ class Runner(ABC):
         return page_bytes_of(self.model, self.page_size)
 
     def allocate_pages(self, num_pages: int) -> None:
-        """Have this many pages, no page being in use; raises `torch.OutOfMemoryError` and then has none."""
-        self.release_pages()
+        """Have this many pages, no page being in use; raises `torch.OutOfMemoryError`."""
         self._may_have_moved = True
         self.cache = kv_cache_for(self.model, num_pages, self.page_size, token_major=self._token_major)
-
-    def release_pages(self) -> None:
-        """Give the memory of the pages back."""
-        self.cache = kv_cache_for(self.model, 0, self.page_size, token_major=self._token_major)
 
     def weights_changed(self) -> None:
         """The policy's weights have changed; those of a sharded policy may lie elsewhere now."""

@@ -32,7 +32,7 @@ OTHER_NAMES = {
     "beta": "algorithm.kl.coefficient",
     "epsilon": "algorithm.clip_low",
     "epsilon_high": "algorithm.clip_high",
-    "gpu_memory_utilization": "rollout.kv_memory_share",
+    "gpu_memory_utilization": "rollout.kv_memory_gib",
     "gradient_accumulation_steps": "train.micro_batch_tokens",
     "kl_coef": "algorithm.kl.coefficient",
     "lr": "train.learning_rate",

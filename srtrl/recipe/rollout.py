@@ -99,49 +99,19 @@ class RolloutSection(Section):
     `auto`: 64 on a CPU. On CUDA as many as the KV cache holds at a quarter of their maximum length, but not more than
     the samples of a step, or 1,024.
     """
-    run_ahead: Literal["off", "next_step"] = "next_step"
-    """What idle slots decode. `next_step`: samples of the next step, whose tokens later serve as drafts.
+    run_ahead_max_slowdown: Annotated[float, Field(ge=0)] | None = 0.03
+    """Idle slots decode samples of the next step, whose tokens later serve as drafts (run-aheads), while that slows a
+    decode step by at most this share of its time, by the measured cost of steps. 0: only what is free; null: none.
 
     A run-ahead uses the RNG key of its sample, so the two have much of their text in common. Every sample of the
-    present step comes before run-aheads, and the policy never learns from a run-ahead. There are no run-aheads if the
-    drafter does not use them (`srt` does), if `draft_budget` is 0, or if `run_ahead_max_slowdown` allows fewer than 8
-    rows in every step.
+    present step comes before run-aheads, and the policy never learns from a run-ahead. There are none if the drafter
+    does not use them (`srt` does) or `draft_budget` is 0. On most CPUs a further row is not cheap, so there are few.
     """
-    run_ahead_max_slowdown: Literal["auto"] | Annotated[float, Field(ge=0)] = "auto"
-    """Maximum slowdown of a decode step by run-aheads, as a share of its time; 0 allows only what is free.
-
-    `auto`: 0.03, by the measured cost of steps. On most CPUs a further row is not cheap, and this allows no run-aheads.
-    """
-    page_size: int = Field(default=16, ge=1, le=MAX_WIDTH)
-    """Tokens in one page of the KV cache."""
-    num_pages: int | None = Field(default=None, ge=1)
-    """Pages of the KV cache; by default enough for all slots at full length, within `kv_memory_gib`."""
     kv_memory_gib: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
-    """Maximum memory of the KV cache where `num_pages` is not set; `auto`: 4 on a CPU, on CUDA `kv_memory_share`.
+    """Maximum memory of the KV cache, which has pages for all slots at full length if that is less.
 
-    Where a CUDA device has less free memory, there are fewer pages, and a warning.
-    """
-    kv_memory_share: float = Field(default=0.5, gt=0, lt=1)
-    """On CUDA: share of the free memory for the KV cache, after weights, optimizers and gradients.
-
-    The rest is for the activations of the update. With `kv_across_update: release` the two do not need their memory at
-    the same time, and about 0.8 is possible.
-    """
-    kv_across_update: Literal["keep", "release"] = "keep"
-    """Whether the KV cache keeps its memory during the update, or releases it and allocates it again.
-
-    Releasing costs some time in each step, and more where CUDA graphs must be captured again.
+    `auto`: 4 on a CPU; on CUDA half of the memory that is free after weights, optimizers and gradients. The rest is for
+    the activations of the update.
     """
     cuda_graphs: bool = True
     """On CUDA: launch a decode step as one captured graph. `false` saves memory, but small steps take longer."""
-    prefill_chunk_tokens: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """Maximum number of prompt tokens computed in one decode step, beside the decoding sequences.
-
-    `auto`: 512 on a CPU, 8,192 on CUDA.
-    """
-    deterministic: bool | None = None
-    """Same tokens and bit-equal log-probs for any slots, pages, drafter and batch (one machine, one thread count).
-
-    For decoding on a CPU, where it is on by default and costs little. On a CUDA device `true` is refused: kernels there
-    sum in an order that depends on the batch. Drafts never change the distribution of the tokens, with or without it.
-    """

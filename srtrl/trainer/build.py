@@ -11,7 +11,7 @@ import torch
 from srtrl.drafters.base import DrafterBase, resolve_drafter
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.kv_memory import choose_slots, free_bytes, kv_bytes
-from srtrl.engine.runner import page_bytes_of
+from srtrl.engine.runner import PAGE_SIZE, page_bytes_of
 from srtrl.environments.conversations import Conversations
 from srtrl.environments.formats import resolve_format
 from srtrl.model.attention import check_packed_attention
@@ -36,7 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CPU_SLOTS = 64
 """`rollout.slots: auto` on a CPU."""
 PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
-"""`rollout.prefill_chunk_tokens: auto`, by type of device."""
+"""Prompt tokens computed in one decode step at most, by type of device."""
 
 
 def choose_device(recipe: Recipe) -> torch.device:
@@ -134,11 +134,6 @@ def build_critic(recipe: Recipe, checkpoint: Path | None, device: torch.device, 
     return Critic(objective=ValueObjective(model, section), optimizer=optimizer)
 
 
-def is_deterministic(recipe: Recipe, device: torch.device) -> bool:
-    """Whether the decoder gives the same bits in every batch: as the recipe says, by default on a CPU."""
-    return device.type == "cpu" if recipe.rollout.deterministic is None else recipe.rollout.deterministic
-
-
 def build_engine(
     recipe: Recipe,
     model: Transformer,
@@ -159,20 +154,14 @@ def build_engine(
         reserved_bytes: Memory left for what the update will take beside its activations.
     """
     rollout = recipe.rollout
-    prefill = rollout.prefill_chunk_tokens
     options = EngineOptions(
         slots=number_of_slots(
             recipe, model, free_bytes(model.device), num_samples=num_samples, reserved_bytes=reserved_bytes
         ),
-        page_size=rollout.page_size,
-        num_pages=rollout.num_pages,
         kv_memory_gib=rollout.kv_memory_gib,
-        kv_memory_share=rollout.kv_memory_share,
         kv_reserved_bytes=reserved_bytes,
-        kv_across_update=rollout.kv_across_update,
         cuda_graphs=rollout.cuda_graphs,
-        prefill_chunk_tokens=PREFILL_TOKENS[model.device.type] if prefill == "auto" else prefill,
-        deterministic=is_deterministic(recipe, model.device),
+        prefill_chunk_tokens=PREFILL_TOKENS[model.device.type],
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         draft_budget=rollout.draft_budget,
         run_ahead_max_slowdown=rollout.run_ahead_max_slowdown,
@@ -197,12 +186,11 @@ def number_of_slots(
         return rollout.slots
     if free is None:
         return CPU_SLOTS
-    page_bytes = page_bytes_of(model, rollout.page_size)
-    num_bytes, _ = kv_bytes(rollout.kv_memory_gib, free, share=rollout.kv_memory_share, reserved_bytes=reserved_bytes)
+    num_bytes, _ = kv_bytes(rollout.kv_memory_gib, free, reserved_bytes=reserved_bytes)
     return choose_slots(
-        num_bytes if rollout.num_pages is None else rollout.num_pages * page_bytes,
-        page_bytes=page_bytes,
-        page_size=rollout.page_size,
+        num_bytes,
+        page_bytes=page_bytes_of(model, PAGE_SIZE),
+        page_size=PAGE_SIZE,
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
         num_samples=num_samples or rollout.num_prompts * rollout.num_samples,
     )

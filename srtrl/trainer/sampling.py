@@ -149,7 +149,6 @@ class StepSampler:
             "groups/short": rollout.num_prompts - len(kept) if rollout.dynamic_sampling else 0,
         }
         metrics |= collector.engine_metrics(engine)
-        engine.release_kv()
         return StepRollouts(groups=groups, kept=kept, metrics=metrics)
 
     def draws(self, which: range) -> list[tuple[int, Prompt]]:
@@ -171,7 +170,7 @@ class StepSampler:
         They come as replacements in this step, or in the next step. None where the drafter would not use them.
         """
         rollout = self.recipe.rollout
-        if rollout.run_ahead == "off" or not self.engine.wants_run_aheads(alone=self.ranks.count > 1):
+        if not self.engine.wants_run_aheads:
             return []
         end = opened.stop + rollout.num_prompts
         if step == self.recipe.train.num_steps:  # no step comes after it
