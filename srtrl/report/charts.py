@@ -90,12 +90,7 @@ CHARTS = {
             "Decode time", "seconds", [f"engine/{part}_seconds" for part in ("draft", "forward", "sample", "commit")]
         ),
         Chart("Tokens per decode step", "tokens of a sequence", ["engine/*_per_decode_step"], "1 without drafts."),
-        Chart(
-            "Acceptance by depth",
-            "share",
-            ["engine/acceptance_depth_[1248]"],
-            "Drafts with so many.",
-        ),
+        Chart("Acceptance by depth", "share", ["engine/acceptance_depth_[1248]"], "Drafts with that many accepted."),
         Chart("Drafts", "share", ["engine/drafted_steps_share"], "Decode steps in which the drafter proposed."),
         Chart("Run-ahead", "tokens", ["engine/run_ahead_tokens_*"], "Decoded for the next step, and used there."),
         Chart("Peak memory", "GiB", ["memory/peak_gib"]),

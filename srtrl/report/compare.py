@@ -37,7 +37,8 @@ def command(
     """Compare runs by one metric.
 
     Runs that differ only in their seed share a line of the table, with mean, minimum and maximum. The figures are those
-    of the first and of the last step at which all runs of the line have the metric.
+    of the first and of the last step at which all runs of the line have the metric; `seconds` are those of all stages
+    up to there, without compilation.
     """
     from rich.console import Console
 
@@ -145,7 +146,8 @@ def comparison_table(groups: Sequence[RunGroup], metric: str) -> "Table":
     """The groups, a line for each: means over the seeds with minimum and maximum."""
     from rich.table import Table
 
-    table = Table("run", title=f"{metric}, mean over seeds (minimum to maximum)")
+    table = Table(title=f"{metric}, mean over seeds (minimum to maximum)")
+    table.add_column("run", overflow="fold")
     for name in ("seeds", "steps", "before", "after", "change", "seconds", "response tokens"):
         table.add_column(name, justify="right")
     for group in groups:
