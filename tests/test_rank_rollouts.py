@@ -188,7 +188,8 @@ def follow(ranks: Ranks) -> dict[str, float]:
     return metrics
 
 
-DELAYS = (0.0, 0.004, 0.001)
+NUM_RANKS = 2
+DELAYS = (0.0, 0.004)
 CASES = {
     "static": Case(seconds_per_step=DELAYS),
     "batched reward": Case(seconds_per_step=DELAYS, drafter=NoDrafter, reward=place_by_length),
@@ -226,25 +227,21 @@ def fail(ranks: Ranks, case: Case) -> str:
 def all_cases(ranks: Ranks) -> dict[str, Any]:
     """Runs on each rank: starting processes takes longer than all of them."""
     found: dict[str, Any] = {name: rollouts(ranks, case) for name, case in CASES.items()}
-    if ranks.count == 2:
-        found |= {name: fail(ranks, case) for name, (_, case) in FAILURES.items()}
-    return found | {"follow": follow(ranks)}
+    return found | {name: fail(ranks, case) for name, (_, case) in FAILURES.items()} | {"follow": follow(ranks)}
+
+
+def found_by(name: str) -> list[Any]:
+    return [found[name] for found in processes()]
 
 
 @cache
-def found_by(count: int, name: str) -> list[Any]:
-    return [found[name] for found in processes(count)]
+def processes() -> list[dict[str, Any]]:
+    return run_ranks(NUM_RANKS, all_cases, timeout=300)  # seconds: 15 on an idle machine
 
 
-@cache
-def processes(count: int) -> list[dict[str, Any]]:
-    return run_ranks(count, all_cases, timeout=300)  # seconds: 15 on an idle machine
-
-
-@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_rollouts_do_not_depend_on_the_number_of_ranks(count: int, name: str) -> None:
-    found, truth = found_by(count, name), rollouts(Ranks(), replace(CASES[name], seconds_per_step=(0.0,)))
+def test_rollouts_do_not_depend_on_the_number_of_ranks(name: str) -> None:
+    found, truth = found_by(name), rollouts(Ranks(), replace(CASES[name], seconds_per_step=(0.0,)))
     assert truth.groups[0]
     for one in found:
         assert one.groups == truth.groups
@@ -262,24 +259,23 @@ def test_rollouts_do_not_depend_on_the_number_of_ranks(count: int, name: str) ->
 
 
 def test_who_is_idle_takes_what_waits_for_a_slow_rank_and_then_runs_ahead() -> None:
-    fast, slow = found_by(2, "one slow rank")
+    fast, slow = found_by("one slow rank")
     assert fast.num_decoded > 1.4 * slow.num_decoded
     assert sum(row["engine/rank_claims"] for row in fast.metrics) > 0.2 * fast.num_decoded
     assert fast.metrics[0]["engine/run_ahead_tokens_made"] > 50
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_sample_follows_the_run_ahead_of_another_rank(count: int) -> None:
-    metrics, *others = found_by(count, "follow")
-    assert others == [metrics] * (count - 1)
+def test_a_sample_follows_the_run_ahead_of_another_rank() -> None:
+    metrics, *others = found_by("follow")
+    assert others == [metrics] * (NUM_RANKS - 1)
     assert metrics["engine/run_ahead_followed"] == 1
     assert metrics["engine/run_ahead_tokens_used"] > 0
 
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_all_ranks_end_at_once_where_one_fails_and_say_which(name: str) -> None:
-    first, second = found_by(2, name)
-    assert first == second
+    first, *others = found_by(name)
+    assert others == [first] * (NUM_RANKS - 1)
     assert first.startswith(FAILURES[name][0])
 
 
@@ -358,11 +354,11 @@ def test_claims_come_from_the_rank_with_most_left() -> None:
 
 
 def test_waiting_has_a_time_limit() -> None:
-    counters = SharedCounters(Ranks(index=1, count=2, timeout_seconds=0.05))
+    counters = SharedCounters(Ranks(index=1, count=2, timeout_seconds=0.5))
     counters.wait_for_others(sleeps=True)
     counters.wait_for_others(sleeps=False)  # at once
-    time.sleep(0.05)
-    with pytest.raises(RankError, match=r"rank 1 of 2 waited for samples of the others for more than 0\.05 seconds"):
+    time.sleep(0.5)
+    with pytest.raises(RankError, match=r"rank 1 of 2 waited for samples of the others for more than 0\.5 seconds"):
         counters.wait_for_others(sleeps=True)
 
 

@@ -1,11 +1,11 @@
 """Sharing of a rollout among the ranks of a run: dealing, claiming, waiting. No engine, no tensors here.
 
-The samples of a step are dealt to ranks by expected length. What a rank has been dealt is its *line*, in the order in
-which it is to be admitted. The rank begins with the first samples of its line, as many as it has slots; how many of the
-others are taken is in a counter that all ranks share. The rank takes from them as its slots become free, and a rank with
-none left takes the next sample of the rank with the longest line, as far as it knows. So no sample is decoded twice, no sample
-that another rank could begin waits for a slot, and no decode step needs a collective. The tokens of a sample depend on
-its RNG key alone, so that none of this changes the rollouts.
+The samples of a step are dealt to ranks by expected length. The samples of a rank are its *line*, in the order in which
+they are to be admitted. The rank begins with the first samples of its line, as many as it has slots; a counter that all
+ranks share has the number of the others that are taken. The rank takes from them as its slots become free, and a rank
+with none left takes the next sample of the rank with the longest line, as far as it knows. So no sample is decoded
+twice, no sample that another rank could begin waits for a slot, and no decode step needs a collective. The tokens of a
+sample depend on its RNG key alone, so that none of this changes the rollouts.
 """
 
 import time

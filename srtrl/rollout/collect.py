@@ -218,9 +218,9 @@ class Collector:
 
         A run-ahead is decoded by the present policy on the very RNG key that its sample will have. The next step's
         policy is nearly the same and its noise is the same, so that the sample repeats a good part of the run-ahead
-        word for word: a draft of many tokens. The sample itself is decoded by the policy of its own step, and what is
-        drafted never changes what is sampled, so it stays exact and on-policy. They take idle slots breadth-first, as the
-        samples do: one of every prompt, then the second of every prompt.
+        word for word: a draft of many tokens. The sample itself is decoded by the policy of its own step, and no draft
+        changes a sampled token, so it stays exact and on-policy. Run-aheads take idle slots breadth-first, as samples
+        do: one of every prompt, then the second of every prompt.
         """
         return run_ahead_order(self.requests(draws))
 
