@@ -3,8 +3,8 @@
 Whole rollouts with random weights, as `srtrl bench rollout` measures them: a sample for each slot; the drafter has seen
 the other half of each prompt's samples. Each run was checked to give exactly the recorded (or generated) tokens; runs
 alternate, and `times as fast` is the median over pairs of runs, with the lowest and the highest. `transformers` is
-`generate` of that library in static batches padded on the left, with SDPA attention, a dynamic cache and no log-probs:
-a batch runs until its longest sequence has ended, and only tokens of the samples count.
+`generate` of that library in one static batch padded on the left, with SDPA attention, a dynamic cache and no
+log-probs: it runs until the longest sequence has ended, and only tokens of the samples count.
 """
 
 import gc
