@@ -178,7 +178,7 @@ class EvalSection(Section):
     every_steps: int | None = Field(default=None, ge=1)
     """Steps between evaluations during training; by default only before and after."""
     before_and_after: bool = True
-    """Evaluate the first and the last policy (the run's summary compares them)."""
+    """Evaluate the first and the last policy; the end of the run shows both."""
     num_problems: int | None = Field(default=None, ge=1)
     """Held-out problems to use, from the first; by default all of the task's."""
     num_samples: int = Field(default=1, ge=1, le=MAX_WIDTH)
