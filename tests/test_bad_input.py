@@ -31,8 +31,7 @@ generate ./nowhere --prompt 1 => ./nowhere: no local folder
 generate garbage --prompt 1 => garbage: a file; expected a folder in Hugging Face layout
 generate folder --prompt 1 => folder: no config.json; expected a model folder in Hugging
 generate bundled:x --prompt 1 => bundled:x: no such bundled model; bundled are: tiny, tools
-generate endless --prompt 1 => endless/config.json: num_hidden_layers is 1000000000: Input
-generate text --prompt 1 => text/config.json: vocab_size is 'x': Input should be a valid
+generate text --prompt 1 => text/config.json: transformers cannot read this config
 generate end --prompt 1 => end/config.json: eos_token_id is 1000000000000; expected an
 generate code --prompt 1 => code/config.json: auto_map is {'AutoModelForCausalLM'
 eval => MODEL_OR_RUN is missing: name a model or the folder of a run
@@ -111,14 +110,12 @@ train recipe.yaml rollout.max_new_tokens=65 => rollout.max_new_tokens: max_promp
 train missing.yaml => missing.yaml:9: task.options.train.files.0: no file
 warm-start recipe.yaml => this recipe has no `warm_start` section (at least
 warm-start recipe.yaml 'warm_start={output: folder}' => warm_start.output: folder exists and is not empty; use
-warm-start recipe.yaml 'warm_start={output: link}' => warm_start.output: link is a link; expected the name of the
+warm-start recipe.yaml 'warm_start={output: link}' => warm_start.output: link exists and is not empty
 warm-start recipe.yaml 'warm_start={output: garbage/x}' => warm_start.output: garbage/x: garbage is a file, expected
-warm-start recipe.yaml --overwrite 'warm_start={output: endless}' => --overwrite: endless has no mark of srtrl
 """
 """Command line => a part of the message; the names are those of files and folders in `place`."""
 CASES = [tuple(line.split(" => ")) for line in COMMANDS.strip().splitlines()]
 MODELS: dict[str, dict[str, object]] = {
-    "endless": {"num_hidden_layers": 10**9},
     "text": {"vocab_size": "x"},
     "end": {"eos_token_id": 10**12},
     "code": {"auto_map": {"AutoModelForCausalLM": "os.system"}},
