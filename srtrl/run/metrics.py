@@ -22,7 +22,7 @@ NO_STAGES = frozenset({"step", "tokens_per_second", "update_tokens_per_second", 
 def rollout_metrics(
     groups: Sequence[RolloutGroup], grade_outcomes: Sequence[GradeOutcome] = VERIFIED_OUTCOMES
 ) -> dict[str, float]:
-    """What the policy did in a step, before any filter.
+    """The metrics of a step's rollouts, before any filter.
 
     `reward/mean` and `reward/std` (over all samples) are of the weighted sum, `reward/<name>` is each reward's own
     unweighted mean; `accuracy` the share of
@@ -53,11 +53,11 @@ def rollout_metrics(
         "tokens/response": sum(lengths),
     }
     metrics |= {f"grading/{outcome}": outcomes[outcome] for outcome in grade_outcomes}
-    return metrics | turn_metrics([one for one in rollouts if one.conversation is not None])
+    return metrics | turn_metrics([rollout for rollout in rollouts if rollout.conversation is not None])
 
 
 def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """How the turns of a step's samples went: `environment/...`; nothing where samples are single turns.
+    """Metrics of the turns of a step's samples, `environment/...`; nothing where samples are single turns.
 
     Calls are those that the format found, read or not; a valid one could be read and is of a known tool. The seconds of
     tools depend on timing: `engine/tool_seconds_median` and `engine/tool_seconds_p99`.

@@ -208,7 +208,7 @@ def build_drafter(recipe: Recipe) -> DrafterBase:
 
 
 def train_sampling(recipe: Recipe, end_ids: tuple[int, ...]) -> SamplingParams:
-    """How training rollouts are sampled: the full softmax at the recipe's temperature, as the update computes it."""
+    """Sampling of training rollouts: the full softmax at the recipe's temperature, as the update computes it."""
     return SamplingParams(
         max_new_tokens=recipe.rollout.max_new_tokens,
         temperature=recipe.rollout.temperature,
@@ -218,13 +218,13 @@ def train_sampling(recipe: Recipe, end_ids: tuple[int, ...]) -> SamplingParams:
 
 
 def _turn_ends(recipe: Recipe) -> tuple[str, ...]:
-    """What ends a turn by the format of the recipe's environment."""
+    """Strings that end a turn in the format of the recipe's environment."""
     environment = recipe.rollout.environment
     return () if environment is None else resolve_format(environment).stop_strings
 
 
 def build_conversations(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Conversations | None:
-    """What answers the policy between two turns; None where a sample is a single turn.
+    """The environment that answers the policy between two turns; None where a sample is a single turn.
 
     Raises:
         ValueError: the environment or its format is unknown or wrong, or does not fit the tokenizer.
@@ -234,7 +234,7 @@ def build_conversations(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> C
 
 
 def eval_sampling(recipe: Recipe, end_ids: tuple[int, ...]) -> SamplingParams:
-    """How held-out samples are drawn: with the `eval` section's temperature, top-k and top-p."""
+    """Sampling of held-out problems: with the `eval` section's temperature, top-k and top-p."""
     section = recipe.eval
     return replace(
         train_sampling(recipe, end_ids), temperature=section.temperature, top_k=section.top_k, top_p=section.top_p

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EvalResult:
-    """How a policy did on held-out problems."""
+    """The figures of a policy on held-out problems."""
 
     num_problems: int
     num_samples: int
@@ -63,7 +63,7 @@ class EvalResult:
     majority: Estimate | None = None
     """Accuracy of the majority vote, maj@N; None where no vote was held."""
     environment: dict[str, float] = field(default_factory=dict)
-    """How the turns went, by the names of the metrics `environment/...`; empty where samples are single turns."""
+    """Figures of the turns, by the names of the metrics `environment/...`; empty where samples are single turns."""
 
     def metrics(self) -> dict[str, float]:
         """The row of `metrics.jsonl`: `eval/...` (and `time/eval`)."""

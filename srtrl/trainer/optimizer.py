@@ -50,7 +50,7 @@ def gradient_holders(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
 
 
 def _allocate_state(optimizer: torch.optim.AdamW) -> None:
-    """What fused AdamW would make in its first step: the step count, float32 on the device, and both moments."""
+    """Make the state that fused AdamW would make in its first step: the step count, float32 on the device, and both moments."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {
@@ -87,8 +87,8 @@ def gradient_bytes(optimizer: torch.optim.Optimizer) -> int:
 
     Of sharded parameters this rank's part.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return sum(one.to_local().nbytes if hasattr(one, "to_local") else one.nbytes for one in parameters)
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return sum((part.to_local() if hasattr(part, "to_local") else part).nbytes for part in parameters)
 
 
 def learning_rate_at(updates: UpdatePlan, step: int, number: int) -> float:
@@ -149,7 +149,7 @@ class MasterWeightAdamW(torch.optim.AdamW):
         assert closure is None, "the gradients are there already"
         for parameter, master in self.master_of.items():
             _hand_over(master, parameter)
-        assert any(one.grad is not None for group in self.param_groups for one in group["params"]), (
+        assert any(master.grad is not None for group in self.param_groups for master in group["params"]), (
             "no gradients: another optimizer took them"
         )
         super().step()

@@ -71,7 +71,7 @@ class TrainingStoppedError(RuntimeError):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TrainingResult:
-    """How a run ended; its figures are in `metrics.jsonl`."""
+    """The end of a run; its figures are in `metrics.jsonl`."""
 
     folder: Path
     num_steps: int
