@@ -15,7 +15,7 @@ from srtrl.bench.replay import replay
 from srtrl.checks import build_checked
 from srtrl.environments import command as tools
 from srtrl.evaluation import command as evaluation
-from srtrl.ranks.processes import is_main_process, is_told_here
+from srtrl.ranks.processes import is_main_process, should_report
 from srtrl.recipe.file import build_recipe, dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.report import compare, export, rollouts, trie
@@ -51,8 +51,9 @@ class Commands(TyperGroup):
             if is_bug or os.environ.get("SRTRL_TRACEBACK") == "1":
                 raise
             is_interrupt = isinstance(error, KeyboardInterrupt)
-            if is_told_here(error):
-                print("interrupted" if is_interrupt else f"error: {error}", file=sys.stderr)
+            if should_report(error):
+                place = "" if is_main_process() else f"rank {os.environ['RANK']}: "
+                print("interrupted" if is_interrupt else f"error: {place}{error}", file=sys.stderr)
             raise typer.Exit(130 if is_interrupt else 2 if isinstance(error, ValueError) else 1) from None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from srtrl.ranks.processes import Ranks, open_ranks
+from srtrl.ranks.processes import open_ranks
 
 CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["rank_cases", "srtrl.trainer.trainer", "accelerate", "torch.distributed.fsdp"])
@@ -66,8 +66,3 @@ def free_port() -> int:
         with socket.socket() as listener, suppress(OSError):
             listener.bind(("127.0.0.1", port))
             return port
-
-
-def identity(ranks: Ranks, value: Any) -> Any:
-    """For tests of the runner itself."""
-    return ranks.index, ranks.count, value

@@ -46,7 +46,7 @@ def save(policy: Path, folder: Path, step: int, *, keep: int = 2, critic: Critic
         folder,
         TrainerState(step=step, policy_version=step - 1, num_draws=5 * step),
         model=model,
-        tensors={name: state_tensors(optimizer) for name, optimizer in optimizers.items()},
+        tensors={name: state_tensors(optimizer, torch.float32) for name, optimizer in optimizers.items()},
         tokenizer=load_tokenizer(str(policy)),
         end_ids=[0],
         drafter=NoDrafter(),

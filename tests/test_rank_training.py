@@ -16,7 +16,7 @@ from rank_cases import CONTEXT, free_port, run_ranks
 from test_resume import die_at_call
 from tiny_run import learned_rows, make_recipe
 
-from srtrl.ranks.processes import Ranks
+from srtrl.ranks.processes import RankError, Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.trainer import build, trainer
@@ -170,7 +170,7 @@ def messages_where_rank_1_cannot_load(ranks: Ranks, recipe: Recipe) -> list[str]
             if ranks.index == 1:
                 patch.setattr(module, name, no_file)
             with (
-                pytest.raises(ValueError, match=r".") as caught,
+                pytest.raises((ValueError, RankError), match=r".") as caught,
                 Trainer(recipe, ranks, resume=True),
             ):
                 pass
@@ -188,4 +188,5 @@ def test_sharded_ranks_say_which_one_cannot_load(policy: Path, tmp_path: Path) -
     run_training(make_recipe(policy, tmp_path, **once))
     recipe = make_recipe(policy, tmp_path, **{**once, **SHARDED, "train__num_steps": 2})
     found = run_ranks(2, messages_where_rank_1_cannot_load, recipe)
-    assert found == [["rank 1 of 2: no such file on this machine"] * len(LOADS)] * 2
+    message = "no such file on this machine"
+    assert found == [[f"rank 1 of 2: {message}"] * len(LOADS), [message] * len(LOADS)]

@@ -1,55 +1,77 @@
-"""What ranks tell each other: gathered values, sums of tensors, counters; one rank does nothing."""
+"""What ranks exchange: gathered values, sums of tensors, counters, errors; one rank does nothing."""
 
 import time
+from typing import Any
 
 import pytest
 import torch
-from rank_cases import free_port, identity, run_ranks
+from rank_cases import free_port, run_ranks
 
-from srtrl.ranks.processes import TOLD_BY_OTHER, TOLD_HERE, RankError, Ranks, is_told_here, open_ranks
+from srtrl.ranks.processes import FIRST_REPORTER, REPORTED_BY_OTHER, RankError, Ranks, open_ranks, should_report
 
 
-def exchange(ranks: Ranks) -> tuple[list[int], list[float], list[int]]:
+def exchange(ranks: Ranks) -> dict[str, Any]:
+    """Values, sums, counters and errors between two or three ranks; the first rank stays when the others have ended."""
     tensors = [torch.full((3,), 1.0 + ranks.index), torch.full((2, 2), 10.0), torch.ones(1, dtype=torch.float64)]
     ranks.sum(tensors, "tensors")
     claimed = []
     while (number := ranks.add("next")) < 20:
         claimed.append(number)
         time.sleep(0.001)
-    return ranks.gather(ranks.index**2, "squares"), [float(tensor.sum()) for tensor in tensors], claimed
+    with ranks.synchronized("work") as shared:
+        shared.append(str(ranks.index))
+    result: dict[str, Any] = {
+        "identity": (ranks.index, ranks.count),
+        "squares": ranks.gather(ranks.index**2, "squares"),
+        "sums": [float(tensor.sum()) for tensor in tensors],
+        "claimed": claimed,
+        "shared": shared,
+        "choice": ranks.on_main(lambda: f"from {ranks.index}", "a choice"),
+        "errors": [error_of(ranks, failing) for failing in (0, 1)] if ranks.count > 1 else [],
+    }
+    if ranks.index == 0 and ranks.count > 1:
+        try:
+            with ranks.synchronized("later work"):
+                ranks.gather(1, "end of the others")
+        except RankError as error:
+            result["wait"] = str(error)
+    return result
+
+
+def error_of(ranks: Ranks, failing: int) -> str:
+    """The error that this rank has where rank `failing` cannot work."""
+    try:
+        with ranks.synchronized("work"):
+            if ranks.index == failing:
+                raise OSError(28, "No space left on device")
+    except (OSError, RankError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_all_ranks_know_the_same(count: int) -> None:
-    found = run_ranks(count, exchange)
-    for squares, sums, _ in found:
-        assert squares == [index**2 for index in range(count)]
-        assert sums == [3 * count * (count + 1) / 2, 40.0 * count, float(count)]
-    assert sorted(number for _, _, claimed in found for number in claimed) == list(range(20))
-    assert run_ranks(count, identity, "a") == [(index, count, "a") for index in range(count)]
-
-
-def end_early(ranks: Ranks) -> str:
-    if ranks.index == 1:
-        return "ended"
-    try:
-        with ranks.together("what would come after it"):
-            ranks.gather(1, "what never comes")
-    except RankError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_rank_that_has_ended_is_an_error_that_says_what_was_waited_for() -> None:
-    message, _ = run_ranks(2, end_early)
-    assert message.startswith(
-        "rank 0 of 2 waited for what never comes: another rank has ended, or took more than 1800 s"
-    )
+def test_all_ranks_know_the_same_and_an_error_of_one_ends_all(count: int) -> None:
+    results = run_ranks(count, exchange)
+    for index, result in enumerate(results):
+        assert result["identity"] == (index, count)
+        assert result["squares"] == [rank**2 for rank in range(count)]
+        assert result["sums"] == [3 * count * (count + 1) / 2, 40.0 * count, float(count)]
+        assert result["shared"] == [str(rank) for rank in range(count)]
+        assert result["choice"] == "from 0"
+        for failing, error in enumerate(result["errors"]):
+            full = "[Errno 28] No space left on device"
+            assert error == (
+                f"OSError: {full}" if failing == index else f"RankError: rank {failing} of {count}: {full}"
+            )
+    assert sorted(number for result in results for number in result["claimed"]) == list(range(20))
+    if count > 1:
+        start, _, end = results[0]["wait"].partition(": another rank has ended, or took more than 1800 s")
+        assert (start, bool(end)) == (f"rank 0 of {count} waited for the others (end of the others)", True)
 
 
 def test_an_error_of_a_wait_is_told_from_a_users() -> None:
     for reason in ("[.../gloo/pair.cc:1] Timed out", "Application timeout caused pair closure"):
-        with pytest.raises(RankError, match="waited for them: another"), Ranks().waiting("them"):
+        with pytest.raises(RankError, match=r"waited for the others \(them\): another"), Ranks().waiting("them"):
             raise RuntimeError(reason)
     with pytest.raises(RuntimeError, match=r"^ours$"), Ranks().waiting("them"):
         raise RuntimeError("ours")
@@ -60,9 +82,9 @@ def test_a_rank_that_waits_for_the_first_one_in_vain_says_so(monkeypatch: pytest
     address = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in {**address, "SRTRL_RANK_TIMEOUT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RankError, match="rank 1 of 2 waited for the other ranks to start") as caught, open_ranks():
+    with pytest.raises(RankError, match=r"rank 1 of 2 waited for the others \(start\)") as caught, open_ranks():
         pass
-    assert is_told_here(caught.value)
+    assert should_report(caught.value)
 
 
 def fail(ranks: Ranks, message: str) -> None:
@@ -74,30 +96,15 @@ def test_an_error_that_several_ranks_have_is_told_by_one(monkeypatch: pytest.Mon
         with pytest.raises(AssertionError) as caught:
             run_ranks(3, fail, message)
         text = str(caught.value)
-        assert (text.count(TOLD_HERE), text.count(TOLD_BY_OTHER)) == (num_told, 3 - num_told)
+        assert (text.count(FIRST_REPORTER), text.count(REPORTED_BY_OTHER)) == (num_told, 3 - num_told)
     monkeypatch.setenv("RANK", "0")
     plain, told = ValueError("not connected yet"), ValueError("by another")
-    told.add_note(TOLD_BY_OTHER)
-    assert (is_told_here(plain), is_told_here(told)) == (True, False)
+    told.add_note(REPORTED_BY_OTHER)
+    assert (should_report(plain), should_report(told)) == (True, False)
     monkeypatch.setenv("RANK", "1")
     own = ValueError("of this rank")
-    own.add_note(TOLD_HERE)
-    assert (is_told_here(plain), is_told_here(own)) == (False, True)
-
-
-def decide_on_main(ranks: Ranks) -> list[str]:
-    """What rank 0 gives, and its error; then what each adds."""
-    found = [ranks.on_main(lambda: f"from {ranks.index}", "a choice")]
-    with pytest.raises(ValueError, match="no choice") as caught:
-        ranks.on_main(lambda: int("no choice"), "a choice")
-    with ranks.together("work") as shared:
-        shared.append(str(ranks.index))
-    return [*found, str(caught.value), *shared]
-
-
-def test_what_rank_0_decides_is_known_to_all() -> None:
-    error = "invalid literal for int() with base 10: 'no choice'"
-    assert run_ranks(2, decide_on_main) == [["from 0", error, "0", "1"]] * 2
+    own.add_note(FIRST_REPORTER)
+    assert (should_report(plain), should_report(own)) == (False, True)
 
 
 def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

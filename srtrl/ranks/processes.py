@@ -1,4 +1,4 @@
-"""The processes of a run, one for each device: which one this is, and what they tell each other.
+"""The processes of a run, one for each device: the index of this one, and the exchange of values and errors.
 
 `torchrun` or `accelerate launch` starts them. With one process nothing here does anything, and torch.distributed is not
 even imported. Every wait has a time limit and says what it waited for.
@@ -24,17 +24,17 @@ TIMEOUT_VARIABLE = "SRTRL_RANK_TIMEOUT"
 """Environment variable: seconds that a rank waits for the others, by default half an hour."""
 
 FAILURES = (ValueError, RuntimeError, OSError)
-"""Errors of one rank that it tells the others; by any other one its process ends, which they notice."""
+"""Errors that a rank reports to the others; any other error ends its process, which they notice."""
 GLOO_WORDS = ("gloo", "pair closure")
 """One of them is in the message of each error of gloo, which has no class of errors."""
 
-TOLD_HERE = "this rank is the first with this message"
-TOLD_BY_OTHER = "another rank was the first with this message"
+FIRST_REPORTER = "this rank reports this error"
+REPORTED_BY_OTHER = "another rank reports this error"
 """Notes of errors. Those from before the ranks begin to connect have none: all ranks raise them."""
 
 
 class RankError(RuntimeError):
-    """Another rank has ended, or did not come in time."""
+    """Another rank has failed, has ended, or did not come in time."""
 
 
 @dataclass(slots=True)
@@ -71,46 +71,42 @@ class Ranks:
         return [joined[number] for number in sorted(joined)]
 
     @contextmanager
-    def together(self, what: str) -> Iterator[list[Any]]:
-        """Work that each rank does alone: an error of one is raised on all of them, so that none waits for it.
+    def synchronized(self, what: str) -> Iterator[list[Any]]:
+        """Work that each rank does alone: an error of one rank ends all of them, so that none waits for it.
 
         Yields:
-            A list: what a rank appends to it, all have there afterwards, in the order of the ranks.
+            A list whose items, of all ranks in their order, all ranks have afterwards.
 
         Raises:
-            ValueError, RuntimeError, torch.OutOfMemoryError, OSError: as the first rank that failed, which the message
-                names.
-            RankError: at once, on the rank that has waited in vain: a second wait would be as long.
+            ValueError, RuntimeError, OSError: on the first rank that failed, its own error.
+            RankError: on the other ranks, with the message of that one; at once where this rank has waited in vain.
         """
         shared: list[Any] = []
         if self.count == 1:
             yield shared
             return
-        cause: Exception | None = None
         failure: Exception | None = None
         try:
             yield shared
-        except RankError:
-            raise
         except FAILURES as error:
-            import torch
-
-            cause = error
-            place = "" if self.is_main else f"rank {self.index} of {self.count}: "
-            if isinstance(error, OSError) and error.strerror is not None:
-                failure = OSError(error.errno, place + error.strerror, error.filename)
-            else:  # not its own class: others must unpickle it
-                kinds = (torch.OutOfMemoryError, ValueError, RuntimeError, OSError)
-                failure = next(kind for kind in kinds if isinstance(error, kind))(f"{place}{error}")
-        found = self.gather((failure, shared), what)
-        for agreed, _ in found:
-            if agreed is not None:
-                raise agreed from cause
-        shared[:] = chain.from_iterable(values for _, values in found)
+            if isinstance(error, RankError) or FIRST_REPORTER in notes_of(error):
+                raise  # all ranks end already: from an inner `synchronized`
+            failure = error
+        reports = self.gather((failure and str(failure), shared), what)
+        for index, (message, _) in enumerate(reports):
+            if message is None:
+                continue
+            if index == self.index and failure is not None:
+                failure.add_note(FIRST_REPORTER)
+                raise failure
+            reported = RankError(f"rank {index} of {self.count}: {message}")
+            reported.add_note(REPORTED_BY_OTHER)
+            raise reported from failure
+        shared[:] = chain.from_iterable(items for _, items in reports)
 
     def on_main(self, function: Callable[[], T], what: str) -> T:
-        """What `function` gives on rank 0, on all ranks; an error of it is raised on all of them."""
-        with self.together(what) as shared:
+        """The result of `function` on rank 0, on all ranks; an error of it ends all of them."""
+        with self.synchronized(what) as shared:
             if self.is_main:
                 shared.append(function())
         return cast(T, shared[0])
@@ -141,7 +137,7 @@ class Ranks:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Turn an error of a wait into one that says who waited for what; this rank's own errors stay as they are.
+        """Raise an error of a wait as `RankError`, which names `what`; this rank's own errors stay as they are.
 
         Raises:
             RankError: see there.
@@ -154,8 +150,9 @@ class Ranks:
             if not isinstance(error, DistError) and not any(word in str(error) for word in GLOO_WORDS):
                 raise
             raise RankError(
-                f"rank {self.index} of {self.count} waited for {what}: another rank has ended, or took more than "
-                f"{self.timeout_seconds:g} seconds ({TIMEOUT_VARIABLE}); its own message says why ({str(error)[:200]})"
+                f"rank {self.index} of {self.count} waited for the others ({what}): another rank has ended, or took "
+                f"more than {self.timeout_seconds:g} seconds ({TIMEOUT_VARIABLE}); see its own message "
+                f"({str(error)[:200]})"
             ) from error
 
 
@@ -190,19 +187,20 @@ def open_ranks() -> Iterator[Ranks]:
         if torch.cuda.is_available():
             backend = "cpu:gloo,cuda:nccl"
             torch.cuda.set_device(_number("LOCAL_RANK", 0))
-        with ranks.waiting("the other ranks to start"):
+        with ranks.waiting("start"):
             dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
         ranks.store = c10d.PrefixStore("srtrl", c10d._get_default_store())
         yield ranks
     except BaseException as error:
-        num_told = 0
-        with suppress(RankError):  # the process that counts has ended
-            num_told = ranks.add(ascii(f"{type(error).__name__}: {error}"))
-        error.add_note(TOLD_BY_OTHER if num_told else TOLD_HERE)
-        raise
-    finally:
-        if dist.is_initialized():
+        if not notes_of(error) & {FIRST_REPORTER, REPORTED_BY_OTHER}:
+            num_reports = 0
+            with suppress(RankError):  # the process that counts has ended
+                num_reports = ranks.add(ascii(f"{type(error).__name__}: {error}"))
+            error.add_note(REPORTED_BY_OTHER if num_reports else FIRST_REPORTER)
+        if dist.is_initialized() and backend == "gloo":  # NCCL would wait for the other ranks
             dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def refuse_ranks(command: str) -> None:
@@ -216,10 +214,15 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def is_told_here(error: BaseException) -> bool:
-    """Whether this process tells the user of an error: of those that have the same, the first does."""
-    notes = getattr(error, "__notes__", ())
-    return TOLD_HERE in notes or (is_main_process() and TOLD_BY_OTHER not in notes)
+def should_report(error: BaseException) -> bool:
+    """Whether this process prints an error: the first rank does of those that have the same."""
+    notes = notes_of(error)
+    return FIRST_REPORTER in notes or (is_main_process() and REPORTED_BY_OTHER not in notes)
+
+
+def notes_of(error: BaseException) -> set[str]:
+    """The notes that were added to an error."""
+    return set(getattr(error, "__notes__", ()))
 
 
 def _number(variable: str, default: int) -> int:

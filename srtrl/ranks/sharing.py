@@ -97,9 +97,9 @@ class SharedCounters:
         return value
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def synchronized(self) -> Iterator[None]:
         """The rollout of each rank: an error of one ends the others as soon as they have nothing to decode."""
-        with self.ranks.together("the rollout"):
+        with self.ranks.synchronized("rollout"):
             try:
                 yield
             except FAILURES:

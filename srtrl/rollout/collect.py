@@ -81,7 +81,7 @@ def collect_rollouts(engine: Engine, collector: Collector, draws: Draws) -> list
         ValueError: A request that the engine can never serve (see `Engine.check_request`).
     """
     counters = collector.counters
-    with collector.timer.stage("rollout"), counters.together(), engine.rollout(collector.purpose):
+    with collector.timer.stage("rollout"), counters.synchronized(), engine.rollout(collector.purpose):
         while True:
             collector.take_answers(engine)
             for request in draws.requests(engine, collector):
@@ -148,7 +148,7 @@ class FixedDraws(Draws):
 
     def _deal(self, engine: Engine, collector: Collector, requests: Sequence[Request]) -> list[list[Request]]:
         """The samples of each rank, by the lengths that rank 0 expects: all ranks must agree."""
-        with collector.ranks.together("the beginning of a rollout"):
+        with collector.ranks.synchronized("start of the rollout"):
             for request in requests:
                 engine.check_request(request)
         scouts = requests[:: collector.num_samples] if collector.ranks.is_main else []

@@ -295,13 +295,13 @@ def written_beside(final: Path, ranks: Ranks = ONE_RANK) -> Iterator[Path]:
         if old.exists():
             shutil.rmtree(old)
 
-    ranks.on_main(begin, f"rank 0 to make {temporary}")
-    with ranks.together(f"all to see {temporary}"):
+    ranks.on_main(begin, f"making {temporary}")
+    with ranks.synchronized(f"finding {temporary}"):
         if not temporary.is_dir():
             raise ValueError(f"{temporary} of rank 0 is not here: all ranks must share the disk of output_dir")
-    with ranks.together(f"all to write {temporary}"):
+    with ranks.synchronized(f"writing {temporary}"):
         yield temporary
-    ranks.on_main(finish, f"rank 0 to finish {final}")
+    ranks.on_main(finish, f"renaming {final}")
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> dict[str, Entry]:
@@ -319,9 +319,9 @@ def _save_tensors(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> 
     sums = accumulate(tensor.nbytes for tensor in tensors.values())
     number_of = {name: 1 + total // FILE_BYTES for name, total in zip(tensors, sums, strict=True)}
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=number_of, save_distributed=True)
-    with named_in_errors(folder), _errors_as_they_were(), ranks.waiting(f"all to write {folder}"):
+    with named_in_errors(folder), _errors_as_they_were(), ranks.waiting(f"writing {folder}"):
         save(dict(tensors), storage_writer=writer)
-    with ranks.together(f"all to read {folder}"):
+    with ranks.synchronized(f"reading {folder}"):
         share = sorted(folder.iterdir())[ranks.index :: ranks.count]
         entries = {f"{folder.name}/{file.name}": _entry(file) for file in share}
     return {name: entry for part in ranks.gather(entries, f"{folder}") for name, entry in part.items()}

@@ -182,7 +182,7 @@ class Grader:
         reward sees what it would see with one rank, and is called once.
         """
         if not any(reward.batched for reward in self._rewards):
-            with ranks.together("grading"):
+            with ranks.synchronized("grading"):
                 return self.collect(tickets)
         own = [(key, ticket.sample, ticket.verdict.result()) for key, ticket in zip(keys, tickets, strict=True)]
         rows = sorted(chain(*ranks.gather(own, "samples for a batched reward")), key=itemgetter(0))

@@ -60,24 +60,24 @@ def _allocate_state(optimizer: torch.optim.AdamW) -> None:
             }
 
 
-def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def state_tensors(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[str, Tensor]:
     """The state of an optimizer of `build_optimizer` by name: its own memory, to be read and written.
 
-    Of float32 masters the values too, which the model's own files do not have. The names and shapes do not depend on
-    sharding.
+    Where the model's `dtype` is a half type, the values that the groups hold are included: the model's own files do not
+    have them. The names and shapes do not depend on sharding.
     """
     tensors: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             tensors |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
-            if isinstance(optimizer, MasterWeightAdamW):
+            if dtype in HALF_DTYPES:
                 tensors[f"{name}.master"] = parameter.detach()
     return {name: tensor if tensor.ndim else tensor.view(1) for name, tensor in tensors.items()}
 
 
-def load_state(optimizer: torch.optim.Optimizer, checkpoint: Path, name: str) -> None:
+def load_state(optimizer: torch.optim.Optimizer, dtype: torch.dtype, checkpoint: Path, name: str) -> None:
     """Read the state of an optimizer from the folder `name` of a checkpoint; see `load_tensors`."""
-    load_tensors(checkpoint, name, state_tensors(optimizer))
+    load_tensors(checkpoint, name, state_tensors(optimizer, dtype))
     if isinstance(optimizer, MasterWeightAdamW):
         optimizer.round_masters()
 

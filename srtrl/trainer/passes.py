@@ -61,7 +61,7 @@ def shared_passes(
             model the others are then in the middle of a pass, and learn only that the rank has ended (`RankError`).
     """
     ranks, equal_passes = context.ranks, is_sharded(model)
-    with ranks.waiting(what) if equal_passes else ranks.together(what):
+    with ranks.waiting(what) if equal_passes else ranks.synchronized(what):
         micro_batches = pack(
             sequences,
             context.recipe.train.micro_batch_tokens,

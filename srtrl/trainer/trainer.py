@@ -154,15 +154,15 @@ class Trainer:
         """Training steps done."""
         self.is_stopping = False
         """Whether a rank was interrupted: the run ends after the present step."""
-        self.changes, self.checkpoint = ranks.on_main(self._check_start, "the checks of rank 0")
+        self.changes, self.checkpoint = ranks.on_main(self._check_start, "checks of rank 0")
         self.accelerator = build.build_accelerator(recipe, run_path(recipe))
         set_cpu_threads(recipe.num_threads)  # after accelerate, which divides the cores among several ranks
         seed_generators(recipe.seed, 0)
-        with ranks.together("loading the task and the models"):
+        with ranks.synchronized("loading the task and the models"):
             self._load_task()
             self._load_models()
-        unshard(self.policy)  # needs all ranks; an error within `together` would leave the others waiting
-        with ranks.together("the decoder and the state of the run"):
+        unshard(self.policy)  # needs all ranks; an error within `synchronized` would leave the others waiting
+        with ranks.synchronized("loading the decoder and the state of the run"):
             # After everything that takes memory for good: on CUDA the engine takes its share of the rest.
             reserved_bytes = max(map(gradient_bytes, self.optimizers.values()))  # one model after the other learns
             self.engine = build.build_engine(recipe, self.policy, self.tokenizer, reserved_bytes=reserved_bytes)
@@ -222,14 +222,14 @@ class Trainer:
     def __enter__(self) -> Self:
         """Start everything that must be stopped; an earlier run is changed last, when nothing can refuse any more."""
         with ExitStack() as stack:
-            with self.ranks.together("the start of the graders"):
+            with self.ranks.synchronized("starting the graders"):
                 stack.enter_context(self.grader)
                 if self.conversations is not None:
                     stack.enter_context(self.conversations)
                 self.grader.try_rewards(self.task.train_prompts[0], self.recipe.rollout.num_samples)
                 if self.step > self.recipe.train.num_steps:
                     raise ValueError(f"train.num_steps: {self.step} are done; --checkpoint resumes from an earlier one")
-            with self.ranks.together("the run's folder"):
+            with self.ranks.synchronized("opening the run's folder"):
                 if self.ranks.is_main:
                     self.run = self._open_folder(stack)
                 else:
@@ -280,7 +280,7 @@ class Trainer:
     def restore(self, checkpoint: Path) -> None:
         """Take back a checkpoint, whose weights are loaded: the optimizers, the drafter's rollouts and `state`."""
         for name, optimizer in self.optimizers.items():
-            load_state(optimizer, checkpoint, name)
+            load_state(optimizer, self.policy.dtype, checkpoint, name)
         self.engine.drafter.load(checkpoint)
         state = read_state(checkpoint)
         self.step = state.step
@@ -329,7 +329,7 @@ class Trainer:
         self.step = step
         self.log(metrics, rollouts, credit)
         self.is_stopping = self._should_stop()
-        with self.ranks.together(f"the checkpoint of step {step}"):
+        with self.ranks.synchronized(f"checkpoint of step {step}"):
             self.checkpoint_if_due()
 
     def assign_credit(self, rollouts: StepRollouts, context: UpdateContext) -> Credit:
@@ -404,7 +404,9 @@ class Trainer:
                 self.run.checkpoints,
                 self.state(),
                 model=self.policy,
-                tensors={name: state_tensors(optimizer) for name, optimizer in self.optimizers.items()},
+                tensors={
+                    name: state_tensors(optimizer, self.policy.dtype) for name, optimizer in self.optimizers.items()
+                },
                 critic=None if self.critic is None else self.critic.model,
                 tokenizer=self.tokenizer,
                 end_ids=self.end_ids,

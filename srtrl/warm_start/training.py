@@ -89,10 +89,10 @@ def _run(
 ) -> WarmStartSummary:
     """The warm start, on one of the ranks, which share the passes of each step; the first one writes."""
     output = Path(section.output)
-    if ranks.on_main(lambda: not is_empty(output), "the checks of rank 0") and not overwrite:
+    if ranks.on_main(lambda: not is_empty(output), "checks of rank 0") and not overwrite:
         raise ValueError(f"warm_start.output: {output} exists and is not empty; use --overwrite or another folder")
     set_cpu_threads(recipe.num_threads)
-    with ranks.together("the others to load the task and the model"):
+    with ranks.synchronized("loading the task and the model"):
         tokenizer = _tokenizer(recipe, section)
         conversations = build.build_conversations(recipe, tokenizer)
         task = load_task(recipe, tokenizer, tools=conversations.tools if conversations else ())
@@ -119,7 +119,7 @@ def _run(
                 dtype=build.DTYPES[section.save_dtype],
             )
 
-    ranks.on_main(save, "rank 0 to save the policy")
+    ranks.on_main(save, "saving the policy")
     progress.say(f"saved {output}: loss {losses[-1]:.4f}")
     if num_left_out:
         progress.say(f"left out {num_left_out} draws whose solution no rollout could produce")
