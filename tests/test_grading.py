@@ -219,18 +219,14 @@ def test_a_module_that_hangs_or_ends_in_a_worker_stops_the_run(package: str, mon
     monkeypatch.setattr("srtrl.tasks.worker_pool.START_SECONDS", 0.05)
     with (
         make_grader(f"{package}:act", num_workers=1) as grader,
-        pytest.raises(
-            RuntimeError, match=r"imports own_rewards did not start: it is not ready after 0.05 seconds"
-        ),
+        pytest.raises(RuntimeError, match=r"imports own_rewards did not start: it is not ready after 0.05 seconds"),
     ):
         grade_all(grader, ["ok"])
     monkeypatch.undo()
     with make_grader(f"{package}:act", num_workers=1) as grader:
         (process,) = grading_processes() - others
         process.kill()
-        with pytest.raises(
-            RuntimeError, match=r"imports own_rewards did not start: it ended with exit code -9"
-        ):
+        with pytest.raises(RuntimeError, match=r"imports own_rewards did not start: it ended with exit code -9"):
             grade_all(grader, ["ok"])
 
 
