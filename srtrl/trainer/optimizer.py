@@ -50,7 +50,7 @@ def gradient_holders(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
 
 
 def _allocate_state(optimizer: torch.optim.AdamW) -> None:
-    """Make the state that fused AdamW would make in its first step: the step count, float32 on the device, and both moments."""
+    """Make the state that fused AdamW makes in its first step: step count (float32, on the device) and both moments."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {
