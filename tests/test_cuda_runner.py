@@ -139,6 +139,17 @@ def test_larger_steps_than_graphs_are_for_are_never_captured() -> None:
     samples.check_step()
 
 
+def test_views_of_the_steps_used_most_recently_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_runner_module, "MAX_STEPS", 2)
+    runner = cuda_runner(runner_policy())
+    samples = Samples(runner, runner.model)
+    for num_rows in (1, 8, 1, 16):
+        assert runner.time_step(num_rows, 9, 1) > 0
+    assert [shape.num_rows for shape in runner._steps] == [1, 16]
+    samples.prefill()
+    samples.check_step()
+
+
 @pytest.mark.parametrize("is_filtered", [False, True])
 def test_logits_go_through_small_buffers(monkeypatch: pytest.MonkeyPatch, is_filtered: bool) -> None:
     monkeypatch.setattr(cuda_runner_module, "LOGITS_AT_ONCE", 4)

@@ -6,6 +6,7 @@ inputs at fixed addresses, so that a captured graph can be replayed. The same pa
 interpreter, kernel by kernel, for tests. Letters: see `srtrl/engine/rows.py`; V vocabulary, D width of the model.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
@@ -26,6 +27,9 @@ from srtrl.model.paged_attention import TreeRows
 from srtrl.model.transformer import Transformer
 from srtrl.model.tree_attention import AttentionScratch, choose_split_keys
 from srtrl.model.triton_layers import fused_forward
+
+MAX_STEPS = 512
+"""Shapes of steps whose views are kept, some 10 KiB each."""
 
 LOGITS_AT_ONCE = 1024
 """Rows whose logits exist at the same time: with a vocabulary of 152 thousand in bfloat16 they take 0.3 GB."""
@@ -111,7 +115,8 @@ class CudaRunner(Runner):
         self.compute: Callable[[CudaStep], None] = self._compute_by_kernels
         """What a step does on the device; tests replace it by plain PyTorch."""
         self._graphs = StepGraphs(device if is_cuda and options.cuda_graphs else None)
-        self._steps: dict[StepShape, CudaStep] = {}
+        self._steps: OrderedDict[StepShape, CudaStep] = OrderedDict()
+        """The least recently used first."""
         # Steps run one after the other, so that all of them share what follows. It never moves: graphs hold addresses.
         largest = self.planner.largest()
         self._staging = _PinnedCopy(largest.num_elements, device)
@@ -135,6 +140,7 @@ class CudaRunner(Runner):
         """See `Runner`. Waits until the device has read the inputs of the step before."""
         shape = self.planner.shape(size)
         step = self._step = self._steps.get(shape) or self._make_step(shape)
+        self._steps.move_to_end(shape)
         self._staging.wait()
         step.inputs.split_keys[0] = choose_split_keys(max_keys=size.max_keys, num_splits=shape.num_splits)
         return step.inputs
@@ -217,7 +223,9 @@ class CudaRunner(Runner):
         sample_rows_triton(logits, *noise, step.tokens[rows], step.logprobs[rows], self._sampling)
 
     def _make_step(self, shape: StepShape) -> CudaStep:
-        """Views of a step of a new shape, kept from now on."""
+        """Views of a step of a new shape, kept until `MAX_STEPS` others were used more recently."""
+        if len(self._steps) == MAX_STEPS:
+            self._steps.popitem(last=False)
         dtypes: dict[Any, torch.dtype] = {np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.float32}
         slices = shape.slices()
         views = {
