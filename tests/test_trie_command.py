@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rollouts").mkdir(parents=True)
     tokenizer = train_tokenizer([], 257)
     tokenizer.save_pretrained(folder / "model")
-    (folder / "recipe.yaml").write_text(recipe_text("log: {save_rollouts: false}\n", path=folder / "model"))
+    (folder / "recipe.yaml").write_text(recipe_text(path=folder / "model"))
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     for step, prompts in TEXTS.items():
         samples = [
@@ -83,7 +83,7 @@ def test_what_is_not_there_is_named(run: Path, tmp_path: Path) -> None:
         ((run, "--step", "2"), "has rollouts of the steps 1, 3, 4"),
         ((run, "--tokenizer", run / "rollouts"), "no tokenizer in this folder"),
         ((tmp_path / "none",), "no such folder"),
-        ((tmp_path,), "log.save_rollouts: false"),
+        ((tmp_path,), "no step of the run has ended yet"),
     ):
         result = bench_cases.run("trie", *arguments)
         assert (result.exit_code, message in result.output) == (2, True), result.output
