@@ -120,9 +120,10 @@ def update_critic(critic: Critic, sequences: Sequence[TrainSequence], context: U
 def value_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
     """Quality of `values` as predictions of `returns`, over all response tokens.
 
-    The metrics `value_mean`, `return_mean` and `explained_variance`. Explained variance is 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for one that is no better
-    than a constant, below 0 for a worse one. It is left out where all returns are equal, up to rounding: returns are
-    advantages + values, and where the values cancel (all rewards 0), only the rounding error of the values varies.
+    The metrics `value_mean`, `return_mean` and `explained_variance`, 1 - Var(returns - values) / Var(returns): 1 for a
+    perfect critic, 0 for one that is no better than a constant, below 0 for a worse one. It is left out where all
+    returns are equal, up to rounding: returns are advantages + values, and where the values cancel (all rewards 0),
+    only the rounding error of the values varies.
     """
     pairs = [
         (sequence.values, sequence.returns)
