@@ -135,7 +135,7 @@ def test_metrics_in_the_prose_of_all_pages_exist(logged: set[str]) -> None:
     """`family/name` in backticks, where a run logs metrics of that family (a page may make up families of its own)."""
     families = {name.partition("/")[0] for name in logged if "/" in name}
     unknown = []
-    for page in PAGES:
+    for page in (page for page in PAGES if page.name != "CHANGELOG.md"):  # it names those that went
         names = re.findall(r"`([a-z_]+(?:/[a-z_]+)+)`", FENCED.sub("", page.read_text(encoding="utf-8")))
         unknown += [
             f"{page.name}: {n}" for n in names if n.partition("/")[0] in families and as_documented(n) not in logged
