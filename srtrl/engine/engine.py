@@ -471,7 +471,6 @@ def compile_kernels(*, with_drafts: bool = True) -> None:
         sample_index=0,
         rng_key=0,
         sampling=SamplingParams(max_new_tokens=WARM_UP_TOKENS - 2),
-        purpose="train",
     )
     for is_run_ahead in (True, False):  # the second sample follows its run-ahead
         list(engine.generate([first, replace(first, rng_key=1, is_run_ahead=is_run_ahead)]))
