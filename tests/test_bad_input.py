@@ -157,7 +157,7 @@ def listing(folder: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize(("command", "message"), CASES, ids=[command for command, _ in CASES])
 def test_bad_input_is_one_message(command: str, message: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("srtrl.trainer.trainer.Trainer", Mock(side_effect=AssertionError("training begins")))
+    monkeypatch.setattr("srtrl.trainer.trainer.Trainer._load_task", Mock(side_effect=AssertionError("training begins")))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     before = listing(place)
     result = CliRunner().invoke(app, shlex.split(command))
