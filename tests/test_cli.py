@@ -58,17 +58,6 @@ def test_show_config_prints_what_the_recipe_resolves_to(recipe_file: Path, tmp_p
     assert Recipe.model_validate_json(as_json.stdout) == expected
 
 
-def test_help_fields_documents_every_field_and_the_tasks_options() -> None:
-    shown = run("show-config", "--help-fields").stdout
-    lines = shown.splitlines()
-    at = lines.index('algorithm.kl.placement: loss | reward = "loss"')
-    assert "subtracted from the reward before advantages" in lines[at + 1]
-    assert "rewards.N.weight: number = 1.0" in lines
-    assert "rollout.num_prompts: integer (required)" in lines
-    assert "task.options.max_operand: integer = 12" in lines
-    assert not [line for line in lines if line == "    "], "a field without documentation"
-
-
 # --- train, eval, bench, report ---------------------------------------------------------------------------------------
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_cases import run
 from environment_cases import HOSTILE
 from tiny_run import make_policy, make_recipe
 
-from srtrl.cli import print_fields
 from srtrl.metrics import read_metrics
 from srtrl.trainer.trainer import run_training
 
@@ -143,61 +143,36 @@ def test_metrics_in_the_prose_of_all_pages_exist(logged: set[str]) -> None:
     assert unknown == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_links_lead_to_files(page: Path) -> None:
-    broken = [target for _, target, path in links(page) if target[0] != "#" and not path.exists()]
-    assert broken == []
+def problems_of(page: Path) -> Iterator[str]:
+    """Links to files, headings and names that are not there.
 
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_anchors_in_links_are_headings(page: Path) -> None:
-    missing = []
-    for _, target, path in links(page):
-        _, mark, anchor = target.partition("#")
-        if not mark:
-            continue
-        lead_to = page if target[0] == "#" else path
-        if lead_to.suffix == ".md" and lead_to.is_file() and anchor not in anchors(lead_to):
-            missing.append(target)
-    assert missing == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_names_in_links_are_defined_where_they_lead(page: Path) -> None:
-    """[`Trainer.train_step`](.../trainer.py) promises that `train_step` is defined there, inside `Trainer`'s file."""
-    missing = []
+    [`Trainer.train_step`](.../trainer.py) promises that `train_step` is defined there, inside `Trainer`'s file.
+    """
     for text, target, path in links(page):
+        _, mark, anchor = target.partition("#")
+        destination = page if target[0] == "#" else path
+        if not destination.exists():
+            yield f"no file: {target}"
+            continue
+        if mark and destination.suffix == ".md" and anchor not in anchors(destination):
+            yield f"no heading: {target}"
         name = CODE_NAME.fullmatch(text)
-        if name is None or path.suffix != ".py" or not path.is_file() or name[1].endswith(".py"):
+        if name is None or path.suffix != ".py" or name[1].endswith(".py"):
             continue
         source = path.read_text(encoding="utf-8")
-        missing += [
-            f"{name[1]} in {target}"
-            for part in name[1].split(".")
-            if not re.search(rf"^\s*(?:def|class) {part}\b|^{part}\b.*=", source, re.MULTILINE)
-        ]
-    assert missing == []
+        for part in name[1].split("."):
+            if not re.search(rf"^\s*(?:def|class) {part}\b|^{part}\b.*=", source, re.MULTILINE):
+                yield f"no {part} in {target}"
 
 
-def test_recipe_page_is_what_show_config_prints(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_links_lead_to_files_headings_and_names(page: Path) -> None:
+    assert list(problems_of(page)) == []
+
+
+def test_recipe_page_is_what_show_config_prints() -> None:
     """To write the block again: `srtrl show-config --help-fields`."""
-    print_fields()
-    (block,) = re.findall(
-        r"^```text\n(.*?)^```$", (DOCS / "recipe.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
-    assert block == capsys.readouterr().out
-
-
-def test_the_readers_of_pages_see_what_they_should(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("[a](b.md#c) [d](https://e.f) [g](#h)\n```\n[i](j.md)\n```\n[`K.l`](m/n.py)\n", encoding="utf-8")
-    assert [(text, target) for text, target, _ in links(page)] == [("a", "b.md#c"), ("g", "#h"), ("`K.l`", "m/n.py")]
-    assert [path for _, target, path in links(page) if target == "b.md#c"] == [tmp_path / "b.md"]
-
-
-def test_anchors_follow_the_rule_of_github(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# A `b_c`\n## Deterministic mode (CPU)\n## [x](y.md), z\n## A `b_c`\n```\n# no\n```\n", encoding="utf-8"
-    )
-    assert anchors(page) == {"a-b_c", "deterministic-mode-cpu", "x-z", "a-b_c-1"}
+    shown = run("show-config", "--help-fields").stdout
+    page = (DOCS / "recipe.md").read_text(encoding="utf-8")
+    assert re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) == [shown]
+    assert "    " not in shown.splitlines(), "a field without documentation"

@@ -1,7 +1,7 @@
 """The engine with the runner of a CUDA device: the tokens of the CPU path, with any drafts; memory that comes and goes.
 
-Without a GPU most steps are computed in plain PyTorch from the inputs of the kernels (`compute_by_reference`), some by
-interpreted kernels. With one all tests run on it, as part of `pytest -m gpu`.
+Without a GPU steps are computed in plain PyTorch from the inputs of the kernels (`compute_by_reference`);
+`test_runners.py` compares the kernels. With one all tests run on it, as part of `pytest -m gpu`.
 """
 
 from collections.abc import Sequence
@@ -29,13 +29,12 @@ def cuda_engine(
     policy: Transformer,
     *,
     drafter: DrafterBase | None = None,
-    by_kernels: bool = False,
     **changes: object,
 ) -> Engine:
-    """An engine as on a CUDA device; `by_kernels`: even where these are interpreted."""
+    """An engine as on a CUDA device."""
     wanted = options(**({"max_sequence_tokens": 32, "slots": 4} | changes))
     runner = CudaRunner(policy, wanted, 32)
-    if KERNEL_DEVICE == "cpu" and not by_kernels:
+    if KERNEL_DEVICE == "cpu":
         use_reference(runner)
     return Engine(policy, wanted, drafter=drafter, runner=runner)
 
@@ -85,14 +84,6 @@ def test_tokens_are_those_of_the_cpu_path_with_any_drafts() -> None:
         assert (metrics["engine/verified_per_decode_step"] > 1.2) == (accuracy is not None)
         assert (metrics["engine/tokens_per_decode_step"] > 1.2) == ((accuracy or 0.0) > 0.5)
         assert len(runner_of(engine)._graphs) > 0 or accuracy, "with drafts few steps come twice"
-
-
-def test_kernels_decode_drafts_as_the_cpu_path() -> None:
-    requests = cuda_requests(((1, 2, 3),), max_new_tokens=3)
-    expected = sequential(requests)
-    engine = cuda_engine(runner_policy(), by_kernels=True, drafter=FakeDrafter(expected))
-    assert_same_text(decode(engine, requests), expected)
-    assert engine.take_metrics()["engine/tokens_per_decode_step"] > 1.2
 
 
 def test_prompts_are_not_waited_for_and_spoil_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,8 +76,8 @@ REWARDS = """
         return sample.num_tokens / sample.max_new_tokens
 
     @batched
-    def rank(samples: list[RewardInput]) -> list[float]:
-        return [float(index) for index, _ in enumerate(samples)]
+    def rank(samples: list[RewardInput], *, step: float = 1.0) -> list[float]:
+        return [step * index for index, _ in enumerate(samples)]
 
     @batched
     def too_few(samples: list[RewardInput]) -> list[float]:
@@ -109,10 +109,6 @@ REWARDS = """
     @isolated
     def scaled(sample: RewardInput, factor: float, *, offset: float = 0.0) -> float:
         return factor * len(sample.text) + offset
-
-    @batched
-    def ranked(samples: list[RewardInput], *, step: float = 1.0) -> list[float]:
-        return [step * index for index, _ in enumerate(samples)]
 
     def verify(text: str, answer: str) -> bool:
         if text == "raise":
@@ -302,16 +298,6 @@ def test_interrupts_do_not_reach_workers_and_leaving_ends_them_at_once(package: 
         os.kill(int(grade.reward), 0)
 
 
-def test_weighted_sum_of_in_process_rewards(package: str) -> None:
-    sections = [RewardSection(name="correct", weight=2.0), RewardSection(name=f"{package}:length", weight=-0.5)]
-    with Grader(Rows(equal_texts), sections, GradingSection(), max_new_tokens=10) as grader:
-        samples: list[tuple[str, FinishReason, int]] = [("ok", "stop", 5), ("no", "length", 10)]
-        grades = grader.collect([grader.submit(prompt_of("ok"), *sample) for sample in samples])
-    assert [grade.reward for grade in grades] == [2.0 - 0.25, -0.5]
-    assert grades[0].parts == {"correct": 1.0, "length": 0.5}
-    assert [grade.outcome for grade in grades] == ["correct", "wrong"]
-
-
 @pytest.mark.parametrize(
     ("names", "verifier", "expected"),
     [  # of the samples "ok", "raise", "no": outcome, reward, detail
@@ -385,17 +371,24 @@ def test_rewards_and_their_options_are_refused_by_name(sections: list[dict[str, 
         resolve_rewards([RewardSection.model_validate(section) for section in sections], max_new_tokens=10)
 
 
-def test_options_reach_rewards_wherever_they_run(package: str) -> None:
+def test_weights_and_options_reach_rewards_wherever_they_run(package: str) -> None:
     sections = [
+        RewardSection(name="correct", weight=2.0),
+        RewardSection(name=f"{package}:length", weight=-0.5),
         RewardSection(name=f"{package}:scaled", options={"factor": 3.0, "offset": 0.5}),
-        RewardSection(name=f"{package}:ranked", options={"step": 10.0}),
+        RewardSection(name=f"{package}:rank", options={"step": 10.0}),
         RewardSection(name="overlong_penalty", options={"cache_tokens": 4}),
     ]
     with Grader(Rows(equal_texts), sections, GradingSection(num_workers=1), max_new_tokens=10) as grader:
-        grades = grade_all(grader, ["ok", "12345678"])
-    assert [grade.outcome for grade in grades] == ["correct", "wrong"]
-    assert grades[0].parts == {"scaled": 6.5, "ranked": 0.0, "overlong_penalty": 0.0}
-    assert grades[1].parts == {"scaled": 24.5, "ranked": 10.0, "overlong_penalty": -0.5}
+        samples: list[tuple[str, FinishReason, int]] = [("ok", "stop", 5), ("12345678", "length", 8)]
+        grades = grader.collect([grader.submit(prompt_of("ok"), *sample) for sample in samples])
+    names = ("correct", "length", "scaled", "rank", "overlong_penalty")
+    assert grades[0].parts == dict(zip(names, (1.0, 0.5, 6.5, 0.0, 0.0), strict=True))
+    assert grades[1].parts == dict(zip(names, (0.0, 0.8, 24.5, 10.0, -0.5), strict=True))
+    assert [(grade.outcome, grade.reward) for grade in grades] == [
+        ("correct", 2.0 - 0.25 + 6.5),
+        ("wrong", -0.4 + 34.0),
+    ]
 
 
 def sample_of(text: str, num_tokens: int = 1, max_new_tokens: int = 1) -> RewardInput:

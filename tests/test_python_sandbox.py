@@ -1,7 +1,6 @@
 """The Python sandbox: what it gives back, and that nothing gets out of it, stops it, or stays."""
 
 import json
-import logging
 import os
 import shutil
 import signal
@@ -9,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
@@ -355,18 +354,6 @@ def test_an_old_kernel_is_told_by_its_landlock(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: SandboxLimits(cpu_seconds=0), "greater than or equal to 1"),
-        (lambda: PythonSandbox(OWN_LIMITS, num_workers=0), "at least 1 worker"),
-    ],
-)
-def test_bad_settings_are_refused(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-@pytest.mark.parametrize(
     ("arguments", "code", "exit_code", "status"),
     [
         (["-", "--json"], "6 * 7", 0, "ok"),
@@ -386,22 +373,16 @@ def test_the_command(arguments: list[str], code: str, exit_code: int, status: st
 
 
 @pytest.mark.slow
-def test_ten_thousand_calls() -> None:
+def test_ten_thousand_calls_leave_no_memory_behind() -> None:
     def resident_mib() -> float:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
 
-    seconds = []
     with PythonSandbox(SandboxLimits(), num_workers=2) as pool:
         pool.run("0")
-        before, begun = resident_mib(), time.monotonic()
+        before = resident_mib()
         for start in range(0, 10_000, 500):
             futures = [pool.submit(f"print({number})\n{number} * 2") for number in range(start, start + 500)]
             for number, future in enumerate(futures, start):
                 result = future.result()
                 assert (result.status, result.stdout) == ("ok", f"{number}\n{number * 2}\n")
-                seconds.append(result.seconds)
-        took = time.monotonic() - begun
     assert resident_mib() - before < 10
-    seconds.sort()
-    p50, p99 = (seconds[int(len(seconds) * share)] * 1000 for share in (0.5, 0.99))
-    logging.getLogger(__name__).info("%.0f calls/s, p50 %.1f ms, p99 %.1f ms", len(seconds) / took, p50, p99)

@@ -5,6 +5,7 @@ Tensors on PyTorch's device `meta` have sizes and no content, so the update's ow
 
 import weakref
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_a_recipe_fits_one_gpu_with_room_and_the_docs_say_how(name: str) -> None
 def test_slots_are_as_given_or_what_the_kv_cache_holds() -> None:
     def slots(*overrides: str, free: int | None = 10**10, **changes: int) -> int:
         recipe = load_recipe(ROOT / "recipes" / "grpo_math.yaml", overrides)
-        return number_of_slots(recipe, make_policy(recipe, "qwen2.5-1.5b"), free, **changes)
+        return number_of_slots(recipe, make_policy("qwen2.5-1.5b"), free, **changes)
 
     of_one = 28_672 * 1152  # bytes of a quarter of 512 + 4096 tokens
     assert slots("rollout.slots=7") == slots("rollout.slots=7", free=None) == 7
@@ -67,8 +68,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, known: Iterable[Tensor]) -> None:
         """Start with tensors that exist already."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sizes: dict[int, int] = {}
-        self.peak = 0
+        self._known: set[int] = set()
+        self._num_bytes = self.peak = 0
         for tensor in known:
             self._add(tensor)
 
@@ -81,10 +82,15 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._sizes:
-            self._sizes[storage._cdata] = storage.nbytes()
-            weakref.finalize(storage, self._sizes.pop, storage._cdata)
-            self.peak = max(self.peak, sum(self._sizes.values()))
+        if storage._cdata not in self._known:
+            self._known.add(storage._cdata)
+            self._num_bytes += storage.nbytes()
+            self.peak = max(self.peak, self._num_bytes)
+            weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes())
+
+    def _remove(self, key: int, num_bytes: int) -> None:
+        self._known.remove(key)
+        self._num_bytes -= num_bytes
 
 
 class _Attention(torch.autograd.Function):
@@ -112,10 +118,8 @@ class Plan:
         return _Attention.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def make_policy(recipe: Recipe, shape: str) -> Transformer:
-    policy = Transformer(config_from_hf(SHAPES[shape], shape), torch.bfloat16, "meta")
-    policy.gradient_checkpointing = recipe.model.gradient_checkpointing
-    return policy
+def make_policy(shape: str) -> Transformer:
+    return Transformer(config_from_hf(SHAPES[shape], shape), torch.bfloat16, "meta")
 
 
 def trainable(model: torch.nn.Module) -> MasterWeightAdamW:
@@ -133,12 +137,15 @@ def optimizer_bytes(optimizer: MasterWeightAdamW) -> int:
     return num_bytes(optimizer.master_of.values()) + sum(num_bytes(one.values()) for one in optimizer.state.values())
 
 
-def activation_bytes(policy: Transformer, optimizer: MasterWeightAdamW, recipe: Recipe) -> int:
+@cache  # several recipes train the same shape in the same way
+def activation_bytes(shape: str, num_tokens: int, gradient_checkpointing: bool) -> int:
     """Peak of the second micro-batch of the update, beside weights, optimizer and gradients.
 
     Every token's logits are computed, as though there were no prompts.
     """
-    num_tokens = recipe.train.micro_batch_tokens
+    policy = make_policy(shape)
+    policy.gradient_checkpointing = gradient_checkpointing
+    optimizer = trainable(policy)
     tracker = MemoryTracker([*policy.parameters(), *optimizer.master_of.values()])
     with tracker:
         for _ in range(2):  # gradients of the first one are there while the second one is computed
@@ -153,7 +160,7 @@ def activation_bytes(policy: Transformer, optimizer: MasterWeightAdamW, recipe: 
 
 def memory_of(recipe: Recipe, shape: str) -> dict[str, float]:
     """Bytes by part at the peak of a training step, which is in the update; and the number of slots."""
-    policy = make_policy(recipe, shape)
+    policy = make_policy(shape)
     optimizer = trainable(policy)
     weights, gradients = num_bytes(policy.parameters()), gradient_bytes(optimizer)
     parts = {
@@ -163,7 +170,7 @@ def memory_of(recipe: Recipe, shape: str) -> dict[str, float]:
         "critic": 0,
     }
     if recipe.critic is not None:
-        critic = ValueModel(make_policy(recipe, shape))
+        critic = ValueModel(make_policy(shape))
         critic_optimizer = trainable(critic)
         parts["critic"] = num_bytes(critic.parameters()) + optimizer_bytes(critic_optimizer)
         gradients = max(gradients, gradient_bytes(critic_optimizer))
@@ -187,5 +194,5 @@ def memory_of(recipe: Recipe, shape: str) -> dict[str, float]:
     )
     parts["KV cache"] = num_pages * runner.page_bytes
     parts["gradients"] = gradients
-    parts["activations"] = activation_bytes(policy, optimizer, recipe)
+    parts["activations"] = activation_bytes(shape, recipe.train.micro_batch_tokens, recipe.model.gradient_checkpointing)
     return {**parts, "slots": slots}

@@ -25,8 +25,7 @@ from srtrl.tasks.base import load_task
 from srtrl.tasks.grading import Grader
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.row_task import RowTask
-from srtrl.trainer.trainer import describe_prompt, run_training
-from srtrl.types import Prompt
+from srtrl.trainer.trainer import run_training
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
 USER = {"role": "user", "content": "Hi?\n"}
@@ -177,13 +176,8 @@ def test_a_run_without_verdicts_shows_rewards_and_no_accuracy(
         assert row["eval/reward_low"] < row["eval/reward"] < row["eval/reward_high"] < 0
         shown = "held-out reward {eval/reward:.3f} (95%: {eval/reward_low:.3f} to {eval/reward_high:.3f})"
         assert shown.format_map(row) in said
-    figures = run_figures(rows)
-    assert {"held-out reward before training", "held-out reward after step 2"} <= figures.keys()
-    assert figures["gain"] == f"{held_out[1]['eval/reward'] - held_out[0]['eval/reward']:+.3f}"
+    assert run_figures(rows)["gain"] == f"{held_out[1]['eval/reward'] - held_out[0]['eval/reward']:+.3f}"
     page = write_report(result.folder).read_text(encoding="utf-8")
-    assert "held-out reward after step 2" in page
-    assert '<span class="tag ">graded</span>' in page
-    assert "eval/reward" in command("compare", result.folder).stdout
     for text in (said, page.partition("<details")[0]):
         assert "accuracy" not in text.lower()
 
@@ -255,14 +249,3 @@ def test_a_loaded_task_without_a_verifier_is_refused_too(policy: Path, tmp_path:
     check_recipe(recipe)
     with pytest.raises(ValueError, match=r"^rewards\.0\.name: `correct` \(the default\) asks whether"):
         load_task(recipe, byte_tokenizer())
-
-
-def test_the_middle_of_a_long_prompt_is_left_out() -> None:
-    tokenizer = byte_tokenizer()
-    text = "a" * 300 + "b" * 1200 + "c" * 300
-    prompt = Prompt(prompt_id="x", text=text, token_ids=tuple(tokenizer(text)["input_ids"]), answer="")
-    shown = describe_prompt(prompt, tokenizer)
-    assert shown.startswith("first training prompt, x (1,801 tokens):\n| <s>aaa")
-    assert " [... 1,303 characters left out ...] " in shown
-    assert shown.endswith("c" * 250)
-    assert "b" not in shown.partition("\n")[2].replace("characters", "")
