@@ -1,6 +1,5 @@
 """A tiny DAPO run: its batches are full, and what is learned depends on no timing, no slot, no draft and no kill."""
 
-import io
 import signal
 import zlib
 from collections.abc import Callable
@@ -169,7 +168,6 @@ def assert_dropped_groups_feed_the_drafter(folder: Path) -> None:
 
 
 def test_where_max_draws_do_not_suffice_the_step_says_so_and_goes_on(policy: Path, tmp_path: Path) -> None:
-    output = io.StringIO()
     recipe = make_dapo_recipe(policy, tmp_path, rollout__max_draws=5, train__num_steps=3)
     folder = run_training(recipe).folder
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 0]
@@ -178,7 +176,7 @@ def test_where_max_draws_do_not_suffice_the_step_says_so_and_goes_on(policy: Pat
         assert row["groups/kept"] == NUM_PROMPTS - row["groups/short"]
         if row["groups/short"]:
             assert row["data/draws"] == 5
-            assert f"{row['groups/short']:.0f} groups too few: rollout.max_draws reached" in output.getvalue()
+            assert f"{row['groups/short']:.0f} groups too few: rollout.max_draws reached" in describe_step(row)
         if row["groups/kept"]:
             assert row["grad_norm"] > 0
 

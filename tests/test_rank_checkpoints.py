@@ -1,4 +1,7 @@
-"""Checkpoints of several ranks: written by all, read by any number, sharded or not; an error of one leaves the old."""
+"""Checkpoints of several ranks: written by all, read by any number, sharded or not; an error of one leaves the old.
+
+One run of two ranks and one of three do everything (`everything`); the tests read their results.
+"""
 
 import hashlib
 from collections.abc import Iterator
@@ -34,6 +37,7 @@ from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer, load_sta
 ADAMW: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}
 WRITERS = [(1, "ddp"), (2, "ddp"), (2, "fsdp2"), (3, "fsdp2")]
 """Number of ranks, and how they share the state."""
+STEP = "checkpoints/step_000001"
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -117,51 +121,60 @@ def load(path: Path, dtype: torch.dtype, optimizer: torch.optim.Optimizer, criti
 
 
 def read(ranks: Ranks, policy: Path, folder: Path) -> int:
-    """Compare each checkpoint, loaded by this number of ranks; returns the number of tensors."""
+    """Compare each checkpoint that is there, loaded by this number of ranks; returns the number of tensors."""
     count = 0
     for sharding in ("ddp", "fsdp2") if ranks.count > 1 else ("ddp",):
-        for writer in WRITERS:
-            for dtype in DTYPES:
-                _, optimizer, critic = make_trained(policy, dtype, sharding)
-                path = latest_checkpoint(folder / name_of(writer, dtype) / "checkpoints")
-                assert path is not None
-                load(path, dtype, optimizer, critic)
-                for name, tensor in state_of(optimizer, critic, dtype):
-                    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                    assert torch.equal(found, numbers_of(name, tensor.shape)), (writer, sharding, dtype, name)
-                    count += 1
-                if isinstance(optimizer, MasterWeightAdamW):
-                    assert all(torch.equal(one, master.bfloat16()) for one, master in optimizer.master_of.items())
+        for path, dtype in ((folder / name_of(writer, dtype), dtype) for writer in WRITERS for dtype in DTYPES):
+            if not path.exists():
+                continue  # its ranks come later
+            _, optimizer, critic = make_trained(policy, dtype, sharding)
+            load(path / STEP, dtype, optimizer, critic)
+            for name, tensor in state_of(optimizer, critic, dtype):
+                found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                assert torch.equal(found, numbers_of(name, tensor.shape)), (path, sharding, name)
+                count += 1
+            if isinstance(optimizer, MasterWeightAdamW):
+                assert all(torch.equal(one, master.bfloat16()) for one, master in optimizer.master_of.items())
     return count
 
 
+def everything(ranks: Ranks, policy: Path, folder: Path) -> dict[str, Any]:
+    """Runs on each rank."""
+    write(ranks, policy, folder)
+    ranks.gather(0, "what is written")
+    found: dict[str, Any] = {"read": read(ranks, policy, folder)}
+    if ranks.count == 2:
+        found |= {sharding: fail(ranks, policy, folder / sharding, sharding) for sharding in ("ddp", "fsdp2")}
+    return found
+
+
 @pytest.fixture(scope="module")
-def written(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of all writers."""
-    folder = tmp_path_factory.mktemp("written")
-    write(ONE_RANK, policy, folder)
-    for count in (2, 3):
-        run_ranks(count, write, policy, folder)
-    return folder
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the checkpoints."""
+    return tmp_path_factory.mktemp("written")
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_any_number_of_ranks_reads_what_any_has_written(policy: Path, written: Path, count: int) -> None:
-    """All numbers have the same bits."""
-    counts = [read(ONE_RANK, policy, written)] if count == 1 else run_ranks(count, read, policy, written)
-    assert min(counts) > 400
+@pytest.fixture(scope="module", autouse=True)
+def results(policy: Path, written: Path) -> dict[int, list[dict[str, Any]]]:
+    """What each rank returns, by the number of ranks; one process reads what more of them have written, too."""
+    write(ONE_RANK, policy, written)
+    found = {count: run_ranks(count, everything, policy, written) for count in (2, 3)}
+    return {1: [{"read": read(ONE_RANK, policy, written)}], **found}
+
+
+def test_any_number_of_ranks_reads_what_others_have_written(results: dict[int, list[dict[str, Any]]]) -> None:
+    """All numbers have the same bits (compared in `read`)."""
+    assert min(found["read"] for ranks in results.values() for found in ranks) > 400
 
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_each_rank_writes_its_share_of_an_optimizer_once(written: Path, writer: tuple[int, str]) -> None:
     for dtype in DTYPES:
-        path = latest_checkpoint(written / name_of(writer, dtype) / "checkpoints")
-        assert path is not None
+        path, whole = (written / name_of(one, dtype) / STEP for one in (writer, WRITERS[0]))
         assert find_damage(path) is None
-        whole = [tensor.numel() for tensor in load_optimizer(written, (1, "ddp"), dtype)]
-        sizes = [sum(one.numel() for one in safetensors.torch.load_file(file).values()) for file in files_of(path)]
+        sizes = sizes_of(path)
         assert len(sizes) == writer[0]
-        assert sum(sizes) == sum(whole)
+        assert sum(sizes) == sum(sizes_of(whole))
         assert max(sizes) < 1.1 * sum(sizes) / len(sizes)
         damaged = files_of(path)[-1]
         data = damaged.read_bytes()
@@ -171,21 +184,19 @@ def test_each_rank_writes_its_share_of_an_optimizer_once(written: Path, writer: 
         damaged.write_bytes(data)
 
 
+def sizes_of(path: Path) -> list[int]:
+    """Numbers in each file of the optimizers' state."""
+    return [sum(one.numel() for one in safetensors.torch.load_file(file).values()) for file in files_of(path)]
+
+
 def files_of(path: Path) -> list[Path]:
     return sorted((path / "optimizer").iterdir())
-
-
-def load_optimizer(written: Path, writer: tuple[int, str], dtype: torch.dtype) -> list[Tensor]:
-    path = latest_checkpoint(written / name_of(writer, dtype) / "checkpoints")
-    assert path is not None
-    return [tensor for file in files_of(path) for tensor in safetensors.torch.load_file(file).values()]
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_lost_part_is_no_number(policy: Path, written: Path, tmp_path: Path, index: int) -> None:
     """Also where there is no manifest to compare with."""
-    path = latest_checkpoint(written / name_of((3, "fsdp2"), torch.float32) / "checkpoints")
-    assert path is not None
+    path = written / name_of((3, "fsdp2"), torch.float32) / STEP
     _, optimizer, critic = make_trained(policy, torch.float32, "ddp")
     files = files_of(path)
     kept = files[index].rename(tmp_path / "kept")
@@ -202,8 +213,7 @@ def test_large_states_are_written_in_several_files(
     """The host need not hold all of it."""
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 50_000)
     write(ONE_RANK, policy, tmp_path)
-    path = latest_checkpoint(tmp_path / name_of((1, "ddp"), torch.bfloat16) / "checkpoints")
-    assert path is not None
+    path = tmp_path / name_of((1, "ddp"), torch.bfloat16) / STEP
     model, optimizer, critic = make_trained(policy, torch.bfloat16, "ddp")
     sizes = [file.stat().st_size for file in files_of(path)]
     assert len(sizes) > 3
@@ -241,8 +251,8 @@ def fail(ranks: Ranks, policy: Path, folder: Path, sharding: str) -> list[str]:
     with pytest.raises((ValueError, RankError), match="disk of output_dir") as refused:
         save(folder if ranks.is_main else folder / "elsewhere", 2, policy, model, optimizer, critic, ranks)
     found.append(str(refused.value))
-    assert latest_checkpoint(folder / "checkpoints") == folder / "checkpoints" / "step_000001"
-    assert contents(folder / "checkpoints" / "step_000001") == before
+    assert latest_checkpoint(folder / "checkpoints") == folder / STEP
+    assert contents(folder / STEP) == before
     ranks.gather(0, "the comparison")
     save(folder, 2, policy, model, optimizer, critic, ranks)
     assert find_damage(folder / "checkpoints" / "step_000002") is None
@@ -255,12 +265,12 @@ def contents(path: Path) -> dict[Path, bytes]:
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_an_error_of_one_rank_is_raised_on_all_and_leaves_the_last_checkpoint(
-    policy: Path, tmp_path: Path, sharding: str
+    written: Path, results: dict[int, list[dict[str, Any]]], sharding: str
 ) -> None:
-    first, second = run_ranks(2, fail, policy, tmp_path, sharding)
-    folder, full = f"{tmp_path}/checkpoints/.step_000002.writing", "[Errno 28] No space left on device"
-    in_optimizer = f"{full}: '{folder}/optimizer'"
+    first, second = (found[sharding] for found in results[2])
+    folder, full = written / sharding, "[Errno 28] No space left on device"
+    in_optimizer = f"{full}: '{folder}/checkpoints/.step_000002.writing/optimizer'"
     assert first[:3] == [in_optimizer, full, f"rank 1 of 2: {full}"]
     assert second[:3] == [f"rank 0 of 2: {in_optimizer}", f"rank 0 of 2: {full}", full]
-    assert second[3].startswith(f"{tmp_path}/elsewhere/checkpoints/.step_000002.writing of rank 0 is not here")
+    assert second[3].startswith(f"{folder}/elsewhere/checkpoints/.step_000002.writing of rank 0 is not here")
     assert first[3] == f"rank 1 of 2: {second[3]}"

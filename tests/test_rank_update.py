@@ -1,4 +1,7 @@
-"""The update on several ranks: what one process computes, but for the order of sums; errors stop all ranks alike."""
+"""The update on two ranks: what one process computes, but for the order of sums; errors stop all ranks alike.
+
+One pair of processes runs everything (`everything`); the tests read its results.
+"""
 
 import math
 import os
@@ -21,7 +24,6 @@ from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences,
 from srtrl.engine.engine import Engine
 from srtrl.model.sharding import reshard, shard, unshard
 from srtrl.ranks.processes import ONE_RANK, Ranks
-from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import pack
 from srtrl.trainer.critic import Critic, ValueObjective, update_critic, with_values
 from srtrl.trainer.optimizer import build_optimizer, gradient_holders
@@ -52,9 +54,8 @@ def learn(
     **options: Any,
 ) -> Found:
     """GRPO with a KL in the loss, clipped gradients, and what `options` change."""
-    recipe = make_recipe(
-        **{"algorithm__kl": {"coefficient": 0.1}, "train__max_grad_norm": 0.5, **options}, train__sharding=sharding
-    )
+    common = {"algorithm__kl": {"coefficient": 0.1}, "train__max_grad_norm": 0.5, "train__micro_batch_tokens": BUDGET}
+    recipe = make_recipe(**{**common, **options}, train__sharding=sharding)
     policy, reference = make_policy(dtype=dtype, scale=8), make_policy(seed=3, dtype=dtype)
     if sharding == "fsdp2":
         shard(policy)
@@ -97,20 +98,10 @@ def learn_values(ranks: Ranks, sharding: str, dtype: torch.dtype = torch.float32
 
 
 CASES: dict[str, Callable[[Ranks, str], Found]] = {
-    "mini-batches and epochs": lambda ranks, sharding: learn(
-        ranks, sharding, train__mini_batch_prompts=1, train__num_epochs=2, train__micro_batch_tokens=BUDGET
-    ),
-    "gradients, old log-probs computed": lambda ranks, sharding: learn(
-        ranks,
-        sharding,
-        RecordingSGD,
-        algorithm__old_logprobs="recompute",
-        train__micro_batch_tokens=BUDGET,
-    ),
-    "more ranks than micro-batches": lambda ranks, sharding: learn(ranks, sharding, num_groups=1),
-    "bfloat16, master weights": lambda ranks, sharding: learn(
-        ranks, sharding, dtype=torch.bfloat16, train__num_epochs=2, train__micro_batch_tokens=BUDGET
-    ),
+    "mini-batches and epochs": partial(learn, train__mini_batch_prompts=1, train__num_epochs=2),
+    "gradients, old log-probs computed": partial(learn, optimizer_of=RecordingSGD, algorithm__old_logprobs="recompute"),
+    "more ranks than micro-batches": partial(learn, num_groups=1, train__micro_batch_tokens=1000),
+    "bfloat16, master weights": partial(learn, dtype=torch.bfloat16, train__num_epochs=2),
     "critic": learn_values,
     "bfloat16 critic": partial(learn_values, dtype=torch.bfloat16),
 }
@@ -131,22 +122,27 @@ def is_same(one: Found, other: Found) -> bool:
     return one[0] == other[0] and all(np.array_equal(array, other[1][name]) for name, array in one[1].items())
 
 
+def everything(ranks: Ranks) -> dict[str, Any]:
+    """Runs on each rank; in the last part rank 1 breaks the connection."""
+    decode_and_learn(ranks)
+    return {"learned": run_cases(ranks), "errors": errors_of(ranks), "broken": fail_sharded(ranks)}
+
+
 @cache
-def one_process() -> dict[tuple[str, str], Found]:
-    return run_cases(ONE_RANK)
+def two_ranks() -> list[dict[str, Any]]:
+    return run_ranks(2, everything)
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_ranks_learn_what_one_process_learns(count: int) -> None:
-    sequences = make_sequences(make_policy())
-    assert len(list(pack(sequences, BUDGET, "cpu"))) % count > 0  # the ranks have different numbers
-    on_ranks = run_ranks(count, run_cases)
-    for case, found in on_ranks[0].items():
-        metrics, arrays = one_process()[case[0], "ddp"]
+def test_ranks_learn_what_one_process_learns() -> None:
+    assert len(list(pack(make_sequences(make_policy()), BUDGET, "cpu"))) % 2, "the ranks have different numbers"
+    first, second = (found["learned"] for found in two_ranks())
+    one_process = run_cases(ONE_RANK)
+    for case, found in first.items():
+        metrics, arrays = one_process[case[0], "ddp"]
         assert found[0] == pytest.approx(metrics, rel=1e-6, abs=1e-6), case
         for name, array in arrays.items():
             np.testing.assert_allclose(found[1][name], array, rtol=0, atol=1e-6, err_msg=f"{case} {name}")
-        assert all(is_same(found, other[case]) for other in on_ranks[1:]), case
+        assert is_same(found, second[case]), case
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------
@@ -179,29 +175,25 @@ def errors_of(ranks: Ranks) -> dict[str, str]:
     """The message of each case's error, on this rank."""
     found = {}
     for flaw in ("memory", "shape", "nan", "slope", "decoder"):
-        recipe: Recipe = make_recipe(train__micro_batch_tokens=BUDGET)
         policy = make_policy(dtype=torch.float32)
-        sequences = make_sequences(policy)
+        sequences, loss = make_sequences(policy), broken_loss(flaw)
         if flaw == "decoder":
-            sequences = decoder_says_nan(sequences)
-        else:
-            recipe = make_recipe(
-                train__micro_batch_tokens=BUDGET,
-                algorithm__loss=f"{__name__}:failing_loss",
-                algorithm__loss_options={"flaw": flaw},
-            )
+            sequences, loss = decoder_says_nan(sequences), {}
+        recipe = make_recipe(train__micro_batch_tokens=BUDGET, **loss)
         before = [parameter.detach().clone() for parameter in policy.parameters()]
-        optimizer = RecordingSGD(policy)
-        try:
-            update(policy, optimizer, sequences, recipe, step=7, ranks=ranks)
-        except (ValueError, RuntimeError) as error:
-            found[flaw] = f"{type(error).__name__}: {error}"
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            update(policy, RecordingSGD(policy), sequences, recipe, step=7, ranks=ranks)
+        found[flaw] = f"{caught.type.__name__}: {caught.value}"
         assert all(map(torch.equal, before, policy.parameters()))
     return found
 
 
+def broken_loss(flaw: str) -> dict[str, Any]:
+    return {"algorithm__loss": f"{__name__}:failing_loss", "algorithm__loss_options": {"flaw": flaw}}
+
+
 def test_an_error_of_one_rank_stops_all_alike() -> None:
-    other, found = run_ranks(2, errors_of)
+    other, found = (results["errors"] for results in two_ranks())
     place = "step 7, epoch 1, mini-batch 1"
     not_changed = "the weights were not changed by this mini-batch"
     assert found["memory"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
@@ -215,19 +207,13 @@ def test_an_error_of_one_rank_stops_all_alike() -> None:
 
 
 def fail_sharded(ranks: Ranks) -> str:
-    loss: dict[str, Any] = {
-        "algorithm__loss": f"{__name__}:failing_loss",
-        "algorithm__loss_options": {"flaw": "broken"},
-    }
-    try:
-        learn(ranks, "fsdp2", **loss)
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    with pytest.raises(RuntimeError) as caught:
+        learn(ranks, "fsdp2", **broken_loss("broken"))
+    return f"{caught.type.__name__}: {caught.value}"
 
 
 def test_a_rank_that_ends_within_sharded_passes_is_noticed() -> None:
-    waiting, failed = run_ranks(2, fail_sharded)
+    waiting, failed = (results["broken"] for results in two_ranks())
     assert failed == "RuntimeError: the user's own"
     assert waiting.startswith(
         "RankError: rank 0 of 2 waited for the others (step 1, epoch 1, mini-batch 1): another rank has ended"
@@ -238,7 +224,10 @@ def test_a_rank_that_ends_within_sharded_passes_is_noticed() -> None:
 
 
 def decode_and_learn(ranks: Ranks) -> None:
-    """The decoder reads weights that are whole for the rollouts; ranks take different numbers of decode steps."""
+    """Its assertions hold on each rank, or `two_ranks` fails.
+
+    The decoder reads weights that are whole for the rollouts; ranks take different numbers of decode steps.
+    """
     recipe = make_recipe(train__sharding="fsdp2", train__micro_batch_tokens=BUDGET)
     requests = requests_for(num_samples=1, max_new_tokens=8)[2 * ranks.index :]
     for dtype in (torch.float32, torch.bfloat16):
@@ -262,7 +251,3 @@ def decode_and_learn(ranks: Ranks) -> None:
                 torch._foreach_copy_(list(plain.parameters()), list(policy.parameters()))
             engine.end_step(has_new_weights=True)
             other.end_step(has_new_weights=True)
-
-
-def test_sharded_weights_are_whole_for_the_decoder() -> None:
-    run_ranks(2, decode_and_learn)
