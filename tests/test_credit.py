@@ -66,11 +66,11 @@ def estimate(estimator: str, new: float, ref: float) -> float:
 def token_rewards(
     groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence], kl: str | None
 ) -> list[list[float]]:
-    """Reward of each token of each sequence."""
+    """Reward of each sampled token of each sequence."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = []
     for rollout, sequence in zip(rollouts, sequences, strict=True):
-        row = [0.0] * len(rollout.token_ids)
+        row = [0.0] * len(sequence.rollout_logprobs)
         row[-1] = rollout.grade.reward
         if kl is not None:
             assert sequence.ref_logprobs is not None
@@ -159,8 +159,9 @@ def test_all_tokens_of_a_sample_share_its_advantage() -> None:
 @pytest.mark.parametrize("whiten", [False, True])
 @pytest.mark.parametrize("kl", [None, "k1", "k3"])
 def test_gae_with_the_kl_in_the_reward(kl: str | None, whiten: bool) -> None:
+    """Over the sampled tokens alone: at what an environment inserted, nothing is added and nothing decays."""
     gamma, lam = 0.97, 0.9
-    groups = random_groups(3)
+    groups = [with_observations(one, seed) for seed, one in enumerate(random_groups(3))]
     sequences = random_sequences(groups, 3, with_values=True)
     credit = credit_of(
         groups,
@@ -288,41 +289,6 @@ def test_nothing_may_be_left_by_overlong_filtering() -> None:
 def test_groups_without_any_advantage_are_counted() -> None:
     groups = [group(0, [1.0, 1.0]), group(1, [0.0, 1.0]), group(2, [0.0, 0.0]), group(3, [0.5, 0.5])]
     assert credit_of(groups).metrics["groups/zero_advantage_share"] == 0.75
-
-
-def test_gae_passes_over_what_an_environment_said() -> None:
-    """By a loop over all positions of the response: at one that nobody sampled, nothing is added and nothing decays."""
-    gamma, lam = 0.9, 0.8
-    groups = [with_observations(one, seed) for seed, one in enumerate(random_groups(7))]
-    sequences = random_sequences(groups, 8, with_values=True)
-    found = credit_of(
-        groups,
-        sequences,
-        algorithm__advantage="gae",
-        algorithm__gamma=gamma,
-        algorithm__lam=lam,
-        algorithm__kl__coefficient=KL,
-        algorithm__kl__placement="reward",
-        algorithm__kl__estimator="k1",
-        critic={},
-    ).sequences
-    rollouts = [rollout for one in groups for rollout in one.rollouts]
-    for rollout, sequence, credited in zip(rollouts, sequences, found, strict=True):
-        assert sequence.values is not None
-        assert sequence.ref_logprobs is not None
-        mask = np.concatenate([[kind == "model"] * length for kind, length in rollout.conversation.segments])  # type: ignore[union-attr]
-        rewards, values = np.zeros(len(mask)), np.zeros(len(mask))
-        rewards[mask] = -KL * (sequence.rollout_logprobs - sequence.ref_logprobs)
-        values[mask] = sequence.values
-        rewards[np.flatnonzero(mask)[-1]] += rollout.grade.reward
-        expected, advantage, next_value = np.zeros(len(mask)), 0.0, 0.0
-        for position in reversed(range(len(mask))):
-            if mask[position]:
-                delta = rewards[position] + gamma * next_value - values[position]
-                advantage = delta + gamma * lam * advantage
-                next_value = values[position]
-                expected[position] = advantage
-        np.testing.assert_allclose(credited.advantages, expected[mask], rtol=1e-5, atol=1e-6)
 
 
 def with_observations(group: RolloutGroup, seed: int) -> RolloutGroup:

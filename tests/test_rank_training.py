@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -93,25 +92,22 @@ def assert_close_runs(folder: Path, expected: Path, *, tolerance: float) -> None
 
 
 SHARDED: dict[str, Any] = {"train__sharding": "fsdp2", "train__checkpoint_every": 1}
-CASES = {
-    "grpo": (2, {}),
-    "ppo": (3, PPO),
-    "dapo": (2, DAPO),
-    "sharded": (2, {**PPO, **SHARDED}),
-    "sharded, bfloat16": (2, {**PPO, **SHARDED, "model__dtype": "bfloat16"}),
-}
 
 
 @pytest.mark.parametrize(
-    "case", ["grpo", "ppo", *(pytest.param(case, marks=pytest.mark.slow) for case in list(CASES)[2:])]
+    "changes",
+    [
+        pytest.param({}, id="grpo"),
+        pytest.param({**PPO, **SHARDED}, id="sharded ppo"),
+        pytest.param(DAPO, id="dapo", marks=pytest.mark.slow),
+        pytest.param({**PPO, **SHARDED, "model__dtype": "bfloat16"}, id="bfloat16", marks=pytest.mark.slow),
+    ],
 )
-def test_ranks_learn_what_one_process_learns(policy: Path, tmp_path: Path, case: str) -> None:
-    count, changes = CASES[case]
-    expected = make_recipe(policy, tmp_path / "one", **SHORT, **{**changes, "train__sharding": "ddp"})
-    run_training(expected)
-    recipe = make_recipe(policy, tmp_path / "several", **SHORT, **changes)
-    assert [process.exitcode for process in train(recipe, count)] == [0] * count
-    assert_close_runs(tmp_path / "several" / "run", tmp_path / "one" / "run", tolerance=1e-5)
+def test_ranks_learn_what_one_process_learns(policy: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    run_training(make_recipe(policy, tmp_path / "one", **SHORT, **{**changes, "train__sharding": "ddp"}))
+    recipe = make_recipe(policy, tmp_path / "two", **SHORT, **changes)
+    assert [process.exitcode for process in train(recipe, 2)] == [0, 0]
+    assert_close_runs(tmp_path / "two" / "run", tmp_path / "one" / "run", tolerance=1e-5)
 
 
 @pytest.mark.slow
@@ -124,11 +120,9 @@ def test_a_killed_rank_ends_all_and_the_run_resumes_with_any_number(
     run_training(expected)
     sharding = "ddp" if killed == 0 else "fsdp2"  # a checkpoint does not depend on it
     recipe = make_recipe(policy, tmp_path / "several", **changes, train__sharding=sharding)
-    start = time.monotonic()
     exit_codes = [process.exitcode for process in train(recipe, 2, kills=(killed, kill))]
     assert exit_codes[killed] == -signal.SIGKILL
     assert exit_codes[1 - killed] not in (0, None)
-    assert time.monotonic() - start < 60
     checkpoints = sorted(path.name for path in (tmp_path / "several" / "run" / "checkpoints").iterdir())
     assert checkpoints == [*([".step_000004.writing"] if kill is die_in_checkpoint else []), "step_000002"]
     count = 3 if killed == 0 else 1

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_warm_start
 import tiny_run
 from environment_cases import END, TOKENIZER, OneTool, ask, completion_of, encode, section_of
 from hypothesis import given
 from hypothesis import strategies as st
+from test_warm_start import run
 
 from srtrl.environments.base import Messages, ToolCall
 from srtrl.environments.calculator import Environment
@@ -20,13 +22,12 @@ from srtrl.metrics import read_metrics
 from srtrl.model.weights import load_tokenizer
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import EnvironmentSection, Recipe, Section
-from srtrl.run.progress import RunProgress
 from srtrl.tasks.arithmetic import ArithmeticOptions
 from srtrl.tasks.arithmetic import Task as ArithmeticTask
 from srtrl.tasks.base import load_task
 from srtrl.types import Prompt, TrainSequence
 from srtrl.warm_start import training as warm_start
-from srtrl.warm_start.training import WarmStartSummary, run_warm_start, solution_batches, solution_sequence
+from srtrl.warm_start.training import solution_batches, solution_sequence
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 CHAT_TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
@@ -163,34 +164,11 @@ def test_hermes_learns_single_turns_only() -> None:
 
 def make_recipe(output: Path, **changes: Any) -> Recipe:
     """A model and tokenizer from scratch, on arithmetic with calls of the calculator."""
-    architecture = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-    }
-    return tiny_run.make_recipe(
-        Path("unused"),
-        output.parent,
-        task__options__tool_share=0.5,
-        rollout__max_new_tokens=40,
-        rollout__environment={"name": "calculator", "format": "code_tags", "max_turns": 3},
-        warm_start={
-            "architecture": architecture,
-            "train_tokenizer_vocab_size": 290,
-            "num_steps": 30,
-            "batch_tokens": 400,
-            "learning_rate": 0.01,
-            "output": str(output),
-            **changes,
-        },
-    )
-
-
-def run(recipe: Recipe) -> WarmStartSummary:
-    return run_warm_start(recipe, progress=RunProgress(30))
+    recipe = test_warm_start.make_recipe(output, **{"num_steps": 30, "batch_tokens": 400, **changes})
+    values = recipe.model_dump(exclude_unset=True)
+    values["task"]["options"]["tool_share"] = 0.5
+    values["rollout"]["environment"] = {"name": "calculator", "format": "code_tags", "max_turns": 3}
+    return Recipe.model_validate(values)
 
 
 def test_a_run_learns_calls_and_leaves_outputs_as_they_are(tmp_path: Path) -> None:
