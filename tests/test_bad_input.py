@@ -24,6 +24,16 @@ generate policy --prompt 1 --temperature nan => eval.temperature: should be a va
 generate policy --prompt 1 --temperature -1 => eval.temperature: should be greater than or equal to 0, found
 generate policy --prompt 1 --max-new-tokens 0 => rollout.max_new_tokens: should be greater than or equal to 1
 generate policy --prompt 1 --max-new-tokens 4294967296 => rollout.max_new_tokens: expected less than 2^31, found
+generate policy => no prompts: give --prompt TEXT or --prompts FILE.jsonl
+generate policy --prompts nowhere.jsonl => cannot read nowhere.jsonl: No such file or directory
+generate policy --prompts rows.jsonl => rows.jsonl:2: expected {"prompt": TEXT}, found
+generate policy --prompt '' => the tokenizer gives no tokens for the prompt ''
+generate policy --prompt 1+1 rollout.max_prompt_tokens=2 => prompt '0' has 3 tokens, and rollout.max_prompt_tokens is 2:
+generate policy --prompt 1 --samples 0 => num_samples: eval.num_samples: should be greater than or equal to 1
+generate policy --prompt 1 --chat => the tokenizer has no chat template
+generate policy --prompt 1 rollout.max_new_tokens=100 => max_prompt_tokens + max_new_tokens = 164 is more than the 128
+generate policy --prompt 1 rollout.drafter=os:system => rollout.drafter: `os:system` is no drafter
+generate policy --prompt 1 rollout.kv_memory_gib=1e-6 => kv_memory_gib (1e-06) holds 0 pages, but one sequence of 128
 generate policy --prompt 1 eval.top_p=0 => eval.top_p: should be greater than 0, found 0
 generate policy --prompt 1 rollout.slots=1000000000 => rollout.slots: should be 'auto' or should be less than or
 generate policy --prompt 1 --no-such-option => No such option: --no-such-option
@@ -138,6 +148,7 @@ def place(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     for name in ("garbage", "garbage.parquet"):
         (folder / name).write_bytes(bytes(range(255, 10, -1)))
     (folder / "empty.jsonl").touch()
+    (folder / "rows.jsonl").write_text('{"prompt": "1"}\n{"text": "2"}\n')
     train(make_recipe(policy, folder, train__num_steps=1, eval__before_and_after=False, eval__every_steps=None))
     (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
     (folder / "stops.py").write_text("raise AssertionError('not here')\n")

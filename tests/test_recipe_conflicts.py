@@ -6,6 +6,7 @@ The first are found without loading anything (`recipe_conflicts.py`), the others
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -14,11 +15,6 @@ from recipe_cases import recipe_text
 
 from srtrl.checks import check_recipe
 from srtrl.recipe.file import RecipeError, build_recipe, load_recipe, read_source
-
-HEADS = (
-    "warm_start={output: made, architecture: {hidden_size: 9, intermediate_size: 8, num_hidden_layers: 1, "
-    "num_attention_heads: %d, num_key_value_heads: %d}}"
-)
 
 OWN = """\
 from srtrl.algorithms.advantages import token_level
@@ -82,72 +78,56 @@ def problems_of(path: Path, *overrides: str) -> list[str]:
     return []
 
 
-GAE = ("algorithm.advantage=gae", "critic={}")
-KL = "algorithm.kl.coefficient=0.1"
-
-CONFLICTS: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
-    # overrides that are refused; beginning of the key and message; what repairs them
-    (
-        ("train.micro_batch_tokens=127",),
-        "train.micro_batch_tokens: expected at least 64",
-        ("train.micro_batch_tokens=128",),
-    ),
-    (("train.mini_batch_prompts=3",), "train.mini_batch_prompts: expected a div", ("train.mini_batch_prompts=4",)),
-    ((*GAE, "critic.mini_batch_prompts=3"), "critic.mini_batch_prompts: expected a divisor", ("critic={}",)),
-    ((*GAE, "critic.warmup_steps=3"), "critic.warmup_steps: expected fewer than train.num_steps (3)", ("critic={}",)),
-    (("rollout.dynamic_sampling=true",), "rollout.dynamic_sampling: replaces", ("algorithm.filters=[drop_uniform]",)),
-    (
-        ("rollout.dynamic_sampling=true", "algorithm.filters=[drop_uniform]", "rollout.max_draws=7"),
-        "rollout.max_draws: expected at least rollout.num_prompts (8), found 7",
-        ("rollout.max_draws=8",),
-    ),
-    (
-        ("rollout.num_samples=1",),
-        "rollout.num_samples: expected at least 2 with algorithm.advantage group_relative",
-        ("algorithm.advantage=reinforce_plus_plus",),
-    ),
-    (
-        ("rollout.num_samples=1", "algorithm.filters=[drop_uniform]", "algorithm.advantage=reinforce_plus_plus"),
-        "algorithm.filters: would drop every group",
-        ("rollout.num_samples=2",),
-    ),
-    (("algorithm.importance_cap=2",), "algorithm.importance_cap: compares", ("algorithm.old_logprobs=recompute",)),
-    ((KL, "algorithm.kl.estimator=k1"), "algorithm.kl.estimator: k1 in the loss", ("algorithm.kl.placement=reward",)),
-    (
-        ("algorithm.loss=policy_gradient", "train.num_epochs=2"),
-        "train.num_epochs: algorithm.loss policy_gradient has no ratio",
-        ("train.num_epochs=1",),
-    ),
-    (
-        ("algorithm.loss=policy_gradient", "rollout.num_prompts=4", "train.mini_batch_prompts=2"),
-        "train.mini_batch_prompts: algorithm.loss policy_gradient has no ratio",
-        ("train.mini_batch_prompts=4",),
-    ),
-    (
-        ("warm_start={output: made, train_tokenizer_vocab_size: 300}",),
-        "warm_start.train_tokenizer_vocab_size: needs",
-        ("warm_start={output: made}",),
-    ),
-    ((HEADS % (2, 1),), "warm_start.architecture.num_attention_heads: expected a divisor of hid", (HEADS % (3, 1),)),
-    ((HEADS % (3, 2),), "warm_start.architecture.num_key_value_heads: expected a divisor of num_", (HEADS % (3, 3),)),
-]
+CONFLICTS = """
+train.micro_batch_tokens=127 => train.micro_batch_tokens=128
+    train.micro_batch_tokens: expected at least 64
+train.mini_batch_prompts=3 => train.mini_batch_prompts=4
+    train.mini_batch_prompts: expected a divisor
+algorithm.advantage=gae critic={} critic.mini_batch_prompts=3 => critic={}
+    critic.mini_batch_prompts: expected a divisor
+algorithm.advantage=gae critic={} critic.warmup_steps=3 => critic={}
+    critic.warmup_steps: expected fewer than train.num_steps (3)
+rollout.dynamic_sampling=true => algorithm.filters=[drop_uniform]
+    rollout.dynamic_sampling: replaces
+rollout.dynamic_sampling=true algorithm.filters=[drop_uniform] rollout.max_draws=7 => rollout.max_draws=8
+    rollout.max_draws: expected at least rollout.num_prompts (8), found 7
+rollout.num_samples=1 => algorithm.advantage=reinforce_plus_plus
+    rollout.num_samples: expected at least 2 with algorithm.advantage group_relative
+rollout.num_samples=1 algorithm.filters=[drop_uniform] algorithm.advantage=reinforce_plus_plus => rollout.num_samples=2
+    algorithm.filters: would drop every group
+algorithm.importance_cap=2 => algorithm.old_logprobs=recompute
+    algorithm.importance_cap: compares
+algorithm.kl.coefficient=0.1 algorithm.kl.estimator=k1 => algorithm.kl.placement=reward
+    algorithm.kl.estimator: k1 in the loss
+algorithm.loss=policy_gradient train.num_epochs=2 => train.num_epochs=1
+    train.num_epochs: algorithm.loss policy_gradient has no ratio
+algorithm.loss=policy_gradient rollout.num_prompts=4 train.mini_batch_prompts=2 => train.mini_batch_prompts=4
+    train.mini_batch_prompts: algorithm.loss policy_gradient has no ratio
+'warm_start={output: made, train_tokenizer_vocab_size: 300}' => 'warm_start={output: made}'
+    warm_start.train_tokenizer_vocab_size: needs
+'warm_start={output: made, HEADS: 2, num_key_value_heads: 1}}' => warm_start.architecture.num_attention_heads=3
+    warm_start.architecture.num_attention_heads: expected a divisor of hid
+'warm_start={output: made, HEADS: 3, num_key_value_heads: 2}}' => warm_start.architecture.num_key_value_heads=3
+    warm_start.architecture.num_key_value_heads: expected a divisor of num_
+"""
+"""Overrides that are refused => what repairs them; below them the beginning of the key and message."""
+HEADS = "architecture: {hidden_size: 9, intermediate_size: 8, num_hidden_layers: 1, num_attention_heads"
 
 
-@pytest.mark.parametrize(("refused", "problem", "repair"), CONFLICTS)
-def test_a_combination_is_refused_and_its_repair_accepted(
-    recipe_file: Path, refused: tuple[str, ...], problem: str, repair: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("case", re.findall(r"(.*)\n    (.*)\n", CONFLICTS.replace("HEADS", HEADS)), ids="".join)
+def test_a_combination_is_refused_and_its_repair_accepted(recipe_file: Path, case: tuple[str, str]) -> None:
+    refused, repair = (shlex.split(overrides) for overrides in case[0].split(" => "))
     with pytest.raises(RecipeError) as caught:
         load_recipe(recipe_file, refused)
     (found,) = caught.value.problems
-    assert f"{found.key}: {found.message}".startswith(problem)
+    assert f"{found.key}: {found.message}".startswith(case[1])
     assert load_recipe(recipe_file, [*refused, *repair])
 
 
 ACCEPTED = [
     ["algorithm.advantage=leave_one_out", "algorithm.loss=policy_gradient"],
     ["algorithm.advantage=reinforce_plus_plus", "algorithm.gamma=0.99", "rollout.num_samples=1"],
-    [*GAE, "critic={value_loss: squared_error, value_clip: 0.5}"],
+    ["algorithm.advantage=gae", "critic={value_loss: squared_error, value_clip: 0.5}"],
     ["algorithm.loss=dual_clip", "algorithm.loss_options={ratio_cap: 5}"],
     ["algorithm.loss=gspo", "algorithm.clip_low=3e-4", "algorithm.clip_high=4e-4"],
     ["algorithm.advantage='own:tokens'", "algorithm.gamma=0.9"],

@@ -189,11 +189,7 @@ def test_damaged_folders_are_refused(folder: Path, tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: silu"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is True; supported: False"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is {'quant_method': 'gptq'}"),
-        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map is .*; supported: no own code"),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_parameters is .*'yarn'.*; supported: rope_type",
-        ),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters is .*'yarn'.*; supported: rope_"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "rope_parameters is .* for the whole head"),
         ({"rope_parameters": {"mrope_section": [1, 2]}}, "rope_parameters is .*mrope_section"),
         ({"num_key_value_heads": 3}, r"num_key_value_heads is 3; supported: divisors of 4 heads"),
@@ -243,12 +239,9 @@ def test_paths_are_located_or_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "bundled" / "tiny").mkdir(parents=True)
     monkeypatch.setattr(weights, "BUNDLED_FOLDER", tmp_path / "bundled")
     assert locate("bundled:tiny") == tmp_path / "bundled" / "tiny"
-    for name in ("bundled:huge", "bundled:", "bundled:../bundled"):
+    for name in ("bundled:", "bundled:../bundled"):
         with pytest.raises(ValueError, match="no such bundled model; bundled are: tiny"):
             locate(name)
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="a file; expected a folder"):
-        locate(tmp_path / "file")
 
 
 def test_hub_names_are_downloaded_or_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Split = Literal["train", "eval"]
-Operator = Literal["+", "-", "*"]
 
-PRECEDENCE: dict[Operator, int] = {"+": 1, "-": 1, "*": 2}
-FUNCTIONS: dict[Operator, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul}
+PRECEDENCE = {"+": 1, "-": 1, "*": 2}
+FUNCTIONS: dict[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul}
 OPERAND_PRECEDENCE = 3
 EVAL_SHARE = 8
 """One expression in this many belongs to evaluation."""
@@ -56,13 +55,9 @@ class ArithmeticOptions(Section):
     """Operands are between 1 and this."""
     max_value: int = Field(default=999, ge=1, le=10**9)
     """Every intermediate result and the answer are between 0 and this."""
-    operators: list[Operator] = Field(default=["+", "-", "*"], min_length=1)
-    """Operators to choose from at random; one that is named twice is chosen twice as often."""
     tool_share: float = Field(default=0.0, ge=0, le=1)
     """Share of the problems whose solution calls a calculator (`rollout.environment.format: code_tags`) instead of
     working out the steps; only a warm start reads solutions."""
-    parentheses: bool = True
-    """Draw the order of evaluation at random and write the parentheses that it needs; `false`: no parentheses."""
 
     @model_validator(mode="after")
     def check_difficulty(self) -> Self:
@@ -144,7 +139,7 @@ def draw_expressions(options: ArithmeticOptions, split: Split) -> list[Expressio
     fruitless = 0
     while len(expressions) < num_problems:
         num_operations = generator.randint(options.min_operations, options.max_operations)
-        operators = [generator.choice(options.operators) for _ in range(num_operations)]
+        operators = [generator.choice("+-*") for _ in range(num_operations)]
         expression = _build(operators, options, generator)
         if expression is None or expression.text in expressions or split_of(expression.text) != split:
             fruitless += 1
@@ -168,15 +163,15 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def _build(operators: list[Operator], options: ArithmeticOptions, generator: random.Random) -> Expression | None:
-    """A random expression with these operators in the order of its text, or None where a value is out of bounds."""
+def _build(operators: list[str], options: ArithmeticOptions, generator: random.Random) -> Expression | None:
+    """A random expression with these operators in the order of its text, or None where a value is out of bounds.
+
+    The order of evaluation is random, too; parentheses are written where it needs them.
+    """
     if not operators:
         operand = generator.randint(1, options.max_operand)
         return Expression(str(operand), operand, OPERAND_PRECEDENCE)
-    if options.parentheses:
-        root = generator.randrange(len(operators))
-    else:  # the operator that is applied last: the rightmost of those that bind least
-        root = min(range(len(operators)), key=lambda index: (PRECEDENCE[operators[index]], -index))
+    root = generator.randrange(len(operators))  # applied last
     left = _build(operators[:root], options, generator)
     right = _build(operators[root + 1 :], options, generator)
     if left is None or right is None:
@@ -184,7 +179,7 @@ def _build(operators: list[Operator], options: ArithmeticOptions, generator: ran
     return _combine(left, operators[root], right, options.max_value)
 
 
-def _combine(left: Expression, operator: Operator, right: Expression, max_value: int) -> Expression | None:
+def _combine(left: Expression, operator: str, right: Expression, max_value: int) -> Expression | None:
     """`left operator right` with the parentheses it needs, or None where its value lies outside 0 to `max_value`."""
     value = FUNCTIONS[operator](left.value, right.value)
     if not 0 <= value <= max_value:
