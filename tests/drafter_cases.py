@@ -36,9 +36,9 @@ def start(drafter: DrafterBase, requests: Mapping[int, Request]) -> None:
 
 def propose(drafter: DrafterBase, slots: Sequence[int], max_nodes: int | Sequence[int] = 8) -> list[DraftTree]:
     """Draft, and check what the engine relies on."""
-    most = np.array([max_nodes] * len(slots) if isinstance(max_nodes, int) else max_nodes, np.int64)
-    trees = drafter.propose(np.array(slots, np.int64), most)
-    check_trees(trees, most, VOCAB, "the drafter")
+    limits = np.array([max_nodes] * len(slots) if isinstance(max_nodes, int) else max_nodes, np.int64)
+    trees = drafter.propose(np.array(slots, np.int64), limits)
+    check_trees(trees, limits, VOCAB, "the drafter")
     for tree in trees:
         siblings = list(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True))
         assert len(set(siblings)) == len(siblings), "two children of a node carry the same token"

@@ -45,7 +45,7 @@ def padded_forward(model: Transformer, sequences: Sequence[TrainSequence]) -> tu
     """
     arrays = [torch.from_numpy(sequence.token_ids) for sequence in sequences]
     token_ids = pad_sequence(arrays, batch_first=True, padding_value=1)
-    plan = PackedPlan.from_lengths([token_ids.shape[1]] * len(sequences), "cpu")
+    plan = PackedPlan([token_ids.shape[1]] * len(sequences), "cpu")
     return token_ids, model(token_ids.flatten(), plan).reshape(*token_ids.shape, -1)
 
 

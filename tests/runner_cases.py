@@ -59,11 +59,11 @@ def make_batch(
     *,
     page_size: int,
     num_pages: int,
-    most_nodes: int,
+    max_nodes: int,
     temperature: float = 1.0,
 ) -> tuple[Batch, Int64Array]:
     """Samples whose tokens so far are `texts`, with pages for themselves and a tree; and their slots, in any order."""
-    batch = Batch(len(texts) + 2, 64, PagePool(1, page_size), most_nodes)
+    batch = Batch(len(texts) + 2, 64, PagePool(1, page_size), max_nodes)
     free = random.permutation(num_pages).astype(np.int32).tolist()
     slots = []
     for index, text in enumerate(texts):
@@ -79,7 +79,7 @@ def make_batch(
         rest = np.array(text[num_prompt:], np.int32)
         sample = Sample(asked, prompt, token_ids=rest, logprobs=np.zeros(len(rest), np.float32))
         batch.put(sample)
-        count = -(-(len(text) + most_nodes) // page_size)
+        count = -(-(len(text) + max_nodes) // page_size)
         batch.set_pages(sample.slot, np.array([free.pop() for _ in range(count)], np.int32))
         slots.append(sample.slot)
     return batch, random.permutation(np.array(slots, np.int64))
@@ -204,7 +204,7 @@ class Samples:
         self.oracle = copy.deepcopy(policy).to("cpu")
         """Computes whole sequences, without pages."""
         self.batch, _ = make_batch(
-            np.random.default_rng(0), prompts, page_size=PAGE_SIZE, num_pages=80, most_nodes=MAX_NODES + 16
+            np.random.default_rng(0), prompts, page_size=PAGE_SIZE, num_pages=80, max_nodes=MAX_NODES + 16
         )
         self.slots = np.arange(len(prompts))
         self.batch.temperatures[self.slots] = np.linspace(0.0, 1.5, len(prompts))
@@ -240,7 +240,7 @@ class Samples:
         lengths = [len(sequence) for sequence in sequences]
         with torch.inference_mode():
             tokens = torch.from_numpy(np.concatenate(sequences)).long()
-            hidden = self.oracle(tokens, PackedPlan.from_lengths(lengths, "cpu"))
+            hidden = self.oracle(tokens, PackedPlan(lengths, "cpu"))
             return self.oracle.logits(hidden[torch.tensor(lengths).cumsum(0) - 1])
 
     def check_step(

@@ -69,7 +69,7 @@ def test_rollout_logprobs_are_the_trainers(model_type: str) -> None:
         for completion in decode(Engine(policy, options()), requests).values():
             prompt = completion.request.prompt_token_ids
             token_ids = torch.tensor([*prompt, *completion.token_ids])
-            hidden = policy(token_ids, PackedPlan.from_lengths([len(token_ids)], "cpu"))
+            hidden = policy(token_ids, PackedPlan([len(token_ids)], "cpu"))
             rows = hidden[len(prompt) - 1 : -1]
             logprobs, _ = token_logprobs(rows, policy.head_weight, token_ids[len(prompt) :], temperature=0.7)
             assert torch.allclose(logprobs, torch.tensor(completion.rollout_logprobs), atol=1e-5, rtol=0)

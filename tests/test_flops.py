@@ -25,7 +25,7 @@ def counted(num_targets: int) -> int:
     policy = make_policy()
     token_ids = torch.randint(19, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
     with FlopCounterMode(display=False) as counter:
-        hidden = policy(token_ids, WithoutAttention.from_lengths(LENGTHS, "cpu"))[:num_targets]
+        hidden = policy(token_ids, WithoutAttention(LENGTHS, "cpu"))[:num_targets]
         targets = token_ids[:num_targets]
         logprobs, _ = token_logprobs_reference(hidden, policy.head_weight, targets, temperature=1.0)
         logprobs.sum().backward()  # type: ignore[no-untyped-call]

@@ -39,7 +39,7 @@ def test_packed_attention_equals_the_reference(dtype: torch.dtype, counts: tuple
     slope = torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(CUDA, dtype)
     leaves = [tensor.to(CUDA, dtype).requires_grad_() for tensor in (qk, v)]
     q, k = leaves[0].split_with_sizes(counts, dim=1)
-    plan = PackedPlan.from_lengths(LENGTHS, CUDA)
+    plan = PackedPlan(LENGTHS, CUDA)
     found = plan.attend(0, q, k, leaves[1])
     gradients = torch.autograd.grad(found, leaves, slope)
     exact_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -75,7 +75,7 @@ def gradients_of(policy: Transformer) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
     token_ids = torch.randint(1000, (sum(LENGTHS),), generator=generator).to(policy.device)
     targets = torch.randint(1000, (sum(LENGTHS),), generator=generator).to(policy.device)
-    hidden = policy(token_ids, PackedPlan.from_lengths(LENGTHS, policy.device))
+    hidden = policy(token_ids, PackedPlan(LENGTHS, policy.device))
     logprobs, _ = token_logprobs(hidden, policy.head_weight, targets, temperature=0.9)
     return [logprobs.detach(), *torch.autograd.grad(logprobs.sum(), list(policy.parameters()))]
 

@@ -41,7 +41,7 @@ def optimizer_of(model: nn.Module, **changes: float) -> MasterWeightAdamW:
 
 def micro_batch_loss(policy: Transformer, packed: PackedBatch) -> Tensor:
     """Any loss will do."""
-    plan = PackedPlan.from_lengths(packed.lengths, "cpu")
+    plan = PackedPlan(packed.lengths, "cpu")
     hidden = policy(packed.token_ids, plan)[packed.hidden_index]
     logprobs, _ = token_logprobs(hidden, policy.head_weight, packed.target_ids, temperature=0.8)
     return -(logprobs * packed.advantages).sum() / 30

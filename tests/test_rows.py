@@ -42,7 +42,7 @@ def expected_rows(
 @settings(deadline=None, max_examples=80)
 @given(
     num_trees=st.integers(0, 7),
-    most_nodes=st.sampled_from([0, 1, 9, 33, 70]),
+    max_nodes=st.sampled_from([0, 1, 9, 33, 70]),
     num_chunks=st.integers(0, 3),
     page_size=st.sampled_from([1, 4, 16]),
     rows_per_tile=st.sampled_from([1, 4, 16]),
@@ -50,13 +50,13 @@ def expected_rows(
     seed=st.integers(0, 10**6),
 )
 def test_rows_are_those_of_plain_loops_and_padding_does_nothing(
-    num_trees: int, most_nodes: int, num_chunks: int, page_size: int, rows_per_tile: int, padding: int, seed: int
+    num_trees: int, max_nodes: int, num_chunks: int, page_size: int, rows_per_tile: int, padding: int, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
     num_chunks = max(num_chunks, 1 - num_trees)  # a step is never empty
-    trees = random_trees(random, random.integers(0, most_nodes + 1, num_trees))
+    trees = random_trees(random, random.integers(0, max_nodes + 1, num_trees))
     texts = [random.integers(0, 50, int(random.integers(1, 20))).tolist() for _ in range(num_trees)]
-    batch, slots = make_batch(random, texts, page_size=page_size, num_pages=1000, most_nodes=most_nodes)
+    batch, slots = make_batch(random, texts, page_size=page_size, num_pages=1000, max_nodes=max_nodes)
     chunks = []
     for _ in range(num_chunks):
         tokens = random.integers(0, 50, int(random.integers(1, 10))).astype(np.int32)
@@ -69,7 +69,7 @@ def test_rows_are_those_of_plain_loops_and_padding_does_nothing(
     shape = StepShape(
         num_rows=num_rows + padding,
         num_sampled=num_sampled + padding,
-        num_words=max(1, -(-most_nodes // 32)),
+        num_words=max(1, -(-max_nodes // 32)),
         table_width=size.max_pages,
         num_tables=num_trees + num_chunks,
         num_tiles=num_rows + padding,

@@ -171,7 +171,7 @@ def test_sampled_stories_have_the_exact_probabilities(shared_data: Path) -> None
     completions = list(engine.generate(requests))
     random = torch.Generator().manual_seed(0)
     places, num_likeliest, expected_likeliest = [], 0, 0.0
-    plan = PackedPlan.from_lengths([length] * 64, "cpu")
+    plan = PackedPlan([length] * 64, "cpu")
     for first in range(0, num_samples, 64):
         token_ids = torch.tensor([[1, *completion.token_ids] for completion in completions[first : first + 64]])
         with torch.no_grad():

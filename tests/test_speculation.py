@@ -212,7 +212,7 @@ def exact_distribution(policy: Transformer, prompt: tuple[int, ...], length: int
     for _ in range(length):
         sequences = [[*prompt, *context] for context in contexts]
         token_ids = torch.tensor([token for sequence in sequences for token in sequence])
-        plan = PackedPlan.from_lengths([len(sequence) for sequence in sequences], "cpu")
+        plan = PackedPlan([len(sequence) for sequence in sequences], "cpu")
         last = torch.tensor(np.cumsum([len(sequence) for sequence in sequences]) - 1)
         with torch.no_grad():
             logits = policy.logits(policy(token_ids, plan)[last])

@@ -109,7 +109,7 @@ def test_log_probs_of_all_turns_are_those_of_one_forward_pass(cases: list[tuple[
     for completion in truth.values():
         prompt = completion.request.prompt_token_ids
         token_ids = torch.tensor([*prompt, *completion.token_ids])
-        hidden = policy(token_ids, PackedPlan.from_lengths([len(token_ids)], "cpu"))
+        hidden = policy(token_ids, PackedPlan([len(token_ids)], "cpu"))
         rows = hidden[len(prompt) - 1 : -1]
         logprobs, _ = token_logprobs(rows, policy.head_weight, token_ids[len(prompt) :], temperature=1.0)
         for start, stop in completion.extensions:

@@ -17,7 +17,7 @@ LENGTHS = (5, 3)
 
 
 def values_of(model: ValueModel) -> torch.Tensor:
-    values: torch.Tensor = model(TOKEN_IDS, PackedPlan.from_lengths(LENGTHS, "cpu"))
+    values: torch.Tensor = model(TOKEN_IDS, PackedPlan(LENGTHS, "cpu"))
     return values
 
 
@@ -43,7 +43,7 @@ def test_a_fresh_critic_says_zero_and_learns_in_its_first_step_and_its_body_in_t
 
 def test_values_are_float32_for_a_bfloat16_body() -> None:
     model = make_value_model(dtype=torch.bfloat16)
-    hidden, values = model.body(TOKEN_IDS, PackedPlan.from_lengths(LENGTHS, "cpu")), values_of(model)
+    hidden, values = model.body(TOKEN_IDS, PackedPlan(LENGTHS, "cpu")), values_of(model)
     assert model.value_head.dtype == values.dtype == torch.float32
     expected = (hidden.double() @ model.value_head[0].double()).float()
     torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)  # bfloat16 would be off by 1e-2
@@ -73,7 +73,7 @@ def test_a_policy_becomes_a_critic_with_its_body_and_without_its_output_head(tmp
     assert not model.value_head.any()
     assert model.body.head is None
     assert torch.equal(model.body.embedding, policy.embedding)
-    plan = PackedPlan.from_lengths(LENGTHS, "cpu")
+    plan = PackedPlan(LENGTHS, "cpu")
     assert torch.equal(model.body(TOKEN_IDS, plan), policy(TOKEN_IDS, plan))
 
 

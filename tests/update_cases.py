@@ -67,7 +67,7 @@ def make_policy(
 def naive_distributions(policy: Transformer, sequence: TrainSequence, temperature: float = TEMPERATURE) -> Tensor:
     """Log-probs of the whole vocabulary before each sampled token, one sequence alone: [R, V]."""
     token_ids = torch.from_numpy(sequence.token_ids)
-    hidden = policy(token_ids, PackedPlan.from_lengths([len(token_ids)], "cpu"))
+    hidden = policy(token_ids, PackedPlan([len(token_ids)], "cpu"))
     logits = policy.logits(hidden)[torch.from_numpy(sequence.targets) - 1]
     return torch.log_softmax(logits.double() / temperature, dim=-1)
 

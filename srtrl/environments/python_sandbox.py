@@ -89,8 +89,6 @@ class PythonSandbox:
     """
 
     def __init__(self, limits: SandboxLimits, *, num_workers: int = 2, sandbox: SandboxKind = "auto") -> None:
-        if num_workers < 1:
-            raise ValueError(f"the Python sandbox needs at least 1 worker, not {num_workers}")
         self.kind = choose_kind(sandbox)
         if self.kind == "none":
             logger.warning(

@@ -7,7 +7,7 @@ update); `paged_attention.py` has the decoder's plan. Dimension letters: see `sr
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -51,8 +51,11 @@ class PackedPlan:
     What either way needs is made once, for all layers.
     """
 
-    def __init__(self, lengths: tuple[int, ...], device: torch.device | str) -> None:
-        self.lengths = lengths
+    def __init__(self, lengths: Sequence[int], device: torch.device | str) -> None:
+        """Plan sequences of `lengths` tokens, in this order in the packed tensors."""
+        assert lengths, "no sequence"
+        assert min(lengths) > 0, "an empty sequence"
+        self.lengths = tuple(lengths)
         self.num_positions = max(lengths)
         self.device = torch.device(device)
         counts = torch.tensor(lengths)  # [B]
@@ -61,19 +64,6 @@ class PackedPlan:
         self.positions = copy_to_device(positions, device)
         self.starts = copy_to_device(torch.tensor((*starts, sum(lengths)), dtype=torch.int32), device)
         """Packed position of each sequence's first token, then T: [B + 1] int32."""
-
-    @classmethod
-    def from_lengths(cls, lengths: Sequence[int], device: torch.device | str) -> Self:
-        """Plan of sequences of `lengths` tokens, in this order in the packed tensors.
-
-        Raises:
-            ValueError: There is no sequence, or an empty one.
-        """
-        if not lengths or min(lengths) < 1:
-            raise ValueError(
-                f"a packed batch needs sequences of at least one token each, not of lengths {list(lengths)}"
-            )
-        return cls(tuple(lengths), device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention within each sequence; see `AttentionPlan.attend`."""

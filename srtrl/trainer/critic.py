@@ -71,7 +71,7 @@ def response_values(model: ValueModel, packed: PackedBatch) -> Tensor:
 
     The value of a response token is that of the state in which it is chosen: of all tokens before it.
     """
-    plan = PackedPlan.from_lengths(packed.lengths, packed.token_ids.device)
+    plan = PackedPlan(packed.lengths, packed.token_ids.device)
     values: Tensor = model(packed.token_ids, plan)  # [T]
     return values[packed.hidden_index]
 

@@ -159,7 +159,7 @@ class PolicyObjective(Objective):
 
 def response_logprobs(model: Transformer, packed: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Forward pass of one micro-batch: log-probs [R] of its response tokens and entropies [R], differentiable."""
-    plan = PackedPlan.from_lengths(packed.lengths, packed.token_ids.device)
+    plan = PackedPlan(packed.lengths, packed.token_ids.device)
     hidden = model(packed.token_ids, plan)[packed.hidden_index]  # [R, D]
     return token_logprobs(hidden, model.head_weight, packed.target_ids, temperature=temperature)
 
