@@ -48,9 +48,9 @@ check: $(STAMP) ## Lint, formatting and types
 bench: $(STAMP) ## Measure the decoder
 	$(BIN)/srtrl bench rollout $(ARGS)
 
-bench-gpu: $(STAMP) ## Check and measure the CUDA path on one GPU (without one: ARGS=--smoke)
+bench-gpu: $(STAMP) ## Check and measure the CUDA path on one GPU
 	@mkdir -p runs
-	$(BIN)/srtrl bench gpu --json runs/bench-gpu.json $(if $(filter --smoke,$(ARGS)),,--write-docs docs/benchmarks.md) \
+	$(BIN)/srtrl bench gpu --json runs/bench-gpu.json \
 	  $(if $(TRACE),--trace $(TRACE) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))) $(ARGS)
 
 clean: ## Remove caches and build output (not runs)

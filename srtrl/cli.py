@@ -143,7 +143,7 @@ def warm_start(recipe: RecipePath, overrides: Overrides = None, overwrite: Overw
 
     summary = run_warm_start(loaded, overwrite=overwrite)
     if summary.held_out is not None and is_main_process():
-        _print_table(eval_table(str(summary.output), {"held-out problems": summary.held_out}))
+        _print_table(eval_table(str(summary.output), [summary.held_out]))
 
 
 app.command("eval")(evaluation.command)

@@ -71,8 +71,8 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def pass_at_ks(num_samples: int) -> list[int]:
-    """The k that are reported for N samples: 1, 2, 4, ... and N itself."""
-    return sorted({*(2**power for power in range(num_samples.bit_length())), num_samples})
+    """The k that are reported for N > 1 samples: 2, 4, ... and N itself (pass@1 is the accuracy)."""
+    return sorted({2**power for power in range(1, num_samples.bit_length())} | {num_samples} - {1})
 
 
 def macro_average(estimates: Sequence[Estimate]) -> Estimate:

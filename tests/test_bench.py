@@ -4,7 +4,6 @@ import json
 import math
 from itertools import product
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,12 +11,10 @@ import torch
 from bench_cases import REPEATER, Repeater, run, write_rows, write_trace
 from tiny_run import make_policy, make_recipe
 
-from srtrl.bench import gpu
 from srtrl.bench.alternate import alternate, median_of, paired_ratio
-from srtrl.bench.options import CURVES, parse_curve
+from srtrl.bench.gpu import compare_slots
 from srtrl.bench.recorded import RecordedPrompt
 from srtrl.bench.shapes import SHAPES
-from srtrl.bench.tables import publish, put_section
 from srtrl.bench.train import check_same
 from srtrl.bench.workload import (
     check_completions,
@@ -77,12 +74,24 @@ def test_the_engine_gives_the_trace_with_a_drafter_that_has_seen_the_history(pol
 
 def test_bench_rollout_compares_drafters_on_a_trace(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "trace.jsonl", 3)
-    files = ("--json", tmp_path / "bench.json", "--write-docs", tmp_path / "docs.md")
-    settings = ("--slots", "1,4", "--prompts-used", 2, "--history", 0.5, "--max-tokens", 9, "--repeats", 2)
+    settings = (
+        "--json",
+        tmp_path / "bench.json",
+        "--slots",
+        "1,4",
+        "--prompts-used",
+        2,
+        "--history",
+        0.5,
+        "--max-tokens",
+        9,
+        "--repeats",
+        2,
+    )
     names = ("none", REPEATER)
     result = run(
         *("bench", "rollout", "--trace", path, "--drafters", ",".join(names), "--model-shape", "tiny", "--threads", 1),
-        *(*settings, *files),
+        *settings,
     )
     assert result.exit_code == 0, result.stderr
     values = json.loads((tmp_path / "bench.json").read_text())
@@ -95,7 +104,6 @@ def test_bench_rollout_compares_drafters_on_a_trace(tmp_path: Path) -> None:
         assert repeater["tokens_per_second"] == 36 / repeater["seconds"]
     title = "## Drafters on a trace: trace.jsonl, 0.5 as history, tiny, float32, cpu, 1 threads, 1, 4 slots"
     assert result.stdout.startswith(title)
-    assert (tmp_path / "docs.md").read_text().endswith(result.stdout)
 
 
 @pytest.mark.parametrize("is_recorded", [True, False])
@@ -104,7 +112,7 @@ def test_bench_host_measures_each_stage_of_full_steps(tmp_path: Path, is_recorde
     source = ("--trace", path) if is_recorded else ("--max-tokens", 60)
     result = run(
         *("bench", "host", "--slots", "4,8", "--drafters", f"none,{REPEATER}", "--repeats", 2, *source),
-        *("--device-ms", "1:0.5,16:0.5,17:99", "--json", tmp_path / "bench.json"),
+        *("--json", tmp_path / "bench.json"),
     )
     assert result.exit_code == 0, result.stderr
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
@@ -130,39 +138,22 @@ def test_bench_train_takes_turns_learns_the_same_and_leaves_nothing_behind(tmp_p
     values["task"]["options"]["num_train"] = 8
     values["rewards"] = [{"name": "bench_cases:digit_share"}]
     (tmp_path / "recipe.yaml").write_text(dump_yaml(values))
-    files = ("--json", tmp_path / "bench.json", "--write-docs", tmp_path / "docs.md")
-    result = run("bench", "train", tmp_path / "recipe.yaml", "--drafters", f"none,{REPEATER}", "--slots", "4,2", *files)
+    arguments = ("--drafters", f"none,{REPEATER}", "--json", tmp_path / "bench.json")
+    result = run("bench", "train", tmp_path / "recipe.yaml", *arguments)
     assert result.exit_code == 0, result.stderr
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
-    keys = [(slots, name) for slots in (4, 2) for name in ("none", REPEATER)]
-    assert [(row["slots"], row["drafter"]) for row in rows] == keys * 4
-    assert [(row["epoch"], row["steps"]) for row in rows[::4]] == [("1", 1), ("2", 2), ("3", 1), ("all", 4)]
+    assert [row["drafter"] for row in rows] == ["none", REPEATER] * 4
+    assert [(row["epoch"], row["steps"]) for row in rows[::2]] == [("1", 1), ("2", 2), ("3", 1), ("all", 4)]
     assert all(0 < row["rollout_seconds"] < row["step_seconds"] for row in rows)
     assert not (tmp_path / "runs").exists()
-    assert (tmp_path / "docs.md").read_text().endswith(result.stdout)
-    turns = [line.partition(":")[0].partition(", warm")[0].partition(", run")[0] for line in result.stderr.splitlines()]
-    turns = [line for line in turns if line.startswith("(")]
-    assert turns[4:8] == turns[:4][::-1]
 
 
-def test_bench_gpus_smoke_test_runs_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = run("bench", "gpu", "--smoke", "--json", tmp_path / "bench.json", "--write-docs", tmp_path / "docs.md")
-    assert result.exit_code == 0, result.output
-    values = json.loads((tmp_path / "bench.json").read_text())
-    assert values["checks"] == [{"result": "not run"}]
-    found = [(row["slots"], row["drafter"]) for row in values["rollouts"]]
-    assert found == [(4, "none"), (4, "srt"), (4, "transformers"), (8, "none"), (8, "srt")]
-    for row in values["rollouts"]:
-        assert row["tokens_per_second"] > 0
-        assert row["drafter"] != "srt" or row["tokens_per_step"] > 1.1
-        assert row["drafter"] != "none" or row["tokens_per_step"] == 1
-    assert "## The CUDA path: tiny, smoke test on a CPU" in (tmp_path / "docs.md").read_text()
-    # Where one size fails, the others are measured.
-    monkeypatch.setattr(gpu, "compare_rollouts", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
-    monkeypatch.setattr(gpu, "transformers_generate", Mock())
-    result = run("bench", "gpu", "--smoke")
-    assert result.exit_code == 1
-    assert result.stdout.count("| OutOfMemoryError: CUDA out of memory |") == 2
+def test_bench_gpu_compares_drafters_at_each_number_of_slots(policy: Transformer) -> None:
+    rows = compare_slots(policy, (4, 8), None, None, 16, draft_budget=4)
+    assert [(row["slots"], row["drafter"]) for row in rows] == [(4, "none"), (4, "srt"), (8, "none"), (8, "srt")]
+    for row in rows:
+        assert row["sequences"] == 8  # those of one prompt
+        assert (row["tokens_per_step"] > 1.1) == (row["drafter"] == "srt")
 
 
 # --- What is said -----------------------------------------------------------------------------------------------------
@@ -178,10 +169,10 @@ def test_candidates_alternate_in_reversed_order_and_the_first_turn_does_not_coun
 
 def test_runs_that_learn_different_things_are_named() -> None:
     learned: dict[int, dict[str, float]] = {}
-    check_same((8, "none"), {"step": 1, "loss": 1.0, "time/step": 5.0}, learned)
-    check_same((8, "srt"), {"step": 1, "loss": 1.0, "time/step": 3.0}, learned)
-    with pytest.raises(ValueError, match=r"step 1: srt at 8 slots did not learn what the first run did, .*\(loss\)"):
-        check_same((8, "srt"), {"step": 1, "loss": 2.0}, learned)
+    check_same("none", {"step": 1, "loss": 1.0, "time/step": 5.0}, learned)
+    check_same("srt", {"step": 1, "loss": 1.0, "time/step": 3.0}, learned)
+    with pytest.raises(ValueError, match=r"step 1: srt did not learn what the first run did, .*\(loss\)"):
+        check_same("srt", {"step": 1, "loss": 2.0}, learned)
 
 
 def test_a_ratio_is_the_median_of_pairs_and_its_interval_covers_as_often_as_it_says() -> None:
@@ -196,28 +187,11 @@ def test_a_ratio_is_the_median_of_pairs_and_its_interval_covers_as_often_as_it_s
     assert paired_ratio(sorted(noise[0]), [1.0] * 31).low > min(noise[0])
 
 
-def test_what_is_published_replaces_its_older_self_and_nothing_else(tmp_path: Path) -> None:
-    docs, values = tmp_path / "benchmarks.md", tmp_path / "bench.json"
-    environment = {"command": "srtrl bench x", "processor": "A CPU", "threads": 2}
-    for title, value in (("One", 1), ("Two", 2), ("One", 3)):
-        rows = {"rows": [{"n": value}]}
-        publish(title, rows, "X.\n\nA note.\n", environment, json_file=values, write_docs=docs)
-        put_section(docs, "## Last\n\n### Within\n\nmore\n")
-    assert docs.read_text() == (
-        "# Benchmarks\n\n## One\n\n`srtrl bench x`\n\nprocessor A CPU, threads 2.\n\nA note.\n\n| n |\n|---|\n| 3 |\n\n"
-        "## Last\n\n### Within\n\nmore\n\n"
-        "## Two\n\n`srtrl bench x`\n\nprocessor A CPU, threads 2.\n\nA note.\n\n| n |\n|---|\n| 2 |\n"
-    )
-    assert json.loads(values.read_text()) == {"title": "One", "environment": environment, "rows": [{"n": 3}]}
-
-
 # --- Options ----------------------------------------------------------------------------------------------------------
 
 
-def test_benchmarks_are_listed_and_curves_are_named_or_given() -> None:
+def test_benchmarks_are_listed() -> None:
     assert run("bench", "--help").stdout.endswith("names: gpu, host, ranks, rollout, train\n")
-    assert parse_curve("--device-ms", "8:0.25, 64:1") == ((8, 0.25), (64, 1.0))
-    assert all(parse_curve("--device-ms", name)[0][0] == 1 for name in CURVES)
 
 
 TRACE = ("rollout", "--model-shape", "tiny", "--trace", "TRACE")
@@ -228,20 +202,12 @@ TRACE = ("rollout", "--model-shape", "tiny", "--trace", "TRACE")
     [
         (("rollout", "--model", "./nowhere"), "./nowhere: no local folder"),
         (("rollout", "--model-shape", "smal"), "--model-shape: no shape 'smal', did you mean `small`"),
-        ((*TRACE, "--drafters", "none,none"), "--drafters: expected names, each once"),
         ((*TRACE, "--drafters", "nome"), "--drafters: `nome` is not in srtrl/drafters/, did you mean"),
         ((*TRACE, "--history", 1), "--history: 1 of the samples leaves none to decode"),
-        ((*TRACE, "--json", "nowhere/x.json"), "'--json': there is no folder nowhere to write x.json into"),
-        ((*TRACE, "--write-docs", "."), "'--write-docs': file '.' is a directory"),
         (("rollout", "--trace", "TEXTS"), "prompt is a text; give --tokenizer DIR"),
         (("rollout", "--trace", "LARGE"), "--trace: token id 9999 is not in the model's vocabulary of 6400"),
         ((*TRACE, "--trace", "LONG", "--max-tokens", 5000), "but the model was made for 4096"),
         (("host", "--slots", "9", "--trace", "TRACE"), "--slots: 9, but there are 4 samples to decode"),
-        (("host", "--device-ms", "fast"), "--device-ms: expected h200-1.5b, or ROWS:SECONDS"),
-        (("host", "--device-ms", "8:2,16:1"), "never falling; found '8:2,16:1'"),
-        (("host", "--device-ms", "1:0"), "seconds above 0"),
-        (("train", "RECIPE", "train.num_steps=1"), "train.num_steps: expected at least 2"),
-        (("train", "RECIPE", "eval.every_steps=2"), "override `eval.every_steps=2`: bench train sets that itself"),
         *([] if torch.cuda.is_available() else [(("gpu",), "measures a CUDA device")]),
     ],
 )
@@ -260,7 +226,4 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_trace(paths["LONG"], 1, length=5000)
     write_rows(paths["TEXTS"], {"id": "0", "prompt": "a", "samples": [{"text": "b"}]})
     write_rows(paths["LARGE"], {"id": "0", "prompt_token_ids": [1], "samples": [{"token_ids": [9999]}]})
-    recipe = make_recipe(make_policy(folder / "policy"), folder / "runs", train__checkpoint_every=1)
-    paths["RECIPE"] = folder / "recipe.yaml"
-    paths["RECIPE"].write_text(dump_yaml(recipe.model_dump(mode="json")))
     return paths

@@ -8,7 +8,7 @@ import engine_cases
 import numpy as np
 import pytest
 import torch
-from bench_cases import run, write_rows, write_trace
+from bench_cases import run, write_trace
 
 from srtrl.bench.host import HostRunner
 from srtrl.bench.ranks import Lengths, SimulatedRank, Simulation, decode
@@ -108,29 +108,25 @@ def test_claims_never_lengthen_the_step() -> None:
     assert max(saved) > 0.1
 
 
-def test_the_figures_are_those_of_the_lengths(tmp_path: Path) -> None:
+def test_the_figures_are_those_of_the_lengths() -> None:
     """Two ranks with a slot each: 10 + 10 tokens and 40 + 40; the first one claims one of the long ones."""
-    path = write_rows(
-        tmp_path / "lengths.jsonl",
-        *[
-            {"id": str(i), "prompt_token_ids": [i], "samples": [{"token_ids": [5] * length}] * 2}
-            for i, length in enumerate((10, 40))
-        ],
-    )
-    options = ("--price-as", "1:0.5,9:0.5", "--prompts", 1, "--slots", 1)
-    arguments = ("bench", "ranks", "--ranks", "1,2", "--lengths", path, *options)
-    result = run(*arguments, "--json", tmp_path / "a.json")
-    assert result.exit_code == 0, result.stderr
-    one, two = json.loads((tmp_path / "a.json").read_text())["rows"]
+    lengths = Lengths([(1, [10, 10]), (1, [40, 40])], 2, 0, 40)
+    simulated = Simulation(lengths=lengths, curve=((1, 0.5), (9, 0.5)), num_slots=1, num_prompts=1)
+    one, two = simulated.row(1), simulated.row(2)
     assert (one["samples"], one["step_seconds"], one["idle_share"]) == (2, 10, 0)
     assert one["tokens_per_second_and_rank"] == 2
     assert (two["samples"], two["step_seconds"]) == (4, 30)
     assert two["claims_save"] == 1 - 30 / 40
     assert two["idle_share_without_claims"] == pytest.approx(1 - 25 / 40)
     assert two["claimed_samples_per_rank"] == 0.5
-    run(*arguments, "--json", tmp_path / "b.json")
-    assert json.loads((tmp_path / "b.json").read_text())["rows"] == [one, two]
-    assert "Simulation of ranks: lengths of lengths.jsonl, no history, 1 prompts of 2 samples" in result.stdout
+
+
+def test_the_command_reads_lengths_of_recordings(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "lengths.jsonl", 2, num_samples=3)
+    arguments = ("bench", "ranks", "--ranks", "1,2", "--lengths", path, "--prompts", 1, "--history", 1)
+    result = run(*arguments, "--json", tmp_path / "a.json")
+    assert [row["samples"] for row in json.loads((tmp_path / "a.json").read_text())["rows"]] == [2, 4]
+    assert "Simulation of ranks: lengths of lengths.jsonl, 1 earlier samples, 1 prompts of 2 samples" in result.stdout
 
 
 def test_drawn_lengths_depend_on_the_draw_alone() -> None:

@@ -48,7 +48,7 @@ def test_each_way_to_disagree_is_said_with_its_reason() -> None:
         ("none", "7", None),
         ("unreadable", "}", "\\boxed{8}"),
     )
-    report = check_grader("rows", "here", rows, GRADING)
+    report = check_grader("rows", rows, GRADING)
     assert report.num_asked == {"solution": 4, "boxed answer": 5, "other solution": 5}
     assert report.num_agreed == {"solution": 1, "boxed answer": 4, "other solution": 4}
     found = [(one.prompt_id, one.question, one.reason) for one in report.disagreements]
@@ -62,9 +62,9 @@ def test_each_way_to_disagree_is_said_with_its_reason() -> None:
 
 def test_a_verifier_of_this_process_that_accepts_everything_is_found_out() -> None:
     rows = (("a", "4", "Answer: 4"), ("b", "4", "Answer: 4"), ("c", "5", "Answer: 5"))  # equal answers need not differ
-    honest = check_grader("rows", "here", Rows(is_integer, *rows), GRADING)
+    honest = check_grader("rows", Rows(is_integer, *rows), GRADING)
     assert [one.question for one in honest.disagreements] == ["boxed answer"] * 3  # arithmetic's answers have no box
-    report = check_grader("rows", "here", Rows(lambda text, answer: True, *rows), GRADING)
+    report = check_grader("rows", Rows(lambda text, answer: True, *rows), GRADING)
     assert [(one.prompt_id, one.question) for one in report.disagreements] == [
         ("a", "other solution"),
         ("c", "other solution"),

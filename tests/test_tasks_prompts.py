@@ -190,12 +190,12 @@ def test_eval_shows_the_reward(policy: Path, tmp_path: Path) -> None:
     assert "mean reward (95% interval)" in result.stdout
     assert not re.search(r"avg@N|pass@|maj@", result.stdout)
     record = json.loads(command(*arguments, "--json").stdout)
-    assert (record["accuracy"], record["pass_at"], record["outcomes"]["graded"]) == (None, {}, 10)
+    assert (record["estimates"], record["eval/grading/graded"]) == ({}, 10)
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     assert {(one["correct"], one["outcome"]) for one in samples} == {(None, "graded")}
-    assert record["reward"] == pytest.approx(fmean(one["reward"] for one in samples))
+    assert record["eval/reward"] == pytest.approx(fmean(one["reward"] for one in samples))
     by_problem = [fmean(one["reward"] for one in samples[start : start + 2]) for start in range(0, 10, 2)]
-    assert record["reward_interval"] == list(mean_interval(by_problem))
+    assert [record["eval/reward_low"], record["eval/reward_high"]] == list(mean_interval(by_problem))
     checked = command("eval", "--check-grader", "--recipe", tmp_path / "recipe.yaml")
     assert (checked.exit_code, "the task prompts has no verifier" in checked.stderr) == (2, True)
 

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable, Sequence
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,6 @@ from srtrl.bench.replay_loop import Replay, ReplayCounts, ReplaySettings
 from srtrl.cli import app
 from srtrl.drafters.base import Int32Array, Int64Array
 from srtrl.drafters.none import Drafter as NoDrafter
-from srtrl.environments.base import segment_titles
 from srtrl.evaluation.policy import majority_scores
 from srtrl.report.page import write_report
 from srtrl.report.runs import read_rollouts
@@ -83,31 +81,16 @@ def test_rollouts_mark_what_tools_said(run: Path) -> None:
         assert all(one["text"] in stored["text"] for one in row["segments"] if one["kind"] == "observation")
 
 
-def test_turns_are_counted_from_one() -> None:
-    kinds: list[SegmentKind] = ["model", "boundary", "observation", "boundary", "model"]
-    added = "added by the format"
-    assert segment_titles(kinds) == ["turn 1", added, "tool output", added, "turn 2"]
-
-
-@pytest.mark.parametrize("chosen", [(), (f"rollout.environment={json.dumps(HOSTILE)}",)])
-def test_generate_answers_by_the_environment(run: Path, chosen: tuple[str, ...], tmp_path: Path) -> None:
-    flags = ("generate", run, "--prompt", "1+1=", "--prompt", "56", "--samples", 3, *chosen)
+def test_generate_answers_by_the_environment(run: Path) -> None:
+    flags = ("generate", run, "--prompt", "1+1=", "--prompt", "56", "--samples", 3)
     rows = rows_of(srtrl(*flags, "--json"))
     assert rows == rows_of(srtrl(*flags, "--json", "rollout.slots=1"))
-    kinds = list(chain.from_iterable([segment["kind"] for segment in row["segments"]] for row in rows))
-    assert set(kinds) == {"model", "observation", "boundary"}
+    assert {segment["kind"] for row in rows for segment in row["segments"]} == {"model", "observation", "boundary"}
     for row in rows:
         assert [token for segment in row["segments"] for token in segment["token_ids"]] == row["token_ids"]
         assert sum(segment["kind"] == "model" for segment in row["segments"]) == row["num_turns"]
         for segment in row["segments"]:
             assert (segment["logprobs"] is None) == (segment["kind"] != "model")
-            assert all(logprob < 0 for logprob in segment["logprobs"] or ())
-    shown = srtrl(*flags)
-    assert "\x1b" not in shown
-    assert shown.count("--- tool output ---") == kinds.count("observation")
-    counts = json.loads(srtrl("replay", write_rows(tmp_path / "rows.jsonl", *rows), "--json"))
-    num_sampled = sum(len(one["token_ids"]) for row in rows for one in row["segments"] if one["kind"] == "model")
-    assert counts["num_tokens"] == num_sampled - len(rows)
     ((alone,),) = generate(str(run), ["1+1="], overrides=["rollout.environment=null"])
     assert (alone.segments, alone.num_turns, alone.stop_reason) == ([], 1, "")
 
@@ -115,24 +98,18 @@ def test_generate_answers_by_the_environment(run: Path, chosen: tuple[str, ...],
 def test_eval_uses_the_environment_and_says_how_turns_went(run: Path, tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
     record = json.loads(srtrl("eval", run, "eval.num_samples=2", "--output", output, "--json"))
-    turns, rows = record["environment"], rows_of(output.read_text(encoding="utf-8"))
-    assert turns["turns_mean"] == np.mean([row["num_turns"] for row in rows]) > 1
-    assert sum(share for name, share in turns.items() if name.startswith("stop_")) == pytest.approx(1)
-    assert 0 < turns["valid_call_share"] < 1
+    rows = rows_of(output.read_text(encoding="utf-8"))
+    assert record["environment/turns_mean"] == np.mean([row["num_turns"] for row in rows]) > 1
+    assert 0 < record["eval/environment/valid_call_share"] < 1
     assert {segment["kind"] for row in rows for segment in row["segments"]} == {"model", "observation", "boundary"}
-    table = srtrl("eval", run)
+    write_rows(tmp_path / "own.jsonl", {"problem": "1+1?", "answer": "2"})
+    suite = tmp_path / "own.yaml"
+    suite.write_text("benchmarks: [{name: own, data: {files: [own.jsonl]}}]\nmax_prompt_tokens: 60\n")
+    overrides = ("eval.num_samples=9", "task.options.prompt_template='{problem}'")
+    table = srtrl("eval", run, *overrides, "--suite", suite, "--data-dir", tmp_path)
     for figure in ("turns: mean, max", "samples with a call", "valid calls", "void turns", "ended by"):
         assert figure in table
-    suite = tmp_path / "own.yaml"
-    suite.write_text("benchmarks: [{name: own, title: Own, data: {files: [own.jsonl]}}]\nmax_prompt_tokens: 60\n")
-    write_rows(tmp_path / "own.jsonl", {"problem": "1+1?", "answer": "2"})
-    overrides = ("eval.num_samples=9", "task.options.prompt_template='{problem}'")
-    flags = ("--suite", suite, "--data", f"own={tmp_path / 'own.jsonl'}", "--json")
-    (benchmark,) = json.loads(srtrl("eval", run, *overrides, *flags))["benchmarks"]
-    assert benchmark["environment"] == HOSTILE["name"]
-    assert benchmark["result"]["environment"]["turns_mean"] > 1
-    alone = json.loads(srtrl("eval", run, "rollout.environment=null", "--json"))
-    assert alone["environment"] == {}
+    assert f"environment '{HOSTILE['name']}'" in " ".join(table.split())
 
 
 # --- Recordings -------------------------------------------------------------------------------------------------------
@@ -160,17 +137,16 @@ class Told(Repeater):
 
 SAMPLE = [5, 5, 5, 9, 9, 9, 9, 9, 7]
 """The policy says 5 5 5, reads 9 9, and says 9 9 9 7."""
-SEGMENTS = [
-    {"kind": "model", "token_ids": SAMPLE[:3]},
-    {"kind": "boundary", "token_ids": [9]},
-    {"kind": "observation", "token_ids": [9]},
-    {"kind": "model", "token_ids": SAMPLE[5:]},
-]
+KINDS, LENGTHS = ["model", "boundary", "observation", "model"], [3, 1, 1, 4]
 
 
 def record(folder: Path, *samples: dict[str, Any], max_tokens: int = 100) -> Recording:
     path = write_rows(folder / "rows.jsonl", {"prompt_token_ids": [1, 2], "samples": list(samples)})
     return read_recorded(path, tokenizer=None, max_tokens=max_tokens)
+
+
+TURNS = {"token_ids": SAMPLE, "segment_kinds": KINDS, "segment_lengths": LENGTHS}
+"""As the columns of a run's rollouts."""
 
 
 def replay(recording: Recording, drafter: Any, **settings: Any) -> ReplayCounts:
@@ -181,7 +157,7 @@ def replay(recording: Recording, drafter: Any, **settings: Any) -> ReplayCounts:
 
 def test_a_sample_of_two_turns_by_hand(tmp_path: Path) -> None:
     drafter = Told()
-    counts = replay(record(tmp_path, {"segments": SEGMENTS}), drafter)
+    counts = replay(record(tmp_path, TURNS), drafter)
     # 5 is given, 5 5 is drafted and right. Then 9 9 is drafted and right and 9 comes with it; 9 9 is wrong, 7 comes.
     assert (counts.num_tokens, counts.num_sequence_steps, counts.accepted) == (6, 3, {2: 2, 0: 1})
     assert (counts.steps, counts.steps_without_drafts, counts.num_observed_tokens) == (3, 6, 9)
@@ -190,7 +166,7 @@ def test_a_sample_of_two_turns_by_hand(tmp_path: Path) -> None:
         *("start 1", "observe [9, 9]", "observe [9, 9, 9]", "observe [7]", "finish None"),
         f"learn {[(SAMPLE, ((3, 5),))]}",
     ]
-    two = record(tmp_path, {"segments": SEGMENTS}, {"segments": SEGMENTS}, {"token_ids": [5, 5]})
+    two = record(tmp_path, TURNS, TURNS, {"token_ids": [5, 5]})
     for slots, history in ((None, 0.0), (1, 0.0), (2, 0.4)):  # one sample is history: no step decodes it
         counts = replay(two, NoDrafter(), slots=slots, history=history)
         assert counts.num_tokens == counts.num_sequence_steps == (13 if history == 0 else 7)
@@ -204,7 +180,7 @@ def test_a_sample_of_two_turns_by_hand(tmp_path: Path) -> None:
 def test_a_truncated_sample_ends_with_what_was_sampled(
     tmp_path: Path, max_tokens: int, tokens: int, extensions: tuple[tuple[int, int], ...]
 ) -> None:
-    recording = record(tmp_path, {"segments": SEGMENTS}, max_tokens=max_tokens)
+    recording = record(tmp_path, TURNS, max_tokens=max_tokens)
     ((prompt,),) = recording.steps
     assert prompt.samples[0].tolist() == SAMPLE[:tokens]
     assert prompt.extensions[0] == extensions
@@ -223,26 +199,8 @@ def test_recordings_of_a_run_have_its_turns(run: Path) -> None:
         extensions = find_extensions(row["segment_kinds"], row["segment_lengths"])
         assert found[tuple(row["prompt_token_ids"]), tuple(row["token_ids"])] == extensions
     assert any(found.values())
-    error = srtrl_bench(run)
+    error = srtrl("bench", "rollout", "--trace", run, exit_code=2)
     assert "has samples of several turns, which benchmarks cannot decode again; `srtrl replay" in error
-
-
-def srtrl_bench(trace: Path) -> str:
-    return srtrl("bench", "rollout", "--trace", trace, exit_code=2)
-
-
-@pytest.mark.parametrize(
-    ("sample", "error"),
-    [
-        ({"segments": SEGMENTS[1:]}, "segments: expected one of kind `model` first"),
-        ({"segments": SEGMENTS, "token_ids": [5]}, "segments: their token_ids are not those of the sample"),
-        ({"segments": [{"kind": "tool", "token_ids": [5]}]}, "segments.0.kind: "),
-        ({"segments": [{"kind": "model", "text": "5"}]}, "segments.0.token_ids: "),
-    ],
-)
-def test_segments_that_cannot_be_used_are_named(tmp_path: Path, sample: dict[str, Any], error: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(error)):
-        record(tmp_path, sample)
 
 
 def test_the_trie_has_turns_as_texts_of_their_own(run: Path) -> None:

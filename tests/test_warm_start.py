@@ -134,7 +134,7 @@ def test_from_scratch_learns_and_writes_a_model_for_transformers(tmp_path: Path)
     assert summary.losses[0] == pytest.approx(math.log(280), rel=0.1)  # an untrained model knows nothing
     assert summary.losses[-1] < 0.7 * summary.losses[0]
     assert summary.held_out is not None
-    assert summary.held_out.num_problems == 6
+    assert summary.held_out.metrics["eval/num_problems"] == 6
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(output)
     model = AutoModelForCausalLM.from_pretrained(output)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == model.config.eos_token_id

@@ -4,8 +4,8 @@ The real engine, all stages; the device's step takes no time and the recorded to
 What a CUDA runner itself takes to queue copies and to launch a graph is not in it. Half of each prompt's samples are
 decoded, two for each slot where there are as many; the drafter has seen the other half. Medians of alternating runs,
 after one to warm up. The stages are milliseconds of the host per decode step in which all slots decode. `times as fast`
-is about whole rollouts on a device whose steps take the time stated by `--device-ms` (by which drafts are budgeted): of
-the device alone, and with the host's time.
+is about whole rollouts on a device whose steps take the time of `H200_CURVE` (by which drafts are budgeted): of the
+device alone, and with the host's time.
 """
 
 import time
@@ -87,27 +87,17 @@ def command(
     slots: options.Slots = "64,256",
     drafters: options.Drafters = "none,srt",
     threads: Annotated[int, typer.Option(min=1, max=1024, help="CPU threads.")] = 1,
-    device_ms: Annotated[
-        str,
-        typer.Option(
-            metavar="CURVE",
-            help="The device's time per step by its rows, by which drafts are budgeted and speed-ups stated: "
-            "ROWS:SECONDS,ROWS:SECONDS,... or the name of a curve.",
-        ),
-    ] = "h200-1.5b",
     trace: options.TraceFile = None,
     tokenizer: options.TokenizerFolder = None,
     max_tokens: Annotated[int, typer.Option(min=8, help="Maximum number of tokens of each sample.")] = 512,
     repeats: options.Repeats = 5,
     json_file: options.JsonFile = None,
-    write_docs: options.WriteDocs = None,
 ) -> None:
     """Measure the host's work per decode step: the real engine, recorded tokens, and a device whose steps take no time.
 
     The drafter has already seen half of each prompt's samples. Without --trace the samples are generated.
     """
     counts, names = options.parse_counts("--slots", slots), options.parse_drafters(drafters)
-    curve = options.parse_curve("--device-ms", device_ms)
     set_cpu_threads(threads)
     environment = read_environment(torch.device("cpu"))
     policy = Transformer(config_from_hf(SHAPES[SHAPE], SHAPE), torch.float32, torch.device("meta"))
@@ -115,7 +105,7 @@ def command(
     if len(whole.requests) < max(counts):
         raise ValueError(f"--slots: {max(counts)}, but there are {len(whole.requests)} samples to decode")
     rows: list[Row] = []
-    cost = StepCost(points=curve)
+    cost = StepCost(points=options.H200_CURVE)
     for num_slots in counts:
         workload = whole.first_samples(2 * num_slots)
         candidates = {}
@@ -133,7 +123,7 @@ def command(
             rows.append({"slots": num_slots, "drafter": name, **median, **ratios, "runs": runs[name]})
     source = f"{trace.name}, samples truncated to {max_tokens} tokens" if trace else "generated tokens"
     title = f"Host work per decode step: {source}, {threads} thread{'s' if threads > 1 else ''}"
-    publish(title, {"rows": rows}, __doc__, environment, json_file, write_docs)
+    publish(title, {"rows": rows}, __doc__, environment, json_file)
 
 
 def decode(engine: Engine, runner: HostRunner, drafter: str, workload: Trace) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """`srtrl bench ranks`: a simulation of the rollouts of one training step on any number of ranks. Nothing is measured.
 
 Every rank has the real scheduler, and samples are dealt, claimed and run ahead by the real rules, but there is no
-model: a decode step takes the stated time for its rows (prompt tokens included), it gives each of its samples one
-token, for nothing is drafted, and a sample ends at its recorded or drawn length. The host, grading and the update take
-no time. Weak scaling: each rank adds the same number of prompts, so the number of samples per rank is the same in all
-rows. `idle share` is the mean share of the step during which a rank has no sample of the step; `claims save` is the
-share of the step's time that claims take away. A rank without samples runs ahead until the slowest one is done, as do
-slots that are free before that: `run ahead share` is how much of the next step's tokens are decoded by then.
+model: a decode step takes the time of `H200_CURVE` for its rows (prompt tokens included), it gives each of its samples
+one token, for nothing is drafted, and a sample ends at its recorded or drawn length. The host, grading and the update
+take no time. Weak scaling: each rank adds the same number of prompts, so the number of samples per rank is the same in
+all rows. `idle share` is the mean share of the step during which a rank has no sample of the step; `claims save` is the
+share of the step's time that claims save. A rank without samples runs ahead until the slowest one is done, as do slots
+that are free before that: `run ahead share` is how much of the next step's tokens are decoded by then.
 """
 
 import heapq
@@ -254,9 +254,6 @@ def command(
     *,
     ranks: Annotated[str, typer.Option(metavar="N[,N...]", help="Numbers of ranks, a row for each.")] = "1,8,64",
     lengths: Annotated[str, typer.Option(metavar="FILE", help=f"Recorded rollouts, or {LOG_NORMAL}.")] = LOG_NORMAL,
-    price_as: Annotated[
-        str, typer.Option(metavar="CURVE", help="Time per step by its rows: ROWS:SECONDS,... or the name of a curve.")
-    ] = "h200-1.5b",
     slots: Annotated[int, typer.Option(min=1, max=4096, help="Sequences that a rank decodes at a time.")] = 32,
     prompts: Annotated[int, typer.Option(min=1, max=4096, help="Prompts of a step per rank.")] = 8,
     history: Annotated[
@@ -265,19 +262,17 @@ def command(
     max_tokens: Annotated[int, typer.Option(min=1, max=131072, help="Truncate samples to this many tokens.")] = 8192,
     tokenizer: options.TokenizerFolder = None,
     json_file: options.JsonFile = None,
-    write_docs: options.WriteDocs = None,
 ) -> None:
     """Simulate the rollouts of a training step on many ranks: how long it takes, and how long ranks are idle.
 
     The scheduler and the rules by which ranks share samples are the real ones; the time of a decode step is stated.
     """
     counts = options.parse_counts("--ranks", ranks)
-    curve = options.parse_curve("--price-as", price_as)
     environment = read_environment(torch.device("cpu"))
     drawn = read_lengths(lengths, tokenizer, history, max_tokens)
-    simulation = Simulation(lengths=drawn, curve=curve, num_slots=slots, num_prompts=prompts)
+    simulation = Simulation(lengths=drawn, curve=options.H200_CURVE, num_slots=slots, num_prompts=prompts)
     source = f"{LOG_NORMAL} lengths" if lengths == LOG_NORMAL else f"lengths of {Path(lengths).name}"
     known = f"{history} earlier samples" if history else "no history"
     per_rank = f"{prompts} prompts of {drawn.num_samples} samples and {slots} slots per rank"
     title = f"Simulation of ranks: {source}, {known}, {per_rank}"
-    publish(title, {"rows": [simulation.row(count) for count in counts]}, __doc__, environment, json_file, write_docs)
+    publish(title, {"rows": [simulation.row(count) for count in counts]}, __doc__, environment, json_file)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +57,7 @@ class Recording:
     is_retokenised: bool
     """Whether tokens were made from text: nearly, but not always, the tokens that were sampled."""
     num_cut: int
-    """Samples that were longer than `max_tokens` and lost their end."""
+    """Samples that were longer than `max_tokens` and were truncated."""
 
     def prompts(self) -> list[RecordedPrompt]:
         """All prompts, each once, with its samples of all steps, the earliest first."""
@@ -121,10 +121,8 @@ def read_recorded(path: Path, *, tokenizer: PreTrainedTokenizerBase | None, max_
 
     Args:
         path: A JSONL file with rows `{"id", "prompt", "samples": [{"text"}, ...]}`; a Parquet file of a run's
-            `rollouts/`; that folder, or the run's. In a JSONL file `prompt_token_ids` may stand for `prompt` and
-            `token_ids` for `text`; they are taken as they are. A sample of several turns has `segments` in their place,
-            `[{"kind": "model" | "observation" | "boundary", "token_ids"}, ...]`. Rows of `srtrl generate --json` are
-            samples.
+            `rollouts/`; that folder, or the run's. In a JSONL file `prompt_token_ids` may replace `prompt` and
+            `token_ids` replace `text`; they are not changed.
         tokenizer: Encodes texts, and its end token is appended to each sample's; needed where there are texts.
         max_tokens: Samples are truncated to this number of tokens.
 
@@ -134,15 +132,9 @@ def read_recorded(path: Path, *, tokenizer: PreTrainedTokenizerBase | None, max_
     files = [path]
     if path.is_dir():
         files = sorted((path / "rollouts" if (path / "rollouts").is_dir() else path).glob("step_*.parquet"))
-        if not files:
-            raise ValueError(f"{path}: no recorded rollouts in this folder; expected rollouts/step_000001.parquet, ...")
-    elif not path.is_file():
-        raise ValueError(f"{path}: no such file or folder; expected rollouts as .jsonl or .parquet, or a run's folder")
-    elif path.suffix not in (".jsonl", ".parquet"):
-        raise ValueError(f"{path}: expected a .jsonl or .parquet file, or the folder of a run")
     rows = [list(_read(file)) for file in files]
     if not any(rows):
-        raise ValueError(f"{path}: no rows in it; expected recorded rollouts")
+        raise ValueError(f"{path}: no rows; expected rollouts as .jsonl or .parquet, or the folder of a run")
     steps = [
         _merge(_prompt_of(place, row, index, tokenizer) for index, (place, row) in enumerate(of_step))
         for of_step in rows
@@ -193,48 +185,19 @@ def find_extensions(kinds: Iterable[SegmentKind], lengths: Iterable[int]) -> Ext
 
 Text = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=np.iinfo(np.int32).max)]], Field(min_length=1)]
-OF_SAMPLE = ("token_ids", "segments", "segment_kinds", "segment_lengths")
-
-
-class _Segment(Section, extra="ignore"):
-    kind: SegmentKind
-    token_ids: TokenIds
+OF_SAMPLE = ("token_ids", "segment_kinds", "segment_lengths")
 
 
 class _Sample(Section, extra="ignore"):
     text: Text | None = None
     token_ids: TokenIds | None = None
-    segments: list[_Segment] = Field(default_factory=list)
     segment_kinds: list[SegmentKind] | None = None
-    """Of a run's file, as `segment_lengths`, in place of `segments`."""
+    """In a run's files, as `segment_lengths`: samples of several turns."""
     segment_lengths: list[int] | None = None
-
-    @model_validator(mode="after")
-    def check_segments(self) -> Self:
-        """The segments are the whole sample, and a turn of the policy is first."""
-        if self.segments and self.segments[0].kind != "model":
-            raise ValueError("segments: expected one of kind `model` first")
-        if self.segments and self.token_ids not in (None, self.response):
-            raise ValueError("segments: their token_ids are not those of the sample")
-        if self.segment_lengths and sum(self.segment_lengths) != len(self.token_ids or ()):
-            raise ValueError("segment_lengths: expected a sum that is the number of token_ids")
-        return self
-
-    @property
-    def response(self) -> list[int] | None:
-        """Its tokens, where the file has them."""
-        return [token for part in self.segments for token in part.token_ids] or self.token_ids
-
-    @property
-    def extensions(self) -> Extensions:
-        """The parts that were not sampled."""
-        if self.segments:
-            return find_extensions([one.kind for one in self.segments], [len(one.token_ids) for one in self.segments])
-        return find_extensions(self.segment_kinds or (), self.segment_lengths or ())
 
 
 class _Row(Section, extra="ignore"):
-    """A prompt with its samples, or with one: a row of `srtrl generate --json`, or of a run's Parquet file."""
+    """A prompt with its samples, or with one: a row of a run's Parquet file."""
 
     id: Any = Field(default=None, validation_alias=AliasChoices("id", "prompt_id"))
     prompt: Text | None = None
@@ -255,7 +218,7 @@ class _Row(Section, extra="ignore"):
     @property
     def has_texts(self) -> bool:
         """Whether some tokens have to be made from texts."""
-        return None in (self.prompt_token_ids, *(sample.response for sample in self.samples))
+        return None in (self.prompt_token_ids, *(sample.token_ids for sample in self.samples))
 
 
 def _read(path: Path) -> Sequence[tuple[str, _Row]]:
@@ -279,12 +242,16 @@ def _prompt_of(place: str, row: _Row, index: int, tokenizer: PreTrainedTokenizer
         prompt_token_ids=tuple(row.prompt_token_ids or _encode(f"{place}: prompt", row.prompt, tokenizer)),
         samples=[
             np.array(
-                sample.response or _encode(f"{place}: samples.{number}", sample.text, tokenizer, is_sample=True),
+                sample.token_ids or _encode(f"{place}: samples.{number}", sample.text, tokenizer, is_sample=True),
                 np.int32,
             )
             for number, sample in enumerate(row.samples)
         ],
-        extensions={number: sample.extensions for number, sample in enumerate(row.samples) if sample.extensions},
+        extensions={
+            number: find_extensions(sample.segment_kinds, sample.segment_lengths or ())
+            for number, sample in enumerate(row.samples)
+            if sample.segment_kinds
+        },
     )
 
 

@@ -328,10 +328,8 @@ def replay_files(files: Sequence[Path], settings: ReplaySettings, *, as_json: bo
     """Replay each file with a new drafter, and print a table, or JSON.
 
     Raises:
-        ValueError: An unknown drafter or option, a file that cannot be used or is given twice, or nothing to decode.
+        ValueError: An unknown drafter or option, a file that cannot be used, or nothing to decode.
     """
-    if len(set(files)) < len(files):
-        raise ValueError(f"{Counter(files).most_common(1)[0][0]}: given twice")
     drafter_class, options = find_drafter(settings.drafter, settings.drafter_options)
     total, rows = ReplayCounts(), []
     for path in files:

@@ -10,7 +10,7 @@ where there are few).
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -53,7 +53,6 @@ def command(
     threads: options.Threads = None,
     repeats: options.Repeats = 5,
     json_file: options.JsonFile = None,
-    write_docs: options.WriteDocs = None,
 ) -> None:
     """Measure the speed of whole rollouts: prefill, decoding and sampling of all sequences.
 
@@ -81,7 +80,7 @@ def command(
     seen = f"{history:g} as history" if history else "no history"
     where = f"{model or model_shape}, {dtype}, {device.type}, {environment['threads']} threads"
     title = f"{source}, {seen}, {where}, {', '.join(map(str, counts))} slots"
-    publish(title, {"rows": rows}, __doc__, environment, json_file, write_docs)
+    publish(title, {"rows": rows}, __doc__, environment, json_file)
 
 
 def compare_rollouts(
@@ -90,36 +89,30 @@ def compare_rollouts(
     names: Sequence[str],
     num_slots: int,
     repeats: int,
-    others: Mapping[str, Callable[[Trace], object]] | None = None,
     **changes: Any,
 ) -> list[Row]:
-    """Decode the trace with each drafter of `names` and with `others`, whole rollouts in turns; one row for each.
-
-    `others` decode the trace in their own way; `changes` are fields of `EngineOptions`.
-    """
+    """Decode the trace with each drafter of `names`, in turns; one row for each. `changes` are `EngineOptions`."""
     candidates: dict[str, Callable[[], dict[str, float]]] = {}
     for name in names:
         engine = make_engine(policy, num_slots, trace.max_sequence_tokens, **changes)
         candidates[name] = partial(run_engine, engine, name, trace)
-    for name, decode in (others or {}).items():
-        candidates[name] = partial(run_other, decode, trace)
     runs = alternate(candidates, repeats)
     baseline = [run["seconds"] for run in runs[names[0]]]
     rows: list[Row] = []
     for name, of_name in runs.items():
         seconds = [run["seconds"] for run in of_name]
         median = statistics.median(seconds)
+        num_steps, *means = (statistics.fmean(run[metric] for run in of_name) for metric in COUNTED)
         row: dict[str, Any] = {
             "slots": num_slots,
             "sequences": len(trace.requests),
             "drafter": name,
             "seconds": median,
             "tokens_per_second": trace.num_tokens / median,
+            "ms_per_step": 1000 * median / num_steps,
+            "tokens_per_step": means[0],
+            "verified_per_step": means[1],
         }
-        if name in names:
-            num_steps, *means = (statistics.fmean(run[metric] for run in of_name) for metric in COUNTED)
-            row["ms_per_step"] = 1000 * median / num_steps
-            row["tokens_per_step"], row["verified_per_step"] = means
         if name != names[0]:
             row["times_as_fast"] = paired_ratio(baseline, seconds)
         rows.append(row | {"runs": of_name})
@@ -134,10 +127,3 @@ def run_engine(engine: Engine, drafter: str, trace: Trace) -> dict[str, float]:
     seconds = time.perf_counter() - started
     check_completions(completions, trace)
     return {"seconds": seconds, **engine.take_metrics()}
-
-
-def run_other(decode: Callable[[Trace], object], trace: Trace) -> dict[str, float]:
-    """One rollout of something else: its seconds."""
-    started = time.perf_counter()
-    decode(trace)
-    return {"seconds": time.perf_counter() - started}

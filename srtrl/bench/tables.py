@@ -58,30 +58,25 @@ def publish(
     about: str | None,
     environment: Mapping[str, Any],
     json_file: Path | None,
-    write_docs: Path | None,
 ) -> None:
-    """Print all that one benchmark found, and write it where the options say.
+    """Print the figures of one benchmark as a section of Markdown, and write them as JSON where `--json` is given.
 
     Args:
-        title: Heading of the section in a Markdown file: sections of the same title replace each other.
+        title: Heading of the section.
         tables: Key in the JSON file -> rows; where there are several tables, the key is also the caption.
         about: What was measured, and how: the docstring of the benchmark's module, whose first line is left out.
         environment: Of `read_environment`, before anything was measured.
         json_file: Of `--json`.
-        write_docs: Of `--write-docs`.
     """
     machine = ", ".join(f"{name} {value}" for name, value in environment.items() if name != "command")
     notes = (about or "").partition("\n")[2].strip()
     lines = [f"## {title}", "", f"`{environment['command']}`", "", f"{machine}.", "", notes]
     for caption, rows in tables.items():
         lines += ["", *([f"{caption.replace('_', ' ')}:", ""] if len(tables) > 1 else []), format_table(rows)]
-    section = "\n".join(lines) + "\n"
-    print(section, end="")
+    print("\n".join(lines))
     if json_file is not None:
         values = {"title": title, "environment": environment, **tables}
         write_atomic(json_file, json.dumps(values, indent=2, default=asdict) + "\n")
-    if write_docs is not None:
-        put_section(write_docs, section)
 
 
 def format_table(rows: Sequence[Row]) -> str:
@@ -113,14 +108,3 @@ def format_cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def put_section(path: Path, section: str) -> None:
-    """Replace the section of the same heading in a Markdown file, or append it; makes the file where there is none."""
-    text = path.read_text(encoding="utf-8") if path.exists() else "# Benchmarks\n"
-    parts = [part.strip("\n") for part in re.split(r"^(?=## )", text, flags=re.MULTILINE)]
-    headings = [part.partition("\n")[0] for part in parts]
-    heading = section.partition("\n")[0]
-    index = headings.index(heading) if heading in headings else len(parts)
-    parts[index : index + 1] = [section.strip("\n")]
-    write_atomic(path, "\n\n".join(parts) + "\n")

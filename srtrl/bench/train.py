@@ -36,17 +36,8 @@ TOKENS, TOKENS_PER_STEP = "engine/tokens", "engine/tokens_per_decode_step"
 VERIFIED_PER_STEP = "engine/verified_per_decode_step"
 COLUMNS = (ROLLOUT, STEP, TOKENS, TOKENS_PER_STEP, VERIFIED_PER_STEP)
 """Metrics that the table is made of."""
-SETTINGS = (
-    "eval.before_and_after=false",
-    "eval.every_steps=null",
-    "log.trackers=[]",
-    "name=bench",
-)
+SETTINGS = ("eval.before_and_after=false", "eval.every_steps=null", "log.trackers=[]", "name=bench")
 """Nothing is evaluated or kept."""
-REPLACED = ("output_dir", "rollout.drafter", "rollout.slots", "train.checkpoint_every")
-
-Key = tuple[int | str, str]
-"""Slots and drafter of one of the runs."""
 
 
 def command(
@@ -56,56 +47,34 @@ def command(
         list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the recipe.")
     ] = None,
     drafters: options.Drafters = "none,srt",
-    slots: options.Slots = "",
     json_file: options.JsonFile = None,
-    write_docs: options.WriteDocs = None,
 ) -> None:
-    """Train the recipe once with each drafter and number of slots, in alternating steps, and compare the times.
+    """Train the recipe once with each drafter, in alternating steps, and compare the times.
 
     All runs must learn the same; on a CPU this is checked after every step. Their files are deleted, and nothing is
     evaluated. Each epoch has a row, because a drafter learns from the epochs before.
     """
     names, overrides = options.parse_drafters(drafters), overrides or []
-    _check_overrides(overrides)
     plain = load_recipe(recipe, overrides)
-    if plain.train.num_steps < 2:
-        raise ValueError("train.num_steps: expected at least 2 for bench train, whose first step does not count")
-    counts: Sequence[int | str] = options.parse_counts("--slots", slots) if slots else (plain.rollout.slots,)
     set_cpu_threads(plain.num_threads)
     device = choose_device(plain)
     environment = read_environment(device)
     with tempfile.TemporaryDirectory() as folder:
-        recipes: dict[Key, Recipe] = {
-            (count, name): _recipe_of(recipe, overrides, count, name, f"{folder}/{count}-{index}")
-            for count in counts
-            for index, name in enumerate(names)
-        }
+        recipes = {name: _recipe_of(recipe, overrides, name, f"{folder}/{index}") for index, name in enumerate(names)}
         runs = train_in_turns(recipes, is_same=device.type == "cpu")
-    title = f"Training with drafters: {recipe.name}, {', '.join(map(str, counts))} slots, {', '.join(names)}"
-    publish(title, {"rows": rows_of(runs)}, __doc__, environment, json_file, write_docs)
+    title = f"Training with drafters: {recipe.name}, {plain.rollout.slots} slots, {', '.join(names)}"
+    publish(title, {"rows": rows_of(runs)}, __doc__, environment, json_file)
 
 
-def _check_overrides(overrides: Sequence[str]) -> None:
-    """Raise ValueError for one that would be replaced: whoever gives it must not believe that it counts."""
-    own = [setting.partition("=")[0] for setting in SETTINGS]
-    for override in overrides:
-        if override.partition("=")[0] in (*own, *REPLACED):
-            raise ValueError(
-                f"override `{override}`: bench train sets that itself; leave it out (drafters and slots are those of "
-                "--drafters and --slots)"
-            )
-
-
-def _recipe_of(path: Path, overrides: Sequence[str], slots: int | str, drafter: str, output: str) -> Recipe:
-    """The recipe with these slots and this drafter, which trains into the folder `output`."""
-    mine = (f"rollout.drafter={drafter}", f"rollout.slots={slots}", f"output_dir={output}")
-    recipe = load_recipe(path, [*overrides, *SETTINGS, *mine])
+def _recipe_of(path: Path, overrides: Sequence[str], drafter: str, output: str) -> Recipe:
+    """The recipe with this drafter, which trains into the folder `output`."""
+    recipe = load_recipe(path, [*overrides, *SETTINGS, f"rollout.drafter={drafter}", f"output_dir={output}"])
     # One checkpoint, at the end; set here, for in the recipe it must divide what may not divide the number of steps.
     train = recipe.train.model_copy(update={"checkpoint_every": recipe.train.num_steps})
     return recipe.model_copy(update={"train": train})
 
 
-def train_in_turns(recipes: Mapping[Key, Recipe], *, is_same: bool) -> dict[Key, list[MetricRow]]:
+def train_in_turns(recipes: Mapping[str, Recipe], *, is_same: bool) -> dict[str, list[MetricRow]]:
     """Take all steps, each run's one after the other's; returns the metrics of all steps but the first.
 
     Raises:
@@ -116,23 +85,23 @@ def train_in_turns(recipes: Mapping[Key, Recipe], *, is_same: bool) -> dict[Key,
     with ExitStack() as stack:
         quiet = Console(quiet=True)
         steps = {
-            key: partial(take_step, stack.enter_context(Trainer(recipe, console=quiet)), key, learned)
-            for key, recipe in recipes.items()
+            drafter: partial(take_step, stack.enter_context(Trainer(recipe, console=quiet)), drafter, learned)
+            for drafter, recipe in recipes.items()
         }
         stack.enter_context(freeze_gc())
         return alternate(steps, num_steps - 1)
 
 
-def take_step(trainer: Trainer, key: Key, learned: dict[int, MetricRow] | None) -> MetricRow:
+def take_step(trainer: Trainer, drafter: str, learned: dict[int, MetricRow] | None) -> MetricRow:
     """The next step; returns its metrics, which must be those of `learned` where that is given (see `check_same`)."""
     trainer.train_step(trainer.step + 1)
     row = read_metrics(trainer.run.path / "metrics.jsonl")[-1]
     if learned is not None:
-        check_same(key, row, learned)
+        check_same(drafter, row, learned)
     return row
 
 
-def check_same(key: Key, row: MetricRow, learned: dict[int, MetricRow]) -> None:
+def check_same(drafter: str, row: MetricRow, learned: dict[int, MetricRow]) -> None:
     """Check that the step has the metrics that the first run had in it, timing apart; `learned`: step -> those.
 
     Raises:
@@ -143,37 +112,36 @@ def check_same(key: Key, row: MetricRow, learned: dict[int, MetricRow]) -> None:
     if row != first:
         different = ", ".join(sorted(name for name in row | first if row.get(name) != first.get(name)))
         raise ValueError(
-            f"step {row['step']:.0f}: {key[1]} at {key[0]} slots did not learn what the first run did, so their times "
-            f"cannot be compared ({different}); does a reward or loss of your own draw random numbers or keep a state?"
+            f"step {row['step']:.0f}: {drafter} did not learn what the first run did, so their times cannot be "
+            f"compared ({different}); does a reward or loss of your own draw random numbers or keep a state?"
         )
 
 
-def rows_of(runs: Mapping[Key, Sequence[MetricRow]]) -> list[Row]:
-    """One row per epoch (and `all`), number of slots and drafter; ratios are those of pairs of steps."""
-    (_, baseline), steps = next(iter(runs.items()))
+def rows_of(runs: Mapping[str, Sequence[MetricRow]]) -> list[Row]:
+    """One row per epoch (and `all`) and drafter; ratios are those of pairs of steps."""
+    baseline, steps = next(iter(runs.items()))
     epochs = [int(step["data/epoch"]) + 1 for step in steps]
     table: list[Row] = []
     for epoch in (*sorted(set(epochs)), "all"):
-        chosen = np.array([epoch in (one, "all") for one in epochs])
+        chosen = np.array([epoch in (number, "all") for number in epochs])
         columns = {
-            key: {name: np.array([step[name] for step in steps])[chosen] for name in COLUMNS}
-            for key, steps in runs.items()
+            drafter: {name: np.array([step[name] for step in steps])[chosen] for name in COLUMNS}
+            for drafter, steps in runs.items()
         }
-        for (slots, drafter), of in columns.items():
-            first = columns[slots, baseline]
-            num_decodes = of[TOKENS] / of[TOKENS_PER_STEP]
+        first = columns[baseline]
+        for drafter, values in columns.items():
+            num_decodes = values[TOKENS] / values[TOKENS_PER_STEP]
             row = {
                 "epoch": str(epoch),
-                "slots": slots,
                 "drafter": drafter,
-                "steps": len(of[STEP]),
-                "rollout_seconds": of[ROLLOUT].sum(),
-                "step_seconds": of[STEP].sum(),
-                "tokens_per_step": of[TOKENS].sum() / num_decodes.sum(),
-                "verified_per_step": (of[VERIFIED_PER_STEP] * num_decodes).sum() / num_decodes.sum(),
+                "steps": len(values[STEP]),
+                "rollout_seconds": values[ROLLOUT].sum(),
+                "step_seconds": values[STEP].sum(),
+                "tokens_per_step": values[TOKENS].sum() / num_decodes.sum(),
+                "verified_per_step": (values[VERIFIED_PER_STEP] * num_decodes).sum() / num_decodes.sum(),
             }
             if drafter != baseline:
-                row["rollouts_times_as_fast"] = paired_ratio(first[ROLLOUT], of[ROLLOUT])
-                row["steps_times_as_fast"] = paired_ratio(first[STEP], of[STEP])
+                row["rollouts_times_as_fast"] = paired_ratio(first[ROLLOUT], values[ROLLOUT])
+                row["steps_times_as_fast"] = paired_ratio(first[STEP], values[STEP])
             table.append(row)
     return table

@@ -47,21 +47,12 @@ class Trace:
         return sum(request.sampling.max_new_tokens for request in self.requests)
 
     def first_samples(self, num_samples: int) -> "Trace":
-        """The prompts of the first `num_samples` samples alone."""
+        """The prompts of the first `num_samples` samples alone; all where there are fewer."""
         return self.first_prompts(self.requests[min(num_samples, len(self.requests)) - 1].draw_index + 1)
 
     def first_prompts(self, num_prompts: int) -> "Trace":
-        """The first prompts alone.
-
-        Raises:
-            ValueError: There are fewer, or none of their samples is left to decode.
-        """
+        """The first prompts alone; all where there are fewer."""
         requests = tuple(request for request in self.requests if request.draw_index < num_prompts)
-        if num_prompts > len(self.history) or not requests:
-            raise ValueError(
-                f"--prompts-used: {num_prompts}, but there are {len(self.history)} prompts, and the first ones have "
-                f"{len(requests)} samples to decode"
-            )
         return Trace(history=self.history[:num_prompts], requests=requests, responses=self.responses)
 
 

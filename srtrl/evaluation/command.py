@@ -1,6 +1,5 @@
 """`srtrl eval`: a policy on held-out problems, of a task or of a suite; or its graders on reference solutions."""
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -22,16 +21,9 @@ def command(
         str | None, typer.Option(metavar="NAME", help="Benchmarks to evaluate on: `math`, or a YAML file.")
     ] = None,
     only: Annotated[str | None, typer.Option(metavar="A,B", help="Only these benchmarks of the suite.")] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=FILE", help="A benchmark's problems, instead of the hub's; repeatable."),
-    ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder of NAME.jsonl or .parquet, instead of the hub.")
     ] = None,
-    skip_missing: Annotated[
-        bool, typer.Option("--skip-missing", help="Leave out the benchmarks whose data is not available.")
-    ] = False,
     step: Annotated[int | None, typer.Option(help="Checkpoint of the run; by default the newest.")] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE.jsonl", help="Write a row for each sample into this file.")
@@ -56,26 +48,22 @@ def command(
     task.options.chat_template=true.
     """
     from srtrl.evaluation import run
-    from srtrl.evaluation.suite import open_suite
     from srtrl.ranks.processes import open_ranks
 
-    flags = {"--only": only, "--data": data, "--data-dir": data_dir, "--skip-missing": skip_missing}
-    if suite is None and (given := [flag for flag, value in flags.items() if value]):
-        raise ValueError(f"{given[0]}: it needs --suite")
+    if suite is None and (only or data_dir):
+        raise ValueError("--only and --data-dir belong to --suite NAME, which is missing")
     if suite is not None and task is not None:
         raise ValueError("--task and --suite: choose one")
     changes = list(overrides or ())
     if check_grader and model_or_run is not None and "=" in model_or_run:  # there is no model: that was an override
         changes.insert(0, model_or_run)
         model_or_run = None
-    chosen = None
-    if suite is not None:
-        chosen = partial(open_suite, suite, only=only, data=data or (), data_dir=data_dir, skip_missing=skip_missing)
-    find = partial(
-        run.Subject.find, model_or_run, recipe, step=step, task=task, overrides=changes, from_here=import_from_here
-    )
-    if check_grader:
-        run.check_graders(find(), chosen, as_json=as_json)
-    else:
-        with open_ranks() as ranks:
-            run.evaluate(find(), chosen, output=output, as_json=as_json, ranks=ranks)
+    if model_or_run is None and not check_grader:
+        raise ValueError("MODEL_OR_RUN is missing: name a model or the folder of a run")
+    with open_ranks() as ranks:
+        model, source = run.find_policy(model_or_run, recipe, task, step=step, from_here=import_from_here)
+        recipes = run.find_recipes(model, source, changes, suite=suite, only=only, data_dir=data_dir)
+        if check_grader:
+            run.check_graders(recipes, as_json=as_json)
+        else:
+            run.evaluate(model, recipes, suite=suite, output=output, as_json=as_json, ranks=ranks)

@@ -38,7 +38,6 @@ class GraderReport:
     """What the verifier said about one data set, as `--json` prints it."""
 
     name: str
-    place: str
     num_rows: int
     num_asked: dict[Question, int]
     """How often each question was asked."""
@@ -47,9 +46,7 @@ class GraderReport:
     disagreements: list[Disagreement]
 
 
-def check_grader(
-    name: str, place: str, task: Task, grading: GradingSection, num_problems: int | None = None
-) -> GraderReport:
+def check_grader(name: str, task: Task, grading: GradingSection, num_problems: int | None = None) -> GraderReport:
     """Ask the task's verifier about its held-out problems, or those to train on where it has no others.
 
     Raises:
@@ -78,7 +75,6 @@ def check_grader(
     num_agreed = num_asked - Counter(one.question for one in disagreements)
     return GraderReport(
         name=name,
-        place=place,
         num_rows=len(prompts),
         num_asked={question: num_asked[question] for question in get_args(Question)},
         num_agreed={question: num_agreed[question] for question in get_args(Question)},

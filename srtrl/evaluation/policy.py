@@ -10,7 +10,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from srtrl.model.cpu_threads import set_cpu_threads
@@ -18,12 +18,10 @@ from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import OnProgress
 from srtrl.run.checkpoint import MANIFEST, check_policy, checkpoint_name, latest_checkpoint, list_checkpoints
-from srtrl.statistics import estimate
 from srtrl.tasks.base import Task, load_task
-from srtrl.tasks.final_answer import extractor
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
-from srtrl.trainer.evaluate import EvalResult, evaluate, held_out_prompts
+from srtrl.trainer.evaluate import count_correct, evaluate, held_out_prompts
 from srtrl.types import RolloutGroup
 
 INTEGER = re.compile(r"-?[0-9]{1,18}")
@@ -64,12 +62,9 @@ class EvalOutcome:
     recipe: Recipe
     task: Task
     groups: list[RolloutGroup]
-    result: EvalResult
-
-    @property
-    def num_left_out(self) -> int:
-        """Problems whose prompt is longer than `rollout.max_prompt_tokens`."""
-        return self.task.load_report.get("eval/overlong", 0)
+    """One per problem, in order."""
+    metrics: dict[str, float]
+    """`eval/...` and `time/eval`, as in a run's metrics.jsonl."""
 
 
 def run_evals(
@@ -117,7 +112,7 @@ def run_evals(
     for name, recipe, conversations, task, prompts in loaded:
         grader = Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)
         with grader, conversations or contextlib.nullcontext():
-            groups, result = evaluate(
+            groups, metrics = evaluate(
                 recipe,
                 prompts,
                 engine,
@@ -128,10 +123,7 @@ def run_evals(
                 conversations=conversations,
                 ranks=ranks,
             )
-        extract = extractor(task.verifier)
-        if extract is not None and recipe.eval.num_samples > 1:
-            result = replace(result, majority=estimate(majority_scores(groups, extract)))
-        yield EvalOutcome(name=name, recipe=recipe, task=task, groups=groups, result=result)
+        yield EvalOutcome(name=name, recipe=recipe, task=task, groups=groups, metrics=metrics)
 
 
 def majority_scores(groups: Sequence[RolloutGroup], extract: Callable[[str], str | None]) -> list[float]:
@@ -144,7 +136,7 @@ def majority_scores(groups: Sequence[RolloutGroup], extract: Callable[[str], str
     """
     scores = []
     for group in groups:
-        num_right = sum(rollout.grade.outcome == "correct" for rollout in group.rollouts)
+        num_right = count_correct(group)
         answers = [extract(rollout.policy_text) for rollout in group.rollouts if rollout.grade.outcome == "wrong"]
         sizes = list(Counter(_plain(answer) for answer in answers if answer is not None).values())
         wins = num_right > 0 and num_right >= max(sizes, default=0)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from srtrl.checks import build_checked
-from srtrl.evaluation.suite import Benchmark, OpenSuite, Suite
+from srtrl.evaluation.suite import Benchmark, Suite
 from srtrl.recipe.file import RecipeSource, build_recipe
 from srtrl.recipe.schema import Recipe
 
@@ -39,13 +39,6 @@ def task_recipe(source: RecipeSource, overrides: Sequence[str]) -> Recipe:
     """
     source.override(overrides)
     return build_checked(source)
-
-
-def suite_recipes(
-    suite: OpenSuite, model: str, run: RecipeSource | None, overrides: Sequence[str]
-) -> dict[str, Recipe]:
-    """Name of each benchmark of a suite -> the recipe of its evaluation; see `suite_recipe`."""
-    return {one.name: suite_recipe(suite.suite, one, model, run, overrides) for one in suite.benchmarks}
 
 
 def suite_recipe(

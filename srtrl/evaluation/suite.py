@@ -5,8 +5,7 @@ A suite is a YAML file in `srtrl/evaluation/suites/`, named without its ending, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,13 +27,9 @@ class Benchmark(Section):
     """One benchmark; where a field has several names, the first that the rows have counts."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_]*$")
-    """For `--only` and `--data`, and in the output."""
-    title: str
-    """In the table."""
+    """For `--only`, `--data-dir` and the output."""
     data: RowSource
-    """Where the problems are, unless `--data` or `--data-dir` says otherwise."""
-    num_rows: int | None = Field(default=None, ge=1)
-    """How many problems it is known to have; the table says where the data has another number."""
+    """Where the problems are, unless `--data-dir` is given."""
     problem_field: list[str] = Field(default=["problem", "question"], min_length=1)
     """Field of the problem's text."""
     answer_field: list[str] = Field(default=["answer"], min_length=1)
@@ -55,11 +50,6 @@ class Benchmark(Section):
     """Instead of the suite's."""
     num_samples: int | None = Field(default=None, ge=1)
     """Instead of the suite's."""
-
-    @property
-    def place(self) -> str:
-        """Where the data is from, for people."""
-        return ", ".join(self.data.files) or f"hub: {self.data.hub} ({self.data.split})"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -102,69 +92,30 @@ class Suite(Section):
         return self
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class OpenSuite:
-    """A suite whose data is found."""
-
-    name: str
-    suite: Suite
-    benchmarks: list[Benchmark]
-    """Those that are wanted, each with its data and the one name that each field has there; see `locate`."""
-    missing: dict[str, str]
-    """Benchmark -> why its data is not available."""
-
-
-def open_suite(
-    name: str,
-    *,
-    only: str | None = None,
-    data: Sequence[str] = (),
-    data_dir: Path | None = None,
-    skip_missing: bool = False,
-) -> OpenSuite:
-    """Read a suite and find the data of its benchmarks.
+def open_suite(name: str, *, only: str | None = None, data_dir: Path | None = None) -> Suite:
+    """Read a suite and find the data of its benchmarks, see `locate`.
 
     Args:
         name: Of the suite, or a YAML file.
         only: Names of benchmarks, with commas between them; all of the suite's by default.
-        data: NAME=FILE; these come before `data_dir`.
-        data_dir: With a folder the hub is not asked: what is not there is missing.
-        skip_missing: Leave out benchmarks whose data is not available.
+        data_dir: Folder of the data; the hub is then not used.
 
     Raises:
-        MissingDataError: a benchmark's data is not available, and may not be skipped; or that of none is.
-        ValueError: an option is wrong, or the data does not fit its benchmark.
+        MissingDataError: a benchmark's data is not available.
+        ValueError: an option is incorrect, or the data does not fit its benchmark.
     """
     suite = load_suite(name)
-    for text in data:
-        if not all(text.partition("=")):
-            raise ValueError(f"--data: expected NAME=FILE, found {text!r}")
-    files = dict(text.split("=", 1) for text in data)
-    every = [benchmark.name for benchmark in suite.benchmarks]
-    wanted = every if only is None else [part.strip() for part in only.split(",") if part.strip()]
-    if not wanted:
-        raise ValueError("--only: expected names of benchmarks, such as gsm8k,math500")
-    for flag, names, known in (("--only", wanted, every), ("--data", files, wanted)):
-        for one in names:
-            if one not in known:
-                near = suggestion(one, known) or ";"
-                raise ValueError(f"{flag}: no benchmark `{one}`{near} expected one of {', '.join(known)}")
-    if data_dir is not None and not data_dir.is_dir():
-        raise ValueError(f"--data-dir: there is no folder {data_dir}")
-    found: list[Benchmark] = []
-    missing: dict[str, str] = {}
-    for benchmark in (one for one in suite.benchmarks if one.name in wanted):
-        try:
-            found.append(locate(benchmark, files.get(benchmark.name), data_dir))
-        except MissingDataError as error:
-            if not skip_missing:
-                hint = f"give a file with --data {benchmark.name}=FILE, choose others with --only"
-                raise MissingDataError(f"benchmark {benchmark.name}: {error}; {hint}, or --skip-missing") from error
-            missing[benchmark.name] = str(error)
-    if not found:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
-        raise MissingDataError(f"--skip-missing: no benchmark is left: {reasons}")
-    return OpenSuite(name=name, suite=suite, benchmarks=found, missing=missing)
+    names = [benchmark.name for benchmark in suite.benchmarks]
+    wanted = names if only is None else only.split(",")
+    for benchmark in wanted:
+        if benchmark not in names:
+            near = suggestion(benchmark, names) or ";"
+            raise ValueError(f"--only: no benchmark `{benchmark}`{near} expected one of {', '.join(names)}")
+    try:
+        located = [locate(benchmark, data_dir) for benchmark in suite.benchmarks if benchmark.name in wanted]
+    except MissingDataError as error:
+        raise MissingDataError(f"{error}; choose other benchmarks with --only, or files with --data-dir") from error
+    return suite.model_copy(update={"benchmarks": located})
 
 
 def load_suite(name: str) -> Suite:
@@ -187,35 +138,25 @@ def load_suite(name: str) -> Suite:
         raise source.located(error) from error
 
 
-def locate(benchmark: Benchmark, file: str | None, folder: Path | None) -> Benchmark:
+def locate(benchmark: Benchmark, folder: Path | None) -> Benchmark:
     """The benchmark with its data found, and of the names of each field the first that the first row has.
 
     Where it has none of them, the first name stays, which loading the data refuses; a row need not have an id.
 
-    Args:
-        benchmark: One of a suite.
-        file: Of `--data`; it comes before the folder.
-        folder: Of `--data-dir`.
-
     Raises:
-        MissingDataError: there is no such file, or the hub does not give the data.
-        ValueError: the file is of an unknown kind.
+        MissingDataError: there is no file for it in the folder (`--data-dir`), or the hub does not give the data.
     """
-    source, place = benchmark.data, "data"
-    if file is not None:
-        source, place = RowSource(files=[file]), f"--data {benchmark.name}"
-    elif folder is not None:
+    source = benchmark.data
+    if folder is not None:
         candidates = [folder / ending.format(name=benchmark.name) for ending in FILE_ENDINGS]
-        found = [str(path) for path in candidates if path.is_file()]
-        if not found:
+        files = [str(path) for path in candidates if path.is_file()]
+        if not files:
             names = ", ".join(path.name for path in candidates)
-            raise MissingDataError(
-                f"--data-dir: {folder} has no data of benchmark {benchmark.name}; looked for {names}"
-            )
-        source, place = RowSource(files=found[:1]), "--data-dir"
-    check_source(source, place)
+            raise MissingDataError(f"--data-dir: {folder} has no data of {benchmark.name}; expected one of {names}")
+        source = RowSource(files=files[:1])
+    check_source(source, f"benchmark {benchmark.name}")
     first = next(read_rows(source), None)
-    # Where the first row is damaged, loading the data tells what is wrong.
+    # Where the first row is damaged, loading the data reports it.
     fields = {} if first is None or isinstance(first.fields, RowError) else first.fields
     chosen: dict[str, list[str]] = {}
     for option in FIELDS:

@@ -358,7 +358,7 @@ class Trainer:
 
     def evaluate(self, when: str) -> dict[str, float]:
         """`eval/...` metrics of the policy as it is: held-out accuracy (without a verifier: reward)."""
-        _, result = evaluate(
+        _, metrics = evaluate(
             self.recipe,
             self.eval_prompts,
             self.engine,
@@ -369,7 +369,6 @@ class Trainer:
             conversations=self.conversations,
             ranks=self.ranks,
         )
-        metrics = result.metrics()
         self.progress.say(f"{when}: {describe_held_out(metrics)}")
         return metrics
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import Tensor
 
 from srtrl.environments.formats import MalformedCallError
-from srtrl.evaluation.policy import run_evals
+from srtrl.evaluation.policy import EvalOutcome, run_evals
 from srtrl.metrics import write_atomic
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
@@ -31,7 +31,7 @@ from srtrl.run.interrupt import explain_out_of_memory
 from srtrl.run.progress import RunProgress
 from srtrl.tasks.base import Task, load_task
 from srtrl.trainer import build
-from srtrl.trainer.evaluate import EvalResult, held_out_prompts
+from srtrl.trainer.evaluate import held_out_prompts
 from srtrl.trainer.objective import Objective, response_logprobs
 from srtrl.trainer.optimizer import MasterWeightAdamW
 from srtrl.trainer.passes import UpdateContext
@@ -59,7 +59,7 @@ class WarmStartSummary:
     """The policy's folder."""
     losses: list[float]
     """Mean negative log-prob of an answer token at each optimizer step, in nats."""
-    held_out: EvalResult | None
+    held_out: EvalOutcome | None
     """None where `eval.before_and_after` is false."""
 
 
@@ -126,9 +126,8 @@ def _run(
     held_out = None
     if recipe.eval.before_and_after:  # of the saved weights, as RL will load them
         saved = recipe.model.model_copy(update={"tokenizer": None})  # the one that was saved
-        [outcome] = run_evals(str(output), {"warm start": recipe.model_copy(update={"model": saved})}, ranks=ranks)
-        held_out = outcome.result
-    figures = held_out.metrics() if held_out is not None else {}
+        [held_out] = run_evals(str(output), {"warm start": recipe.model_copy(update={"model": saved})}, ranks=ranks)
+    figures = held_out.metrics if held_out is not None else {}
     every = max(1, len(losses) // 20)
     record = {  # no times, so that the same recipe writes the same file
         "recipe": recipe.model_dump(mode="json"),
