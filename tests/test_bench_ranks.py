@@ -138,17 +138,3 @@ def test_drawn_lengths_depend_on_the_draw_alone() -> None:
     assert max(sizes) == 300
     assert len(set(sizes)) > 3
     assert all(1 <= (expected[draw] or 0) <= 300 for draw in range(3))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (("--lengths", "lognormal"), "--lengths: expected log-normal or a file of recorded rollouts"),
-        (("--lengths", "TRACE", "--history", 4), "has prompts of 4 samples; lower it"),
-    ],
-)
-def test_mistakes_are_named(tmp_path: Path, arguments: tuple[object, ...], error: str) -> None:
-    trace = write_trace(tmp_path / "trace.jsonl", 2)
-    result = run("bench", "ranks", *(trace if argument == "TRACE" else argument for argument in arguments))
-    assert result.exit_code == 2, result.stdout
-    assert error in " ".join(result.stderr.split())

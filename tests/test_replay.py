@@ -309,18 +309,3 @@ def test_the_options_reach_the_replay_and_its_table(rows_file: Path) -> None:
     table = run("replay", rows_file, "--drafter", "none", "--slots", 2).stdout
     cells = next(line for line in table.splitlines() if "rows.jsonl" in line).replace("|", " ").split()
     assert (cells[:5], cells[7:]) == (["rows.jsonl", "4", "0", "1", "1"], ["4", "4", "1"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (("--drafter-options", "x=1"), "--drafter-options: x: unknown key"),
-        (("--history", "1"), "--history: expected a share of at least 0 and below 1, found 1.0"),
-        (("--max-tokens", "1"), "nothing to decode: each sample has one token"),
-    ],
-)
-def test_mistakes_are_named_and_exit_with_2(rows_file: Path, arguments: tuple[str, ...], error: str) -> None:
-    result = run("replay", rows_file, *(rows_file if argument == "ROWS" else argument for argument in arguments))
-    assert result.exit_code == 2
-    assert error in result.stderr
-    assert "Traceback" not in result.stderr

@@ -69,7 +69,7 @@ def find_recipes(
         return {one.name: settings.suite_recipe(opened, one, model, source, overrides) for one in opened.benchmarks}
     if source is None:
         raise ValueError(
-            f"{model} is not a run folder: choose what to evaluate on, with --suite NAME, --task NAME or --recipe FILE"
+            f"{model} is not a run folder: name what to evaluate, with --suite NAME, --task NAME or --recipe FILE"
         )
     recipe = settings.task_recipe(source, overrides)
     return {recipe.task.name: recipe}
@@ -83,8 +83,8 @@ def evaluate(
     Raises:
         ValueError: the data or the model cannot be used.
     """
-    if output is not None and output.exists():
-        raise ValueError(f"--output: {output} exists; name another file, or remove that one")
+    if output is not None and (output.exists() or not output.parent.is_dir()):
+        raise ValueError(f"--output: {output} exists, or there is no folder {output.parent}; name another file")
     outcomes = []
     with RunProgress(len(recipes), console=Console(stderr=True, quiet=not ranks.is_main)) as progress:
         for outcome in run_evals(
