@@ -1,4 +1,4 @@
-"""The paged decode path: against `transformers` for every family, and the kernel against its plain PyTorch twin."""
+"""The paged attention of the CPU against its plain PyTorch twin, and the bits of a row in any batch."""
 
 from dataclasses import replace
 

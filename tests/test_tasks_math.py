@@ -20,7 +20,7 @@ from srtrl.tasks.math import MathOptions, Task
 from srtrl.tasks.math_verifier import is_correct
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.rows import RowSource, read_rows
-from srtrl.types import Grade, Prompt
+from srtrl.types import Prompt
 
 GSM8K: dict[str, Any] = {"problem_field": "question", "answer_pattern": "#### (.+)", "solution_field": "answer"}
 ROW = {"problem": "What is 1+1?", "answer": "2", "solution": "1+1=2"}
@@ -42,24 +42,13 @@ def make_task(file: str, max_prompt_tokens: int = 1000, **options: Any) -> Task:
 # --- Real data --------------------------------------------------------------------------------------------------------
 
 
-def grade_solutions(task: Task, prompts: Sequence[Prompt], timeout_seconds: float = 10.0) -> list[Grade]:
-    """Grade each prompt's own worked solution."""
-    grading = GradingSection(num_workers=2, timeout_seconds=timeout_seconds)
-    with Grader(task, [RewardSection(name="correct")], grading, max_new_tokens=10_000) as grader:
-        return grader.collect([grader.submit(prompt, task.solution(prompt), "stop", 1) for prompt in prompts])
-
-
-def test_gsm8k_loads_and_its_solutions_are_right(shared_data: Path) -> None:
+def test_gsm8k_loads(shared_data: Path) -> None:
     task = make_task(str(shared_data / "math" / "gsm8k_test.jsonl"), prompt_template="Q: {problem}\nA:", **GSM8K)
     assert task.load_report == {"train/rows": 1319, "train/malformed": 0, "train/overlong": 0}
     first = task.train_prompts[0]
     assert (first.prompt_id, first.answer) == ("gsm8k_test.jsonl:1", "18")
     assert first.text.startswith("Q: Janet\u2019s ducks lay 16 eggs per day.")
     assert task.solution(first).endswith("\n#### 18")
-    grades = grade_solutions(task, [*task.train_prompts][::6][:200])
-    assert sum(grade.outcome == "correct" for grade in grades) >= 198
-    wrong = [is_correct(task.solution(prompt), prompt.answer + "1") for prompt in task.train_prompts[:50]]
-    assert not any(wrong)
 
 
 def test_chat_template_of_a_real_tokenizer(shared_data: Path, tmp_path: Path) -> None:
@@ -127,7 +116,11 @@ def test_what_cannot_be_graded_is_no_wrong_answer_and_costs_one_sample(tmp_path:
     bomb = {**ROW, "solution": "\\boxed{(10^{9})! + (10^{9}+1)!}"}
     unreadable = {**ROW, "answer": "}"}
     task = make_task(write_rows(tmp_path / "rows.jsonl", [ROW, bomb, unreadable, ROW]))
-    grades = grade_solutions(task, task.train_prompts, timeout_seconds=1.0)
+    grading = GradingSection(num_workers=2, timeout_seconds=1.0)
+    with Grader(task, [RewardSection(name="correct")], grading, max_new_tokens=10_000) as grader:
+        grades = grader.collect(
+            [grader.submit(prompt, task.solution(prompt), "stop", 1) for prompt in task.train_prompts]
+        )
     assert [grade.outcome for grade in grades] == ["correct", "timeout", "error", "correct"]
     assert "cannot read the reference answer '}'" in grades[2].detail
 

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from attention_cases import attend_by_kernel, attend_by_reference, make_cache, make_step, random_queries
+from attention_cases import TreeStep, attend_by_kernel, attend_by_reference, make_cache, make_step, random_queries
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from kernel_cases import KERNEL_DEVICE
+from torch import Tensor
 
 from srtrl.model.paged_attention import KVCache
 from srtrl.model.tree_attention import (
@@ -16,6 +17,12 @@ from srtrl.model.tree_attention import (
     choose_split_keys,
     programs_per_device,
 )
+
+
+def assert_agrees(step: TreeStep, cache: KVCache, q: Tensor, *, rtol: float, atol: float, **launch: int) -> None:
+    found = attend_by_kernel(step, cache, q, **launch)
+    torch.testing.assert_close(found, attend_by_reference(step, cache, q), rtol=rtol, atol=atol)
+    assert not found[step.num_real :].any()
 
 
 @settings(deadline=None, max_examples=4 if KERNEL_DEVICE == "cpu" else 100, phases=[Phase.generate])
@@ -44,11 +51,9 @@ def test_the_kernel_agrees_with_the_reference(
     )
     cache = make_cache(step.num_pages, page_size, num_kv_heads, head_dim, dtype)
     q = random_queries(step.num_real + padding, num_heads, head_dim, dtype)
-    found = attend_by_kernel(step, cache, q, num_splits=num_splits, rows_per_tile=rows_per_tile)
     rtol = 1e-5 if dtype == torch.float32 else 0.02 if KERNEL_DEVICE == "cuda" else 0.008
     atol = 1e-5 if dtype == torch.float32 else 0.005
-    torch.testing.assert_close(found, attend_by_reference(step, cache, q), rtol=rtol, atol=atol)
-    assert not found[step.num_real :].any()
+    assert_agrees(step, cache, q, rtol=rtol, atol=atol, num_splits=num_splits, rows_per_tile=rows_per_tile)
 
 
 def test_nothing_is_read_that_no_row_sees() -> None:
@@ -117,9 +122,8 @@ def test_real_widths_on_a_device(
     )
     cache = make_cache(step.num_pages, 16, num_kv_heads, head_dim, dtype)
     q = random_queries(step.num_real, num_heads, head_dim, dtype)
-    found = attend_by_kernel(step, cache, q, num_splits=num_splits, block_m=block_m)
     tolerance = 3e-5 if dtype == torch.float32 else 0.02
-    torch.testing.assert_close(found, attend_by_reference(step, cache, q), rtol=tolerance, atol=tolerance)
+    assert_agrees(step, cache, q, rtol=tolerance, atol=tolerance, num_splits=num_splits, block_m=block_m)
 
 
 @pytest.mark.gpu
@@ -143,5 +147,4 @@ def test_a_cache_of_more_than_two_billion_elements() -> None:
     cache.value_pages[:, -step.num_pages :].normal_()
     step.rows.page_tables.add_(num_pages - step.num_pages)
     q = random_queries(step.num_real, 16, 128, torch.bfloat16)
-    found = attend_by_kernel(step, cache, q)
-    torch.testing.assert_close(found, attend_by_reference(step, cache, q), rtol=0.02, atol=0.02)
+    assert_agrees(step, cache, q, rtol=0.02, atol=0.02)
