@@ -16,7 +16,12 @@ from torch._C._distributed_c10d import TCPStore
 from srtrl.ranks.processes import open_ranks
 
 CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["rank_cases", "srtrl.trainer.trainer", "accelerate", "torch.distributed.fsdp"])
+PRELOADED = """
+    rank_cases tiny_run srtrl.trainer.trainer accelerate hypothesis transformers.modeling_utils torch.optim
+    torch.distributed.fsdp torch.distributed.checkpoint
+"""
+"""Modules that each process would else import after its fork; one list for all tests that start processes."""
+CONTEXT.set_forkserver_preload(PRELOADED.split())
 
 
 def run_ranks(count: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:

@@ -1,6 +1,5 @@
 """A run that is killed with SIGKILL and resumed gives the numbers and the weights of a run never killed."""
 
-import multiprocessing
 import os
 import random
 import shutil
@@ -8,13 +7,14 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
 import pytest
 import torch
+from rank_cases import CONTEXT
 from tiny_run import assert_same_run, learned_rows, make_recipe, open_run
 
 from srtrl.environments.base import EnvironmentBase, Step, Turn
@@ -24,9 +24,6 @@ from srtrl.run import checkpoint
 from srtrl.run.folder import open_run_folder
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import sampling, trainer
-
-CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tiny_run", "test_resume", "srtrl.trainer.trainer", "accelerate", "torch.optim"])
 
 
 def die() -> None:
