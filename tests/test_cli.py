@@ -9,9 +9,10 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from bench_cases import run
 from recipe_cases import recipe_text
-from tiny_run import make_checkpoint, make_policy
-from typer.testing import CliRunner, Result
+from tiny_run import make_checkpoint
+from typer.testing import CliRunner
 
 from srtrl import __version__
 from srtrl.checks import check_recipe
@@ -20,20 +21,11 @@ from srtrl.recipe.file import load_recipe, read_yaml
 from srtrl.recipe.schema import Recipe
 
 
-@pytest.fixture(scope="session")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("models") / "tiny")
-
-
 @pytest.fixture
 def recipe_file(tmp_path: Path, policy: Path) -> Path:
     path = tmp_path / "recipe.yaml"
     path.write_text(recipe_text(path=policy))
     return path
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_version_and_help() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from bench_cases import run
 from environment_cases import HOSTILE
-from tiny_run import make_policy, make_recipe
+from tiny_run import make_recipe
 
 from srtrl.metrics import read_metrics
 from srtrl.trainer.trainer import run_training
@@ -58,10 +58,9 @@ PPO = {
 
 
 @pytest.fixture(scope="module")
-def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+def logged(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Every key of the rows of four real runs with evaluation and checkpoints."""
     folder = tmp_path_factory.mktemp("docs")
-    policy = make_policy(folder / "policy")
     keys: set[str] = set()
     (folder / "rows.jsonl").write_text('{"prompt": "Hi?"}\n', encoding="utf-8")
     rows = {"files": [str(folder / "rows.jsonl")]}

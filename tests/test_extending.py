@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 import torch
-from tiny_run import make_policy, make_recipe
+from tiny_run import make_recipe
 
 from srtrl.checks import check_recipe
 from srtrl.metrics import read_metrics
@@ -39,9 +39,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def recipe_file(folder: Path) -> Path:
+def recipe_file(folder: Path, policy: Path) -> Path:
     path = folder / "recipe.yaml"
-    path.write_text(dump_recipe(make_recipe(make_policy(folder / "policy"), folder / "runs")))
+    path.write_text(dump_recipe(make_recipe(policy, folder / "runs")))
     return path
 
 

@@ -7,7 +7,6 @@ from unittest.mock import Mock
 
 import pytest
 from bench_cases import run, write_rows
-from tiny_run import make_policy
 
 from srtrl.evaluation.settings import bare_source, suite_recipe
 from srtrl.evaluation.suite import open_suite
@@ -18,11 +17,6 @@ from srtrl.tasks.rows import MissingDataError
 GSM8K = [{"question": f"{n} plus 1?", "answer": f"so it is\n#### {n + 1}"} for n in range(6)]
 MATH = [{"problem": f"{n} plus 2?", "answer": f"{n + 2}", "solution": f"\\boxed{{{n + 2}}}"} for n in range(5)]
 MMLU = [{"question": "Prime?", "choices": ["4", "13"], "answer": 1, "subject": "x"}]
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture

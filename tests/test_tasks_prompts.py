@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from bench_cases import run as command
 from task_cases import byte_tokenizer
-from tiny_run import make_policy, make_recipe, train
+from tiny_run import make_recipe, train
 
 from srtrl.checks import build_checked, check_recipe
 from srtrl.metrics import read_metrics
@@ -143,11 +143,6 @@ def tone(sample: RewardInput) -> float:
     """What a user's reward may read: its row, and no verdict."""
     assert sample.correct is None
     return float(sample.prompt.metadata["weight"] * len(sample.text))
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy") / "policy")
 
 
 def recipe_of(policy: Path, folder: Path, **changes: Any) -> Recipe:
