@@ -59,7 +59,7 @@ eval policy --suite mth => --suite: mth is neither a suite, did you mean `math`?
 eval policy --suite nowhere.yaml => --suite: nowhere.yaml is neither a suite
 eval policy --suite garbage => garbage: cannot read the recipe: not UTF-8 ('utf-8'
 eval policy --task arithmetic --step 1 => --step: policy is not a run folder (it has no recipe.yaml)
-eval policy --task arithmetic --output nowhere/rows.jsonl => --output: nowhere/rows.jsonl exists, or there is no folder nowhere
+eval policy --task arithmetic --output nowhere/rows.jsonl => --output: nowhere/rows.jsonl exists, or there is no folder
 eval policy --task arithmetic --output folder => --output: folder exists, or there is no folder
 eval run --step 7 => run has no checkpoint of step 7; there: step_000001
 eval run rewards=1 => rewards: should be a valid list, found 1
@@ -79,7 +79,7 @@ bench ../cli => `../cli` is not in srtrl/bench/
 bench rollout --slots 1,,2 => --slots: expected counts like 8,32,128, at most 65536, found
 bench rollout --drafters none,nome => --drafters: `nome` is not in srtrl/drafters/, did you mean
 bench rollout --model folder => folder: no config.json; expected a model folder in Hugging
-bench rollout --trace garbage => garbage:1: not JSON: 
+bench rollout --trace garbage => garbage:1: not JSON:
 bench rollout --history 2 => Invalid value for '--history': Input should be less than or
 bench ranks --ranks x => --ranks: expected counts like 8,32,128, at most 65536, found
 bench host --slots 9999 => --slots: 9999, but there are 1024 samples to decode
