@@ -90,6 +90,7 @@ replay run --drafter os:system => --drafter: `os:system` is no drafter; expected
 replay run --drafter-options min_score=2 => --drafter-options: min_score: should be less than 1, found 2
 replay run --max-tokens 1 => run: nothing to decode: each sample has one token
 replay run --history nan => --history: expected a share of at least 0 and below 1, found
+tool python nowhere.py => tool python: nowhere.py is not a file; give the path of a file
 show-config => show-config needs a RECIPE, or --help-fields
 show-config nowhere => nowhere: cannot read the recipe: No such file or directory
 train run => run: cannot read the recipe: Is a directory
@@ -110,6 +111,28 @@ train recipe.yaml task.name=os:system => task.name: `os:system` is no task; expe
 train recipe.yaml task.name=base => task.name: `base` is not in srtrl/tasks/
 train recipe.yaml 'task.options={x: 1}' => task.options.x: unknown key
 train recipe.yaml 'task.options={num_train: 0}' => task.options.num_train: should be greater than or equal to 1
+train recipe.yaml 'task.options={min_operations: 9}' => task.options: min_operations (9) is above max_operations
+train recipe.yaml 'task.options={max_value: 5, max_operand: 9}' => task.options: max_value (5) is below max_operand (9)
+train ./recipe.yaml 'task.options={max_operations: 2, max_operand: 2}' => different train problems of this difficulty
+train missing.yaml 'task.options={train: {file: [x]}}' => task.options.train.file: unknown key, did you mean `files`
+train missing.yaml 'task.options={train: {files: [rows.csv]}}' => train.files.0: expected a .jsonl or .parquet file
+train missing.yaml task.options.train.hub=x/y => give either `files`
+train missing.yaml task.options.train.split=train => belong to `hub`
+train missing.yaml 'task.options={train: {hub: openai/gsm8k}}' => `split` is missing
+train missing.yaml task.options.prompt_template=problem => prompt_template must contain {problem}
+train missing.yaml task.name=prompts task.options.prompt_template='"{x}"' => must contain {prompt}, found '{x}'
+train missing.yaml task.name=prompts task.options.problem_field=x => unknown key, did you mean `prompt_field`
+train missing.yaml task.options.system_prompt=x => system_prompt needs chat_template
+train missing.yaml 'task.options.chat_template_options={x: 1}' => chat_template_options needs chat_template
+train missing.yaml task.options.answer_pattern='"####.*"' => must have exactly one group, it has 0
+train missing.yaml task.options.answer_pattern='(.)' task.options.answer_boxed=true => and answer_boxed are different
+train missing.yaml task.options.choices_field=x task.options.answer_boxed=true => and answer_boxed are different ways
+train recipe.yaml 'rollout.environment={name: calculatr}' => did you mean `calculator`
+train recipe.yaml 'rollout.environment={name: "os:system"}' => `os:system` is no environment
+train recipe.yaml 'rollout.environment={name: calculator, options: {a: 1}}' => environment.options.a: unknown key
+train recipe.yaml 'rollout.environment={name: calculator, format: code_tag}' => did you mean `code_tags`
+train recipe.yaml 'rollout.environment={name: calculator, format: "os:system"}' => `os:system` is no subclass of
+train recipe.yaml 'rollout.environment={name: calculator, format: text}' => `text` finds no calls
 train recipe.yaml 'rewards=[]' => rewards: should have at least 1 item after validation, not 0
 train recipe.yaml 'rewards=[{name: x}]' => rewards.0: `x` is not in srtrl/tasks/rewards.py
 train recipe.yaml 'rewards=[{name: "os:nothing"}]' => rewards.0: `os:nothing`: os has no `nothing`
