@@ -114,7 +114,7 @@ DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
     "no log": (remove("metrics.jsonl"), "metrics.jsonl", (TRAIN, *READERS)),
     "rollouts": (write("rollouts/step_000004.parquet"), "step_000004.parquet", (REPORT, TRIE, ROLLOUTS)),
     "other rollouts": (write("rollouts/step_x.parquet"), "step_x.parquet", (TRAIN, REPORT, TRIE, ROLLOUTS)),
-    "flipped rollouts": (flip("rollouts/step_000004.parquet"), "step_000004.parquet", (REPORT, TRIE, ROLLOUTS)),
+    "flipped rollouts": (flip("rollouts/step_000004.parquet"), "step_000004.parquet", (TRIE, ROLLOUTS)),
     "no checkpoints": (lambda run: shutil.rmtree(run / "checkpoints"), "no checkpoint", (TRAIN, *POLICY)),
     "recipe": (write("recipe.yaml"), "recipe.yaml", (TRAIN, *READERS, EVAL)),
     "cut recipe": (cut_after("recipe.yaml", b"trackers: ["), "recipe.yaml", (TRAIN, *READERS, EVAL)),

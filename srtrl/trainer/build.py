@@ -209,18 +209,14 @@ def build_drafter(recipe: Recipe) -> DrafterBase:
 
 def train_sampling(recipe: Recipe, end_ids: tuple[int, ...]) -> SamplingParams:
     """Sampling of training rollouts: the full softmax at the recipe's temperature, as the update computes it."""
+    rollout = recipe.rollout
+    turn_ends = () if rollout.environment is None else resolve_format(rollout.environment).stop_strings
     return SamplingParams(
-        max_new_tokens=recipe.rollout.max_new_tokens,
-        temperature=recipe.rollout.temperature,
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
         end_token_ids=end_ids,
-        stop_strings=(*recipe.rollout.stop_strings, *_turn_ends(recipe)),
+        stop_strings=(*rollout.stop_strings, *turn_ends),
     )
-
-
-def _turn_ends(recipe: Recipe) -> tuple[str, ...]:
-    """Strings that end a turn in the format of the recipe's environment."""
-    environment = recipe.rollout.environment
-    return () if environment is None else resolve_format(environment).stop_strings
 
 
 def build_conversations(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Conversations | None:

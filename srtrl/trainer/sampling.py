@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from srtrl.metrics import StageTimer
-from srtrl.ranks.processes import ONE_RANK, Ranks
+from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import Collector, FixedDraws, OnProgress, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
@@ -68,36 +68,27 @@ class DataOrder:
         return int(self._permutation[place])
 
 
+@dataclass(kw_only=True)
 class StepSampler:
     """Takes each step's groups from the data order and knows how far it has come."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        task: Task,
-        engine: Engine,
-        grader: Grader,
-        tokenizer: PreTrainedTokenizerBase,
-        end_ids: tuple[int, ...],
-        *,
-        num_draws: int,
-        conversations: Conversations | None = None,
-        ranks: Ranks = ONE_RANK,
-    ) -> None:
-        """Begin after the first `num_draws` draws of the run: 0 for a new one. All `ranks` take the same steps."""
-        self.conversations = conversations
-        self.ranks = ranks
-        self.recipe = recipe
-        self.task = task
-        self.engine = engine
-        self.grader = grader
-        self.tokenizer = tokenizer
-        self.sampling = train_sampling(recipe, end_ids)
-        self.num_draws = num_draws
-        """Draws that the steps so far have used."""
-        self.order = DataOrder(len(task.train_prompts), recipe.seed)
-        self._next_ahead = num_draws  # the first draw that no run-ahead of this step has been made for
-        rollout = recipe.rollout
+    recipe: Recipe
+    task: Task
+    engine: Engine
+    grader: Grader
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: tuple[int, ...]
+    conversations: Conversations | None
+    ranks: Ranks
+    """All take the same steps."""
+    num_draws: int = 0
+    """Draws that the steps so far have used."""
+
+    def __post_init__(self) -> None:
+        self.sampling = train_sampling(self.recipe, self.end_ids)
+        self.order = DataOrder(len(self.task.train_prompts), self.recipe.seed)
+        self._next_ahead = 0  # the first draw that no run-ahead of this step has been made for
+        rollout = self.recipe.rollout
         self._max_draws = rollout.num_prompts  # of one step
         if rollout.dynamic_sampling:
             self._max_draws = rollout.max_draws or DRAWS_PER_PROMPT * rollout.num_prompts

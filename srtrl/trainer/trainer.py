@@ -168,13 +168,12 @@ class Trainer:
             self.engine = build.build_engine(recipe, self.policy, self.tokenizer, reserved_bytes=reserved_bytes)
             self.grader = Grader(self.task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)
             self.sampler = StepSampler(
-                recipe,
-                self.task,
-                self.engine,
-                self.grader,
-                self.tokenizer,
-                self.end_ids,
-                num_draws=0,
+                recipe=recipe,
+                task=self.task,
+                engine=self.engine,
+                grader=self.grader,
+                tokenizer=self.tokenizer,
+                end_ids=self.end_ids,
                 conversations=self.conversations,
                 ranks=ranks,
             )
