@@ -116,22 +116,14 @@ def test_history_comes_first_and_the_others_decode_in_lockstep() -> None:
     assert num_history_samples_of(100, 0.29) == 29
 
 
-def test_slots_are_given_breadth_first() -> None:
-    recording = recording_of({"a": [[1, 2], [3, 4]], "b": [[5, 6, 7, 8, 9], [1, 3]]})
-    drafter = Repeater()
-    assert replay(recording, drafter, slots=2, draft_budget=0).steps == 4
-    assert drafter.calls("start") == "start a0, start b0, start a1, start b1"
-    assert drafter.calls("propose") == "propose a0 b0, propose b0 a1, propose b0 b1, propose b0"
-
-
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=4), st.integers(0, 6))
-def test_without_a_drafter_a_step_gives_one_token(lengths: list[list[int]], slots: int) -> None:
+@given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_without_a_drafter_a_step_gives_one_token(lengths: list[list[int]]) -> None:
     prompts = {chr(97 + i): [[0] * length for length in group] for i, group in enumerate(lengths)}
-    counts = replay(recording_of(prompts), NoDrafter(), slots=slots or None)
+    counts = replay(recording_of(prompts), NoDrafter())
     assert counts.num_sequence_steps == counts.num_tokens == sum(length - 1 for group in lengths for length in group)
     assert (counts.num_nodes, counts.steps) == (0, counts.steps_without_drafts)
-    assert counts.num_samples == sum(map(len, lengths))
+    assert counts.steps == sum(max(group) - 1 for group in lengths)
 
 
 def test_a_drafter_that_breaks_its_promises_is_named() -> None:
@@ -299,13 +291,13 @@ def test_the_command_prints_json(rows_file: Path, tmp_path: Path) -> None:
 
 
 def test_the_options_reach_the_replay_and_its_table(rows_file: Path) -> None:
-    options = ("--drafter-options", "num_repeats=1", "--history", 0.5, "--slots", 1)
+    options = ("--drafter-options", "num_repeats=1", "--history", 0.5)
     found = json.loads(run("replay", rows_file, "--drafter", REPEATER, *options, "--json").stdout)
     assert found["drafter_options"] == {"num_repeats": 1}
-    assert (found["slots"], found["history"]) == (1, 0.5)
+    assert found["history"] == 0.5
     # 6 7 7 7 takes two steps (7; 7 and 7), 4 3 one.
     assert found["num_samples"] == 2
     assert (found["steps"], found["steps_without_drafts"], found["speedup"]) == (3, 4, 4 / 3)
-    table = run("replay", rows_file, "--drafter", "none", "--slots", 2).stdout
+    table = run("replay", rows_file, "--drafter", "none").stdout
     cells = next(line for line in table.splitlines() if "rows.jsonl" in line).replace("|", " ").split()
     assert (cells[:5], cells[7:]) == (["rows.jsonl", "4", "0", "1", "1"], ["4", "4", "1"])

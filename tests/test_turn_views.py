@@ -167,8 +167,8 @@ def test_a_sample_of_two_turns_by_hand(tmp_path: Path) -> None:
         f"learn {[(SAMPLE, ((3, 5),))]}",
     ]
     two = record(tmp_path, TURNS, TURNS, {"token_ids": [5, 5]})
-    for slots, history in ((None, 0.0), (1, 0.0), (2, 0.4)):  # one sample is history: no step decodes it
-        counts = replay(two, NoDrafter(), slots=slots, history=history)
+    for history in (0.0, 0.4):  # one sample is history: no step decodes it
+        counts = replay(two, NoDrafter(), history=history)
         assert counts.num_tokens == counts.num_sequence_steps == (13 if history == 0 else 7)
         assert counts.steps == counts.steps_without_drafts
 

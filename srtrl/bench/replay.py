@@ -26,9 +26,6 @@ def replay(
     history: Annotated[
         float, typer.Option(metavar="SHARE", help="Share of each prompt's samples that the drafter knows.")
     ] = 0.0,
-    slots: Annotated[
-        int | None, typer.Option(min=1, max=MAX_WIDTH, help="Sequences decoded at a time. [default: all of one prompt]")
-    ] = None,
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Maximum number of tokens of a sample; the rest is dropped.")
     ] = 4000,
@@ -49,7 +46,6 @@ def replay(
         drafter_options=drafter_options or (),
         draft_budget=draft_budget,
         history=history,
-        slots=slots,
         tokenizer=tokenizer,
         max_tokens=max_tokens,
     )

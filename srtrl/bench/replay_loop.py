@@ -7,11 +7,10 @@ sampled tokens are known. So no model is needed to know how many tokens each dec
 import itertools
 import json
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
-from heapq import heapreplace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,9 +48,6 @@ class ReplaySettings:
     """Maximum nodes of one draft tree."""
     history: float = 0.0
     """Share of each prompt's samples, rounded down, that the drafter learns before the others start."""
-    slots: int | None = None
-    """Sequences decoded at once, the first sample of every prompt before the second of any; None replays each prompt
-    alone, its samples in lockstep."""
     tokenizer: str | None = None
     """Folder or hub name, for recordings of texts."""
     max_tokens: int = 4000
@@ -144,16 +140,12 @@ class Replay:
         self._drafter = drafter
         self._settings = settings
         self._draws = itertools.count()
-        self._free_slots: list[int] = []
 
     def run(self, recording: Recording) -> None:
         """Replay one training step after another; the drafter keeps what it learned.
 
-        Prompts of a step follow each other in the order of the file, for every drafter alike, since SuffixDecoding
-        learns from other prompts too. With `slots` they share the slots.
+        Prompts of a step follow each other in the order of the file; the samples of a prompt decode in lockstep.
         """
-        largest = max(len(prompt.samples) for prompts in recording.steps for prompt in prompts)
-        self._free_slots = list(range(max(largest, self._settings.slots or 0)))
         self.counts.num_cut = recording.num_cut
         for prompts in recording.steps:
             num_known = [num_history_samples_of(len(prompt.samples), self._settings.history) for prompt in prompts]
@@ -167,11 +159,8 @@ class Replay:
                 self.counts.num_observed_tokens += sum(len(one) for prompt in history for one in prompt.samples)
             groups = [self._samples_of(prompt, count) for prompt, count in zip(prompts, num_known, strict=True)]
             self.counts.num_samples += sum(map(len, groups))
-            if self._settings.slots is None:
-                for samples in groups:
-                    self._decode(samples, len(samples))
-            else:
-                self._decode(breadth_first(groups), self._settings.slots)
+            for samples in groups:
+                self._decode(samples)
             with self._clock("insert_seconds"):
                 self._drafter.end_step()
 
@@ -187,20 +176,18 @@ class Replay:
             for index in range(first, len(prompt.samples))
         ]
 
-    def _decode(self, queue: Sequence[LiveSample], num_slots: int) -> None:
-        """Decode the samples of `queue`, `num_slots` at once; one that is done is replaced before the next step."""
-        self.counts.steps_without_drafts += count_steps([sample.num_decoded for sample in queue], num_slots)
-        waiting, live = deque(queue), list[LiveSample]()
-        while waiting or live:
-            while waiting and len(live) < num_slots:
-                admitted = [waiting.popleft() for _ in range(min(num_slots - len(live), len(waiting)))]
-                for sample in admitted:
-                    sample.slot = self._free_slots.pop()
-                self._begin_turns(admitted, [1] * len(admitted))  # given: it comes from the prompt's forward pass
-                live = self._finish_done([*live, *admitted])
-            if live:
-                self._decode_step(live)
-                live = self._finish_done(live)
+    def _decode(self, samples: Sequence[LiveSample]) -> None:
+        """Decode the samples of a prompt side by side."""
+        if not samples:
+            return
+        self.counts.steps_without_drafts += max(sample.num_decoded for sample in samples)
+        for slot, sample in enumerate(samples):
+            sample.slot = slot
+        self._begin_turns(samples, [1] * len(samples))  # given: it comes from the prompt's forward pass
+        live = self._finish_done(samples)
+        while live:
+            self._decode_step(live)
+            live = self._finish_done(live)
 
     def _decode_step(self, live: Sequence[LiveSample]) -> None:
         """All draft, all verify, all commit."""
@@ -259,7 +246,6 @@ class Replay:
                 self._drafter.finish(slots, [None if one.extensions else one for one in completions])
                 if turns := [one for one in completions if one.extensions]:  # as `Engine.end`
                     self._drafter.learn(turns)
-            self._free_slots += slots
         return [sample for sample in samples if sample.num_committed < len(sample.tokens)]
 
     @contextmanager
@@ -273,20 +259,6 @@ class Replay:
 def num_history_samples_of(num_samples: int, share: float) -> int:
     """How many of a prompt's samples are history: `share` of them, rounded down (and 0.29 of 100 is 29)."""
     return int(share * num_samples + 1e-9)
-
-
-def breadth_first(groups: Sequence[Sequence[LiveSample]]) -> list[LiveSample]:
-    """The first sample of every prompt, then the second, and so on."""
-    by_rank = itertools.zip_longest(*groups)
-    return [sample for rank in by_rank for sample in rank if sample is not None]
-
-
-def count_steps(lengths: Sequence[int], num_slots: int) -> int:
-    """Decode steps until all sequences are done, in order of admission, each taking as many steps as its length."""
-    slots = [0] * num_slots
-    for length in lengths:
-        heapreplace(slots, slots[0] + length)
-    return max(slots, default=0)
 
 
 @numba.njit(cache=True, nogil=True)

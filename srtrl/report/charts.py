@@ -109,7 +109,7 @@ def chart_style() -> AbstractContextManager[None]:
 def draw(chart: Chart, rows: Sequence[Mapping[str, float]]) -> str | None:
     """SVG text of the chart's metrics; None where each of them is absent or zero throughout.
 
-    Where rows have `<metric>_low` and `<metric>_high`, they are drawn as an interval. Equal metrics share a line.
+    Where rows have `<metric>_low` and `<metric>_high`, they are drawn as an interval.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -122,15 +122,12 @@ def draw(chart: Chart, rows: Sequence[Mapping[str, float]]) -> str | None:
         figure = Figure(figsize=(4.4, 2.5 + 0.16 * len(metrics)), layout="constrained")
         axes = figure.add_subplot(xlabel="step", ylabel=chart.unit)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-        same: dict[tuple[tuple[float, float], ...], list[str]] = {}
         for metric in metrics:
-            same.setdefault(tuple((row["step"], row[metric]) for row in rows if metric in row), []).append(metric)
-        for points, (metric, *others) in same.items():
-            steps, values = zip(*points, strict=True)
-            line = draw_line(axes, steps, values, label=" = ".join((metric, *others)))
-            found = [row for row in rows if metric in row]
-            if f"{metric}_low" in found[0]:
-                low, high = ([row[f"{metric}_{end}"] for row in found] for end in ("low", "high"))
+            logged = [row for row in rows if metric in row]
+            steps, values = [row["step"] for row in logged], [row[metric] for row in logged]
+            line = draw_line(axes, steps, values, label=metric)
+            if f"{metric}_low" in logged[0]:
+                low, high = ([row[f"{metric}_{end}"] for row in logged] for end in ("low", "high"))
                 arms = [np.subtract(values, low), np.subtract(high, values)]
                 axes.errorbar(steps, values, arms, fmt="none", color=line.get_color())
         if chart.is_log:

@@ -47,27 +47,17 @@ def command(
 
     if out is not None and out.suffix != ".svg":
         raise ValueError(f"--out: expected a file name that ends in .svg, found {out}")
-    if out is not None and not out.parent.is_dir():
-        raise ValueError(f"--out: there is no folder {out.parent}")
-    for index, folder in enumerate(runs):
-        if folder.resolve() in [other.resolve() for other in runs[:index]]:
-            raise ValueError(f"{folder} is given twice")
     read = [read_run(folder) for folder in runs]
     names = {name for run in read for row in run.rows for name in row}
     if metric is None:  # a task without verifier has no accuracy
         metric = "eval/reward" if "eval/reward" in names and "eval/accuracy" not in names else "eval/accuracy"
     groups = group_runs(read, metric)
+    Console().print(comparison_table(groups, metric))
+    for run in read:
+        if not run.is_finished:
+            print(f"{run.folder} has done {run.num_steps} steps and is not finished")
     if out is not None:
         write_atomic(out, draw_comparison(groups, metric))
-    Console().print(comparison_table(groups, metric))
-    for group in groups:
-        for run in group.runs:
-            if not run.is_finished:
-                print(
-                    f"{run.folder} has done {run.num_steps} steps and is not finished: it is still running, or it was "
-                    f"interrupted; the figures of {group.label} are those up to step {group.steps[-1]}"
-                )
-    if out is not None:
         print(f"the picture is in {out}")
 
 
@@ -85,22 +75,6 @@ class RunGroup:
         """Steps at which every run has the metric; an interrupted run limits its group."""
         return sorted(set.intersection(*map(set, self.values)))
 
-    def figures(self) -> dict[str, list[float]]:
-        """The figures of each run: the metric, and time and tokens up to the last common step."""
-        from srtrl.report.charts import STAGES
-
-        first, last = self.steps[0], self.steps[-1]
-        rows = [[row for row in run.rows if row["step"] <= last] for run in self.runs]
-        stages = [f"time/{stage}" for stage in STAGES[1:]]
-        has_change = last > first
-        return {
-            "before": [values[first] for values in self.values],
-            "after": [values[last] for values in self.values] if has_change else [],
-            "change": [values[last] - values[first] for values in self.values] if has_change else [],
-            "seconds": [sum(row.get(stage, 0.0) for row in of_run for stage in stages) for of_run in rows],
-            "num_response_tokens": [sum(row.get("tokens/response", 0.0) for row in of_run) for of_run in rows],
-        }
-
 
 def group_runs(runs: "Sequence[Run]", metric: str) -> list[RunGroup]:
     """Put the runs that differ only in seed and name together, in the order given.
@@ -114,19 +88,20 @@ def group_runs(runs: "Sequence[Run]", metric: str) -> list[RunGroup]:
     groups = []
     for members in grouped.values():
         members.sort(key=lambda run: run.recipe.seed)
-        names = [run.recipe.name for run in members]
-        common = {SEED_ENDING.sub("", name) for name in names}
-        label = common.pop() or names[0] if len(set(names)) > 1 == len(common) else names[0]
-        groups.append(RunGroup(label, members, [values_of(run, metric) for run in members]))
+        label = members[0].recipe.name
+        groups.append(
+            RunGroup(
+                label=SEED_ENDING.sub("", label) or label if len(members) > 1 else label,
+                runs=members,
+                values=[values_of(run, metric) for run in members],
+            )
+        )
     labels = [group.label for group in groups]
     for group in groups:
         if labels.count(group.label) > 1:
             group.label = str(group.runs[0].folder)
         if not group.steps:
-            places = [f"{run.folder}: {min(of)} to {max(of)}" for run, of in zip(group.runs, group.values, strict=True)]
-            raise ValueError(
-                f"the runs of {group.label} have `{metric}` at no common step ({', '.join(places)}); leave one out"
-            )
+            raise ValueError(f"the runs of {group.label} have `{metric}` at no common step; leave one out")
     return groups
 
 
@@ -146,23 +121,30 @@ def comparison_table(groups: Sequence[RunGroup], metric: str) -> "Table":
     """The groups, a line for each: means over the seeds with minimum and maximum."""
     from rich.table import Table
 
+    from srtrl.report.charts import STAGES
+
     table = Table(title=f"{metric}, mean over seeds (minimum to maximum)")
     table.add_column("run", overflow="fold")
     for name in ("seeds", "steps", "before", "after", "change", "seconds", "response tokens"):
         table.add_column(name, justify="right")
     for group in groups:
-        cells = [
-            _cell(values, digits)
-            for values, digits in zip(group.figures().values(), (".4g", ".4g", "+.4g", ",.0f", ",.0f"), strict=True)
-        ]
-        seeds = f"{len(group.runs)} ({', '.join(str(run.recipe.seed) for run in group.runs)})"
-        table.add_row(group.label, seeds, f"{group.steps[0]} to {group.steps[-1]}", *cells)
+        first, last = group.steps[0], group.steps[-1]
+        rows = [[row for row in run.rows if row["step"] <= last] for run in group.runs]
+        stages = [f"time/{stage}" for stage in STAGES[1:]]
+        table.add_row(
+            group.label,
+            f"{len(group.runs)} ({', '.join(str(run.recipe.seed) for run in group.runs)})",
+            f"{first} to {last}",
+            _cell([values[first] for values in group.values], ".4g"),
+            _cell([values[last] for values in group.values], ".4g"),
+            _cell([values[last] - values[first] for values in group.values], "+.4g"),
+            _cell([sum(row.get(stage, 0.0) for row in of_run for stage in stages) for of_run in rows], ",.0f"),
+            _cell([sum(row.get("tokens/response", 0.0) for row in of_run) for of_run in rows], ",.0f"),
+        )
     return table
 
 
 def _cell(values: Sequence[float], digits: str) -> str:
-    if not values:
-        return "-"
     mean, low, high = (format(value, digits) for value in (fmean(values), min(values), max(values)))
     return mean if len(values) == 1 else f"{mean} ({low} to {high})"
 

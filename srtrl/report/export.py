@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
 """Of a checkpoint, beside the tokenizer's; the rest is for `--resume`."""
-CARD_METRICS = ("eval/accuracy", "eval/reward", "eval/length/mean")
-"""Columns of the model card's table, as far as the run logged them."""
 
 
 def command(
@@ -48,18 +46,16 @@ def model_card(run: "Run", step: int) -> str:
     from srtrl import __version__
     from srtrl.recipe.file import dump_recipe
     from srtrl.recipe.schema import LogSection
+    from srtrl.run.metrics import describe_held_out
 
     recipe = run.recipe
     rows = [row for row in run.rows if "eval/reward" in row and row["step"] <= step]
-    columns = [name for name in CARD_METRICS if any(name in row for row in rows)]
-    lines = [["step", *columns], ["---:"] * (1 + len(columns))]
-    lines += [[str(row["step"]), *(f"{row[name]:.4g}" for name in columns)] for row in rows]
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    figures = "\n".join(f"- step {row['step']}: {describe_held_out(row)}" for row in rows)
     shown = dump_recipe(recipe.model_copy(update={"output_dir": "runs", "log": LogSection()}))
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [reinforcement-learning]\n---\n\n"
         f"# {recipe.name}\n\n`{recipe.model.path}` after {step} of {recipe.train.num_steps} steps of reinforcement "
         f"learning on the task `{recipe.task.name}` (advantage `{recipe.algorithm.advantage}`, loss "
-        f"`{recipe.algorithm.loss}`), trained with srtrl {__version__}.\n\n## Held-out problems\n\n{table}\n\n"
+        f"`{recipe.algorithm.loss}`), trained with srtrl {__version__}.\n\n## Held-out problems\n\n{figures}\n\n"
         f"Step 0 is the policy before training.\n\n## Recipe\n\n```yaml\n{shown}```\n"
     )
