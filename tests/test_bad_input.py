@@ -68,7 +68,6 @@ report policy => policy is not the folder of a run: it has no recipe.yaml and
 rollouts run --step 9 => --step 9: run has rollouts of the steps 1
 rollouts run --prompt x => --prompt: run has no rollouts of `x`; it has those of
 rollouts run --sort x => Invalid value for '--sort': Value error, 'x' is not one of
-trie run --tokenizer folder => folder: no tokenizer in this folder; expected one of
 compare nowhere => nowhere: no such folder; expected the folder of a run, such as
 compare run --metric x => run has not logged `x`; there: accuracy, clip_share/high
 compare run --out curve.png => --out: expected a file name that ends in .svg, found

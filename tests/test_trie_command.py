@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import bench_cases
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipe_cases import recipe_text
 
+from srtrl.bench.recorded import RecordedPrompt
 from srtrl.report.runs import read_run
-from srtrl.report.trie_view import Branch, PastRollout, PromptHistory, grow_branches, read_history, replay_later
+from srtrl.report.trie_view import Branch, PromptHistory, grow_branches, read_history, replay_later
 from srtrl.warm_start.training import train_tokenizer
 
 TEXTS = {
@@ -52,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_branches_and_the_decode_steps_are_printed(run: Path) -> None:
     result = bench_cases.run("trie", run, "--prompt", "sum")
     assert result.exit_code == 0, result.output
-    assert "trie of the earlier rollouts, 4 of steps 1, 3: 68 tokens" in result.stdout
+    assert "trie of 4 earlier rollouts of steps 1, 3: 68 tokens" in result.stdout
     assert "* is the path of step 4, sample 0" in result.stdout
     lines = {line.strip(" │├└─") for line in result.stdout.splitlines()}
     assert lines >= {"* 3  one plus", "* 2  two is", "2  three∎", "* new: four∎", "1  one is two∎", "1  two∎"}
@@ -66,12 +68,12 @@ def test_the_branches_and_the_decode_steps_are_printed(run: Path) -> None:
 
 def test_a_step_may_be_named_and_the_first_has_its_samples_in_turn(run: Path) -> None:
     history = read_history(read_run(run))  # without a prompt: the one with the most rollouts
-    assert [(one.step, one.sample_index) for one in history.earlier] == [(1, 0), (1, 1), (3, 0), (3, 1)]
-    assert (history.prompt_id, history.prompt, history.later.step) == ("sum", "[sum]\n", 4)
+    assert (history.earlier.prompt_id, history.text, history.later_name) == ("sum", "[sum]\n", "step 4, sample 0")
+    assert history.earlier_steps == [1, 1, 3, 3]
     history = read_history(read_run(run), "sum", 3)
-    assert ({one.step for one in history.earlier}, history.later.step) == ({1}, 3)
+    assert (history.earlier_steps, history.later_name) == ([1, 1], "step 3, sample 0")
     history = read_history(read_run(run), "odd")
-    assert [(one.step, one.sample_index) for one in (*history.earlier, history.later)] == [(1, 0), (1, 1)]
+    assert (history.earlier_steps, history.later_name) == ([1], "step 1, sample 1")
 
 
 def test_what_is_not_there_is_named(run: Path, tmp_path: Path) -> None:
@@ -81,8 +83,6 @@ def test_what_is_not_there_is_named(run: Path, tmp_path: Path) -> None:
         ((run, "--prompt", "summ"), "has no rollouts of `summ`, did you mean `sum`?; it has those of odd, sum"),
         ((run, "--prompt", "odd", "--step", "3"), "--step 3: prompt odd was sampled in the steps 1"),
         ((run, "--step", "2"), "has rollouts of the steps 1, 3, 4"),
-        ((run, "--tokenizer", run / "rollouts"), "no tokenizer in this folder"),
-        ((tmp_path / "none",), "no such folder"),
         ((tmp_path,), "no step of the run has ended yet"),
     ):
         result = bench_cases.run("trie", *arguments)
@@ -94,10 +94,17 @@ def test_what_is_not_there_is_named(run: Path, tmp_path: Path) -> None:
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=12)
 
 
-def history_of(earlier: list[list[int]], later: list[int]) -> PromptHistory:
-    past = [PastRollout(step=1, sample_index=index, token_ids=text) for index, text in enumerate(earlier)]
-    last = PastRollout(step=2, sample_index=0, token_ids=later)
-    return PromptHistory(prompt_id="x", prompt="x", prompt_token_ids=[1], earlier=past, later=last)
+def history_of(earlier: list[list[int]], later: list[int], *parts: tuple[int, int]) -> PromptHistory:
+    first, last = (
+        RecordedPrompt(
+            prompt_id="x",
+            prompt_token_ids=(1,),
+            samples=[np.array(text, np.int32) for text in texts],
+            extensions=dict.fromkeys(range(len(texts)), parts),
+        )
+        for texts in (earlier, [later])
+    )
+    return PromptHistory(text="x", earlier=first, earlier_steps=[1] * len(earlier), later=last, later_name="")
 
 
 def walk(branch: Branch, before: list[int]) -> Iterator[tuple[list[int], Branch]]:
@@ -135,3 +142,10 @@ def test_the_replay_gives_the_rollout(earlier: list[list[int]], later: list[int]
     steps, counts = replay_later(history_of(earlier, later))
     assert [token for step in steps for token in step] == later[1:]
     assert (counts.num_tokens, counts.steps) == (len(later) - 1, len(steps))
+
+
+def test_turns_are_texts_of_their_own() -> None:
+    """The policy says 5 5 5, reads 9 9, and says 9 9 9 7: no draft leads into a tool's output."""
+    sample = [5, 5, 5, 9, 9, 9, 9, 9, 7]
+    steps, _ = replay_later(history_of([sample], sample, (3, 5)))
+    assert steps == [[5, 5], [9, 9, 9, 7]]

@@ -24,7 +24,6 @@ from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.evaluation.policy import majority_scores
 from srtrl.report.page import write_report
 from srtrl.report.runs import read_rollouts
-from srtrl.report.trie_view import PastRollout, PromptHistory, replay_later
 from srtrl.run.trackers import log_samples
 from srtrl.trainer.credit import assign_credit, train_sequences
 from srtrl.types import Completion, Conversation, Rollout, RolloutGroup, SegmentKind
@@ -203,13 +202,7 @@ def test_recordings_of_a_run_have_its_turns(run: Path) -> None:
     assert "has samples of several turns, which benchmarks cannot decode again; `srtrl replay" in error
 
 
-def test_the_trie_has_turns_as_texts_of_their_own(run: Path) -> None:
-    later = PastRollout(step=2, sample_index=0, token_ids=SAMPLE, extensions=((3, 5),))
-    earlier = [PastRollout(step=1, sample_index=0, token_ids=SAMPLE, extensions=((3, 5),))]
-    history = PromptHistory(prompt_id="x", prompt="x", prompt_token_ids=[1], earlier=earlier, later=later)
-    steps, _ = replay_later(history)
-    assert [token for step in steps for token in step] == [*SAMPLE[1:3], *SAMPLE[5:]]
-    assert steps == [[5, 5], [9, 9, 9, 7]]  # no draft leads into a tool's output
+def test_the_trie_shows_what_is_read(run: Path) -> None:
     assert "is read and not decoded" in srtrl("trie", run)
 
 

@@ -32,9 +32,6 @@ def command(
         int | None, typer.Option(min=1, help="Step of the later rollout. [default: the last that sampled the prompt]")
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Maximum number of branches to show.")] = 40,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Folder or hub name of the tokenizer. [default: the run's]")
-    ] = None,
 ) -> None:
     """Show the trie of a prompt, and how well it drafts a later rollout.
 
@@ -46,14 +43,13 @@ def command(
     from srtrl.report.trie_view import read_history
 
     read = read_run(run)
-    history = read_history(read, prompt, step)
-    print_history(history, text_decoder(read, tokenizer), nodes)
+    print_history(read_history(read, prompt, step), text_decoder(read), nodes)
 
 
-def text_decoder(run: "Run", tokenizer_path: str | None) -> Decode:
-    """A function from tokens to their text, with `END_SIGN` for special ones.
+def text_decoder(run: "Run") -> Decode:
+    """A function from tokens to their text, with `END_SIGN` for special tokens.
 
-    The tokenizer is that at `tokenizer_path`, else the run's: that of its newest checkpoint, or of its recipe's model.
+    The tokenizer is that of the run's newest checkpoint, else of its recipe's model.
 
     Raises:
         ValueError: It cannot be loaded.
@@ -62,7 +58,7 @@ def text_decoder(run: "Run", tokenizer_path: str | None) -> Decode:
     from srtrl.run.checkpoint import latest_checkpoint
 
     of_run = latest_checkpoint(run.folder / "checkpoints") or run.recipe.model.tokenizer or run.recipe.model.path
-    tokenizer = load_tokenizer(str(of_run) if tokenizer_path is None else tokenizer_path)
+    tokenizer = load_tokenizer(str(of_run))
     special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
 
     def decode(token_ids: Sequence[int]) -> str:
@@ -82,30 +78,31 @@ def print_history(history: "PromptHistory", decode: Decode, num_branches: int) -
     from srtrl.report.trie_view import grow_branches, replay_later
 
     console = Console(soft_wrap=True, highlight=False)
-    later = history.later
-    name = f"step {later.step}, sample {later.sample_index}"
-    console.print(Text(f"prompt {history.prompt_id}"), style="bold")
-    console.print(Text(history.prompt.rstrip("\n")))
-    num_tokens = sum(len(rollout.token_ids) for rollout in history.earlier)
-    steps = ", ".join(dict.fromkeys(str(rollout.step) for rollout in history.earlier)) or "(none)"
+    earlier, [later] = history.earlier.samples, history.later.samples
+    console.print(Text(f"prompt {history.earlier.prompt_id}", "bold"))
+    console.print(Text(history.text.rstrip("\n")))
+    steps = ", ".join(map(str, dict.fromkeys(history.earlier_steps))) or "(none)"
+    num_tokens = sum(map(len, earlier))
     console.print(
-        f"\ntrie of the earlier rollouts, {len(history.earlier)} of steps {steps}: {num_tokens:,} tokens", style="bold"
+        f"\ntrie of the earlier rollouts, {len(earlier)} of steps {steps}: {num_tokens:,} tokens", style="bold"
     )
-    console.print(f"Each branch with its number of rollouts; * is the path of {name}.")
+    console.print(f"Each branch with its number of rollouts; * is the path of {history.later_name}.")
     console.print(_tree(grow_branches(history, num_branches), decode))
     decoded, counts = replay_later(history)
-    row = counts.to_row() if decoded else {"tokens_per_step": 0.0, "verified_per_step": 0.0}
-    console.print(f"\n{name}, decoded with drafts from this trie; a decode step gave the tokens", style="bold")
-    pieces = [Text(on_one_line(decode(later.token_ids[:1])), "dim")]  # of the prompt's forward pass
+    console.print(
+        f"\n{history.later_name}, decoded with drafts from this trie; each step gave these tokens", style="bold"
+    )
+    pieces = [Text(on_one_line(decode(later[:1].tolist())), "dim")]  # of the prompt's forward pass
     for number, token_ids in enumerate(decoded):
         shade = "cyan" if number % 2 else ""
         pieces.append(Text.assemble((f"[{len(token_ids)}] ", "dim"), (on_one_line(decode(token_ids)), shade)))
     console.print(Text(" | ", "dim").join(pieces))
-    if num_read := sum(stop - start for start, stop in later.extensions):
+    if num_read := sum(stop - start for start, stop in history.later.extensions[0]):
         console.print(f"(the output of tools between the turns, {num_read} tokens, is read and not decoded)")
+    num_steps = max(len(decoded), 1)
     console.print(
         f"{counts.num_tokens} tokens in {len(decoded)} decode steps after the first token: "
-        f"{row['tokens_per_step']:.2f} per step, {row['verified_per_step']:.1f} verified"
+        f"{counts.num_tokens / num_steps:.2f} per step, {(len(decoded) + counts.num_nodes) / num_steps:.1f} verified"
     )
 
 

@@ -1,49 +1,30 @@
 """One prompt's rollouts as a tree of branches, and the decode steps of a later rollout with drafts from them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from srtrl.bench.recorded import Extensions, RecordedPrompt, Recording, feed_drafter, find_extensions
+from srtrl.bench.recorded import RecordedPrompt, Recording, feed_drafter, find_extensions
 from srtrl.bench.replay_loop import LiveSample, Replay, ReplayCounts, ReplaySettings
 from srtrl.drafters.srt import Drafter
 from srtrl.report.runs import Run, read_rollouts, saved_rollouts, steps_by_prompt, steps_of_prompt
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class PastRollout:
-    """One sample of a prompt."""
-
-    step: int
-    sample_index: int
-    token_ids: list[int]
-    """Response tokens."""
-    extensions: Extensions = ()
-    """Output of tools, and the format around it: read, not decoded."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
 class PromptHistory:
     """Rollouts of one prompt, and a later one."""
 
-    prompt_id: str
-    prompt: str
-    prompt_token_ids: Sequence[int]
-    earlier: list[PastRollout]
-    """By step, draw and sample; empty where the prompt has only one rollout."""
-    later: PastRollout
-    """Sampled after all of `earlier`: in a later step, or else their sibling."""
-
-    def recording(self, rollouts: Sequence[PastRollout]) -> RecordedPrompt:
-        """The prompt with these rollouts."""
-        return RecordedPrompt(
-            prompt_id=self.prompt_id,
-            prompt_token_ids=tuple(self.prompt_token_ids),
-            samples=[np.array(rollout.token_ids, np.int32) for rollout in rollouts],
-            extensions={index: rollout.extensions for index, rollout in enumerate(rollouts)},
-        )
+    text: str
+    """Of the prompt."""
+    earlier: RecordedPrompt
+    """By step, draw and sample; no sample where the prompt has only one rollout."""
+    earlier_steps: Sequence[int]
+    """The training step of each."""
+    later: RecordedPrompt
+    """One sample, after all of `earlier`: of a later step, or else their sibling."""
+    later_name: str
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -60,7 +41,7 @@ class Branch:
     num_hidden: int = 0
     """Earlier rollouts that continue in a way that is not shown."""
     children: list["Branch"] = field(default_factory=list)
-    """The one that the later rollout took, then those of most rollouts."""
+    """The one that the later rollout took, then those with the largest counts."""
 
 
 def read_history(run: Run, prompt_id: str | None = None, step: int | None = None) -> PromptHistory:
@@ -83,24 +64,25 @@ def read_history(run: Run, prompt_id: str | None = None, step: int | None = None
     steps = steps_of_prompt(run, steps_of, prompt_id, step)
     step = steps[-1] if step is None else step
     rows = []
-    for number in (one for one in steps if one <= step):
+    for number in steps[: steps.index(step) + 1]:
         table = read_rollouts(files[number], prompt_id=prompt_id)
         order = [("draw_index", "ascending"), ("sample_index", "ascending")]
         rows += [{**row, "step": number} for row in table.sort_by(order).to_pylist()]
-    rollouts = [
-        PastRollout(
-            **{name: row[name] for name in ("step", "sample_index", "token_ids")},
-            extensions=find_extensions(row.get("segment_kinds") or (), row.get("segment_lengths") or ()),
-        )
-        for row in rows
-    ]
-    num_earlier = sum(rollout.step < step for rollout in rollouts) or len(rollouts) - 1
-    return PromptHistory(
+    num_earlier = sum(row["step"] < step for row in rows) or len(rows) - 1
+    parts = [find_extensions(row.get("segment_kinds") or (), row.get("segment_lengths") or ()) for row in rows]
+    samples = [np.array(row["token_ids"], np.int32) for row in rows]
+    earlier = RecordedPrompt(
         prompt_id=prompt_id,
-        prompt=rows[0]["prompt"],
-        prompt_token_ids=rows[0]["prompt_token_ids"],
-        earlier=rollouts[:num_earlier],
-        later=rollouts[num_earlier],
+        prompt_token_ids=tuple(rows[0]["prompt_token_ids"]),
+        samples=samples[:num_earlier],
+        extensions=dict(enumerate(parts[:num_earlier])),
+    )
+    return PromptHistory(
+        text=rows[0]["prompt"],
+        earlier=earlier,
+        earlier_steps=[row["step"] for row in rows[:num_earlier]],
+        later=replace(earlier, samples=[samples[num_earlier]], extensions={0: parts[num_earlier]}),
+        later_name=f"step {step}, sample {rows[num_earlier]['sample_index']}",
     )
 
 
@@ -110,11 +92,11 @@ def grow_branches(history: PromptHistory, num_branches: int) -> Branch:
     Args:
         history: The rollouts.
         num_branches: Maximum number of branches with earlier rollouts: those of the later rollout first, up to half of
-            them, then those of most rollouts.
+            them, then those with the largest counts.
     """
-    later = history.later.token_ids
-    root = Branch(token_ids=[], end=0, count=len(history.earlier), is_taken=True)
-    waiting = [(root, [*(rollout.token_ids for rollout in history.earlier), later])]
+    later = history.later.samples[0].tolist()
+    root = Branch(token_ids=[], end=0, count=len(history.earlier.samples), is_taken=True)
+    waiting = [(root, [*(sample.tolist() for sample in history.earlier.samples), later])]
     while waiting:
         parent, texts = waiting.pop()
         following: dict[int, list[list[int]]] = {}
@@ -165,8 +147,7 @@ class _LoggedReplay(Replay):
 def replay_later(history: PromptHistory) -> tuple[list[list[int]], ReplayCounts]:
     """The tokens of each decode step of the later rollout, and the counts; its first token is given."""
     drafter = Drafter()
-    feed_drafter(drafter, [history.recording(history.earlier)], "train")
+    feed_drafter(drafter, [history.earlier], "train")
     replay = _LoggedReplay(drafter)
-    steps = [[history.recording([history.later])]]
-    replay.run(Recording(path=Path(), steps=steps, is_retokenised=False, num_cut=0))
+    replay.run(Recording(path=Path(), steps=[[history.later]], is_retokenised=False, num_cut=0))
     return replay.steps, replay.counts
