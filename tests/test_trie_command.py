@@ -54,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_branches_and_the_decode_steps_are_printed(run: Path) -> None:
     result = bench_cases.run("trie", run, "--prompt", "sum")
     assert result.exit_code == 0, result.output
-    assert "trie of 4 earlier rollouts of steps 1, 3: 68 tokens" in result.stdout
+    assert "trie of the earlier rollouts, 4 of steps 1, 3: 68 tokens" in result.stdout
     assert "* is the path of step 4, sample 0" in result.stdout
     lines = {line.strip(" │├└─") for line in result.stdout.splitlines()}
     assert lines >= {"* 3  one plus", "* 2  two is", "2  three∎", "* new: four∎", "1  one is two∎", "1  two∎"}
