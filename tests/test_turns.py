@@ -138,10 +138,11 @@ def test_turns_do_not_depend_on_how_they_are_decoded(
         tokenizer=Letters(),
         drafter=drafter,
     )
+    requests = data.draw(st.permutations(turn_requests()), "order")[:8]
     for _ in range(2):  # the second time drafters know all, and nothing of the first time is left in the engine
         delays = data.draw(st.sampled_from([None, np.random.default_rng(1), np.random.default_rng(2)]), "delays")
-        found = converse(engine, data.draw(st.permutations(turn_requests()), "order"), delays)
-        assert outputs(found) == outputs(truth)
+        found = converse(engine, data.draw(st.permutations(requests), "order"), delays)
+        assert outputs(found) == outputs({key: truth[key] for key in found})
         assert all(one.extensions == truth[key].extensions for key, one in found.items())
         engine.end_step(has_new_weights=True)
 
