@@ -107,15 +107,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return fake
 
 
-def test_the_first_capture_warms_the_side_stream_up(cuda: FakeCuda) -> None:
-    graphs = StepGraphs(DEVICE)
-    streams: list[str] = []
-    for key in (1, 1, 2, 2):
-        graphs.run(key, lambda: streams.append(cuda.current))
-    assert streams == ["current", "side", "side", "current", "side"]
-    assert cuda.log == ["side after current", "current after side"]
-
-
 def test_a_pool_whose_last_graph_is_gone_is_not_used_again(cuda: FakeCuda) -> None:
     graphs = StepGraphs(DEVICE, max_graphs=2)
     for key in (1, 1, 2, 2, 3, 3):

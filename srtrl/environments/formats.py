@@ -174,7 +174,7 @@ class Chat(Format):
         if len(texts) != 1:
             raise ValueError(
                 f"rollout.environment.format: the chat template of {self.tokenizer.name_or_path} changes earlier "
-                "messages when others follow, so that a sample cannot go on from the tokens that were sampled: use "
+                "messages when others follow, so that a sample cannot continue from the tokens that were sampled: use "
                 "another format, or another template"
             )
         return texts.pop()

@@ -76,7 +76,7 @@ def load_task(
         tools: For the chat template, where the task uses one.
 
     Raises:
-        ValueError: the task's name, an option, or a row of its data is wrong.
+        ValueError: the task's name, an option, or a row of its data is incorrect.
     """
     task_class, options = _resolve_task(recipe)
     if tools and "chat_template_options" in type(options).model_fields:

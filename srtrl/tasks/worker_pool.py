@@ -1,7 +1,7 @@
 """Worker processes, each with a pipe and a thread of its own.
 
 Each worker has one job at a time. When it dies its pipe ends, after everything that it sent: no other job dies with it.
-(A pool with shared queues, such as pebble's, has to find out which job a dead worker had; in a trial with a busy main
+(A pool with shared queues, such as pebble's, must work out which job a dead worker had; in a trial with a busy main
 thread 2 of 60 crashing jobs broke the whole pool.)
 """
 
