@@ -233,9 +233,8 @@ def test_rollouts_as_json(told: Path, arguments: tuple[object, ...], expected: l
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--step", 3), r"--step 3: .*told has rollouts of the steps 1, 2"),
         (("--prompt", "p1"), r"has no rollouts of `p1`, did you mean `p-1`\?; it has those of train-0, train-1"),
-        (("--prompt", "p-1", "--step", 1), r"--step 1: prompt p-1 was sampled in the steps 2"),
+        (("--prompt", "p-1", "--step", 1), r"--step 1: .*told has rollouts of prompt p-1 of the steps 2"),
     ],
 )
 def test_rollouts_that_are_not_there(told: Path, arguments: tuple[object, ...], message: str) -> None:

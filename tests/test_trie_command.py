@@ -76,17 +76,11 @@ def test_a_step_may_be_named_and_the_first_has_its_samples_in_turn(run: Path) ->
     assert (history.earlier_steps, history.later_name) == ([1], "step 1, sample 1")
 
 
-def test_what_is_not_there_is_named(run: Path, tmp_path: Path) -> None:
+def test_a_run_without_rollouts_is_named(run: Path, tmp_path: Path) -> None:
     for name in ("recipe.yaml", "metrics.jsonl"):
         (tmp_path / name).write_bytes((run / name).read_bytes())
-    for arguments, message in (
-        ((run, "--prompt", "summ"), "has no rollouts of `summ`, did you mean `sum`?; it has those of odd, sum"),
-        ((run, "--prompt", "odd", "--step", "3"), "--step 3: prompt odd was sampled in the steps 1"),
-        ((run, "--step", "2"), "has rollouts of the steps 1, 3, 4"),
-        ((tmp_path,), "no step of the run has ended yet"),
-    ):
-        result = bench_cases.run("trie", *arguments)
-        assert (result.exit_code, message in result.output) == (2, True), result.output
+    result = bench_cases.run("trie", tmp_path)
+    assert (result.exit_code, "no step of the run has ended yet" in result.output) == (2, True), result.output
 
 
 # --- The branches -----------------------------------------------------------------------------------------------------

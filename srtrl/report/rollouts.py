@@ -68,11 +68,10 @@ def read_samples(run: "Run", *, step: int | None = None, prompt_id: str | None =
     Raises:
         ValueError: there are none.
     """
-    from srtrl.report.runs import read_rollouts, saved_rollouts, steps_by_prompt, steps_of_prompt
+    from srtrl.report.runs import find_rollouts, read_rollouts
 
-    files = saved_rollouts(run, step)
-    steps = list(files) if prompt_id is None else steps_of_prompt(run, steps_by_prompt(files), prompt_id, step)
-    step = steps[-1] if step is None else step
+    files = find_rollouts(run, step, prompt_id)
+    step = list(files)[-1] if step is None else step
     return [
         {"step": step, "answer": None, "advantage": None}
         | {name: value for name, value in row.items() if name not in NOT_TO_READ}

@@ -61,17 +61,26 @@ def read_run(folder: Path) -> Run:
     return Run(folder=folder, recipe=load_recipe(recipe_file), rows=rows)
 
 
-def saved_rollouts(run: Run, step: int | None = None) -> dict[int, Path]:
-    """The run's rollout files by step, in order; at least one, and one of `step` where it is given.
+def find_rollouts(run: Run, step: int | None = None, prompt_id: str | None = None) -> dict[int, Path]:
+    """The run's rollout files by step, in order, at least one: all, or those with samples of a prompt.
 
     Raises:
-        ValueError: there are none, or none of `step`: says why, or which there are.
+        ValueError: there are none, or none of `step`; with those that there are.
     """
     files = run.rollout_files
     if not files:
         raise ValueError(f"{run.folder / 'rollouts'} has no step_*.parquet: no step of the run has ended yet")
+    if prompt_id is not None:
+        steps_of = steps_by_prompt(files)
+        if prompt_id not in steps_of:
+            near = suggestion(prompt_id, steps_of)
+            raise ValueError(
+                f"--prompt: {run.folder} has no rollouts of `{prompt_id}`{near}; it has those of {listing(steps_of)}"
+            )
+        files = {number: files[number] for number in steps_of[prompt_id]}
     if step is not None and step not in files:
-        raise ValueError(f"--step {step}: {run.folder} has rollouts of the steps {listing(files)}")
+        of = "" if prompt_id is None else f" of prompt {prompt_id}"
+        raise ValueError(f"--step {step}: {run.folder} has rollouts{of} of the steps {listing(files)}")
     return files
 
 
@@ -82,22 +91,6 @@ def steps_by_prompt(files: Mapping[int, Path]) -> dict[str, list[int]]:
         for prompt_id in dict.fromkeys(read_rollouts(path, ["prompt_id"])["prompt_id"].to_pylist()):
             steps_of.setdefault(prompt_id, []).append(step)
     return steps_of
-
-
-def steps_of_prompt(run: Run, steps_of: Mapping[str, list[int]], prompt_id: str, step: int | None) -> list[int]:
-    """The steps that sampled a prompt, among them `step` where it is given.
-
-    Raises:
-        ValueError: none did, or `step` did not: says which there are.
-    """
-    if prompt_id not in steps_of:
-        near = suggestion(prompt_id, steps_of)
-        raise ValueError(
-            f"--prompt: {run.folder} has no rollouts of `{prompt_id}`{near}; it has those of {listing(steps_of)}"
-        )
-    if step not in {None, *steps_of[prompt_id]}:
-        raise ValueError(f"--step {step}: prompt {prompt_id} was sampled in the steps {listing(steps_of[prompt_id])}")
-    return steps_of[prompt_id]
 
 
 def listing(names: Iterable[object]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from srtrl.bench.recorded import RecordedPrompt, Recording, feed_drafter, find_extensions
 from srtrl.bench.replay_loop import LiveSample, Replay, ReplayCounts, ReplaySettings
 from srtrl.drafters.srt import Drafter
-from srtrl.report.runs import Run, read_rollouts, saved_rollouts, steps_by_prompt, steps_of_prompt
+from srtrl.report.runs import Run, find_rollouts, read_rollouts, steps_by_prompt
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -56,15 +56,15 @@ def read_history(run: Run, prompt_id: str | None = None, step: int | None = None
     Raises:
         ValueError: The run has no rollouts, or none of the prompt (in the step): the message lists those that exist.
     """
-    files = saved_rollouts(run, step)
-    steps_of = steps_by_prompt(files)
+    files = find_rollouts(run, step, prompt_id)
     if prompt_id is None:
+        steps_of = steps_by_prompt(files)
         candidates = [name for name, steps in steps_of.items() if step is None or step in steps]
         prompt_id = max(candidates, key=lambda name: (len(steps_of[name]), steps_of[name][-1]))
-    steps = steps_of_prompt(run, steps_of, prompt_id, step)
-    step = steps[-1] if step is None else step
+        files = {number: files[number] for number in steps_of[prompt_id]}
+    step = list(files)[-1] if step is None else step
     rows = []
-    for number in steps[: steps.index(step) + 1]:
+    for number in (number for number in files if number <= step):
         table = read_rollouts(files[number], prompt_id=prompt_id)
         order = [("draw_index", "ascending"), ("sample_index", "ascending")]
         rows += [{**row, "step": number} for row in table.sort_by(order).to_pylist()]
