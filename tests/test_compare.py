@@ -41,27 +41,30 @@ def groups_of(folders: list[Path]) -> list[RunGroup]:
     return group_runs([read_run(folder) for folder in folders], "eval/accuracy")
 
 
-def table_rows(result: Result) -> list[list[str]]:
+def columns_of(result: Result) -> list[tuple[str, ...]]:
+    """Of each group its label and figures."""
     assert result.exit_code == 0, result.stderr
-    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.stdout.splitlines() if "│" in line]
+    lines = [line for line in result.stdout.replace("┃", "│").splitlines() if "│" in line]
+    _, *columns = zip(*([cell.strip() for cell in line.split("│")[1:-1]] for line in lines), strict=True)
+    return columns
 
 
-def test_runs_that_differ_in_the_seed_are_one_line(tmp_path: Path) -> None:
+def test_runs_that_differ_in_the_seed_are_one_column(tmp_path: Path) -> None:
     gains = (0.1, 0.12, 0.05)
     ours = [make_run(tmp_path / f"ppo_s{seed}", seed=seed, gain=gain) for seed, gain in enumerate(gains)]
     other = make_run(tmp_path / "gspo", loss="gspo", gain=0.08)
-    assert table_rows(compare(ours[2], other, ours[0], ours[1])) == [
-        [
-            *("ppo", "3 (0, 1, 2)", "0 to 4", "0.3 (0.3 to 0.3)", "0.66 (0.5 to 0.78)", "+0.36 (+0.2 to +0.48)"),
+    assert columns_of(compare(ours[2], other, ours[0], ours[1])) == [
+        (
+            *("ppo", "0, 1, 2", "0 to 4", "0.3 (0.3 to 0.3)", "0.66 (0.5 to 0.78)", "+0.36 (+0.2 to +0.48)"),
             *("14 (14 to 14)", "400 (400 to 400)"),
-        ],
-        ["gspo", "1 (0)", "0 to 4", "0.3", "0.62", "+0.32", "14", "400"],
+        ),
+        ("gspo", "0", "0 to 4", "0.3", "0.62", "+0.32", "14", "400"),
     ]
 
 
 def test_a_single_run_has_no_spread_and_other_metrics_begin_where_they_are_logged(tmp_path: Path) -> None:
     run = make_run(tmp_path / "alone_s0")
-    assert table_rows(compare(run, "--metric", "reward/mean"))[0][2:6] == ["1 to 4", "0.5", "2", "+1.5"]
+    assert columns_of(compare(run, "--metric", "reward/mean"))[0][2:6] == ("1 to 4", "0.5", "2", "+1.5")
 
 
 def test_an_interrupted_run_holds_its_group_back_and_is_named(tmp_path: Path) -> None:
@@ -69,8 +72,8 @@ def test_an_interrupted_run_holds_its_group_back_and_is_named(tmp_path: Path) ->
     with (part / "metrics.jsonl").open("a") as log:
         log.write('{"step": 4, "eval/acc')
     result = compare(whole, part)
-    [row] = table_rows(result)
-    assert row[:6] == ["a", "2 (0, 1)", "0 to 2", "0.3 (0.3 to 0.3)", "0.6 (0.5 to 0.7)", "+0.3 (+0.2 to +0.4)"]
+    [column] = columns_of(result)
+    assert column[:6] == ("a", "0, 1", "0 to 2", "0.3 (0.3 to 0.3)", "0.6 (0.5 to 0.7)", "+0.3 (+0.2 to +0.4)")
     assert f"{part} has done 3 steps and is not finished" in result.stdout
 
 

@@ -36,9 +36,9 @@ def command(
 ) -> None:
     """Compare runs by one metric.
 
-    Runs that differ only in their seed share a line of the table, with mean, minimum and maximum. The figures are those
-    of the first and of the last step at which all runs of the line have the metric; `seconds` are those of all stages
-    up to there, without compilation.
+    Runs that differ only in their seed share a column of the table, with mean, minimum and maximum. The figures are
+    those of the first and of the last step at which all runs of the column have the metric; `seconds` are those of all
+    stages up to there, without compilation.
     """
     from rich.console import Console
 
@@ -118,29 +118,31 @@ def values_of(run: "Run", metric: str) -> dict[int, float]:
 
 
 def comparison_table(groups: Sequence[RunGroup], metric: str) -> "Table":
-    """The groups, a line for each: means over the seeds with minimum and maximum."""
+    """A column for each group: means over the seeds with minimum and maximum."""
     from rich.table import Table
 
     from srtrl.report.charts import STAGES
 
-    table = Table(title=f"{metric}, mean over seeds (minimum to maximum)")
-    table.add_column("run", overflow="fold")
-    for name in ("seeds", "steps", "before", "after", "change", "seconds", "response tokens"):
-        table.add_column(name, justify="right")
+    table = Table("", title=f"{metric}: mean over seeds (minimum to maximum)")
+    columns = []
     for group in groups:
+        table.add_column(group.label, justify="right", overflow="fold")
         first, last = group.steps[0], group.steps[-1]
         rows = [[row for row in run.rows if row["step"] <= last] for run in group.runs]
         stages = [f"time/{stage}" for stage in STAGES[1:]]
-        table.add_row(
-            group.label,
-            f"{len(group.runs)} ({', '.join(str(run.recipe.seed) for run in group.runs)})",
-            f"{first} to {last}",
-            _cell([values[first] for values in group.values], ".4g"),
-            _cell([values[last] for values in group.values], ".4g"),
-            _cell([values[last] - values[first] for values in group.values], "+.4g"),
-            _cell([sum(row.get(stage, 0.0) for row in of_run for stage in stages) for of_run in rows], ",.0f"),
-            _cell([sum(row.get("tokens/response", 0.0) for row in of_run) for of_run in rows], ",.0f"),
+        columns.append(
+            {
+                "seeds": ", ".join(str(run.recipe.seed) for run in group.runs),
+                "steps": f"{first} to {last}",
+                "before": _cell([values[first] for values in group.values], ".4g"),
+                "after": _cell([values[last] for values in group.values], ".4g"),
+                "change": _cell([values[last] - values[first] for values in group.values], "+.4g"),
+                "seconds": _cell([sum(row.get(stage, 0) for row in one for stage in stages) for one in rows], ",.0f"),
+                "response tokens": _cell([sum(row.get("tokens/response", 0) for row in one) for one in rows], ",.0f"),
+            }
         )
+    for name in columns[0]:
+        table.add_row(name, *(column[name] for column in columns))
     return table
 
 
