@@ -165,7 +165,7 @@ class CudaRunner(Runner):
                 "on the device: lower rollout.kv_memory_gib, which shrinks the KV cache, or rollout.slots, which makes "
                 "steps smaller"
             ) from error
-        # What is left of a step that nobody waited for counts as this step's time.
+        # The rest of a step that was not waited for counts as this step's time.
         self.was_prepared = is_prepared and self._was_awaited
         if shape.num_sampled:
             self._results.download(2 * aligned(shape.num_sampled))

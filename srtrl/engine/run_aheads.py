@@ -3,7 +3,7 @@
 A run-ahead computes its own prompt and has all its pages to itself, so that dropping it gives back every one, and the
 scheduler may count them as free. It takes a slot only while no primary waits, and only free pages, of which it leaves
 what the primaries may want in this step. When a primary wants its slot or its pages it is dropped for good, the newest
-first; and so it is when the sample comes whose RNG key it has. What it has said so far stays with the drafter.
+first; likewise when the sample with its RNG key is added. Its tokens so far stay with the drafter.
 """
 
 import numpy as np

@@ -131,8 +131,8 @@ def majority_scores(groups: Sequence[RolloutGroup], extract: Callable[[str], str
 
     The votes are the samples with a final answer whose grading did not fail; the others abstain. Samples that the
     verifier accepted give the same answer, the reference; wrong samples vote for the text that `extract` returns. Of n
-    most frequent answers each is taken with chance 1/n, so a tie that the right one is in counts 1/n; where nobody
-    votes, the score is 0.
+    most frequent answers each is taken with chance 1/n, so a tie that the right one is in counts 1/n; without
+    votes the score is 0.
     """
     scores = []
     for group in groups:

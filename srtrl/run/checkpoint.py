@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 FORMAT = 4
 """Version of the layout; a resume refuses another one."""
 OPTIMIZER = "optimizer"
-"""Moments and, for a bfloat16 model, its float32 master weights: the model's own files are for whoever decodes it."""
+"""Moments and, for a bfloat16 model, its float32 master weights: the model's own files are for decoding."""
 CRITIC_FOLDER = "critic"
 CRITIC_OPTIMIZER = "critic_optimizer"
 STATE = "state.json"
