@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from page_cases import check_pages
 
 from srtrl.drafters.base import DrafterBase, Int32Array, Int64Array
 from srtrl.drafters.draft_tree import EMPTY_TREE, ROOT, DraftTree, DraftTrees
@@ -131,7 +132,7 @@ def decode(
         for request in (*requests, *run_ahead):
             engine.add(request)
         while True:
-            engine.scheduler.check_integrity()
+            check_pages(engine.scheduler)
             if not (before_step() and engine.has_run_aheads) and not engine.has_work:
                 break
             for completion in engine.step():

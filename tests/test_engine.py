@@ -19,6 +19,7 @@ from engine_cases import (
     requests_for,
     tiny_policy,
 )
+from page_cases import check_pages
 
 from srtrl.engine.engine import Engine
 from srtrl.model.attention import PackedPlan
@@ -147,7 +148,7 @@ def test_a_consumer_that_stops_early_leaves_nothing_behind(policy: Transformer, 
     completions = engine.generate(requests_for())
     next(completions)
     completions.close()  # type: ignore[attr-defined]
-    engine.scheduler.check_integrity()
+    check_pages(engine.scheduler)
     assert engine.pool.num_used == 0
     assert not drafter.live
     assert outputs(decode(engine, requests_for())) == expected

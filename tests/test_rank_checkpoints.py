@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from srtrl.drafters.none import Drafter as NoDrafter
-from srtrl.model.sharding import shard, unshard
 from srtrl.model.transformer import Transformer
 from srtrl.model.value_model import ValueModel
 from srtrl.model.weights import load_model, load_tokenizer
 from srtrl.ranks.processes import ONE_RANK, RankError, Ranks
+from srtrl.ranks.sharding import shard, unshard
 from srtrl.recipe.schema import CriticSection
 from srtrl.run import checkpoint
 from srtrl.run.checkpoint import (

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences, update
 
 from srtrl.engine.engine import Engine
-from srtrl.model.sharding import reshard, shard, unshard
 from srtrl.ranks.processes import ONE_RANK, Ranks
+from srtrl.ranks.sharding import reshard, shard, unshard
 from srtrl.rollout.packing import pack
 from srtrl.trainer.critic import Critic, ValueObjective, update_critic, with_values
 from srtrl.trainer.optimizer import build_optimizer, gradient_holders

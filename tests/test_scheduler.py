@@ -8,6 +8,7 @@ import numpy as np
 from engine_cases import make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from page_cases import check_pages
 
 from srtrl.engine.batch import Batch, Sample, ScheduledStep
 from srtrl.engine.page_pool import PagePool
@@ -91,7 +92,7 @@ class FakeRunner:
         """The next step, checked, but not computed."""
         scheduler, batch = self.scheduler, self.batch
         step = scheduler.schedule(max_run_ahead)
-        scheduler.check_integrity()
+        check_pages(scheduler)
         for slot in step.ended:
             del self.live[slot]
         for sample in step.started:
@@ -130,7 +131,7 @@ class FakeRunner:
         rooms = self.scheduler.grow_for_drafts(primaries, wanted)
         assert (rooms >= 0).all()
         assert (rooms <= wanted).all()
-        self.scheduler.check_integrity()
+        check_pages(self.scheduler)
         rooms = np.append(rooms, np.zeros(len(step.slots) - step.num_primaries, np.int64))
         return dict(self._decode(slot, room) for slot, room in zip(step.slots.tolist(), rooms.tolist(), strict=True))
 
@@ -158,7 +159,7 @@ class FakeRunner:
             self.scheduler.finish(sample)
             self.finished.append(name_of(sample))
             del self.live[slot]
-        self.scheduler.check_integrity()
+        check_pages(self.scheduler)
         return name_of(sample), (room, num_new, finished)
 
     def answer(self) -> None:
@@ -173,7 +174,7 @@ class FakeRunner:
                 self.finished.append(name_of(sample))
             else:
                 self.scheduler.extend(key, np.full(1 + hash((key, room)) % min(room, 7), 50, np.int32))
-            self.scheduler.check_integrity()
+            check_pages(self.scheduler)
 
     def _hash(self, slot: int, what: int) -> int:
         return hash((int(self.batch.rng_keys[slot]), int(self.batch.num_tokens[slot]), what)) // 7
@@ -212,7 +213,7 @@ class Run:
             if arrival == self.num_steps:
                 scheduler.add(asked)
                 self.arrived.add(asked.rng_key)
-                scheduler.check_integrity()
+                check_pages(scheduler)
         self.num_steps += 1
         self.runner.answer()
         assert self.arrived.isdisjoint(one.request.rng_key for one in scheduler.run_aheads.running)
@@ -383,10 +384,10 @@ def test_pages_of_rejected_drafts_are_given_back_when_pages_run_short() -> None:
     assert room == 4
     assert scheduler.pool.num_free == 2
     # Nothing of the first one's was accepted: the pages of its drafts are there for the other's.
-    scheduler.check_integrity()
+    check_pages(scheduler)
     (room,) = scheduler.grow_for_drafts(second, second * 0 + 4)
     assert room == 4
-    scheduler.check_integrity()
+    check_pages(scheduler)
 
 
 def test_where_pages_are_short_the_oldest_samples_get_room_for_drafts_whatever_their_slots() -> None:
@@ -401,7 +402,7 @@ def test_where_pages_are_short_the_oldest_samples_get_room_for_drafts_whatever_t
     rooms = scheduler.grow_for_drafts(slots, slots * 0 + 8)
     assert rooms[1] == 8
     assert rooms[0] < 8
-    scheduler.check_integrity()
+    check_pages(scheduler)
 
 
 def five_that_hold_all_pages() -> tuple[Scheduler, FakeRunner]:

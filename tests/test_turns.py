@@ -9,6 +9,7 @@ import torch
 from engine_cases import Completions, FakeDrafter, Letters, options, outputs, requests_for, tiny_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from page_cases import check_pages
 from trie_reference import continuations
 
 from srtrl.bench.suffix import Drafter as SuffixDrafter
@@ -59,7 +60,7 @@ def converse(engine: Engine, requests: list[Request], delays: np.random.Generato
     def before_step() -> None:
         nonlocal num_steps
         num_steps += 1
-        engine.scheduler.check_integrity()
+        check_pages(engine.scheduler)
         while calls and (not engine.has_work or any(when <= num_steps for when, _ in calls)):
             first = min(range(len(calls)), key=lambda i: calls[i][0])
             go_on(calls.pop(first)[1])

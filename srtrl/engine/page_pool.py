@@ -3,9 +3,6 @@
 A page holds `page_size` token positions of one or more sequences. A page that several hold is full and only read.
 """
 
-from collections import Counter
-from collections.abc import Iterable
-
 import numpy as np
 import numpy.typing as npt
 
@@ -59,16 +56,3 @@ class PagePool:
     def num_unshared(self, pages: Pages) -> int:
         """Number of the pages that have one reference only."""
         return int((self._num_references[pages] == 1).sum())
-
-    def check_integrity(self, holders: Iterable[Pages]) -> None:
-        """Assert that the references are exactly those of `holders` (the pages of all that hold pages)."""
-        held: Counter[int] = Counter()
-        for pages in holders:
-            assert len(set(pages.tolist())) == len(pages), f"a holder has a page twice: {pages}"
-            held.update(pages.tolist())
-        free = set(self._free[: self.num_free].tolist())
-        assert len(free) == self.num_free, "a page is on the free list twice"
-        for page in range(self.num_pages):
-            references = int(self._num_references[page])
-            assert references == held[page], f"page {page} has {references} references and {held[page]} holders"
-            assert (references == 0) == (page in free), f"page {page} with {references} references: wrong free list"

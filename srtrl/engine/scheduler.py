@@ -200,21 +200,6 @@ class Scheduler:
         self._ended = {}
         return ended
 
-    def check_integrity(self) -> None:
-        """Assert that pages and their holders agree (for tests, after any operation)."""
-        batch = self.batch
-        running = [*self.running, *self.run_aheads.running]
-        assert len(running) + batch.num_free == batch.num_slots
-        assert all(batch.samples[sample.slot] is sample for sample in running)
-        pages = [batch.pages(sample.slot) for sample in running]
-        kept = [sample.page_ids for sample in self._paused_with_kv]
-        self.pool.check_integrity([*pages, *kept, *(prompt.page_ids for prompt in self._prompts.values())])
-        for sample, held in zip(running, pages, strict=True):
-            num_computed = batch.num_computed[sample.slot]
-            assert len(held) * self.pool.page_size >= num_computed
-            writable = held[num_computed // self.pool.page_size :]
-            assert self.pool.num_unshared(writable) == len(writable), "a page that will be written is shared"
-
     def _queue(self, sample: Sample, key: tuple[float, float, int]) -> None:
         """Let a sample wait for a slot; the one with the smallest key is admitted first."""
         heappush(self._waiting, (key, self._num_queued, sample))

@@ -29,10 +29,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from srtrl.metrics import named_in_errors, sync_folder, write_atomic
-from srtrl.model.sharding import reshard, unshard
 from srtrl.model.value_model import save_value_model
 from srtrl.model.weights import save_model
 from srtrl.ranks.processes import ONE_RANK, Ranks
+from srtrl.ranks.sharding import reshard, unshard
 from srtrl.types import Prompt
 
 if TYPE_CHECKING:

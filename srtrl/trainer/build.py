@@ -15,10 +15,10 @@ from srtrl.engine.runner import PAGE_SIZE, page_bytes_of
 from srtrl.environments.conversations import Conversations
 from srtrl.environments.formats import resolve_format
 from srtrl.model.attention import check_packed_attention
-from srtrl.model.sharding import shard
 from srtrl.model.value_model import ValueModel, load_value_model
 from srtrl.model.weights import end_token_ids, load_model, load_tokenizer
 from srtrl.ranks.processes import Ranks
+from srtrl.ranks.sharding import shard
 from srtrl.recipe.file import validate_section
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import CRITIC_FOLDER

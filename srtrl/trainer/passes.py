@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from srtrl.model.sharding import is_sharded
 from srtrl.ranks.processes import Ranks
+from srtrl.ranks.sharding import is_sharded
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import PackedBatch, pack
 from srtrl.types import TrainSequence

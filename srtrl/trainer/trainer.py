@@ -15,8 +15,8 @@ from rich.console import Console
 
 from srtrl.metrics import MetricLog, StageTimer
 from srtrl.model.cpu_threads import set_cpu_threads
-from srtrl.model.sharding import resharded, unshard
 from srtrl.ranks.processes import ONE_RANK, Ranks, open_ranks
+from srtrl.ranks.sharding import resharded, unshard
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import (
     CRITIC_OPTIMIZER,

@@ -20,9 +20,9 @@ from srtrl.evaluation.policy import EvalOutcome, run_evals
 from srtrl.metrics import write_atomic
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
-from srtrl.model.sharding import end_sharding
 from srtrl.model.weights import init_model, load_tokenizer
 from srtrl.ranks.processes import Ranks, open_ranks
+from srtrl.ranks.sharding import end_sharding
 from srtrl.recipe.schema import Recipe, UpdatePlan, WarmStartSection
 from srtrl.rollout.packing import PackedBatch
 from srtrl.run.checkpoint import save_policy, written_beside

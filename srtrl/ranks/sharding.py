@@ -13,17 +13,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from srtrl.model.attention import HALF_DTYPES
-from srtrl.model.value_model import ValueModel
-
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    from srtrl.model.transformer import Transformer
 
-
-def shard(model: Transformer | ValueModel) -> None:
+def shard(model: nn.Module) -> None:
     """Replace the model's parameters by this rank's parts of them, in place; all ranks call it, before any optimizer.
 
     Gradients are then summed over the ranks by every backward pass, so that ranks need the same number of passes.
@@ -32,23 +27,24 @@ def shard(model: Transformer | ValueModel) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    body = model.body if isinstance(model, ValueModel) else model
-    is_half = body.dtype in HALF_DTYPES
+    body = next(module for module in model.modules() if hasattr(module, "layers"))  # of a critic its transformer
+    weight = next(body.parameters())
+    is_half = weight.dtype in (torch.bfloat16, torch.float16)
     gathered = MixedPrecisionPolicy(
-        param_dtype=body.dtype if is_half else None,
+        param_dtype=weight.dtype if is_half else None,
         reduce_dtype=torch.float32 if is_half else None,
         cast_forward_inputs=False,  # the rotary table, and the residual stream, have their type already
     )
-    mesh = init_device_mesh(body.device.type, (dist.get_world_size(),))
-    for module in (*body.layers, body):
+    mesh = init_device_mesh(weight.device.type, (dist.get_world_size(),))
+    for module in (*body.get_submodule("layers").children(), body):
         if is_half:
             module.float()  # one layer at a time, and its float32 copy is freed as soon as it is sharded
         fully_shard(module, mesh=mesh, mp_policy=gathered, reshard_after_forward=module is not model)
     if model is not body:  # the value head is float32 in any case
         fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
-    for module in _sharded_modules(model):
-        module.set_gradient_divide_factor(1.0)  # losses are divided by global token counts already
-        module.set_force_sum_reduction_for_comms(True)  # gloo has nothing that also multiplies
+    for sharded in _sharded_modules(model):
+        sharded.set_gradient_divide_factor(1.0)  # losses are divided by global token counts already
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has nothing that also multiplies
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -56,7 +52,7 @@ def is_sharded(model: nn.Module) -> bool:
     return bool(_sharded_modules(model))
 
 
-def unshard(model: Transformer | ValueModel) -> None:
+def unshard(model: nn.Module) -> None:
     """Gather all weights, until `reshard`: for the decoder and checkpoints, which read them as those of a plain model.
 
     In between a pass takes no collective, so that ranks may take different numbers of decode steps; the weights must
@@ -68,7 +64,7 @@ def unshard(model: Transformer | ValueModel) -> None:
         module.unshard()
 
 
-def reshard(model: Transformer | ValueModel) -> None:
+def reshard(model: nn.Module) -> None:
     """End what `unshard` began, before the update: free all but this rank's parts."""
     for module in (modules := _sharded_modules(model)):
         module.set_reshard_after_forward(module is not modules[0], recurse=False)
@@ -76,7 +72,7 @@ def reshard(model: Transformer | ValueModel) -> None:
 
 
 @contextmanager
-def resharded(model: Transformer | ValueModel) -> Iterator[None]:
+def resharded(model: nn.Module) -> Iterator[None]:
     """Around the update: a model that was unsharded for the rollouts is sharded inside the `with` block."""
     reshard(model)
     yield
