@@ -139,6 +139,7 @@ def generate(
         ValueError: the model cannot be loaded, an override is incorrect, or a prompt is empty or too long.
     """
     from srtrl.evaluation.policy import run_evals
+    from srtrl.run.progress import reporting_compilation
 
     refuse_ranks("srtrl generate")
     if isinstance(prompts, str):
@@ -152,7 +153,8 @@ def generate(
     source.put(("eval", "num_samples"), num_samples, "num_samples")
     source.override(overrides)
     recipe: Recipe = build_checked(source)
-    (outcome,) = run_evals(recipe.model.path, {"generate": recipe}, on_compile=_print_compiling)
+    with reporting_compilation(_print_compiling):
+        (outcome,) = run_evals(recipe.model.path, {"generate": recipe})
     return [[_generated(rollout) for rollout in group.rollouts] for group in outcome.groups]
 
 
@@ -173,7 +175,7 @@ def _source(model_or_run: str) -> RecipeSource:
 
 
 def _print_compiling(number: int, _: int) -> None:
-    from srtrl.engine.warm_up import COMPILE_MESSAGE
+    from srtrl.run.progress import COMPILE_MESSAGE
 
     if number == 1:
         print(COMPILE_MESSAGE, file=sys.stderr)

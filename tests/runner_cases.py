@@ -163,8 +163,8 @@ def compute_by_reference(runner: "CudaRunner") -> "Callable[[CudaStep], None]":
     def compute(step: "CudaStep") -> None:
         plan = ReferencePlan(runner.cache, step.rows)
         step.hidden.copy_(runner.model(step.rows.token_ids.long(), plan))
-        if step.shape.num_sampled:
-            logits = runner.model.logits(step.hidden[: step.shape.num_sampled])
+        if step.inputs.shape.num_sampled:
+            logits = runner.model.logits(step.hidden[: step.inputs.shape.num_sampled])
             noise = (step.temperatures, step.rng_keys, step.sample_positions.long())
             step.tokens.copy_(sample_rows_reference(logits, *noise))
             step.logprobs.copy_(row_logprobs_reference(logits, step.temperatures, step.tokens.long()))

@@ -33,7 +33,7 @@ generate policy --prompt 1 --samples 0 => num_samples: eval.num_samples: should 
 generate policy --prompt 1 --chat => the tokenizer has no chat template
 generate policy --prompt 1 rollout.max_new_tokens=100 => max_prompt_tokens + max_new_tokens = 164 is more than the 128
 generate policy --prompt 1 rollout.drafter=os:system => rollout.drafter: `os:system` is no drafter
-generate policy --prompt 1 rollout.kv_memory_gib=1e-6 => kv_memory_gib (1e-06) holds 0 pages, but one sequence of 128
+generate policy --prompt 1 rollout.kv_memory_gib=1e-6 => GiB hold 0 pages, but one sequence of 128
 generate policy --prompt 1 eval.top_p=0 => eval.top_p: should be greater than 0, found 0
 generate policy --prompt 1 rollout.slots=1000000000 => rollout.slots: should be 'auto' or should be less than or
 generate policy --prompt 1 --no-such-option => No such option: --no-such-option

@@ -125,7 +125,6 @@ def test_ends_by_end_token_length_and_stop_string(policy: Transformer) -> None:
         ({"prompt": (1, 61)}, "token id 61 is not in the vocabulary of 61"),
         ({"prompt": (-1,)}, "token id -1"),
         ({"max_new_tokens": 63}, "2 prompt tokens and max_new_tokens 63 exceed the limit of 64"),
-        ({"max_new_tokens": 60}, "need 16 pages of 4, but there are 12"),
         ({"max_new_tokens": 0}, "expected at least 1"),
         ({"top_p": 0.0}, "expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1, found 1.0, 0 and 0.0"),
         ({"stop_strings": ("x",)}, "stop strings need a tokenizer"),
@@ -226,7 +225,7 @@ def test_run_aheads_are_wanted_where_the_drafter_uses_them_and_they_are_allowed(
 
 
 def test_memory_too_small_for_one_sequence_and_sequences_too_long_for_the_model(policy: Transformer) -> None:
-    with pytest.raises(ValueError, match=r"kv_memory_gib \(1e-06\) holds"):
+    with pytest.raises(ValueError, match="kv_memory_gib: .* GiB hold 0 pages"):
         Engine(policy, options(kv_memory_gib=1e-6))
     with pytest.raises(ValueError, match="max_position_embeddings"):
         Engine(policy, options(max_sequence_tokens=257))

@@ -145,7 +145,7 @@ def test_pages_take_their_share_of_the_memory() -> None:
     free, _ = torch.cuda.mem_get_info()
     large = 16_384  # tokens of a page: so few slots can use all memory
     engine = cuda_engine(policy, page_size=large, kv_memory_gib="auto", slots=50_000)
-    assert 0.4 * free < engine.runner.num_pages * engine.runner.page_bytes < 0.51 * free
+    assert 0.4 * free < engine.runner.num_pages * page_bytes_of(policy, engine.options.page_size) < 0.51 * free
     del engine
     with pytest.raises(ValueError, match=r"rollout\.kv_memory_gib"):
         cuda_engine(policy, page_size=large, num_pages=int(1.2 * free) // page_bytes_of(policy, large))

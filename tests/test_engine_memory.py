@@ -13,29 +13,21 @@ PAGE = GIB // 64
 
 def test_memory_is_as_given_or_a_share_of_what_is_free_after_what_the_update_takes() -> None:
     for free in (80 * GIB, None):
-        assert kv_bytes(2.5, free, reserved_bytes=GIB)[0] == int(2.5 * GIB)
-    assert kv_bytes("auto", free_bytes(torch.device("cpu")), reserved_bytes=0)[0] == 4 * GIB
-    assert kv_bytes("auto", 80 * GIB, reserved_bytes=0)[0] == 40 * GIB
-    assert kv_bytes("auto", 80 * GIB, reserved_bytes=20 * GIB) == (
-        30 * GIB,
-        "rollout.kv_memory_gib (auto: 0.5 of 80.00 GiB less the update's 20.00)",
-    )
-    assert kv_bytes("auto", GIB, reserved_bytes=20 * GIB)[0] == 0
+        assert kv_bytes(2.5, free, reserved_bytes=GIB) == int(2.5 * GIB)
+    assert kv_bytes("auto", free_bytes(torch.device("cpu")), reserved_bytes=0) == 4 * GIB
+    for reserved, expected in ((0, 40), (20, 30), (100, 0)):
+        assert kv_bytes("auto", 80 * GIB, reserved_bytes=reserved * GIB) == expected * GIB
 
 
 def pages(num_bytes: int, slots: int = 4) -> int:
-    return choose_num_pages(
-        num_bytes, page_bytes=PAGE, page_size=16, slots=slots, max_sequence_tokens=100, source="the memory"
-    )
+    return choose_num_pages(num_bytes, page_bytes=PAGE, page_size=16, slots=slots, max_sequence_tokens=100)
 
 
 def test_pages_are_as_many_as_are_of_use_or_as_fit() -> None:
     assert pages(GIB) == 4 * 8  # 7 pages a sequence and one more
     assert pages(20 * PAGE + 1) == 20
     assert pages(7 * PAGE) == 7
-    with pytest.raises(
-        ValueError, match=r"the memory holds 6 pages, but one sequence of 100 tokens needs 7: .* 0.109 GiB"
-    ):
+    with pytest.raises(ValueError, match=r"hold 6 pages, but one sequence of 100 tokens needs 7: .* 0.109 GiB"):
         pages(7 * PAGE - 1)
 
 

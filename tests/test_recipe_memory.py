@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from srtrl.bench.shapes import SHAPES
 from srtrl.engine.cuda_runner import CudaRunner
 from srtrl.engine.kv_memory import choose_num_pages, kv_bytes
-from srtrl.engine.runner import EngineOptions
+from srtrl.engine.runner import EngineOptions, page_bytes_of
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.logprobs import token_logprobs
 from srtrl.model.transformer import Transformer
@@ -181,18 +181,17 @@ def memory_of(recipe: Recipe, shape: str) -> dict[str, float]:
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     tracker = MemoryTracker([])
     with tracker:
-        runner = CudaRunner(policy, options, longest)
+        CudaRunner(policy, options, longest)
     parts["decoder's buffers"] = tracker.peak
-    for_pages, source = kv_bytes(rollout.kv_memory_gib, free - tracker.peak, reserved_bytes=gradients)
+    page_bytes = page_bytes_of(policy, options.page_size)
     num_pages = choose_num_pages(
-        for_pages,
-        page_bytes=runner.page_bytes,
+        kv_bytes(rollout.kv_memory_gib, free - tracker.peak, reserved_bytes=gradients),
+        page_bytes=page_bytes,
         page_size=options.page_size,
         slots=slots,
         max_sequence_tokens=longest,
-        source=source,
     )
-    parts["KV cache"] = num_pages * runner.page_bytes
+    parts["KV cache"] = num_pages * page_bytes
     parts["gradients"] = gradients
     parts["activations"] = activation_bytes(shape, recipe.train.micro_batch_tokens, recipe.model.gradient_checkpointing)
     return {**parts, "slots": slots}

@@ -19,7 +19,7 @@ from runner_cases import (
 )
 
 from srtrl.engine.cpu_runner import CpuRunner
-from srtrl.engine.runner import RowFilters, Runner, kv_cache_for
+from srtrl.engine.runner import RowFilters, Runner, page_bytes_of
 from srtrl.engine.sampling import filter_top_k_top_p
 from srtrl.model.transformer import Transformer
 
@@ -102,7 +102,7 @@ def test_steps_are_timed_up_to_the_edges_of_their_padding_and_break_no_page(
     make_runner: RunnerFactory, policy: Transformer
 ) -> None:
     samples = Samples(runner := make_runner(policy), policy)
-    assert runner.page_bytes == 2 * 2 * PAGE_SIZE * 2 * 16 * 4
+    assert page_bytes_of(policy, PAGE_SIZE) == 2 * 2 * PAGE_SIZE * 2 * 16 * 4
     edges = runner.row_edges(20)
     assert edges == sorted(set(edges))
     assert edges[-1] >= 20
@@ -117,9 +117,12 @@ def test_steps_are_timed_up_to_the_edges_of_their_padding_and_break_no_page(
     samples.check_step()
 
 
-@pytest.mark.parametrize("token_major", [False, True])
-def test_positions_are_copied_as_if_all_sources_were_read_first(token_major: bool) -> None:
-    cache = kv_cache_for(runner_policy(), 6, PAGE_SIZE, token_major=token_major)
+def test_positions_are_copied_as_if_all_sources_were_read_first(
+    make_runner: RunnerFactory, policy: Transformer
+) -> None:
+    runner = make_runner(policy)
+    runner.allocate_pages(6)
+    cache = runner.cache
     by_page = [cache.key_pages.permute(0, 1, 4, 2, 3), cache.value_pages.transpose(2, 3)]  # [layers, P, S, K, E]
     for pages in by_page:
         pages.copy_(torch.randn(pages.shape, generator=torch.Generator().manual_seed(len(pages))))
@@ -128,6 +131,6 @@ def test_positions_are_copied_as_if_all_sources_were_read_first(token_major: boo
     for pages in expected:
         heads = pages.flatten(1, 2)  # a view
         heads[:, targets] = heads[:, sources]
-    cache.move_indices(sources, targets)
+    runner.move_kv(sources, targets)
     for pages, wanted in zip(by_page, expected, strict=True):
         assert torch.equal(pages, wanted)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from numba import njit
 
-from srtrl.engine.warm_up import reporting_compilation
+from srtrl.run.progress import reporting_compilation
 
 CHECK = """
 import sys

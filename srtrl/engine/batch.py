@@ -135,6 +135,8 @@ class Batch:
         self.is_decoding: npt.NDArray[np.bool_] = array(np.bool_)
         """[slots], whether only the root's KV is missing, so that the next step samples."""
         self.is_run_ahead: npt.NDArray[np.bool_] = array(np.bool_)
+        self.admissions: Int64Array = array(np.int64)
+        """[slots], see `Sample.admission`."""
         self._free = list(range(num_slots - 1, -1, -1))
 
     @property
@@ -196,6 +198,7 @@ class Batch:
         request, sampling = sample.request, sample.request.sampling
         num_prompt, num_generated = len(sample.prompt.token_ids), len(sample.token_ids)
         self.samples[slot] = sample
+        self.admissions[slot] = sample.admission
         self.token_ids[slot, :num_prompt] = sample.prompt.token_ids
         self.token_ids[slot, num_prompt : num_prompt + num_generated] = sample.token_ids
         self.logprobs[slot, :num_generated] = sample.logprobs

@@ -89,11 +89,6 @@ class CudaStep:
     logprobs: Tensor
     """[L] float32, written."""
 
-    @property
-    def shape(self) -> StepShape:
-        """Sizes of all these."""
-        return self.inputs.shape
-
 
 class CudaRunner(Runner):
     """`Runner` with fused kernels, fixed shapes and sampling on the device.
@@ -191,13 +186,13 @@ class CudaRunner(Runner):
             self.cache,
             step.rows,
             rotary=self._rotary,
-            block_m=step.shape.block_m,
-            num_splits=step.shape.num_splits,
+            block_m=step.inputs.shape.block_m,
+            num_splits=step.inputs.shape.num_splits,
             scratch=self._attention,
             out=step.hidden,
         )
-        for first in range(0, step.shape.num_sampled, LOGITS_AT_ONCE):
-            rows = slice(first, min(first + LOGITS_AT_ONCE, step.shape.num_sampled))
+        for first in range(0, step.inputs.shape.num_sampled, LOGITS_AT_ONCE):
+            rows = slice(first, min(first + LOGITS_AT_ONCE, step.inputs.shape.num_sampled))
             logits = self._logits[: rows.stop - first]
             torch.mm(step.hidden[rows], self.model.head_weight.t(), out=logits)
             self._sample(step, rows, logits)

@@ -1,6 +1,6 @@
 """The rollout engine: requests in, completions out as they finish; one decode step reads like a list."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -23,10 +23,9 @@ from srtrl.engine.scheduler import Scheduler
 from srtrl.engine.stats import EngineStats, StageClock, add_stats
 from srtrl.engine.stopping import StopFinder, Tokenizer
 from srtrl.engine.verify import MAX_LENGTH, RUNNING, Verified, plan_moves, verify
-from srtrl.engine.warm_up import reporting_compilation
 from srtrl.model.cpu_threads import set_cpu_threads
-from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
+from srtrl.model.weights import read_config
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.types import Completion, FinishReason, Purpose, Request, SamplingParams
 
@@ -34,20 +33,6 @@ __all__ = ["Engine", "EngineOptions"]
 
 WARM_UP_TOKENS = 24
 """Length of the samples that warm up the kernels: enough for a trial of drafts."""
-WARM_UP_MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 4,
-    "hidden_size": 4,
-    "intermediate_size": 4,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "max_position_embeddings": WARM_UP_TOKENS,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-}
-"""Config of the model that they run on."""
 
 
 class Engine:
@@ -145,11 +130,7 @@ class Engine:
                 f"{who}: {len(prompt)} prompt tokens and max_new_tokens {sampling.max_new_tokens} exceed the limit of "
                 f"{self.max_sequence_tokens} tokens: shorten the prompt or lower max_new_tokens"
             )
-        if self.pool.pages_for(longest) > self.pool.num_pages:
-            raise ValueError(
-                f"{who}: up to {longest} tokens need {self.pool.pages_for(longest)} pages of {self.pool.page_size}, "
-                f"but there are {self.pool.num_pages}: raise rollout.kv_memory_gib"
-            )
+        assert self.pool.pages_for(longest) <= self.pool.num_pages, "the pages do not hold this sequence"
 
     def add(self, request: Request) -> None:
         """Queue a request; inside `rollout`, between two steps.
@@ -243,7 +224,7 @@ class Engine:
         verified = verify(self.batch, step.slots, trees, sampled, self.stop_finder)
         clock.lap("verify")
         if trees.num_nodes:
-            self._commit(verified)
+            self.runner.move_kv(*plan_moves(self.batch, verified, self.pool.page_size))
         clock.lap("commit")
         self.drafter.observe(verified.slots, verified.token_ids, verified.offsets)
         clock.lap("observe")
@@ -342,12 +323,6 @@ class Engine:
         clock.lap("rows")
         self.runner.launch(inputs, filters)
 
-    def _commit(self, verified: Verified) -> None:
-        """Make the KV of accepted paths contiguous."""
-        sources, targets = plan_moves(self.batch, verified, self.pool.page_size)
-        if len(sources):
-            self.runner.move_kv(sources, targets)
-
     def _take_finished(self, verified: Verified) -> list[Completion]:
         """Take out the finished samples, and pause those whose turn has ended."""
         ended = np.flatnonzero(verified.finish != RUNNING).tolist()
@@ -407,17 +382,14 @@ class Engine:
             seconds=seconds,
         )
 
-    def warm_up(self, on_compile: Callable[[int, int], None] = lambda *_: None) -> None:
+    def warm_up(self) -> None:
         """Once: compile (or load) all kernels, and measure the cost of a step where drafts are budgeted by it.
 
-        The first rollout does so by itself. `on_compile` gets the number of CPU kernels compiled so far, and of all.
+        The first rollout does so by itself.
         """
-        if not self._is_warm:
-            self._is_warm = True
-            with reporting_compilation(on_compile):
-                self._warm_up()
-
-    def _warm_up(self) -> None:
+        if self._is_warm:
+            return
+        self._is_warm = True
         if not self.runner.is_asynchronous:
             set_cpu_threads()
         compile_kernels(with_drafts=not self.is_off)
@@ -456,7 +428,7 @@ def compile_kernels(*, with_drafts: bool = True) -> None:
 
     `with_drafts`: also those of the drafter `srt`.
     """
-    config = config_from_hf(WARM_UP_MODEL)
+    config = replace(read_config("bundled:tiny"), num_hidden_layers=1, vocab_size=4)
     policy = Transformer(config, torch.float32, "cpu")
     for parameter in policy.parameters():
         parameter.zero_()

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from srtrl.engine.runner import EngineOptions, Runner
+from srtrl.engine.runner import EngineOptions, Runner, page_bytes_of
 
 GIB = 1 << 30
 CPU_GIB = 4.0
@@ -33,24 +33,21 @@ def allocate_pages(runner: Runner, options: EngineOptions, max_sequence_tokens: 
     Raises:
         ValueError: The memory does not hold one sequence, or the device does not have as much.
     """
-    num_pages = options.num_pages
+    num_pages, page_bytes = options.num_pages, page_bytes_of(runner.model, options.page_size)
     if num_pages is None:
-        num_bytes, source = kv_bytes(
-            options.kv_memory_gib, free_bytes(runner.model.device), reserved_bytes=options.kv_reserved_bytes
-        )
+        free = free_bytes(runner.model.device)
         num_pages = choose_num_pages(
-            num_bytes,
-            page_bytes=runner.page_bytes,
+            kv_bytes(options.kv_memory_gib, free, reserved_bytes=options.kv_reserved_bytes),
+            page_bytes=page_bytes,
             page_size=options.page_size,
             slots=options.slots,
             max_sequence_tokens=max_sequence_tokens,
-            source=source,
         )
     try:
         runner.allocate_pages(num_pages)
     except torch.OutOfMemoryError as error:
         raise ValueError(
-            f"the KV cache is to have {num_pages * runner.page_bytes / GIB:.2f} GiB, and the device has not as much "
+            f"the KV cache is to have {num_pages * page_bytes / GIB:.2f} GiB, and the device has not as much "
             "left: lower rollout.kv_memory_gib, or free the device of other programs"
         ) from error
     return num_pages
@@ -64,8 +61,8 @@ def free_bytes(device: torch.device) -> int | None:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def kv_bytes(kv_memory_gib: float | Literal["auto"], free: int | None, *, reserved_bytes: int) -> tuple[int, str]:
-    """Return how many bytes the pages may take, and a text for errors: the options that said so.
+def kv_bytes(kv_memory_gib: float | Literal["auto"], free: int | None, *, reserved_bytes: int) -> int:
+    """Return how many bytes the pages may take.
 
     Args:
         kv_memory_gib: The option.
@@ -73,30 +70,25 @@ def kv_bytes(kv_memory_gib: float | Literal["auto"], free: int | None, *, reserv
         reserved_bytes: What others will take later and keep, or need beside the rest.
     """
     if kv_memory_gib != "auto":
-        return int(kv_memory_gib * GIB), f"rollout.kv_memory_gib ({kv_memory_gib})"
-    if free is None:
-        return int(CPU_GIB * GIB), f"rollout.kv_memory_gib (auto: {CPU_GIB})"
-    left = max(free - reserved_bytes, 0)
-    reserved = f" less the update's {reserved_bytes / GIB:.2f}" if reserved_bytes else ""
-    return int(KV_SHARE * left), f"rollout.kv_memory_gib (auto: {KV_SHARE} of {free / GIB:.2f} GiB{reserved})"
+        return int(kv_memory_gib * GIB)
+    return int(CPU_GIB * GIB) if free is None else int(KV_SHARE * max(free - reserved_bytes, 0))
 
 
-def choose_num_pages(
-    num_bytes: int, *, page_bytes: int, page_size: int, slots: int, max_sequence_tokens: int, source: str
-) -> int:
+def choose_num_pages(num_bytes: int, *, page_bytes: int, page_size: int, slots: int, max_sequence_tokens: int) -> int:
     """Pages for all slots at full length (and one more each, for prompts), as far as `num_bytes` go.
 
     Raises:
-        ValueError: That memory does not hold one sequence; `source` names the options.
+        ValueError: That memory does not hold one sequence.
     """
-    of_one = -(-max_sequence_tokens // page_size)
+    max_pages = -(-max_sequence_tokens // page_size)
     affordable = num_bytes // page_bytes
-    if affordable < of_one:
+    if affordable < max_pages:
         raise ValueError(
-            f"{source} holds {affordable} pages, but one sequence of {max_sequence_tokens} tokens needs {of_one}: at "
-            f"least {of_one * page_bytes / GIB:.3g} GiB. Raise it, or lower rollout.max_new_tokens"
+            f"rollout.kv_memory_gib: {num_bytes / GIB:.3g} GiB hold {affordable} pages, but one sequence of "
+            f"{max_sequence_tokens} tokens needs {max_pages}: set at least {max_pages * page_bytes / GIB:.3g} GiB, or "
+            "lower rollout.max_new_tokens"
         )
-    return min(affordable, slots * (of_one + 1))
+    return min(affordable, slots * (max_pages + 1))
 
 
 def choose_slots(num_bytes: int, *, page_bytes: int, page_size: int, max_sequence_tokens: int, num_samples: int) -> int:

@@ -14,7 +14,9 @@ import numpy.typing as npt
 import torch
 
 from srtrl.drafters.draft_tree import ROOT, DraftTrees, ranges
-from srtrl.engine.rows import BatchArrays, Int32Array, Int64Array, StepInputs, StepSize, fill_inputs
+from srtrl.engine.batch import Batch
+from srtrl.engine.page_pool import PagePool
+from srtrl.engine.rows import Int32Array, Int64Array, StepInputs, StepSize, fill_inputs
 from srtrl.model.paged_attention import KVCache
 from srtrl.model.transformer import Transformer
 
@@ -71,6 +73,7 @@ class Runner(ABC):
     """Whether `launch` returns before the step is computed."""
     was_prepared = True
     """Whether the last step took no longer than such steps do: no compilation, no graph capture."""
+    cache: KVCache
 
     def __init__(self, policy: Transformer, options: EngineOptions, *, token_major: bool = False) -> None:
         """Without pages: `allocate_pages` must follow. For `token_major` see `KVCache`."""
@@ -78,9 +81,6 @@ class Runner(ABC):
         self.model = policy
         """The policy itself: decoder and update share its tensors."""
         self._token_major = token_major
-        self._may_have_moved = True
-        """Whether weights or pages may lie elsewhere than in the last step."""
-        self.cache = kv_cache_for(policy, 0, options.page_size, token_major=token_major)
 
     @abstractmethod
     def row_edges(self, max_rows: int) -> list[int]:
@@ -103,15 +103,21 @@ class Runner(ABC):
         """Pages of the KV cache."""
         return self.cache.key_pages.shape[1]
 
-    @property
-    def page_bytes(self) -> int:
-        """Memory of one page, all layers, keys and values."""
-        return page_bytes_of(self.model, self.page_size)
-
     def allocate_pages(self, num_pages: int) -> None:
         """Have this many pages, no page being in use; raises `torch.OutOfMemoryError`."""
+        config = self.model.config
+        self.cache = KVCache(
+            num_layers=config.num_hidden_layers,
+            num_pages=num_pages,
+            page_size=self.page_size,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            dtype=self.model.dtype,
+            device=self.model.device,
+            token_major=self._token_major,
+        )
         self._may_have_moved = True
-        self.cache = kv_cache_for(self.model, num_pages, self.page_size, token_major=self._token_major)
+        """Whether weights or pages may lie elsewhere than in the last step."""
 
     def weights_changed(self) -> None:
         """The policy's weights have changed; those of a sharded policy may lie elsewhere now."""
@@ -123,7 +129,8 @@ class Runner(ABC):
 
         The host does not wait for it.
         """
-        self.cache.move_indices(sources, targets)
+        if len(sources):
+            self.cache.move_indices(sources, targets)
 
     def time_step(self, num_rows: int, context_tokens: int, num_sequences: int) -> float:
         """Seconds of a step of `num_rows` sampled rows, roots of sequences of `context_tokens` and chains after them.
@@ -132,7 +139,7 @@ class Runner(ABC):
         of it. No page may be in use: they are overwritten.
         """
         while True:
-            inputs = timed_step(self, num_rows, context_tokens, num_sequences, self.page_size)
+            inputs = timed_step(self, num_rows, context_tokens, num_sequences)
             if self.model.device.type == "cuda":
                 torch.cuda.synchronize(self.model.device)
             started = time.perf_counter()
@@ -140,21 +147,6 @@ class Runner(ABC):
             self.wait(num_rows)
             if self.was_prepared:
                 return time.perf_counter() - started
-
-
-def kv_cache_for(model: Transformer, num_pages: int, page_size: int, *, token_major: bool = False) -> KVCache:
-    """A cache of `num_pages` for the decoder's model; for `token_major` see `KVCache`."""
-    config = model.config
-    return KVCache(
-        num_layers=config.num_hidden_layers,
-        num_pages=num_pages,
-        page_size=page_size,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        dtype=model.dtype,
-        device=model.device,
-        token_major=token_major,
-    )
 
 
 def page_bytes_of(model: Transformer, page_size: int) -> int:
@@ -165,35 +157,27 @@ def page_bytes_of(model: Transformer, page_size: int) -> int:
     return 2 * num_numbers * dtype.itemsize
 
 
-def timed_step(runner: Runner, num_rows: int, context_tokens: int, num_sequences: int, page_size: int) -> StepInputs:
+def timed_step(runner: Runner, num_rows: int, context_tokens: int, num_sequences: int) -> StepInputs:
     """Inputs of a step that is only timed: chains of draft nodes after `context_tokens` zeros each, on any pages."""
-    rows_each = np.diff(np.arange(num_sequences + 1) * num_rows // num_sequences)
-    offsets = np.concatenate([[0], (rows_each - 1).cumsum()])
-    parents = ranges(np.full(num_sequences, ROOT), rows_each - 1)
+    num_nodes = np.diff(np.arange(num_sequences + 1) * num_rows // num_sequences) - 1
+    parents = ranges(np.full(num_sequences, ROOT), num_nodes).astype(np.int32)
     trees = DraftTrees(
-        token_ids=np.zeros(len(parents), np.int32),
-        parents=parents.astype(np.int32),
+        token_ids=np.zeros_like(parents),
+        parents=parents,
         scores=np.ones(len(parents), np.float32),
-        offsets=offsets,
+        offsets=np.concatenate([[0], num_nodes.cumsum()]),
     )
+    max_nodes = int(num_nodes.max())
     size = StepSize(
-        rows_per_sequence=rows_each,
+        rows_per_sequence=1 + num_nodes,
         num_sampled=num_rows,
-        max_keys=context_tokens + int(rows_each.max()) - 1,
-        page_size=page_size,
+        max_keys=context_tokens + max_nodes,
+        page_size=runner.page_size,
     )
-    pages = np.arange(num_sequences * size.max_pages, dtype=np.int32) % np.int32(runner.num_pages)
-    batch = BatchArrays(
-        token_ids=np.zeros((num_sequences, context_tokens), np.int32),
-        logprobs=np.zeros((num_sequences, context_tokens), np.float32),
-        num_tokens=np.full(num_sequences, context_tokens),
-        num_prompt_tokens=np.ones(num_sequences, np.int64),
-        max_tokens=np.full(num_sequences, context_tokens),
-        rng_keys=np.arange(num_sequences, dtype=np.uint64),
-        temperatures=np.ones(num_sequences, np.float32),
-        end_tokens=np.zeros((num_sequences, 1), np.int32),
-        page_table=pages.reshape(num_sequences, size.max_pages),
-    )
+    batch = Batch(num_sequences, context_tokens, PagePool(1, runner.page_size), max_nodes)
+    batch.num_tokens[:] = context_tokens
+    batch.temperatures[:] = 1
+    batch.page_table[:] = np.arange(batch.page_table.size).reshape(batch.page_table.shape) % runner.num_pages
     inputs = runner.inputs_for(size)
-    fill_inputs(inputs, batch, np.arange(num_sequences), trees, [], page_size)
+    fill_inputs(inputs, batch.arrays, np.arange(num_sequences), trees, [], runner.page_size)
     return inputs

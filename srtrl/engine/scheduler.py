@@ -145,7 +145,7 @@ class Scheduler:
         if missing.sum() > self.pool.num_free:
             batch.trim()
             missing = np.maximum(batch.missing_pages(slots, num_positions), 0)
-            oldest_first = self._by_admission(slots)
+            oldest_first = batch.admissions[slots].argsort()
             missing[oldest_first[missing[oldest_first].cumsum() > self.pool.num_free]] = 0
         if missing.any():
             batch.grow(slots, missing)
@@ -332,13 +332,6 @@ class Scheduler:
         while self.pool.num_free < count:
             self._drop_pages(idle.pop())
         return True
-
-    def _by_admission(self, slots: Int64Array) -> Int64Array:
-        """Indices of `slots` in the order in which their samples were admitted."""
-        samples = [self.batch.samples[slot] for slot in slots.tolist()]
-        admissions = np.array([sample.admission for sample in samples if sample is not None], np.int64)
-        order: Int64Array = admissions.argsort(kind="stable")
-        return order
 
     def _preempt(self, sample: Sample, step: ScheduledStep) -> None:
         """Take the pages of a running sample; it waits first in line and will be recomputed, to the same tokens."""

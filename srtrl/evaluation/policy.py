@@ -16,7 +16,6 @@ from pathlib import Path
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import Recipe
-from srtrl.rollout.collect import OnProgress
 from srtrl.run.checkpoint import MANIFEST, check_policy, checkpoint_name, latest_checkpoint, list_checkpoints
 from srtrl.tasks.base import Task, load_task
 from srtrl.tasks.grading import Grader
@@ -72,7 +71,6 @@ def run_evals(
     recipes: Mapping[str, Recipe],
     *,
     on_progress: Callable[[str, int, int], None] = lambda *_: None,
-    on_compile: OnProgress = lambda *_: None,
     ranks: Ranks = ONE_RANK,
 ) -> Iterator[EvalOutcome]:
     """Evaluate the policy `model` on the task of each recipe, with one decoder; an outcome as soon as it is there.
@@ -86,7 +84,6 @@ def run_evals(
             decoder.
         on_progress: Called after each completion, with the name, the number of completions so far and of those that are
             requested.
-        on_compile: See `Engine.warm_up`.
         ranks: Share the samples; each of them has all outcomes.
 
     Raises:
@@ -107,7 +104,7 @@ def run_evals(
     policy = build.build_policy(base, model, build.choose_device(base))
     num_samples = max(len(prompts) * recipe.eval.num_samples for _, recipe, _, _, prompts in loaded)
     engine = build.build_engine(base, policy, tokenizer, num_samples=num_samples)
-    engine.warm_up(on_compile)
+    engine.warm_up()
     end_ids = build.response_end_ids(model, tokenizer)
     for name, recipe, conversations, task, prompts in loaded:
         grader = Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)

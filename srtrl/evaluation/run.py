@@ -19,7 +19,7 @@ from srtrl.ranks.processes import Ranks, is_main_process
 from srtrl.recipe.file import RecipeSource, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.run.metrics import describe_held_out
-from srtrl.run.progress import RunProgress
+from srtrl.run.progress import RunProgress, reporting_compilation
 from srtrl.tasks.base import load_task
 from srtrl.trainer.build import build_tokenizer
 
@@ -86,10 +86,9 @@ def evaluate(
     if output is not None and (output.exists() or not output.parent.is_dir()):
         raise ValueError(f"--output: {output} exists, or there is no folder {output.parent}; name another file")
     outcomes = []
-    with RunProgress(len(recipes), console=Console(stderr=True, quiet=not ranks.is_main)) as progress:
-        for outcome in run_evals(
-            model, recipes, on_progress=progress.stage, on_compile=progress.compiling, ranks=ranks
-        ):
+    progress = RunProgress(len(recipes), console=Console(stderr=True, quiet=not ranks.is_main))
+    with progress, reporting_compilation(progress.compiling):
+        for outcome in run_evals(model, recipes, on_progress=progress.stage, ranks=ranks):
             outcomes.append(outcome)
             if output is not None and ranks.is_main:
                 tables.append_rows(output, outcome)

@@ -186,9 +186,8 @@ def number_of_slots(
         return rollout.slots
     if free is None:
         return CPU_SLOTS
-    num_bytes, _ = kv_bytes(rollout.kv_memory_gib, free, reserved_bytes=reserved_bytes)
     return choose_slots(
-        num_bytes,
+        kv_bytes(rollout.kv_memory_gib, free, reserved_bytes=reserved_bytes),
         page_bytes=page_bytes_of(model, PAGE_SIZE),
         page_size=PAGE_SIZE,
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,

@@ -42,7 +42,7 @@ from srtrl.run.folder import (
 )
 from srtrl.run.interrupt import Interrupt, UpdateMemoryError, explain_out_of_memory, freeze_gc, how_to_resume
 from srtrl.run.metrics import describe_held_out, describe_step, memory_metrics, time_metrics, update_flops
-from srtrl.run.progress import RunProgress
+from srtrl.run.progress import RunProgress, reporting_compilation
 from srtrl.run.trackers import check_trackers, log_samples, start_trackers
 from srtrl.tasks.base import load_task
 from srtrl.tasks.grading import Grader
@@ -295,8 +295,8 @@ class Trainer:
         """
         try:
             with freeze_gc(), self.interrupt, self.progress:
-                with self._stage("compile"):
-                    self.engine.warm_up(self.progress.compiling)
+                with self._stage("compile"), reporting_compilation(self.progress.compiling):
+                    self.engine.warm_up()
                 if self.step == 0 and self.recipe.eval.before_and_after:
                     self._record_observations(0)
                     self._write_row(self.evaluate("before training"))
