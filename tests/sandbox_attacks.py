@@ -7,7 +7,7 @@ test: `{token}` is in the secrets, and in the names of the files that the attack
 import platform
 from dataclasses import dataclass
 
-from srtrl.environments.python_worker import ALLOWED_VALUES, DENIED_CALLS
+from srtrl.environments.python_worker import ALLOWED_CALLS, ALLOWED_VALUES
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -24,10 +24,21 @@ class Attack:
     is_truncated: bool = False
 
 
+COLUMN = 1 + (platform.machine() == "aarch64")
 NUMBERS = {
-    row.split()[0]: row.split()[1 + (platform.machine() == "aarch64")]
-    for row in (DENIED_CALLS + "," + ALLOWED_VALUES).split(",")
+    row.split()[0]: row.split()[COLUMN]
+    for row in """
+clone 56 220, clone3 435 435, fork 57 -, vfork 58 -, unshare 272 97, mount 165 40, io_uring_setup 425 425, bpf 321 280,
+keyctl 250 219, perf_event_open 298 241, userfaultfd 323 282, memfd_create 319 279, shmget 29 194, kill 62 129,
+open_by_handle_at 304 265, tgkill 234 131, rt_sigqueueinfo 129 138, ptrace 101 117, process_vm_readv 310 270,
+process_vm_writev 311 271, pidfd_getfd 438 438, mq_unlink 241 181, inotify_init1 294 26, inotify_add_watch 254 27,
+statmount 457 457, listmount 458 458, file_getattr 468 468, getxattrat 464 464, listxattrat 465 465, prctl 157 167
+""".split(",")
 }
+OTHER_NUMBERS = set(range(600)) - {
+    int(row.split()[COLUMN].replace("-", "-1")) for row in (ALLOWED_CALLS + "," + ALLOWED_VALUES).split(",")
+}
+OTHER_NUMBERS -= {335, 336}  # on x86_64 no filter sees them: they end a process that is not being probed
 
 PRELUDE = """\
 import ctypes, errno, os, signal, sys
@@ -59,7 +70,7 @@ def attempt(expression: str, *, is_harmless_in_bubblewrap: bool = False) -> Atta
 
 def raw(name: str, arguments: str) -> Attack:
     """A system call that must be refused."""
-    return Attack(code=f"{PRELUDE}system_call({NUMBERS[name]}, {arguments})\n", output="EPERM")
+    return Attack(code=f"{PRELUDE}system_call({NUMBERS[name]}, {arguments})\n", output="ENOSYS")
 
 
 FILES = {
@@ -144,7 +155,13 @@ PROCESSES = {
         code=PRELUDE
         + "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        while True: signal.pause()\n",
         status="error",
-        output="PermissionError",
+        output="OSError",
+    ),
+    "every call that is not allowed": Attack(
+        code=PRELUDE
+        + f"for number in {sorted(OTHER_NUMBERS)}:\n"
+        + "    if libc.syscall(number, 0, 0, 0, 0, 0, 0) != -1 or ctypes.get_errno() != errno.ENOSYS:\n"
+        + "        print('BREACH', number)\n",
     ),
     "raw clone": raw("clone", "17, 0, 0, 0, 0"),
     "raw clone of a thread": raw("clone", "0x10F00, 0, 0, 0, 0"),
@@ -169,6 +186,20 @@ PROCESSES = {
     "userfaultfd": raw("userfaultfd", "0"),
     "anonymous file": raw("memfd_create", "b'x', 0"),
     "System V shared memory": raw("shmget", "0, 4096, 0o1666"),
+    "delete a message queue": raw("mq_unlink", "b'{token}'"),
+    "watch files": raw("inotify_init1", "0"),
+    "watch a folder": raw("inotify_add_watch", "0, b'/tmp', 0xfff"),
+    "watch a folder by its file descriptor": attempt("__import__('fcntl').fcntl(os.open(os.__file__, 0), 1026, 0xfff)"),
+    "labels of a secret": attempt("os.getxattr({secret!r}, 'user.x')"),
+    "names of labels of a secret": attempt("os.listxattr({secret!r})"),
+    "labels by a folder": raw("getxattrat", "-100, {secret!r}.encode(), 0, b'user.x', 0, 16"),
+    "names of labels by a folder": raw("listxattrat", "-100, {secret!r}.encode(), 0, 0, 0"),
+    "mounts": raw("listmount", "bytes(32), bytes(800), 100, 0"),
+    "a mount": raw("statmount", "bytes(32), bytes(800), 800, 0"),
+    "flags of a secret": raw("file_getattr", "-100, {secret!r}.encode(), bytes(64), 64, 0"),
+    "which processes exist": attempt("os.getpgid({trainer})"),
+    "where processes may run": attempt("os.sched_getaffinity({trainer})"),
+    "lock a library's file": attempt("__import__('fcntl').flock(os.open(os.__file__, 0), 2)"),
     "file handles": raw("open_by_handle_at", "-100, bytes(128), 0"),
 }
 if platform.machine() == "x86_64":
@@ -187,7 +218,7 @@ SIGNALS = {
     "queue a signal": raw("rt_sigqueueinfo", "os.getppid(), 9, bytes(128)"),
     "kill through a file descriptor": attempt("signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 9)"),
     "signal by the owner of a pipe": Attack(
-        code=PRELUDE + "import fcntl\nr, w = os.pipe()\nfcntl.fcntl(r, fcntl.F_SETSIG, 9)\n"
+        code=PRELUDE + "import fcntl\nr, w = os.pipe()\nattempt(lambda: fcntl.fcntl(r, fcntl.F_SETSIG, 9))\n"
         "attempt(lambda: fcntl.fcntl(r, fcntl.F_SETOWN, os.getppid()))\n"
         "fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC)\nos.write(w, b'x')\n",
         output="refused",
@@ -207,7 +238,7 @@ SIGNALS = {
     ),
     "slow the worker down": attempt("os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)"),
     "move the worker": attempt("os.sched_setaffinity(os.getppid(), {{0}})"),
-    "outlive the worker": Attack(code=PRELUDE + "print(libc.prctl(1, 0, 0, 0, 0))", output="-1"),
+    "outlive the worker": raw("prctl", "1, 0, 0, 0, 0"),
     "take a worker's file": raw("pidfd_getfd", "3, 4, 0"),
 }
 

@@ -225,9 +225,10 @@ def test_an_error_shows_the_codes_own_lines(world: World) -> None:
 
 def test_the_same_code_gives_the_same_result_in_every_call(world: World) -> None:
     code = (
-        "import os, random, secrets, uuid, numpy as np\n"
+        "import fcntl, os, random, secrets, uuid, numpy as np\n"
         "print(random.random(), secrets.token_hex(), uuid.uuid4(), os.urandom(4), np.random.rand(),"
-        " np.random.default_rng().random(), {'a', 'b', 'c'}, hash('a'), random.SystemRandom().random())"
+        " np.random.default_rng().random(), {'a', 'b', 'c'}, hash('a'), random.SystemRandom().random(),"
+        " fcntl.fcntl(0, fcntl.F_GETFL), fcntl.fcntl(0, fcntl.F_SETFL, os.O_NONBLOCK | os.O_APPEND))"
     )
     results = [future.result() for future in [world.pool.submit(code) for _ in range(6)]]
     assert {result.status for result in results} == {"ok"}

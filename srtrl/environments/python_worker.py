@@ -1,9 +1,10 @@
 """The program that a sandboxed interpreter runs: a fresh fork for each call. It imports nothing of ours.
 
 It imports numpy and sympy once. Then it reads a request per line, forks, and the fork runs the code: one process, one
-thread, with its limits kept by the kernel, and a seccomp filter that denies it new processes and threads and all that
-one process can do to another. So killing that one process ends the code, always. The parent never runs a line
-of the code; it reads the two pipes, waits for the end, and reports it, so the code has no part in that.
+thread, with its limits kept by the kernel, and a seccomp filter that allows it the system calls that such code needs:
+no new processes and threads, and nothing that one process can do to another. So killing that one process ends the code,
+always. The parent never runs a line of the code; it reads the two pipes, waits for the end, and reports it, so the code
+has no part in that.
 """
 
 import ast
@@ -40,31 +41,33 @@ NUM_FILES = 64
 """File descriptors that a call may have open."""
 SOURCE_NAME = "<tool>"
 
-DENIED_CALLS = """
-clone 56 220, clone3 435 435, fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, setpgid 109 154, setsid 112 157,
-kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
-pidfd_send_signal 424 424, pidfd_open 434 434, pidfd_getfd 438 438, ptrace 101 117, kcmp 312 272,
-process_vm_readv 310 270, process_vm_writev 311 271, process_madvise 440 440, process_mrelease 448 448,
-move_pages 279 239, migrate_pages 256 238, setpriority 141 140, ioprio_set 251 30, sched_setparam 142 118,
-sched_setscheduler 144 119, sched_setaffinity 203 122, sched_setattr 314 274, socket 41 198, connect 42 203,
-bind 49 200, memfd_create 319 279, memfd_secret 447 447, mq_open 240 180, shmget 29 194, shmat 30 196, shmctl 31 195,
-semget 64 190, semop 65 193, semctl 66 191, semtimedop 220 192, msgget 68 186, msgsnd 69 189, msgrcv 70 188,
-msgctl 71 187, chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55, lchown 94 -,
-fchownat 260 54, utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88, setxattr 188 5, lsetxattr 189 6,
-fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, setxattrat 463 463,
-removexattrat 466 466, file_setattr 469 469, readlink 89 -, readlinkat 267 78, unshare 272 97, setns 308 268,
-mount 165 40, umount2 166 39, chroot 161 51, pivot_root 155 41, open_tree 428 428, fsopen 430 430,
-io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427, bpf 321 280, perf_event_open 298 241,
-userfaultfd 323 282, keyctl 250 219, add_key 248 217, request_key 249 218, personality 135 92, fanotify_init 300 262,
-name_to_handle_at 303 264, open_by_handle_at 304 265
+ALLOWED_CALLS = """
+read 0 63, write 1 64, writev 20 66, pread64 17 67, lseek 8 62, open 2 -, openat 257 56, close 3 57, close_range 436 436,
+dup 32 23, dup2 33 -, dup3 292 24, pipe 22 -, pipe2 293 59, stat 4 -, fstat 5 80, lstat 6 -, newfstatat 262 79,
+statx 332 291, access 21 -, faccessat 269 48, faccessat2 439 439, getdents64 217 61, getcwd 79 17,
+poll 7 -, ppoll 271 73, select 23 -, pselect6 270 72, epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -,
+epoll_pwait 281 22, epoll_pwait2 441 441, eventfd2 290 19, sendto 44 206, recvfrom 45 207, shutdown 48 210,
+getsockname 51 204, getsockopt 55 209,
+mmap 9 222, munmap 11 215, mprotect 10 226, mremap 25 216, madvise 28 233, brk 12 214,
+futex 202 98, set_robust_list 273 99, rseq 334 293, membarrier 324 283, sched_yield 24 124,
+rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigpending 127 136, rt_sigtimedwait 128 137,
+rt_sigsuspend 130 133, sigaltstack 131 132, pause 34 -, alarm 37 -, setitimer 38 103, getitimer 36 102,
+restart_syscall 219 128, clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115, nanosleep 35 101,
+gettimeofday 96 169, time 201 -, times 100 153, getrandom 318 278, getpid 39 172, getppid 110 173, gettid 186 178,
+getpgrp 111 -, getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177, getgroups 115 158, getresuid 118 148,
+getresgid 120 150, uname 63 160, sysinfo 99 179, getrusage 98 165, getrlimit 97 163, setrlimit 160 164,
+exit 60 93, exit_group 231 94
 """
-"""System calls that a call may not make, with their numbers on x86_64 and aarch64: to start a process or thread, to do
-something to another one, network, memory that is not mapped, attributes and links of files (Landlock allows them)."""
-DENIED_VALUES = "prctl 157 167 0 0x1, fcntl 72 25 1 0x8, fcntl 72 25 1 0xf"
-"""The same for one value of one argument (index, value): PR_SET_PDEATHSIG, F_SETOWN, F_SETOWN_EX (whom to signal)."""
-ALLOWED_VALUES = "prlimit64 302 261 0 0x0, ioctl 16 29 1 0x5401 0x5421 0x5451, socketpair 53 199 1 0x1 0x80001"
-"""Calls with one argument that may have only these values: the process itself; TCGETS, FIONBIO, FIOCLEX; SOCK_STREAM
-(with SOCK_CLOEXEC), because a pair of datagram sockets can send to others."""
+"""System calls that a call may make, with their numbers on x86_64 and aarch64 (`-`: there is none): what Python, numpy
+and sympy need. Files stay those that sandlock or bubblewrap shows. Any other one is answered as an old kernel would
+(ENOSYS), so that the C library of a newer system takes the older call instead."""
+ALLOWED_VALUES = """
+fcntl 72 25 1 0x0 0x1 0x2 0x3 0x4 0x406, ioctl 16 29 1 0x5401 0x5421 0x5451, socketpair 53 199 1 0x1 0x80001,
+prlimit64 302 261 0 0x0, sched_getaffinity 204 123 0 0x0, getpgid 121 155 0 0x0
+"""
+"""The same with values of one argument (index, values): F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC;
+TCGETS, FIONBIO, FIOCLEX; SOCK_STREAM (with SOCK_CLOEXEC), because a pair of datagram sockets can send to others; the
+process itself."""
 LIBC = ctypes.CDLL(None, use_errno=True)
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of the tables above, and the kernel's number of the machine."""
@@ -79,23 +82,19 @@ def seccomp_program(machine: str) -> bytes:
     if machine not in MACHINES:
         raise ValueError(f"the Python sandbox supports {', '.join(MACHINES)}, not {machine}")
     column, audit_number = MACHINES[machine]
-    load, if_equal, if_at_least = 0x20, 0x15, 0x35
-    refuse, allow, kill = ((0x06, 0, 0, action) for action in (0x00050000 | errno.EPERM, 0x7FFF0000, 0x80000000))
-    load_number = (load, 0, 0, 0)
-    program = [(load, 0, 0, 4), (if_equal, 1, 0, audit_number), kill, load_number]
-    program += [(if_at_least, 0, 1, 0x40000000), refuse]  # x86_64 has a second table of numbers there
-    for row in DENIED_CALLS.split(","):
+    load, if_equal = 0x20, 0x15
+    refuse, allow, kill = ((0x06, 0, 0, action) for action in (0x00050000 | errno.ENOSYS, 0x7FFF0000, 0x80000000))
+    program = [(load, 0, 0, 4), (if_equal, 1, 0, audit_number), kill, (load, 0, 0, 0)]
+    for row in ALLOWED_CALLS.split(","):
         number = row.split()[1 + column]
-        program += [(if_equal, 0, 1, int(number)), refuse] if number != "-" else []
-    for table, action, otherwise in ((DENIED_VALUES, refuse, []), (ALLOWED_VALUES, allow, [refuse])):
-        for row in table.split(","):
-            _, *numbers, argument = (fields := row.split())[:4]
-            checks = [(load, 0, 0, 16 + 8 * int(argument))]
-            for value in fields[4:]:
-                checks += [(if_equal, 0, 1, int(value, 16)), action]
-            checks += [*otherwise, load_number]
-            program += [(if_equal, 0, len(checks), int(numbers[column])), *checks]
-    return b"".join(struct.pack("HBBI", *instruction) for instruction in [*program, allow])
+        program += [(if_equal, 0, 1, int(number)), allow] if number != "-" else []
+    for row in ALLOWED_VALUES.split(","):
+        _, *numbers, argument = (fields := row.split())[:4]
+        checks = [(load, 0, 0, 16 + 8 * int(argument))]
+        for value in fields[4:]:
+            checks += [(if_equal, 0, 1, int(value, 16)), allow]
+        program += [(if_equal, 0, len(checks) + 1, int(numbers[column])), *checks, refuse]
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in [*program, refuse])
 
 
 def call(function: str, *arguments: Any) -> int:
@@ -114,7 +113,7 @@ def enter_own_domain() -> None:
 
 
 def install_filter(program: bytes) -> None:
-    """From now on this process makes none of the denied system calls."""
+    """From now on this process makes only the allowed system calls."""
     instructions = ctypes.create_string_buffer(program, len(program))
     call("prctl", 38, 1, 0, 0, 0)
     header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(instructions))
@@ -220,8 +219,9 @@ class Calls:
         call("prctl", 1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: it does not outlive the interpreter
         if os.getppid() != parent:
             os._exit(1)
-        for descriptor, output in enumerate(outputs, start=1):
-            os.dup2(output, descriptor)
+        own_input = os.open(os.devnull, os.O_RDONLY)  # of its own: flags are shared with all that have the same one
+        for descriptor, source in enumerate((own_input, *outputs)):
+            os.dup2(source, descriptor)
         if self._limits["has_landlock"]:
             enter_own_domain()
         os.closerange(3, 1 << 20)
