@@ -50,7 +50,9 @@ bench: $(STAMP) ## Measure the decoder
 
 bench-gpu: $(STAMP) ## Check and measure the CUDA path on one GPU
 	@mkdir -p runs
-	$(BIN)/srtrl bench gpu --json runs/bench-gpu.json \
+	$(BIN)/python -m pytest -m "gpu and not slow"
+	$(BIN)/srtrl bench rollout --model-shape qwen2.5-1.5b --dtype bfloat16 --slots 64,256,640 --history 0.5 \
+	  --prompts-used 80 --max-tokens 512 --repeats 3 --json runs/bench-gpu.json \
 	  $(if $(TRACE),--trace $(TRACE) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))) $(ARGS)
 
 clean: ## Remove caches and build output (not runs)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -93,6 +94,50 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def check_output(option: str, path: Path | None, mark: str | None, *, force: bool | None = None) -> None:
+    """Refuse, before anything is measured, to write over a file that srtrl did not write for the same purpose.
+
+    Args:
+        option: Named in the message.
+        path: What will be written; None: nothing.
+        mark: A text in the first 4,096 bytes of each file of this purpose; None: replace no file.
+        force: Of `--force`: replace any file. None: the command has no such option.
+
+    Raises:
+        ValueError: a folder is there, the folder around it is missing, or a file is there without the mark.
+    """
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        problem = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise ValueError(f"{option}: {problem}; expected the name of a file")
+    if force or not os.path.lexists(path):
+        return
+    if path.is_file() and mark is not None:
+        with path.open("rb") as file:
+            if mark.encode() in file.read(4096):
+                return
+    other = "rename it" if force is None else "rename it, name another file, or replace it with --force"
+    raise ValueError(f"{option}: {path} exists, and is {'kept' if mark is None else 'not from this command'}: {other}")
+
+
+@contextmanager
+def new_folder(final: Path) -> Iterator[Path]:
+    """A folder to write into, which is durable and has the name `final` when the block succeeds, and is gone if not.
+
+    It has a name of its own until then, beside `final`, which must not exist or be an empty folder.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{final.name}.", dir=final.parent) as around:
+        written = Path(around) / final.name
+        written.mkdir()
+        yield written
+        for path in (*written.rglob("*"), written):
+            sync_folder(path)  # files as well
+        written.rename(final)
+        sync_folder(final.parent)
 
 
 @contextmanager

@@ -59,8 +59,8 @@ eval policy --suite mth => --suite: mth is neither a suite, did you mean `math`?
 eval policy --suite nowhere.yaml => --suite: nowhere.yaml is neither a suite
 eval policy --suite garbage => garbage: cannot read the recipe: not UTF-8 ('utf-8'
 eval policy --task arithmetic --step 1 => --step: policy is not a run folder (it has no recipe.yaml)
-eval policy --task arithmetic --output nowhere/rows.jsonl => --output: nowhere/rows.jsonl exists, or there is no folder
-eval policy --task arithmetic --output folder => --output: folder exists, or there is no folder
+eval policy --task arithmetic --output nowhere/rows.jsonl => --output: there is no folder nowhere; expected
+eval policy --task arithmetic --output folder => --output: folder is a folder; expected the name of a file
 eval run --step 7 => run has no checkpoint of step 7; there: step_000001
 eval run rewards=1 => rewards: should be a valid list, found 1
 report nowhere => nowhere: no such folder; expected the folder of a run, such as
@@ -70,6 +70,17 @@ rollouts run --prompt x => --prompt: run has no rollouts of `x`; it has those of
 rollouts run --sort x => Invalid value for '--sort': Value error, 'x' is not one of
 compare nowhere => nowhere: no such folder; expected the folder of a run, such as
 compare run --metric x => run has not logged `x`; there: accuracy, clip_share/high
+bench rollout --trace nowhere --json garbage => --json: garbage exists, and is not from this command: rename it, name
+bench host --trace nowhere --json folder => --json: folder is a folder; expected the name of a file
+bench train recipe.yaml --json nowhere/x.json => --json: there is no folder nowhere; expected the name of a file
+compare run --out foreign.svg => --out: foreign.svg exists, and is not from this command: rename it, name another
+eval policy --task arithmetic --output rows.jsonl => --output: rows.jsonl exists, and is kept: rename it, name
+report foreign => report: foreign/report.html exists, and is not from this command: rename it
+report holes => step_000001.parquet: expected a Parquet file, found a folder
+rollouts holes => step_000001.parquet: expected a Parquet file, found a folder
+export run 'o\udcff' => 'o\\udcff': expected a name of printable characters
+generate chat --prompt 1 --chat => the tokenizer's chat template refuses: Range too big
+generate policy --prompt 1 "rollout.stop_strings=['']" => rollout.stop_strings.0: should have at least 1 character
 compare run --out curve.png => --out: expected a file name that ends in .svg, found
 export run garbage => garbage exists and is not an empty folder: delete it, or
 export run new --step 9 => run has no checkpoint of step 9; there: step_000001
@@ -77,12 +88,9 @@ bench rolout => `rolout` is not in srtrl/bench/, did you mean `rollout`?
 bench ../cli => `../cli` is not in srtrl/bench/
 bench rollout --slots 1,,2 => --slots: expected counts like 8,32,128, at most 65536, found
 bench rollout --drafters none,nome => --drafters: `nome` is not in srtrl/drafters/, did you mean
-bench rollout --model folder => folder: no config.json; expected a model folder in Hugging
 bench rollout --trace garbage => garbage:1: not JSON:
 bench rollout --history 2 => Invalid value for '--history': Input should be less than or
-bench ranks --ranks x => --ranks: expected counts like 8,32,128, at most 65536, found
 bench host --slots 9999 => --slots: 9999, but there are 1024 samples to decode
-bench ranks --lengths nowhere => --lengths: expected log-normal or a file of recorded rollouts
 replay nowhere => cannot read nowhere: No such file or directory
 replay empty.jsonl => empty.jsonl: no rows; expected rollouts as .jsonl or .parquet
 replay run --drafter os:system => --drafter: `os:system` is no drafter; expected a subclass of
@@ -179,6 +187,15 @@ def place(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     train(make_recipe(policy, folder, train__num_steps=1, eval__before_and_after=False, eval__every_steps=None))
     (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
     (folder / "stops.py").write_text("raise AssertionError('not here')\n")
+    (folder / "foreign.svg").write_text("<svg>years of work</svg>")
+    for name in ("foreign", "holes"):
+        shutil.copytree(folder / "run", folder / name)
+    (folder / "foreign" / "report.html").write_text("<title>mine</title>")
+    (folder / "holes" / "rollouts" / "step_000001.parquet").unlink()
+    (folder / "holes" / "rollouts" / "step_000001.parquet").mkdir()
+    (shutil.copytree(policy, folder / "chat") / "chat_template.jinja").write_text(
+        "{% for x in range(10**9) %}{% endfor %}"
+    )
     for name, values in MODELS.items():
         config = json.loads((policy / "config.json").read_text())
         (shutil.copytree(policy, folder / name) / "config.json").write_text(json.dumps(config | values))

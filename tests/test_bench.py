@@ -12,7 +12,6 @@ from bench_cases import REPEATER, Repeater, run, write_rows, write_trace
 from tiny_run import make_policy, make_recipe
 
 from srtrl.bench.alternate import alternate, median_of, paired_ratio
-from srtrl.bench.gpu import compare_slots
 from srtrl.bench.recorded import RecordedPrompt
 from srtrl.bench.shapes import SHAPES
 from srtrl.bench.train import check_same
@@ -142,18 +141,11 @@ def test_bench_train_takes_turns_learns_the_same_and_leaves_nothing_behind(tmp_p
     result = run("bench", "train", tmp_path / "recipe.yaml", *arguments)
     assert result.exit_code == 0, result.stderr
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert json.loads((tmp_path / "bench.json").read_text())["srtrl"] == "bench"
     assert [row["drafter"] for row in rows] == ["none", REPEATER] * 4
     assert [(row["epoch"], row["steps"]) for row in rows[::2]] == [("1", 1), ("2", 2), ("3", 1), ("all", 4)]
     assert all(0 < row["rollout_seconds"] < row["step_seconds"] for row in rows)
     assert not (tmp_path / "runs").exists()
-
-
-def test_bench_gpu_compares_drafters_at_each_number_of_slots(policy: Transformer) -> None:
-    rows = compare_slots(policy, (4, 8), None, None, 16, draft_budget=4)
-    assert [(row["slots"], row["drafter"]) for row in rows] == [(4, "none"), (4, "srt"), (8, "none"), (8, "srt")]
-    for row in rows:
-        assert row["sequences"] == 8  # those of one prompt
-        assert (row["tokens_per_step"] > 1.1) == (row["drafter"] == "srt")
 
 
 # --- What is said -----------------------------------------------------------------------------------------------------
@@ -191,7 +183,7 @@ def test_a_ratio_is_the_median_of_pairs_and_its_interval_covers_as_often_as_it_s
 
 
 def test_benchmarks_are_listed() -> None:
-    assert run("bench", "--help").stdout.endswith("names: gpu, host, ranks, rollout, train\n")
+    assert run("bench", "--help").stdout.endswith("names: host, rollout, train\n")
 
 
 TRACE = ("rollout", "--model-shape", "tiny", "--trace", "TRACE")
@@ -205,7 +197,6 @@ TRACE = ("rollout", "--model-shape", "tiny", "--trace", "TRACE")
         (("rollout", "--trace", "TEXTS"), "prompt is a text; give --tokenizer DIR"),
         (("rollout", "--trace", "LARGE"), "--trace: token id 9999 is not in the model's vocabulary of 6400"),
         ((*TRACE, "--trace", "LONG", "--max-tokens", 5000), "but the model was made for 4096"),
-        *([] if torch.cuda.is_available() else [(("gpu",), "measures a CUDA device")]),
     ],
 )
 def test_mistakes_are_named(files: dict[str, Path], arguments: tuple[object, ...], error: str) -> None:

@@ -99,7 +99,11 @@ def test_the_picture_is_small_reproducible_and_shows_every_seed(tmp_path: Path) 
     result = compare(*folders, "--out", out)
     assert (result.exit_code, f"the picture is in {out}" in result.stdout) == (0, True)
     text = out.read_text(encoding="utf-8")
-    assert text == draw_comparison(groups_of(folders), "eval/accuracy")
+    assert compare(*folders, "--out", out).exit_code == 0, "a picture may be drawn again"
+    out.write_text("mine")
+    assert (compare(*folders, "--out", out).exit_code, out.read_text()) == (2, "mine")
+    assert compare(*folders, "--out", out, "--force").exit_code == 0
+    assert out.read_text(encoding="utf-8") == text == draw_comparison(groups_of(folders), "eval/accuracy")
     assert len(text) < 30_000
     assert {"ppo (mean of 3)", "gspo", "step"} <= {element.text for element in _elements(text, "text")}
     points = [path.get("d", "").count("L") for path in _elements(text, "path")]

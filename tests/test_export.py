@@ -60,3 +60,12 @@ def test_what_cannot_be_exported(run: Path, tmp_path: Path) -> None:
     assert "no checkpoint of step 7; there: step_000001" in export(run, tmp_path / "new", "--step", 7, exit_code=2)
     assert "is not the folder of a run" in export(tmp_path, tmp_path / "new", exit_code=2)
     assert not (tmp_path / "new").exists()
+
+
+def test_what_is_beside_an_export_stays(run: Path, tmp_path: Path) -> None:
+    for name in (".new.writing", ".new.deleting", ".new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.txt").touch()
+    export(run, tmp_path / "new")
+    assert len(list(tmp_path.rglob("mine.txt"))) == 3
+    assert len(list(tmp_path.iterdir())) == 4, "and nothing else"

@@ -19,7 +19,7 @@ import typer
 from srtrl.bench import options
 from srtrl.bench.alternate import alternate, median_of
 from srtrl.bench.shapes import SHAPES
-from srtrl.bench.tables import Row, publish, read_environment
+from srtrl.bench.tables import JSON_MARK, Row, publish, read_environment
 from srtrl.bench.workload import Trace, check_completions, load_workload, make_engine, prepare
 from srtrl.engine.cuda_shapes import H200_MULTIPROCESSORS, ShapePlanner, row_edges
 from srtrl.engine.draft_budget import StepCost
@@ -27,11 +27,17 @@ from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.rows import Int32Array, StepInputs, StepShape, StepSize
 from srtrl.engine.runner import RowFilters, Runner, SampledRows
 from srtrl.engine.stats import STAGES
+from srtrl.metrics import check_output
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
 from srtrl.run.interrupt import freeze_gc
 
+H200_CURVE = ((1, 0.0020), (129, 0.0020), (2048, 0.0139))
+"""(rows, seconds of a decode step), stated and not measured: memory-bound and level, then compute-bound and linear.
+These are 1.54 thousand million parameters in bfloat16 on one H200, by its data sheet: 1.2 ms + max(0.8 ms, 6.2 us
+per row). The fixed 1.2 ms are launches, attention and sampling; reading 3.1 GB at 80% of 4.8 TB/s takes 0.8 ms;
+2 x 1.54e9 operations per row at half of the peak of 989 TFLOP/s take 6.2 us, which is more from 129 rows on."""
 SHAPE = "qwen2.5-1.5b"
 """Its vocabulary, context length and head counts; weights are not made."""
 
@@ -92,11 +98,13 @@ def command(
     max_tokens: Annotated[int, typer.Option(min=8, help="Maximum number of tokens of each sample.")] = 512,
     repeats: options.Repeats = 5,
     json_file: options.JsonFile = None,
+    force: options.Force = False,
 ) -> None:
     """Measure the host's work per decode step: the real engine, recorded tokens, and a device whose steps take no time.
 
     The drafter has already seen half of each prompt's samples. Without --trace the samples are generated.
     """
+    check_output("--json", json_file, JSON_MARK, force=force)
     counts, names = options.parse_counts("--slots", slots), options.parse_drafters(drafters)
     set_cpu_threads(threads)
     environment = read_environment(torch.device("cpu"))
@@ -105,7 +113,7 @@ def command(
     if len(whole.requests) < max(counts):
         raise ValueError(f"--slots: {max(counts)}, but there are {len(whole.requests)} samples to decode")
     rows: list[Row] = []
-    cost = StepCost(points=options.H200_CURVE)
+    cost = StepCost(points=H200_CURVE)
     for num_slots in counts:
         workload = whole.first_samples(2 * num_slots)
         candidates = {}

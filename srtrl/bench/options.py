@@ -8,9 +8,8 @@ import typer
 from srtrl.drafters.base import resolve_drafter
 from srtrl.recipe.schema import MAX_WIDTH
 
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", dir_okay=False, help="Also write the figures to this file, as JSON.")
-]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file, as JSON.")]
+Force = Annotated[bool, typer.Option("--force", help="Let --json replace a file that no benchmark wrote.")]
 Slots = Annotated[
     str, typer.Option(metavar="N[,N...]", help="Sequences decoded at a time; one comparison for each number.")
 ]
@@ -24,12 +23,6 @@ TokenizerFolder = Annotated[
     str | None,
     typer.Option("--tokenizer", metavar="DIR", help="Folder or hub name of the tokenizer, if the trace has texts."),
 ]
-
-H200_CURVE = ((1, 0.0020), (129, 0.0020), (2048, 0.0139))
-"""(rows, seconds of a decode step), stated and not measured: memory-bound and level, then compute-bound and linear.
-These are 1.54 thousand million parameters in bfloat16 on one H200, by its data sheet: 1.2 ms + max(0.8 ms, 6.2 us
-per row). The fixed 1.2 ms are launches, attention and sampling; reading 3.1 GB at 80% of 4.8 TB/s takes 0.8 ms;
-2 x 1.54e9 operations per row at half of the peak of 989 TFLOP/s take 6.2 us, which is more from 129 rows on."""
 
 
 def parse_counts(option: str, text: str) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 """Measurements as one table: for the terminal and Markdown (the same text), and for programs as JSON."""
 
 import datetime
-import io
 import json
 import os
 import platform
@@ -15,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from srtrl import __version__
 from srtrl.metrics import write_atomic
 
+JSON_MARK = '"srtrl": "bench"'
+"""In each JSON file of a benchmark."""
 Row = Mapping[str, Any]
 """Column -> value. A mapping in a row is columns of its own; a list is for programs alone and has no column."""
 
@@ -75,24 +73,21 @@ def publish(
         lines += ["", *([f"{caption.replace('_', ' ')}:", ""] if len(tables) > 1 else []), format_table(rows)]
     print("\n".join(lines))
     if json_file is not None:
-        values = {"title": title, "environment": environment, **tables}
+        values = {"srtrl": "bench", "title": title, "environment": environment, **tables}
         write_atomic(json_file, json.dumps(values, indent=2, default=asdict) + "\n")
 
 
 def format_table(rows: Sequence[Row]) -> str:
     """A Markdown table whose cells are aligned, so that it is one on a terminal, too."""
     flat = [_flat(row) for row in rows]
-    table = Table(box=box.MARKDOWN)
-    names = list(dict.fromkeys(name for row in flat for name in row))
-    for name in names:
-        is_text = any(isinstance(row.get(name), str) for row in flat)
-        table.add_column(name.replace("_", " "), justify="left" if is_text else "right")
-    for row in flat:
-        table.add_row(*(format_cell(row.get(name)) for name in names))
-    console = Console(file=io.StringIO(), width=1000, markup=False, emoji=False, highlight=False)
-    with console.capture() as captured:
-        console.print(table)
-    return "\n".join(line for line in captured.get().splitlines() if line.strip())
+    columns = []
+    for name in dict.fromkeys(name for row in flat for name in row):
+        values = [row.get(name) for row in flat]
+        cells = [name.replace("_", " "), *map(format_cell, values)]
+        width, is_text = max(map(len, cells)), any(isinstance(value, str) for value in values)
+        cells.insert(1, "-" * width if is_text else "-" * (width - 1) + ":")
+        columns.append([cell.ljust(width) if is_text else cell.rjust(width) for cell in cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
 
 
 def _flat(row: Row) -> dict[str, Any]:

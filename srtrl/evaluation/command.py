@@ -28,6 +28,7 @@ def command(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE.jsonl", help="Write a row for each sample into this file.")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Let --output replace a file.")] = False,
     check_grader: Annotated[
         bool, typer.Option("--check-grader", help="Grade the reference solutions, not a model.")
     ] = False,
@@ -48,6 +49,7 @@ def command(
     task.options.chat_template=true.
     """
     from srtrl.evaluation import run
+    from srtrl.metrics import check_output
     from srtrl.ranks.processes import open_ranks
 
     if suite is None and (only or data_dir):
@@ -60,6 +62,7 @@ def command(
         model_or_run = None
     if model_or_run is None and not check_grader:
         raise ValueError("MODEL_OR_RUN is missing: name a model or the folder of a run")
+    check_output("--output", output, None, force=force)
     with open_ranks() as ranks:
         model, source = run.find_policy(model_or_run, recipe, task, step=step, from_here=import_from_here)
         recipes = run.find_recipes(model, source, changes, suite=suite, only=only, data_dir=data_dir)

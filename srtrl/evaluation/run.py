@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from srtrl.evaluation import grader_check, settings, tables
-from srtrl.evaluation.policy import resolve_eval_source, run_evals
+from srtrl.evaluation.policy import EvalOutcome, resolve_eval_source, run_evals
 from srtrl.evaluation.suite import open_suite
 from srtrl.ranks.processes import Ranks, is_main_process
 from srtrl.recipe.file import RecipeSource, read_source
@@ -83,15 +83,13 @@ def evaluate(
     Raises:
         ValueError: the data or the model cannot be used.
     """
-    if output is not None and (output.exists() or not output.parent.is_dir()):
-        raise ValueError(f"--output: {output} exists, or there is no folder {output.parent}; name another file")
-    outcomes = []
+    outcomes: list[EvalOutcome] = []
     progress = RunProgress(len(recipes), console=Console(stderr=True, quiet=not ranks.is_main))
     with progress, reporting_compilation(progress.compiling):
         for outcome in run_evals(model, recipes, on_progress=progress.stage, ranks=ranks):
-            outcomes.append(outcome)
             if output is not None and ranks.is_main:
-                tables.append_rows(output, outcome)
+                tables.write_rows(output, outcome, is_first=not outcomes)
+            outcomes.append(outcome)
             if len(recipes) > 1:
                 progress.step(len(outcomes), f"{outcome.name}: {describe_held_out(outcome.metrics)}")
     title = model if suite is None else f"{model}: suite {suite}"

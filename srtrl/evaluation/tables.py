@@ -156,9 +156,9 @@ def _text(share: Estimate) -> str:
 # --- Rows of samples --------------------------------------------------------------------------------------------------
 
 
-def append_rows(path: Path, outcome: EvalOutcome) -> None:
+def write_rows(path: Path, outcome: EvalOutcome, *, is_first: bool) -> None:
     """Add the rows of one benchmark, by problem and sample: what was measured before an interrupt is not lost."""
-    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+    with path.open("w" if is_first else "a", encoding="utf-8", errors="backslashreplace") as file:
         for group in outcome.groups:
             for rollout in group.rollouts:
                 file.write(json.dumps(_row(outcome, rollout), ensure_ascii=False) + "\n")

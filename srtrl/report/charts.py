@@ -28,6 +28,8 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: the file is small
     "svg.hashsalt": "srtrl",  # the same data gives the same bytes
 }
+CREATOR = "srtrl"
+"""In each picture, which is how `--out` knows one."""
 STAGES = (
     *("step", "rollout", "tools", "grading", "reference", "values", "critic", "update"),
     *("save_rollouts", "checkpoint", "eval"),
@@ -151,5 +153,5 @@ def draw_line(axes: "Axes", steps: Sequence[float], values: Sequence[float], *, 
 def to_svg(figure: "Figure") -> str:
     """SVG text of a figure, the same bytes for the same data."""
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": CREATOR})
     return buffer.getvalue()

@@ -33,6 +33,7 @@ def command(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="Draw the metric over the steps into this file.")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE.svg, whatever it is.")] = False,
 ) -> None:
     """Compare runs by one metric.
 
@@ -42,11 +43,13 @@ def command(
     """
     from rich.console import Console
 
-    from srtrl.metrics import write_atomic
+    from srtrl.metrics import check_output, write_atomic
+    from srtrl.report.charts import CREATOR
     from srtrl.report.runs import read_run
 
     if out is not None and out.suffix != ".svg":
         raise ValueError(f"--out: expected a file name that ends in .svg, found {out}")
+    check_output("--out", out, CREATOR, force=force)
     read = [read_run(folder) for folder in runs]
     names = {name for run in read for row in run.rows for name in row}
     if metric is None:  # a task without verifier has no accuracy

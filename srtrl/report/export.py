@@ -25,15 +25,18 @@ def command(
     publish it. `hf upload USER/MODEL DIR` uploads the folder.
     """
     from srtrl.evaluation.policy import resolve_eval_source
+    from srtrl.metrics import new_folder
     from srtrl.model.weights import load_tokenizer
     from srtrl.report.runs import read_run
-    from srtrl.run.checkpoint import step_of, written_beside
+    from srtrl.run.checkpoint import step_of
 
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise ValueError(f"{folder} exists and is not an empty folder: delete it, or export to another one")
+    if not str(folder).isprintable():
+        raise ValueError(f"{str(folder)!r}: expected a name of printable characters")
     read = read_run(run)
     checkpoint = Path(resolve_eval_source(str(run), step=step)[0])
-    with written_beside(folder.resolve()) as written:
+    with new_folder(folder.resolve()) as written:
         for path in (path for pattern in MODEL_FILES for path in checkpoint.glob(pattern)):
             shutil.copy(path, written)
         load_tokenizer(str(checkpoint)).save_pretrained(written)

@@ -12,13 +12,15 @@ import numpy as np
 
 from srtrl import __version__
 from srtrl.environments.base import count_turns, segment_titles
-from srtrl.metrics import write_atomic
+from srtrl.metrics import check_output, write_atomic
 from srtrl.report.charts import CHARTS, SPEED, Chart, draw
 from srtrl.report.rollouts import read_samples
 from srtrl.report.runs import Run, read_run
 from srtrl.run.metrics import run_figures
 
 TEMPLATE = Path(__file__).parent / "page.html"
+MARK = "· srtrl</title>"
+"""In the template, and so in every report."""
 NUM_STEPS = 6
 """Steps of which samples are shown."""
 NUM_PER_OUTCOME = 3
@@ -31,10 +33,11 @@ def write_report(folder: Path) -> Path:
     Works on a run that is going on, was interrupted, or did not keep its rollouts: what is missing is left out.
 
     Raises:
-        ValueError: `folder` is not a run's folder, or nothing has been logged yet.
+        ValueError: `folder` is not a run's folder, nothing has been logged yet, or `report.html` is not a report.
     """
-    path = folder / "report.html"
-    write_atomic(path, render(read_run(folder)))
+    run, path = read_run(folder), folder / "report.html"
+    check_output("report", path, MARK)
+    write_atomic(path, render(run))
     return path
 
 

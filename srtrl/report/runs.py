@@ -109,6 +109,8 @@ def read_rollouts(path: Path, columns: Sequence[str] | None = None, *, prompt_id
     import pyarrow
     import pyarrow.parquet
 
+    if not path.is_file():
+        raise ValueError(f"{path}: expected a Parquet file, found a folder")
     filters = None if prompt_id is None else [("prompt_id", "=", prompt_id)]
     try:
         return pyarrow.parquet.read_table(path, columns=columns, filters=filters, page_checksum_verification=True)

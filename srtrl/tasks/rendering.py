@@ -41,7 +41,7 @@ def apply_chat_template(
         texts = tokenizer.apply_chat_template(
             list(conversations), tokenize=False, add_generation_prompt=add_generation_prompt, **options
         )
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, OverflowError) as error:  # its sandbox raises the latter
         raise ValueError(f"the tokenizer's chat template refuses: {error}") from error
     return [str(text) for text in texts]
 
