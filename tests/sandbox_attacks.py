@@ -25,16 +25,14 @@ class Attack:
 
 
 COLUMN = 1 + (platform.machine() == "aarch64")
-NUMBERS = {
-    row.split()[0]: row.split()[COLUMN]
-    for row in """
+CALLS = """
 clone 56 220, clone3 435 435, fork 57 -, vfork 58 -, unshare 272 97, mount 165 40, io_uring_setup 425 425, bpf 321 280,
 keyctl 250 219, perf_event_open 298 241, userfaultfd 323 282, memfd_create 319 279, shmget 29 194, kill 62 129,
 open_by_handle_at 304 265, tgkill 234 131, rt_sigqueueinfo 129 138, ptrace 101 117, process_vm_readv 310 270,
 process_vm_writev 311 271, pidfd_getfd 438 438, mq_unlink 241 181, inotify_init1 294 26, inotify_add_watch 254 27,
 statmount 457 457, listmount 458 458, file_getattr 468 468, getxattrat 464 464, listxattrat 465 465, prctl 157 167
-""".split(",")
-}
+"""
+NUMBERS = {row.split()[0]: row.split()[COLUMN] for row in CALLS.split(",")}
 OTHER_NUMBERS = set(range(600)) - {
     int(row.split()[COLUMN].replace("-", "-1")) for row in (ALLOWED_CALLS + "," + ALLOWED_VALUES).split(",")
 }
