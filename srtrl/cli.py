@@ -15,7 +15,7 @@ from srtrl.bench.replay import replay
 from srtrl.checks import build_checked
 from srtrl.environments import command as tools
 from srtrl.evaluation import command as evaluation
-from srtrl.ranks.processes import is_main_process, should_report
+from srtrl.ranks.processes import interrupt_exit_code, is_main_process, should_report
 from srtrl.recipe.file import build_recipe, dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.report import compare, export, rollouts, trie
@@ -34,7 +34,8 @@ class Commands(TyperGroup):
 
     2: a mistake of the user, a ValueError raised by our code. 1: a run that had to stop, a RuntimeError or
     FloatingPointError raised by our code, or an error of the system (a full disk, a missing permission). 130:
-    interrupted. Any other exception is a bug and keeps its traceback, as all do with SRTRL_TRACEBACK=1.
+    interrupted (0 under a launcher). Any other exception is a bug and keeps its traceback, as all do with
+    SRTRL_TRACEBACK=1.
     """
 
     def invoke(self, context: Any) -> Any:
@@ -54,7 +55,9 @@ class Commands(TyperGroup):
             if should_report(error):
                 place = "" if is_main_process() else f"rank {os.environ['RANK']}: "
                 print("interrupted" if is_interrupt else f"error: {place}{error}", file=sys.stderr)
-            raise typer.Exit(130 if is_interrupt else 2 if isinstance(error, ValueError) else 1) from None
+            if is_interrupt:
+                raise typer.Exit(interrupt_exit_code()) from None
+            raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
 
 
 app = typer.Typer(
@@ -128,7 +131,7 @@ def train(
         else:
             print(f"the run is in {result.folder}; its page: srtrl report {result.folder}")
     if result.interrupted:
-        raise typer.Exit(130)
+        raise typer.Exit(interrupt_exit_code())
 
 
 @app.command("warm-start")

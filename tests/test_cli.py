@@ -50,13 +50,19 @@ def test_show_config_prints_what_the_recipe_resolves_to(recipe_file: Path, tmp_p
     assert Recipe.model_validate_json(as_json.stdout) == expected
 
 
+RANK = {"WORLD_SIZE": "2", "RANK": "0"}
+
+
 # --- train, eval, bench, report ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize(("interrupted", "launcher", "code"), [(False, {}, 0), (True, {}, 130), (True, RANK, 0)])
 def test_train_hands_over_the_recipe_and_says_what_to_do_next(
-    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool, launcher: dict[str, str], code: int
 ) -> None:
+    """A launcher would start an interrupted run again if it ended with an error."""
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
     done = SimpleNamespace(folder=Path("runs/test"), num_steps=3, interrupted=interrupted)
     run_training = Mock(return_value=done)
     monkeypatch.setattr("srtrl.trainer.trainer.run_training", run_training)
@@ -64,7 +70,7 @@ def test_train_hands_over_the_recipe_and_says_what_to_do_next(
     monkeypatch.setattr("srtrl.run.metrics.run_figures", lambda _: {"gain": "+3 points"})
     overrides = ["train.num_steps=5", "task.options={num_train: 10}"]
     result = run("train", recipe_file, *overrides, "--overwrite")
-    assert (result.exit_code, result.stderr) == (130 if interrupted else 0, "")
+    assert (result.exit_code, result.stderr) == (code, "")
     run_training.assert_called_once_with(
         load_recipe(recipe_file, overrides), resume=False, overwrite=True, from_step=None
     )

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,6 +18,7 @@ from tiny_run import learned_rows, make_recipe
 
 from srtrl.ranks.processes import RankError, Ranks
 from srtrl.recipe.schema import Recipe
+from srtrl.run.checkpoint import list_checkpoints
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.trainer import build, trainer
 from srtrl.trainer.trainer import Trainer, run_training
@@ -53,6 +55,19 @@ def die_in_step() -> None:
 def die_in_checkpoint() -> None:
     """The second one, when the other rank writes as well."""
     die_at_call(safetensors.torch, "save", 2)
+
+
+def interrupt_twice() -> None:
+    """As a scheduler and `torchrun` do, in the first step; once the first signal is reported."""
+    assign_credit = Trainer.assign_credit
+
+    def interrupted(self: Trainer, *arguments: Any) -> Any:
+        if arguments[1].step == 1:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return assign_credit(self, *arguments)
+
+    setattr(Trainer, "assign_credit", interrupted)  # noqa: B010
 
 
 def body(recipe: Recipe, variables: dict[str, str], resume: bool, prepare: Callable[[], None] | None) -> None:
@@ -95,18 +110,24 @@ SHARDED: dict[str, Any] = {"train__sharding": "fsdp2", "train__checkpoint_every"
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "is_interrupted"),
     [
-        pytest.param({}, id="grpo"),
-        pytest.param({**PPO, **SHARDED}, id="sharded ppo"),
-        pytest.param(DAPO, id="dapo", marks=pytest.mark.slow),
-        pytest.param({**PPO, **SHARDED, "model__dtype": "bfloat16"}, id="bfloat16", marks=pytest.mark.slow),
+        pytest.param({}, True, id="grpo"),
+        pytest.param({**PPO, **SHARDED}, False, id="sharded ppo"),
+        pytest.param(DAPO, False, id="dapo", marks=pytest.mark.slow),
+        pytest.param({**PPO, **SHARDED, "model__dtype": "bfloat16"}, False, id="bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_learn_what_one_process_learns(policy: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_ranks_learn_what_one_process_learns(
+    policy: Path, tmp_path: Path, changes: dict[str, Any], is_interrupted: bool
+) -> None:
+    """Also where a signal that reached one rank, twice within a moment, has ended all after the first step."""
     run_training(make_recipe(policy, tmp_path / "one", **SHORT, **{**changes, "train__sharding": "ddp"}))
     recipe = make_recipe(policy, tmp_path / "two", **SHORT, **changes)
-    assert [process.exitcode for process in train(recipe, 2)] == [0, 0]
+    if is_interrupted:
+        assert [process.exitcode for process in train(recipe, 2, kills=(1, interrupt_twice))] == [0, 0]
+        assert [path.name for path in list_checkpoints(tmp_path / "two" / "run" / "checkpoints")] == ["step_000001"]
+    assert [process.exitcode for process in train(recipe, 2, resume=is_interrupted)] == [0, 0]
     assert_close_runs(tmp_path / "two" / "run", tmp_path / "one" / "run", tolerance=1e-5)
 
 

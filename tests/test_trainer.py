@@ -25,6 +25,7 @@ from srtrl.metrics import read_metrics
 from srtrl.recipe.file import dump_recipe
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.collect import collect_rollouts
+from srtrl.run.interrupt import Interrupt
 from srtrl.run.metrics import describe_step, run_figures
 from srtrl.run.progress import RunProgress
 from srtrl.trainer import build, sampling, trainer
@@ -170,6 +171,7 @@ def signalling_recipe(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             return collect_rollouts(engine, collector, draws)
 
         monkeypatch.setattr(sampling, "collect_rollouts", collect)
+        monkeypatch.setattr("srtrl.run.interrupt.REPEAT_SECONDS", 0.01)
         return make_recipe(policy, tmp_path, train__num_steps=2)
 
     return make
@@ -210,6 +212,29 @@ def test_an_interrupt_after_a_step_without_a_checkpoint_waits_for_one(
     result = train(make_recipe(policy, tmp_path, train__num_steps=3, train__checkpoint_every=3))
     assert result.interrupted
     assert (result.folder / "checkpoints" / f"step_{result.num_steps:06d}").is_dir()
+
+
+@pytest.mark.parametrize("launcher", [{}, {"TORCHELASTIC_RUN_ID": "1"}])
+def test_a_signal_that_a_launcher_forwards_counts_once(
+    monkeypatch: pytest.MonkeyPatch, launcher: dict[str, str]
+) -> None:
+    """It comes while the first one is reported, and a moment later; a signal after that is another one."""
+    said: list[str] = []
+    monkeypatch.setattr(os, "environ", launcher)
+
+    def say(message: str) -> None:
+        said.append(message)
+        signal.raise_signal(signal.SIGINT)
+
+    sleep = Mock(side_effect=lambda _: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("srtrl.run.interrupt.time.sleep", sleep)
+    with Interrupt(say) as interrupt:
+        signal.raise_signal(signal.SIGTERM)
+        assert interrupt.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    sleep.assert_called_once_with(1.0)
+    assert [("--shutdown-timeout" in message) for message in said] == [bool(launcher)]
 
 
 def test_second_interrupt_stops_at_once(

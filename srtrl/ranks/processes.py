@@ -28,6 +28,9 @@ FAILURES = (ValueError, RuntimeError, OSError)
 GLOO_WORDS = ("gloo", "pair closure")
 """One of them is in the message of each error of gloo, which has no class of errors."""
 
+TIMEOUT_WORDS = ("timed out", "timeout")
+"""One of them is in the message of an error of a wait that took too long; in others a connection was lost."""
+
 FIRST_REPORTER = "this rank reports this error"
 REPORTED_BY_OTHER = "another rank reports this error"
 """Notes of errors. Those from before the ranks begin to connect have none: all ranks raise them."""
@@ -149,10 +152,11 @@ class Ranks:
 
             if not isinstance(error, DistError) and not any(word in str(error) for word in GLOO_WORDS):
                 raise
+            is_late = any(word in str(error).lower() for word in TIMEOUT_WORDS)
+            reason = f"took more than {self.timeout_seconds:g} seconds ({TIMEOUT_VARIABLE})" if is_late else "has ended"
             raise RankError(
-                f"rank {self.index} of {self.count} waited for the others ({what}): another rank has ended, or took "
-                f"more than {self.timeout_seconds:g} seconds ({TIMEOUT_VARIABLE}); see its own message "
-                f"({str(error)[:200]})"
+                f"rank {self.index} of {self.count} waited for the others ({what}): another rank {reason}; "
+                "see its own message"
             ) from error
 
 
@@ -182,13 +186,11 @@ def open_ranks() -> Iterator[Ranks]:
         )
     seconds = _number(TIMEOUT_VARIABLE, 1800)
     ranks = Ranks(index=_number("RANK", 0), count=count, timeout_seconds=seconds)
-    backend = "gloo"
     try:
-        if torch.cuda.is_available():
-            backend = "cpu:gloo,cuda:nccl"
+        if has_cuda := torch.cuda.is_available():
             torch.cuda.set_device(_number("LOCAL_RANK", 0))
         with ranks.waiting("start"):
-            dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
+            dist.init_process_group("cpu:gloo,cuda:nccl" if has_cuda else "gloo", timeout=timedelta(seconds=seconds))
         ranks.store = c10d.PrefixStore("srtrl", c10d._get_default_store())
         yield ranks
     except BaseException as error:
@@ -197,8 +199,8 @@ def open_ranks() -> Iterator[Ranks]:
             with suppress(RankError):  # the process that counts has ended
                 num_reports = ranks.add(ascii(f"{type(error).__name__}: {error}"))
             error.add_note(REPORTED_BY_OTHER if num_reports else FIRST_REPORTER)
-        if dist.is_initialized() and backend == "gloo":  # NCCL would wait for the other ranks
-            dist.destroy_process_group()
+        if dist.is_initialized():
+            c10d._abort_process_group()  # `destroy_process_group` would wait for ranks that wait for this one
         raise
     dist.destroy_process_group()
 
@@ -212,6 +214,11 @@ def refuse_ranks(command: str) -> None:
 def is_main_process() -> bool:
     """Whether this process is the one that talks to the user."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def interrupt_exit_code() -> int:
+    """Exit code of an interrupted command: 130 as in a shell, 0 for a rank, which a launcher could start again."""
+    return 0 if "WORLD_SIZE" in os.environ else 130
 
 
 def should_report(error: BaseException) -> bool:

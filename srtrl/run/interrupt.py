@@ -1,8 +1,10 @@
 """How a run ends early: signals, and advice after an error. Also the garbage collector while it runs."""
 
 import gc
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,14 +30,19 @@ def freeze_gc() -> Iterator[None]:
         gc.unfreeze()
 
 
+REPEAT_SECONDS = 1.0
+"""A signal within this time after the first one is the same one: launchers forward signals that ranks also get."""
+
+
 class Interrupt:
-    """Ctrl-C and SIGTERM: the first signal ends the run after the present step, the second ends it at once.
+    """Ctrl-C and SIGTERM: the first signal ends the run after the present step, a later one ends it at once.
 
     Signals are handled inside the `with` block, and in the main thread only.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.requested = False
+        self._ignores_repeats = False
         self._say = say
         self._before: dict[signal.Signals, Any] = {}
 
@@ -51,10 +58,20 @@ class Interrupt:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
+        if self._ignores_repeats:
+            return
         if self.requested:
             raise KeyboardInterrupt(f"second {name}")
-        self.requested = True
-        self._say(f"{name}: finishing this step, then writing a checkpoint; a second signal stops the run at once")
+        self.requested = self._ignores_repeats = True
+        message = f"{name}: finishing this step, then writing a checkpoint; a second signal stops the run at once"
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            message += (
+                ". If torchrun got the signal, it kills all ranks after 30 seconds; a longer --shutdown-timeout (or "
+                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT) leaves time for the checkpoint"
+            )
+        self._say(message)
+        time.sleep(REPEAT_SECONDS)  # no clock could tell: during a long computation a signal is handled late
+        self._ignores_repeats = False
 
 
 def how_to_resume(checkpoints: Path) -> str:
