@@ -82,8 +82,6 @@ def test_run_aheads_reach_the_engine_and_never_come_back() -> None:
         COLLECTOR.receive(completion_of(ahead[0]))
     with pytest.raises(AssertionError, match="among the run-aheads"):
         collect(FakeEngine(2), run_ahead=[replace(request, is_run_ahead=False) for request in ahead])
-    with pytest.raises(AssertionError, match="rng_key of a sample"):
-        collect(FakeEngine(2), run_ahead=COLLECTOR.run_ahead(DRAWS))
 
 
 def test_response_text_is_cut_at_the_first_stop_string() -> None:

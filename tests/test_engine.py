@@ -225,7 +225,7 @@ def test_run_aheads_are_wanted_where_the_drafter_uses_them_and_they_are_allowed(
 
 
 def test_memory_too_small_for_one_sequence_and_sequences_too_long_for_the_model(policy: Transformer) -> None:
-    with pytest.raises(ValueError, match="kv_memory_gib: .* GiB hold 0 pages"):
+    with pytest.raises(ValueError, match=r"kv_memory_gib: .* GiB hold 0 pages"):
         Engine(policy, options(kv_memory_gib=1e-6))
     with pytest.raises(ValueError, match="max_position_embeddings"):
         Engine(policy, options(max_sequence_tokens=257))

@@ -8,8 +8,7 @@ from update_cases import make_policy, make_recipe, make_sequences
 
 from srtrl.model.attention import PackedPlan
 from srtrl.model.logprobs import token_logprobs_reference
-from srtrl.model.transformer import model_flops
-from srtrl.run.metrics import time_metrics, update_flops
+from srtrl.run.metrics import model_flops, time_metrics, update_flops
 
 LENGTHS = [5, 1, 8]
 

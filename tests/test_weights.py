@@ -1,6 +1,5 @@
 """Models in and out: what is read, what is refused and how, and that saved folders are whole."""
 
-import errno
 import json
 import resource
 from collections.abc import Callable
@@ -93,7 +92,9 @@ def test_saving_in_another_dtype_rounds_and_says_so(folder: Path, tmp_path: Path
     _edit_json(folder / "config.json", torch_dtype="float32")  # as before transformers 5
     model = _load(folder)
     save_model(model, tmp_path / "half", dtype=torch.bfloat16)
-    assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    saved_config = json.loads((tmp_path / "half" / "config.json").read_text())
+    assert saved_config["dtype"] == "bfloat16"
+    assert "torch_dtype" not in saved_config
     assert AutoConfig.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
     saved = load_file(tmp_path / "half" / "model.safetensors")
     assert all(torch.equal(saved[name], tensor.bfloat16()) for name, tensor in named_tensors(model).items())
@@ -261,8 +262,7 @@ def test_a_full_disk_while_saving_is_an_os_error(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
-        with pytest.raises(OSError, match="File too large") as caught:
+        with pytest.raises(OSError, match=f"{tmp_path / 'model'}: .*File too large"):
             save_model(model, tmp_path / "model")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "model"))

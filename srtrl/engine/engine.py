@@ -64,9 +64,7 @@ class Engine:
         self.pool = PagePool(num_pages, options.page_size)
         self.batch = Batch(options.slots, self.max_sequence_tokens, self.pool, options.max_draft_nodes)
         self.scheduler = Scheduler(
-            self.batch,
-            prefill_chunk_tokens=options.prefill_chunk_tokens,
-            max_draft_nodes=options.max_draft_nodes,
+            self.batch, prefill_chunk_tokens=options.prefill_chunk_tokens, max_draft_nodes=options.max_draft_nodes
         )
         self.drafter = drafter or NoDrafter()
         self.control = DraftControl(

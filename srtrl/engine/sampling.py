@@ -196,11 +196,7 @@ def _make_scratch(vocab_size: int) -> tuple[Array, Array, Array]:
 
 @numba.njit(nogil=True)
 def _sample_row(
-    logits: Array,
-    temperature: np.float32,
-    rng_key: np.uint64,
-    position: int,
-    scratch: tuple[Array, Array, Array],
+    logits: Array, temperature: np.float32, rng_key: np.uint64, position: int, scratch: tuple[Array, Array, Array]
 ) -> tuple[int, np.float32]:
     """Sample a token of one row; see `sample_rows_on_cpu`. Returns the token and its log-prob."""
     vocab_size = len(logits)

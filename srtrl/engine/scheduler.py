@@ -29,13 +29,7 @@ MAX_PAUSED_PER_RUNNING = 3
 class Scheduler:
     """Keeps waiting and running samples and their pages."""
 
-    def __init__(
-        self,
-        batch: Batch,
-        *,
-        prefill_chunk_tokens: int,
-        max_draft_nodes: int,
-    ) -> None:
+    def __init__(self, batch: Batch, *, prefill_chunk_tokens: int, max_draft_nodes: int) -> None:
         """`max_draft_nodes`: of a sample in a step; run-aheads leave pages for those of primaries."""
         self.batch = batch
         self.pool = batch.pool

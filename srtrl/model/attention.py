@@ -145,24 +145,19 @@ class PaddedBuckets:
     def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
         counts = torch.tensor(lengths)  # [B]
         starts = counts.cumsum(0) - counts  # [B]
-        self._shapes: list[tuple[int, int]] = []
+        buckets = bucket_by_length(lengths)
+        self._shapes = [(len(bucket), lengths[bucket[0]]) for bucket in buckets]
         """(B, L) of each bucket."""
-        to_padded = []
-        to_packed = torch.empty(sum(lengths), dtype=torch.int64)
-        num_padded = 0
-        for bucket in bucket_by_length(lengths):
-            width = lengths[bucket[0]]
-            members = torch.tensor(bucket)
-            steps = torch.arange(width)
-            last = counts[members, None] - 1  # [B, 1]
-            rows = starts[members, None] + torch.minimum(steps, last)  # [B, L]; padding repeats the last token
-            real = steps <= last  # [B, L]
-            to_packed[rows[real]] = num_padded + real.flatten().nonzero().squeeze(1)
-            to_padded.append(rows.flatten())
-            self._shapes.append((len(bucket), width))
-            num_padded += rows.numel()
         self._sizes = [count * width for count, width in self._shapes]
-        self._to_padded = copy_to_device(torch.cat(to_padded), device)  # [P]: packed row of each padded row
+        rows, real = [], []
+        for bucket in buckets:
+            steps, last = torch.arange(lengths[bucket[0]]), counts[bucket, None] - 1  # [L], [B, 1]
+            rows.append((starts[bucket, None] + torch.minimum(steps, last)).flatten())  # padding repeats the last token
+            real.append((steps <= last).flatten())
+        to_padded, is_real = torch.cat(rows), torch.cat(real)  # [P]
+        to_packed = torch.empty(sum(lengths), dtype=torch.int64)
+        to_packed[to_padded[is_real]] = is_real.nonzero().squeeze(1)
+        self._to_padded = copy_to_device(to_padded, device)  # [P]: packed row of each padded row
         self._to_packed = copy_to_device(to_packed, device)  # [T]: padded row of each packed row
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

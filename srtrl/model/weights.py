@@ -1,8 +1,6 @@
 """Models and tokenizers in and out, in the Hugging Face layout; `transformers` loads what `save_model` writes."""
 
 import json
-import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -240,8 +238,7 @@ def save_model(
     config = model.config
     fields = dict(config.hf_config) | {"architectures": [_ARCHITECTURES[config.model_type]]}
     fields["dtype"] = str(dtype).removeprefix("torch.")
-    if "torch_dtype" in fields:  # its name before transformers 5
-        fields["torch_dtype"] = fields["dtype"]
+    fields.pop("torch_dtype", None)  # its name before transformers 5
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -257,9 +254,7 @@ def full_disk_as_os_error(path: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        if code := re.search(r"(?:code:|os error) (\d+)", str(error)):
-            raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
-        raise
+        raise OSError(f"{path}: {error}") from error
 
 
 def _weight_files(folder: Path) -> Sequence[Path]:

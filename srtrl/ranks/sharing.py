@@ -123,6 +123,18 @@ class SharedCounters:
         self.busy_seconds += seconds
         self.report_progress()
 
+    def metrics(self) -> dict[str, float]:
+        """How the ranks shared the rollout, under `engine/`; called on all of them. None with one rank."""
+        if self.ranks.count == 1:
+            return {}
+        mine = self.num_claimed, self.busy_seconds
+        num_claimed, seconds = zip(*self.ranks.gather(mine, "the time of each rank"), strict=True)
+        return {
+            "engine/rank_claims": sum(num_claimed),
+            "engine/rank_seconds_max": max(seconds),
+            "engine/ranks_idle_share": 1 - sum(seconds) / (len(seconds) * max(*seconds, 1e-9)),
+        }
+
     def wait_for_others(self, *, sleeps: bool) -> None:
         """This rank has no sample until others are further; returns after a moment, or at once if it does not sleep.
 

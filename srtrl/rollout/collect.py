@@ -21,16 +21,7 @@ from srtrl.environments.conversations import POLL_SECONDS, Conversations
 from srtrl.metrics import StageTimer
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.ranks.sharing import Claims, SharedCounters, deal, round_robin
-from srtrl.types import (
-    Completion,
-    Conversation,
-    Prompt,
-    Purpose,
-    Request,
-    Rollout,
-    RolloutGroup,
-    SamplingParams,
-)
+from srtrl.types import Completion, Conversation, Prompt, Purpose, Request, Rollout, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,10 +117,6 @@ class FixedDraws(Draws):
         """See `Draws`; with several ranks samples are claimed for free slots."""
         if self._claims is None:
             requests = [request for draw in self.draws for request in collector.open(*draw)]
-            rng_keys = {request.rng_key for request in requests}
-            assert rng_keys.isdisjoint(early.rng_key for early in self.run_ahead), (
-                "a run-ahead has the rng_key of a sample"
-            )
             lines, num_first = [requests], len(requests)
             if collector.ranks.count > 1:
                 lines, num_first = self._deal(engine, collector, requests), engine.options.slots
@@ -350,14 +337,7 @@ class Collector:
 
     def engine_metrics(self, engine: Engine) -> dict[str, float]:
         """Metrics of the engines of all ranks, of this rollout."""
-        metrics = engine.take_metrics(self.ranks)
-        if self.ranks.count > 1:
-            own = self.counters.num_claimed, self.counters.busy_seconds
-            num_claimed, seconds = zip(*self.ranks.gather(own, "the time of each rank"), strict=True)
-            metrics["engine/rank_claims"] = sum(num_claimed)
-            metrics["engine/rank_seconds_max"] = max(seconds)
-            metrics["engine/ranks_idle_share"] = 1 - sum(seconds) / (len(seconds) * max(*seconds, 1e-9))
-        return metrics
+        return engine.take_metrics(self.ranks) | self.counters.metrics()
 
 
 class _Sample(NamedTuple):
