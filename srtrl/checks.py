@@ -8,7 +8,7 @@ from pathlib import Path
 
 from srtrl.recipe.file import Problem, RecipeError, RecipeSource, build_recipe
 from srtrl.recipe.schema import Recipe
-from srtrl.resolve import RAISED_BY_USER_CODE, check_call, describe_error, import_user_defined, resolve_part
+from srtrl.resolve import Caught, check_call, describe_error, import_user_defined, resolve_part
 
 Call = tuple[int, tuple[str, ...]]
 """A call by the trainer: the number of positional arguments, and the names of the keyword arguments."""
@@ -75,7 +75,7 @@ def check_recipe(recipe: Recipe, source: RecipeSource | None = None, *, warm_sta
             check()
         except RecipeError as error:
             problems.extend(error.problems)
-        except ValueError as error:
+        except (ValueError, OSError) as error:  # of the system: a path that is too long
             problems.append(_problem_of(error, key))
     if problems:
         raise source.located(RecipeError(*problems)) if source else RecipeError(*problems)
@@ -110,7 +110,7 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
         yield "rollout.environment.name", partial(resolve_format, recipe.rollout.environment)
     yield "output_dir", partial(_check_folder, recipe.output_dir)
     if recipe.warm_start is not None:
-        yield "warm_start.output", partial(_check_folder, recipe.warm_start.output)
+        yield "warm_start.output", partial(_check_output, recipe.warm_start.output)
     yield "device", partial(choose_device, recipe)
     yield "log.trackers", partial(check_trackers, recipe.log)
 
@@ -128,7 +128,9 @@ def _check_function(option: str, name: str, call: Call) -> None:
 
 
 def _check_advantage(recipe: Recipe) -> None:
-    """Check the signature of an advantage by its mark, and that there is a critic if, and only if, it needs one."""
+    """Call an advantage as the trainer will, on two groups; there is a critic if, and only if, it needs one."""
+    import torch
+
     from srtrl.algorithms.advantages import is_token_level, needs_critic
 
     algorithm, name = recipe.algorithm, recipe.algorithm.advantage
@@ -145,6 +147,20 @@ def _check_advantage(recipe: Recipe) -> None:
         problems.append(Problem("critic", f"{message}: remove this section, or use gae"))
     if problems:
         raise RecipeError(*problems)
+    rewards = torch.arange(2.0 * recipe.rollout.num_samples, dtype=torch.float64).reshape(2, -1)  # [G, S]
+    result: object = None
+    with Caught() as caught:
+        if is_token_level(function):
+            tokens, index = rewards.reshape(-1, 1), torch.arange(2).repeat_interleave(rewards.shape[1])
+            mask = torch.ones_like(tokens, dtype=torch.bool)  # [B, L], responses of one token
+            options = {"group_index": index, "gamma": algorithm.gamma, "lam": algorithm.lam}
+            result = function(tokens, torch.zeros_like(tokens), mask, **options)
+        else:
+            result = function(rewards)
+    if caught.error is not None:
+        raise ValueError(f"`{name}`, tried on two groups, raised {describe_error(caught.error)}") from caught.error
+    if not isinstance(result, torch.Tensor):
+        raise ValueError(f"`{name}` must return a tensor, tried on two groups it returned {result!r:.80}")
 
 
 def _check_loss(recipe: Recipe) -> None:
@@ -158,13 +174,13 @@ def _check_loss(recipe: Recipe) -> None:
         raise ValueError(f"algorithm.loss_options.{min(both)}: set algorithm.{min(both)} instead")
     tokens, index = torch.tensor([-0.5, -1.5]), torch.zeros(2, dtype=torch.int64)
     clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
-    try:
+    with Caught() as caught:
         check_call(name, function, num_positional, (*keywords, *options))
         if options:
             function(tokens, tokens, tokens, index, **clip, **options)
-    except ValueError as error:
+    if isinstance(error := caught.error, ValueError):
         raise RecipeError(_problem_of(error, "algorithm.loss_options" if options else "algorithm.loss")) from error
-    except RAISED_BY_USER_CODE as error:
+    if error is not None:
         tried = f"`{name}` with {options}, tried on two tokens, raised {describe_error(error)}"
         raise ValueError(f"algorithm.loss_options: {tried}") from error
 
@@ -196,6 +212,13 @@ def _check_folder(folder: str) -> None:
     for path in (Path(folder), *Path(folder).parents):
         if path.exists() and not path.is_dir():
             raise ValueError(f"{folder}: {path} is a file, expected a folder")
+
+
+def _check_output(folder: str) -> None:
+    """Refuse the current folder, or one around it, which a result cannot replace."""
+    _check_folder(folder)
+    if Path.cwd().is_relative_to(Path(folder).resolve()):
+        raise ValueError(f"{folder} holds the current folder, expected another one")
 
 
 def _is_local(path: str) -> bool:

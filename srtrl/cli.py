@@ -19,6 +19,7 @@ from srtrl.ranks.processes import interrupt_exit_code, is_main_process, should_r
 from srtrl.recipe.file import build_recipe, dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.report import compare, export, rollouts, trie
+from srtrl.resolve import shorten
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, such as those in recipes/.")]
 Overrides = Annotated[
@@ -54,7 +55,7 @@ class Commands(TyperGroup):
             is_interrupt = isinstance(error, KeyboardInterrupt)
             if should_report(error):
                 place = "" if is_main_process() else f"rank {os.environ['RANK']}: "
-                print("interrupted" if is_interrupt else f"error: {place}{error}", file=sys.stderr)
+                print("interrupted" if is_interrupt else f"error: {place}{shorten(str(error))}", file=sys.stderr)
             if is_interrupt:
                 raise typer.Exit(interrupt_exit_code()) from None
             raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None

@@ -3,7 +3,9 @@
 import json
 import math
 import os
-import tempfile
+import re
+import secrets
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -81,16 +83,27 @@ def read_metrics(path: Path, num_bytes: int | None = None) -> list[MetricRow]:
     return rows
 
 
+def temporary_beside(path: Path) -> Path:
+    """A new name beside `path` for what is being written or deleted; see `is_temporary`."""
+    return path.with_name(f".srtrl_{secrets.token_hex(8)}")  # `tempfile` would make it readable for its owner only
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether a name is one of `temporary_beside`: a resume deletes what a killed run has left."""
+    return re.fullmatch(r"\.srtrl_[0-9a-f]{16}", path.name) is not None
+
+
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file beside `path`, then rename it: a reader, or a kill at any time, sees the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_beside(path)
     data = content.encode("utf-8") if isinstance(content, str) else content
     try:
-        with named_in_errors(path), temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        with named_in_errors(path):
+            with temporary.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
@@ -129,26 +142,27 @@ def new_folder(final: Path) -> Iterator[Path]:
 
     It has a name of its own until then, beside `final`, which must not exist or be an empty folder.
     """
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{final.name}.", dir=final.parent) as around:
-        written = Path(around) / final.name
-        written.mkdir()
-        yield written
-        for path in (*written.rglob("*"), written):
+    temporary = temporary_beside(final)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for path in (*temporary.rglob("*"), temporary):
             sync_folder(path)  # files as well
-        written.rename(final)
+        temporary.rename(final)
         sync_folder(final.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager
 def named_in_errors(path: Path) -> Iterator[None]:
-    """An OSError of a write (a full disk, say) does not name the file by itself: name `path`."""
+    """An OSError of a write (a full disk, say) names no file, or the temporary one: let it name `path`."""
     try:
         yield
     except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = str(path)
-        raise
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def sync_folder(folder: Path) -> None:

@@ -12,25 +12,16 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
-RAISED_BY_USER_CODE = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
-"""Exceptions of user-defined code, imported or tried, that are reported in one line as mistakes of the user."""
+MAX_CHARACTERS = 200
+"""Of a value in a message."""
+MAX_LINES = 10
+"""Of a list in a message."""
 
 PARTS = {
     "algorithm.advantage": ("srtrl.algorithms.advantages", ("rewards", "token_rewards")),
@@ -96,6 +87,22 @@ def list_modules(package_name: str, attribute: str) -> list[str]:
     return [path.stem for path in files if definition.search(path.read_text(encoding="utf-8"))]
 
 
+class Caught(AbstractContextManager["Caught"]):
+    """`with Caught() as caught:` keeps an exception of the user's code or files, which may be any, in `error`.
+
+    Only for such calls; the caller reports the error as a mistake of the user, or as the outcome of a sample.
+    `sys.exit` in such code is its error too, and does not end the run. Ctrl-C is none.
+    """
+
+    error: BaseException | None = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.error = None if isinstance(error, KeyboardInterrupt) else error
+        return self.error is not None
+
+
 def check_call(name: str, function: Callable[..., Any], num_positional: int, keywords: Collection[str] = ()) -> None:
     """Refuse a function that cannot be called as the trainer will.
 
@@ -117,13 +124,29 @@ def check_call(name: str, function: Callable[..., Any], num_positional: int, key
         raise ValueError(f"`{name}` cannot be called with ({call}): {error}; it is {name}({declared})") from error
 
 
-def describe_error(error: Exception | SystemExit) -> str:
+def cut(text: str, limit: int = MAX_CHARACTERS) -> str:
+    """The beginning of a value that is longer than a message can show."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def shorten(message: str) -> str:
+    """A message in which each value (a path, a number, an override) is cut."""
+    return re.sub(rf"\S{{{MAX_CHARACTERS},}}", lambda match: cut(match[0]), message)
+
+
+def first_lines(lines: Sequence[str]) -> list[str]:
+    """The first lines of a list, shortened, and the number of the others."""
+    more = [f"... and {len(lines) - MAX_LINES:,} more"] if len(lines) > MAX_LINES else []
+    return [*map(shorten, lines[:MAX_LINES]), *more]
+
+
+def describe_error(error: BaseException) -> str:
     """One line of at most some 300 characters: the exception, and the place in the user's code that raised it."""
     text = " ".join("".join(traceback.format_exception_only(error)).split())
     machinery = ("<frozen", importlib.__file__, __file__)  # of an import
     frames = [item for item in traceback.extract_tb(error.__traceback__) if not item.filename.startswith(machinery)]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""
-    return (text if len(text) <= 300 else text[:297] + "...") + place
+    return cut(text, 300) + place
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
@@ -154,23 +177,27 @@ def import_user_defined(name: str, *, from_here: bool) -> ModuleType:
     elif folder not in before and "" not in before:
         sys.path.append(folder)
     importlib.invalidate_caches()
-    try:
-        return importlib.import_module(module_name)
-    except (*RAISED_BY_USER_CODE, SystemExit) as error:
-        reason = f"{describe_error(error)}; looked in {f'{folder} and ' if from_here else ''}sys.path"
+    with Caught() as caught:
+        importlib.import_module(module_name)
+    if not from_here:
+        sys.path[:] = before
+    if caught.error is not None:
+        reason = f"{describe_error(caught.error)}; looked in {f'{folder} and ' if from_here else ''}sys.path"
         top, here = module_name.partition(".")[0], {path.name.partition(".")[0] for path in Path.cwd().iterdir()}
         if not from_here and top in here:
             reason = f"it is only imported from the current folder, {folder}, with --import-from-here"
-        raise ValueError(f"`{name}`: cannot import {module_name}: {reason}") from error
-    finally:
-        if not from_here:
-            sys.path[:] = before
+        raise ValueError(f"`{name}`: cannot import {module_name}: {reason}") from caught.error
+    return sys.modules[module_name]
 
 
 def _resolve_user_defined(name: str) -> Callable[..., Any]:
     """The callable `package.module:attribute`."""
     module, (module_name, _, attribute) = import_user_defined(name, from_here=True), name.partition(":")
-    value: Callable[..., Any] | None = getattr(module, attribute, None)
+    value: Callable[..., Any] | None = None
+    with Caught() as caught:  # a module may have a `__getattr__`
+        value = getattr(module, attribute, None)
+    if caught.error is not None:
+        raise ValueError(f"`{name}`: {module_name} raised {describe_error(caught.error)}") from caught.error
     if value is None or not callable(value):
         what = "has no" if value is None else "has a value that cannot be called:"
         known = [key for key, item in vars(module).items() if callable(item) and not key.startswith("_")]

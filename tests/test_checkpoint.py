@@ -1,7 +1,7 @@
 """Checkpoints: the same bits back, whole or not there, and who may use a run folder."""
 
 import re
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,17 @@ from tiny_run import make_recipe, open_run
 from transformers import AutoModelForCausalLM
 
 from srtrl.drafters.none import Drafter as NoDrafter
-from srtrl.metrics import read_metrics
+from srtrl.metrics import is_temporary, new_folder, read_metrics, temporary_beside
 from srtrl.model.value_model import ValueModel
 from srtrl.model.weights import load_model, load_tokenizer
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import CriticSection
-from srtrl.run import checkpoint
 from srtrl.run.checkpoint import (
     CRITIC_OPTIMIZER,
     OPTIMIZER,
     TrainerState,
     checkpoint_to_resume,
     list_checkpoints,
-    read_state,
     save_checkpoint,
 )
 from srtrl.run.folder import check_run_folder, open_run_folder
@@ -60,28 +58,24 @@ def test_all_files_are_made_durable_before_the_rename(
     critic_model = ValueModel(load_model(str(policy), dtype=torch.float32, device="cpu"))
     optimizer = build_optimizer(critic_model, **ADAMW)
     synced: list[Path] = []
-    monkeypatch.setattr(checkpoint, "sync_folder", synced.append)
+    monkeypatch.setattr("srtrl.metrics.sync_folder", synced.append)
     path = save(
         policy, tmp_path, 3, critic=Critic(objective=ValueObjective(critic_model, CriticSection()), optimizer=optimizer)
     )
-    *inside, temporary, parent = synced
-    assert (temporary.name, parent) == (".step_000003.writing", tmp_path)
+    *inside, temporary, parent = synced[-len([*path.rglob("*")]) - 2 :]  # after those of single files
+    assert is_temporary(temporary)
+    assert parent == tmp_path
     assert {one.relative_to(temporary) for one in inside} == {one.relative_to(path) for one in path.rglob("*")}
 
 
-def test_the_new_folder_is_there_before_the_old_one_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    final, deletions = tmp_path / "policy", list[tuple[str, str]]()
-    final.mkdir()
-    (final / "weights").write_text("old")
-    with checkpoint.written_beside(final) as temporary:
-        (temporary / "weights").write_text("new")
-        monkeypatch.setattr(
-            shutil,
-            "rmtree",
-            lambda path, **_: deletions.append((path.name, (final / "weights").read_text())),
-        )
-    assert deletions[-1] == (".policy.deleting", "new")
-    assert (tmp_path / ".policy.deleting" / "weights").read_text() == "old"
+def test_a_folder_that_cannot_be_finished_leaves_nothing(tmp_path: Path) -> None:
+    for name in (".policy.writing", ".policy.deleting"):  # of the user: temporary names are random
+        (tmp_path / name).mkdir()
+    before = contents(tmp_path)
+    with pytest.raises(KeyError), new_folder(tmp_path / "policy") as temporary:  # noqa: PT012
+        (temporary / "weights").touch()
+        raise KeyError
+    assert contents(tmp_path) == before
 
 
 def test_checkpoint_is_a_model_for_transformers(policy: Path, tmp_path: Path) -> None:
@@ -100,11 +94,12 @@ def test_only_the_newest_are_kept_by_number_of_their_step(policy: Path, tmp_path
     assert (tmp_path / "step_2000000.bak").is_dir()
 
 
-def test_other_format_is_refused(policy: Path, tmp_path: Path) -> None:
-    path = save(policy, tmp_path, 1)
-    (path / "state.json").write_text('{"step": 1, "policy_version": 1, "format": 99}')
-    with pytest.raises(ValueError, match=r"state\.json: format 99"):
-        read_state(path)
+USER_FILES = (
+    *("rollouts/selected.csv", "rollouts/step_000099.mine.parquet", "rollouts/step_x.parquet", "rollouts/.step_mine"),
+    *("checkpoints/best/model", "checkpoints/notes.txt", "checkpoints/step_000099.bak", "checkpoints/.step_mine"),
+    *("report.html", "analysis/step_000009.parquet", ".srtrl_notes", ".metrics.jsonl.7848.tmp"),
+)
+"""Names in a run's folder that srtrl never gives, or that a user keeps."""
 
 
 # --- The run folder ---------------------------------------------------------------------------------------------------
@@ -145,51 +140,81 @@ def test_overwrite_renames_the_whole_folder_and_a_failed_start_renames_it_back(t
     assert [row["loss"] for row in read_metrics(tmp_path / "run.2" / "metrics.jsonl")] == [2.0]
 
 
-def test_overwrite_renames_any_folder_and_a_link_itself(tmp_path: Path) -> None:
-    recipe, mine = make_recipe(tmp_path / "policy", tmp_path), tmp_path / "mine"
-    mine.mkdir()
-    (mine / "recipe.yaml").write_text("years of work")
-    (tmp_path / "run").symlink_to(mine)
-    with open_run(recipe, overwrite=True) as run:
-        assert not run.path.is_symlink()
-    assert (tmp_path / "run.1" / "recipe.yaml").read_text() == (mine / "recipe.yaml").read_text() == "years of work"
-
-
-def test_what_is_no_run_is_not_resumed(tmp_path: Path) -> None:
+def test_overwrite_renames_any_folder(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "report.html").touch()
-    with pytest.raises(ValueError, match=r"run holds no recipe\.yaml, so it is not a run"):
-        check_run_folder(make_recipe(tmp_path / "policy", tmp_path), resume=True)
+    (tmp_path / "run" / "recipe.yaml").write_text("years of work")
+    with open_run(make_recipe(tmp_path / "policy", tmp_path), overwrite=True):
+        assert (tmp_path / "run.1" / "recipe.yaml").read_text() == "years of work"
+
+
+def link(path: Path) -> None:
+    path.symlink_to(path.parent.parent / "precious")
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "flags", "message"),
+    [
+        ("run", link, {"overwrite": True}, "run is a link"),
+        ("run", link, {"resume": True}, "run is a link"),
+        ("run/.lock", link, {"overwrite": True}, r"run/\.lock cannot be made or opened"),
+        ("run/.lock", link, {"resume": True}, "holds no recipe.yaml"),
+        ("run/.lock", link, {}, "run exists: "),
+        ("run/.lock", Path.mkdir, {"overwrite": True}, r"run/\.lock cannot be made or opened"),
+        ("run/.lock", lambda path: path.write_text("of another program"), {}, "run exists: "),
+        ("run/.env", Path.touch, {}, "run exists: "),
+        ("run/report.html", Path.touch, {"resume": True}, r"run holds no recipe\.yaml, so it is not a run"),
+        ("run/policy", Path.mkdir, {"overwrite": True}, r"model\.path: .* is in the run's own folder"),
+        ("run", Path.touch, {"overwrite": True}, "run is a file"),
+    ],
+)
+@pytest.mark.parametrize("target", ["precious", "nothing"])
+def test_what_is_no_run_is_refused_and_left_as_it_is(
+    name: str, make: Callable[[Path], object], flags: Any, message: str, target: str, tmp_path: Path
+) -> None:
+    """Links lead to a file of the user, or to a name where none must be made."""
+    if target == "precious":
+        (tmp_path / "precious").write_text("years of work")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    make(tmp_path / name)
+    before = contents(tmp_path)
+    with (
+        pytest.raises(ValueError, match=message),
+        open_run(make_recipe(tmp_path / "run" / "policy", tmp_path), **flags),
+    ):
+        pass
+    assert contents(tmp_path) == before
 
 
 def test_resume_takes_the_folder_back_to_its_checkpoint_when_nothing_can_refuse(policy: Path, tmp_path: Path) -> None:
-    recipe = make_recipe(policy, tmp_path)
-    rollouts = tmp_path / "run" / "rollouts"
+    """It deletes only names of its own exact form: those of later steps, and temporary ones of a killed run."""
+    recipe, folder = make_recipe(policy, tmp_path), tmp_path / "run"
     with open_run(recipe) as run:
-        (run.checkpoints / ".step_000003.writing").mkdir()
         for step in (0, 1, 2, 3):
             run.log.write(step, {"loss": 1.0})
-            (rollouts / f"step_{step:06d}.parquet").touch()
+            (folder / "rollouts" / f"step_{step:06d}.parquet").touch()
             if step in (1, 2):
                 save(policy, run.checkpoints, step)
-        mine = run.path / "analysis" / "step_000009.parquet"
-        mine.parent.mkdir()
-        mine.touch()
-    before = contents(run.path)
+    unfinished = [temporary_beside(folder / name) for name in ("recipe.yaml", "rollouts/x", "checkpoints/x")]
+    for path in unfinished:
+        path.mkdir()
+    for name in USER_FILES:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    before = contents(folder)
     other = make_recipe(policy, tmp_path, train__learning_rate=0.5)
     for from_step in (None, 1):
         with pytest.raises(KeyError), open_run_folder(other, resume=True, from_step=from_step):  # a tracker, say
             raise KeyError
-        assert contents(run.path) == before
+        assert contents(folder) == before
     with open_run(other, resume=True) as run:
         assert run.checkpoint == run.checkpoints / "step_000002"
-        assert [row["step"] for row in read_metrics(run.path / "metrics.jsonl")] == [0, 1, 2]
-        assert sorted(path.name for path in rollouts.iterdir())[-1] == "step_000002.parquet"
-        assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step_000001", "step_000002"]
-        assert load_recipe(run.path / "recipe.yaml") == other
+        assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [0, 1, 2]
+        assert load_recipe(folder / "recipe.yaml") == other
+    gone = {"rollouts/step_000003.parquet", *(str(path.relative_to(folder)) for path in unfinished)}
+    assert contents(folder).keys() == before.keys() - gone
     with open_run(recipe, resume=True, from_step=1) as run:
-        assert [path.name for path in run.checkpoints.iterdir()] == ["step_000001"]
-    assert mine.is_file()
+        assert list_checkpoints(run.checkpoints) == [run.checkpoints / "step_000001"]
+    assert all((folder / name).is_file() for name in USER_FILES)
 
 
 def test_the_repair_of_a_damaged_log_reads_no_row_after_the_intact_checkpoint(policy: Path, tmp_path: Path) -> None:

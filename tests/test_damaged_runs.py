@@ -4,20 +4,24 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from tiny_run import assert_same_run, learned_rows, make_recipe, train
+from tiny_run import assert_same_run, learned_rows, make_policy, make_recipe, train
 from typer.testing import CliRunner, Result
 
 from srtrl.cli import app
 from srtrl.recipe.file import load_recipe
+from srtrl.run import checkpoint
 from srtrl.run.checkpoint import FORMAT
 from srtrl.tasks.base import load_task
 from srtrl.trainer import trainer
 
 LAST = "checkpoints/step_000004"
+MANIFEST = f"{LAST}/manifest.json"
 OPTIMIZER = "optimizer/shard-00001-model-00001-of-00001.safetensors"
 Damage = Callable[[Path], object]
 
@@ -40,6 +44,24 @@ def call(*arguments: object) -> Result:
 
 def edit(name: str, change: Callable[[bytes], bytes]) -> Damage:
     return lambda run: (run / name).write_bytes(change((run / name).read_bytes()))
+
+
+def edit_json(name: str, change: Callable[[Any], object]) -> Damage:
+    def changed(data: bytes) -> bytes:
+        value = json.loads(data)
+        change(value)
+        return json.dumps(value).encode()
+
+    return edit(name, changed)
+
+
+def unlist(prefix: str) -> Damage:
+    """Take files out of the last manifest."""
+
+    def change(entries: Any) -> None:
+        entries["files"] = {name: entry for name, entry in entries["files"].items() if not name.startswith(prefix)}
+
+    return edit_json(MANIFEST, change)
 
 
 def flip(name: str) -> Damage:
@@ -73,10 +95,10 @@ def all_of(*damages: Damage) -> Damage:
 
 def as_of_an_earlier_version(run: Path) -> None:
     """Of the layout before this one, and without manifests."""
-    for checkpoint in (run / "checkpoints").iterdir():
-        (checkpoint / "manifest.json").unlink()
-        state = json.loads((checkpoint / "state.json").read_text())
-        (checkpoint / "state.json").write_text(json.dumps(state | {"format": 2}))
+    for folder in (run / "checkpoints").iterdir():
+        (folder / "manifest.json").unlink()
+        state = json.loads((folder / "state.json").read_text())
+        (folder / "state.json").write_text(json.dumps(state | {"format": 2}))
 
 
 def link_last(run: Path) -> None:
@@ -97,7 +119,21 @@ DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
     "no state": (remove(f"{LAST}/state.json"), "state.json", (TRAIN, *POLICY)),
     "no manifest": (remove(f"{LAST}/manifest.json"), "manifest.json", (TRAIN, *POLICY)),
     "cut manifest": (cut(f"{LAST}/manifest.json"), "manifest.json", (TRAIN, *POLICY)),
-    "manifest without files": (write(f"{LAST}/manifest.json", b"{}"), "manifest.json", (TRAIN, *POLICY)),
+    "empty manifest": (write(f"{LAST}/manifest.json", b"{}"), "manifest.json", (TRAIN, *POLICY)),
+    "manifest without files": (
+        edit_json(MANIFEST, lambda entries: entries["files"].clear()),
+        MANIFEST,
+        (TRAIN, *POLICY),
+    ),
+    "manifest without weights": (unlist("model"), MANIFEST, (TRAIN, *POLICY)),
+    "manifest without optimizer": (unlist("optimizer"), MANIFEST, (TRAIN, *POLICY)),
+    "manifest without state": (unlist("state"), MANIFEST, (TRAIN, *POLICY)),
+    "infinite size": (edit_json(MANIFEST, lambda entries: entries["log"].update(size=inf)), MANIFEST, (TRAIN, *POLICY)),
+    "unknown key in state": (
+        all_of(remove(MANIFEST), edit_json(f"{LAST}/state.json", lambda state: state.update(x=1))),
+        "state.json",
+        (TRAIN,),
+    ),
     "old, no state": (all_of(as_of_an_earlier_version, remove(f"{LAST}/state.json")), "state.json", (TRAIN,)),
     "lost optimizer": (remove(f"{LAST}/{OPTIMIZER}"), OPTIMIZER, (TRAIN,)),
     "linked checkpoint": (link_last, LAST, (TRAIN,)),
@@ -113,9 +149,14 @@ DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
     "no rows": (write("metrics.jsonl", b""), "metrics.jsonl", (TRAIN, *READERS)),
     "no log": (remove("metrics.jsonl"), "metrics.jsonl", (TRAIN, *READERS)),
     "rollouts": (write("rollouts/step_000004.parquet"), "step_000004.parquet", (REPORT, TRIE, ROLLOUTS)),
-    "other rollouts": (write("rollouts/step_x.parquet"), "step_x.parquet", (TRAIN, REPORT, TRIE, ROLLOUTS)),
+    "other rollouts": (write("rollouts/step_x.parquet"), "step_x.parquet", (REPORT, TRIE, ROLLOUTS)),
     "flipped rollouts": (flip("rollouts/step_000004.parquet"), "step_000004.parquet", (TRIE, ROLLOUTS)),
     "no checkpoints": (lambda run: shutil.rmtree(run / "checkpoints"), "no checkpoint", (TRAIN, *POLICY)),
+    "another digit in recipe": (
+        edit("recipe.yaml", lambda text: text.replace(b"learning_rate: 0.01", b"learning_rate: 0.03")),
+        "recipe.yaml",
+        (TRAIN,),
+    ),
     "recipe": (write("recipe.yaml"), "recipe.yaml", (TRAIN, *READERS, EVAL)),
     "cut recipe": (cut_after("recipe.yaml", b"trackers: ["), "recipe.yaml", (TRAIN, *READERS, EVAL)),
 }
@@ -170,12 +211,35 @@ def test_a_damaged_checkpoint_names_the_intact_one_and_the_run_goes_on_from_ther
     assert_same_run(run, finished)
 
 
-def test_changed_training_data_is_not_resumed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_prompts_and_start_models_are_not_resumed(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def reordered(*arguments: object, **_: object) -> object:
         return SimpleNamespace(train_prompts=load_task(*arguments).train_prompts[::-1])  # type: ignore[arg-type]
 
-    monkeypatch.setattr(trainer, "load_task", reordered)
-    assert "the data of task.options has changed" in call("train", run, "--resume").stderr
+    other = make_policy(tmp_path / "other", seed=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "load_task", reordered)
+        assert "the data of task.options has changed" in call("train", run, "--resume").stderr
+    monkeypatch.setattr(checkpoint, "locate", lambda _: other)  # where model.path leads now
+    refused = call("train", run, "--resume")
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+    assert f"model.path has changed: config and weights of the reference, {other}, are not those" in refused.stderr
+    assert call("train", run, "--resume", "algorithm.kl.coefficient=0").exit_code == 0  # without a reference
+
+
+def test_damaged_rollouts_are_named_once_and_do_not_stop_a_resume(run: Path, finished: Path) -> None:
+    rollouts = run / "rollouts"
+    (rollouts / "step_000001.parquet").unlink()
+    cut("rollouts/step_000002.parquet")(run)
+    write("rollouts/step_000003.parquet", b"")(run)
+    assert call("train", run, "--resume", "--checkpoint", 2).exit_code == 0  # 3 and 4 are written again
+    result = call("train", run, "--resume")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert re.findall(r"--resume: rollouts that are missing or damaged .*: (.*)", result.stdout) == [
+        "step_000001.parquet, step_000002.parquet"
+    ]
+    assert learned_rows(run) == learned_rows(finished)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from srtrl.environments.conversations import Conversations
 from srtrl.environments.formats import Hermes
 from srtrl.environments.python import Environment as PythonEnvironment
 from srtrl.environments.python import PythonOptions
-from srtrl.environments.record import Record
+from srtrl.environments.record import Record, checksum
 from srtrl.model.weights import load_tokenizer
 from srtrl.recipe.schema import EnvironmentSection
 from srtrl.types import Prompt
@@ -227,6 +227,7 @@ def test_the_record_repeats_what_was_said_and_the_environment_catches_up(tmp_pat
     lines = path.read_bytes().split(b"\n")
     changed = json.loads(lines[0])
     changed["step"]["observation"] = "from the record"
+    changed["crc32"] = checksum(changed)
     path.write_bytes(b"\n".join([json.dumps(changed).encode(), *lines[1:]]))
     with Conversations(section_of(Echo), TOKENIZER) as conversations:
         conversations.use_record(path)
@@ -237,9 +238,10 @@ def test_the_record_repeats_what_was_said_and_the_environment_catches_up(tmp_pat
         assert len(path.read_bytes().split(b"\n")) == 4
         other = ask(conversations, completion_of(encode("two"), turns[0], encode("others"), sample=1))
         assert other.extension == encode("1:two")  # another history: no answer of the record
-    path.write_text("no json\n")
-    with pytest.raises(ValueError, match=r"step_000001.jsonl:1: damaged"):
-        Record(path)
+    for damaged in (b"no json\n", path.read_bytes().replace(b"from the", b"from she")):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"step_000001.jsonl:1: damaged"):
+            Record(path)
 
 
 def test_an_error_that_is_in_the_record_is_not_raised_for_a_later_turn(tmp_path: Path) -> None:

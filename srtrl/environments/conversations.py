@@ -26,10 +26,9 @@ from srtrl.environments.formats import Format, MalformedCallError, check_call, r
 from srtrl.environments.record import Record, key_of
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import EnvironmentSection
-from srtrl.resolve import describe_error
+from srtrl.resolve import Caught, describe_error
 from srtrl.tasks.final_answer import states_answer
 from srtrl.tasks.rendering import tokenise
-from srtrl.tasks.worker import Caught
 from srtrl.types import Completion, Conversation, Prompt, SegmentKind, segment_slices
 
 if TYPE_CHECKING:
@@ -353,7 +352,6 @@ class Conversations:
         error = pending.answer.exception()
         if error is None:
             return pending.answer.result()
-        assert isinstance(error, Exception | SystemExit)
         if not self._first_traceback:
             self._first_traceback = "".join(traceback.format_exception(error))
         return Step(observation=f"error: {describe_error(error)}", outcomes=["raised"])

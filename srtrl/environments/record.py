@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import zlib
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -38,6 +40,8 @@ class Record:
         for number, line in enumerate(complete.split(b"\n") if complete else (), start=1):
             try:
                 row = json.loads(line)
+                if row["crc32"] != checksum(row):
+                    raise ValueError("its checksum differs")
                 self._known[row["key"]] = Step(**row["step"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}:{number}: damaged: expected an environment's answer ({error})") from error
@@ -51,7 +55,7 @@ class Record:
         """Write an answer."""
         if self._file is not None:
             row = {"key": _digest(completion), "step": asdict(step)}
-            self._file.write(json.dumps(row).encode() + b"\n")
+            self._file.write(json.dumps(row | {"crc32": checksum(row)}).encode() + b"\n")
 
     def delete(self) -> None:
         """Delete the files of all ranks."""
@@ -64,6 +68,11 @@ class Record:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def checksum(row: Mapping[str, Any]) -> int:
+    """CRC-32 of a row's answer and its key."""
+    return zlib.crc32(json.dumps([row["key"], row["step"]]).encode())
 
 
 def key_of(completion: Completion) -> tuple[str, int, int]:

@@ -8,11 +8,10 @@ from copy import deepcopy
 from dataclasses import fields
 from typing import Any, get_args
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from srtrl.model.transformer import ModelConfig, ModelType, RopeConfig
-from srtrl.resolve import RAISED_BY_USER_CODE
+from srtrl.resolve import Caught
 
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -39,10 +38,11 @@ def config_from_hf(hf_config: Mapping[str, Any], source: str = "the model's conf
     model_type: Any = hf_config.get("model_type")
     if model_type not in get_args(ModelType):
         raise ValueError(f"{source}: model_type is {model_type!r}; supported: {', '.join(get_args(ModelType))}")
-    try:
+    with Caught() as caught:
         config = AutoConfig.for_model(**deepcopy(dict(hf_config)))
-    except (*RAISED_BY_USER_CODE, StrictDataclassError) as error:
-        raise ValueError(f"{source}: transformers cannot read this config: {' '.join(str(error).split())}") from error
+    if caught.error is not None:
+        reason = " ".join(str(caught.error).split())
+        raise ValueError(f"{source}: transformers cannot read this config: {reason}") from caught.error
     rope = {name: value for name, value in config.rope_parameters.items() if name != "type" and value is not None}
     _refuse(config, rope, source)
     is_qwen2 = model_type == "qwen2"

@@ -9,14 +9,13 @@ from typing import Any, cast
 
 import huggingface_hub
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Layer, ModelConfig, Transformer
-from srtrl.resolve import RAISED_BY_USER_CODE
+from srtrl.resolve import Caught
 
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -87,10 +86,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     folder = locate(path)
     if not has_tokenizer(folder):  # transformers would make an empty tokenizer
         raise ValueError(f"{folder}: no tokenizer in this folder; expected one of {', '.join(_VOCABULARY_FILES)}")
-    try:
+    with Caught() as caught:  # damaged files raise anything
         return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
-    except (*RAISED_BY_USER_CODE, StrictDataclassError) as error:  # damaged files
-        raise ValueError(f"{folder}: transformers reads no tokenizer from this folder: {error}") from error
+    raise ValueError(f"{folder}: transformers reads no tokenizer from this folder: {caught.error}") from caught.error
 
 
 def end_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
@@ -147,7 +145,7 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | s
     places = named_tensors(model)
     missing = dict.fromkeys(places)
     heads: list[tuple[Path, Tensor]] = []  # in the files, though tied to the embedding
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         for name, tensor in read_tensors(file):
             if name.endswith("rotary_emb.inv_freq"):  # old Llama files; recomputed from the config
                 continue
@@ -257,7 +255,7 @@ def full_disk_as_os_error(path: Path) -> Iterator[None]:
         raise OSError(f"{path}: {error}") from error
 
 
-def _weight_files(folder: Path) -> Sequence[Path]:
+def weight_files(folder: Path) -> Sequence[Path]:
     """The safetensors files of a model folder, the single file before several, as in `transformers`."""
     if (folder / _SINGLE_FILE).is_file():
         return [folder / _SINGLE_FILE]
@@ -283,7 +281,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
                         "(float32, bfloat16, float16, float64)"
                     )
                 yield name, tensor
-    except (SafetensorError, FileNotFoundError) as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{file}: no readable safetensors file ({error}); is the download complete?") from error
 
 

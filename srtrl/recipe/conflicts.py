@@ -6,6 +6,7 @@ What only the functions that a recipe names can show (does this advantage need a
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from srtrl.recipe.rollout import MIN_TEMPERATURE
 from srtrl.recipe.schema import ArchitectureSection, Recipe
 
 Conflict = tuple[str, str]
@@ -103,6 +104,11 @@ RULES: tuple[Rule, ...] = (
         "train.mini_batch_prompts",
         lambda r: _is_off_policy(r) and r.policy_updates.mini_batch_prompts < r.rollout.num_prompts,
         f"{NO_RATIO}: expected rollout.num_prompts ({{rollout.num_prompts}}) or no such option",
+    ),
+    (
+        "eval.temperature",
+        lambda r: 0 < r.eval.temperature < MIN_TEMPERATURE,
+        f"expected 0 (greedy) or at least {MIN_TEMPERATURE:g}",
     ),
     (
         "warm_start.train_tokenizer_vocab_size",

@@ -22,7 +22,7 @@ from ruamel.yaml.representer import SafeRepresenter
 from srtrl.recipe.conflicts import find_conflicts
 from srtrl.recipe.fields import fields_of
 from srtrl.recipe.schema import Recipe, Section
-from srtrl.resolve import suggestion
+from srtrl.resolve import cut, first_lines, suggestion
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -78,9 +78,8 @@ class RecipeError(ValueError):
 
     def __init__(self, *problems: Problem) -> None:
         self.problems = problems
-        lines = [str(problem) for problem in problems]
-        heading = [f"{len(lines)} problems in the recipe:"] if len(lines) > 1 else []
-        super().__init__("\n  ".join([*heading, *lines]))
+        heading = [f"{len(problems)} problems in the recipe:"] if len(problems) > 1 else []
+        super().__init__("\n  ".join([*heading, *first_lines(list(map(str, problems)))]))
 
 
 @dataclass(slots=True)
@@ -272,8 +271,7 @@ def _unknown_key(key: str, fields: Mapping[str, FieldInfo]) -> str:
 
 def _show(value: object) -> str:
     """A value as an error message shows it: as JSON, where a text has quotes, and not too long."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return cut(json.dumps(value, ensure_ascii=False, default=str), 80)
 
 
 # --- YAML -------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 MAX_WIDTH = 65536
 """Of slots, prompts of a step, samples of a prompt and tokens of a page: more would only take memory."""
+MIN_TEMPERATURE = 1e-6
+"""Logits that are divided by less are not finite."""
 
 
 class Section(BaseModel):
@@ -81,7 +83,7 @@ class RolloutSection(Section):
     """Maximum length of a prompt; the tasks of rows leave out longer ones, and log their number."""
     max_new_tokens: int = Field(ge=1)
     """Longest response, the end token included."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE)
     """The logits are divided by it, both in the decoder and in the update."""
     stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """A response ends once its text contains one of these."""

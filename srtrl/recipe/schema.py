@@ -238,7 +238,7 @@ class WarmStartSection(Section):
     """Share of the solutions' tokens that are replaced by random ones: the policy then makes mistakes."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the saved weights."""
-    output: str
+    output: str = Field(min_length=1)
     """Folder of the resulting policy (Hugging Face layout)."""
 
 
@@ -270,7 +270,7 @@ class Recipe(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     """Name of the run; its folder is `<output_dir>/<name>`."""
-    output_dir: str = "runs"
+    output_dir: str = Field(default="runs", min_length=1)
     """Folder of the run folders."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of data order, sampling and initialisation."""

@@ -15,10 +15,11 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -28,9 +29,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from srtrl.metrics import named_in_errors, sync_folder, write_atomic
+from srtrl.metrics import named_in_errors, new_folder, temporary_beside, write_atomic
 from srtrl.model.value_model import save_value_model
-from srtrl.model.weights import save_model
+from srtrl.model.weights import locate, save_model, weight_files
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.ranks.sharding import reshard, unshard
 from srtrl.types import Prompt
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from srtrl.model.transformer import Transformer
     from srtrl.model.value_model import ValueModel
 
-FORMAT = 4
+FORMAT = 5
 """Version of the layout; a resume refuses another one."""
 OPTIMIZER = "optimizer"
 """Moments and, for a bfloat16 model, its float32 master weights: the model's own files are for decoding."""
@@ -50,6 +51,10 @@ CRITIC_FOLDER = "critic"
 CRITIC_OPTIMIZER = "critic_optimizer"
 STATE = "state.json"
 MANIFEST = "manifest.json"
+CHANGED = (
+    "--resume: {what} are not those that {checkpoint} has seen; restore them, or begin a new run with name=OTHER "
+    "model.path={checkpoint}"
+)
 FILE_BYTES = 4 * 2**30
 """Bytes of an optimizer's state per file number: each rank writes its part of them, which it holds in memory."""
 
@@ -72,7 +77,9 @@ class TrainerState:
     num_draws: int
     """Draws of the data order that these steps have used; with dynamic sampling no function of `step`."""
     prompts_sha256: str = ""
-    """`prompts_digest` of the training prompts."""
+    """See `digest_prompts`."""
+    model_sha256: str = ""
+    """See `digest_model`."""
     format: int = FORMAT
 
 
@@ -94,10 +101,15 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return next(reversed(list_checkpoints(folder)), None)
 
 
+def numbered(folder: Path, suffix: str = "") -> list[Path]:
+    """What srtrl has named `step_000010` and a suffix (a pattern) in a folder, in the order of the steps."""
+    name = re.compile(rf"step_(\d{{6}}|[1-9]\d{{6,}}){suffix}")
+    return sorted((path for path in folder.glob("step_*") if name.fullmatch(path.name)), key=step_of)
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first (one being written has a name that begins with a dot)."""
-    checkpoints = [path for path in folder.glob("step_*") if path.is_dir() and path.name[5:].isdecimal()]
-    return sorted(checkpoints, key=step_of)
+    return [path for path in numbered(folder) if path.is_dir()]
 
 
 def checkpoint_to_resume(folder: Path, step: int | None = None) -> Path | None:
@@ -110,7 +122,7 @@ def checkpoint_to_resume(folder: Path, step: int | None = None) -> Path | None:
         ValueError: it is damaged (the message names the file and the newest intact one before it), is no folder of its
             own, or there is none of that step.
     """
-    for path in folder.glob("step_*"):
+    for path in numbered(folder):
         if path.is_symlink() or not path.is_dir():
             kind = "a link" if path.is_symlink() else "a file"
             raise ValueError(f"--resume: {path} is {kind}; expected the folder of a checkpoint: move it away")
@@ -149,7 +161,7 @@ def find_damage(checkpoint: Path, *, policy_only: bool = False) -> str | None:
         return f"{manifest} is missing"
     try:
         files, rows = _read_manifest(checkpoint)
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         return f"{manifest} cannot be read ({type(error).__name__}: {error})"
     if policy_only:
         files = {name: entry for name, entry in files.items() if not name.startswith((OPTIMIZER, CRITIC_FOLDER))}
@@ -166,9 +178,15 @@ def check_policy(checkpoint: Path) -> None:
 
 
 def _read_manifest(checkpoint: Path) -> tuple[dict[str, Entry], Entry]:
-    """The entries of the files, and of the rows of `metrics.jsonl`; LookupError and the like where it has none."""
+    """The entries of the files, and of the rows of `metrics.jsonl`; LookupError and the like where some are missing."""
     record = json.loads((checkpoint / MANIFEST).read_bytes())
-    return dict(record["files"]), {"sha256": record["log"]["sha256"], "size": int(record["log"]["size"])}
+    files, rows = dict(record["files"]), Entry(sha256=record["log"]["sha256"], size=record["log"]["size"])
+    for part in (STATE, "model", OPTIMIZER):
+        if not any(name.startswith(part) for name in files):
+            raise LookupError(f"no file {part}")
+    if type(rows["size"]) is not int:
+        raise TypeError(f"the size of the rows is {rows['size']}")
+    return files, rows
 
 
 def _entry(file: Path, num_bytes: int | None = None) -> Entry:
@@ -177,35 +195,40 @@ def _entry(file: Path, num_bytes: int | None = None) -> Entry:
         return {"sha256": hashlib.file_digest(stream, "sha256").hexdigest(), "size": stream.seek(0, io.SEEK_END)}
 
 
-def prompts_digest(prompts: Iterable[Prompt]) -> str:
-    """SHA-256 of the prompts in order, by their token ids and answers."""
+def digest_prompts(prompts: Iterable[Prompt], checkpoint: Path | None) -> str:
+    """SHA-256 of the prompts in order, by their token ids and answers; `ValueError` if it is not the checkpoint's."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(repr((tuple(prompt.token_ids), prompt.answer)).encode())
+    if checkpoint is not None and read_state(checkpoint).prompts_sha256 != digest.hexdigest():
+        what = "the data of task.options has changed: the training prompts or their answers"
+        raise ValueError(CHANGED.format(what=what, checkpoint=checkpoint))
     return digest.hexdigest()
 
 
-def check_prompts(checkpoint: Path, digest: str) -> None:
-    """Refuse to resume on other training prompts than those of the checkpoint; `digest` is that of `prompts_digest`."""
-    if read_state(checkpoint).prompts_sha256 != digest:
-        raise ValueError(
-            "--resume: the data of task.options has changed: the training prompts or their answers are not those that "
-            f"{checkpoint} has seen; restore them, or begin a new run with name=OTHER model.path={checkpoint}"
-        )
+def digest_model(path: str, checkpoint: Path | None, *, is_used: bool) -> str:
+    """SHA-256 of the config and the weights of the model at `path`, which a run starts from.
+
+    A resume uses them only as the reference: where it has none, this is what the checkpoint has.
+
+    Raises:
+        ValueError: it is not the checkpoint's.
+    """
+    known = None if checkpoint is None else read_state(checkpoint).model_sha256
+    if known is not None and not is_used:
+        return known
+    folder, digest = locate(path), hashlib.sha256()
+    for file in (folder / "config.json", *weight_files(folder)):
+        digest.update(_entry(file)["sha256"].encode())
+    if known is not None and known != digest.hexdigest():
+        what = f"model.path has changed: config and weights of the reference, {folder},"
+        raise ValueError(CHANGED.format(what=what, checkpoint=checkpoint))
+    return digest.hexdigest()
 
 
 def num_log_bytes(checkpoint: Path) -> int:
     """Bytes of the rows of `metrics.jsonl` up to an intact checkpoint."""
     return _read_manifest(checkpoint)[1]["size"]
-
-
-def drop_checkpoints(folder: Path, after: int) -> None:
-    """Delete what a killed run left half-written or half-deleted, and checkpoints later than step `after`."""
-    for path in folder.glob(".step_*"):
-        shutil.rmtree(path)
-    for path in list_checkpoints(folder):
-        if step_of(path) > after:
-            _delete_folder(path)
 
 
 def save_checkpoint(
@@ -243,7 +266,7 @@ def save_checkpoint(
         ValueError: a rank does not see what another one writes.
     """
     final = folder / checkpoint_name(state.step)
-    with written_beside(final, ranks) as temporary:
+    with _new_folder(final, ranks) as temporary:
         entries: dict[str, Entry] = {}
         for name, part in tensors.items():
             entries |= _save_tensors(part, temporary / name, ranks)
@@ -260,7 +283,7 @@ def save_checkpoint(
         reshard(critic)
     if ranks.is_main:
         for old in list_checkpoints(folder)[:-keep]:
-            _delete_folder(old)
+            delete(old)
     return final
 
 
@@ -272,36 +295,17 @@ def _write_manifest(folder: Path, log: Path, entries: Mapping[str, Entry]) -> No
 
 
 @contextmanager
-def written_beside(final: Path, ranks: Ranks = ONE_RANK) -> Iterator[Path]:
-    """A new folder to write into; where that succeeds it is made durable and becomes `final`, in place of an old one.
-
-    So `final` is whole or as it was before (a kill just between two renames leaves the old one as `.NAME.deleting`).
-    With several ranks all enter, and `final` is there when all have written.
-    """
-    temporary = final.with_name(f".{final.name}.writing")
-
-    def begin() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-
-    def finish() -> None:
-        for path in (*temporary.rglob("*"), temporary):
-            sync_folder(path)  # files as well
-        old = _doomed(final)
-        if final.exists():
-            final.rename(old)
-        temporary.rename(final)
-        sync_folder(final.parent)
-        if old.exists():
-            shutil.rmtree(old)
-
-    ranks.on_main(begin, f"making {temporary}")
-    with ranks.synchronized(f"finding {temporary}"):
-        if not temporary.is_dir():
-            raise ValueError(f"{temporary} of rank 0 is not here: all ranks must share the disk of output_dir")
-    with ranks.synchronized(f"writing {temporary}"):
-        yield temporary
-    ranks.on_main(finish, f"renaming {final}")
+def _new_folder(final: Path, ranks: Ranks) -> Iterator[Path]:
+    """`metrics.new_folder` for all ranks, which write into one folder; `final` is there when all have written."""
+    with ExitStack() as stack:
+        made = ranks.on_main(lambda: stack.enter_context(new_folder(final)), f"making a folder beside {final}")
+        temporary = final.with_name(made.name)
+        with ranks.synchronized(f"finding {temporary}"):
+            if not temporary.is_dir():
+                raise ValueError(f"{temporary} of rank 0 is not here: all ranks must share the disk of output_dir")
+        with ranks.synchronized(f"writing {temporary}"):
+            yield temporary
+        ranks.on_main(stack.close, f"renaming {final}")
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> dict[str, Entry]:
@@ -367,7 +371,10 @@ def read_state(checkpoint: Path) -> TrainerState:
             f"{checkpoint / STATE}: format {record.get('format')!r}, but this version of srtrl reads {FORMAT}; "
             f"begin a new run from its weights with name=OTHER model.path={checkpoint}"
         )
-    return TrainerState(**record)
+    try:
+        return TrainerState(**record)
+    except TypeError as error:
+        raise ValueError(f"{checkpoint / STATE} is damaged: {error}") from error
 
 
 def _read_record(checkpoint: Path) -> dict[str, Any]:
@@ -413,15 +420,10 @@ def _check_saved(name: str, tensor: Tensor | None, saved: Any) -> None:
         raise ValueError(f"parts of its {name} are missing")
 
 
-def _delete_folder(folder: Path) -> None:
-    """Rename first: a kill while deleting must not leave half a folder under a complete one's name."""
-    doomed = _doomed(folder)
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
-
-
-def _doomed(folder: Path) -> Path:
-    """The name under which a folder is deleted; what a killed process left there is gone."""
-    doomed = folder.with_name(f".{folder.name}.deleting")
-    shutil.rmtree(doomed, ignore_errors=True)
-    return doomed
+def delete(path: Path) -> None:
+    """Delete a file or a folder; renamed first, so that a kill leaves no half folder under a complete one's name."""
+    path = path.rename(temporary_beside(path))
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

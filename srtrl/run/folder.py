@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,10 +14,11 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from srtrl.metrics import MetricLog, read_metrics, sync_folder, write_atomic
+from srtrl.metrics import MetricLog, is_temporary, read_metrics, sync_folder, write_atomic
 from srtrl.recipe.file import RecipeSource, build_recipe, dump_recipe, read_source
 from srtrl.recipe.schema import Recipe
-from srtrl.run.checkpoint import drop_checkpoints, latest_checkpoint, list_checkpoints, num_log_bytes, step_of
+from srtrl.resolve import cut, first_lines
+from srtrl.run.checkpoint import delete, latest_checkpoint, list_checkpoints, num_log_bytes, numbered, step_of
 from srtrl.types import RolloutGroup
 
 LOCKED_KEYS: tuple[str, ...] = (
@@ -24,9 +26,10 @@ LOCKED_KEYS: tuple[str, ...] = (
 )
 """Options, as patterns, that cannot change within a run: what it starts from, what it learns from, and its order."""
 
-FOLDERS = ("checkpoints", "rollouts")
+ROLLOUT_SUFFIX = r"\.parquet"
 OBSERVATIONS = "observations"
 """Folder of what environments said in the steps since the oldest checkpoint: a step that is repeated reads it."""
+OBSERVATIONS_SUFFIX = r"(\.rank\d+)?\.jsonl"
 
 
 class StartFlags(TypedDict, total=False):
@@ -60,20 +63,22 @@ class RunFolder:
     def begin(self, recipe: Recipe) -> None:
         """Take the folder back to its checkpoint and write the recipe; call this when nothing can refuse any more.
 
-        Rows, rollouts and checkpoints of later steps are deleted: the steps will be repeated.
+        Rows, rollouts and checkpoints of later steps are deleted: the steps will be repeated. So are the temporary
+        files of a killed run. Files with names that srtrl does not give stay.
         """
-        for name in FOLDERS:
-            (self.path / name).mkdir(exist_ok=True)
+        rollouts = self.path / "rollouts"
+        for folder in (self.checkpoints, rollouts):
+            folder.mkdir(exist_ok=True)
         step = -1 if self.checkpoint is None else step_of(self.checkpoint)
         num_bytes = None if self.checkpoint is None else num_log_bytes(self.checkpoint)
         self.log.truncate(step, num_bytes)  # raises before anything is deleted
-        write_atomic(self.path / "recipe.yaml", dump_recipe(recipe))
+        write_atomic(self.path / "recipe.yaml", _with_checksum(dump_recipe(recipe)))
         self.has_begun = True
-        drop_checkpoints(self.checkpoints, after=step)
-        for file in chain.from_iterable((self.path / name).glob("step_*.parquet") for name in FOLDERS):
-            if step_of(file) > step:
-                file.unlink()
-        (self.path / "report.html").unlink(missing_ok=True)
+        files = chain.from_iterable(map(Path.iterdir, (self.path, self.checkpoints, rollouts)))
+        unfinished = [path for path in files if is_temporary(path)]
+        repeated = [*list_checkpoints(self.checkpoints), *numbered(rollouts, ROLLOUT_SUFFIX)]
+        for path in (*unfinished, *(path for path in repeated if step_of(path) > step)):
+            delete(path)
         sync_folder(self.path)
 
 
@@ -89,8 +94,9 @@ def check_run_folder(recipe: Recipe, **flags: Unpack[StartFlags]) -> list[str]:
         With `resume`, a line for each option that differs from the run's recipe.
 
     Raises:
-        ValueError: flags that exclude each other; a folder that exists without any; `resume` of a folder that is no
-            run, that has lost its checkpoints, or with another value of one of `LOCKED_KEYS`.
+        ValueError: flags that exclude each other; a folder that exists without any, or is a link; a model in it;
+            `resume` of a folder that is no run, whose recipe has changed, that has lost its checkpoints, or with
+            another value of one of `LOCKED_KEYS`.
     """
     folder = run_path(recipe)
     resume, overwrite = flags.get("resume", False), flags.get("overwrite", False)
@@ -98,8 +104,12 @@ def check_run_folder(recipe: Recipe, **flags: Unpack[StartFlags]) -> list[str]:
         raise ValueError("--resume and --overwrite exclude each other: continue the run, or begin it again")
     if not resume and flags.get("from_step") is not None:
         raise ValueError("--checkpoint needs --resume; to begin a new run from it: name=OTHER model.path=CHECKPOINT")
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; the run's folder would be there: change `name` or `output_dir`")
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        kind = "a link" if folder.is_symlink() else "a file"
+        raise ValueError(f"{folder} is {kind}; the run's folder would be there: change `name` or `output_dir`")
+    for key, path in recipe.model.model_dump(include={"path", "tokenizer"}).items():
+        if path and Path(path).exists() and Path(path).resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"model.{key}: {path} is in the run's own folder, which changes: take another `name`")
     if is_empty(folder) or overwrite:
         return []
     if not resume:
@@ -128,7 +138,7 @@ def open_run_folder(recipe: Recipe, **flags: Unpack[StartFlags]) -> Iterator[Run
     from_step = flags.get("from_step")
     with _locked(folder), ExitStack() as stack:
         if is_new := is_empty(folder):
-            write_atomic(folder / "recipe.yaml", dump_recipe(recipe))
+            write_atomic(folder / "recipe.yaml", _with_checksum(dump_recipe(recipe)))
         checkpoints = [
             path for path in list_checkpoints(folder / "checkpoints") if from_step is None or step_of(path) <= from_step
         ]
@@ -151,9 +161,14 @@ def move_aside(folder: Path) -> Path:
 
 def _check_resume(folder: Path, recipe: Recipe) -> list[str]:
     """The part of `check_run_folder` about the run that is to be resumed."""
-    if not (folder / "recipe.yaml").is_file():
+    if not (file := folder / "recipe.yaml").is_file():
         raise ValueError(f"--resume: {folder} holds no recipe.yaml, so it is not a run; take another name")
-    source, log = read_source(folder / "recipe.yaml"), folder / "metrics.jsonl"
+    source, log = read_source(file), folder / "metrics.jsonl"
+    if (text := file.read_text(encoding="utf-8")) != _with_checksum(text.partition("\n")[2]):
+        raise ValueError(
+            f"--resume: {file} is not as it was written: restore it, and change options by "
+            f"`srtrl train {folder} --resume SECTION.KEY=VALUE`"
+        )
     old = build_recipe(source)
     if log.is_file() and latest_checkpoint(folder / "checkpoints") is None:
         num_steps = max([0, *(row["step"] for row in read_metrics(log))])
@@ -162,14 +177,41 @@ def _check_resume(folder: Path, recipe: Recipe) -> list[str]:
                 f"--resume: {folder / 'checkpoints'} holds no checkpoint of this run of {num_steps} steps: restore one "
                 "from a copy, or begin again with --overwrite"
             )
-    return _compare_recipes(old, recipe, source)
+    return [*_compare_recipes(old, recipe, source), *_damaged_rollouts(folder)]
+
+
+def _with_checksum(recipe: str) -> str:
+    """The text of a recipe below a comment with its SHA-256, by which a resume sees that the file has changed."""
+    return f"# SHA-256 of the lines below: {hashlib.sha256(recipe.encode()).hexdigest()}\n{recipe}"
+
+
+def _damaged_rollouts(folder: Path) -> list[str]:
+    """One line that names the rollout files of steps up to the last checkpoint that are not there, or cut.
+
+    Only the ends of a file are read: a changed byte between them is found by those who read it (`srtrl rollouts`).
+    """
+    last = latest_checkpoint(folder / "checkpoints")
+    files = [folder / "rollouts" / step_file_name(step + 1) for step in range(step_of(last) if last else 0)]
+    damaged = [file.name for file in files if not _is_whole(file)]
+    names = ", ".join(first_lines(damaged))
+    return [f"rollouts that are missing or damaged (training does not need them): {names}"] if damaged else []
+
+
+def _is_whole(file: Path) -> bool:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return bool(pyarrow.parquet.read_metadata(file).num_rows)
+    except (pyarrow.ArrowException, OSError):
+        return False
 
 
 def _compare_recipes(old: Recipe, new: Recipe, source: RecipeSource) -> list[str]:
     """A line for each option that differs; ValueError where one is locked, with its place in the source of `old`."""
     refused: list[str] = []
     changes: list[str] = []
-    before, now = ({key: repr(value) for key, value in flatten(one.model_dump())} for one in (old, new))
+    before, now = ({key: cut(repr(value)) for key, value in flatten(one.model_dump())} for one in (old, new))
     for key in sorted(before.keys() | now.keys()):
         if (old_value := before.get(key, "nothing")) != (value := now.get(key, "nothing")):
             line = f"{key}: the run has {old_value}, now {value}"
@@ -179,22 +221,29 @@ def _compare_recipes(old: Recipe, new: Recipe, source: RecipeSource) -> list[str
                 changes.append(line)
     if refused:
         heading = "--resume: these options cannot change within a run; undo the change, or start a run with name=OTHER:"
-        raise ValueError("\n  ".join([heading, *refused]))
+        raise ValueError("\n  ".join([heading, *first_lines(refused)]))
     return changes
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether a folder is not there, or has at most the lock of a run that was killed at its start."""
-    if not folder.is_dir():
+    """Whether a folder is not there, or has at most what a run that was killed at its start leaves."""
+    if folder.is_symlink() or not folder.is_dir():
         return not os.path.lexists(folder)
-    return all(path.name == ".lock" for path in folder.iterdir())
+    return all(is_temporary(path) or (path.name == ".lock" and path.lstat().st_size == 0) for path in folder.iterdir())
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Make the folder if needed, and hold it; the system releases the lock of a process that ends."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("ab") as lock:
+    file = folder / ".lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise ValueError(
+            f"{file} cannot be made or opened ({error.strerror}): change `name` or `output_dir`"
+        ) from error
+    with os.fdopen(descriptor, "rb") as lock:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a POSIX lock: forked graders do not inherit it
         except OSError as error:

@@ -17,12 +17,11 @@ from typing import Any, Self
 
 from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import GradingSection, RewardSection
-from srtrl.resolve import describe_error
+from srtrl.resolve import Caught, describe_error
 from srtrl.tasks.base import Task
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.reward_terms import Reward, check_importable, is_isolated, resolve_rewards
 from srtrl.tasks.worker import (
-    Caught,
     Failure,
     Graded,
     InvalidRewardError,

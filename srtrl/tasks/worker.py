@@ -10,16 +10,15 @@ import os
 import resource
 import signal
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from multiprocessing.connection import Connection
 from numbers import Real
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
-from srtrl.resolve import describe_error
+from srtrl.resolve import Caught, describe_error
 from srtrl.tasks.reward_input import RewardInput
 
 MEMORY_LIMIT_BYTES = 4 * 1024**3
@@ -64,22 +63,6 @@ class Failure:
     outcome: Literal["timeout", "crash", "error", "invalid"]
     """`invalid`: an `InvalidRewardError`; the others as in `Grade.outcome`."""
     detail: str
-
-
-class Caught(AbstractContextManager["Caught"]):
-    """`with Caught() as caught:` keeps an exception of the user's functions, which may raise anything, in `error`.
-
-    Only for those calls; the caller turns the error into the sample's outcome, which is logged and counted.
-    `sys.exit` in such a function is its error too, and does not end the run.
-    """
-
-    error: Exception | SystemExit | None = None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        self.error = error if isinstance(error, Exception | SystemExit) else None
-        return self.error is not None
 
 
 def check_reward(name: str, value: object) -> float:

@@ -22,16 +22,18 @@ from srtrl.run.checkpoint import (
     CRITIC_OPTIMIZER,
     OPTIMIZER,
     TrainerState,
-    check_prompts,
     checkpoint_to_resume,
+    digest_model,
+    digest_prompts,
     list_checkpoints,
-    prompts_digest,
+    numbered,
     read_state,
     save_checkpoint,
     step_of,
 )
 from srtrl.run.folder import (
     OBSERVATIONS,
+    OBSERVATIONS_SUFFIX,
     RunFolder,
     StartFlags,
     check_run_folder,
@@ -196,9 +198,7 @@ class Trainer:
         self.conversations = build.build_conversations(recipe, self.tokenizer)
         tools = self.conversations.tools if self.conversations is not None else ()
         self.task = load_task(recipe, self.tokenizer, tools=tools)
-        self.prompts_sha256 = prompts_digest(self.task.train_prompts)
-        if self.checkpoint is not None:
-            check_prompts(self.checkpoint, self.prompts_sha256)
+        self.prompts_sha256 = digest_prompts(self.task.train_prompts, self.checkpoint)
         has_eval = recipe.eval.before_and_after or recipe.eval.every_steps is not None
         self.eval_prompts = held_out_prompts(self.task, recipe) if has_eval else []
 
@@ -212,6 +212,8 @@ class Trainer:
             self.policy, recipe, learning_rate=train.learning_rate, weight_decay=train.weight_decay
         )
         self.reference = build.build_reference(recipe, device, self.ranks)
+        is_used = self.reference is not None
+        self.model_sha256 = digest_model(recipe.model.path, self.checkpoint, is_used=is_used)
         self.critic = build.build_critic(recipe, self.checkpoint, device, self.ranks)
         self.optimizers: dict[str, torch.optim.Optimizer] = {OPTIMIZER: self.optimizer}
         """By the name of their folder in a checkpoint."""
@@ -274,6 +276,7 @@ class Trainer:
             policy_version=self.engine.policy_version,
             num_draws=self.sampler.num_draws,
             prompts_sha256=self.prompts_sha256,
+            model_sha256=self.model_sha256,
         )
 
     def restore(self, checkpoint: Path) -> None:
@@ -414,7 +417,7 @@ class Trainer:
             )
         if self.ranks.is_main:
             oldest = step_of(list_checkpoints(self.run.checkpoints)[0])
-            for path in (self.run.path / OBSERVATIONS).glob("step_*.jsonl"):
+            for path in numbered(self.run.path / OBSERVATIONS, OBSERVATIONS_SUFFIX):
                 if step_of(path) <= oldest:  # no step that can be repeated
                     path.unlink()
 

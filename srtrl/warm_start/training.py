@@ -17,7 +17,7 @@ from torch import Tensor
 
 from srtrl.environments.formats import MalformedCallError
 from srtrl.evaluation.policy import EvalOutcome, run_evals
-from srtrl.metrics import write_atomic
+from srtrl.metrics import new_folder, temporary_beside, write_atomic
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.weights import init_model, load_tokenizer
@@ -25,7 +25,7 @@ from srtrl.ranks.processes import Ranks, open_ranks
 from srtrl.ranks.sharding import end_sharding
 from srtrl.recipe.schema import Recipe, UpdatePlan, WarmStartSection
 from srtrl.rollout.packing import PackedBatch
-from srtrl.run.checkpoint import save_policy, written_beside
+from srtrl.run.checkpoint import save_policy
 from srtrl.run.folder import is_empty, move_aside
 from srtrl.run.interrupt import explain_out_of_memory
 from srtrl.run.progress import RunProgress
@@ -89,8 +89,7 @@ def _run(
 ) -> WarmStartSummary:
     """The warm start, on one of the ranks, which share the passes of each step; the first one writes."""
     output = Path(section.output)
-    if ranks.on_main(lambda: not is_empty(output), "checks of rank 0") and not overwrite:
-        raise ValueError(f"warm_start.output: {output} exists and is not empty; use --overwrite or another folder")
+    ranks.on_main(lambda: _check_output(output, overwrite=overwrite), "checks of rank 0")
     set_cpu_threads(recipe.num_threads)
     with ranks.synchronized("loading the task and the model"):
         tokenizer = _tokenizer(recipe, section)
@@ -110,7 +109,7 @@ def _run(
     def save() -> None:
         if not is_empty(output):  # or has come into it while the policy learned
             progress.say(f"the folder that was {output} is now {move_aside(output)}")
-        with written_beside(output) as temporary:
+        with new_folder(output) as temporary:
             save_policy(
                 temporary,
                 model=model,
@@ -140,6 +139,18 @@ def _run(
     if ranks.is_main:
         write_atomic(output / RECORD, json.dumps(record, indent=2) + "\n")
     return WarmStartSummary(output=output, losses=losses, held_out=held_out)
+
+
+def _check_output(output: Path, *, overwrite: bool) -> None:
+    """Refuse a folder that could not be written after all optimizer steps."""
+    if not is_empty(output) and not overwrite:
+        raise ValueError(f"warm_start.output: {output} exists and is not empty; use --overwrite or another folder")
+    temporary = temporary_beside(output)
+    try:
+        temporary.mkdir(parents=True)
+        temporary.rmdir()
+    except OSError as error:
+        raise ValueError(f"warm_start.output: {output} cannot be written ({error.strerror})") from error
 
 
 def _tokenizer(recipe: Recipe, section: WarmStartSection) -> PreTrainedTokenizerBase:
