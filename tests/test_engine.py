@@ -125,9 +125,6 @@ def test_ends_by_end_token_length_and_stop_string(policy: Transformer) -> None:
         ({"prompt": (1, 61)}, "token id 61 is not in the vocabulary of 61"),
         ({"prompt": (-1,)}, "token id -1"),
         ({"max_new_tokens": 63}, "2 prompt tokens and max_new_tokens 63 exceed the limit of 64"),
-        ({"max_new_tokens": 0}, "expected at least 1"),
-        ({"top_p": 0.0}, "expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1, found 1.0, 0 and 0.0"),
-        ({"stop_strings": ("x",)}, "stop strings need a tokenizer"),
     ],
 )
 def test_impossible_requests_are_refused_by_name(policy: Transformer, changes: dict[str, Any], message: str) -> None:

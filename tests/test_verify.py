@@ -117,7 +117,7 @@ def check_as_defined(step: Step) -> list[tuple[int, int]]:
         assert verified.nodes[part].tolist() == [*accepted, ROOT]
         assert verified.finish[b] == finish
         assert batch.generated(slot).tolist() == said[b] + tokens
-        assert batch.generated_logprobs(slot).tolist()[len(said[b]) :] == logprobs
+        assert batch.logprobs[slot, len(said[b]) : len(batch.generated(slot))].tolist() == logprobs
         assert batch.num_tokens[slot] == before[b] + len(tokens)
         assert batch.num_computed[slot] == batch.num_tokens[slot] - 1
         pages, root = batch.pages(slot), int(before[b]) - 1

@@ -228,7 +228,7 @@ class Batch:
         """Free a sample's slot and the pages that it does not keep; its response so far stays with it."""
         slot = sample.slot
         sample.token_ids = self.generated(slot).copy()
-        sample.logprobs = self.generated_logprobs(slot).copy()
+        sample.logprobs = self.logprobs[slot, : len(sample.token_ids)].copy()
         self.pool.release(self.pages(slot)[len(sample.page_ids) :])
         self.samples[slot] = None
         self.is_decoding[slot] = False
@@ -239,7 +239,3 @@ class Batch:
     def generated(self, slot: int) -> Int32Array:
         """Tokens of the response so far (a view)."""
         return self.token_ids[slot, self.num_prompt_tokens[slot] : self.num_tokens[slot]]
-
-    def generated_logprobs(self, slot: int) -> npt.NDArray[np.float32]:
-        """Their log-probs (a view)."""
-        return self.logprobs[slot, : self.num_tokens[slot] - self.num_prompt_tokens[slot]]

@@ -113,15 +113,11 @@ class Engine:
         unknown = [token for token in prompt if not 0 <= token < self.vocab_size]
         if unknown:
             raise ValueError(f"{who}: token id {unknown[0]} is not in the vocabulary of {self.vocab_size}")
-        if sampling.max_new_tokens < 1:
-            raise ValueError(f"{who}: max_new_tokens is {sampling.max_new_tokens}, expected at least 1")
-        if not (0 <= sampling.temperature < float("inf") and 0 <= sampling.top_k < 2**31 and 0 < sampling.top_p <= 1):
-            raise ValueError(
-                f"{who}: expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1, found {sampling.temperature}, "
-                f"{sampling.top_k} and {sampling.top_p}"
-            )
-        if sampling.stop_strings and self.stop_finder.tokenizer is None:
-            raise ValueError(f"{who}: stop strings need a tokenizer")
+        assert sampling.max_new_tokens >= 1, sampling
+        assert 0 <= sampling.temperature < float("inf"), sampling
+        assert 0 <= sampling.top_k < 2**31, sampling
+        assert 0 < sampling.top_p <= 1, sampling
+        assert not sampling.stop_strings or self.stop_finder.tokenizer is not None, "stop strings need a tokenizer"
         longest = len(prompt) + sampling.max_new_tokens
         if longest > self.max_sequence_tokens:
             raise ValueError(

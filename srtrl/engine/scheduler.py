@@ -349,9 +349,9 @@ class Scheduler:
             self._drop_pages(prompt)
             del self._prompts[sample.request.prompt_token_ids]
 
-    def _drop_pages(self, prompt: PromptPages) -> None:
-        self.pool.release(prompt.page_ids)
-        prompt.page_ids = prompt.page_ids[:0]
+    def _drop_pages(self, holder: PromptPages | Sample) -> None:
+        self.pool.release(holder.page_ids)
+        holder.page_ids = holder.page_ids[:0]
 
     def _evict_for(self, sample: Sample) -> None:
         """Evict the most recently admitted sample without a slot other than `sample`: slots must not decide it."""
@@ -361,5 +361,4 @@ class Scheduler:
     def _evict(self, sample: Sample) -> None:
         """Take the pages of a sample without a slot; it will be recomputed."""
         self._paused_with_kv.remove(sample)
-        self.pool.release(sample.page_ids)
-        sample.page_ids = sample.page_ids[:0]
+        self._drop_pages(sample)

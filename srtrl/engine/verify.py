@@ -6,7 +6,7 @@ tokens are those of sequential decoding for any draft: a draft only decides how 
 gives. The last one is the bonus token, for which no node was needed; an empty tree gives just that.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numba
@@ -165,12 +165,8 @@ def _cut_at_stop_strings(batch: Batch, verified: Verified, stop_finder: StopFind
                 verified.nodes[end - cut - 1] = ROOT
                 break
     kept = np.concatenate([[0], keep.cumsum()])
-    return Verified(
-        slots=verified.slots,
-        token_ids=verified.token_ids[keep],
-        offsets=kept[verified.offsets],
-        nodes=verified.nodes[keep],
-        finish=finish,
+    return replace(
+        verified, token_ids=verified.token_ids[keep], offsets=kept[verified.offsets], nodes=verified.nodes[keep]
     )
 
 

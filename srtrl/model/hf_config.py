@@ -71,6 +71,7 @@ def config_from_hf(hf_config: Mapping[str, Any], source: str = "the model's conf
 def _refuse(config: PreTrainedConfig, rope: Mapping[str, Any], source: str) -> None:
     """Raise a ValueError for the first field that asks for something else than the transformer computes."""
     fields = {name: getattr(config, name, None) for name in ("auto_map", "layer_types", *_PLAIN)}
+    layer_types = fields["layer_types"] or ()
     rope_is_supported = (
         rope["rope_type"] in ("default", "linear", "llama3")
         and rope.get("partial_rotary_factor", 1.0) == 1
@@ -79,12 +80,7 @@ def _refuse(config: PreTrainedConfig, rope: Mapping[str, Any], source: str) -> N
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
     for name, value, is_supported, supported in (
         *((name, fields[name], fields[name] in values, values[0]) for name, values in _PLAIN.items()),
-        (
-            "layer_types",
-            fields["layer_types"],
-            set(fields["layer_types"] or ()) <= {"full_attention"},
-            "full_attention",
-        ),
+        ("layer_types", layer_types, set(layer_types) <= {"full_attention"}, "full_attention"),
         ("auto_map", fields["auto_map"], "AutoModelForCausalLM" not in (fields["auto_map"] or ()), "no own code"),
         ("num_key_value_heads", num_kv_heads, num_heads % num_kv_heads == 0, f"divisors of {num_heads} heads"),
         ("rope_parameters", rope, rope_is_supported, "rope_type default, linear or llama3, for the whole head"),

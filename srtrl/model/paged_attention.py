@@ -57,7 +57,6 @@ class KVCache:
     ) -> None:
         """Allocate; `token_major` chooses the layout (see the class)."""
         self.page_size = page_size
-        self.token_major = token_major
 
         # Zeros, for masked keys have weight 0 and 0 * NaN is NaN.
         def allocate(*page_shape: int) -> Tensor:
@@ -78,12 +77,10 @@ class KVCache:
 
     def kernel_keys(self, layer: int) -> Tensor:
         """Keys of one layer as they lie in a token-major cache: [num_pages, page_size, K, E], contiguous."""
-        assert self.token_major
         return self.key_pages[layer].permute(0, 3, 1, 2)
 
     def kernel_values(self, layer: int) -> Tensor:
         """Values of one layer as they lie in a token-major cache: [num_pages, page_size, K, E], contiguous."""
-        assert self.token_major
         return self.value_pages[layer].transpose(1, 2)
 
     def move_indices(self, sources: Int32Array, targets: Int32Array) -> None:

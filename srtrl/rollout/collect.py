@@ -135,9 +135,6 @@ class FixedDraws(Draws):
 
     def _deal(self, engine: Engine, collector: Collector, requests: Sequence[Request]) -> list[list[Request]]:
         """The samples of each rank, by the lengths that rank 0 expects: all ranks must agree."""
-        with collector.ranks.synchronized("start of the rollout"):
-            for request in requests:
-                engine.check_request(request)
         scouts = requests[:: collector.num_samples] if collector.ranks.is_main else []
         expected = {scout.draw_index: engine.drafter.expected_tokens(scout) for scout in scouts}
         expected, *_ = collector.ranks.gather(expected, "the expected lengths")
