@@ -103,7 +103,7 @@ def test_what_is_learned_from_elsewhere_is_as_good_as_decoded(name: str) -> None
     run(decoding, request(), TEXT[:40])
     decoding.end_step()
     prompt = RecordedPrompt(prompt_id="", prompt_token_ids=(1, 2), samples=[np.array(TEXT[:40], np.int32)])
-    feed_drafter(told, [prompt], "train")
+    feed_drafter(told, [prompt])
     for drafter in (decoding, told):
         start(drafter, {0: request()})
         observe(drafter, {0: TEXT[:12]})

@@ -58,7 +58,7 @@ def make_drafter(name: str, history: Texts, **options: object) -> DrafterBase:
         )
         for number, (prompt, texts) in enumerate(history.items())
     ]
-    feed_drafter(drafter, recorded, "train")
+    feed_drafter(drafter, recorded)
     return drafter
 
 

@@ -4,30 +4,27 @@
 them before they start.
 """
 
-from __future__ import annotations
-
 import gzip
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import AliasChoices, Field
+from transformers import PreTrainedTokenizerBase
 
+from srtrl.drafters.base import DrafterBase
+from srtrl.engine.sampling import make_rng_key
+from srtrl.model.weights import load_tokenizer
 from srtrl.recipe.file import RecipeError, validate_section
 from srtrl.recipe.schema import Section
 from srtrl.tasks.rows import RowError, RowSource, read_rows
-from srtrl.types import Completion, Purpose, Request, SamplingParams, SegmentKind
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from srtrl.drafters.base import DrafterBase
+from srtrl.types import Completion, Request, SamplingParams, SegmentKind
 
 Tokens = npt.NDArray[np.int32]
 Extensions = tuple[tuple[int, int], ...]
@@ -51,7 +48,6 @@ class RecordedPrompt:
 class Recording:
     """The recorded rollouts of one file, or of one run."""
 
-    path: Path
     steps: list[list[RecordedPrompt]]
     """One list of prompts for each training step, in order; a JSONL file is one step."""
     is_retokenised: bool
@@ -64,20 +60,27 @@ class Recording:
         return _merge(chain.from_iterable(self.steps))
 
 
-def feed_drafter(drafter: DrafterBase, prompts: Iterable[RecordedPrompt], purpose: Purpose) -> None:
+def make_request(
+    prompt: tuple[int, ...], draw_index: int, sample_index: int, max_new_tokens: int, *, prompt_id: str = ""
+) -> Request:
+    """A sample that ends after `max_new_tokens` and nowhere else."""
+    return Request(
+        prompt_id=prompt_id or str(draw_index),
+        prompt_token_ids=prompt,
+        draw_index=draw_index,
+        sample_index=sample_index,
+        rng_key=make_rng_key(0, "train", draw_index, sample_index),
+        sampling=SamplingParams(max_new_tokens=max_new_tokens),
+        purpose="train",
+    )
+
+
+def feed_drafter(drafter: DrafterBase, prompts: Iterable[RecordedPrompt]) -> None:
     """Let a drafter learn recorded rollouts as completed samples, before it drafts for others."""
     for prompt in prompts:
         completions = []
         for index, sample in enumerate(prompt.samples):
-            request = Request(
-                prompt_id=prompt.prompt_id,
-                prompt_token_ids=prompt.prompt_token_ids,
-                draw_index=0,
-                sample_index=index,
-                rng_key=0,
-                sampling=SamplingParams(max_new_tokens=len(sample)),
-                purpose=purpose,
-            )
+            request = make_request(prompt.prompt_token_ids, 0, index, len(sample), prompt_id=prompt.prompt_id)
             completions.append(recorded_completion(request, sample, prompt.extensions.get(index, ())))
         drafter.learn(completions)
     drafter.end_step()
@@ -95,53 +98,48 @@ def recorded_completion(request: Request, tokens: Tokens, extensions: Extensions
     )
 
 
-def load_recorded_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Tokenizer of a folder or hub name, as `srtrl.model.weights.load_tokenizer`; its vocabulary may be gzipped.
-
-    Raises:
-        ValueError: No such folder, or no tokenizer in it.
-    """
-    from srtrl.model.weights import load_tokenizer
-
-    folder = Path(path)
-    packed = folder / "tokenizer.json.gz"
-    if not packed.is_file() or (folder / "tokenizer.json").is_file():
-        return load_tokenizer(path)
-    with tempfile.TemporaryDirectory() as temporary:
-        unpacked = Path(temporary)
-        for file in folder.glob("*.json"):
-            shutil.copyfile(file, unpacked / file.name)
-        with gzip.open(packed) as source, (unpacked / "tokenizer.json").open("wb") as target:
-            shutil.copyfileobj(source, target)
-        return load_tokenizer(unpacked)
-
-
-def read_recorded(path: Path, *, tokenizer: PreTrainedTokenizerBase | None, max_tokens: int) -> Recording:
+def read_recorded(path: Path, *, tokenizer: str | None, max_tokens: int) -> Recording:
     """Read recorded rollouts.
 
     Args:
-        path: A JSONL file with rows `{"id", "prompt", "samples": [{"text"}, ...]}`; a Parquet file of a run's
-            `rollouts/`; that folder, or the run's. In a JSONL file `prompt_token_ids` may replace `prompt` and
-            `token_ids` replace `text`; they are not changed.
-        tokenizer: Encodes texts, and its end token is appended to each sample's; needed where there are texts.
+        path: A JSONL file with rows `{"id", "prompt", "samples": [{"text"}, ...]}`, or `{"id", "prompt", "text"}` for
+            each sample; a Parquet file of a run's `rollouts/`; that folder, or the run's. In a JSONL file
+            `prompt_token_ids` may replace `prompt` and `token_ids` replace `text`; they are not changed.
+        tokenizer: Folder or hub name; it encodes texts, and its end token is appended to each sample's.
         max_tokens: Samples are truncated to this number of tokens.
 
     Raises:
-        ValueError: No such file, or a row that cannot be used, by file and line.
+        ValueError: No such file, a row that cannot be used, by file and line, or texts and no tokenizer.
     """
+    try:
+        encoder = None if tokenizer is None else load_recorded_tokenizer(tokenizer)
+    except ValueError as error:
+        raise ValueError(f"--tokenizer: {error}") from error
     files = [path]
     if path.is_dir():
         files = sorted((path / "rollouts" if (path / "rollouts").is_dir() else path).glob("step_*.parquet"))
-    rows = [list(_read(file)) for file in files]
+    rows = [_read(file) for file in files]
     if not any(rows):
         raise ValueError(f"{path}: no rows; expected rollouts as .jsonl or .parquet, or the folder of a run")
     steps = [
-        _merge(_prompt_of(place, row, index, tokenizer) for index, (place, row) in enumerate(of_step))
-        for of_step in rows
+        _merge(_prompt_of(place, row, index, encoder) for index, (place, row) in enumerate(of_step)) for of_step in rows
     ]
     num_cut = sum(_truncate(prompt, max_tokens) for prompt in chain.from_iterable(steps))
-    has_texts = any(row.has_texts for _, row in chain.from_iterable(rows))
-    return Recording(path=path, steps=steps, is_retokenised=has_texts, num_cut=num_cut)
+    texts = (
+        (row.prompt_token_ids, *(one.token_ids for one in row.all_samples)) for of_step in rows for _, row in of_step
+    )
+    return Recording(steps=steps, is_retokenised=any(None in one for one in texts), num_cut=num_cut)
+
+
+def load_recorded_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """A tokenizer as `srtrl.model.weights.load_tokenizer` reads it; the vocabulary of a folder may be gzipped."""
+    packed = Path(path) / "tokenizer.json.gz"
+    if not packed.is_file():
+        return load_tokenizer(path)
+    with tempfile.TemporaryDirectory() as unpacked:
+        shutil.copytree(path, unpacked, dirs_exist_ok=True)
+        Path(unpacked, "tokenizer.json").write_bytes(gzip.decompress(packed.read_bytes()))
+        return load_tokenizer(unpacked)
 
 
 def _truncate(prompt: RecordedPrompt, max_tokens: int) -> int:
@@ -185,7 +183,6 @@ def find_extensions(kinds: Iterable[SegmentKind], lengths: Iterable[int]) -> Ext
 
 Text = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=np.iinfo(np.int32).max)]], Field(min_length=1)]
-OF_SAMPLE = ("token_ids", "segment_kinds", "segment_lengths")
 
 
 class _Sample(Section, extra="ignore"):
@@ -196,32 +193,24 @@ class _Sample(Section, extra="ignore"):
     segment_lengths: list[int] | None = None
 
 
-class _Row(Section, extra="ignore"):
-    """A prompt with its samples, or with one: a row of a run's Parquet file."""
+class _Row(_Sample):
+    """A prompt with its samples; without any the row itself is one, as in a run's Parquet files."""
 
     id: Any = Field(default=None, validation_alias=AliasChoices("id", "prompt_id"))
     prompt: Text | None = None
     prompt_token_ids: TokenIds | None = None
     draw_index: int = 0
     sample_index: int = 0
-    samples: Annotated[list[_Sample], Field(min_length=1)]
+    samples: Annotated[list[_Sample], Field(min_length=1)] | None = None
     """A list of {"text": ...} or {"token_ids": ...}."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def one_sample(cls, row: Any) -> Any:
-        """A row with tokens of its own is a sample of its prompt."""
-        if isinstance(row, dict) and "samples" not in row and "token_ids" in row:
-            return row | {"samples": [{name: row[name] for name in OF_SAMPLE if name in row}]}
-        return row
-
     @property
-    def has_texts(self) -> bool:
-        """Whether some tokens have to be made from texts."""
-        return None in (self.prompt_token_ids, *(sample.token_ids for sample in self.samples))
+    def all_samples(self) -> list[_Sample]:
+        """At least one."""
+        return self.samples or [self]
 
 
-def _read(path: Path) -> Sequence[tuple[str, _Row]]:
+def _read(path: Path) -> list[tuple[str, _Row]]:
     """The rows of a file, checked, each with its place; those of a Parquet file by draw and sample."""
     rows = []
     for row in read_rows(RowSource(files=[str(path)])):
@@ -237,21 +226,18 @@ def _read(path: Path) -> Sequence[tuple[str, _Row]]:
 
 
 def _prompt_of(place: str, row: _Row, index: int, tokenizer: PreTrainedTokenizerBase | None) -> RecordedPrompt:
+    prompt = row.prompt_token_ids or _encode(f"{place}: prompt", row.prompt, tokenizer)
+    samples, extensions = [], {}
+    for number, sample in enumerate(row.all_samples):
+        token_ids = sample.token_ids or _encode(f"{place}: samples.{number}", sample.text, tokenizer, is_sample=True)
+        samples.append(np.array(token_ids, np.int32))
+        if sample.segment_kinds:
+            extensions[number] = find_extensions(sample.segment_kinds, sample.segment_lengths or ())
     return RecordedPrompt(
         prompt_id=str(index if row.id is None else row.id),
-        prompt_token_ids=tuple(row.prompt_token_ids or _encode(f"{place}: prompt", row.prompt, tokenizer)),
-        samples=[
-            np.array(
-                sample.token_ids or _encode(f"{place}: samples.{number}", sample.text, tokenizer, is_sample=True),
-                np.int32,
-            )
-            for number, sample in enumerate(row.samples)
-        ],
-        extensions={
-            number: find_extensions(sample.segment_kinds, sample.segment_lengths or ())
-            for number, sample in enumerate(row.samples)
-            if sample.segment_kinds
-        },
+        prompt_token_ids=tuple(prompt),
+        samples=samples,
+        extensions=extensions,
     )
 
 

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,9 +18,17 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.bench.recorded import Extensions, RecordedPrompt, Recording, Tokens, feed_drafter, recorded_completion
+from srtrl.bench.recorded import (
+    Extensions,
+    RecordedPrompt,
+    Recording,
+    Tokens,
+    feed_drafter,
+    make_request,
+    read_recorded,
+    recorded_completion,
+)
 from srtrl.bench.tables import format_table
-from srtrl.bench.workload import make_request, read_rollouts
 from srtrl.drafters.base import DrafterBase, resolve_drafter
 from srtrl.drafters.draft_tree import ROOT, check_trees
 from srtrl.engine.engine import compile_kernels
@@ -54,7 +62,7 @@ class ReplaySettings:
     """Samples are truncated to this many tokens."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class ReplayCounts:
     """The counts of a replay. Counts of several replays add up."""
 
@@ -83,8 +91,8 @@ class ReplayCounts:
 
     def add(self, other: "ReplayCounts") -> None:
         """Take in the counts of another replay."""
-        for one in fields(self):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+        for name in vars(self):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def to_row(self) -> dict[str, Any]:
         """The counts and their averages, as `srtrl replay --json` prints them.
@@ -98,7 +106,7 @@ class ReplayCounts:
         """
         by_depth = [self.accepted[depth] for depth in range(max(self.accepted, default=0) + 1)]
         num_at_least = self.accepted.total() - np.cumsum(by_depth)[:-1]
-        return {one.name: getattr(self, one.name) for one in fields(self)} | {
+        return vars(self) | {
             "tokens_per_step": self.num_tokens / self.num_sequence_steps,
             "verified_per_step": 1 + self.num_nodes / self.num_sequence_steps,
             "draft_us": 1e6 * self.draft_seconds / self.num_sequence_steps,
@@ -149,15 +157,13 @@ class Replay:
         self.counts.num_cut = recording.num_cut
         for prompts in recording.steps:
             num_known = [num_history_samples_of(len(prompt.samples), self._settings.history) for prompt in prompts]
+            pairs = list(zip(prompts, num_known, strict=True))
             if any(num_known):
-                history = [
-                    replace(prompt, samples=prompt.samples[:count])
-                    for prompt, count in zip(prompts, num_known, strict=True)
-                ]
+                history = [replace(prompt, samples=prompt.samples[:count]) for prompt, count in pairs]
                 with self._clock("insert_seconds"):
-                    feed_drafter(self._drafter, history, "train")
+                    feed_drafter(self._drafter, history)
                 self.counts.num_observed_tokens += sum(len(one) for prompt in history for one in prompt.samples)
-            groups = [self._samples_of(prompt, count) for prompt, count in zip(prompts, num_known, strict=True)]
+            groups = [self._samples_of(prompt, count) for prompt, count in pairs]
             self.counts.num_samples += sum(map(len, groups))
             for samples in groups:
                 self._decode(samples)
@@ -305,7 +311,7 @@ def replay_files(files: Sequence[Path], settings: ReplaySettings, *, as_json: bo
     drafter_class, options = find_drafter(settings.drafter, settings.drafter_options)
     total, rows = ReplayCounts(), []
     for path in files:
-        recording = read_rollouts(path, tokenizer=settings.tokenizer, max_tokens=settings.max_tokens)
+        recording = read_recorded(path, tokenizer=settings.tokenizer, max_tokens=settings.max_tokens)
         drafter = drafter_class(options)
         compile_kernels()
         replay = Replay(drafter, settings)

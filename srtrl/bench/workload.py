@@ -7,22 +7,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from srtrl.bench.recorded import (
-    RecordedPrompt,
-    Recording,
-    Tokens,
-    feed_drafter,
-    load_recorded_tokenizer,
-    read_recorded,
-)
+from srtrl.bench.recorded import RecordedPrompt, Tokens, feed_drafter, make_request, read_recorded
 from srtrl.drafters.base import resolve_drafter
 from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine, EngineOptions
 from srtrl.engine.rows import StepInputs
 from srtrl.engine.runner import RowFilters, Runner, SampledRows
-from srtrl.engine.sampling import make_rng_key
 from srtrl.model.transformer import ModelConfig, Transformer
-from srtrl.types import Completion, Request, SamplingParams
+from srtrl.types import Completion, Request
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -75,28 +67,6 @@ def share_out(prompts: Sequence[RecordedPrompt], *, history: float) -> Trace:
     return Trace(history=tuple(seen), requests=tuple(requests), responses=responses)
 
 
-def make_request(
-    prompt: tuple[int, ...], draw_index: int, sample_index: int, max_new_tokens: int, *, prompt_id: str = ""
-) -> Request:
-    """A sample that ends after `max_new_tokens` and nowhere else."""
-    return Request(
-        prompt_id=prompt_id or str(draw_index),
-        prompt_token_ids=prompt,
-        draw_index=draw_index,
-        sample_index=sample_index,
-        rng_key=make_rng_key(0, "train", draw_index, sample_index),
-        sampling=SamplingParams(max_new_tokens=max_new_tokens),
-        purpose="train",
-    )
-
-
-def random_prompts(num_prompts: int, shortest: int, longest: int, vocab_size: int) -> list[tuple[int, ...]]:
-    """Prompts of random token ids whose numbers of tokens are uniform from `shortest` to `longest`."""
-    generator = np.random.default_rng(0)
-    sizes = generator.integers(shortest, longest + 1, num_prompts)
-    return [tuple(generator.integers(0, vocab_size, size).tolist()) for size in sizes]
-
-
 NUM_PROMPTS, NUM_SAMPLES = 128, 16
 NUM_WORDINGS = 3
 """Of each generated prompt: its samples go along one of them and change at random places."""
@@ -111,7 +81,8 @@ def generated_prompts(*, max_tokens: int, vocab_size: int) -> list[RecordedPromp
     """
     generator = np.random.default_rng(0)
     made = []
-    for number, prompt in enumerate(random_prompts(NUM_PROMPTS, 32, 128, vocab_size)):
+    for number in range(NUM_PROMPTS):
+        prompt = tuple(generator.integers(0, vocab_size, generator.integers(32, 129)).tolist())
         wordings = _zipf_tokens(generator, (NUM_WORDINGS, max_tokens), vocab_size)
         samples = []
         for _ in range(NUM_SAMPLES):
@@ -131,19 +102,6 @@ def _zipf_tokens(generator: np.random.Generator, shape: tuple[int, ...], vocab_s
     return token_ids
 
 
-def read_rollouts(path: Path, *, tokenizer: str | None, max_tokens: int) -> Recording:
-    """Recorded rollouts, truncated to `--max-tokens`, their texts encoded by the tokenizer of `--tokenizer`.
-
-    Raises:
-        ValueError: The file cannot be read, or has texts and no tokenizer was given.
-    """
-    try:
-        loaded = load_recorded_tokenizer(tokenizer) if tokenizer is not None else None
-    except ValueError as error:
-        raise ValueError(f"--tokenizer: {error}") from error
-    return read_recorded(path, tokenizer=loaded, max_tokens=max_tokens)
-
-
 def load_workload(
     trace: Path | None, config: ModelConfig, *, tokenizer: str | None, max_tokens: int, history: float
 ) -> Trace:
@@ -155,7 +113,7 @@ def load_workload(
     if trace is None:
         prompts = generated_prompts(max_tokens=max_tokens, vocab_size=config.vocab_size)
     else:
-        prompts = read_rollouts(trace, tokenizer=tokenizer, max_tokens=max_tokens).prompts()
+        prompts = read_recorded(trace, tokenizer=tokenizer, max_tokens=max_tokens).prompts()
         if any(any(prompt.extensions.values()) for prompt in prompts):
             raise ValueError(
                 f"--trace: {trace} has samples of several turns, which benchmarks cannot decode again; "
@@ -222,7 +180,7 @@ def make_engine(
 def prepare(engine: Engine, drafter_name: str, trace: Trace) -> None:
     """Let the engine sample the trace, with a new drafter that has seen the history and nothing else."""
     engine.drafter = resolve_drafter("--drafters", drafter_name)()
-    feed_drafter(engine.drafter, trace.history, "train")
+    feed_drafter(engine.drafter, trace.history)
     inner = engine.runner.runner if isinstance(engine.runner, TraceRunner) else engine.runner
     engine.runner = cast(Runner, TraceRunner(inner, trace.responses))
     engine.take_metrics()

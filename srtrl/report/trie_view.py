@@ -1,27 +1,37 @@
 """One prompt's rollouts as a tree of branches, and the decode steps of a later rollout with drafts from them."""
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-import numpy as np
+from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
 
-from srtrl.bench.recorded import RecordedPrompt, Recording, feed_drafter, find_extensions
+from srtrl.bench.recorded import RecordedPrompt, Recording, feed_drafter, read_recorded
 from srtrl.bench.replay_loop import LiveSample, Replay, ReplayCounts, ReplaySettings
 from srtrl.drafters.srt import Drafter
-from srtrl.report.runs import Run, find_rollouts, read_rollouts, steps_by_prompt
+from srtrl.model.weights import load_tokenizer
+from srtrl.report.runs import Run, find_rollouts, steps_by_prompt
+from srtrl.run.checkpoint import latest_checkpoint
+
+LABEL_CHARACTERS = 72
+"""Longest text of a branch; of a longer one the middle is left out."""
+END_SIGN = "∎"
+"""Stands for special tokens: mostly the end of a response."""
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids -> text."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PromptHistory:
     """Rollouts of one prompt, and a later one."""
 
-    text: str
-    """Of the prompt."""
     earlier: RecordedPrompt
     """By step, draw and sample; no sample where the prompt has only one rollout."""
     earlier_steps: Sequence[int]
-    """The training step of each."""
+    """The training steps of these."""
     later: RecordedPrompt
     """One sample, after all of `earlier`: of a later step, or else their sibling."""
     later_name: str
@@ -63,26 +73,20 @@ def read_history(run: Run, prompt_id: str | None = None, step: int | None = None
         prompt_id = max(candidates, key=lambda name: (len(steps_of[name]), steps_of[name][-1]))
         files = {number: files[number] for number in steps_of[prompt_id]}
     step = list(files)[-1] if step is None else step
-    rows = []
-    for number in (number for number in files if number <= step):
-        table = read_rollouts(files[number], prompt_id=prompt_id)
-        order = [("draw_index", "ascending"), ("sample_index", "ascending")]
-        rows += [{**row, "step": number} for row in table.sort_by(order).to_pylist()]
-    num_earlier = sum(row["step"] < step for row in rows) or len(rows) - 1
-    parts = [find_extensions(row.get("segment_kinds") or (), row.get("segment_lengths") or ()) for row in rows]
-    samples = [np.array(row["token_ids"], np.int32) for row in rows]
-    earlier = RecordedPrompt(
-        prompt_id=prompt_id,
-        prompt_token_ids=tuple(rows[0]["prompt_token_ids"]),
-        samples=samples[:num_earlier],
-        extensions=dict(enumerate(parts[:num_earlier])),
-    )
+    steps = [number for number in files if number <= step]
+    recordings = [read_recorded(files[number], tokenizer=None, max_tokens=sys.maxsize) for number in steps]
+    found = [next(prompt for prompt in one.prompts() if prompt.prompt_id == prompt_id) for one in recordings]
+    [whole] = Recording(steps=[[prompt] for prompt in found], is_retokenised=False, num_cut=0).prompts()
+    num_earlier = sum(len(prompt.samples) for prompt in found[:-1]) or len(whole.samples) - 1
     return PromptHistory(
-        text=rows[0]["prompt"],
-        earlier=earlier,
-        earlier_steps=[row["step"] for row in rows[:num_earlier]],
-        later=replace(earlier, samples=[samples[num_earlier]], extensions={0: parts[num_earlier]}),
-        later_name=f"step {step}, sample {rows[num_earlier]['sample_index']}",
+        earlier=replace(whole, samples=whole.samples[:num_earlier]),
+        earlier_steps=(steps[:-1] or steps) if num_earlier else [],
+        later=replace(
+            whole,
+            samples=[whole.samples[num_earlier]],
+            extensions={0: whole.extensions.get(num_earlier, ())},
+        ),
+        later_name=f"step {step}, sample {0 if len(steps) > 1 else num_earlier}",
     )
 
 
@@ -147,7 +151,88 @@ class _LoggedReplay(Replay):
 def replay_later(history: PromptHistory) -> tuple[list[list[int]], ReplayCounts]:
     """The tokens of each decode step of the later rollout, and the counts; its first token is given."""
     drafter = Drafter()
-    feed_drafter(drafter, [history.earlier], "train")
+    feed_drafter(drafter, [history.earlier])
     replay = _LoggedReplay(drafter)
-    replay.run(Recording(path=Path(), steps=[[history.later]], is_retokenised=False, num_cut=0))
+    replay.run(Recording(steps=[[history.later]], is_retokenised=False, num_cut=0))
     return replay.steps, replay.counts
+
+
+# --- Text -------------------------------------------------------------------------------------------------------------
+
+
+def text_decoder(run: Run) -> Decode:
+    """A function from tokens to their text, with `END_SIGN` for special tokens.
+
+    The tokenizer is that of the run's newest checkpoint, else of its recipe's model.
+
+    Raises:
+        ValueError: It cannot be loaded.
+    """
+    of_run = latest_checkpoint(run.folder / "checkpoints") or run.recipe.model.tokenizer or run.recipe.model.path
+    tokenizer = load_tokenizer(str(of_run))
+    special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        text = str(tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        for token in special:
+            text = text.replace(token, END_SIGN)
+        return text
+
+    return decode
+
+
+def print_history(history: PromptHistory, decode: Decode, num_branches: int) -> None:
+    """Print the prompt, the branches and the decode steps."""
+    console = Console(soft_wrap=True, highlight=False)
+    earlier, [later] = history.earlier.samples, history.later.samples
+    console.print(Text(f"prompt {history.earlier.prompt_id}", "bold"))
+    console.print(Text(decode(history.earlier.prompt_token_ids).rstrip("\n")))
+    steps = ", ".join(map(str, history.earlier_steps)) or "(none)"
+    num_tokens = sum(map(len, earlier))
+    console.print(
+        f"\ntrie of the earlier rollouts, {len(earlier)} of steps {steps}: {num_tokens:,} tokens", style="bold"
+    )
+    console.print(f"Each branch with its number of rollouts; * is the path of {history.later_name}.")
+    console.print(_tree(grow_branches(history, num_branches), decode))
+    decoded, counts = replay_later(history)
+    console.print(
+        f"\n{history.later_name}, decoded with drafts from this trie; each step gave these tokens", style="bold"
+    )
+    pieces = [Text(on_one_line(decode(later[:1].tolist())), "dim")]  # of the prompt's forward pass
+    for number, token_ids in enumerate(decoded):
+        shade = "cyan" if number % 2 else ""
+        pieces.append(Text.assemble((f"[{len(token_ids)}] ", "dim"), (on_one_line(decode(token_ids)), shade)))
+    console.print(Text(" | ", "dim").join(pieces))
+    if num_read := sum(stop - start for start, stop in history.later.extensions[0]):
+        console.print(f"(the output of tools between the turns, {num_read} tokens, is read and not decoded)")
+    num_steps = max(len(decoded), 1)
+    console.print(
+        f"{counts.num_tokens} tokens in {len(decoded)} decode steps after the first token: "
+        f"{counts.num_tokens / num_steps:.2f} per step, {(len(decoded) + counts.num_nodes) / num_steps:.1f} verified"
+    )
+
+
+def _tree(root: Branch, decode: Decode) -> Tree:
+    """The branches as rich draws a tree."""
+    tree = Tree(f"{root.count}  (start of the response)")
+    waiting = [(tree, root)]
+    while waiting:
+        parent, branch = waiting.pop()
+        waiting += [(parent.add(_label(child, decode)), child) for child in branch.children]
+        if branch.num_hidden:
+            parent.add(f"[dim]{branch.num_hidden} more[/dim]")
+    return tree
+
+
+def _label(branch: Branch, decode: Decode) -> Text:
+    line = on_one_line(decode(branch.token_ids))
+    if len(line) > LABEL_CHARACTERS:
+        line = f"{line[: LABEL_CHARACTERS * 2 // 3]}…{line[-LABEL_CHARACTERS // 3 + 1 :]}"
+    if branch.count == 0:
+        return Text(f"* new: {line}", "bold magenta")
+    return Text(f"* {branch.count}  {line}", "bold green") if branch.is_taken else Text(f"{branch.count}  {line}")
+
+
+def on_one_line(text: str) -> str:
+    """The text on one line, line ends shown."""
+    return "".join("⏎" if character == "\n" else character if character.isprintable() else "·" for character in text)
