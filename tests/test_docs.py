@@ -52,7 +52,6 @@ PPO = {
     "critic": {"learning_rate": 0.01},
     "eval__num_samples": NUM_EVAL_SAMPLES,
     "train__num_steps": 2,
-    "train__peak_tflops": 1.0,
 }
 """What the first run lacks: a critic, and the options that bring metrics of their own."""
 
@@ -72,7 +71,6 @@ def logged(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     turns = {
         "rollout__environment": HOSTILE | {"name": "environment_cases:SlowHostile"},  # for `time/tools`
         "rollout__max_new_tokens": 64,
-        "algorithm__drop_void_turns": True,
         "train__num_steps": 2,
     }
     for name, changes in (("grpo", GRPO), ("ppo", PPO), ("unverified", unverified), ("turns", turns)):

@@ -37,7 +37,7 @@ from srtrl.trainer.trainer import Trainer, TrainingResult, TrainingStoppedError
 @pytest.fixture(scope="module")
 def run(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
     """A whole run of two steps, with TensorBoard and all speeds; a checkpoint after each, so that one is in a row."""
-    changes: dict[str, Any] = {"train__checkpoint_every": 1, "train__keep_checkpoints": 1, "train__peak_tflops": 1.0}
+    changes: dict[str, Any] = {"train__checkpoint_every": 1, "train__keep_checkpoints": 1}
     return train(
         make_recipe(
             policy, tmp_path_factory.mktemp("runs"), train__num_steps=2, log__trackers=["tensorboard"], **changes
@@ -115,7 +115,7 @@ def test_the_figures_of_a_run_are_those_of_its_rows(run: TrainingResult) -> None
         assert figures[f"held-out accuracy {when}"] == shown.format_map(row)
     assert figures["gain"] == f"{100 * (steps[-1]['eval/accuracy'] - before['eval/accuracy']):+.1f} points"
     assert figures["response tokens"] == f"{sum(row['tokens/response'] for row in steps):,}"
-    assert {"time/update_tokens_per_second", "time/update_mfu", "time/checkpoint"} <= steps[1].keys()
+    assert {"time/update_tokens_per_second", "time/update_tflops", "time/checkpoint"} <= steps[1].keys()
     total = before["time/eval"] + sum(row["time/step"] for row in steps)
     assert figures["time: all stages"] == f"{total:.1f} s"
     assert {"time: rollout", "time: update"} <= figures.keys()

@@ -25,7 +25,6 @@ from srtrl.evaluation.policy import majority_scores
 from srtrl.report.page import write_report
 from srtrl.report.runs import read_rollouts
 from srtrl.run.trackers import log_samples
-from srtrl.trainer.credit import assign_credit, train_sequences
 from srtrl.types import Completion, Conversation, Rollout, RolloutGroup, SegmentKind
 
 TOOL_OUTPUT = "<script>alert(1)</script>"
@@ -235,28 +234,6 @@ def test_votes_are_of_what_the_policy_said() -> None:
     assert [one.policy_text for one in group.rollouts] == ["7\n", "8\n", "9\n"]
     last_word: Callable[[str], str | None] = lambda text: text.split()[-1]  # noqa: E731
     assert majority_scores([group], last_word) == [pytest.approx(1 / 3)]
-
-
-def test_samples_with_a_void_turn_count_in_the_baseline_and_are_not_learned_from(tmp_path: Path) -> None:
-    talks = [talk(("model", ""), num_void_turns=void) for void in (0, 2, 0, 1)]
-    group = with_talks(make_group(0, ["wrong"] * 4, rewards=[1.0, 0.0, 0.5, 0.25]), *talks)
-    whole, left = (
-        assign_credit(
-            [group],
-            train_sequences([group]),
-            make_recipe(
-                tmp_path,
-                tmp_path,
-                algorithm__kl={"coefficient": 0.0},
-                algorithm__drop_void_turns=drops,
-                rollout__environment=HOSTILE,
-            ),
-        )
-        for drops in (False, True)
-    )
-    assert left.advantages == {sample: whole.advantages[sample] for sample in ((0, 0), (0, 2))}
-    assert (left.metrics["samples/void_dropped"], len(left.sequences)) == (2, 2)
-    assert "samples/void_dropped" not in whole.metrics
 
 
 def test_tables_of_trackers_show_turns_too() -> None:

@@ -54,6 +54,9 @@ SCALE = 8
 # --- Mini-batches -----------------------------------------------------------------------------------------------------
 
 
+PLAN = make_recipe().policy_updates
+
+
 def make_draws(sizes: dict[int, int]) -> list[TrainSequence]:
     """`sizes[draw_index]` sequences of each draw; each is known by its token ids 0, 1, 2, ..."""
     draws = [draw_index for draw_index, size in sizes.items() for _ in range(size)]
@@ -82,7 +85,8 @@ def test_every_epoch_has_every_draw_once_and_whole(
 ) -> None:
     """Draws may have gaps (filters dropped some) and different sizes (overlong filtering)."""
     sizes = dict(sorted(sizes.items()))
-    found = list(mini_batches(make_draws(sizes), size=size, num_epochs=num_epochs, seed=seed, step=1))
+    plan = replace(PLAN, mini_batch_prompts=size, num_epochs=num_epochs)
+    found = list(mini_batches(make_draws(sizes), plan, seed=seed, step=1))
     per_epoch = -(-len(sizes) // size)
     names = [f"epoch {epoch + 1}, mini-batch {n + 1}" for epoch in range(num_epochs) for n in range(per_epoch)]
     assert [name for name, _ in found] == names
@@ -101,9 +105,10 @@ def test_every_epoch_has_every_draw_once_and_whole(
 
 def test_later_epochs_have_a_seeded_order_of_their_own() -> None:
     sequences = make_draws(dict.fromkeys(range(100, 120), 3))
+    plan = replace(PLAN, mini_batch_prompts=4, num_epochs=3)
 
     def orders(seed: int, step: int) -> list[str]:
-        found = [batch for _, batch in mini_batches(sequences, size=4, num_epochs=3, seed=seed, step=step)]
+        found = [batch for _, batch in mini_batches(sequences, plan, seed=seed, step=step)]
         return [str([[int(one.token_ids[0]) for one in batch] for batch in found[i : i + 5]]) for i in (0, 5, 10)]
 
     assert orders(0, 5) == orders(0, 5)

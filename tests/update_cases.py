@@ -41,7 +41,6 @@ def make_recipe(**options: Any) -> Recipe:
             "learning_rate": 1e-3,
             "max_grad_norm": NO_LIMIT,
             "max_logprob_difference": NO_LIMIT,
-            "max_logprob_kl": NO_LIMIT,
         },
     }
     return tiny_run.make_recipe(Path("unused"), Path("unused"), **(sections | options))

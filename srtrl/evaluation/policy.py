@@ -21,6 +21,7 @@ from srtrl.tasks.base import Task, load_task
 from srtrl.tasks.grading import Grader
 from srtrl.trainer import build
 from srtrl.trainer.evaluate import count_correct, evaluate, held_out_prompts
+from srtrl.trainer.sampling import RolloutContext
 from srtrl.types import RolloutGroup
 
 INTEGER = re.compile(r"-?[0-9]{1,18}")
@@ -109,17 +110,16 @@ def run_evals(
     for name, recipe, conversations, task, prompts in loaded:
         grader = Grader(task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)
         with grader, conversations or contextlib.nullcontext():
-            groups, metrics = evaluate(
-                recipe,
-                prompts,
-                engine,
-                grader,
-                tokenizer,
-                end_ids,
-                on_progress=functools.partial(on_progress, name),
+            context = RolloutContext(
+                recipe=recipe,
+                engine=engine,
+                grader=grader,
+                tokenizer=tokenizer,
+                end_ids=end_ids,
                 conversations=conversations,
                 ranks=ranks,
             )
+            groups, metrics = evaluate(context, prompts, on_progress=functools.partial(on_progress, name))
         yield EvalOutcome(name=name, recipe=recipe, task=task, groups=groups, metrics=metrics)
 
 

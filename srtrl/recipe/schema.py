@@ -97,9 +97,6 @@ class AlgorithmSection(Section):
     """Functions in `srtrl/algorithms/reductions.py` (or your own) that drop groups before the update, in this order."""
     overlong_filtering: bool = False
     """Do not learn from samples truncated at the length limit; their rewards stay in the baseline of their group."""
-    drop_void_turns: bool = False
-    """With `rollout.environment`: do not learn from samples with a void turn, which has neither a call nor an answer
-    (SimpleTIR, arXiv 2509.02479); their rewards stay in the baseline of their group."""
 
 
 class CriticSection(Section):
@@ -153,19 +150,12 @@ class TrainSection(Section):
     """AdamW's decay rates."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """The gradient's norm is clipped to this."""
-    peak_tflops: float | None = Field(default=None, gt=0)
-    """Peak speed of the device in 10^12 operations per second; if it is given, `time/update_mfu` is logged.
-
-    Take the data sheet's figure for dense matrices of the update's type.
-    """
     max_logprob_difference: float = Field(default=0.1, gt=0)
     """The run stops, before any optimizer step, if the log-probs of decoder and trainer differ by more nats on average.
 
     The largest difference of a single token is only logged, because in bfloat16 two correct computations of one token's
     log-prob can differ by 0.6 nats.
     """
-    max_logprob_kl: float = Field(default=0.05, gt=0)
-    """The same for the estimate of KL(decoder || trainer) in nats per token, which a few large differences raise."""
     checkpoint_every: int = Field(default=10, ge=1)
     """Steps between checkpoints; the last step always writes one."""
     keep_checkpoints: int = Field(default=2, ge=1)

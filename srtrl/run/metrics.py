@@ -15,7 +15,7 @@ from srtrl.model.transformer import ModelConfig
 from srtrl.recipe.schema import Recipe
 from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, Rollout, RolloutGroup, TrainSequence
 
-NO_STAGES = frozenset({"step", "tokens_per_second", "update_tokens_per_second", "update_mfu"})
+NO_STAGES = frozenset({"step", "tokens_per_second", "update_tokens_per_second", "update_tflops"})
 """Names under `time/` that are not the seconds of a stage: their total, and speeds."""
 
 
@@ -151,9 +151,7 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
 def time_metrics(
     seconds: Mapping[str, float],
     metrics: Mapping[str, float],
-    num_update_flops: float = 0.0,
-    *,
-    peak_tflops: float | None = None,
+    num_update_flops: float,
 ) -> dict[str, float]:
     """`time/<stage>` and their sum `time/step` (evaluation included) in seconds; the speeds of decoder and update.
 
@@ -161,15 +159,13 @@ def time_metrics(
         seconds: by stage.
         metrics: the step's row so far.
         num_update_flops: see `update_flops`; of no use where `metrics` has no `tokens/update`.
-        peak_tflops: `train.peak_tflops`.
     """
     timed = {f"time/{stage}": value for stage, value in seconds.items()}
     timed["time/step"] = sum(seconds.values()) + metrics.get("time/eval", 0.0)
     timed["time/tokens_per_second"] = metrics["tokens/response"] / seconds["rollout"]
     if "tokens/update" in metrics:
         timed["time/update_tokens_per_second"] = metrics["tokens/update"] / seconds["update"]
-        if peak_tflops is not None:
-            timed["time/update_mfu"] = num_update_flops / seconds["update"] / (1e12 * peak_tflops)
+        timed["time/update_tflops"] = num_update_flops / seconds["update"] / 1e12
     return timed
 
 

@@ -26,7 +26,7 @@ class Credit:
     """The sequences that a step learns from."""
 
     sequences: list[TrainSequence]
-    """In the order of (draw, sample); none where overlong filtering or `drop_void_turns` left nothing."""
+    """In the order of (draw, sample); none where overlong filtering left nothing."""
     advantages: dict[tuple[int, int], float]
     """Advantage of each (draw, sample) that is learned from; the mean over its tokens where they differ."""
     metrics: dict[str, float]
@@ -77,8 +77,7 @@ def assign_credit(groups: Sequence[RolloutGroup], sequences: Sequence[TrainSeque
     A sequence-level advantage gets the sum of each sample's token rewards, and all tokens of a sample share it. A
     token-level one (`gae`, `reinforce_plus_plus`) gets the token rewards and the critic's values. Where there are
     values, `returns` = advantages + values, for the critic to learn from; whitening comes after that. Overlong
-    filtering and `drop_void_turns` come last: a truncated sample, or one with a void turn, counts in its group's
-    baseline and in the whitening, and is then left out.
+    filtering comes last: a truncated sample counts in its group's baseline and in the whitening, and is then left out.
 
     Args:
         groups: The groups to learn from, at least one.
@@ -89,8 +88,7 @@ def assign_credit(groups: Sequence[RolloutGroup], sequences: Sequence[TrainSeque
     Returns:
         The credit; its metrics are `groups/zero_advantage_share`, the share of these groups in which no sample has an
         advantage other than 0, `reward/kl_penalty`, the mean penalty of a sample (the `reward` that is logged and
-        saved stays the graders'), `samples/overlong_dropped` and `samples/void_dropped`, each only where the recipe
-        sets it.
+        saved stays the graders'), and `samples/overlong_dropped`, each only where the recipe sets it.
 
     Raises:
         ValueError: the advantage function returns an incorrect shape, or a number that is not finite.
@@ -121,10 +119,6 @@ def assign_credit(groups: Sequence[RolloutGroup], sequences: Sequence[TrainSeque
     if algorithm.overlong_filtering:
         kept = [index for index in kept if rollouts[index].finish_reason != "length"]
         metrics["samples/overlong_dropped"] = len(rollouts) - len(kept)
-    if algorithm.drop_void_turns:
-        num_kept = len(kept)
-        kept = [index for index in kept if not _has_void_turn(rollouts[index])]
-        metrics["samples/void_dropped"] = num_kept - len(kept)
     return Credit(
         sequences=[
             replace(
@@ -137,10 +131,6 @@ def assign_credit(groups: Sequence[RolloutGroup], sequences: Sequence[TrainSeque
         advantages={(rollouts[index].draw_index, rollouts[index].sample_index): _mean(rows[index]) for index in kept},
         metrics=metrics,
     )
-
-
-def _has_void_turn(rollout: Rollout) -> bool:
-    return rollout.conversation is not None and rollout.conversation.num_void_turns > 0
 
 
 def _joined(arrays: Sequence[npt.NDArray[np.float32] | None]) -> Tensor:

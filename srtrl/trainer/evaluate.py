@@ -6,24 +6,16 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 from statistics import fmean, median
-from typing import TYPE_CHECKING
 
-from srtrl.ranks.processes import ONE_RANK, Ranks
+from srtrl.metrics import StageTimer
 from srtrl.recipe.schema import Recipe
-from srtrl.rollout.collect import Collector, FixedDraws, OnProgress, collect_rollouts
+from srtrl.rollout.collect import FixedDraws, OnProgress, collect_rollouts
 from srtrl.run.metrics import turn_metrics
 from srtrl.statistics import confidence_interval, mean_interval, pass_at_k, pass_at_ks
 from srtrl.tasks.base import Task
-from srtrl.tasks.grading import Grader
-from srtrl.trainer import build
+from srtrl.trainer.build import eval_sampling
+from srtrl.trainer.sampling import RolloutContext
 from srtrl.types import VERIFIED_OUTCOMES, GradeOutcome, Prompt, RolloutGroup
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from srtrl.engine.engine import Engine
-    from srtrl.environments.conversations import Conversations
-
 
 TURN_METRICS = ("environment/turns_mean", "environment/call_share", "environment/valid_call_share")
 """Of `turn_metrics`, logged in evaluations."""
@@ -44,16 +36,7 @@ def held_out_prompts(task: Task, recipe: Recipe) -> list[Prompt]:
 
 
 def evaluate(
-    recipe: Recipe,
-    prompts: Sequence[Prompt],
-    engine: Engine,
-    grader: Grader,
-    tokenizer: PreTrainedTokenizerBase,
-    end_ids: tuple[int, ...],
-    *,
-    on_progress: OnProgress = lambda *_: None,
-    conversations: Conversations | None = None,
-    ranks: Ranks = ONE_RANK,
+    context: RolloutContext, prompts: Sequence[Prompt], *, on_progress: OnProgress
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
     """Sample every problem `eval.num_samples` times and grade; returns one group per problem, in order, and metrics.
 
@@ -66,25 +49,15 @@ def evaluate(
         ValueError: a problem that the engine can never serve.
     """
     assert prompts, "nothing to evaluate"
-    collector = Collector(
-        grader,
-        tokenizer,
-        num_samples=recipe.eval.num_samples,
-        sampling=build.eval_sampling(recipe, end_ids),
-        seed=recipe.seed,
-        purpose="eval",
-        on_progress=on_progress,
-        conversations=conversations,
-        ranks=ranks,
-    )
-    if conversations is not None:
-        prompts = [conversations.started(prompt, recipe.rollout.max_prompt_tokens) for prompt in prompts]
-    groups = collect_rollouts(engine, collector, FixedDraws(list(enumerate(prompts))))
-    if conversations is not None:
-        conversations.check_not_all_raised("evaluation", ranks)
-    seconds = sum(collector.timer.take().values())
-    collector.engine_metrics(engine)  # of evaluation: the next training step must not report them
-    return groups, eval_metrics(groups, seconds, grader.outcomes)
+    sampling, timer = eval_sampling(context.recipe, context.end_ids), StageTimer()
+    collector = context.collector("eval", context.recipe.eval.num_samples, sampling, on_progress, timer)
+    draws = list(enumerate(map(context.started, prompts)))
+    groups = collect_rollouts(context.engine, collector, FixedDraws(draws))
+    if context.conversations is not None:
+        context.conversations.check_not_all_raised("evaluation", context.ranks)
+    seconds = sum(timer.take().values())
+    collector.engine_metrics(context.engine)  # of evaluation: the next training step must not report them
+    return groups, eval_metrics(groups, seconds, context.grader.outcomes)
 
 
 def eval_metrics(

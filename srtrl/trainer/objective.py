@@ -15,7 +15,7 @@ from srtrl.model.attention import PackedPlan
 from srtrl.model.logprobs import token_logprobs
 from srtrl.model.transformer import Transformer
 from srtrl.model.value_model import ValueModel
-from srtrl.recipe.schema import Recipe, TrainSection
+from srtrl.recipe.schema import Recipe
 from srtrl.resolve import resolve_part
 from srtrl.rollout.packing import PackedBatch
 from srtrl.trainer.passes import UpdateContext
@@ -143,7 +143,8 @@ class PolicyObjective(Objective):
             mine = {first: logprobs.float().cpu().numpy() for first, logprobs in self._first_logprobs.items()}
             self._first_logprobs = {}
             logprobs = np.concatenate(context.ranks.join(mine, f"the log-probs of {place}"))
-            self.difference = logprob_difference(sequences, logprobs, limits=context.recipe.train, where=place)
+            limit = context.recipe.train.max_logprob_difference
+            self.difference = logprob_difference(sequences, logprobs, limit=limit, where=place)
 
     def needs_pass(self, sequence: TrainSequence) -> bool:
         """Whether a pass over a sequence can give a gradient.
@@ -168,7 +169,7 @@ def logprob_difference(
     sequences: Sequence[TrainSequence],
     trainer_logprobs: npt.NDArray[np.float32],
     *,
-    limits: TrainSection,
+    limit: float,
     where: str,
 ) -> dict[str, float]:
     """Compare the decoder's log-probs with those that the trainer computes with the same weights.
@@ -176,7 +177,7 @@ def logprob_difference(
     Args:
         sequences: With the decoder's `rollout_logprobs`.
         trainer_logprobs: Of all response tokens, in the order of the sequences, [R].
-        limits: Its `max_logprob_difference` and `max_logprob_kl`.
+        limit: `train.max_logprob_difference`.
         where: Begins the error messages, such as "step 3".
 
     Returns:
@@ -185,7 +186,7 @@ def logprob_difference(
 
     Raises:
         NonFiniteError: a log-prob of either is not finite.
-        LogprobDifferenceError: a limit is exceeded, by at least `MIN_COMPARED_TOKENS` tokens.
+        LogprobDifferenceError: the mean exceeds the limit, over at least `MIN_COMPARED_TOKENS` tokens.
     """
     rollout = torch.from_numpy(np.concatenate([sequence.rollout_logprobs for sequence in sequences])).double()
     trainer = torch.from_numpy(trainer_logprobs).double()
@@ -196,23 +197,19 @@ def logprob_difference(
                 f"{where}: a log-prob by the {name} is not a finite number; the policy's weights were not changed by "
                 "this step"
             )
-    mean, kl = float(difference.mean()), float(k3(rollout, trainer).mean())
-    for option, name, value, limit in (
-        ("max_logprob_difference", "mean absolute difference", mean, limits.max_logprob_difference),
-        ("max_logprob_kl", "KL divergence", kl, limits.max_logprob_kl),
-    ):
-        if value > limit and len(difference) >= MIN_COMPARED_TOKENS:
-            raise LogprobDifferenceError(
-                f"{where}: the {name} of the log-probs by decoder and trainer is {value:.6g} nats per token, more than "
-                f"train.{option} ({limit:g}); the policy's weights were not changed by this step. Rounding in bfloat16 "
-                "gives a mean near 0.01: look at logprob_difference/* of earlier steps. If it was small before, this "
-                "is a fault; if it was always near the limit, raise the limit, or set algorithm.old_logprobs=recompute "
-                "and algorithm.importance_cap=2"
-            )
+    mean = float(difference.mean())
+    if mean > limit and len(difference) >= MIN_COMPARED_TOKENS:
+        raise LogprobDifferenceError(
+            f"{where}: the mean absolute difference of the log-probs by decoder and trainer is {mean:.6g} nats per "
+            f"token, more than train.max_logprob_difference ({limit:g}); the policy's weights were not changed by this "
+            "step. Rounding in bfloat16 gives a mean near 0.01: look at logprob_difference/* of earlier steps. If it "
+            "was small before, this is a fault; if it was always near the limit, raise the limit, or set "
+            "algorithm.old_logprobs=recompute and algorithm.importance_cap=2"
+        )
     return {
         "logprob_difference/mean": mean,
         "logprob_difference/max": float(difference.max()),
-        "logprob_difference/kl": kl,
+        "logprob_difference/kl": float(k3(rollout, trainer).mean()),
     }
 
 

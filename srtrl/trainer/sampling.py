@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +17,7 @@ from srtrl.run.metrics import rollout_metrics
 from srtrl.tasks.grading import Grader, check_not_all_failed
 from srtrl.trainer.build import train_sampling
 from srtrl.trainer.credit import filter_groups
-from srtrl.types import Prompt, Request, RolloutGroup
+from srtrl.types import Prompt, Purpose, Request, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,6 +28,44 @@ if TYPE_CHECKING:
 
 DRAWS_PER_PROMPT = 10
 """`rollout.max_draws` by default: this many times `rollout.num_prompts`."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RolloutContext:
+    """The context of all rollouts of a run, in training and in evaluation."""
+
+    recipe: Recipe
+    engine: Engine
+    grader: Grader
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: tuple[int, ...]
+    """Tokens that end a response."""
+    conversations: Conversations | None
+    """None where a sample is a single turn."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """Processes that share the rollouts: all make the same calls, and get the same groups."""
+
+    def collector(
+        self, purpose: Purpose, num_samples: int, sampling: SamplingParams, on_progress: OnProgress, timer: StageTimer
+    ) -> Collector:
+        """The collector of one rollout; see `Collector`."""
+        return Collector(
+            self.grader,
+            self.tokenizer,
+            num_samples=num_samples,
+            sampling=sampling,
+            seed=self.recipe.seed,
+            purpose=purpose,
+            on_progress=on_progress,
+            timer=timer,
+            conversations=self.conversations,
+            ranks=self.ranks,
+        )
+
+    def started(self, prompt: Prompt) -> Prompt:
+        """A prompt with the messages that the environment, if there is one, begins with."""
+        max_tokens = self.recipe.rollout.max_prompt_tokens
+        return prompt if self.conversations is None else self.conversations.started(prompt, max_tokens)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -68,27 +106,19 @@ class DataOrder:
         return int(self._permutation[place])
 
 
-@dataclass(kw_only=True)
 class StepSampler:
     """Takes each step's groups from the data order and knows how far it has come."""
 
-    recipe: Recipe
-    task: Task
-    engine: Engine
-    grader: Grader
-    tokenizer: PreTrainedTokenizerBase
-    end_ids: tuple[int, ...]
-    conversations: Conversations | None
-    ranks: Ranks
-    """All take the same steps."""
-    num_draws: int = 0
-    """Draws that the steps so far have used."""
-
-    def __post_init__(self) -> None:
-        self.sampling = train_sampling(self.recipe, self.end_ids)
-        self.order = DataOrder(len(self.task.train_prompts), self.recipe.seed)
+    def __init__(self, context: RolloutContext, task: Task) -> None:
+        self.context = context
+        self.task = task
+        self.num_draws = 0
+        """Draws that the steps so far have used."""
+        recipe = context.recipe
+        self.sampling = train_sampling(recipe, context.end_ids)
+        self.order = DataOrder(len(task.train_prompts), recipe.seed)
         self._next_ahead = 0  # the first draw that no run-ahead of this step has been made for
-        rollout = self.recipe.rollout
+        rollout = recipe.rollout
         self._max_draws = rollout.num_prompts  # of one step
         if rollout.dynamic_sampling:
             self._max_draws = rollout.max_draws or DRAWS_PER_PROMPT * rollout.num_prompts
@@ -98,20 +128,10 @@ class StepSampler:
 
         The step has the next `rollout.num_prompts` draws; with dynamic sampling as many as it takes to keep that many.
         """
-        engine, rollout, filters = self.engine, self.recipe.rollout, self.recipe.algorithm.filters
+        context, engine, recipe = self.context, self.context.engine, self.context.recipe
+        rollout, filters = recipe.rollout, recipe.algorithm.filters
         first = self._next_ahead = self.num_draws
-        collector = Collector(
-            self.grader,
-            self.tokenizer,
-            num_samples=rollout.num_samples,
-            sampling=self.sampling,
-            seed=self.recipe.seed,
-            purpose="train",
-            on_progress=on_progress,
-            timer=timer,
-            conversations=self.conversations,
-            ranks=self.ranks,
-        )
+        collector = context.collector("train", rollout.num_samples, self.sampling, on_progress, timer)
         if rollout.dynamic_sampling:
             until_full = DrawsUntilFull(
                 self.prompt_of,
@@ -122,17 +142,17 @@ class StepSampler:
                 run_ahead=lambda opened: self.run_ahead(step, opened, collector),
             )
             groups = collect_rollouts(engine, collector, until_full)
-            kept = until_full.kept_groups(groups, self.ranks)
+            kept = until_full.kept_groups(groups, context.ranks)
         else:
             draws = range(first, first + rollout.num_prompts)
             fixed = FixedDraws(self.draws(draws), run_ahead=self.run_ahead(step, draws, collector))
             groups = collect_rollouts(engine, collector, fixed)
             kept = filter_groups(groups, filters)
         check_not_all_failed(groups, f"step {step}")
-        if self.conversations is not None:
-            self.conversations.check_not_all_raised(f"step {step}", self.ranks)
+        if context.conversations is not None:
+            context.conversations.check_not_all_raised(f"step {step}", context.ranks)
         self.num_draws = first + len(groups)
-        metrics = rollout_metrics(groups, self.grader.outcomes) | {
+        metrics = rollout_metrics(groups, context.grader.outcomes) | {
             "data/epoch": first / self.order.num_prompts,
             "data/draws": len(groups),
             "groups/kept": len(kept),
@@ -148,23 +168,18 @@ class StepSampler:
 
     def prompt_of(self, draw: int) -> Prompt:
         """The prompt of one draw of the run."""
-        return self.started(self.task.train_prompts[self.order.prompt_of(draw)])
-
-    def started(self, prompt: Prompt) -> Prompt:
-        """A prompt with the messages that the environment, if there is one, begins with."""
-        max_tokens = self.recipe.rollout.max_prompt_tokens
-        return prompt if self.conversations is None else self.conversations.started(prompt, max_tokens)
+        return self.context.started(self.task.train_prompts[self.order.prompt_of(draw)])
 
     def run_ahead(self, step: int, opened: range, collector: Collector) -> list[Request]:
         """Run-aheads for idle slots beside the `opened` draws: of the draws after them, each once.
 
         They come as replacements in this step, or in the next step. None where the drafter would not use them.
         """
-        rollout = self.recipe.rollout
-        if not self.engine.wants_run_aheads:
+        recipe = self.context.recipe
+        if not self.context.engine.wants_run_aheads:
             return []
-        end = opened.stop + rollout.num_prompts
-        if step == self.recipe.train.num_steps:  # no step comes after it
+        end = opened.stop + recipe.rollout.num_prompts
+        if step == recipe.train.num_steps:  # no step comes after it
             end = min(end, self.num_draws + self._max_draws)
         ahead = range(max(opened.stop, self._next_ahead), end)
         self._next_ahead = max(ahead.stop, self._next_ahead)

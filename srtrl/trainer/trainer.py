@@ -55,7 +55,7 @@ from srtrl.trainer.evaluate import evaluate, held_out_prompts
 from srtrl.trainer.objective import LogprobDifferenceError, NonFiniteError, PolicyObjective
 from srtrl.trainer.optimizer import gradient_bytes, load_state, state_tensors
 from srtrl.trainer.passes import UpdateContext
-from srtrl.trainer.sampling import StepRollouts, StepSampler
+from srtrl.trainer.sampling import RolloutContext, StepRollouts, StepSampler
 from srtrl.trainer.update import update_policy, with_logprobs
 from srtrl.types import Prompt
 
@@ -169,9 +169,8 @@ class Trainer:
             reserved_bytes = max(map(gradient_bytes, self.optimizers.values()))  # one model after the other learns
             self.engine = build.build_engine(recipe, self.policy, self.tokenizer, reserved_bytes=reserved_bytes)
             self.grader = Grader(self.task, recipe.rewards, recipe.grading, recipe.rollout.max_new_tokens)
-            self.sampler = StepSampler(
+            self.rollout_context = RolloutContext(
                 recipe=recipe,
-                task=self.task,
                 engine=self.engine,
                 grader=self.grader,
                 tokenizer=self.tokenizer,
@@ -179,6 +178,7 @@ class Trainer:
                 conversations=self.conversations,
                 ranks=ranks,
             )
+            self.sampler = StepSampler(self.rollout_context, self.task)
             if self.checkpoint is not None:
                 self.restore(self.checkpoint)
 
@@ -256,7 +256,7 @@ class Trainer:
             say(f"--overwrite: the folder that was {self.run.path} is now {self.run.moved_to}")
         counts = ", ".join(f"{name} {count:,}" for name, count in self.task.load_report.items())
         say(f"task {self.recipe.task.name}: {counts}")
-        say(describe_prompt(self.sampler.started(self.task.train_prompts[0]), self.tokenizer))
+        say(describe_prompt(self.rollout_context.started(self.task.train_prompts[0]), self.tokenizer))
         for change in self.changes:
             say(f"--resume: {change}")
         if resume and self.checkpoint is None:
@@ -360,17 +360,8 @@ class Trainer:
 
     def evaluate(self, when: str) -> dict[str, float]:
         """`eval/...` metrics of the policy as it is: held-out accuracy (without a verifier: reward)."""
-        _, metrics = evaluate(
-            self.recipe,
-            self.eval_prompts,
-            self.engine,
-            self.grader,
-            self.tokenizer,
-            self.end_ids,
-            on_progress=partial(self.progress.stage, "evaluation"),
-            conversations=self.conversations,
-            ranks=self.ranks,
-        )
+        on_progress = partial(self.progress.stage, "evaluation")
+        _, metrics = evaluate(self.rollout_context, self.eval_prompts, on_progress=on_progress)
         self.progress.say(f"{when}: {describe_held_out(metrics)}")
         return metrics
 
@@ -385,7 +376,7 @@ class Trainer:
         """One row of `metrics.jsonl`, the trackers, and a line for people; the row is on disk when this returns."""
         computed = [sequence for sequence in credit.sequences if self.objective.needs_pass(sequence)]
         num_flops = update_flops(self.recipe, self.policy.config, computed) / self.ranks.count  # of one device
-        timed = time_metrics(self.timer.take(), metrics, num_flops, peak_tflops=self.recipe.train.peak_tflops)
+        timed = time_metrics(self.timer.take(), metrics, num_flops)
         row = {**metrics, **timed, **memory_metrics(self.policy.device)}
         self._write_row(row)
         self.progress.step(self.step, describe_step(row))

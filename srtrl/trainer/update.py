@@ -7,7 +7,7 @@ draws into mini-batches and takes one optimizer step for each.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -61,8 +61,7 @@ def update_policy(
 
     Raises:
         NonFiniteError: a log-prob, a loss or a gradient norm is not finite; raised before that optimizer step.
-        LogprobDifferenceError: `train.max_logprob_difference` or `train.max_logprob_kl` is exceeded; raised before any
-            weight changes.
+        LogprobDifferenceError: `train.max_logprob_difference` is exceeded; raised before any weight changes.
         ValueError: a function that the recipe names returns an incorrect shape, or a sequence exceeds the micro-batch.
     """
     recipe = context.recipe
@@ -70,9 +69,8 @@ def update_policy(
     if recipe.algorithm.old_logprobs == "recompute":
         old_logprobs = [sequence.old_logprobs for sequence in sequences if sequence.old_logprobs is not None]
         assert len(old_logprobs) == len(sequences), "recomputed before credit assignment"
-        objective.difference = logprob_difference(
-            sequences, np.concatenate(old_logprobs), limits=recipe.train, where=f"step {context.step}"
-        )
+        limit, where = recipe.train.max_logprob_difference, f"step {context.step}"
+        objective.difference = logprob_difference(sequences, np.concatenate(old_logprobs), limit=limit, where=where)
     metrics = run_optimizer_steps(objective, optimizer, sequences, context, recipe.policy_updates)
     num_tokens = sum(len(sequence.token_ids) for sequence in sequences if objective.needs_pass(sequence))
     return {**metrics, **objective.difference, "tokens/update": recipe.train.num_epochs * num_tokens}
@@ -130,15 +128,8 @@ def run_optimizer_steps(
     losses, grad_norms, learning_rate = [], [], math.nan
     sums: list[dict[str, Tensor]] = []  # of the metrics of each micro-batch, float64
     num_tokens = 0
-    for number, (name, mini_batch) in enumerate(
-        mini_batches(
-            sequences,
-            size=updates.mini_batch_prompts,
-            num_epochs=updates.num_epochs,
-            seed=context.recipe.seed,
-            step=context.step,
-        )
-    ):
+    named = mini_batches(sequences, updates, seed=context.recipe.seed, step=context.step)
+    for number, (name, mini_batch) in enumerate(named):
         place = f"{objective.title}step {context.step}, {name}"
         skipped = [sequence for sequence in mini_batch if not objective.needs_pass(sequence)]
         computed = [sequence for sequence in mini_batch if objective.needs_pass(sequence)] or [skipped.pop(0)]
@@ -159,13 +150,14 @@ def run_optimizer_steps(
             group["lr"] = learning_rate
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)  # frees the gradients' memory for the decoder
+    means = {"loss": float(np.mean(losses)), **token_means(sums, num_tokens), "grad_norm": float(np.mean(grad_norms))}
+    return {**means, "learning_rate": learning_rate}
+
+
+def token_means(sums: Sequence[Mapping[str, Tensor]], num_tokens: int) -> dict[str, float]:
+    """The mean of each metric over the tokens, from its sums over micro-batches; a missing one is 0."""
     names = dict.fromkeys(name for part in sums for name in part)
-    return {
-        "loss": float(np.mean(losses)),
-        **{name: float(sum(part[name] for part in sums if name in part)) / num_tokens for name in names},
-        "grad_norm": float(np.mean(grad_norms)),
-        "learning_rate": learning_rate,
-    }
+    return {name: float(sum(part[name] for part in sums if name in part)) / num_tokens for name in names}
 
 
 def add_gradients(
@@ -195,9 +187,9 @@ def add_gradients(
 
 
 def mini_batches(
-    sequences: Sequence[TrainSequence], *, size: int, num_epochs: int, seed: int, step: int
+    sequences: Sequence[TrainSequence], updates: UpdatePlan, *, seed: int, step: int
 ) -> Iterator[tuple[str, list[TrainSequence]]]:
-    """Cut a step's draws into mini-batches of `size` whole draws, epoch by epoch.
+    """Cut a step's draws into mini-batches of whole draws, epoch by epoch.
 
     Sequences with the same `draw_index` are one draw. Draws of which nothing is left (filters, overlong filtering) take
     no place, so that the last mini-batch is smaller or mini-batches are fewer, and none is empty. The first epoch takes
@@ -206,8 +198,7 @@ def mini_batches(
 
     Args:
         sequences: sorted by (draw, sample).
-        size: draws of one optimizer step, such as `train.mini_batch_prompts`.
-        num_epochs: passes over all sequences.
+        updates: Its `mini_batch_prompts` is the number of draws of a mini-batch, `num_epochs` of passes over all.
         seed: the recipe's.
         step: the training step.
 
@@ -217,8 +208,8 @@ def mini_batches(
     draws: dict[int, list[TrainSequence]] = {}
     for sequence in sequences:
         draws.setdefault(sequence.draw_index, []).append(sequence)
-    groups = list(draws.values())
-    for epoch in range(num_epochs):
+    groups, size = list(draws.values()), updates.mini_batch_prompts
+    for epoch in range(updates.num_epochs):
         order = np.arange(len(groups))
         if epoch > 0:
             order = np.random.default_rng((seed, step, epoch)).permutation(len(groups))
