@@ -26,35 +26,30 @@ class Steps(StepGraphs):
         if self.error is not None:
             raise self.error
         compute()
-        return lambda: self.log.append("replay")
+        return lambda: self.log.append("r")
 
     def run_all(self, *keys: int, can_capture: bool = True) -> list[bool]:
         return [self.run(key, partial(self.log.append, key), can_capture=can_capture) for key in keys]
 
 
-def test_a_shape_is_captured_when_it_comes_again_and_replayed_from_then_on() -> None:
-    steps = Steps()
-    assert steps.run_all(2, 4, 2, 4, 2, 4) == [False, False, False, False, True, True]
-    assert steps.log == [2, 4, 2, "replay", 4, "replay", "replay", "replay"]
-    steps.drop()
-    assert steps.run_all(2, 2) == [False, True]
-
-
-def test_the_graph_that_was_used_least_recently_goes_first() -> None:
-    steps = Steps(max_graphs=2)
-    steps.run_all(1, 2, 4)
-    steps.log.clear()
-    assert steps.run_all(1, 2, 1, 4, 1, 2) == [False, False, True, False, True, False]
-    assert [entry for entry in steps.log if isinstance(entry, int)] == [1, 2, 4, 2]
-    assert len(steps) == 2
-
-
-def test_steps_that_are_not_worth_a_graph_and_those_without_graphs_are_computed_each_time() -> None:
-    steps, without = Steps(), Steps(None)
-    assert steps.run_all(9, 9, 9, can_capture=False) == [False, True, True]
-    assert without.run_all(8, 8, 8) == [False, True, True]
-    assert (steps.log, without.log) == ([9, 9, 9], [8, 8, 8])
-    assert len(steps) == len(without) == 0
+@pytest.mark.parametrize(
+    ("device", "max_graphs", "can_capture", "keys", "prepared", "log"),
+    [
+        (DEVICE, 4, True, "242424", "....++", "242r4rrr"),  # captured when a shape comes again
+        (DEVICE, 2, True, "124121412", ".....+.+.", "1241r2rr4rr2r"),  # the least recently used goes first
+        (DEVICE, 4, False, "999", ".++", "999"),  # not worth a graph
+        (None, 4, True, "888", ".++", "888"),
+    ],
+)
+def test_steps_are_computed_captured_and_replayed(
+    device: torch.device | None, max_graphs: int, can_capture: bool, keys: str, prepared: str, log: str
+) -> None:
+    """`prepared`: + for steps for which no kernel was compiled and no graph captured; `log`: keys and replays."""
+    steps = Steps(device, max_graphs)
+    was_prepared = steps.run_all(*map(int, keys), can_capture=can_capture)
+    assert was_prepared == [sign == "+" for sign in prepared]
+    assert "".join(map(str, steps.log)) == log
+    assert len(steps) == (2 if "r" in log else 0)
 
 
 def test_a_capture_that_fails_leaves_no_graph() -> None:

@@ -91,24 +91,21 @@ def test_stated_points_are_kept_whatever_steps_take() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "extra", "from_rows", "recorded", "tolerances"),
+    ("factor", "from_rows", "recorded", "tolerances"),
     [
         # Host work comes on top of what was probed; sizes that are not used follow.
-        (1.5, 0.0, 0, (6, 13, 60), {8: 0.06, 16: 0.06, 64: 0.06, 32: 0.15, 256: 0.15}),
-        (1.3, 2e-4, 25, (8, 16, 24, 32, 48, 64), {8: 0.06, 24: 0.06, 32: 0.06, 64: 0.06}),
-        (1.0, 0.0, 0, (16,), {16: 0.1, 64: 0.1, 256: 0.1}),
+        (1.5, 0, (6, 13, 60), {8: 0.06, 16: 0.06, 64: 0.06, 32: 0.15, 256: 0.15}),
+        (1.3, 25, (8, 16, 24, 32, 48, 64), {8: 0.06, 24: 0.06, 32: 0.06, 64: 0.06}),
+        (1.0, 0, (16,), {16: 0.1, 64: 0.1, 256: 0.1}),
     ],
 )
 def test_what_real_steps_take_is_learned_and_disturbed_steps_change_little(
-    factor: float, extra: float, from_rows: int, recorded: tuple[int, ...], tolerances: dict[int, float]
+    factor: float, from_rows: int, recorded: tuple[int, ...], tolerances: dict[int, float]
 ) -> None:
-    def without_host_work(rows: int) -> float:
-        return 1e-3 + 1e-5 * padded(rows)
+    def true(rows: int, factor: float = factor) -> float:
+        return (factor if rows >= from_rows else 1) * (1e-3 + 1e-5 * padded(rows))
 
-    def true(rows: int) -> float:
-        return factor * without_host_work(rows) + extra if rows >= from_rows else without_host_work(rows)
-
-    cost = probed(without_host_work)
+    cost = probed(lambda rows: true(rows, 1.0))
     random = np.random.default_rng(0)
     for step in range(600):
         for rows in recorded:
@@ -273,6 +270,21 @@ def control_of(cost: StepCost, **changes: Any) -> DraftControl:
     return DraftControl(cost, **(values | changes))
 
 
+def record(
+    control: DraftControl, trees: DraftTrees, num_accepted: Int64Array, *, drafted: bool = True, seconds: float = 1.0
+) -> None:
+    """A step of these trees, one for each sequence."""
+    control.record(
+        trees=trees,
+        num_accepted=num_accepted,
+        num_sequences=len(trees),
+        num_rows=len(trees) + trees.num_nodes,
+        drafted=drafted,
+        draft_seconds=0.0,
+        seconds=seconds,
+    )
+
+
 def fail(control: DraftControl, purpose: Purpose, num_known: int, num_sequences: int, num_steps: int) -> list[bool]:
     """A rollout of 20 samples, `num_known` with history, whose drafts all fail; returns which steps were drafted."""
     control.begin_rollout(purpose)
@@ -280,17 +292,11 @@ def fail(control: DraftControl, purpose: Purpose, num_known: int, num_sequences:
         control.add_request(has_history=index < num_known)
     drafted = []
     for _ in range(num_steps):
-        drafted.append(control.max_nodes(num_sequences, 8) > 0)
-        trees = chains(np.full((num_sequences, 2), 0.9)) if drafted[-1] else DraftTrees.empty(num_sequences)
-        control.record(
-            trees=trees,
-            num_accepted=np.zeros(num_sequences, np.int64),
-            num_sequences=num_sequences,
-            num_rows=num_sequences + trees.num_nodes,
-            drafted=drafted[-1],
-            draft_seconds=0.0,
-            seconds=3.0 if drafted[-1] else 1.0,
-        )
+        wants = control.max_nodes(num_sequences, 8) > 0
+        drafted.append(wants)
+        trees = chains(np.full((num_sequences, 2), 0.9)) if wants else DraftTrees.empty(num_sequences)
+        accepted = np.zeros(num_sequences, np.int64)
+        record(control, trees, accepted, drafted=wants, seconds=3.0 if wants else 1.0)
     return drafted
 
 
@@ -322,13 +328,10 @@ def test_a_fixed_budget_is_the_first_nodes_of_each_tree_whatever_they_cost() -> 
         assert control.score_floor(12) == 0
         trees = scored_trees(np.random.default_rng(fixed), 12, 10)
         assert control.choose(trees, 12, 5).tolist() == trees.sizes.tolist()
-
-
-def test_nothing_is_asked_without_sequences_or_a_known_cost() -> None:
+    # Without sequences, or without a known cost, nothing is drafted for.
     assert control_of(probed(lambda rows: 1.0)).max_nodes(0, 8) == 0
     unknown = control_of(StepCost(EDGES))
-    assert [unknown.max_nodes(4, 8) for _ in range(10)] == [0] * 10
-    assert unknown.run_ahead_rows(4) == 0
+    assert (unknown.max_nodes(4, 8), unknown.run_ahead_rows(4)) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -360,22 +363,10 @@ def test_scores_are_corrected_by_what_was_accepted_and_the_floor_follows_the_cho
     first, second = 0.6, 0.3
     trees = chains(np.tile([first, second], (32, 1)))
     learned = control._of_class(32)
-
-    def record(num_accepted: Int64Array) -> None:
-        control.record(
-            trees=trees,
-            num_accepted=num_accepted,
-            num_sequences=32,
-            num_rows=96,
-            drafted=True,
-            draft_seconds=0.0,
-            seconds=1.0,
-        )
-
     for _ in range(400):
         hit = random.random(32) < first * truth[0]
         deeper = hit & (random.random(32) < second * truth[1] / (first * truth[0]))
-        record(hit.astype(np.int64) + deeper)
+        record(control, trees, hit.astype(np.int64) + deeper)
     assert learned.accepted / learned.expected == pytest.approx(truth, rel=0.1)
     learned.score_floor = 0.25
     assert control.choose(trees, 32, 0).tolist() == [2] * 32, "more rows cost nothing"
@@ -384,5 +375,5 @@ def test_scores_are_corrected_by_what_was_accepted_and_the_floor_follows_the_cho
     assert control.choose(trees, 32, 0).tolist() == [1] * 32
     assert learned.score_floor == pytest.approx(FLOOR_SHARE * first)
     for _ in range(200):  # what was true long ago is forgotten
-        record(np.zeros(32, np.int64))
+        record(control, trees, np.zeros(32, np.int64))
     assert (learned.accepted / learned.expected < 0.05).all()

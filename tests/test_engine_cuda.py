@@ -106,23 +106,6 @@ def test_prompts_are_not_waited_for_and_spoil_no_measurement(monkeypatch: pytest
     assert was_prepared == [True, *(not alone for alone in prompts_alone[:-1])], "the rest of a prompt comes after it"
 
 
-def test_the_cost_of_a_step_is_measured_at_the_edges_of_the_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed: list[int] = []
-
-    def time_step(self: CudaRunner, num_rows: int, context_tokens: int, num_sequences: int) -> float:
-        timed.append(num_rows)
-        return 1e-3 * self.row_edges(num_rows)[-1]
-
-    monkeypatch.setattr(CudaRunner, "time_step", time_step)
-    drafter = FakeDrafter({}, accuracy=1.0)
-    engine = cuda_engine(runner_policy(), draft_budget="auto", max_draft_nodes=15, drafter=drafter)
-    engine.warm_up()
-    assert timed[:4] == [1, 1, 2, 2]
-    cost = engine.control.cost
-    for edge in (1, 2, 4, 8, 16):
-        assert cost.seconds(edge) == pytest.approx(1e-3 * edge)
-
-
 @pytest.mark.gpu
 def test_graphs_and_single_launches_give_the_same_text() -> None:
     """In float32; libraries may choose other matrix products in a graph, which hardly ever changes a token."""
