@@ -1,5 +1,6 @@
 """The command line: a command checks its arguments and calls one function. Heavy imports wait until then."""
 
+import errno
 import os
 import shlex
 import sys
@@ -58,7 +59,8 @@ class Commands(TyperGroup):
                 print("interrupted" if is_interrupt else f"error: {place}{shorten(str(error))}", file=sys.stderr)
             if is_interrupt:
                 raise typer.Exit(interrupt_exit_code()) from None
-            raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
+            is_mistake = isinstance(error, ValueError) or getattr(error, "errno", None) == errno.ENAMETOOLONG
+            raise typer.Exit(2 if is_mistake else 1) from None
 
 
 app = typer.Typer(

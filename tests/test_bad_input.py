@@ -41,6 +41,8 @@ generate ./nowhere --prompt 1 => ./nowhere: no local folder
 generate garbage --prompt 1 => garbage: a file; expected a folder in Hugging Face layout
 generate folder --prompt 1 => folder: no config.json; expected a model folder in Hugging
 generate bundled:x --prompt 1 => bundled:x: no such bundled model; bundled are: tiny, tools
+generate LONG --prompt 1 => [Errno 36] File name too long
+generate merges --prompt 1 => merges: transformers reads no tokenizer from this folder: Token `a` out of vocabulary
 generate text --prompt 1 => text/config.json: transformers cannot read this config
 generate end --prompt 1 => end/config.json: eos_token_id is 1000000000000; expected an
 generate code --prompt 1 => code/config.json: auto_map is {'AutoModelForCausalLM'
@@ -108,6 +110,12 @@ train recipe.yaml x => expected section.key=value
 train recipe.yaml .=1 => expected section.key=value
 train recipe.yaml name=../x => name: should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$'
 train recipe.yaml output_dir=garbage/x => output_dir: garbage/x: garbage is a file, expected a folder
+train recipe.yaml output_dir='""' => output_dir: should have at least 1 character, found ""
+train ./recipe.yaml output_dir=LONG => output_dir: [Errno 36] File name too long
+train ./recipe.yaml model.path=LONG => model.path: [Errno 36] File name too long
+train many.yaml => ... and 20 more
+train recipe.yaml eval.temperature=1e-44 => eval.temperature: expected 0 (greedy) or at least 1e-06, found 1e-44
+train recipe.yaml rollout.temperature=1e-44 => should be greater than or equal to 0.000001, found 1e-44
 train recipe.yaml seed=-1 => seed: should be greater than or equal to 0, found -1
 train recipe.yaml device=tpu => device: should be 'auto', 'cpu' or 'cuda', found "tpu"
 train recipe.yaml model.path=./nowhere => ./nowhere: no local folder
@@ -145,6 +153,11 @@ train recipe.yaml 'rewards=[{name: x}]' => rewards.0: `x` is not in srtrl/tasks/
 train recipe.yaml 'rewards=[{name: "os:nothing"}]' => rewards.0: `os:nothing`: os has no `nothing`
 train recipe.yaml 'rewards=[{name: "exits:reward"}]' => rewards.0: `exits:reward`: cannot import exits: SystemExit
 train recipe.yaml 'rewards=[{name: "stops:reward"}]' => not here (stops.py:1, <module>)
+train recipe.yaml 'rewards=[{name: "leaves:reward"}]' => cannot import leaves: GeneratorExit (leaves.py:1, <module>)
+train recipe.yaml 'rewards=[{name: "mute:reward"}]' => cannot import mute: mute.Mute: <exception str() failed>
+train recipe.yaml 'rewards=[{name: "hides:reward"}]' => hides raised RuntimeError: no reward (hides.py:2, __getattr__)
+train recipe.yaml algorithm.advantage=os:system => algorithm.advantage: `os:system`, tried on two groups, raised
+train recipe.yaml algorithm.advantage=builtins:len => `builtins:len` must return a tensor, tried on two groups it
 train recipe.yaml algorithm.loss=ppo_clp => algorithm.loss: `ppo_clp` is not in
 train recipe.yaml 'algorithm.loss_options={x: 1}' => algorithm.loss_options: `ppo_clip` cannot be called with (4
 train recipe.yaml 'algorithm.filters=[x]' => algorithm.filters.0: `x` is not in
@@ -154,11 +167,13 @@ train recipe.yaml 'rollout.drafter_options={min_score: 2}' => rollout.drafter_op
 train recipe.yaml rollout.max_new_tokens=65 => rollout.max_new_tokens: max_prompt_tokens + max_new_tokens =
 train missing.yaml => missing.yaml:9: task.options.train.files.0: no file
 warm-start recipe.yaml => this recipe has no `warm_start` section (at least
+warm-start recipe.yaml 'warm_start={output: .}' => warm_start.output: . holds the current folder, expected another one
+warm-start recipe.yaml 'warm_start={output: /proc/x}' => warm_start.output: /proc/x cannot be written
 warm-start recipe.yaml 'warm_start={output: folder}' => warm_start.output: folder exists and is not empty; use
 warm-start recipe.yaml 'warm_start={output: link}' => warm_start.output: link exists and is not empty
 warm-start recipe.yaml 'warm_start={output: garbage/x}' => warm_start.output: garbage/x: garbage is a file, expected
 """
-"""Command line => a part of the message; the names are those of files and folders in `place`."""
+"""Command line => a part of the message; the names are those of files and folders in `place`, LONG is a long one."""
 CASES = [tuple(line.split(" => ")) for line in COMMANDS.strip().splitlines()]
 MODELS: dict[str, dict[str, object]] = {
     "text": {"vocab_size": "x"},
@@ -187,6 +202,13 @@ def place(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     train(make_recipe(policy, folder, train__num_steps=1, eval__before_and_after=False, eval__every_steps=None))
     (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
     (folder / "stops.py").write_text("raise AssertionError('not here')\n")
+    (folder / "leaves.py").write_text("raise GeneratorExit\n")
+    (folder / "mute.py").write_text("class Mute(BaseException):\n    def __str__(self): raise ValueError\nraise Mute\n")
+    (folder / "hides.py").write_text("def __getattr__(name):\n    raise RuntimeError('no reward')\n")
+    (folder / "many.yaml").write_text(recipe_text() + "".join(f"key_{number}: 1\n" for number in range(30)))
+    merges = json.loads((policy / "tokenizer.json").read_text())
+    merges["model"] |= {"vocab": {}, "merges": [["a", "b"]]}
+    (shutil.copytree(policy, folder / "merges") / "tokenizer.json").write_text(json.dumps(merges))
     (folder / "foreign.svg").write_text("<svg>years of work</svg>")
     for name in ("foreign", "holes"):
         shutil.copytree(folder / "run", folder / name)
@@ -215,10 +237,11 @@ def test_bad_input_is_one_message(command: str, message: str, place: Path, monke
     monkeypatch.setattr("srtrl.trainer.trainer.Trainer._load_task", Mock(side_effect=AssertionError("training begins")))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     before = listing(place)
-    result = CliRunner().invoke(app, shlex.split(command))
+    result = CliRunner().invoke(app, shlex.split(command.replace("LONG", "x" * 5_000)))
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code == 2
     assert message in result.stderr
+    assert len(result.stderr) < 3_000
     assert len(re.findall(r"^(?:error|Error): ", result.stderr, re.MULTILINE)) == 1, result.stderr
     if command.startswith("train recipe.yaml ") and "--" not in command:
         assert f"override `{shlex.split(command)[2]}`: " in result.stderr

@@ -185,6 +185,14 @@ def test_what_is_no_run_is_refused_and_left_as_it_is(
     assert contents(tmp_path) == before
 
 
+def test_a_folder_that_cannot_be_made_is_refused() -> None:
+    with (
+        pytest.raises(ValueError, match=r"^/proc/x/run/\.lock cannot be made"),
+        open_run(make_recipe(Path("policy"), Path("/proc/x"))),
+    ):
+        pass
+
+
 def test_resume_takes_the_folder_back_to_its_checkpoint_when_nothing_can_refuse(policy: Path, tmp_path: Path) -> None:
     """It deletes only names of its own exact form: those of later steps, and temporary ones of a killed run."""
     recipe, folder = make_recipe(policy, tmp_path), tmp_path / "run"
