@@ -53,7 +53,7 @@ class Repeater(DrafterBase):
     def start(self, slots: Int64Array, requests: Sequence[Request]) -> None:
         for slot, request in zip(slots.tolist(), requests, strict=True):
             assert slot not in self.names
-            self.names[slot] = f"{request.prompt_id}{request.sample_index}"
+            self.names[slot] = f"{request.prompt_id}{request.sample_index}" + "'" * request.turn
             self.log.append(f"start {self.names[slot]}")
 
     def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
@@ -72,9 +72,7 @@ class Repeater(DrafterBase):
 
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
         for slot, completion in zip(slots, completions, strict=True):
-            name = self.names.pop(slot)
-            assert completion is not None
-            self.log.append(f"finish {name}: {completion.token_ids}")
+            self.log.append(f"finish {self.names.pop(slot)}: {completion and completion.token_ids}")
 
     def learn(self, completions: Sequence[Completion]) -> None:
         self.log += [f"learn {completion.request.prompt_id}: {completion.token_ids}" for completion in completions]

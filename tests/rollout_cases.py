@@ -15,6 +15,7 @@ from srtrl.rollout.collect import Collector
 from srtrl.tasks.grading import Grader
 from srtrl.types import (
     Completion,
+    Conversation,
     FinishReason,
     Grade,
     GradeOutcome,
@@ -147,11 +148,12 @@ def make_group(
     lengths: Sequence[int] = (),
     cut: Sequence[int] = (),
     texts: Sequence[str] = (),
+    conversations: Sequence[Conversation] = (),
 ) -> RolloutGroup:
     """A graded draw with a sample for each outcome.
 
     By default rewards are 1 for a correct sample, `lengths` of the responses 1, 2, ..., texts empty; `cut` are the
-    samples that reached the maximum length.
+    samples that reached the maximum length; `conversations` those of samples of several turns.
     """
     prompt = Prompt(prompt_id=str(draw_index), text="p", token_ids=(3, 4), answer="")
     rng = np.random.default_rng(draw_index)
@@ -170,6 +172,7 @@ def make_group(
                 finish_reason="length" if index in cut else "stop",
                 policy_version=0,
                 grade=Grade(reward=reward, parts={}, outcome=outcome),
+                conversation=conversations[index] if conversations else None,
             )
         )
     return RolloutGroup(prompt=prompt, draw_index=draw_index, rollouts=rollouts)

@@ -2,10 +2,9 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,13 +18,12 @@ from srtrl import generate
 from srtrl.bench.recorded import Recording, find_extensions, read_recorded
 from srtrl.bench.replay_loop import Replay, ReplayCounts, ReplaySettings
 from srtrl.cli import app
-from srtrl.drafters.base import Int32Array, Int64Array
 from srtrl.drafters.none import Drafter as NoDrafter
 from srtrl.evaluation.policy import majority_scores
 from srtrl.report.page import write_report
 from srtrl.report.runs import read_rollouts
 from srtrl.run.trackers import log_samples
-from srtrl.types import Completion, Conversation, Rollout, RolloutGroup, SegmentKind
+from srtrl.types import Conversation, SegmentKind
 
 TOOL_OUTPUT = "<script>alert(1)</script>"
 
@@ -100,51 +98,27 @@ def test_eval_uses_the_environment_and_says_how_turns_went(run: Path, tmp_path: 
     assert record["environment/turns_mean"] == np.mean([row["num_turns"] for row in rows]) > 1
     assert 0 < record["eval/environment/valid_call_share"] < 1
     assert {segment["kind"] for row in rows for segment in row["segments"]} == {"model", "observation", "boundary"}
-    write_rows(tmp_path / "own.jsonl", {"problem": "1+1?", "answer": "2"})
-    suite = tmp_path / "own.yaml"
-    suite.write_text("benchmarks: [{name: own, data: {files: [own.jsonl]}}]\nmax_prompt_tokens: 60\n")
-    overrides = ("eval.num_samples=9", "task.options.prompt_template='{problem}'")
-    table = srtrl("eval", run, *overrides, "--suite", suite, "--data-dir", tmp_path)
-    for figure in ("turns: mean, max", "samples with a call", "valid calls", "void turns", "ended by"):
+    table = srtrl("eval", run, "eval.num_samples=2")
+    for figure in ("turns mean", "call share", "valid call share", "void turns"):
         assert figure in table
     assert f"environment '{HOSTILE['name']}'" in " ".join(table.split())
 
 
 # --- Recordings -------------------------------------------------------------------------------------------------------
 
-
-class Told(Repeater):
-    """Writes down what it is told of turns."""
-
-    def start(self, slots: Int64Array, requests: Any) -> None:
-        super().start(slots, requests)
-        self.log[-len(requests) :] = [f"start {request.turn}" for request in requests]
-
-    def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
-        self.last.update(zip(slots.tolist(), token_ids[offsets[1:] - 1].tolist(), strict=True))
-        self.log.append(f"observe {token_ids.tolist()}")
-
-    def learn(self, completions: Any) -> None:
-        self.log.append(f"learn {[(one.token_ids, one.extensions) for one in completions]}")
-
-    def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
-        for slot, completion in zip(slots, completions, strict=True):
-            del self.names[slot]
-            self.log.append(f"finish {completion and completion.token_ids}")
-
-
 SAMPLE = [5, 5, 5, 9, 9, 9, 9, 9, 7]
 """The policy says 5 5 5, reads 9 9, and says 9 9 9 7."""
-KINDS, LENGTHS = ["model", "boundary", "observation", "model"], [3, 1, 1, 4]
+TURNS = {
+    "token_ids": SAMPLE,
+    "segment_kinds": ["model", "boundary", "observation", "model"],
+    "segment_lengths": [3, 1, 1, 4],
+}
+"""As the columns of a run's rollouts."""
 
 
 def record(folder: Path, *samples: dict[str, Any], max_tokens: int = 100) -> Recording:
     path = write_rows(folder / "rows.jsonl", {"prompt_token_ids": [1, 2], "samples": list(samples)})
     return read_recorded(path, tokenizer=None, max_tokens=max_tokens)
-
-
-TURNS = {"token_ids": SAMPLE, "segment_kinds": KINDS, "segment_lengths": LENGTHS}
-"""As the columns of a run's rollouts."""
 
 
 def replay(recording: Recording, drafter: Any, **settings: Any) -> ReplayCounts:
@@ -154,16 +128,15 @@ def replay(recording: Recording, drafter: Any, **settings: Any) -> ReplayCounts:
 
 
 def test_a_sample_of_two_turns_by_hand(tmp_path: Path) -> None:
-    drafter = Told()
+    drafter = Repeater()
     counts = replay(record(tmp_path, TURNS), drafter)
     # 5 is given, 5 5 is drafted and right. Then 9 9 is drafted and right and 9 comes with it; 9 9 is wrong, 7 comes.
     assert (counts.num_tokens, counts.num_sequence_steps, counts.accepted) == (6, 3, {2: 2, 0: 1})
     assert (counts.steps, counts.steps_without_drafts, counts.num_observed_tokens) == (3, 6, 9)
-    assert [line for line in drafter.log if not line.startswith(("propose", "update"))] == [
-        *("start 0", "observe [5]", "observe [5, 5]", "finish None"),
-        *("start 1", "observe [9, 9]", "observe [9, 9, 9]", "observe [7]", "finish None"),
-        f"learn {[(SAMPLE, ((3, 5),))]}",
-    ]
+    assert drafter.calls("start", "observe", "finish", "learn") == (
+        "start 00, observe 00: [5], observe 00: [5, 5], finish 00: None, start 00', observe 00': [9, 9], "
+        f"observe 00': [9, 9, 9], observe 00': [7], finish 00': None, learn 0: {SAMPLE}"
+    )
     two = record(tmp_path, TURNS, TURNS, {"token_ids": [5, 5]})
     for history in (0.0, 0.4):  # one sample is history: no step decodes it
         counts = replay(two, NoDrafter(), history=history)
@@ -180,68 +153,52 @@ def test_a_truncated_sample_ends_with_what_was_sampled(
 ) -> None:
     recording = record(tmp_path, TURNS, max_tokens=max_tokens)
     ((prompt,),) = recording.steps
-    assert prompt.samples[0].tolist() == SAMPLE[:tokens]
-    assert prompt.extensions[0] == extensions
+    assert (prompt.samples[0].tolist(), prompt.extensions[0]) == (SAMPLE[:tokens], extensions)
     assert recording.num_cut == (tokens < len(SAMPLE))
 
 
-def test_recordings_of_a_run_have_its_turns(run: Path) -> None:
+def test_replay_and_trie_of_a_run_know_its_turns(run: Path) -> None:
     recording = read_recorded(run, tokenizer=None, max_tokens=1000)
-    rows = read_rollouts(run / "rollouts" / "step_000001.parquet").to_pylist()
     found = {
         (prompt.prompt_token_ids, tuple(sample.tolist())): prompt.extensions.get(index, ())
         for prompt in recording.steps[0]
         for index, sample in enumerate(prompt.samples)
     }
-    for row in rows:
+    for row in read_rollouts(run / "rollouts" / "step_000001.parquet").to_pylist():
         extensions = find_extensions(row["segment_kinds"], row["segment_lengths"])
         assert found[tuple(row["prompt_token_ids"]), tuple(row["token_ids"])] == extensions
     assert any(found.values())
+    assert "is read and not decoded" in srtrl("trie", run)
     error = srtrl("bench", "rollout", "--trace", run, exit_code=2)
     assert "has samples of several turns, which benchmarks cannot decode again; `srtrl replay" in error
-
-
-def test_the_trie_shows_what_is_read(run: Path) -> None:
-    assert "is read and not decoded" in srtrl("trie", run)
 
 
 # --- What is graded, and what is learned from -------------------------------------------------------------------------
 
 
-def talk(*texts: tuple[SegmentKind, str], num_void_turns: int = 0) -> Conversation:
+def talk(*texts: tuple[SegmentKind, str]) -> Conversation:
     return Conversation(
         segments=tuple((kind, 1) for kind, _ in texts),
         texts=tuple(text for _, text in texts),
         num_turns=1,
-        num_void_turns=num_void_turns,
+        num_void_turns=0,
         stop_reason="answered",
     )
-
-
-def with_talks(group: RolloutGroup, *talks: Conversation) -> RolloutGroup:
-    fields = {name: [getattr(one, name) for one in group.rollouts] for name in Rollout.__dataclass_fields__}
-    fields["conversation"] = list(talks)
-    fields["token_ids"] = [np.arange(len(one.segments), dtype=np.int32) for one in talks]
-    fields["rollout_logprobs"] = [np.zeros(len(one.segments), np.float32) for one in talks]
-    rollouts = [Rollout(**dict(zip(fields, values, strict=True))) for values in zip(*fields.values(), strict=True)]
-    return RolloutGroup(prompt=group.prompt, draw_index=group.draw_index, rollouts=rollouts)
 
 
 def test_votes_are_of_what_the_policy_said() -> None:
     """Two wrong samples read 42 from a tool, say different things, and so do not outvote the right one."""
     talks = [talk(("model", said), ("observation", "42"), ("model", "")) for said in ("7", "8", "9")]
-    group = with_talks(make_group(0, ["correct", "wrong", "wrong"], texts=["7 42", "8 42", "9 42"]), *talks)
+    group = make_group(0, ["correct", "wrong", "wrong"], texts=["7 42", "8 42", "9 42"], conversations=talks)
     assert [one.policy_text for one in group.rollouts] == ["7\n", "8\n", "9\n"]
-    last_word: Callable[[str], str | None] = lambda text: text.split()[-1]  # noqa: E731
-    assert majority_scores([group], last_word) == [pytest.approx(1 / 3)]
+    assert majority_scores([group], lambda text: text.split()[-1]) == [pytest.approx(1 / 3)]
 
 
 def test_tables_of_trackers_show_turns_too() -> None:
     tables: list[dict[str, Any]] = []
-    tracker = SimpleNamespace(name="wandb", log_table=lambda name, **table: tables.append({"name": name, **table}))
-    group = with_talks(make_group(0, ["wrong"]), talk(("model", "a\n"), ("observation", "<b>"), ("model", "c")))
-    accelerator: Any = SimpleNamespace(trackers=[tracker])
-    log_samples(accelerator, 1, [group], {})
+    tracker = SimpleNamespace(name="wandb", log_table=lambda name, **table: tables.append(table))
+    talks = [talk(("model", "a\n"), ("observation", "<b>"), ("model", "c"))]
+    log_samples(cast(Any, SimpleNamespace(trackers=[tracker])), 1, [make_group(0, ["wrong"], conversations=talks)], {})
     [table] = tables
     lines = [line.strip() for line in table["data"][0][table["columns"].index("text")].splitlines()]
     assert lines == ["--- turn 1 ---", "a", "--- tool output ---", "<b>", "--- turn 2 ---", "c"]

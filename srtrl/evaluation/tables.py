@@ -56,23 +56,8 @@ def _cells(outcome: EvalOutcome) -> dict[str, str]:
         "seconds": f"{seconds:,.1f}",
         "tokens per second": f"{metrics['tokens'] / seconds if seconds > 0 else 0:,.0f}",
     }
-    return cells | {name.replace("_at_", "@"): _text(share) for name, share in shares.items()} | _turn_cells(outcome)
-
-
-def _turn_cells(outcome: EvalOutcome) -> dict[str, str]:
-    """How the turns went, where samples have several."""
-    turns = _turns(outcome)
-    if not turns:
-        return {}
-    valid = f"{turns['valid_call_share']:.1%} of {turns['calls']:,.0f}" if "valid_call_share" in turns else "no calls"
-    stops = {name.removeprefix("stop_"): share for name, share in turns.items() if name.startswith("stop_")}
-    return {
-        "turns: mean, max": f"{turns['turns_mean']:.2f}, {turns['turns_max']:.0f}",
-        "samples with a call": f"{turns['call_share']:.1%}",
-        "valid calls": valid,
-        "void turns": f"{turns['void_turns']:.0f}",
-        "ended by": ", ".join(f"{name} {stops[name]:.1%}" for name in sorted(stops, key=stops.__getitem__)[::-1]),
-    }
+    cells |= {name.replace("_at_", "@"): _text(share) for name, share in shares.items()}
+    return cells | {name.replace("_", " "): f"{value:.3g}" for name, value in _turns(outcome).items()}
 
 
 def _turns(outcome: EvalOutcome) -> dict[str, float]:
