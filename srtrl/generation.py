@@ -227,13 +227,6 @@ def command(
         Path | None, typer.Option(metavar="FILE", help='.jsonl or .parquet; rows {"prompt": TEXT}, perhaps with "id".')
     ] = None,
     samples: Annotated[int, typer.Option(help="Completions per prompt.")] = 1,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy. [default: 1, of a run eval.temperature]")
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help=f"Length limit. [default: {MAX_NEW_TOKENS}, of a run the run's]")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Put each text into the model's chat template.")] = False,
     import_from_here: Annotated[
         bool,
@@ -243,10 +236,11 @@ def command(
 ) -> None:
     """Complete prompts.
 
-    A run that was trained with an environment is completed with it: its tools run, and a completion has several turns
+    Lengths, temperature, seed and all else are values of the recipe, such as rollout.max_new_tokens=64
+    eval.temperature=0 seed=1: of a run its own, of a model 256 tokens at temperature 1. A run that was trained with an
+    environment is completed with it: its tools run, and a completion has several turns
     (rollout.environment=null: one turn).
     """
-    flags = {"eval.temperature": temperature, "rollout.max_new_tokens": max_new_tokens, "seed": seed}
     rows = _given_prompts(prompts, prompt or ())
     completions = generate(
         model,
@@ -254,7 +248,7 @@ def command(
         ids=[prompt_id for prompt_id, _ in rows],
         num_samples=samples,
         chat=chat,
-        overrides=[*(f"{key}={value}" for key, value in flags.items() if value is not None), *(overrides or ())],
+        overrides=overrides or (),
         import_from_here=import_from_here,
     )
     for group in completions:

@@ -20,10 +20,10 @@ from srtrl.cli import app
 COMMANDS = """
 generate policy --prompts garbage => garbage:1: not JSON: 'utf-16-le'
 generate policy --prompts garbage.parquet => garbage.parquet: cannot read this Parquet file after row 0
-generate policy --prompt 1 --temperature nan => eval.temperature: should be a valid number, found "nan"
-generate policy --prompt 1 --temperature -1 => eval.temperature: should be greater than or equal to 0, found
-generate policy --prompt 1 --max-new-tokens 0 => rollout.max_new_tokens: should be greater than or equal to 1
-generate policy --prompt 1 --max-new-tokens 4294967296 => rollout.max_new_tokens: expected less than 2^31, found
+generate policy --prompt 1 eval.temperature=nan => eval.temperature: should be a valid number, found "nan"
+generate policy --prompt 1 eval.temperature=-1 => eval.temperature: should be greater than or equal to 0, found
+generate policy --prompt 1 rollout.max_new_tokens=0 => rollout.max_new_tokens: should be greater than or equal to 1
+generate policy --prompt 1 rollout.max_new_tokens=4294967296 => rollout.max_new_tokens: expected less than 2^31, found
 generate policy => no prompts: give --prompt TEXT or --prompts FILE.jsonl
 generate policy --prompts nowhere.jsonl => cannot read nowhere.jsonl: No such file or directory
 generate policy --prompts rows.jsonl => rows.jsonl:2: expected {"prompt": TEXT}, found

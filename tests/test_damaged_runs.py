@@ -169,7 +169,7 @@ COMMANDS: dict[str, list[object]] = {
     TRIE: [],
     ROLLOUTS: [],
     COMPARE: [],
-    GENERATE: ["--prompt", "1+1=", "--max-new-tokens", 2],
+    GENERATE: ["--prompt", "1+1=", "rollout.max_new_tokens=2"],
     EXPORT: ["exported"],
 }
 

@@ -27,7 +27,7 @@ def test_rows_are_in_order_whole_and_the_same_at_any_number_of_slots(policy: Pat
     """A line separator inside a text ends no row."""
     rows = [{"id": f"p{index}", "prompt": "1+" * index + "1=\u2028"} for index in (5, 1, 3)]
     prompts = write_rows(tmp_path / "prompts.jsonl", *rows)
-    flags = ("--prompts", prompts, "--prompt", "2+2=", "--samples", 3, "--max-new-tokens", 12, "--seed", 4)
+    flags = ("--prompts", prompts, "--prompt", "2+2=", "--samples", 3, "rollout.max_new_tokens=12", "seed=4")
     result, found = run(policy, *flags, "rollout.slots=9")
     assert result.exit_code == 0
     expected = list(product(("p5", "p1", "p3", "3"), range(3)))
@@ -41,13 +41,13 @@ def test_rows_are_in_order_whole_and_the_same_at_any_number_of_slots(policy: Pat
         assert row["finish_reason"] == ("length" if len(row["token_ids"]) == 12 else "stop")
     assert len({tuple(row["token_ids"]) for row in found}) > 5
     assert run(policy, *flags, "rollout.slots=2", "rollout.drafter=none")[1] == found
-    assert run(policy, *flags[:-1], 5)[1] != found
+    assert run(policy, *flags[:-1], "seed=5")[1] != found
     recorded = read_recorded(write_rows(tmp_path / "rows.jsonl", *found), tokenizer=None, max_tokens=100).prompts()
     assert [sample.tolist() for prompt in recorded for sample in prompt.samples] == [row["token_ids"] for row in found]
 
 
 def test_greedy_samples_are_equal_and_text_is_truncated_before_a_stop_string(policy: Path) -> None:
-    flags = ("--prompt", "12+30=", "--temperature", 0, "--max-new-tokens", 20)
+    flags = ("--prompt", "12+30=", "eval.temperature=0", "rollout.max_new_tokens=20")
     _, (first, second) = run(policy, *flags, "--samples", 2)
     assert first["token_ids"] == second["token_ids"]
     stop = first["text"][4:6]

@@ -49,6 +49,7 @@ def command(
     task.options.chat_template=true.
     """
     from srtrl.evaluation import run
+    from srtrl.evaluation.suite import open_suite
     from srtrl.metrics import check_output
     from srtrl.ranks.processes import open_ranks
 
@@ -64,8 +65,10 @@ def command(
         raise ValueError("MODEL_OR_RUN is missing: name a model or the folder of a run")
     check_output("--output", output, None, force=force)
     with open_ranks() as ranks:
-        model, source = run.find_policy(model_or_run, recipe, task, step=step, from_here=import_from_here)
-        recipes = run.find_recipes(model, source, changes, suite=suite, only=only, data_dir=data_dir)
+        opened = None if suite is None else open_suite(suite, only=only, data_dir=data_dir)
+        model, recipes = run.find_recipes(
+            model_or_run, changes, recipe=recipe, task=task, suite=opened, step=step, from_here=import_from_here
+        )
         if check_grader:
             run.check_graders(recipes, as_json=as_json)
         else:

@@ -12,11 +12,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from srtrl.checks import build_checked
 from srtrl.evaluation import grader_check, settings, tables
 from srtrl.evaluation.policy import EvalOutcome, resolve_eval_source, run_evals
-from srtrl.evaluation.suite import open_suite
+from srtrl.evaluation.suite import Suite
 from srtrl.ranks.processes import Ranks, is_main_process
-from srtrl.recipe.file import RecipeSource, read_source
+from srtrl.recipe.file import read_source
 from srtrl.recipe.schema import Recipe
 from srtrl.run.metrics import describe_held_out
 from srtrl.run.progress import RunProgress, reporting_compilation
@@ -27,52 +28,45 @@ ANY_MODEL = "bundled:tiny"
 """Its tokenizer reads the problems where only their grader is checked."""
 
 
-def find_policy(
-    model_or_run: str | None, recipe: Path | None, task: str | None, *, step: int | None, from_here: bool
-) -> tuple[str, RecipeSource | None]:
-    """The model or the checkpoint of a run, and the recipe: that of `--recipe`, of the run, or the smallest for `task`.
+def find_recipes(
+    model_or_run: str | None,
+    overrides: Sequence[str],
+    *,
+    recipe: Path | None = None,
+    task: str | None = None,
+    suite: Suite | None = None,
+    step: int | None = None,
+    from_here: bool = True,
+) -> tuple[str, dict[str, Recipe]]:
+    """The policy, and for each benchmark of the suite, or for the task, its name and the recipe of its evaluation.
+
+    The policy is the model, or the checkpoint of the run. The recipe is that of `--recipe`, of the run, or the smallest
+    one that the task or the suite needs.
 
     Raises:
-        ValueError: a run without (this) checkpoint, or a recipe that cannot be read.
+        ValueError: a run without (this) checkpoint, a value that cannot be used, or neither a task nor a suite.
     """
     model, run_recipe = (ANY_MODEL, None) if model_or_run is None else resolve_eval_source(model_or_run, step=step)
-    path = recipe or run_recipe
     source = None
-    if path is not None:
+    if (path := recipe or run_recipe) is not None:
         source = read_source(path)
         source.is_foreign = recipe is None and not from_here
         if model_or_run is not None:
             source.put(("model", "path"), model, "MODEL_OR_RUN")
     elif task is not None:
         source = settings.bare_source(model)
-    if source is not None and task is not None:
-        source.put(("task", "name"), task, "--task")
-    return model, source
-
-
-def find_recipes(
-    model: str,
-    source: RecipeSource | None,
-    overrides: Sequence[str],
-    *,
-    suite: str | None,
-    only: str | None,
-    data_dir: Path | None,
-) -> dict[str, Recipe]:
-    """Name of each benchmark of the suite, or of the task -> the recipe of its evaluation.
-
-    Raises:
-        ValueError: a value cannot be used, data is missing, or neither a task nor a suite is given.
-    """
     if suite is not None:
-        opened = open_suite(suite, only=only, data_dir=data_dir)
-        return {one.name: settings.suite_recipe(opened, one, model, source, overrides) for one in opened.benchmarks}
+        recipes = {one.name: settings.suite_recipe(suite, one, model, source, overrides) for one in suite.benchmarks}
+        return model, recipes
     if source is None:
         raise ValueError(
             f"{model} is not a run folder: name what to evaluate, with --suite NAME, --task NAME or --recipe FILE"
         )
-    recipe = settings.task_recipe(source, overrides)
-    return {recipe.task.name: recipe}
+    if task is not None:
+        source.put(("task", "name"), task, "--task")
+    source.override(overrides)
+    resolved = build_checked(source)
+    return model, {resolved.task.name: resolved}
 
 
 def evaluate(

@@ -31,16 +31,6 @@ def bare_source(model: str, max_prompt_tokens: int = 1024, max_new_tokens: int =
     return RecipeSource(Path("--task"), data)
 
 
-def task_recipe(source: RecipeSource, overrides: Sequence[str]) -> Recipe:
-    """The evaluation of the task that a recipe names.
-
-    Raises:
-        RecipeError: a value cannot be used.
-    """
-    source.override(overrides)
-    return build_checked(source)
-
-
 def suite_recipe(
     suite: Suite, benchmark: Benchmark, model: str, run: RecipeSource | None, overrides: Sequence[str]
 ) -> Recipe:
@@ -80,7 +70,8 @@ def suite_recipe(
     is_greedy = changed.data["eval"].get("temperature") == 0  # then all samples are the same
     source.put(("eval", "num_samples"), 1 if is_greedy else benchmark.num_samples or suite.num_samples, where)
     source.put(("eval", "num_problems"), None, where)
-    return task_recipe(source, overrides)
+    source.override(overrides)
+    return build_checked(source)
 
 
 def _lengths(model: str, max_prompt_tokens: int, max_new_tokens: int) -> dict[str, int]:

@@ -75,7 +75,8 @@ def read_rows(source: RowSource) -> Iterator[Row]:
         try:
             yield from reader(path, label)
         except OSError as error:
-            raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
+            reason = error.strerror or " ".join(str(error).split())
+            raise ValueError(f"cannot read {path}: {reason}") from error
 
 
 def check_source(source: RowSource, option: str) -> None:
