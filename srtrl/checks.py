@@ -101,7 +101,7 @@ def _checks(recipe: Recipe, *, warm_start: bool) -> Iterator[tuple[str, Callable
         yield key, partial(_check_function, re.sub(r"\.\d+$", "", key), name, call)
     yield "algorithm.advantage", partial(_check_advantage, recipe)
     yield "algorithm.loss", partial(_check_loss, recipe)
-    yield "rewards", partial(resolve_rewards, recipe.rewards, recipe.rollout.max_new_tokens)
+    yield "rewards", partial(resolve_rewards, recipe.rewards)
     yield "task.name", partial(check_task, recipe)
     yield "model.path", partial(_check_model, recipe, warm_start=warm_start)
     yield "rollout.drafter", partial(build_drafter, recipe)

@@ -128,8 +128,8 @@ def test_a_long_observation_loses_its_middle_by_tokens() -> None:
         (Echo, ["<|endo", "ftext|>"], r"1:<\|endoftext\|>$"),  # as ordinary tokens
         (AsyncEcho, ["abc"], r"abc$"),
         (Unusable, ["text"], r"error: TypeError: .*must return a Step, found 'no step'"),
-        (Unusable, ["reward"], r"error: .*InvalidRewardError: .*a finite number, it returned nan"),
-        (Unusable, ["metric"], r"error: .*InvalidRewardError: .*environment: a.*'b'"),
+        (Unusable, ["reward"], r"error: ValueError: .*a finite number, it returned nan"),
+        (Unusable, ["metric"], r"error: ValueError: .*environment: a.*'b'"),
         (Unusable, ["type"], r"error: TypeError: "),
         (Unusable, ["texts"], r"error: TypeError: Step: observation must be text, found \['a', None\]"),
         (Unusable, ["outcomes"], r"error: TypeError: Step: outcomes must be text, found 'ok'"),

@@ -1,4 +1,4 @@
-"""Grading beside the decoder: what hangs, crashes or raises costs its own sample, and nothing else."""
+"""Grading beside the decoder: what hangs, crashes, raises or lies costs its own sample, and nothing else."""
 
 import logging
 import multiprocessing
@@ -29,46 +29,82 @@ from srtrl.types import FinishReason, Grade, Prompt
 
 CPU_SECONDS = 0.3
 
-REWARDS = """
-    import mmap, os, statistics, subprocess, sys, time
+REWARDS = r"""
+    import gc, json, mmap, os, pickle, socket, statistics, subprocess, sys, threading, time
     from srtrl.tasks.reward_input import RewardInput, batched, isolated
 
+    def send(*lines, number=None):
+        (connection,) = [x for x in gc.get_objects() if isinstance(x, socket.socket)]
+        if number is None:
+            frame = sys._getframe()
+            while "requests" not in frame.f_locals:
+                frame = frame.f_back
+            number = frame.f_locals["number"]
+        for line in lines:
+            text = line if isinstance(line, bytes) else json.dumps({"number": number} | line).encode() + b"\n"
+            connection.sendall(text)
+            time.sleep(0.05)
+
+    def crash_once(marker):
+        if not os.path.exists(marker):
+            open(marker, "w").close()
+            os._exit(3)
+
+    def await_file(path):
+        while not os.path.exists(path):
+            time.sleep(0.01)
+
+    def burn():
+        start = time.process_time()
+        while time.process_time() < start + 0.2:
+            pass
+
+    def daemon():
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                time.sleep(6)
+            os._exit(0)
+
+    class Pickled:
+        def __reduce__(self):
+            return (os.mkdir, ("made by a reward",))
+
+    FORGED = {"correct": True, "parts": {"act": 55.0}}
     ACTS = {
+        "loop": lambda: [None for _ in iter(int, 1)],
         "loop in C": lambda: sum(range(10**12)),
         "sleep": lambda: time.sleep(1000),
         "pause": lambda: time.sleep(0.5),
         "crash": lambda: os._exit(3),
         "leave": lambda: sys.exit("enough"),
-        "fork": os.fork,
+        "fork": lambda: os.fork() and None,
         "shared": lambda: mmap.mmap(-1, 2**33),
         "memory": lambda: bytearray(2**33),
+        "raise": lambda: {}["no such thing"],
+        "nan": lambda: float("nan"),
+        "child": lambda: subprocess.Popen(["sleep", "1000"]).pid,
+        "who": os.getpid,
+        "burn": burn,
+        "daemon": daemon,
+        "two replies": lambda: send(FORGED),
+        "other number": lambda: send(FORGED, number=7),
+        "no grade": lambda: send({"act": 55.0}),
+        "no number": lambda: send({"correct": True, "parts": {"act": float("inf")}}),
+        "pickle": lambda: send(pickle.dumps(Pickled()) + b"\n"),
+        "bytes": lambda: send(b"\x00" * 100_000),
+        "brackets": lambda: send(b"[" * 60_000 + b"\n"),
+        "whole exchange": lambda: send(FORGED, b'"ready"\n'),
+        "later": lambda: threading.Timer(0.2, send, [{"correct": True}], {"number": 1}).start(),
     }
 
     @isolated
     def act(sample: RewardInput) -> float:
-        text, start = sample.text, time.process_time()
-        ACTS.get(text, int)()
-        while text == "loop":
-            pass
-        if text == "raise":
-            raise KeyError("no such thing")
-        if text == "nan":
-            return float("nan")
-        if text.startswith("crash once "):
-            marker = text.removeprefix("crash once ")
-            if not os.path.exists(marker):
-                open(marker, "w").close()
-                os._exit(3)
-        if text == "child":
-            return float(subprocess.Popen(["sleep", "1000"]).pid)
-        if text == "who":
-            return float(os.getpid())
-        while text == "burn" and time.process_time() < start + 0.2:
-            pass
-        if text.startswith("await "):
-            while not os.path.exists(text.removeprefix("await ")):
-                time.sleep(0.01)
-        return float(len(text))
+        name, _, argument = sample.text.partition(":")
+        if argument:
+            {"crash once": crash_once, "await": await_file}[name](argument)
+        value = ACTS.get(name, int)()
+        return len(sample.text) if not value else value
 
     def length(sample: RewardInput) -> float:
         if sample.text == "raise":
@@ -121,14 +157,14 @@ def equal_texts(text: str, answer: str, /) -> bool:
     return text == answer
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Name of an importable module of the user's own, in the current folder."""
+@pytest.fixture(scope="module", autouse=True)
+def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The current folder, with an importable module of the user's own: `own_rewards`."""
     folder = tmp_path_factory.mktemp("user")
     (folder / "own_rewards.py").write_text(textwrap.dedent(REWARDS), encoding="utf-8")
     folder_before, path_before = Path.cwd(), list(sys.path)
     os.chdir(folder)
-    yield "own_rewards"
+    yield folder
     os.chdir(folder_before)
     sys.path[:] = path_before
     sys.modules.pop("own_rewards", None)
@@ -154,99 +190,132 @@ def grading_processes() -> set[Any]:
 
 
 @pytest.fixture(scope="module")
-def workers(package: str) -> Iterator[Grader]:
+def workers() -> Iterator[Grader]:
     """Two workers for all tests that do not count them."""
-    with pytest.MonkeyPatch.context() as patch, make_grader(f"{package}:act", "correct", f"{package}:rank") as grader:
-        patch.setattr("srtrl.tasks.worker_pool.WALL_SECONDS_PER_CPU_SECOND", 8)
+    with pytest.MonkeyPatch.context() as patch, make_grader("own_rewards:act", "correct", "own_rewards:rank") as grader:
+        patch.setattr("srtrl.tasks.worker_pool.WALL_SECONDS_PER_CPU_SECOND", 5)
         yield grader
 
 
-BAD_SAMPLES = [  # text, outcome, reward of `act`, detail
-    ("a", "wrong", 1.0, "$"),
-    ("loop", "timeout", 0.0, "more than 0.3 CPU seconds, also when retried alone$"),
-    ("ok", "correct", 2.0, "$"),
-    ("sleep", "timeout", 0.0, "no answer within 2.4 seconds of wall-clock time"),
-    ("crash", "crash", 0.0, "the worker process ended with exit code 3"),
-    ("raise", "error", 0.0, r".*KeyError.*no such thing.*own_rewards.py:2"),
-    ("leave", "error", 0.0, "SystemExit: enough"),
-    ("memory", "crash", 0.0, "more than 4 GiB of memory"),
-    ("shared", "error", 0.0, ".*Cannot allocate memory"),
-    ("loop in C", "timeout", 0.0, "more than 0.3 CPU seconds"),
-    ("cccc", "wrong", 4.0, "$"),
+BAD_SAMPLES = [  # text, outcome, detail; the reward `act` of the others is the length of their text
+    ("a", "wrong", "$"),
+    ("loop", "timeout", "more than 0.3 CPU seconds, also when retried alone$"),
+    ("ok", "correct", "$"),
+    ("sleep", "timeout", "no answer within 1.5 seconds of wall-clock time"),
+    ("crash", "crash", "the worker process ended with exit code 3"),
+    ("raise", "error", r".*KeyError.*no such thing.*own_rewards.py:"),
+    ("leave", "error", "SystemExit: enough"),
+    ("nan", "error", "ValueError: reward `act` must return a finite number, it returned nan"),
+    ("memory", "crash", "more than 4 GiB of memory"),
+    ("shared", "error", ".*Cannot allocate memory"),
+    ("loop in C", "timeout", "more than 0.3 CPU seconds"),
+    ("cccc", "wrong", "$"),
+]
+NO_GRADE = "the worker process did not send one grade: "
+FORGERS = [
+    ("two replies", "error", NO_GRADE + "it sent more than that"),
+    ("1", "wrong", "$"),
+    ("other number", "error", NO_GRADE + "it sent something else, or"),
+    ("22", "wrong", "$"),
+    ("no grade", "error", NO_GRADE),
+    ("no number", "error", NO_GRADE + "reward `act` must return a finite number, it returned inf"),
+    ("ok", "correct", "$"),
+    ("pickle", "error", NO_GRADE),
+    ("bytes", "error", NO_GRADE + "more than 65536 bytes"),
+    ("brackets", "error", NO_GRADE + "brackets in brackets"),
+    ("333", "wrong", "$"),
+    ("later", "wrong", "$"),
+    ("pause", "wrong", "$"),
+    ("4444", "wrong", "$"),
 ]
 
 
-def test_bad_samples_cost_only_themselves(workers: Grader, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def check(rows: Sequence[tuple[str, str, str]], grades: Sequence[Grade]) -> None:
+    for (text, outcome, detail), grade in zip(rows, grades, strict=True):
+        is_graded = outcome in ("correct", "wrong")
+        expected = (outcome, len(text) * is_graded, float(outcome == "correct"))
+        assert (grade.outcome, grade.parts["act"], grade.parts["correct"]) == expected, grade
+        assert re.match(detail, grade.detail), grade
+
+
+def test_bad_samples_cost_only_themselves(workers: Grader, caplog: pytest.LogCaptureFixture, package: Path) -> None:
     with caplog.at_level(logging.WARNING):
         grades = grade_all(workers, [text for text, *_ in BAD_SAMPLES])
-    for index, ((_, outcome, act, detail), grade) in enumerate(zip(BAD_SAMPLES, grades, strict=True)):
-        is_graded = outcome in ("correct", "wrong")
-        correct = float(outcome == "correct")
-        assert (grade.outcome, grade.parts["act"], grade.parts["correct"]) == (outcome, act, correct)
-        assert grade.reward == (act + correct + index if is_graded else 0.0)
-        assert re.match(detail, grade.detail)
+    check(BAD_SAMPLES, grades)
+    for index, grade in enumerate(grades):
+        total = grade.parts["act"] + grade.parts["correct"] + index
+        assert grade.reward == (total if grade.outcome in ("correct", "wrong") else 0.0)
     named = [record.getMessage().partition(":")[0] for record in caplog.records]
     reasons = [grade.detail for grade in grades]
     first = [i for i, reason in enumerate(reasons) if reason and reason not in reasons[:i]]
-    assert named == [f"prompt p{i}" for i in first]
+    assert named == [f"prompt p{i}" for i in first]  # a reason is logged once
     assert "prompt p1: grading ended in timeout, reward 0: more than 0.3 CPU seconds" in caplog.text
-    once = f"crash once {tmp_path / 'marker'}"  # the second attempt is graded
-    after = [(grade.outcome, grade.parts["act"], grade.detail) for grade in grade_all(workers, [once, "ok", "ok"])]
-    assert after == [("wrong", float(len(once)), ""), *[("correct", 2.0, "")] * 2]
+    once = f"crash once:{package / 'marker'}"  # the second attempt is graded
+    check([(once, "wrong", "$"), *[("ok", "correct", "$")] * 2], grade_all(workers, [once, "ok", "ok"]))
 
 
-def test_a_sample_has_its_own_cpu_time_and_answer(package: str) -> None:
+def test_forged_replies_cost_only_their_own_sample(package: Path) -> None:
+    """In one worker, one after the other: no grade goes to another sample, and nothing of a reply is run."""
+    with make_grader("own_rewards:act", "correct", num_workers=1) as grader:
+        check(FORGERS, grade_all(grader, [text for text, *_ in FORGERS]))
+        forged, *others = grade_all(grader, ["whole exchange", "ok", "22"])
+        assert (forged.outcome, forged.parts["act"]) == ("wrong", 55.0)  # its own reward, and not the verdict
+        check([("ok", "correct", "$"), ("22", "wrong", "$")], others)
+    assert not (package / "made by a reward").exists()
+
+
+def test_a_sample_has_its_own_cpu_time_and_answer() -> None:
     """In one worker: a sample waits longer than the limit, some burn more together, some fork or start a program.
 
-    Of a forked worker only the parent answers, and what a reward starts does not outlive the worker.
+    Of a forked worker only the parent answers. What a reward starts does not outlive the worker, unless it makes a
+    session of its own; then nobody waits for it.
     """
-    texts = ["pause", "burn", "burn", "burn", "fork", "1", "22", "fork", "333", "4444"]
-    with make_grader(f"{package}:act", num_workers=1) as grader:
+    texts = ["pause", "burn", "burn", "burn", "fork", "1", "22", "fork", "333", "4444", "daemon"]
+    with make_grader("own_rewards:act", num_workers=1) as grader:
         *grades, last = grade_all(grader, [*texts, "child"])
         assert [(grade.outcome, grade.reward) for grade in grades] == [("wrong", len(text)) for text in texts]
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 2
     child, deadline = Path(f"/proc/{int(last.reward)}/stat"), time.monotonic() + 10
     while child.exists() and child.read_text().split()[2] != "Z":  # dead, if not reaped yet
         assert time.monotonic() < deadline, "it still runs"
         time.sleep(0.01)
 
 
-def test_a_module_that_hangs_or_ends_in_a_worker_stops_the_run(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    others = grading_processes()
-    monkeypatch.setattr("srtrl.tasks.worker_pool.START_SECONDS", 0.05)
-    with (
-        make_grader(f"{package}:act", num_workers=1) as grader,
-        pytest.raises(RuntimeError, match=r"imports own_rewards did not start: it is not ready after 0.05 seconds"),
-    ):
-        grade_all(grader, ["ok"])
-    monkeypatch.undo()
-    with make_grader(f"{package}:act", num_workers=1) as grader:
-        (process,) = grading_processes() - others
-        process.kill()
-        with pytest.raises(RuntimeError, match=r"imports own_rewards did not start: it ended with exit code -9"):
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [("time.sleep(1000)", "it is not ready after 2 seconds"), ("os._exit(0)", "it ended with exit code 0")],
+)
+def test_a_module_that_hangs_or_ends_in_a_worker_stops_the_run(
+    package: Path, monkeypatch: pytest.MonkeyPatch, code: str, problem: str
+) -> None:
+    monkeypatch.setattr("srtrl.tasks.worker_pool.START_SECONDS", 2 if "sleep" in code else 120)
+    name = "hangs" if "sleep" in code else "ends"
+    program = f"""
+        import multiprocessing, os, time
+        from own_rewards import isolated
+        if multiprocessing.current_process().name == "srtrl-grading":
+            {code}
+        @isolated
+        def act(sample):
+            return 1.0
+    """
+    (package / f"{name}.py").write_text(textwrap.dedent(program), encoding="utf-8")
+    with make_grader(f"{name}:act", num_workers=1) as grader:
+        others = grading_processes()
+        with pytest.raises(RuntimeError, match=f"imports {name} did not start: {problem}"):
             grade_all(grader, ["ok"])
+        assert grading_processes() <= others
 
 
-def test_a_reason_is_logged_once_and_then_counted(package: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), make_grader(f"{package}:length") as grader:
-        grade_all(grader, ["raise"] * 12)
-        grade_all(grader, ["raise"] * 88)
-    messages = [record.getMessage() for record in caplog.records]
-    assert [message.partition(":")[0] for message in messages] == [
-        "prompt p0",
-        "10 samples so far",
-        "100 samples so far",
-    ]
-    assert all("ZeroDivisionError: in process (own_rewards.py:" in message for message in messages)
-
-
-def test_rewards_are_tried_before_the_run_and_a_step_without_any_grade_stops_it(package: str) -> None:
-    with make_grader(f"{package}:length") as grader:
+def test_rewards_are_tried_before_the_run_and_a_step_without_any_grade_stops_it() -> None:
+    with make_grader("own_rewards:length") as grader:
         grader.try_rewards(prompt_of("ok"))
         with pytest.raises(
             ValueError, match=r"tried on prompt p0 with the response 'raise', .*ZeroDivisionError: in pro"
         ):
             grader.try_rewards(prompt_of("raise"))
-        with make_grader(f"{package}:spread") as batched:
+        with make_grader("own_rewards:spread") as batched:
             batched.try_rewards(prompt_of("ok"), num_samples=2)
         failed = rollout_cases.graded(grade_all(grader, ["raise", "raise"]))
         with pytest.raises(
@@ -258,7 +327,7 @@ def test_rewards_are_tried_before_the_run_and_a_step_without_any_grade_stops_it(
 
 def test_tickets_say_when_they_are_done_and_grades_keep_their_order(workers: Grader, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    tickets = [workers.submit(prompt_of("ok"), text, "stop", 1) for text in (f"await {gate}", "ok")]
+    tickets = [workers.submit(prompt_of("ok"), text, "stop", 1) for text in (f"await:{gate}", "ok")]
     workers.wait_any(tickets)
     assert [workers.is_done(ticket) for ticket in tickets] == [False, True]
     gate.touch()
@@ -271,7 +340,7 @@ def test_tickets_say_when_they_are_done_and_grades_keep_their_order(workers: Gra
         assert grader.is_done(grader.submit(prompt_of("ok"), "ok", "stop", 1))  # nothing runs apart
 
 
-def test_interrupts_do_not_reach_workers_and_leaving_ends_them_at_once(package: str) -> None:
+def test_interrupts_do_not_reach_workers_and_leaving_ends_them_at_once() -> None:
     others = grading_processes()
 
     def interrupt_workers() -> int:
@@ -280,14 +349,14 @@ def test_interrupts_do_not_reach_workers_and_leaving_ends_them_at_once(package: 
             os.kill(worker.pid, signal.SIGINT)
         return len(workers)
 
-    made = make_grader(f"{package}:act")
-    assert interrupt_workers() == 0
-    with made as grader:
-        assert interrupt_workers() == 2  # while they start
-        assert [grade.outcome for grade in grade_all(grader, ["ok"] * 4)] == ["correct"] * 4
-        tickets = [grader.submit(prompt_of("ok", i), "pause", "stop", 1) for i in range(2)]
-        assert interrupt_workers() == 2  # while they grade
-        assert [grade.detail for grade in grader.collect(tickets)] == ["", ""]
+    with make_grader("own_rewards:act") as grader:
+        assert interrupt_workers() == 0
+        tickets = [grader.submit(prompt_of("ok", i), "pause", "stop", 1) for i in range(4)]
+        for number in (2, 2):  # while they start, and while they grade
+            while interrupt_workers() < number:
+                time.sleep(0.01)
+            grader.wait_any(tickets)
+        assert [grade.detail for grade in grader.collect(tickets)] == [""] * 4
         [grade] = grade_all(grader, ["who"])
         for _ in range(5):
             grader.submit(prompt_of("ok"), "sleep", "stop", 1)
@@ -296,6 +365,9 @@ def test_interrupts_do_not_reach_workers_and_leaving_ends_them_at_once(package: 
     assert time.monotonic() - start < 2
     with pytest.raises(ProcessLookupError):
         os.kill(int(grade.reward), 0)
+
+
+FINITE = ".*must return a finite number, it returned "
 
 
 @pytest.mark.parametrize(
@@ -317,34 +389,26 @@ def test_interrupts_do_not_reach_workers_and_leaving_ends_them_at_once(package: 
         ),
         (["correct", "own_rewards:breaks"], None, [("error", 0.0, ".*OSError: no reward server")] * 3),
         (["own_rewards:leaves"], None, [("error", 0.0, r".*SystemExit: 0 \(own_rewards.py:")] * 3),
+        (["own_rewards:text"], None, [("error", 0.0, FINITE + "'1.0'")] * 3),
+        (["own_rewards:too_few"], None, [("error", 0.0, ".*it returned 1 values for 3 samples")] * 3),
+        (["own_rewards:named"], None, [("error", 0.0, ".*must return a list of numbers, it returned {'ok': 1")] * 3),
+        (
+            [{"name": "overlong_penalty", "options": {"cache_tokens": 10}}],
+            None,
+            [("error", 0.0, r".*cache_tokens: expected .* from 1 to rollout.max_new_tokens - 1 \(9\), found 10")] * 3,
+        ),
     ],
 )
-@pytest.mark.usefixtures("package")
 def test_errors_in_the_training_process_are_outcomes(
-    names: list[str], verifier: str | None, expected: list[tuple[str, float, str]]
+    names: list[Any], verifier: str | None, expected: list[tuple[str, float, str]]
 ) -> None:
     function = resolve_function("srtrl.tasks.rewards", verifier) if verifier else equal_texts
-    with make_grader(*names, verifier=function) as grader:
+    sections = [RewardSection(**(name if isinstance(name, dict) else {"name": name})) for name in names]
+    with Grader(Rows(function), sections, GradingSection(), max_new_tokens=10) as grader:
         grades = grade_all(grader, ["ok", "raise", "no"])
     for grade, (outcome, reward, detail) in zip(grades, expected, strict=True):
         assert (grade.outcome, grade.reward) == (outcome, reward)
-        assert re.match(detail, grade.detail)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        (None, "nan", "reward `act` must return a finite number, it returned nan"),
-        ("text", "a", "reward `text` must return a finite number, it returned '1.0'"),
-        ("too_few", "a", "reward `too_few` returned 1 values for 2 samples"),
-        ("named", "a", "reward `named` is batched and must return a list of numbers, it returned {'a': 1.0"),
-    ],
-)
-def test_a_value_that_is_no_finite_number_stops_the_run(
-    package: str, workers: Grader, name: str | None, text: str, message: str
-) -> None:
-    with make_grader(f"{package}:{name}" if name else "correct") as grader, pytest.raises(ValueError, match=message):
-        grade_all(grader if name else workers, [text, "ok"])
+        assert re.match(detail, grade.detail), grade.detail
 
 
 REFUSED: list[tuple[list[dict[str, Any]], str]] = [
@@ -357,26 +421,30 @@ REFUSED: list[tuple[list[dict[str, Any]], str]] = [
     ([{"name": "correct", "options": {"sample": 1}}], "multiple values for argument 'sample'"),
     ([{"name": "overlong_penalty"}], "argument: 'cache_tokens'; it is overlong_penalty(sample, "),
     ([{"name": "own_rewards:scaled", "options": {"factor": lambda: 3}}], "own_rewards:scaled is isolated"),
-    *(
-        ([{"name": "overlong_penalty", "options": {"cache_tokens": wrong}}], f"max_new_tokens - 1 (9), found {wrong!r}")
-        for wrong in (0, 10, 2.0, True, "4")
-    ),
 ]
 
 
 @pytest.mark.parametrize(("sections", "message"), REFUSED)
-@pytest.mark.usefixtures("package")
 def test_rewards_and_their_options_are_refused_by_name(sections: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        resolve_rewards([RewardSection.model_validate(section) for section in sections], max_new_tokens=10)
+        resolve_rewards([RewardSection.model_validate(section) for section in sections])
 
 
-def test_weights_and_options_reach_rewards_wherever_they_run(package: str) -> None:
+def test_an_isolated_verifier_must_be_importable() -> None:
+    def local(text: str, answer: str, /) -> bool:
+        return text == answer
+
+    local.isolated = True  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="the task's verifier is isolated and must be a function of an importable"):
+        make_grader("correct", verifier=local)
+
+
+def test_weights_and_options_reach_rewards_wherever_they_run() -> None:
     sections = [
         RewardSection(name="correct", weight=2.0),
-        RewardSection(name=f"{package}:length", weight=-0.5),
-        RewardSection(name=f"{package}:scaled", options={"factor": 3.0, "offset": 0.5}),
-        RewardSection(name=f"{package}:rank", options={"step": 10.0}),
+        RewardSection(name="own_rewards:length", weight=-0.5),
+        RewardSection(name="own_rewards:scaled", options={"factor": 3.0, "offset": 0.5}),
+        RewardSection(name="own_rewards:rank", options={"step": 10.0}),
         RewardSection(name="overlong_penalty", options={"cache_tokens": 4}),
     ]
     with Grader(Rows(equal_texts), sections, GradingSection(num_workers=1), max_new_tokens=10) as grader:
@@ -399,23 +467,12 @@ def sample_of(text: str, num_tokens: int = 1, max_new_tokens: int = 1) -> Reward
 @pytest.mark.parametrize(("max_new_tokens", "cache_tokens"), [(20480, 4096), (96, 32), (10, 9), (7, 1)])
 def test_the_overlong_penalty_is_the_formula_of_dapo(max_new_tokens: int, cache_tokens: int) -> None:
     """Equation 13 of arXiv 2503.14476, its cases written out."""
-    section = RewardSection(name="overlong_penalty", options={"cache_tokens": cache_tokens})
-    assert len(resolve_rewards([section], max_new_tokens)) == 1
     end = max_new_tokens - cache_tokens
     for length in {1, end, end + 1, end + (cache_tokens + 1) // 2, max_new_tokens - 1, max_new_tokens}:
         expected = 0.0 if length <= end else (end - length) / cache_tokens
         value = overlong_penalty(sample_of("", length, max_new_tokens), cache_tokens=cache_tokens)
         assert value == pytest.approx(expected, abs=1e-15)
     assert overlong_penalty(sample_of("", max_new_tokens, max_new_tokens), cache_tokens=cache_tokens) == -1.0
-
-
-def test_an_isolated_verifier_must_be_importable() -> None:
-    def local(text: str, answer: str, /) -> bool:
-        return text == answer
-
-    local.isolated = True  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="the task's verifier is isolated and must be a function of an importable"):
-        make_grader("correct", verifier=local)
 
 
 def test_format_wants_a_final_answer_on_the_last_line() -> None:

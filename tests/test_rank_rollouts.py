@@ -32,9 +32,9 @@ from srtrl.ranks.sharing import Claims, SharedCounters, deal
 from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.rollout.collect import Collector, FixedDraws, collect_rollouts
 from srtrl.rollout.dynamic_sampling import DrawsUntilFull
-from srtrl.tasks.grading import Grader
+from srtrl.tasks.grading import Grader, GradeTicket
 from srtrl.tasks.reward_input import RewardInput, batched
-from srtrl.types import Completion, Prompt, Request, SamplingParams
+from srtrl.types import Completion, Grade, Prompt, Request, SamplingParams
 
 PROMPTS = [Prompt(prompt_id=str(i), text="", token_ids=(i + 1, 2 * i + 3), answer="") for i in range(9)]
 
@@ -43,8 +43,13 @@ def half_tokens(sample: RewardInput) -> float:
     return sample.num_tokens / 2
 
 
-def nan_on_rank_1(sample: RewardInput) -> float:
-    return float("nan") if os.environ["RANK"] == "1" else 1.0
+class BrokenGrader(Grader):
+    """Fails on rank 1."""
+
+    def collect(self, tickets: Sequence[GradeTicket]) -> list[Grade]:
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("a grading worker did not start")
+        return super().collect(tickets)
 
 
 @batched
@@ -65,6 +70,7 @@ class Case:
     is_dynamic: bool = False
     has_turns: bool = False
     reward: Callable[..., Any] = half_tokens
+    grader: type[Grader] = Grader
     runs_ahead: bool = False
     seconds_per_step: tuple[float, ...] = (0.0,)
     """Mean of a random sleep before each decode step, of each rank."""
@@ -123,7 +129,7 @@ def rollouts(ranks: Ranks, case: Case) -> Found:
     engine.seconds = case.seconds_per_step[ranks.index % len(case.seconds_per_step)]
     engine.error = case.error if ranks.index == 1 else None
     reward = "environment" if case.has_turns else f"{case.reward.__module__}:{case.reward.__name__}"
-    grader = Grader(PlainTask(), [RewardSection(name=reward)], GradingSection(), 100)  # type: ignore[arg-type]
+    grader = case.grader(PlainTask(), [RewardSection(name=reward)], GradingSection(), 100)  # type: ignore[arg-type]
     conversations = Conversations(section_of(Digits, max_turns=4), TOKENIZER) if case.has_turns else None
     found = Found(groups=[], kept=[], metrics=[], num_decoded=0, progress=[])
     with grader, conversations or contextlib.nullcontext():
@@ -223,7 +229,7 @@ CASES = {
 }
 
 
-INVALID = "InvalidRewardError", "reward `nan_on_rank_1` must return a finite number, it returned nan"
+BROKEN = "RuntimeError", "a grading worker did not start"
 FAILURES = {
     "engine": (
         ("RuntimeError", "the device is broken"),
@@ -233,8 +239,8 @@ FAILURES = {
         ("OSError", "[Errno 28] No space left"),
         Case(error=OSError(28, "No space left"), is_dynamic=True),
     ),
-    "grading": (INVALID, Case(reward=nan_on_rank_1)),
-    "dynamic grading": (INVALID, Case(seconds_per_step=(0.01, 0.0), reward=nan_on_rank_1, is_dynamic=True)),
+    "grading": (BROKEN, Case(grader=BrokenGrader)),
+    "dynamic grading": (BROKEN, Case(seconds_per_step=(0.01, 0.0), grader=BrokenGrader, is_dynamic=True)),
 }
 """Name and message of the error of rank 1."""
 

@@ -42,19 +42,20 @@ NUM_FILES = 64
 SOURCE_NAME = "<tool>"
 
 ALLOWED_CALLS = """
-read 0 63, write 1 64, writev 20 66, pread64 17 67, lseek 8 62, open 2 -, openat 257 56, close 3 57, close_range 436
-436, dup 32 23, dup2 33 -, dup3 292 24, pipe 22 -, pipe2 293 59, stat 4 -, fstat 5 80, lstat 6 -, newfstatat 262 79,
-statx 332 291, access 21 -, faccessat 269 48, faccessat2 439 439, getdents64 217 61, getcwd 79 17, poll 7 -, ppoll 271
-73, select 23 -, pselect6 270 72, epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22,
-epoll_pwait2 441 441, eventfd2 290 19, sendto 44 206, recvfrom 45 207, shutdown 48 210, getsockname 51 204, getsockopt
-55 209, mmap 9 222, munmap 11 215, mprotect 10 226, mremap 25 216, madvise 28 233, brk 12 214, futex 202 98,
-set_robust_list 273 99, rseq 334 293, membarrier 324 283, sched_yield 24 124, rt_sigaction 13 134, rt_sigprocmask 14
-135, rt_sigreturn 15 139, rt_sigpending 127 136, rt_sigtimedwait 128 137, rt_sigsuspend 130 133, sigaltstack 131 132,
-pause 34 -, alarm 37 -, setitimer 38 103, getitimer 36 102, restart_syscall 219 128, clock_gettime 228 113,
-clock_getres 229 114, clock_nanosleep 230 115, nanosleep 35 101, gettimeofday 96 169, time 201 -, times 100 153,
-getrandom 318 278, getpid 39 172, getppid 110 173, gettid 186 178, getpgrp 111 -, getuid 102 174, geteuid 107 175,
-getgid 104 176, getegid 108 177, getgroups 115 158, getresuid 118 148, getresgid 120 150, uname 63 160, sysinfo 99 179,
-getrusage 98 165, getrlimit 97 163, setrlimit 160 164, exit 60 93, exit_group 231 94
+read 0 63, write 1 64, writev 20 66, pread64 17 67, lseek 8 62, open 2 -, openat 257 56, close 3 57,
+close_range 436 436, dup 32 23, dup2 33 -, dup3 292 24, pipe 22 -, pipe2 293 59, stat 4 -, fstat 5 80, lstat 6 -,
+newfstatat 262 79, statx 332 291, access 21 -, faccessat 269 48, faccessat2 439 439, getdents64 217 61, getcwd 79 17,
+poll 7 -, ppoll 271 73, select 23 -, pselect6 270 72, epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -,
+epoll_pwait 281 22, epoll_pwait2 441 441, eventfd2 290 19, sendto 44 206, recvfrom 45 207, shutdown 48 210,
+getsockname 51 204, getsockopt 55 209, mmap 9 222, munmap 11 215, mprotect 10 226, mremap 25 216, madvise 28 233,
+brk 12 214, futex 202 98, set_robust_list 273 99, rseq 334 293, membarrier 324 283, sched_yield 24 124,
+rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigpending 127 136, rt_sigtimedwait 128 137,
+rt_sigsuspend 130 133, sigaltstack 131 132, pause 34 -, alarm 37 -, setitimer 38 103, getitimer 36 102,
+restart_syscall 219 128, clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115, nanosleep 35 101,
+gettimeofday 96 169, time 201 -, times 100 153, getrandom 318 278, getpid 39 172, getppid 110 173, gettid 186 178,
+getpgrp 111 -, getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177, getgroups 115 158, getresuid 118 148,
+getresgid 120 150, uname 63 160, sysinfo 99 179, getrusage 98 165, getrlimit 97 163, setrlimit 160 164, exit 60 93,
+exit_group 231 94
 """
 """System calls that a call may make, with their numbers on x86_64 and aarch64 (`-`: there is none): what Python, numpy
 and sympy need. Files stay those that sandlock or bubblewrap shows. Any other one is answered as an old kernel would

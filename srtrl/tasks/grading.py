@@ -7,7 +7,6 @@ its outcome, and a line in the log.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
@@ -21,13 +20,7 @@ from srtrl.resolve import Caught, describe_error
 from srtrl.tasks.base import Task
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.reward_terms import Reward, check_importable, is_isolated, resolve_rewards
-from srtrl.tasks.worker import (
-    Failure,
-    Graded,
-    InvalidRewardError,
-    IsolatedFunctions,
-    check_reward,
-)
+from srtrl.tasks.worker import Failure, Graded, IsolatedFunctions, check_reward
 from srtrl.tasks.worker_pool import WorkerPool
 from srtrl.types import (
     UNVERIFIED_OUTCOMES,
@@ -55,8 +48,8 @@ class GradeTicket:
 class Grader:
     """Grades completions with a task's verifier and the recipe's rewards.
 
-    Use it as a context manager: entering it starts the worker processes, leaving it ends them, also in the middle of a
-    job. There are none if neither the verifier nor a reward is `isolated`.
+    Use it as a context manager: worker processes start for the first samples, and leaving it ends them, also in the
+    middle of a job. There are none if neither the verifier nor a reward is `isolated`.
 
     Args:
         task: Whose verifier decides what is correct; without one, nothing is correct or wrong.
@@ -71,9 +64,10 @@ class Grader:
     def __init__(
         self, task: Task, rewards: Sequence[RewardSection], grading: GradingSection, max_new_tokens: int
     ) -> None:
-        self._rewards = resolve_rewards(rewards, max_new_tokens)
+        self._rewards = resolve_rewards(rewards)
         self._max_new_tokens = max_new_tokens
-        self._num_failed: Counter[tuple[str, str]] = Counter()
+        self._logged: set[str] = set()
+        """Reasons of failures that have been logged."""
         self._verifier = task.verifier
         self.outcomes = VERIFIED_OUTCOMES if task.verifier is not None else UNVERIFIED_OUTCOMES
         """The outcomes that a grading can have."""
@@ -151,14 +145,12 @@ class Grader:
     def collect(self, tickets: Sequence[GradeTicket]) -> list[Grade]:
         """Wait for the grades of `tickets`, in their order; batched rewards see all of them at once.
 
+        The first sample of each reason why samples cannot be graded is logged.
+
         Raises:
-            ValueError: a reward returned something other than a finite number, or a batched one too few or too many.
             RuntimeError: a worker process cannot start.
         """
         verdicts = [ticket.verdict.result() for ticket in tickets]
-        for verdict in verdicts:
-            if isinstance(verdict, Failure) and verdict.outcome == "invalid":
-                raise InvalidRewardError(verdict.detail)
         samples = [
             replace(ticket.sample, correct=verdict.correct) if isinstance(verdict, Graded) else ticket.sample
             for ticket, verdict in zip(tickets, verdicts, strict=True)
@@ -168,8 +160,10 @@ class Grader:
                 _apply(reward, samples, verdicts)
         grades = [self._grade(verdict) for verdict in verdicts]
         for ticket, grade in zip(tickets, grades, strict=True):
-            if grade.detail:
-                self._warn(ticket.sample.prompt.prompt_id, grade)
+            if grade.detail and grade.detail not in self._logged:
+                self._logged.add(grade.detail)
+                prompt_id = ticket.sample.prompt.prompt_id
+                logger.warning("prompt %s: grading ended in %s, reward 0: %s", prompt_id, grade.outcome, grade.detail)
         return grades
 
     def collect_on_ranks(
@@ -204,18 +198,8 @@ class Grader:
                 f"{grade.detail}"
             )
 
-    def _warn(self, prompt_id: str, grade: Grade) -> None:
-        """Log the reason why a sample could not be graded: the first time, then at 10, 100, ... samples."""
-        self._num_failed[grade.outcome, grade.detail] += 1
-        number = self._num_failed[grade.outcome, grade.detail]
-        if number == 1:
-            logger.warning("prompt %s: grading ended in %s, reward 0: %s", prompt_id, grade.outcome, grade.detail)
-        elif str(number).rstrip("0") == "1":
-            logger.warning("%d samples so far: grading ended in %s: %s", number, grade.outcome, grade.detail)
-
     def _grade(self, verdict: Graded | Failure) -> Grade:
         if isinstance(verdict, Failure):
-            assert verdict.outcome != "invalid"
             parts = {reward.name: 0.0 for reward in self._rewards}
             return Grade(reward=0.0, parts=parts, outcome=verdict.outcome, detail=verdict.detail)
         parts = {reward.name: verdict.parts[reward.name] for reward in self._rewards}
@@ -248,28 +232,24 @@ def _done(verdict: Graded | Failure) -> "Future[Graded | Failure]":
 def _apply(reward: Reward, samples: Sequence[RewardInput], verdicts: list[Graded | Failure]) -> None:
     """Add one in-process reward to the verdicts; where it raises, the samples concerned become failures."""
     graded = [index for index, verdict in enumerate(verdicts) if isinstance(verdict, Graded)]
-    calls = [range(len(samples))] if reward.batched else [range(index, index + 1) for index in graded]
-    for indices in calls:
-        arguments = [samples[index] for index in indices]
+    for indices in [range(len(samples))] if reward.batched else [range(index, index + 1) for index in graded]:
         with Caught() as caught:
-            given = reward.function(arguments) if reward.batched else [reward.function(arguments[0])]
-            if isinstance(given, Mapping | str | bytes):
-                raise InvalidRewardError(
-                    f"reward `{reward.name}` is batched and must return a list of numbers, it returned {given!r:.100}"
-                )
-            values = list(given)
-        if isinstance(caught.error, InvalidRewardError):
-            raise caught.error
-        if caught.error is not None:
-            failure = Failure(outcome="error", detail=f"reward `{reward.name}`: {describe_error(caught.error)}")
-            values = [failure] * len(arguments)
-        elif len(values) != len(arguments):
-            num_values = f"{len(values)} values for {len(arguments)} samples"
-            raise InvalidRewardError(f"reward `{reward.name}` returned {num_values}")
-        else:
-            values = [check_reward(reward.name, value) for value in values]
-        for index, value in zip(indices, values, strict=True):
+            values = _values(reward, [samples[index] for index in indices])
+        for index in indices:
             verdict = verdicts[index]
-            if isinstance(verdict, Graded):
-                is_failure = isinstance(value, Failure)
-                verdicts[index] = value if is_failure else replace(verdict, parts=verdict.parts | {reward.name: value})
+            if caught.error is not None and isinstance(verdict, Graded):
+                detail = f"reward `{reward.name}`: {describe_error(caught.error)}"
+                verdicts[index] = Failure(outcome="error", detail=detail)
+            elif isinstance(verdict, Graded):
+                verdicts[index] = replace(verdict, parts=verdict.parts | {reward.name: values[index - indices.start]})
+
+
+def _values(reward: Reward, samples: Sequence[RewardInput]) -> list[float]:
+    """The values of one call of a reward; ValueError unless they are finite numbers, one for each sample."""
+    given = reward.function(samples) if reward.batched else [reward.function(samples[0])]
+    if isinstance(given, Mapping | str | bytes):
+        raise ValueError(f"a batched reward must return a list of numbers, it returned {given!r:.100}")
+    values = [check_reward(reward.name, value) for value in given]
+    if len(values) != len(samples):
+        raise ValueError(f"it returned {len(values)} values for {len(samples)} samples")
+    return values

@@ -46,16 +46,3 @@ def batched(reward: FunctionT) -> FunctionT:
     """
     reward.batched = True  # type: ignore[attr-defined]
     return reward
-
-
-def with_options_check(check: Callable[..., None]) -> Callable[[FunctionT], FunctionT]:
-    """Mark a reward whose options `check(max_new_tokens, **options)` looks at before anything runs.
-
-    The names of the options need no such check; it is for their values, and raises `ValueError` naming the option.
-    """
-
-    def mark(reward: FunctionT) -> FunctionT:
-        reward.check_options = check  # type: ignore[attr-defined]
-        return reward
-
-    return mark

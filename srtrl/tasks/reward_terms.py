@@ -26,7 +26,7 @@ class Reward:
     batched: bool
 
 
-def resolve_rewards(sections: Sequence[RewardSection], max_new_tokens: int) -> list[Reward]:
+def resolve_rewards(sections: Sequence[RewardSection]) -> list[Reward]:
     """Look up the rewards of a recipe and bind their options.
 
     Raises:
@@ -37,7 +37,7 @@ def resolve_rewards(sections: Sequence[RewardSection], max_new_tokens: int) -> l
     rewards: list[Reward] = []
     for index, section in enumerate(sections):
         try:
-            reward = _resolve(section, max_new_tokens)
+            reward = _resolve(section)
             if any(reward.name == other.name for other in rewards):
                 raise ValueError(f"two are named `{reward.name}`, which is the name of a metric: leave one out")
         except ValueError as error:
@@ -46,11 +46,9 @@ def resolve_rewards(sections: Sequence[RewardSection], max_new_tokens: int) -> l
     return rewards
 
 
-def _resolve(section: RewardSection, max_new_tokens: int) -> Reward:
+def _resolve(section: RewardSection) -> Reward:
     function = resolve_function("srtrl.tasks.rewards", section.name)
     check_call(section.name, function, 1, tuple(section.options))
-    if check_options := getattr(function, "check_options", None):
-        check_options(max_new_tokens, **section.options)
     reward = Reward(
         name=section.name.rpartition(":")[2],
         weight=section.weight,

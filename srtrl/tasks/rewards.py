@@ -8,7 +8,7 @@ unless it is marked `@batched` (both of `srtrl.tasks.reward_input`).
 import re
 
 from srtrl.tasks.final_answer import BOX
-from srtrl.tasks.reward_input import RewardInput, with_options_check
+from srtrl.tasks.reward_input import RewardInput
 
 STATED_ANSWER = re.compile(r"####\s*\S|(?i:answer)\s*:\s*\S")
 
@@ -33,17 +33,6 @@ def format(sample: RewardInput) -> float:
     return 1.0 if sample.finish_reason == "stop" and ("}" in boxed or STATED_ANSWER.search(last_line)) else 0.0
 
 
-def _check_cache(max_new_tokens: int, *, cache_tokens: object) -> None:
-    """Raise ValueError unless some responses are short enough not to be punished."""
-    is_count = isinstance(cache_tokens, int) and not isinstance(cache_tokens, bool)
-    if not is_count or not 1 <= cache_tokens < max_new_tokens:  # type: ignore[operator]
-        raise ValueError(
-            f"cache_tokens: expected a number of tokens from 1 to rollout.max_new_tokens - 1 ({max_new_tokens - 1}), "
-            f"found {cache_tokens!r}"
-        )
-
-
-@with_options_check(_check_cache)
 def overlong_penalty(sample: RewardInput, *, cache_tokens: int) -> float:
     """DAPO's soft overlong punishment: 0 for a response that ends in time, falling to -1 at the length limit.
 
@@ -52,6 +41,12 @@ def overlong_penalty(sample: RewardInput, *, cache_tokens: int) -> float:
     Args:
         sample: Its length counts, the end token included.
         cache_tokens: Number of tokens before the limit over which the value falls linearly.
+
+    Raises:
+        ValueError: no response is short enough not to be punished.
     """
+    if not 1 <= cache_tokens < sample.max_new_tokens:
+        limit = f"rollout.max_new_tokens - 1 ({sample.max_new_tokens - 1})"
+        raise ValueError(f"cache_tokens: expected a number of tokens from 1 to {limit}, found {cache_tokens!r}")
     unpunished = sample.max_new_tokens - cache_tokens
     return min(0.0, (unpunished - sample.num_tokens) / cache_tokens)

@@ -6,17 +6,19 @@ machine does not turn a right answer into a timeout.
 This module is what a worker imports, and it must stay light: nothing here may import torch.
 """
 
+import json
 import os
+import pickle
 import resource
 import signal
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import isfinite
-from multiprocessing.connection import Connection
 from numbers import Real
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from srtrl.resolve import Caught, describe_error
 from srtrl.tasks.reward_input import RewardInput
@@ -25,12 +27,10 @@ MEMORY_LIMIT_BYTES = 4 * 1024**3
 """Maximum memory of a worker, so that one sample cannot take all of the machine's."""
 MEMORY_EXIT_CODE = 70
 """Of a worker in which a sample exhausted the memory."""
+READY = "ready"
+"""Message of a worker that waits for a sample."""
 TIMER_RESOLUTION = 1e-3
 """Smallest CPU limit, in seconds: zero microseconds would mean none."""
-
-
-class InvalidRewardError(ValueError):
-    """A reward that returned something other than a finite number: a mistake in its code, which stops the run."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -60,21 +60,24 @@ class Graded:
 class Failure:
     """Why a sample could not be graded."""
 
-    outcome: Literal["timeout", "crash", "error", "invalid"]
-    """`invalid`: an `InvalidRewardError`; the others as in `Grade.outcome`."""
+    outcome: Literal["timeout", "crash", "error"]
+    """As in `Grade.outcome`."""
     detail: str
 
 
 def check_reward(name: str, value: object) -> float:
-    """The value of a reward as a float; `InvalidRewardError` where it is no finite number."""
+    """The value of a reward as a float; ValueError where it is no finite number."""
     with suppress(OverflowError):  # of an integer beyond the range of floats
         if isinstance(value, Real) and isfinite(number := float(value)):
             return number
-    raise InvalidRewardError(f"reward `{name}` must return a finite number, it returned {value!r:.100}")
+    raise ValueError(f"reward `{name}` must return a finite number, it returned {value!r:.100}")
 
 
-def serve(connection: Connection, functions: IsolatedFunctions, cpu_seconds: float) -> None:
+def serve(connection: socket.socket, functions: IsolatedFunctions, cpu_seconds: float) -> None:
     """Body of a worker process: grade what comes through `connection` until the other end is closed.
+
+    A request is a pickle of (number, sample). A reply is a line of JSON with that number: data, because the functions
+    may run anything here. `READY` stands before each request.
 
     The process leads a group of its own, which `Worker` kills as a whole: what a reward starts does not outlive it.
     """
@@ -84,18 +87,20 @@ def serve(connection: Connection, functions: IsolatedFunctions, cpu_seconds: flo
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     _limit_memory(resource.RLIMIT_DATA, MEMORY_LIMIT_BYTES)
     _limit_memory(resource.RLIMIT_AS, _mapped_bytes() + MEMORY_LIMIT_BYTES)  # shared mappings are no data
-    try:
-        connection.send("ready")
+    with suppress(EOFError, OSError), connection.makefile("rb") as requests:  # the trainer closes its end, or is gone
         while True:
-            sample = connection.recv()
+            _send(connection, READY)
+            number, sample = pickle.load(requests)
             signal.setitimer(signal.ITIMER_PROF, max(cpu_seconds, TIMER_RESOLUTION))
-            reply = _grade_guarded(functions, sample)
+            reply = _grade(functions, sample)
             if os.getpid() != own_pid:  # a reward forked, and its child came back too: only one may answer
                 os._exit(0)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            connection.send(reply)
-    except (EOFError, OSError):  # the trainer has closed its end, or is gone
-        return
+            _send(connection, {"number": number} | reply)
+
+
+def _send(connection: socket.socket, message: object) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _limit_memory(kind: int, num_bytes: int) -> None:
@@ -110,18 +115,14 @@ def _mapped_bytes() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
 
 
-def _grade_guarded(functions: IsolatedFunctions, sample: RewardInput) -> Graded | Failure:
+def _grade(functions: IsolatedFunctions, sample: RewardInput) -> dict[str, Any]:
+    """The fields of a `Graded` or a `Failure`."""
     with Caught() as caught:
-        return _grade(functions, sample)
+        if functions.verifier is not None:
+            sample = replace(sample, correct=bool(functions.verifier(sample.text, sample.prompt.answer)))
+        parts = {name: check_reward(name, reward(sample)) for name, reward in functions.rewards}
+        return {"correct": sample.correct, "parts": parts}
     assert caught.error is not None
     if isinstance(caught.error, MemoryError):
         os._exit(MEMORY_EXIT_CODE)  # what is left of this process cannot be relied upon
-    outcome: Literal["error", "invalid"] = "invalid" if isinstance(caught.error, InvalidRewardError) else "error"
-    return Failure(outcome=outcome, detail=str(caught.error) if outcome == "invalid" else describe_error(caught.error))
-
-
-def _grade(functions: IsolatedFunctions, sample: RewardInput) -> Graded:
-    if functions.verifier is not None:
-        sample = replace(sample, correct=bool(functions.verifier(sample.text, sample.prompt.answer)))
-    parts = {name: check_reward(name, reward(sample)) for name, reward in functions.rewards}
-    return Graded(correct=sample.correct, parts=parts)
+    return {"outcome": "error", "detail": describe_error(caught.error)}

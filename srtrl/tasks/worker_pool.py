@@ -1,36 +1,54 @@
-"""Worker processes, each with a pipe and a thread of its own.
+"""Worker processes, each with a socket and a thread of its own.
 
-Each worker has one job at a time. When it dies its pipe ends, after everything that it sent: no other job dies with it.
-(A pool with shared queues, such as pebble's, must work out which job a dead worker had; in a trial with a busy main
+Each worker has one job at a time. When it dies its socket ends, after everything that it sent: no other job dies with
+it. (A pool with shared queues, such as pebble's, must work out which job a dead worker had; in a trial with a busy main
 thread 2 of 60 crashing jobs broke the whole pool.)
+
+What comes from a worker is read as data, since rewards may run any code there: one reply for each request, with its
+number. A worker that sends anything else is replaced, so no reply is taken for that of another sample.
 """
 
+import json
 import os
+import pickle
 import queue
+import secrets
 import signal
+import socket
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.context import SpawnProcess
+from typing import Any
 
 from srtrl.tasks.reward_input import RewardInput
-from srtrl.tasks.worker import MEMORY_EXIT_CODE, MEMORY_LIMIT_BYTES, Failure, Graded, IsolatedFunctions, serve
+from srtrl.tasks.worker import (
+    MEMORY_EXIT_CODE,
+    MEMORY_LIMIT_BYTES,
+    READY,
+    Failure,
+    Graded,
+    IsolatedFunctions,
+    check_reward,
+    serve,
+)
 
 WALL_SECONDS_PER_CPU_SECOND = 20
 """A job may take this many times its CPU limit in wall-clock time: a backstop for one that sleeps or waits."""
 START_SECONDS = 120.0
-"""Limit of the time that a worker takes to import its functions, from the first sample on."""
-REAP_SECONDS = 5.0
-"""Limit of the time that a worker whose pipe is closed takes to end by itself."""
+"""Limit of the time that a worker takes to import its functions."""
+MAX_REPLY_BYTES = 1 << 16
+"""Longest line that is read from a worker."""
 
 _process_lock = threading.Lock()
 """multiprocessing reaps children without a lock of its own; starting and reaping from several threads needs one."""
 
 
 class Worker:
-    """One worker process, replaced when it ends; used by one thread at a time, but for `close`."""
+    """One worker process, started for the first sample and after its end; used by one thread, but for `close`."""
 
     def __init__(self, functions: IsolatedFunctions, cpu_seconds: float) -> None:
         self._functions = functions
@@ -38,7 +56,6 @@ class Worker:
         self._is_closed = False
         self._process: SpawnProcess | None = None
         """None where it has ended and is reaped: another process may have its number by now."""
-        self._launch()
 
     def grade(self, sample: RewardInput) -> Graded | Failure:
         """Grade one sample; where that ends the process, once more in one that has graded nothing else.
@@ -59,26 +76,28 @@ class Worker:
             self._is_closed = True
             if self._process is not None:
                 _kill_group(self._process)
+                with suppress(OSError):  # a process that has left the group may still hold the other end
+                    self._socket.shutdown(socket.SHUT_RDWR)
 
-    def reap(self, seconds: float = REAP_SECONDS) -> int | None:
-        """Wait for the end of the process, and kill it after `seconds`; returns its exit code."""
+    def reap(self) -> int | None:
+        """Kill the process, unless it has ended, and wait for its end; returns its exit code."""
         with _process_lock:
             process, self._process = self._process, None
             if process is None:
                 return None
-            process.join(seconds)
             _kill_group(process)
             process.join()
-        self._connection.close()
+        self._socket.close()
         return process.exitcode
 
-    def _launch(self) -> None:
+    def _start(self) -> None:
+        """Start a process and wait until it has imported the functions."""
         context = get_context("spawn")  # a fork would inherit the locks of torch's and the decoder's threads
-        self._is_ready = False
+        self._received = b""
         with _process_lock:
             if self._is_closed:
                 raise RuntimeError("the grader is closed")
-            self._connection, other_end = context.Pipe()
+            self._socket, other_end = socket.socketpair()
             arguments = (other_end, self._functions, self._cpu_seconds)
             process = context.Process(target=serve, args=arguments, name="srtrl-grading", daemon=True)
             # Ctrl-C reaches all processes, also one that has not come to ignore it yet: it inherits the blocked signal.
@@ -87,41 +106,83 @@ class Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             self._process = process
         other_end.close()
+        try:
+            self._expect_ready(START_SECONDS)
+        except TimeoutError:
+            self.reap()
+            problem = f"it is not ready after {START_SECONDS:g} seconds"
+        except (OSError, ValueError):
+            problem = f"it ended with exit code {self.reap()}; see its message above"
+        else:
+            return
+        raise RuntimeError(
+            f"a grading worker that imports {', '.join(self._functions.modules)} did not start: {problem}"
+        )
 
     def _attempt(self, sample: RewardInput) -> Graded | Failure:
         if self._process is None:
-            self._launch()
-        if not self._is_ready:
-            self._await_start()
-        wall_seconds = WALL_SECONDS_PER_CPU_SECOND * self._cpu_seconds
+            self._start()
+        number, seconds = secrets.randbits(63), WALL_SECONDS_PER_CPU_SECOND * self._cpu_seconds
         try:
-            self._connection.send(sample)
-            if self._connection.poll(wall_seconds):
-                reply: Graded | Failure = self._connection.recv()
-                return reply
-        except (EOFError, OSError):
+            self._socket.settimeout(seconds)
+            self._socket.sendall(pickle.dumps((number, sample)))
+            verdict = self._read(self._receive(seconds), number, sample)
+            self._expect_ready(seconds)
+        except TimeoutError:
+            self.reap()
+            return Failure(outcome="timeout", detail=f"no answer within {seconds:g} seconds of wall-clock time")
+        except ValueError as error:
+            self.reap()
+            return Failure(outcome="error", detail=f"the worker process did not send one grade: {error}")
+        except OSError:
             exit_code = self.reap()
             if exit_code == -signal.SIGPROF:
                 return Failure(outcome="timeout", detail=f"more than {self._cpu_seconds:g} CPU seconds")
             if exit_code == MEMORY_EXIT_CODE:
                 return Failure(outcome="crash", detail=f"more than {MEMORY_LIMIT_BYTES / 1024**3:g} GiB of memory")
             return Failure(outcome="crash", detail=f"the worker process ended with exit code {exit_code}")
-        self.reap(0.0)
-        return Failure(outcome="timeout", detail=f"no answer within {wall_seconds:g} seconds of wall-clock time")
+        return verdict
 
-    def _await_start(self) -> None:
-        """Wait until the process has imported the functions."""
-        problem = f"it is not ready after {START_SECONDS:g} seconds"
+    def _receive(self, seconds: float) -> Any:
+        """The next line from the process, as JSON.
+
+        Raises:
+            TimeoutError: there is none within `seconds`.
+            OSError: the process has ended.
+            ValueError: it is no JSON, or too long.
+        """
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._received:
+            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+            chunk = self._socket.recv(MAX_REPLY_BYTES)
+            if not chunk:
+                raise ConnectionResetError
+            self._received += chunk
+            if len(self._received) > MAX_REPLY_BYTES:
+                raise ValueError(f"more than {MAX_REPLY_BYTES} bytes")
+        line, _, self._received = self._received.partition(b"\n")
         try:
-            if self._connection.poll(START_SECONDS):
-                self._connection.recv()
-                self._is_ready = True
-                return
-            self.reap(0.0)
-        except (EOFError, OSError):
-            problem = f"it ended with exit code {self.reap()}; see its message above"
-        modules = ", ".join(self._functions.modules)
-        raise RuntimeError(f"a grading worker that imports {modules} did not start: {problem}")
+            return json.loads(line)
+        except RecursionError as error:
+            raise ValueError("brackets in brackets") from error
+
+    def _expect_ready(self, seconds: float) -> None:
+        if self._receive(seconds) != READY:
+            raise ValueError("it sent more than that")
+
+    def _read(self, reply: Any, number: int, sample: RewardInput) -> Graded | Failure:
+        """The verdict in a reply; ValueError where it is none, or one of another request."""
+        match reply:
+            case {"number": int(found), "outcome": "error", "detail": str(detail)} if found == number:
+                return Failure(outcome="error", detail=detail)
+            case {"number": int(found), "correct": bool() | None as correct, "parts": dict(parts)} if found == number:
+                if self._functions.verifier is None:
+                    correct = sample.correct
+                return Graded(
+                    correct=correct,
+                    parts={name: check_reward(name, parts.get(name)) for name, _ in self._functions.rewards},
+                )
+        raise ValueError("it sent something else, or the reply to another request")
 
 
 def _kill_group(process: SpawnProcess) -> None:
