@@ -36,10 +36,11 @@ from srtrl.trainer.critic import Critic, ValueObjective
 from srtrl.trainer.optimizer import MasterWeightAdamW, build_optimizer, load_state, state_tensors
 
 ADAMW: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}
-WRITERS = [(1, "ddp"), (2, "ddp"), (2, "fsdp2"), (3, "fsdp2")]
-"""Number of ranks, and how they share the state."""
+Writer = tuple[int, str, torch.dtype]
+"""Number of ranks, how they share the state, and the type of the models: bfloat16 has masters."""
+WHOLE: list[Writer] = [(1, "ddp", torch.float32), (1, "ddp", torch.bfloat16)]
+SHARED: list[Writer] = [(2, "ddp", torch.float32), (2, "fsdp2", torch.bfloat16), (3, "fsdp2", torch.float32)]
 STEP = "checkpoints/step_000001"
-DTYPES = [torch.float32, torch.bfloat16]
 
 
 def make_trained(policy: Path, dtype: torch.dtype, sharding: str) -> tuple[Transformer, torch.optim.Optimizer, Critic]:
@@ -68,22 +69,18 @@ def numbers_of(name: str, shape: torch.Size) -> Tensor:
     return torch.randn(shape, generator=generator)
 
 
-def name_of(writer: tuple[int, str], dtype: torch.dtype) -> str:
-    return f"{writer[0]} {writer[1]} {dtype}"
-
-
 @torch.no_grad()
 def write(ranks: Ranks, policy: Path, folder: Path) -> None:
     """A checkpoint of each kind of this number of ranks."""
-    for writer in (one for one in WRITERS if one[0] == ranks.count):
-        for dtype in DTYPES:
-            model, optimizer, critic = make_trained(policy, dtype, writer[1])
-            for name, tensor in state_of(optimizer, critic, dtype):
-                full = numbers_of(name, tensor.shape)
-                if isinstance(tensor, DTensor):
-                    full = distribute_tensor(full, tensor.device_mesh, tensor.placements)
-                tensor.copy_(full)
-            save(folder / name_of(writer, dtype), 1, policy, model, optimizer, critic, ranks)
+    for writer in (one for one in WHOLE + SHARED if one[0] == ranks.count):
+        _, sharding, dtype = writer
+        model, optimizer, critic = make_trained(policy, dtype, sharding)
+        for name, tensor in state_of(optimizer, critic, dtype):
+            full = numbers_of(name, tensor.shape)
+            if isinstance(tensor, DTensor):
+                full = distribute_tensor(full, tensor.device_mesh, tensor.placements)
+            tensor.copy_(full)
+        save(folder / str(writer), 1, policy, model, optimizer, critic, ranks)
 
 
 def save(
@@ -125,7 +122,7 @@ def read(ranks: Ranks, policy: Path, folder: Path) -> int:
     """Compare each checkpoint that is there, loaded by this number of ranks; returns the number of tensors."""
     count = 0
     for sharding in ("ddp", "fsdp2") if ranks.count > 1 else ("ddp",):
-        for path, dtype in ((folder / name_of(writer, dtype), dtype) for writer in WRITERS for dtype in DTYPES):
+        for path, dtype in ((folder / str(writer), writer[2]) for writer in WHOLE + SHARED):
             if not path.exists():
                 continue  # its ranks come later
             _, optimizer, critic = make_trained(policy, dtype, sharding)
@@ -165,24 +162,23 @@ def results(policy: Path, written: Path) -> dict[int, list[dict[str, Any]]]:
 
 def test_any_number_of_ranks_reads_what_others_have_written(results: dict[int, list[dict[str, Any]]]) -> None:
     """All numbers have the same bits (compared in `read`)."""
-    assert min(found["read"] for ranks in results.values() for found in ranks) > 400
+    assert min(found["read"] for ranks in results.values() for found in ranks) > 200
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-def test_each_rank_writes_its_share_of_an_optimizer_once(written: Path, writer: tuple[int, str]) -> None:
-    for dtype in DTYPES:
-        path, whole = (written / name_of(one, dtype) / STEP for one in (writer, WRITERS[0]))
-        assert find_damage(path) is None
-        sizes = sizes_of(path)
-        assert len(sizes) == writer[0]
-        assert sum(sizes) == sum(sizes_of(whole))
-        assert max(sizes) < 1.1 * sum(sizes) / len(sizes)
-        damaged = files_of(path)[-1]
-        data = damaged.read_bytes()
-        damaged.write_bytes(data[:-1])
-        assert find_damage(path, policy_only=True) is None
-        assert find_damage(path) == f"{damaged} is missing or not as it was written"
-        damaged.write_bytes(data)
+@pytest.mark.parametrize("writer", SHARED, ids=str)
+def test_each_rank_writes_its_share_of_an_optimizer_once(written: Path, writer: Writer) -> None:
+    path, whole = written / str(writer) / STEP, written / str((1, "ddp", writer[2])) / STEP
+    assert find_damage(path) is None
+    sizes = sizes_of(path)
+    assert (len(sizes), len(sizes_of(whole))) == (writer[0], 1)
+    assert sum(sizes) == sum(sizes_of(whole))
+    assert max(sizes) < 1.1 * sum(sizes) / len(sizes)
+    damaged = files_of(path)[-1]
+    data = damaged.read_bytes()
+    damaged.write_bytes(data[:-1])
+    assert find_damage(path, policy_only=True) is None
+    assert find_damage(path) == f"{damaged} is missing or not as it was written"
+    damaged.write_bytes(data)
 
 
 def sizes_of(path: Path) -> list[int]:
@@ -197,7 +193,7 @@ def files_of(path: Path) -> list[Path]:
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_lost_part_is_no_number(policy: Path, written: Path, tmp_path: Path, index: int) -> None:
     """Also where there is no manifest to compare with."""
-    path = written / name_of((3, "fsdp2"), torch.float32) / STEP
+    path = written / str(SHARED[-1]) / STEP
     _, optimizer, critic = make_trained(policy, torch.float32, "ddp")
     files = files_of(path)
     kept = files[index].rename(tmp_path / "kept")
@@ -214,7 +210,7 @@ def test_large_states_are_written_in_several_files(
     """The host need not hold all of it."""
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 50_000)
     write(ONE_RANK, policy, tmp_path)
-    path = tmp_path / name_of((1, "ddp"), torch.bfloat16) / STEP
+    path = tmp_path / str(WHOLE[1]) / STEP
     model, optimizer, critic = make_trained(policy, torch.bfloat16, "ddp")
     sizes = [file.stat().st_size for file in files_of(path)]
     assert len(sizes) > 3

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from engine_cases import options, requests_for, tiny_policy
 from environment_cases import TOKENIZER, Digits, ask, completion_of, section_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_cases import run_ranks
 from test_conversations import END_TOKENS, PlainTask, contents
@@ -352,6 +352,7 @@ def claims_of(count: int, lines: list[list[Request]]) -> list[Claims]:
     return [Claims(SharedCounters(one), lines) for one in ranks]
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(data=st.data())
 def test_every_sample_is_taken_once_and_none_waits_where_a_rank_is_idle(data: st.DataObject) -> None:
     count = data.draw(st.integers(2, 5))

@@ -154,14 +154,6 @@ def test_a_killed_rank_ends_all_and_the_run_resumes_with_any_number(
     assert_close_runs(tmp_path / "several" / "run", tmp_path / "one" / "run", tolerance=1e-4)
 
 
-def test_an_error_of_one_rank_is_an_error_of_all(policy: Path, tmp_path: Path) -> None:
-    recipe = make_recipe(policy, tmp_path, **SHORT)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "recipe.yaml").write_text("name: run\n")
-    assert [process.exitcode for process in train(recipe, 2)] == [1, 1]  # the folder exists
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["recipe.yaml"]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
@@ -179,7 +171,7 @@ def test_two_devices_with_nccl_learn_what_one_learns(policy: Path, tmp_path: Pat
 LOADS = [(trainer, "load_task"), (build, "build_engine"), (trainer, "load_state")]
 
 
-def messages_where_rank_1_cannot_load(ranks: Ranks, recipe: Recipe) -> list[str]:
+def errors_of_a_start(ranks: Ranks, recipe: Recipe) -> list[str]:
     """Runs on each rank."""
     found = []
     for module, name in LOADS:
@@ -192,18 +184,21 @@ def messages_where_rank_1_cannot_load(ranks: Ranks, recipe: Recipe) -> list[str]
             ):
                 pass
         found.append(str(caught.value))
-    return found
+    with pytest.raises((ValueError, RankError), match=r"--resume continues|already") as caught:
+        Trainer(recipe, ranks)  # the folder is there
+    return [*found, f"{caught.type.__name__}"]
 
 
 def no_file(*_: Any, **__: Any) -> NoReturn:
     raise ValueError("no such file on this machine")
 
 
-def test_sharded_ranks_say_which_one_cannot_load(policy: Path, tmp_path: Path) -> None:
+def test_an_error_of_one_rank_at_the_start_is_one_of_all(policy: Path, tmp_path: Path) -> None:
     """The others must not wait for its part of the weights; nor does the state of the optimizer need it."""
     once = {**SHORT, "train__num_steps": 1, "eval__before_and_after": False}
     run_training(make_recipe(policy, tmp_path, **once))
     recipe = make_recipe(policy, tmp_path, **{**once, **SHARDED, "train__num_steps": 2})
-    found = run_ranks(2, messages_where_rank_1_cannot_load, recipe)
+    found = run_ranks(2, errors_of_a_start, recipe)
     message = "no such file on this machine"
-    assert found == [[f"rank 1 of 2: {message}"] * len(LOADS), [message] * len(LOADS)]
+    first, second = [f"rank 1 of 2: {message}"] * len(LOADS), [message] * len(LOADS)
+    assert found == [[*first, "ValueError"], [*second, "RankError"]]

@@ -194,15 +194,20 @@ def open_ranks() -> Iterator[Ranks]:
         ranks.store = c10d.PrefixStore("srtrl", c10d._get_default_store())
         yield ranks
     except BaseException as error:
-        if not notes_of(error) & {FIRST_REPORTER, REPORTED_BY_OTHER}:
-            num_reports = 0
-            with suppress(RankError):  # the process that counts has ended
-                num_reports = ranks.add(ascii(f"{type(error).__name__}: {error}"))
-            error.add_note(REPORTED_BY_OTHER if num_reports else FIRST_REPORTER)
+        note_reporter(error, ranks)
         if dist.is_initialized():
             c10d._abort_process_group()  # `destroy_process_group` would wait for ranks that wait for this one
         raise
     dist.destroy_process_group()
+
+
+def note_reporter(error: BaseException, ranks: Ranks) -> None:
+    """Note in an error whether this rank reports it: the first one of those that have it."""
+    if not notes_of(error) & {FIRST_REPORTER, REPORTED_BY_OTHER}:
+        num_reports = 0
+        with suppress(RankError):  # the process that counts has ended
+            num_reports = ranks.add(ascii(f"{type(error).__name__}: {error}"))
+        error.add_note(REPORTED_BY_OTHER if num_reports else FIRST_REPORTER)
 
 
 def refuse_ranks(command: str) -> None:
