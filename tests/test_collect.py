@@ -156,10 +156,7 @@ def shortest_prefix(pattern: Sequence[bool], limits: dict[str, int]) -> list[boo
 @given(data=st.data())
 def test_the_batch_is_the_shortest_prefix_that_fills_it(data: st.DataObject) -> None:
     num_prompts = data.draw(st.integers(1, 6), "num_prompts")
-    limits = {
-        "num_prompts": num_prompts,
-        "max_draws": data.draw(st.integers(num_prompts, 25), "max_draws"),
-    }
+    limits = {"num_prompts": num_prompts, "max_draws": data.draw(st.integers(num_prompts, 25), "max_draws")}
     pattern = data.draw(st.lists(st.booleans(), min_size=25, max_size=25), "kept")
     prefix = shortest_prefix(pattern, limits)
     draws = list(range(FIRST_DRAW, FIRST_DRAW + len(prefix)))

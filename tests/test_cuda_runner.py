@@ -15,13 +15,7 @@ from srtrl.bench.shapes import SHAPES
 from srtrl.engine import cuda_runner as cuda_runner_module
 from srtrl.engine import engine as engine_module
 from srtrl.engine.cuda_runner import CudaRunner
-from srtrl.engine.cuda_shapes import (
-    MAX_GRAPH_ROWS,
-    MAX_SAMPLED_PROMPT_ROWS,
-    ShapePlanner,
-    padded_rows,
-    row_edges,
-)
+from srtrl.engine.cuda_shapes import MAX_GRAPH_ROWS, MAX_SAMPLED_PROMPT_ROWS, ShapePlanner, padded_rows, row_edges
 from srtrl.engine.engine import make_runner
 from srtrl.engine.rows import StepSize
 from srtrl.engine.runner import EngineOptions, RowFilters

@@ -31,11 +31,7 @@ PAGE_GIB = 2 * 2 * 16 * 16 * 4 / 2**30
 """Memory of a page of the policy's KV: keys and values, layers, tokens, numbers of a token, bytes."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "srt": {},
-    "every run-ahead": {
-        "rollout__draft_budget": 8,
-        "rollout__run_ahead_max_slowdown": 1e9,
-        "rollout__slots": 40,
-    },
+    "every run-ahead": {"rollout__draft_budget": 8, "rollout__run_ahead_max_slowdown": 1e9, "rollout__slots": 40},
     "no run-ahead": {"rollout__run_ahead_max_slowdown": None, "rollout__draft_budget": 8, "rollout__slots": 13},
     "few slots": {"rollout__slots": 3},
     "few pages": {"rollout__slots": 16, "rollout__kv_memory_gib": 5 * PAGE_GIB},

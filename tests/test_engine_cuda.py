@@ -25,12 +25,7 @@ from srtrl.types import Request
 PROMPTS = ((5,), (1, 2, 3, 4, 5, 6, 7), (3, 3, 3, 3))
 
 
-def cuda_engine(
-    policy: Transformer,
-    *,
-    drafter: DrafterBase | None = None,
-    **changes: object,
-) -> Engine:
+def cuda_engine(policy: Transformer, *, drafter: DrafterBase | None = None, **changes: object) -> Engine:
     """An engine as on a CUDA device."""
     wanted = options(**({"max_sequence_tokens": 32, "slots": 4} | changes))
     runner = CudaRunner(policy, wanted, 32)

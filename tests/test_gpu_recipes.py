@@ -44,12 +44,7 @@ def two_steps(
     tokenizer = load_tokenizer("bundled:tiny")
     config = config_from_hf(SHAPES[shape], shape)
     ends = torch.arange(0, config.vocab_size, mean_tokens).tolist()  # one token in `mean_tokens` ends a response
-    save_policy(
-        folder / "model",
-        model=init_model(config, 0, torch.bfloat16, "cpu"),
-        tokenizer=tokenizer,
-        end_ids=ends,
-    )
+    save_policy(folder / "model", model=init_model(config, 0, torch.bfloat16, "cpu"), tokenizer=tokenizer, end_ids=ends)
     rows = [json.dumps({"prompt": f"{number} + {number * number} = " * 6}) for number in range(1000)]
     (folder / "prompts.jsonl").write_text("\n".join(rows))
     recipe = load_recipe(

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from srtrl.model.logprobs import (
-    token_logprobs,
-    token_logprobs_reference,
-)
+from srtrl.model.logprobs import token_logprobs, token_logprobs_reference
 
 R, V, D = 37, 53, 11
 

@@ -73,13 +73,7 @@ def random_logits(num_rows: int, vocab_size: int, kind: str = "random", seed: in
     seed=st.integers(0, 10**6),
 )
 def test_tokens_and_logprobs_are_those_of_the_definition(
-    vocab_size: int,
-    kind: str,
-    spread: float,
-    temperatures: list[float],
-    block: int,
-    dtype: torch.dtype,
-    seed: int,
+    vocab_size: int, kind: str, spread: float, temperatures: list[float], block: int, dtype: torch.dtype, seed: int
 ) -> None:
     if KERNEL_DEVICE == "cpu":  # each block takes the interpreter long
         block = max(block, 1 << (vocab_size // 6).bit_length())

@@ -11,12 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from srtrl.model.attention import (
-    PackedPlan,
-    check_packed_attention,
-    packed_attention_reference,
-    varlen_attention,
-)
+from srtrl.model.attention import PackedPlan, check_packed_attention, packed_attention_reference, varlen_attention
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
