@@ -175,15 +175,6 @@ def test_a_second_generate_is_refused_and_the_first_goes_on(policy: Transformer,
     assert outputs(decode(engine, requests_for())) == expected
 
 
-def test_before_step_is_called_until_nothing_is_left(policy: Transformer) -> None:
-    engine = Engine(policy, options())
-    had_work: list[bool] = []
-    for requests in ([], requests_for(PROMPTS[:1], num_samples=1, max_new_tokens=3, temperature=0)):
-        had_work.clear()
-        decode(engine, requests, before_step=lambda: had_work.append(engine.has_work))
-        assert had_work == [*[True] * engine.stats.num_steps, False]
-
-
 def test_run_aheads_go_on_without_samples_as_long_as_is_said(policy: Transformer) -> None:
     drafter = FakeDrafter(uses_run_aheads=True)
     engine = Engine(policy, options(run_ahead_max_slowdown=0.01), drafter=drafter)

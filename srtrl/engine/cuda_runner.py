@@ -1,4 +1,4 @@
-"""The side of the engine that computes, on a CUDA device: one copy there, one graph, one copy back, and one wait.
+"""Decode steps on a CUDA device: one copy to it, one graph launch, one copy back, and one wait.
 
 The host writes a step into pinned memory (`inputs_for`), `launch` queues its copy, the forward pass with sampling, and
 the copy of the results, and returns while the device computes; `wait` brings the tokens and log-probs. Kernels find all
@@ -72,7 +72,7 @@ class CudaStep:
 
     inputs: StepInputs
     """On the host."""
-    found: SampledRows
+    results: SampledRows
     """The results on the host, [L]."""
     rows: TreeRows
     """On the device, as all that follow."""
@@ -108,7 +108,7 @@ class CudaRunner(Runner):
             num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self.planner = ShapePlanner(config, options, max_sequence_tokens, num_multiprocessors)
         self.compute: Callable[[CudaStep], None] = self._compute_by_kernels
-        """What a step does on the device; tests replace it by plain PyTorch."""
+        """The device's work in a step; tests replace it by plain PyTorch."""
         self._graphs = StepGraphs(device if is_cuda and options.cuda_graphs else None)
         self._steps: OrderedDict[StepShape, CudaStep] = OrderedDict()
         """The least recently used first."""
@@ -172,8 +172,9 @@ class CudaRunner(Runner):
         if num_sampled:
             self._results.wait()
         self._was_awaited = num_sampled > 0
-        found = step.found
-        return SampledRows(token_ids=found.token_ids[:num_sampled].copy(), logprobs=found.logprobs[:num_sampled].copy())
+        results = step.results
+        token_ids, logprobs = results.token_ids[:num_sampled].copy(), results.logprobs[:num_sampled].copy()
+        return SampledRows(token_ids=token_ids, logprobs=logprobs)
 
     @torch.inference_mode()
     def _compute_by_kernels(self, step: CudaStep) -> None:
@@ -234,7 +235,7 @@ class CudaRunner(Runner):
         )
         step = self._steps[shape] = CudaStep(
             inputs=StepInputs.of(self._staging.host.numpy(), shape),
-            found=SampledRows(token_ids=host_tokens.numpy(), logprobs=host_logprobs.view(torch.float32).numpy()),
+            results=SampledRows(token_ids=host_tokens.numpy(), logprobs=host_logprobs.view(torch.float32).numpy()),
             rows=TreeRows(**{field.name: views[field.name] for field in fields(TreeRows)}),
             temperatures=views["temperatures"],
             rng_keys=views["rng_keys"],

@@ -259,8 +259,7 @@ class Engine:
 
     def _schedule(self) -> ScheduledStep:
         """Let the scheduler fill the step, and report to the drafter which samples have lost or got a slot."""
-        may_run_ahead = self.scheduler.may_run_ahead
-        rows = self.control.run_ahead_rows(self._num_rows, alone=not self.has_work) if may_run_ahead else 0
+        rows = self.control.run_ahead_rows(self._num_rows, alone=not self.has_work) if self.has_run_aheads else 0
         step = self.scheduler.schedule(rows)
         if step.ended:
             self._give_up(step.ended)
@@ -329,13 +328,13 @@ class Engine:
             (self.scheduler.pause if sample.request.has_turns else self.scheduler.finish)(sample)
             finish_reason: FinishReason = "length" if verified.finish[b] == MAX_LENGTH else "stop"
             completions.append(self._completion(sample, finish_reason))
-        known = [None if one.request.has_turns else one for one in completions]  # a paused sample is not complete
+        known = [None if c.request.has_turns else c for c in completions]  # a paused sample is not complete
         self.drafter.finish(verified.slots[ended].tolist(), known)
         return [completion for completion in completions if not completion.request.is_run_ahead]
 
     def _give_up(self, ended: Mapping[int, Sample]) -> None:
         """Samples have lost their slots unfinished: the tokens of run-aheads serve as drafts."""
-        texts = [self._completion(one, "length") if one.request.is_run_ahead else None for one in ended.values()]
+        texts = [self._completion(s, "length") if s.request.is_run_ahead else None for s in ended.values()]
         self.drafter.finish(list(ended), texts)
 
     def _completion(self, sample: Sample, finish_reason: FinishReason) -> Completion:

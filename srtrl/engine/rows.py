@@ -63,7 +63,7 @@ class BatchArrays(NamedTuple):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StepSize:
-    """What a step needs room for."""
+    """The room that a step needs."""
 
     rows_per_sequence: Int64Array
     """[B], rows of each decoding sequence (root and nodes), then of each prefill chunk."""
@@ -133,13 +133,13 @@ class StepShape(NamedTuple):
         }
 
     def slices(self) -> dict[str, slice]:
-        """Where each array lies in the buffer, in int32 elements."""
-        found, offset = {}, 0
+        """Place of each array in the buffer, in int32 elements."""
+        places, offset = {}, 0
         for name, (dtype, shape) in self.fields().items():
             length = int(np.prod(shape)) * np.dtype(dtype).itemsize // 4
-            found[name] = slice(offset, offset + length)
+            places[name] = slice(offset, offset + length)
             offset += aligned(length)
-        return found
+        return places
 
     @property
     def num_elements(self) -> int:

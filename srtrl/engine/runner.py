@@ -1,4 +1,4 @@
-"""What the engine needs of the side that computes: one forward pass with sampling, and the KV cache.
+"""The interface of the device that computes: one forward pass with sampling, and the KV cache.
 
 `cpu_runner.py` and `cuda_runner.py` implement it. A step: `inputs_for` gives the arrays, the engine fills them,
 `launch` queues the step, `wait` brings the sampled tokens, `move_kv` makes accepted drafts' KV contiguous.
@@ -26,7 +26,7 @@ PAGE_SIZE = 16
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EngineOptions:
-    """How an engine decodes; see `RolloutSection` of the recipe for the fields of the same name."""
+    """Settings of an engine; see `RolloutSection` of the recipe for the fields of the same name."""
 
     slots: int = 64
     page_size: int = PAGE_SIZE

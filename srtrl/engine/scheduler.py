@@ -1,4 +1,4 @@
-"""Which samples compute what in the next decode step: admission, chunked prefill, pages, preemption. No tensors here.
+"""The work of the next decode step: admission, chunked prefill, pages, preemption. No tensors here.
 
 Admission is breadth-first (`Request.admission_key`): the first sample of every prompt, then the second of every prompt,
 and so on, so that later samples find drafts in their siblings' tokens. Only the order of decoding depends on this,
@@ -67,13 +67,6 @@ class Scheduler:
     def num_free_slots(self) -> int:
         """Slots that no primary has or waits for."""
         return max(0, self.batch.num_slots - len(self.running) - len(self._waiting))
-
-    @property
-    def may_run_ahead(self) -> bool:
-        """Whether the next step may have rows for run-aheads: some run, or one waits and a slot stays free for it."""
-        if self.run_aheads.running:
-            return True
-        return self.run_aheads.has_work and len(self.running) + self.num_waiting < self.batch.num_slots
 
     def add(self, request: Request, expected_tokens: float | None = None) -> None:
         """Queue one sample, a primary or a run-ahead; also between two steps of others.

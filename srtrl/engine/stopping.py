@@ -48,7 +48,7 @@ class StopFinder:
 
 
 def num_tail_tokens(stop_strings: tuple[str, ...]) -> int:
-    """How many of the last tokens decide whether the newest one completes a stop string.
+    """Number of last tokens that decide whether the newest one completes a stop string.
 
     The string ends in that token, and each of its bytes but the last few comes from some token before; so as many
     tokens as the string has bytes, and four more for characters that are cut at the tail's start.

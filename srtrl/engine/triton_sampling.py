@@ -33,7 +33,7 @@ RELATIVE_MARGIN = tl.constexpr(1e-6)
 
 
 class SamplingScratch:
-    """What the blocks of each row found; [N, blocks] float32 each."""
+    """Results of the blocks of each row; [N, blocks] float32 each."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device | str, *, block: int = BLOCK) -> None:
         """Room for up to `num_rows` rows; `block`, the tokens of a block, is a power of two."""
@@ -188,7 +188,7 @@ def finish_rows(
     NUM_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Token and log-prob of a row from what its blocks found; one program per row."""
+    """Token and log-prob of a row from the results of its blocks; one program per row."""
     row = tl.program_id(0)
     temperature = tl.load(temperatures + row)
     blocks = tl.arange(0, NUM_BLOCKS)

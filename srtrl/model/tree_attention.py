@@ -1,4 +1,4 @@
-"""How the tree attention of a decode step is launched on a CUDA device: arithmetic on the host, without Triton.
+"""Launch sizes of the tree attention of a decode step on a CUDA device: arithmetic on the host, without Triton.
 
 Rows are grouped in *tiles*: up to R rows of one sequence, whose query heads together fill one block of
 the kernel (`triton_attention.py`), so that the sequence's keys are read once for all of them. Long contexts are split:
@@ -39,7 +39,7 @@ def choose_block_m(*, rows_per_sequence: float, group: int, head_dim: int) -> in
 
 
 def programs_per_device(block_m: int, num_multiprocessors: int) -> int:
-    """How many programs of the attention are meant to run at the same time.
+    """Number of programs of the attention that are meant to run at the same time.
 
     A program of four warps keeps one block of keys and values on its way (32 KiB for bfloat16 heads of 128). As
     compiled for Hopper it takes 43 KiB of shared memory and up to 152 registers a thread with 16 lanes: three or four

@@ -110,7 +110,6 @@ class FixedDraws(Draws):
         self.draws = sorted(draws, key=lambda draw: draw[0])
         self.run_ahead = run_ahead
         self._claims: Claims | None = None
-        assert len({draw_index for draw_index, _ in draws}) == len(draws), "draw indices must be distinct"
         assert all(request.is_run_ahead for request in run_ahead), "a request to learn from among the run-aheads"
 
     def requests(self, engine: Engine, collector: Collector) -> Iterator[Request]:
@@ -159,7 +158,7 @@ class Collector:
     num_samples: int
     """Samples of each draw."""
     sampling: SamplingParams
-    """How each sample is decoded."""
+    """Temperature, limits and ends of each sample."""
     seed: int
     """The run's seed; with `purpose`, draw and sample index it makes each sample's RNG key."""
     purpose: Purpose

@@ -34,7 +34,7 @@ class PackedBatch:
     target_ids: Tensor
     """[R] int64."""
     sequence_index: Tensor
-    """Which of the sequences given to `pack` (not: of this micro-batch), [R] int64."""
+    """Index of the row's sequence among those given to `pack` (not: in this micro-batch), [R] int64."""
     advantages: Tensor
     """[R] float32."""
     rollout_logprobs: Tensor
@@ -46,7 +46,7 @@ class PackedBatch:
     values: Tensor | None
     """By the critic before the update, [R] float32; None where the sequences have none."""
     returns: Tensor | None
-    """What the critic shall say, [R] float32; None where the sequences have none."""
+    """Targets of the critic, [R] float32; None where the sequences have none."""
 
 
 def pack(
@@ -97,7 +97,7 @@ def _pack_range(chosen: Sequence[TrainSequence], first: int, weight: float, devi
     token_ids = np.concatenate([sequence.token_ids for sequence in chosen])  # [T]
     lengths = [len(sequence.token_ids) for sequence in chosen]
     ends = np.cumsum(lengths)
-    targets = [end - len(one.token_ids) + one.targets for end, one in zip(ends, chosen, strict=True)]
+    targets = [end - length + sequence.targets for end, length, sequence in zip(ends, lengths, chosen, strict=True)]
     target_index = np.concatenate(targets)  # [R] packed position of each sampled token
 
     def tensor(array: npt.NDArray[np.generic]) -> Tensor:
@@ -117,14 +117,13 @@ def _pack_range(chosen: Sequence[TrainSequence], first: int, weight: float, devi
         lengths=tuple(lengths),
         hidden_index=tensor(target_index - 1),
         target_ids=tensor(token_ids[target_index]),
-        sequence_index=tensor(np.repeat(np.arange(first, first + len(chosen)), [len(one) for one in targets])),
+        sequence_index=tensor(np.repeat(np.arange(first, first + len(chosen)), [len(indices) for indices in targets])),
         **per_token,
     )
 
 
 def _check(sequence: TrainSequence) -> None:
     targets = sequence.targets
-    assert len(targets) >= 1, "a sequence without sampled tokens"
     assert targets[0] >= 1, "the first sampled token needs a token before it"
     assert targets[-1] < len(sequence.token_ids), "a target outside the sequence"
     lengths = {len(array) for field in PER_TOKEN if (array := getattr(sequence, field)) is not None}
