@@ -120,18 +120,22 @@ class RowTask(Generic[OptionsT]):
             except ValueError as error:
                 raise ValueError(f"task.options.chat_template (or a list of messages): {error}") from error
             prompts = [replace(prompt, text=text) for prompt, text in zip(prompts, texts, strict=True)]
-        prompts = tokenise(tokenizer, prompts, add_special_tokens=not conversations)
-        overlong = [prompt for prompt in prompts if len(prompt.token_ids) > max_prompt_tokens]
-        counts["overlong"] = len(overlong)
+        # No token has more characters than the longest of the vocabulary: a text that cannot fit is not even tokenised.
+        max_characters = max_prompt_tokens * max(map(len, tokenizer.get_vocab()))
+        short = [prompt for prompt in prompts if len(prompt.text) <= max_characters]
+        tokenised = tokenise(tokenizer, short, add_special_tokens=not conversations)
+        fitting = [prompt for prompt in tokenised if len(prompt.token_ids) <= max_prompt_tokens]
+        counts["overlong"] = len(prompts) - len(fitting)
         self.load_report |= {f"{split}/{name}": count for name, count in counts.items()}
-        if overlong:
-            first = f"the first, {overlong[0].prompt_id}, has {len(overlong[0].token_ids)} tokens"
+        if counts["overlong"]:
+            kept = {prompt.prompt_id for prompt in fitting}
+            first = next(prompt.prompt_id for prompt in prompts if prompt.prompt_id not in kept)
             limit = f"rollout.max_prompt_tokens ({max_prompt_tokens})"
-            message = f"{len(overlong)} of {len(prompts)} prompts are longer than {limit}; {first}"
-            if len(overlong) == len(prompts):
+            message = f"{counts['overlong']} of {len(prompts)} prompts are longer than {limit}; the first is {first}"
+            if not fitting:
                 raise ValueError(f"task.options.{split}: {message}")
             logger.warning("task.options.%s: dropped: %s", split, message)
-        return [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
+        return fitting
 
 
 # --- From rows to prompts ---------------------------------------------------------------------------------------------
