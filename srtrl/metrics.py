@@ -39,15 +39,10 @@ class MetricLog:
             self._file.flush()
             os.fsync(self._file.fileno())
 
-    def truncate(self, step: int, num_bytes: int | None = None) -> None:
-        """Drop the rows after `step` and a half-written last line: what a resume from the checkpoint of `step` does.
-
-        Where it is known that these rows take `num_bytes`, what comes after is not read: it may be damaged.
-        """
-        rows = [row for row in read_metrics(self._path, num_bytes) if row["step"] <= step]
-        self._file.close()
-        write_atomic(self._path, "".join(json.dumps(row) + "\n" for row in rows))
-        self._file = self._path.open("a", encoding="utf-8")
+    def truncate(self, num_bytes: int) -> None:
+        """Drop the rows after the first `num_bytes`: those after the checkpoint that a resume starts from."""
+        self._file.truncate(num_bytes)
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file; `write` must not be called after."""
@@ -60,16 +55,14 @@ class MetricLog:
         self.close()
 
 
-def read_metrics(path: Path, num_bytes: int | None = None) -> list[MetricRow]:
+def read_metrics(path: Path) -> list[MetricRow]:
     """Read the rows of a metric log, in file order; a last line without its newline (a killed run) is left out.
-
-    With `num_bytes` only those in the first bytes.
 
     Raises:
         ValueError: a line is not a JSON object of numbers with a `step`; the message names file and line.
     """
     rows = []
-    lines = path.read_bytes()[:num_bytes].split(b"\n")
+    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):
         try:
             row = json.loads(line.decode())

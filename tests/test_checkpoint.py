@@ -262,6 +262,10 @@ TASK = {"num_train": 11, "num_eval": 6, "max_operations": 2}
         ({"train__num_steps": 3}, "train.num_steps: the run has 4, now 3"),
         ({"train__micro_batch_tokens": 100}, "train.micro_batch_tokens: the run has 200, now 100"),
         ({"algorithm__kl": {"coefficient": 0.0}}, "algorithm.kl.coefficient: the run has 0.01, now 0.0"),
+        (
+            {"task__options": TASK | {"note": 300 * "x"}},
+            f"refused: task.options.note: the run has nothing, now '{196 * 'x'}...",
+        ),
         ({"seed": 8}, "refused: seed: the run has 7, now 8"),
         ({"task__options": TASK}, "refused: task.options.num_train: the run has 10, now 11"),
         ({"rewards": [{"name": "correct"}]}, "refused: rewards: the run has "),

@@ -205,7 +205,7 @@ def test_a_run_of_an_earlier_version_is_read_but_not_resumed(run: Path, monkeypa
 def test_a_damaged_checkpoint_names_the_intact_one_and_the_run_goes_on_from_there(run: Path, finished: Path) -> None:
     flip(f"{LAST}/{OPTIMIZER}")(run)
     refused = call("train", run, "--resume")
-    assert f"{LAST}/{OPTIMIZER} is missing or not as it was written" in refused.stderr
+    assert f"{LAST}/{OPTIMIZER} is missing or not as manifest.json lists it" in refused.stderr
     assert f"{run}/checkpoints/step_000002 before it is intact: --resume --checkpoint 2 continues" in refused.stderr
     assert call("train", run, "--resume", "--checkpoint", 2).exit_code == 0
     assert_same_run(run, finished)

@@ -177,7 +177,7 @@ def test_each_rank_writes_its_share_of_an_optimizer_once(written: Path, writer: 
     data = damaged.read_bytes()
     damaged.write_bytes(data[:-1])
     assert find_damage(path, policy_only=True) is None
-    assert find_damage(path) == f"{damaged} is missing or not as it was written"
+    assert find_damage(path) == f"{damaged} is missing or not as manifest.json lists it"
     damaged.write_bytes(data)
 
 

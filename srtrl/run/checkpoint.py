@@ -166,9 +166,9 @@ def find_damage(checkpoint: Path, *, policy_only: bool = False) -> str | None:
     if policy_only:
         files = {name: entry for name, entry in files.items() if not name.startswith((OPTIMIZER, CRITIC_FOLDER))}
     elif not log.is_file() or _entry(log, rows["size"]) != rows:
-        return f"{log} has not all rows as they were written"
+        return f"{log} has not all rows as {manifest} lists them"
     damaged = (name for name in files if not (checkpoint / name).is_file() or _entry(checkpoint / name) != files[name])
-    return next((f"{checkpoint / name} is missing or not as it was written" for name in damaged), None)
+    return next((f"{checkpoint / name} is missing or not as {MANIFEST} lists it" for name in damaged), None)
 
 
 def check_policy(checkpoint: Path) -> None:

@@ -69,9 +69,8 @@ class RunFolder:
         rollouts = self.path / "rollouts"
         for folder in (self.checkpoints, rollouts):
             folder.mkdir(exist_ok=True)
-        step = -1 if self.checkpoint is None else step_of(self.checkpoint)
-        num_bytes = None if self.checkpoint is None else num_log_bytes(self.checkpoint)
-        self.log.truncate(step, num_bytes)  # raises before anything is deleted
+        step, num_bytes = (step_of(self.checkpoint), num_log_bytes(self.checkpoint)) if self.checkpoint else (-1, 0)
+        self.log.truncate(num_bytes)
         write_atomic(self.path / "recipe.yaml", _with_checksum(dump_recipe(recipe)))
         self.has_begun = True
         files = chain.from_iterable(map(Path.iterdir, (self.path, self.checkpoints, rollouts)))
@@ -211,10 +210,10 @@ def _compare_recipes(old: Recipe, new: Recipe, source: RecipeSource) -> list[str
     """A line for each option that differs; ValueError where one is locked, with its place in the source of `old`."""
     refused: list[str] = []
     changes: list[str] = []
-    before, now = ({key: cut(repr(value)) for key, value in flatten(one.model_dump())} for one in (old, new))
+    before, now = ({key: repr(value) for key, value in flatten(one.model_dump())} for one in (old, new))
     for key in sorted(before.keys() | now.keys()):
         if (old_value := before.get(key, "nothing")) != (value := now.get(key, "nothing")):
-            line = f"{key}: the run has {old_value}, now {value}"
+            line = f"{key}: the run has {cut(old_value)}, now {cut(value)}"
             if any(fnmatchcase(key, pattern) for pattern in LOCKED_KEYS):
                 refused.append(f"{source.locate(key)}: {line}")
             else:
@@ -307,10 +306,19 @@ def write_rollouts(path: Path, groups: Sequence[RolloutGroup], advantages: Mappi
         groups: All groups of the step, those that a filter dropped too.
         advantages: Advantage of (draw, sample); a sample without one was dropped by a filter and gets a null.
     """
+    import pyarrow
+    import pyarrow.parquet
+
     rows = rollout_rows(step_of(path), groups, advantages)
     rewards = [name for name in chain.from_iterable(rows) if name.startswith("reward_")]
     turns = TURN_COLUMNS if any("segment_kinds" in row for row in rows) else {}
-    _write_table(path, rows, ROLLOUT_COLUMNS | turns | dict.fromkeys(rewards, "float"))
+    columns = ROLLOUT_COLUMNS | turns | dict.fromkeys(rewards, "float")
+    types = {f"list<{name}>": pyarrow.list_(pyarrow.type_for_alias(name)) for name in ("int32", "float", "string")}
+    schema = pyarrow.schema([(name, types.get(kind, kind)) for name, kind in columns.items()])
+    sink = pyarrow.BufferOutputStream()
+    table = pyarrow.Table.from_pylist(rows, schema=schema)
+    pyarrow.parquet.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    write_atomic(path, sink.getvalue().to_pybytes())
 
 
 def rollout_rows(
@@ -341,20 +349,3 @@ def rollout_rows(
             }
         rows.append({name: getattr(rollout, name) for name in ROLLOUT_COLUMNS if name not in given} | given)
     return rows
-
-
-def _write_table(path: Path, rows: Sequence[Mapping[str, object]], columns: Mapping[str, str]) -> None:
-    """A Parquet file with these columns; Arrow's names of their types, `list<...>` for lists."""
-    import pyarrow
-    import pyarrow.parquet
-
-    types = {
-        "list<int32>": pyarrow.list_(pyarrow.int32()),
-        "list<float>": pyarrow.list_(pyarrow.float32()),
-        "list<string>": pyarrow.list_(pyarrow.string()),
-    }
-    schema = pyarrow.schema([(name, types.get(kind, kind)) for name, kind in columns.items()])
-    sink = pyarrow.BufferOutputStream()
-    table = pyarrow.Table.from_pylist(rows, schema=schema)
-    pyarrow.parquet.write_table(table, sink, compression="zstd", write_page_checksum=True)
-    write_atomic(path, sink.getvalue().to_pybytes())

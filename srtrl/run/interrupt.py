@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 
-from srtrl.run.checkpoint import CRITIC_FOLDER, latest_checkpoint
+from srtrl.run.checkpoint import latest_checkpoint
 
 
 @contextmanager
@@ -79,13 +79,10 @@ def how_to_resume(checkpoints: Path) -> str:
     checkpoint = latest_checkpoint(checkpoints)
     if checkpoint is None:
         return "There is no checkpoint yet. Change the recipe and start again with --overwrite"
-    new_run = f"a run of another name with model.path={checkpoint}"
-    if (checkpoint / CRITIC_FOLDER).is_dir():
-        new_run += " (its critic begins anew)"
     return (
         f"The last checkpoint is intact: {checkpoint}. --resume alone would stop at the same place; continue from it "
         "with a changed option (--resume train.learning_rate=LOWER, or train.micro_batch_tokens=LOWER where memory is "
-        f"short), or start {new_run}"
+        f"short), or start a run of another name with model.path={checkpoint}"
     )
 
 
