@@ -5,18 +5,20 @@ forward pass is the policy's own. B sequences, L the longest response; the mask 
 environment said is a hole in it.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from update_cases import TEMPERATURE
+from update_cases import TEMPERATURE, naive_logprobs
 
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import Transformer
+from srtrl.recipe.schema import Recipe
 from srtrl.types import TrainSequence
 
 LOSSES = ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "policy_gradient")
@@ -32,6 +34,7 @@ class Padded:
     mask: Tensor
     new: Tensor
     """Log-probs by the policy, float64, with gradient."""
+    entropy: Tensor
     old: Tensor
     rollout: Tensor
     ref: Tensor
@@ -49,18 +52,19 @@ def padded_forward(model: Transformer, sequences: Sequence[TrainSequence]) -> tu
     return token_ids, model(token_ids.flatten(), plan).reshape(*token_ids.shape, -1)
 
 
-def padded_logprobs(policy: Transformer, sequences: Sequence[TrainSequence]) -> Tensor:
-    """Log-probs [B, L] float64 of each response's tokens; garbage in the padding and the holes."""
+def padded_logprobs(policy: Transformer, sequences: Sequence[TrainSequence]) -> tuple[Tensor, Tensor]:
+    """Log-probs of each response's tokens and entropies there, [B, L] float64; garbage in the padding and the holes."""
     token_ids, hidden = padded_forward(policy, sequences)
-    logits = policy.logits(hidden).double()  # [B, longest, V]
-    logprobs = torch.log_softmax(logits[:, :-1] / TEMPERATURE, dim=-1)
+    logprobs = torch.log_softmax(policy.logits(hidden).double()[:, :-1] / TEMPERATURE, dim=-1)  # [B, longest - 1, V]
     chosen = logprobs.gather(2, token_ids[:, 1:, None])[..., 0]  # [B, longest - 1], of token 1, 2, ...
     longest_response = max(len(sequence.token_ids) - sequence.num_prompt_tokens for sequence in sequences)
-    rows = [
-        torch.nn.functional.pad(row[sequence.num_prompt_tokens - 1 :], (0, len(row)))[:longest_response]
-        for row, sequence in zip(chosen, sequences, strict=True)
-    ]
-    return torch.stack(rows)
+
+    def of_responses(numbers: Tensor) -> Tensor:
+        rows = zip(numbers, sequences, strict=True)
+        padded = [torch.nn.functional.pad(row[one.num_prompt_tokens - 1 :], (0, len(row))) for row, one in rows]
+        return torch.stack([row[:longest_response] for row in padded])
+
+    return of_responses(chosen), of_responses(-(logprobs.exp() * logprobs).sum(-1))
 
 
 def pad_all(policy: Transformer, sequences: Sequence[TrainSequence]) -> Padded:
@@ -68,9 +72,11 @@ def pad_all(policy: Transformer, sequences: Sequence[TrainSequence]) -> Padded:
     references = [sequence.ref_logprobs for sequence in sequences if sequence.ref_logprobs is not None]
     olds = [s.rollout_logprobs if s.old_logprobs is None else s.old_logprobs for s in sequences]
     advantages, mask = spread(sequences, [sequence.advantages for sequence in sequences])
+    new, entropy = padded_logprobs(policy, sequences)
     return Padded(
         mask=mask,
-        new=torch.where(mask, padded_logprobs(policy, sequences), 0.0),
+        new=torch.where(mask, new, 0.0),
+        entropy=entropy,
         old=spread(sequences, olds)[0],
         rollout=spread(sequences, [sequence.rollout_logprobs for sequence in sequences])[0],
         ref=spread(sequences, references)[0],
@@ -113,11 +119,6 @@ def token_losses(name: str, p: Padded, low: float, high: float) -> Tensor:
     return loss
 
 
-def importance_weights(p: Padded, cap: float) -> Tensor:
-    """[B, L]."""
-    return (p.old - p.rollout).exp().clamp(max=cap)
-
-
 def reduce(name: str, losses: Tensor, mask: Tensor, max_new_tokens: int) -> Tensor:
     """The loss of the batch, a scalar."""
     losses = torch.where(mask, losses, 0.0)
@@ -140,6 +141,72 @@ def kl_estimate(name: str, p: Padded) -> Tensor:
 def gradient_of(policy: Transformer, loss: Tensor) -> list[Tensor]:
     """Gradient of the loss, in the order of the parameters."""
     return list(torch.autograd.grad(loss, list(policy.parameters())))
+
+
+def clipped(name: str, p: Padded, low: float, high: float) -> dict[str, Tensor]:
+    """What each clip of the loss marks, [B, L] by metric."""
+    if name == "policy_gradient":
+        return {}
+    ratio, is_good = ratios(name, p).detach(), p.advantages > 0
+    is_low, is_high = ratio < 1 - low, ratio > 1 + high
+    if name == "cispo":  # it bounds a weight, of either sign
+        return {"clip_share/low": is_low, "clip_share/high": is_high}
+    marks = {"clip_share/low": is_low & ~is_good, "clip_share/high": is_high & is_good}
+    return marks | ({"clip_share/dual": (ratio > RATIO_CAP) & ~is_good} if name == "dual_clip" else {})
+
+
+def padded_loss(p: Padded, recipe: Recipe) -> tuple[Tensor, dict[str, list[float]]]:
+    """The loss of a mini-batch with gradient, and the metrics of its tokens. The cap weighs the policy's loss alone."""
+    algorithm, kl = recipe.algorithm, recipe.algorithm.kl
+    tokens = token_losses(algorithm.loss, p, algorithm.clip_low, algorithm.clip_high)
+    metrics = {"entropy": p.entropy, **clipped(algorithm.loss, p, algorithm.clip_low, algorithm.clip_high)}
+    if algorithm.importance_cap:
+        weights = (p.old - p.rollout).exp().clamp(max=algorithm.importance_cap)
+        tokens = weights * tokens
+        metrics |= {"importance/weight": weights, "importance/capped_share": weights >= algorithm.importance_cap}
+    if kl.coefficient:
+        metrics["kl/ref"] = kl_estimate(kl.estimator, p)
+        tokens = tokens + (kl.coefficient * metrics["kl/ref"] if kl.placement == "loss" else 0)
+    tokens = tokens - algorithm.entropy_coefficient * p.entropy
+    loss = reduce(algorithm.reduction, tokens, p.mask, recipe.rollout.max_new_tokens)
+    return loss, {name: values[p.mask].tolist() for name, values in metrics.items()}
+
+
+def padded_step(
+    policy: Transformer, sequences: Sequence[TrainSequence], recipe: Recipe, step: int = 1
+) -> tuple[dict[str, float], list[list[Tensor]]]:
+    """A training step of plain gradient descent at a constant rate: moves the policy; its metrics and gradients."""
+    olds = [np.array(naive_logprobs(policy, sequence), np.float32) for sequence in sequences]
+    difference = np.concatenate([s.rollout_logprobs - old for s, old in zip(sequences, olds, strict=True)])
+    if recipe.algorithm.old_logprobs == "recompute":
+        sequences = [replace(sequence, old_logprobs=old) for sequence, old in zip(sequences, olds, strict=True)]
+    draws = sorted({sequence.draw_index for sequence in sequences})
+    size, num_compared = recipe.policy_updates.mini_batch_prompts, None
+    losses, gradients, per_token = [], [], defaultdict[str, list[float]](list)
+    for epoch in range(recipe.train.num_epochs):
+        shuffled = np.random.default_rng((recipe.seed, step, epoch)).permutation(len(draws))
+        order = shuffled if epoch else np.arange(len(draws))
+        for chosen in (order[start : start + size] for start in range(0, len(draws), size)):
+            batch = [sequence for sequence in sequences if draws.index(sequence.draw_index) in chosen]
+            loss, metrics = padded_loss(pad_all(policy, batch), recipe)
+            for name, values in metrics.items():
+                per_token[name] += values
+            gradients.append(gradient_of(policy, loss))
+            losses.append(loss.item())
+            with torch.no_grad():
+                for parameter, slope in zip(policy.parameters(), gradients[-1], strict=True):
+                    parameter.sub_(slope, alpha=recipe.train.learning_rate)
+            num_compared = num_compared or sum(len(one.advantages) for one in batch)
+    if recipe.algorithm.old_logprobs == "rollout":  # the weights of later mini-batches have moved
+        difference = difference[:num_compared]
+    means = {
+        "loss": float(np.mean(losses)),
+        "logprob_difference/mean": float(np.abs(difference).mean()),
+        "logprob_difference/max": float(np.abs(difference).max()),
+        "logprob_difference/kl": float((np.exp(-difference) - 1 + difference).mean()),
+        **{name: float(np.mean(values)) for name, values in per_token.items()},
+    }
+    return means, gradients
 
 
 def own_loss(logprobs: Tensor, *_: Tensor, **__: float) -> tuple[Tensor, dict[str, Tensor]]:
