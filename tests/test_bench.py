@@ -15,12 +15,7 @@ from srtrl.bench.alternate import alternate, median_of, paired_ratio
 from srtrl.bench.recorded import RecordedPrompt
 from srtrl.bench.shapes import SHAPES
 from srtrl.bench.train import check_same
-from srtrl.bench.workload import (
-    check_completions,
-    make_engine,
-    prepare,
-    share_out,
-)
+from srtrl.bench.workload import check_completions, make_engine, prepare, share_out
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model
@@ -30,11 +25,6 @@ from srtrl.recipe.file import dump_yaml
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     return load_model(make_policy(tmp_path_factory.mktemp("models") / "tiny"), dtype=torch.float32, device="cpu")
-
-
-def recorded(prompt_id: str, *samples: list[int]) -> RecordedPrompt:
-    tokens = [np.array(sample, np.int32) for sample in samples]
-    return RecordedPrompt(prompt_id=prompt_id, prompt_token_ids=(int(prompt_id), 7), samples=tokens)
 
 
 # --- What is decoded --------------------------------------------------------------------------------------------------
@@ -52,7 +42,8 @@ def test_shapes_have_the_published_number_of_parameters(shape: str, billions: fl
 
 
 def test_the_engine_gives_the_trace_with_a_drafter_that_has_seen_the_history(policy: Transformer) -> None:
-    trace = share_out([recorded("3", [5, 6], [9] * 6, [8, 8, 1])], history=1 / 3)
+    samples = [np.array(sample, np.int32) for sample in ([5, 6], [9] * 6, [8, 8, 1])]
+    trace = share_out([RecordedPrompt(prompt_id="3", prompt_token_ids=(3, 7), samples=samples)], history=1 / 3)
     engine = make_engine(policy, 2, trace.max_sequence_tokens, draft_budget=4)
     for _ in range(2):
         prepare(engine, REPEATER, trace)
@@ -73,20 +64,8 @@ def test_the_engine_gives_the_trace_with_a_drafter_that_has_seen_the_history(pol
 
 def test_bench_rollout_compares_drafters_on_a_trace(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "trace.jsonl", 3)
-    settings = (
-        "--json",
-        tmp_path / "bench.json",
-        "--slots",
-        "1,4",
-        "--prompts-used",
-        2,
-        "--history",
-        0.5,
-        "--max-tokens",
-        9,
-        "--repeats",
-        2,
-    )
+    sizes = ("--slots", "1,4", "--prompts-used", 2, "--history", 0.5, "--max-tokens", 9, "--repeats", 2)
+    settings = ("--json", tmp_path / "bench.json", *sizes)
     names = ("none", REPEATER)
     result = run(
         *("bench", "rollout", "--trace", path, "--drafters", ",".join(names), "--model-shape", "tiny", "--threads", 1),

@@ -85,20 +85,18 @@ def test_train_hands_over_the_recipe_and_says_what_to_do_next(
 
 
 @pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "a"}, {"PYTORCH_ALLOC_CONF": "b"}])
-def test_train_lets_memory_segments_of_cuda_grow_unless_the_user_configured_torchs_allocator(
+def test_train_configures_torchs_allocator_unless_the_user_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
 ) -> None:
-    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    environment = {name: value for name, value in os.environ.items() if name not in names} | given
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")} | given
     monkeypatch.setattr(os, "environ", environment)
     run("train", tmp_path / "absent.yaml")
     expected = given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert {name: environment[name] for name in names if name in environment} == expected
-
-
-def test_train_configures_torchs_allocator_before_torch_is_imported() -> None:
+    assert {name: value for name, value in environment.items() if name.endswith("ALLOC_CONF")} == expected
     code = "import sys, srtrl.cli; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, (
+        "torch reads it when it is imported"
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,22 +181,20 @@ def evaluated(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Recipe:
     return recipe
 
 
-def test_eval_of_a_model_takes_its_task_from_the_command_line_or_a_recipe(
+def test_eval_takes_task_and_values_from_the_command_line_a_recipe_or_a_run(
     recipe_file: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lengths = ("rollout.max_new_tokens=32", "rollout.max_prompt_tokens=32")
-    overrides = ("task.options={num_eval: 9, num_train: 9}", "eval.num_samples=4", "eval.num_problems=9", "seed=3")
-    recipe = evaluated(monkeypatch, policy, "--task", "arithmetic", *lengths, *overrides)
+    overrides = (
+        "task.options={num_eval: 9, num_train: 9}",
+        "eval.num_samples=4",
+        "rollout.max_new_tokens=32",
+        "seed=3",
+    )
+    recipe = evaluated(monkeypatch, policy, "--task", "arithmetic", *overrides, "rollout.max_prompt_tokens=32")
     assert recipe.task.options == {"num_eval": 9, "num_train": 9}
-    assert (recipe.eval.num_samples, recipe.eval.num_problems) == (4, 9)
-    assert (recipe.rollout.max_new_tokens, recipe.seed) == (32, 3)
+    assert (recipe.eval.num_samples, recipe.rollout.max_new_tokens, recipe.seed) == (4, 32, 3)
     recipe = evaluated(monkeypatch, policy, "--recipe", recipe_file, "eval.temperature=0")
     assert (recipe.rollout.num_prompts, recipe.eval.temperature) == (8, 0)
-
-
-def test_eval_of_a_run_uses_its_recipe_and_newest_checkpoint(
-    recipe_file: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     folder = recipe_file.parent
     for step in (10, 20):
         make_checkpoint(policy, folder, step)

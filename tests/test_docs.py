@@ -41,14 +41,8 @@ GRPO = {
 }
 """A run with the KL in the reward whose drafter does all that it can."""
 PPO = {
-    "algorithm": {
-        "advantage": "gae",
-        "loss": "dual_clip",
-        "kl": {"coefficient": 0.01},
-        "old_logprobs": "recompute",
-        "importance_cap": 2.0,
-        "overlong_filtering": True,
-    },
+    "algorithm": {"advantage": "gae", "loss": "dual_clip", "kl": {"coefficient": 0.01}}
+    | {"old_logprobs": "recompute", "importance_cap": 2.0, "overlong_filtering": True},
     "critic": {"learning_rate": 0.01},
     "eval__num_samples": NUM_EVAL_SAMPLES,
     "train__num_steps": 2,

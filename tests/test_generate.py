@@ -16,6 +16,8 @@ from srtrl.bench.recorded import read_recorded
 from srtrl.cli import app
 from srtrl.recipe.file import load_recipe
 
+SAMPLED = ("text", "token_ids", "logprobs", "finish_reason")
+
 
 def run(policy: Path, *arguments: object) -> tuple[Result, list[dict[str, Any]]]:
     """Exit and rows of `srtrl generate --json`."""
@@ -33,9 +35,7 @@ def test_rows_are_in_order_whole_and_the_same_at_any_number_of_slots(policy: Pat
     expected = list(product(("p5", "p1", "p3", "3"), range(3)))
     assert [(row["prompt_id"], row["sample_index"]) for row in found] == expected
     for row in found:
-        assert set(row) == {
-            *("prompt_id", "sample_index", "prompt_token_ids", "token_ids", "text", "logprobs", "finish_reason")
-        }
+        assert list(row) == ["prompt_id", "prompt_token_ids", "sample_index", *SAMPLED]
         assert len(row["token_ids"]) == len(row["logprobs"]) <= 12
         assert all(value < 0 for value in row["logprobs"])
         assert row["finish_reason"] == ("length" if len(row["token_ids"]) == 12 else "stop")

@@ -63,12 +63,7 @@ def step_metrics(step: int, noise: random.Random) -> dict[str, float]:
         **{"logprob_difference/mean": 2e-7, "logprob_difference/max": 3e-6},
         **{"time/rollout": 1.2, "time/update": 0.8, "time/step": 2.1, "tokens/prompt": 200, "tokens/response": 700},
         **({"time/compile": 100.0, "time/step": 102.1} if step == 1 else {}),
-        **{
-            "groups/kept": 8,
-            "groups/zero_advantage_share": 0.25,
-            "grading/timeout": float(step == 2),
-            "grading/crash": 0,
-        },
+        **{"groups/kept": 8, "groups/zero_advantage_share": 0.25, "grading/timeout": float(step == 2)},
         "time/tokens_per_second": 900.0 + noise.gauss(0, 30),
     }
 
@@ -177,15 +172,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"sample_index": 1, "text": "x" * 2500, "token_ids": [1] * 9, "reward": -0.5, "outcome": "wrong"},
         {"sample_index": 2, "text": "middle", "token_ids": [1] * 3, "reward": 0.1, "outcome": "wrong"},
     ]
-    shared = {
-        "step": 2,
-        "prompt_id": "p-1",
-        "draw_index": 9,
-        "prompt_token_ids": [7, 7],
-        "prompt": "What is 2?\n",
-        "answer": "two",
-    }
-    rows = [shared | {"reward_format": 1.0, "advantage": None, "finish_reason": "stop"} | row for row in samples]
+    shared = {"step": 2, "prompt_id": "p-1", "draw_index": 9, "prompt_token_ids": [7, 7], "prompt": "What is 2?\n"}
+    shared |= {"answer": "two", "reward_format": 1.0, "advantage": None, "finish_reason": "stop"}
+    rows = [shared | row for row in samples]
     pq.write_table(pa.Table.from_pylist(rows), run / "rollouts" / step_file_name(2))
     return run
 
@@ -222,10 +211,8 @@ def test_rollouts_are_shown_with_all_that_is_known_of_them(told: Path) -> None:
 def test_rollouts_as_json(told: Path, arguments: tuple[object, ...], expected: list[int]) -> None:
     rows = [json.loads(line) for line in rollouts(told, *arguments, "--json").splitlines() if line[0] == "{"]
     assert [row["sample_index"] for row in rows] == expected
-    first = "train-3" not in arguments
-    assert {(row["step"], row["answer"], row["advantage"]) for row in rows} == {
-        (2, "two", None) if first else (1, None, None)
-    }
+    expected_row = (1, None, None) if "train-3" in arguments else (2, "two", None)
+    assert {(row["step"], row["answer"], row["advantage"]) for row in rows} == {expected_row}
     assert all(len(row["text"]) == 2500 for row in rows if row["length"] == 9), "whole"
     assert not rows[0].keys() & {"token_ids", "rollout_logprobs"}
 
