@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -29,13 +29,8 @@ from srtrl.run.interrupt import freeze_gc
 from srtrl.trainer.build import choose_device
 from srtrl.trainer.trainer import Trainer
 
-ROLLOUT, STEP = "time/rollout", "time/step"
 TIMING = ("engine/", "memory/", "time/")
 """Metrics that may differ between runs that learn the same."""
-TOKENS, TOKENS_PER_STEP = "engine/tokens", "engine/tokens_per_decode_step"
-VERIFIED_PER_STEP = "engine/verified_per_decode_step"
-COLUMNS = (ROLLOUT, STEP, TOKENS, TOKENS_PER_STEP, VERIFIED_PER_STEP)
-"""Metrics that the table is made of."""
 SETTINGS = ("eval.before_and_after=false", "eval.every_steps=null", "log.trackers=[]", "name=bench")
 """Nothing is evaluated or kept."""
 
@@ -121,29 +116,23 @@ def check_same(drafter: str, row: MetricRow, learned: dict[int, MetricRow]) -> N
 
 def rows_of(runs: Mapping[str, Sequence[MetricRow]]) -> list[Row]:
     """One row per epoch (and `all`) and drafter; ratios are those of pairs of steps."""
-    baseline, steps = next(iter(runs.items()))
-    epochs = [int(step["data/epoch"]) + 1 for step in steps]
+    baseline = next(iter(runs))
+    epochs = [int(step["data/epoch"]) + 1 for step in runs[baseline]]
     table: list[Row] = []
     for epoch in (*sorted(set(epochs)), "all"):
-        chosen = np.array([epoch in (number, "all") for number in epochs])
-        columns = {
-            drafter: {name: np.array([step[name] for step in steps])[chosen] for name in COLUMNS}
-            for drafter, steps in runs.items()
-        }
-        first = columns[baseline]
-        for drafter, values in columns.items():
-            num_decodes = values[TOKENS] / values[TOKENS_PER_STEP]
-            row = {
-                "epoch": str(epoch),
-                "drafter": drafter,
-                "steps": len(values[STEP]),
-                "rollout_seconds": values[ROLLOUT].sum(),
-                "step_seconds": values[STEP].sum(),
-                "tokens_per_step": values[TOKENS].sum() / num_decodes.sum(),
-                "verified_per_step": (values[VERIFIED_PER_STEP] * num_decodes).sum() / num_decodes.sum(),
-            }
+        first: dict[str, list[float]] = {}
+        for drafter, steps in runs.items():
+            chosen = [step for step, number in zip(steps, epochs, strict=True) if epoch in (number, "all")]
+            seconds = {name: [step[f"time/{name}"] for step in chosen] for name in ("rollout", "step")}
+            num_decodes = [step["engine/tokens"] / step["engine/tokens_per_decode_step"] for step in chosen]
+            row: dict[str, Any] = {"epoch": str(epoch), "drafter": drafter, "steps": len(chosen)}
+            row |= {f"{name}_seconds": sum(values) for name, values in seconds.items()}
+            for name in ("tokens", "verified"):
+                means = [step[f"engine/{name}_per_decode_step"] for step in chosen]
+                row[f"{name}_per_step"] = float(np.average(means, weights=num_decodes))
+            first = first or seconds
             if drafter != baseline:
-                row["rollouts_times_as_fast"] = paired_ratio(first[ROLLOUT], values[ROLLOUT])
-                row["steps_times_as_fast"] = paired_ratio(first[STEP], values[STEP])
+                for name, values in seconds.items():
+                    row[f"{name}s_times_as_fast"] = paired_ratio(first[name], values)
             table.append(row)
     return table
