@@ -172,7 +172,9 @@ def bench(
     from srtrl.resolve import list_modules, resolve_class
 
     if name in ("--help", "-h"):
-        print("usage: srtrl bench NAME [OPTIONS]\n\nnames:", ", ".join(list_modules("srtrl.bench", "command")))
+        print("Usage: srtrl bench NAME [OPTIONS]\n\nNames:")
+        for known in list_modules("srtrl.bench", "command"):
+            print(f"  {known:<8} {str(resolve_class('srtrl.bench', known, 'command').__doc__).partition('.')[0]}.")
         return
     benchmark = typer.Typer(
         add_completion=False,
@@ -221,9 +223,9 @@ def show_config(
     ] = False,
     help_fields: Annotated[bool, typer.Option("--help-fields", help="Print every field and its meaning.")] = False,
 ) -> None:
-    """Print a recipe with all defaults and overrides filled in.
+    """Print a recipe with all values filled in.
 
-    With --help-fields: print every field and its meaning.
+    These are its own, defaults and overrides. With --help-fields: print every field and its meaning.
     """
     if help_fields:
         print_fields()

@@ -72,6 +72,11 @@ rollouts run --prompt x => --prompt: run has no rollouts of `x`; it has those of
 rollouts run --sort x => Invalid value for '--sort': Value error, 'x' is not one of
 compare nowhere => nowhere: no such folder; expected the folder of a run, such as
 compare run --metric x => run has not logged `x`; there: accuracy, clip_share/high
+bench rollout --model-shape smal => --model-shape: no shape 'smal', did you mean `small`
+bench rollout --model-shape tiny --trace samples.jsonl --history 1 => --history: 1 of the samples leaves none to decode
+bench rollout --model-shape tiny --trace texts.jsonl => prompt is a text; give --tokenizer DIR
+bench rollout --model-shape tiny --trace samples.jsonl => --trace: token id 9999 is not in the model's vocabulary of 320
+bench rollout --model-shape tiny --trace long.jsonl => but the model was made for 4096
 bench rollout --trace nowhere --json garbage => --json: garbage exists, and is not from this command: rename it, name
 bench host --trace nowhere --json folder => --json: folder is a folder; expected the name of a file
 bench train recipe.yaml --json nowhere/x.json => --json: there is no folder nowhere; expected the name of a file
@@ -198,6 +203,9 @@ def place(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     for name in ("garbage", "garbage.parquet"):
         (folder / name).write_bytes(bytes(range(255, 10, -1)))
     (folder / "empty.jsonl").touch()
+    (folder / "texts.jsonl").write_text('{"prompt": "a", "text": "b"}\n')
+    (folder / "samples.jsonl").write_text('{"prompt_token_ids": [1], "token_ids": [9999]}\n')
+    (folder / "long.jsonl").write_text(json.dumps({"prompt_token_ids": [1], "token_ids": [1] * 5000}))
     (folder / "rows.jsonl").write_text('{"prompt": "1"}\n{"text": "2"}\n')
     train(make_recipe(policy, folder, train__num_steps=1, eval__before_and_after=False, eval__every_steps=None))
     (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")

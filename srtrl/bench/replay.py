@@ -31,11 +31,12 @@ def replay(
     ] = 4000,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Count the decode steps that speculation would save on recorded rollouts.
+    """Count the decode steps that drafts would save.
 
-    No model is needed: the tokens are known, and drafts are compared with them. The first token of each sample is not
-    drafted. The output of tools between the turns of a sample is read and not counted. The steps of a run are replayed
-    in order, so each is history for the next; every FILE begins with an empty drafter.
+    Recorded rollouts are decoded again, step by step. No model is needed: the tokens are known, and drafts are
+    compared with them. The first token of each sample is not drafted. The output of tools between the turns of a
+    sample is read and not counted. The steps of a run are replayed in order, so each is history for the next; every
+    FILE begins with an empty drafter.
     """
     from srtrl.bench.replay_loop import ReplaySettings, replay_files
 

@@ -19,10 +19,11 @@ def command(
     *,
     step: Annotated[int | None, typer.Option(min=1, help="The checkpoint's step. [default: the last]")] = None,
 ) -> None:
-    """Write the policy of a checkpoint as a Hugging Face folder, with tokenizer and model card.
+    """Write a checkpoint's policy as a model folder.
 
-    The card, README.md, has the recipe (without `output_dir` and `log`) and the held-out figures: read it before you
-    publish it. `hf upload USER/MODEL DIR` uploads the folder.
+    It has the layout of Hugging Face, with tokenizer and model card. The card, README.md, has the recipe (without
+    `output_dir` and `log`) and the held-out figures: read it before you publish it. `hf upload USER/MODEL DIR`
+    uploads the folder.
     """
     from srtrl.evaluation.policy import resolve_eval_source
     from srtrl.metrics import new_folder

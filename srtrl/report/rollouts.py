@@ -39,9 +39,10 @@ def command(
         bool, typer.Option("--json", help="Print a JSON row per sample, texts whole, without tokens and log-probs.")
     ] = False,
 ) -> None:
-    """Show samples of a step: prompt, response, reference answer, reward with its parts, advantage.
+    """Show samples of a training step.
 
-    They are read from the run's folder, also while the run continues.
+    Each with prompt, response, reference answer, reward with its parts, and advantage. They are read from the run's
+    folder, also while the run continues.
     """
     from srtrl.report.runs import read_run
 

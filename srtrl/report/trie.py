@@ -17,7 +17,7 @@ def command(
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Maximum number of branches to show.")] = 40,
 ) -> None:
-    """Show the trie of a prompt, and how well it drafts a later rollout.
+    """Show a prompt's trie, and how well it drafts.
 
     The trie is built from the prompt's rollouts of all steps before STEP (if there are none, from the other samples of
     STEP). Shown are its most frequent branches from the start of the response, and the path of the first rollout of
