@@ -122,8 +122,7 @@ def attend_by_kernel(
     num_kv_heads = keys.shape[2]
     group = q.shape[1] // num_kv_heads
     block_m = block_m or max(16, 1 << (group * rows_per_tile - 1).bit_length())
-    num_lanes = len(step.rows.tiles) * num_kv_heads * num_splits * block_m
-    scratch = AttentionScratch(num_lanes=num_lanes, head_dim=q.shape[2], device=KERNEL_DEVICE)
+    scratch = AttentionScratch(q.shape[2], KERNEL_DEVICE)
     scratch.means.fill_(torch.nan)  # what no program wrote is not read
     scratch.log_weights.fill_(torch.nan)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)

@@ -92,7 +92,7 @@ def size_of(batch: Batch, slots: Int64Array, trees: DraftTrees, chunks: list[Pre
     return StepSize(
         rows_per_sequence=np.concatenate([1 + trees.sizes, np.array(counts, np.int64)]),
         num_sampled=len(slots) + trees.num_nodes,
-        max_keys=max([*(batch.num_tokens[slots] + trees.sizes).tolist(), *ends]),
+        num_keys=np.concatenate([batch.num_tokens[slots] + trees.sizes, np.array(ends, np.int64)]),
         page_size=page_size,
     )
 
@@ -161,6 +161,8 @@ def compute_by_reference(runner: "CudaRunner") -> "Callable[[CudaStep], None]":
 
     @torch.inference_mode()
     def compute(step: "CudaStep") -> None:
+        moves = step.moves[: int(step.num_moves)].cpu().numpy()
+        runner.cache.move_indices(moves[:, 0], moves[:, 1])
         plan = ReferencePlan(runner.cache, step.rows)
         step.hidden.copy_(runner.model(step.rows.token_ids.long(), plan))
         if step.inputs.shape.num_sampled:
@@ -177,6 +179,9 @@ class FakeGraphs(StepGraphs):
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
+
+    def _open_stream(self, compute: Callable[[], None]) -> bool:
+        return False
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
         return compute
@@ -272,14 +277,15 @@ class Samples:
 
     def accept(self, slots: Sequence[int], trees: DraftTrees, paths: Sequence[Sequence[int]]) -> None:
         """Commit a path of nodes in each tree, and a bonus token; the KV of the nodes moves after the root's."""
-        sources: list[int] = []
-        targets: list[int] = []
+        moves: list[list[int]] = []
         for slot, tree, path in zip(slots, trees, paths, strict=True):
             first = int(self.batch.num_tokens[slot])
-            moves = [(first + node, first + level) for level, node in enumerate(path) if node != level]
-            sources += [kv_index(self.batch.pages(slot), source, PAGE_SIZE) for source, _ in moves]
-            targets += [kv_index(self.batch.pages(slot), target, PAGE_SIZE) for _, target in moves]
+            places = [(first + node, first + level) for level, node in enumerate(path) if node != level]
+            pages = self.batch.pages(slot)
+            for number, (source, target) in enumerate(places):
+                lengths = 0 if number else len(places)
+                moves.append([kv_index(pages, source, PAGE_SIZE), kv_index(pages, target, PAGE_SIZE), lengths])
             tokens = [*tree.token_ids[list(path)].tolist(), 7]
             self.batch.token_ids[slot, first : first + len(tokens)] = tokens
             self.batch.num_tokens[slot] += len(tokens)
-        self.runner.move_kv(np.array(sources, np.int32), np.array(targets, np.int32))
+        self.runner.move_kv(np.array(moves, np.int32).reshape(-1, 3))

@@ -22,6 +22,9 @@ class Steps(StepGraphs):
         self.log: list[object] = []
         self.error: RuntimeError | None = None
 
+    def _open_stream(self, compute: Callable[[], None]) -> bool:
+        return False
+
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
         if self.error is not None:
             raise self.error
@@ -63,12 +66,13 @@ def test_a_capture_that_fails_leaves_no_graph() -> None:
 
 
 class FakeCuda:
-    """As much of `torch.cuda` as a capture calls; logs what waits for what."""
+    """As much of `torch.cuda` as a capture calls; logs what waits for what, and on which stream a step is computed."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.pools: list[object] = []
         self.current = "current"
+        self.free_bytes = 2**40
 
     def make_stream(self, name: str) -> Any:
         return SimpleNamespace(name=name, wait_stream=lambda other: self.log.append(f"{name} after {other.name}"))
@@ -81,13 +85,16 @@ class FakeCuda:
         finally:
             self.current = before
 
-    @contextmanager
-    def graph(self, graph: object, *, pool: object, stream: Any, **_: object) -> Iterator[None]:
-        """As torch's: it goes back to the stream before only if all went well."""
-        before, self.current = self.current, stream.name
-        self.pools.append(pool)
-        yield
-        self.current = before
+    def make_graph(self) -> Any:
+        def begin(*, pool: object, **_: object) -> None:
+            self.pools.append(pool)
+            self.log.append(f"begin on {self.current}")
+
+        return SimpleNamespace(
+            capture_begin=begin,
+            capture_end=lambda: self.log.append("end"),
+            replay=lambda: self.log.append(f"replay on {self.current}"),
+        )
 
 
 @pytest.fixture
@@ -96,9 +103,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: fake.make_stream("side"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.make_stream(fake.current))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", fake.make_graph)
     monkeypatch.setattr(torch.cuda, "stream", fake.stream)
-    monkeypatch.setattr(torch.cuda, "graph", fake.graph)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (fake.free_bytes, 2**40))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: fake.log.append("empty"))
     return fake
 
 
@@ -113,7 +121,25 @@ def test_a_pool_whose_last_graph_is_gone_is_not_used_again(cuda: FakeCuda) -> No
     assert fourth is not third
 
 
-@pytest.mark.parametrize("fails_at", [1, 2])
+def test_each_step_is_computed_once_and_memory_is_given_back_only_where_little_is_left(cuda: FakeCuda) -> None:
+    """A step that moves KV must not run twice: the first capture's warm-up is the step itself."""
+    graphs = StepGraphs(DEVICE)
+
+    def run(key: int) -> list[str]:
+        cuda.log.clear()
+        graphs.run(key, lambda: cuda.log.append(f"compute on {cuda.current}"))
+        return list(cuda.log)
+
+    capture = ["begin on side", "compute on side", "end"]  # nothing is computed meanwhile
+    assert run(1) == ["compute on current"]
+    assert run(1) == ["side after current", "compute on side", "current after side", *capture]
+    assert run(1) == ["replay on current"]
+    assert run(2) == ["compute on current"]
+    cuda.free_bytes = 2**20
+    assert run(2) == ["empty", *capture, "replay on current"]
+
+
+@pytest.mark.parametrize("fails_at", [2, 3])
 def test_the_current_stream_is_in_order_when_a_capture_fails(cuda: FakeCuda, fails_at: int) -> None:
     calls = iter(range(1, 9))
 
@@ -121,7 +147,11 @@ def test_the_current_stream_is_in_order_when_a_capture_fails(cuda: FakeCuda, fai
         if next(calls) == fails_at:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
+    graphs = StepGraphs(DEVICE)
+    graphs.run(1, compute)
     with pytest.raises(torch.OutOfMemoryError):
-        StepGraphs(DEVICE).capture(compute)
+        graphs.run(1, compute)
     assert cuda.current == "current"
-    assert cuda.log == ["side after current", "current after side"]
+    assert cuda.log[:2] == ["side after current", "current after side"]
+    assert cuda.log.count("end") == fails_at - 2
+    assert len(graphs) == 0

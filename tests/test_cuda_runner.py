@@ -21,19 +21,22 @@ from srtrl.engine.rows import StepSize
 from srtrl.engine.runner import EngineOptions, RowFilters
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.transformer import Transformer
+from srtrl.model.tree_attention import H200
 
 PLANNER = ShapePlanner(
     config_from_hf(SHAPES["qwen2.5-1.5b"]),
     EngineOptions(slots=400, draft_budget=128),
     max_sequence_tokens=4095,
-    num_multiprocessors=132,
+    dtype=torch.bfloat16,
+    device=H200,
 )
 
 
 def size_of(*rows_per_sequence: int, num_sampled: int | None = None, max_keys: int = 100) -> StepSize:
     rows = np.array(rows_per_sequence, np.int64)
     sampled = int(rows.sum()) if num_sampled is None else num_sampled
-    return StepSize(rows_per_sequence=rows, num_sampled=sampled, max_keys=max_keys, page_size=16)
+    num_keys = np.full(len(rows), max_keys)
+    return StepSize(rows_per_sequence=rows, num_keys=num_keys, num_sampled=sampled, page_size=16)
 
 
 def test_padding_of_rows_is_bounded_and_its_edges_begin_fine_and_grow_coarser() -> None:

@@ -97,6 +97,7 @@ def test_rows_are_those_of_plain_loops_and_padding_does_nothing(
         for first in range(0, len(rows), rows_per_tile):
             part = rows[first : first + rows_per_tile]
             tiles.append([part[0], len(part), table, max(written[row] for row in part) + 1])
+    tiles.sort(key=lambda tile: -tile[3])
     assert inputs.tiles.tolist() == tiles + [[0, 0, 0, 0]] * (shape.num_tiles - len(tiles))
 
 

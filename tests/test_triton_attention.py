@@ -1,5 +1,7 @@
 """The attention kernel against plain PyTorch from the same inputs: interpreted on a CPU, at real widths on a GPU."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,8 @@ from torch import Tensor
 
 from srtrl.model.paged_attention import KVCache
 from srtrl.model.tree_attention import (
-    AttentionScratch,
+    H200,
+    SCRATCH_LANES,
     choose_block_m,
     choose_num_splits,
     choose_split_keys,
@@ -78,24 +81,43 @@ def test_nothing_is_read_that_no_row_sees() -> None:
 
 
 @given(
-    tiles=st.tuples(st.integers(1, 3000), st.integers(1, 16)),
-    rows=st.tuples(st.sampled_from([1, 4, 6, 71]), st.integers(1, 50)),
+    num_programs=st.integers(1, 48_000),
+    block_m=st.sampled_from([16, 32, 64, 128]),
     device=st.sampled_from([1, 46, 132]),
-    max_keys=st.integers(1, 100_000),
+    keys=st.lists(st.integers(1, 100_000), min_size=1, max_size=5),
 )
-def test_splits_fill_the_device_once_and_their_results_fit(
-    tiles: tuple[int, int], rows: tuple[int, int], device: int, max_keys: int
+def test_splits_fill_the_device_and_their_results_fit(
+    num_programs: int, block_m: int, device: int, keys: list[int]
 ) -> None:
-    group, block_m = rows[0], choose_block_m(rows_per_sequence=rows[1], group=rows[0], head_dim=128)
-    launch = {"block_m": block_m, "max_keys": max_keys, "num_multiprocessors": device}
-    num_splits = choose_num_splits(num_tiles=tiles[0], num_kv_heads=tiles[1], **launch)
-    num_programs = tiles[0] * tiles[1] * num_splits
-    if num_splits > 1:
-        assert num_programs <= programs_per_device(block_m, device)
-        assert num_programs * block_m <= AttentionScratch.lanes_for(group=group, num_multiprocessors=device)
+    limits = replace(H200, num_multiprocessors=device)
+    at_once = programs_per_device(block_m=block_m, head_dim=128, dtype=torch.bfloat16, device=limits)
+    launch = {
+        "num_programs": num_programs,
+        "programs_at_once": at_once,
+        "block_m": block_m,
+        "padded_keys": 2 * max(keys),
+    }
+    max_keys, mean_keys = max(keys), sum(keys) / len(keys)
+    even, num_splits = (
+        choose_num_splits(max_keys=max_keys, mean_keys=mean, **launch) for mean in (max_keys, mean_keys)
+    )
+    assert even == 1 or even * num_programs <= at_once
+    assert even <= num_splits
+    assert num_splits == 1 or num_splits * num_programs * block_m <= SCRATCH_LANES
     split_keys = choose_split_keys(max_keys=max_keys, num_splits=num_splits)
     assert split_keys % 64 == 0
     assert num_splits * split_keys >= max_keys > num_splits * (split_keys - 64)
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "max_keys", "mean_keys", "expected"),
+    [(64, 2048, 2048, 3), (256, 2048, 2048, 1), (256, 8192, 2000, 4), (256, 16_384, 1800, 8), (100, 8192, 2100, 8)],
+)
+def test_keys_are_split_where_lengths_differ(num_sequences: int, max_keys: int, mean_keys: int, expected: int) -> None:
+    """Two key-value heads, one row each, on an H200."""
+    at_once = programs_per_device(block_m=16, head_dim=128, dtype=torch.bfloat16, device=H200)
+    launch = {"num_programs": 2 * num_sequences, "programs_at_once": at_once, "block_m": 16, "padded_keys": 16_384}
+    assert choose_num_splits(max_keys=max_keys, mean_keys=mean_keys, **launch) == expected
 
 
 @pytest.mark.gpu

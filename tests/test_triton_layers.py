@@ -108,7 +108,7 @@ def forward_both(model: Transformer, step: TreeStep) -> tuple[tuple[Tensor, KVCa
         rotary=model.rotary.build(40, model.dtype, model.device),
         block_m=max(16, 1 << (2 * config.num_attention_heads // num_kv_heads - 1).bit_length()),
         num_splits=1,
-        scratch=AttentionScratch(num_lanes=0, head_dim=config.head_dim, device=KERNEL_DEVICE),
+        scratch=AttentionScratch(config.head_dim, KERNEL_DEVICE),
         out=out,
     )
     assert out.isfinite().all(), "padding rows must not spoil anything"

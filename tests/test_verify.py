@@ -107,8 +107,8 @@ def check_as_defined(step: Step) -> list[tuple[int, int]]:
             step.verify()
         return []
     verified = step.verify()
-    sources, targets = plan_moves(batch, verified, PAGE_SIZE)
-    moves: list[tuple[int, int]] = []
+    planned = plan_moves(batch, verified, PAGE_SIZE)
+    moves: list[list[int]] = []
     for b, (slot, found) in enumerate(zip(step.slots.tolist(), expected, strict=True)):
         assert found is not None
         tokens, logprobs, accepted, finish = found
@@ -122,9 +122,11 @@ def check_as_defined(step: Step) -> list[tuple[int, int]]:
         assert batch.num_computed[slot] == batch.num_tokens[slot] - 1
         pages, root = batch.pages(slot), int(before[b]) - 1
         pairs = [(root + 1 + node, root + depth) for depth, node in enumerate(accepted, 1) if node + 1 != depth]
-        moves += [(kv_index(pages, source, PAGE_SIZE), kv_index(pages, target, PAGE_SIZE)) for source, target in pairs]
+        for number, pair in enumerate(pairs):
+            source, target = (kv_index(pages, position, PAGE_SIZE) for position in pair)
+            moves.append([source, target, 0 if number else len(pairs)])
     assert verified.num_new.tolist() == [len(found[0]) for found in expected if found is not None]
-    assert list(zip(sources.tolist(), targets.tolist(), strict=True)) == moves
+    assert planned.tolist() == moves
     return [(len(found[2]), found[3]) for found in expected if found is not None]
 
 

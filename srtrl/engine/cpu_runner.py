@@ -72,6 +72,12 @@ class CpuRunner(Runner):
         assert len(sampled.token_ids) == num_sampled
         return sampled
 
+    @torch.inference_mode()
+    def move_kv(self, moves: Int32Array) -> None:
+        """See `Runner`."""
+        if len(moves):
+            self.cache.move_indices(moves[:, 0], moves[:, 1])
+
     @staticmethod
     def _padded(num_rows: int) -> int:
         return -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE

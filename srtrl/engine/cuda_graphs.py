@@ -14,6 +14,9 @@ import torch
 MAX_GRAPHS = 512
 """Each takes about a MiB beside the memory that all of them share."""
 
+SPARE_BYTES = 2**30
+"""Free memory before a capture: during one the allocator cannot give cached memory back to the device."""
+
 Compute = Callable[[], None]
 """Launches the kernels of a step; does not wait."""
 
@@ -61,8 +64,10 @@ class StepGraphs:
         if is_known and can_capture and self._device is not None:
             if len(self._graphs) == self._max_graphs:
                 self._graphs.popitem(last=False)
+            is_computed = self._open_stream(compute)
             graph = self._graphs[key] = self.capture(compute)  # the kernels do not run meanwhile
-            graph()
+            if not is_computed:  # a step moves KV: twice would be wrong
+                graph()
             return False
         compute()
         self._known.add(key)
@@ -72,25 +77,40 @@ class StepGraphs:
         """Forget all graphs: weights or pages have moved."""
         self._graphs.clear()
 
+    def _open_stream(self, compute: Compute) -> bool:
+        """Before the first capture: make its stream, and compute the step there, so that libraries make their handles.
+
+        Returns:
+            Whether the step is computed now.
+        """
+        if self._stream is not None:
+            return False
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                compute()
+        finally:  # also what was queued before an error may still write where the current stream writes next
+            current.wait_stream(self._stream)
+        return True
+
     def capture(self, compute: Compute) -> Compute:
-        """Capture what `compute` launches, whose kernels are compiled already; returns what replays it."""
+        """Capture what `compute` launches, whose kernels are compiled already; returns what replays it.
+
+        Not by `torch.cuda.graph`, which waits for the device and gives the allocator's cached memory back, that of the
+        update among it: with some 60 captures in a first rollout that is seconds.
+        """
         if not self._graphs:  # a pool whose last graph is gone must not be used again
             self._pool = torch.cuda.graph_pool_handle()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            current = torch.cuda.current_stream(self._device)
-            self._stream.wait_stream(current)
-            try:
-                with torch.cuda.stream(self._stream):
-                    compute()  # once more: libraries make handles for the stream
-            finally:  # also what was queued before an error may still write where the current stream writes next
-                current.wait_stream(self._stream)
+        if torch.cuda.mem_get_info(self._device)[0] < SPARE_BYTES:
+            torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
-        # The outer `with`: where ending the capture fails, torch's own does not go back to the current stream.
-        # thread_local: what other threads do with CUDA meanwhile is not part of the capture and does not break it.
-        with (
-            torch.cuda.stream(self._stream),
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-        ):
-            compute()
+        with torch.cuda.stream(self._stream):
+            # thread_local: what other threads do with CUDA meanwhile is not part of the capture and does not break it.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                compute()
+            finally:
+                graph.capture_end()
         return graph.replay

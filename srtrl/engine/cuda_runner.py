@@ -1,9 +1,10 @@
 """Decode steps on a CUDA device: one copy to it, one graph launch, one copy back, and one wait.
 
-The host writes a step into pinned memory (`inputs_for`), `launch` queues its copy, the forward pass with sampling, and
-the copy of the results, and returns while the device computes; `wait` brings the tokens and log-probs. Kernels find all
-inputs at fixed addresses, so that a captured graph can be replayed. The same path runs on a CPU under Triton's
-interpreter, kernel by kernel, for tests. Letters: see `srtrl/engine/rows.py`; V vocabulary, D width of the model.
+The host writes a step into pinned memory (`inputs_for`), `launch` queues its copy, the moves of KV that the step before
+has left, the forward pass with sampling, and the copy of the results, and returns while the device computes; `wait`
+brings the tokens and log-probs. Kernels find all inputs at fixed addresses, so that a captured graph can be replayed.
+The same path runs on a CPU under Triton's interpreter, kernel by kernel, for tests. Letters: see
+`srtrl/engine/rows.py`; V vocabulary, D width of the model.
 """
 
 from collections import OrderedDict
@@ -17,16 +18,18 @@ import torch
 from torch import Tensor
 
 from srtrl.engine.cuda_graphs import StepGraphs
-from srtrl.engine.cuda_shapes import H200_MULTIPROCESSORS, MAX_GRAPH_ROWS, ShapePlanner, row_edges
-from srtrl.engine.rows import StepInputs, StepShape, StepSize, aligned
+from srtrl.engine.cuda_shapes import MAX_GRAPH_ROWS, ShapePlanner, row_edges
+from srtrl.engine.rows import Int32Array, StepInputs, StepShape, StepSize, aligned
 from srtrl.engine.runner import EngineOptions, RowFilters, Runner, SampledRows
 from srtrl.engine.sampling import filter_top_k_top_p, row_logprobs_reference
 from srtrl.engine.triton_sampling import SamplingScratch, sample_rows_triton
 from srtrl.model.attention import copy_to_device
 from srtrl.model.paged_attention import TreeRows
 from srtrl.model.transformer import Transformer
-from srtrl.model.tree_attention import AttentionScratch, choose_split_keys
-from srtrl.model.triton_layers import fused_forward
+from srtrl.model.tree_attention import H200, AttentionScratch, DeviceLimits, choose_split_keys
+from srtrl.model.triton_layers import fused_forward, move_kv
+
+NO_MOVES = np.empty((0, 3), np.int32)
 
 MAX_STEPS = 512
 """Shapes of steps whose views are kept, some 10 KiB each."""
@@ -82,6 +85,10 @@ class CudaStep:
     """[L] int64."""
     sample_positions: Tensor
     """[L] int32."""
+    num_moves: Tensor
+    """[1] int32."""
+    moves: Tensor
+    """[max_moves, 3] int32."""
     hidden: Tensor
     """[N, D], written."""
     tokens: Tensor
@@ -103,10 +110,14 @@ class CudaRunner(Runner):
         super().__init__(policy, options, token_major=True)
         config, device = policy.config, policy.device
         is_cuda = device.type == "cuda"
-        num_multiprocessors = H200_MULTIPROCESSORS  # on a CPU: tests see the launches of a real device
+        limits = H200  # on a CPU: tests see the launches of a real device
         if is_cuda:
-            num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.planner = ShapePlanner(config, options, max_sequence_tokens, num_multiprocessors)
+            properties = torch.cuda.get_device_properties(device)
+            limits = DeviceLimits(
+                num_multiprocessors=properties.multi_processor_count,
+                shared_bytes=properties.shared_memory_per_multiprocessor,
+            )
+        self.planner = ShapePlanner(config, options, max_sequence_tokens, dtype=self.model.dtype, device=limits)
         self.compute: Callable[[CudaStep], None] = self._compute_by_kernels
         """The device's work in a step; tests replace it by plain PyTorch."""
         self._graphs = StepGraphs(device if is_cuda and options.cuda_graphs else None)
@@ -121,8 +132,8 @@ class CudaRunner(Runner):
         self._rotary = policy.rotary.build(self.planner.max_positions, self.model.dtype, device)
         self._logits = torch.empty(LOGITS_AT_ONCE, config.vocab_size, dtype=self.model.dtype, device=device)
         self._sampling = SamplingScratch(LOGITS_AT_ONCE, config.vocab_size, device)
-        num_lanes = AttentionScratch.lanes_for(group=self.planner.group, num_multiprocessors=num_multiprocessors)
-        self._attention = AttentionScratch(num_lanes=num_lanes, head_dim=config.head_dim, device=device)
+        self._attention = AttentionScratch(config.head_dim, device)
+        self._moves: Int32Array = NO_MOVES
         self._addresses: tuple[int, ...] = ()
         self._step: CudaStep | None = None
         self._was_awaited = True
@@ -137,8 +148,22 @@ class CudaRunner(Runner):
         step = self._step = self._steps.get(shape) or self._make_step(shape)
         self._steps.move_to_end(shape)
         self._staging.wait()
-        step.inputs.split_keys[0] = choose_split_keys(max_keys=size.max_keys, num_splits=shape.num_splits)
-        return step.inputs
+        inputs, num_moves = step.inputs, len(self._moves)
+        inputs.split_keys[0] = choose_split_keys(max_keys=size.max_keys, num_splits=shape.num_splits)
+        inputs.num_moves[0] = num_moves
+        inputs.moves[:num_moves] = self._moves
+        self._moves = NO_MOVES
+        return inputs
+
+    def move_kv(self, moves: Int32Array) -> None:
+        """See `Runner`; they are the first thing that the next step does."""
+        assert not len(self._moves), "the last moves have not been launched"
+        self._moves = moves
+
+    def allocate_pages(self, num_pages: int) -> None:
+        """See `Runner`."""
+        self._moves = NO_MOVES  # of pages that are gone
+        super().allocate_pages(num_pages)
 
     def launch(self, inputs: StepInputs, filters: RowFilters | None) -> None:
         """See `Runner`."""
@@ -178,10 +203,11 @@ class CudaRunner(Runner):
 
     @torch.inference_mode()
     def _compute_by_kernels(self, step: CudaStep) -> None:
-        """Forward pass and sampling; fills `step.hidden`, `tokens` and `logprobs`, padding rows with anything.
+        """Moves of KV, forward pass and sampling; fills `step.hidden`, `tokens`, `logprobs`, padding with anything.
 
         It asks the device nothing and allocates nothing whose size depends on data: a graph can hold it.
         """
+        move_kv(self.cache, step.num_moves, step.moves)
         fused_forward(
             self.model,
             self.cache,
@@ -240,6 +266,8 @@ class CudaRunner(Runner):
             temperatures=views["temperatures"],
             rng_keys=views["rng_keys"],
             sample_positions=views["sample_positions"],
+            num_moves=views["num_moves"],
+            moves=views["moves"],
             hidden=self._hidden[: shape.num_rows],
             tokens=tokens,
             logprobs=logprobs.view(torch.float32),

@@ -4,11 +4,13 @@ A captured graph runs one shape only, and a step costs what its shape costs, rea
 shapes, and each is little larger than what it is for. Pure arithmetic on the host; nothing here looks at a device.
 """
 
+import torch
+
 from srtrl.engine.draft_budget import MAX_ROWS
 from srtrl.engine.rows import StepShape, StepSize, num_ancestor_words
 from srtrl.engine.runner import EngineOptions
 from srtrl.model.transformer import ModelConfig
-from srtrl.model.tree_attention import choose_block_m, choose_num_splits
+from srtrl.model.tree_attention import DeviceLimits, choose_block_m, choose_num_splits, programs_per_device
 
 MAX_GRAPH_ROWS = 2048
 """Larger steps are not captured: they keep the device busy for longer than it takes to launch them."""
@@ -21,17 +23,20 @@ MIN_TABLE_TOKENS = 8192
 """Page tables are not made for fewer positions than this, if there are sequences as long: so narrow a table (2 KiB a
 sequence with pages of 16) is copied in no time, and one width serves a whole rollout."""
 
-H200_MULTIPROCESSORS = 132
-"""As many as an H100 has; for shapes of steps where there is no device to ask."""
-
 
 class ShapePlanner:
     """Finds the shape of a step."""
 
     def __init__(
-        self, config: ModelConfig, options: EngineOptions, max_sequence_tokens: int, num_multiprocessors: int
+        self,
+        config: ModelConfig,
+        options: EngineOptions,
+        max_sequence_tokens: int,
+        *,
+        dtype: torch.dtype,
+        device: DeviceLimits,
     ) -> None:
-        """For a model whose sequences get no longer than `max_sequence_tokens`, draft nodes not counted."""
+        """For a model in `dtype` whose sequences have at most `max_sequence_tokens`, draft nodes not counted."""
         self.page_size = options.page_size
         self.num_words = num_ancestor_words(options.max_draft_nodes)
         self.max_positions = max_sequence_tokens + options.max_draft_nodes + 1
@@ -41,7 +46,8 @@ class ShapePlanner:
         """Query heads of one key-value head."""
         self._num_kv_heads = config.num_key_value_heads
         self._head_dim = config.head_dim
-        self._num_multiprocessors = num_multiprocessors
+        self._dtype = dtype
+        self._device = device
         self._max_tables = 2 * options.slots  # a sample may have a chunk and decode in the same step
         drafts = MAX_ROWS if options.draft_budget == "auto" else options.slots * options.draft_budget
         self._max_rows = options.slots + options.prefill_chunk_tokens + max(MAX_ROWS, drafts)
@@ -56,6 +62,7 @@ class ShapePlanner:
             table_width=self.max_table_width,
             num_tables=padded_rows(self._max_tables),
             num_tiles=rows,
+            max_moves=MAX_ROWS,
         )
 
     def shape(self, size: StepSize) -> StepShape:
@@ -73,6 +80,9 @@ class ShapePlanner:
         block_m = choose_block_m(rows_per_sequence=num_real / num_sequences, group=self.group, head_dim=self._head_dim)
         rows_per_tile = block_m // self.group
         num_tiles = padded_tiles(int((-(-rows_per_sequence // rows_per_tile)).sum()), num_rows)
+        programs_at_once = programs_per_device(
+            block_m=block_m, head_dim=self._head_dim, dtype=self._dtype, device=self._device
+        )
         table_width = padded_width(size.max_pages, self.max_table_width, -(-MIN_TABLE_TOKENS // self.page_size))
         return StepShape(
             num_rows=num_rows,
@@ -84,12 +94,14 @@ class ShapePlanner:
             rows_per_tile=rows_per_tile,
             block_m=block_m,
             num_splits=choose_num_splits(
-                num_tiles=num_tiles,
-                num_kv_heads=self._num_kv_heads,
+                num_programs=num_tiles * self._num_kv_heads,
+                programs_at_once=programs_at_once,
                 block_m=block_m,
-                max_keys=table_width * self.page_size,
-                num_multiprocessors=self._num_multiprocessors,
+                max_keys=size.max_keys,
+                mean_keys=float(size.num_keys.mean()),
+                padded_keys=table_width * self.page_size,
             ),
+            max_moves=MAX_ROWS,
         )
 
 
@@ -113,7 +125,7 @@ def row_edges(max_rows: int) -> list[int]:
 def padded_tiles(num_tiles: int, num_rows: int) -> int:
     """The bucket of a tile count: `num_rows` (as many as there can be), 3/4 of it, half, 3/8, a quarter, ...
 
-    Keys are split by it, so padding leaves a third of the device idle at most.
+    Keys are split by it, so padding leaves a third of the device idle at most where sequences are of one length.
     """
     assert num_tiles <= num_rows
     while num_rows > 1 and -(-num_rows // 2) >= num_tiles:

@@ -218,7 +218,7 @@ class Engine:
         verified = verify(self.batch, step.slots, trees, sampled, self.stop_finder)
         clock.lap("verify")
         if trees.num_nodes:
-            self.runner.move_kv(*plan_moves(self.batch, verified, self.pool.page_size))
+            self.runner.move_kv(plan_moves(self.batch, verified, self.pool.page_size))
         clock.lap("commit")
         self.drafter.observe(verified.slots, verified.token_ids, verified.offsets)
         clock.lap("observe")
@@ -299,11 +299,12 @@ class Engine:
         """Fill the step's inputs and queue it."""
         batch, slots, page_size = self.batch, step.slots, self.pool.page_size
         sizes = trees.sizes
-        ends = [chunk.start + len(chunk.token_ids) for chunk in step.chunks]
+        num_chunk_rows = np.array([len(chunk.token_ids) for chunk in step.chunks], np.int64)
+        starts = np.array([chunk.start for chunk in step.chunks], np.int64)
         size = StepSize(
-            rows_per_sequence=np.concatenate([1 + sizes, np.array([len(c.token_ids) for c in step.chunks], np.int64)]),
+            rows_per_sequence=np.concatenate([1 + sizes, num_chunk_rows]),
+            num_keys=np.concatenate([batch.num_tokens[slots] + sizes, starts + num_chunk_rows]),
             num_sampled=len(slots) + trees.num_nodes,
-            max_keys=max(int((batch.num_tokens[slots] + sizes).max(initial=1)), max(ends, default=1)),
             page_size=page_size,
         )
         inputs = self.runner.inputs_for(size)

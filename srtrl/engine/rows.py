@@ -69,14 +69,19 @@ class StepSize:
     """[B], rows of each decoding sequence (root and nodes), then of each prefill chunk."""
     num_sampled: int
     """The first rows: those of the decoding sequences."""
-    max_keys: int
-    """Largest number of positions that a sequence has in this step, its draft nodes included."""
+    num_keys: Int64Array
+    """[B], positions that each of them has in this step, its draft nodes included."""
     page_size: int
 
     @property
     def num_rows(self) -> int:
         """Rows without padding."""
         return int(self.rows_per_sequence.sum())
+
+    @property
+    def max_keys(self) -> int:
+        """Positions of the longest sequence."""
+        return int(self.num_keys.max())
 
     @property
     def max_pages(self) -> int:
@@ -108,6 +113,8 @@ class StepShape(NamedTuple):
     """Query rows of that kernel's matrix products: a tile's rows times the query heads of a key-value head, padded."""
     num_splits: int = 1
     """Parts into which that kernel splits the keys of a tile."""
+    max_moves: int = 0
+    """Room for moves of KV, which a GPU does first; a CPU has done them before the step."""
 
     @property
     def graph_key(self) -> "StepShape":
@@ -129,6 +136,8 @@ class StepShape(NamedTuple):
             "ancestors": (np.int32, (self.num_rows, self.num_words)),
             "tiles": (np.int32, (self.num_tiles, 4)),
             "split_keys": (np.int32, (1,)),
+            "num_moves": (np.int32, (1,)),
+            "moves": (np.int32, (self.max_moves, 3)),
             "page_tables": (np.int32, (self.num_tables, self.table_width)),
         }
 
@@ -173,9 +182,14 @@ class StepInputs(NamedTuple):
     of node i lies at position context_length + i of the sequence."""
     tiles: Int32Array
     """[M, 4]: first row, number of rows, row of `page_tables`, and the largest number of positions that its rows see,
-    draft nodes of other branches included. Up to `rows_per_tile` adjacent rows of one sequence; zeros for padding."""
+    draft nodes of other branches included. Up to `rows_per_tile` adjacent rows of one sequence; those that see the most
+    positions come first, zeros for padding last."""
     split_keys: Int32Array
-    """[1], keys of one split of the GPU's attention kernel; the runner sets it."""
+    """[1], keys of one split of the GPU's attention kernel; the runner sets it, and the two that follow."""
+    num_moves: Int32Array
+    """[1]."""
+    moves: Int32Array
+    """[max_moves, 3], what the step before has left to move; see `verify.plan_moves`."""
     page_tables: Int32Array
     """[B, P], pages of each sequence by position; entries after the last page are not read."""
 
@@ -293,7 +307,7 @@ def _fill_padding(inputs: StepInputs, num_rows: int, num_sampled: int) -> None:
 
 @numba.njit(cache=True, nogil=True)
 def _fill_tiles(inputs: StepInputs, num_rows: int) -> None:
-    """Cut the rows of each sequence into tiles; see `StepInputs.tiles`.
+    """Cut the rows of each sequence into tiles, those with the most keys first; see `StepInputs.tiles`.
 
     A sequence's rows write to adjacent positions, and its first row sees its own position last: so the last row of a
     tile writes as many positions after that as there are rows between them.
@@ -313,4 +327,6 @@ def _fill_tiles(inputs: StepInputs, num_rows: int) -> None:
             tiles[tile, 3] = inputs.context_lengths[first] + (stop - 1 - first)
             tile += 1
         first = end
+    # Programs start in this order: a long one that starts last would be waited for.
+    tiles[:tile] = tiles[:tile][np.argsort(-tiles[:tile, 3], kind="mergesort")]
     tiles[tile:] = 0

@@ -123,14 +123,9 @@ class Runner(ABC):
         """The policy's weights have changed; those of a sharded policy may lie elsewhere now."""
         self._may_have_moved = True
 
-    @torch.inference_mode()
-    def move_kv(self, sources: Int32Array, targets: Int32Array) -> None:
-        """Copy single positions in all layers, KV indices [n]; every source is read before any target is written.
-
-        The host does not wait for it.
-        """
-        if len(sources):
-            self.cache.move_indices(sources, targets)
+    @abstractmethod
+    def move_kv(self, moves: Int32Array) -> None:
+        """Copy single positions in all layers, `verify.plan_moves` [n, 3], before the next step reads or writes any."""
 
     def time_step(self, num_rows: int, context_tokens: int, num_sequences: int) -> float:
         """Seconds of a step of `num_rows` sampled rows, roots of sequences of `context_tokens` and chains after them.
@@ -171,7 +166,7 @@ def timed_step(runner: Runner, num_rows: int, context_tokens: int, num_sequences
     size = StepSize(
         rows_per_sequence=1 + num_nodes,
         num_sampled=num_rows,
-        max_keys=context_tokens + max_nodes,
+        num_keys=context_tokens + num_nodes,
         page_size=runner.page_size,
     )
     batch = Batch(num_sequences, context_tokens, PagePool(1, runner.page_size), max_nodes)

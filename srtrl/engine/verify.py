@@ -170,16 +170,20 @@ def _cut_at_stop_strings(batch: Batch, verified: Verified, stop_finder: StopFind
     )
 
 
-def plan_moves(batch: Batch, verified: Verified, page_size: int) -> tuple[Int32Array, Int32Array]:
+def plan_moves(batch: Batch, verified: Verified, page_size: int) -> Int32Array:
     """Places of the KV of accepted paths, and where it belongs: right after its root, in the order of depth.
 
+    Nodes are numbered by depth at least, so a path's moves only go towards the root, and none writes what a later one
+    of the same path reads.
+
     Returns:
-        Sources and targets, KV indices [n] each.
+        [n, 3], path by path: KV index now and then, and at a path's first move the number of its moves, else 0.
     """
     num_new, nodes = verified.num_new, verified.nodes
     levels = ranges(np.zeros_like(num_new), num_new)
     is_moved = (nodes != ROOT) & (nodes != levels)
-    slots = np.repeat(verified.slots, num_new)[is_moved]
+    owners = np.repeat(np.arange(len(num_new)), num_new)[is_moved]
+    slots = verified.slots[owners]
     after_root = (batch.num_tokens[verified.slots] - num_new).repeat(num_new)[is_moved]
 
     def kv_indices(positions: Int64Array) -> Int32Array:
@@ -187,4 +191,7 @@ def plan_moves(batch: Batch, verified: Verified, page_size: int) -> tuple[Int32A
         indices: Int32Array = pages * np.int32(page_size) + (positions % page_size).astype(np.int32)
         return indices
 
-    return kv_indices(after_root + nodes[is_moved]), kv_indices(after_root + levels[is_moved])
+    is_first = np.diff(owners, prepend=-1) != 0
+    lengths = np.where(is_first, np.bincount(owners)[owners], 0).astype(np.int32) if len(owners) else owners
+    columns = kv_indices(after_root + nodes[is_moved]), kv_indices(after_root + levels[is_moved]), lengths
+    return np.stack(columns, axis=1).astype(np.int32)

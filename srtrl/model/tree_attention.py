@@ -2,11 +2,14 @@
 
 Rows are grouped in *tiles*: up to R rows of one sequence, whose query heads together fill one block of
 the kernel (`triton_attention.py`), so that the sequence's keys are read once for all of them. Long contexts are split:
-several programs share the keys of a tile. How many is part of a captured graph, so it depends on padded sizes only; the
-keys of one split are read from the device.
+several programs share the keys of a tile. How many is part of a captured graph, so there are few such numbers; the keys
+of one split are read from the device.
 
 What the kernel reads is `paged_attention.TreeRows`; the reference in plain PyTorch is `ReferencePlan` there.
 """
+
+import math
+from dataclasses import dataclass
 
 import torch
 
@@ -20,6 +23,15 @@ MIN_SPLIT_KEYS = 2 * KEY_BLOCK
 """No split is meant to be shorter: a block costs less than the start of a program and its combination."""
 
 MAX_NUM_SPLITS = 64
+
+SCRATCH_LANES = 2**17
+"""Partial results that have room, of one query head over one split each: 64 MiB for heads of 128."""
+
+REGISTERS = 65_536
+"""Of a multiprocessor since Volta."""
+
+NUM_THREADS = 128
+"""Of a program: four warps."""
 
 LARGEST_BLOCK_M = 64
 WIDE_BLOCK_M = 32
@@ -38,26 +50,72 @@ def choose_block_m(*, rows_per_sequence: float, group: int, head_dim: int) -> in
     return block_m
 
 
-def programs_per_device(block_m: int, num_multiprocessors: int) -> int:
-    """Number of programs of the attention that are meant to run at the same time.
+@dataclass(kw_only=True, frozen=True)
+class DeviceLimits:
+    """What decides how many programs run at the same time."""
 
-    A program of four warps keeps one block of keys and values on its way (32 KiB for bfloat16 heads of 128). As
-    compiled for Hopper it takes 43 KiB of shared memory and up to 152 registers a thread with 16 lanes: three or four
-    fit on a multiprocessor, and with three there is always more on the way than bandwidth times latency (4.8 TB/s x
-    1 us / 132: 36 KiB). With 32 or 64 lanes it takes up to 99 KiB and 250 registers: two fit.
+    num_multiprocessors: int
+    shared_bytes: int
+    """Shared memory of a multiprocessor."""
+
+
+H200 = DeviceLimits(num_multiprocessors=132, shared_bytes=228 * 1024)
+"""As an H100 has; for shapes of steps where there is no device to ask."""
+
+
+def max_registers(*, block_m: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Registers that a thread of the attention kernel may use, without which the assembler chooses by itself.
+
+    With 16 lanes 168 let three programs run on a multiprocessor, and nothing is kept in memory for want of registers
+    (`tests/test_triton_compile.py` reads both from the binary). All else needs more, float32 heads 255.
     """
-    return (3 if block_m <= 16 else 2) * num_multiprocessors
+    is_small = block_m <= 16 and head_dim in {64, 128} and dtype.itemsize == 2
+    return 168 if is_small else 255
+
+
+def shared_bytes(block_m: int) -> int:
+    """Shared memory that a program of the attention takes at most, with heads of up to 256 numbers.
+
+    Two blocks of keys and values, one of them on its way, and what the lanes carry along.
+    """
+    return {16: 42, 32: 54}.get(block_m, 90) * 1024
+
+
+def programs_per_device(*, block_m: int, head_dim: int, dtype: torch.dtype, device: DeviceLimits) -> int:
+    """Number of programs of the attention that run at the same time.
+
+    Bandwidth times latency is 36 KiB on a multiprocessor of an H200 (4.8 TB/s x 1 us / 132). A program keeps one block
+    of keys and values on its way, 32 KiB for bfloat16 heads of 128: so two are enough, with three there is always more.
+    """
+    registers = 8 * -(-max_registers(block_m=block_m, head_dim=head_dim, dtype=dtype) // 8)
+    by_registers = REGISTERS // (NUM_THREADS * registers)
+    by_memory = max(1, device.shared_bytes // shared_bytes(block_m))
+    return min(by_registers, by_memory) * device.num_multiprocessors
 
 
 def choose_num_splits(
-    *, num_tiles: int, num_kv_heads: int, block_m: int, max_keys: int, num_multiprocessors: int
+    *, num_programs: int, programs_at_once: int, block_m: int, max_keys: int, mean_keys: float, padded_keys: int
 ) -> int:
-    """As many splits as fill the device once, for that one wave reads all keys together; 1 where tiles alone do it.
+    """Splits of the keys of each tile, so that programs fill the device and none is much longer than its share.
 
-    `max_keys` is the largest number of keys that a row of this padded step may ever see.
+    With sequences of one length as many as fill the device once: one wave reads all keys together. Where they differ,
+    the longest program should take no longer than all of them together, spread over the device; this number is rounded
+    up to a power of two, for each one makes graphs of its own, and splits after the end of a sequence cost nothing.
+
+    Args:
+        num_programs: Tiles times key-value heads.
+        programs_at_once: See `programs_per_device`.
+        block_m: Lanes of a program.
+        max_keys: Keys of the longest sequence.
+        mean_keys: Keys of a sequence on average.
+        padded_keys: Keys that a sequence of this padded step may have at most.
     """
-    wanted = programs_per_device(block_m, num_multiprocessors) // max(1, num_tiles * num_kv_heads)
-    return max(1, min(wanted, -(-max_keys // MIN_SPLIT_KEYS), MAX_NUM_SPLITS))
+    wanted = programs_at_once // num_programs
+    if max_keys > 1.5 * mean_keys:
+        balanced = programs_at_once * max_keys / (num_programs * mean_keys)
+        wanted = max(wanted, next_power_of_two(math.ceil(balanced)))
+    by_room = SCRATCH_LANES // (num_programs * block_m)
+    return max(1, min(wanted, by_room, -(-padded_keys // MIN_SPLIT_KEYS), MAX_NUM_SPLITS))
 
 
 def choose_split_keys(*, max_keys: int, num_splits: int) -> int:
@@ -81,15 +139,8 @@ def next_power_of_two(number: int) -> int:
 class AttentionScratch:
     """Partial results of the splits: memory that all layers and all graphs share, for they run one after the other."""
 
-    def __init__(self, *, num_lanes: int, head_dim: int, device: torch.device | str) -> None:
-        """Allocate for `num_lanes` partial results of one query head over one split; see `lanes_for`."""
-        self.means = torch.zeros(num_lanes, head_dim, dtype=torch.float32, device=device)
+    def __init__(self, head_dim: int, device: torch.device | str) -> None:
+        self.means = torch.zeros(SCRATCH_LANES, head_dim, dtype=torch.float32, device=device)
         """Weighted mean of the values of one split."""
-        self.log_weights = torch.zeros(num_lanes, dtype=torch.float32, device=device)
+        self.log_weights = torch.zeros(SCRATCH_LANES, dtype=torch.float32, device=device)
         """Base-2 logarithm of its sum of weights."""
-
-    @staticmethod
-    def lanes_for(*, group: int, num_multiprocessors: int) -> int:
-        """Lanes that no launch with splits exceeds: `choose_num_splits` makes no more programs than run together."""
-        block_m = max(LARGEST_BLOCK_M, next_power_of_two(group))
-        return max(programs_per_device(block, num_multiprocessors) * block for block in (16, block_m))

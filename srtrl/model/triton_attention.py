@@ -7,9 +7,10 @@ and the values so weighted and summed, [M, WIDTH]. Scores are in units of log 2.
 a power of two, under a mask.
 
 Speed. With one row per sequence this is bound by memory: each key and value is read once, and what counts is bytes on
-their way. So keys are split until the programs fill the device once (`choose_num_splits`), blocks of 64 keys and values
-are fetched ahead of their use, and the G query heads of a key-value head share what was read, as rows of a product that
-a tensor core pads to 16 anyhow. Only blocks that reach past the context of one of the tile's rows read ancestor bits.
+their way. So keys are split until the programs fill the device and the longest sequence is no longer than the others
+(`choose_num_splits`), blocks of 64 keys and values are fetched ahead of their use, and the G query heads of a key-value
+head share what was read, as rows of a product that a tensor core pads to 16 anyhow. Only blocks that reach past the
+context of one of the tile's rows read ancestor bits.
 
 Memory. Page ids are loaded only for positions that exist; no other address comes from data, and lanes after the last
 position point to page 0 and are not read.
@@ -20,11 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from srtrl.model.paged_attention import TreeRows
-from srtrl.model.tree_attention import MAX_NUM_SPLITS, AttentionScratch, keys_at_once
+from srtrl.model.tree_attention import MAX_NUM_SPLITS, NUM_THREADS, AttentionScratch, keys_at_once, max_registers
 from srtrl.model.triton_jit import jit
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
+NUM_WARPS = NUM_THREADS // 32
 NUM_STAGES = 3
 """Page ids are fetched two blocks ahead, keys and values one: more would cost programs on a multiprocessor."""
 
@@ -76,13 +78,20 @@ def attend_tree(
         NUM_WORDS=rows.ancestors.shape[1],
         KEY_BLOCK=keys_at_once(head_dim, keys.dtype),
         SPLIT=num_splits > 1,
-        num_warps=4,
+        num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
-        maxnreg=255,  # else the assembler gives float32 heads 32 registers and keeps the rest in memory
+        maxnreg=max_registers(block_m=block_m, head_dim=head_dim, dtype=q.dtype),
+        enable_fp_fusion=True,
     )
     if num_splits > 1:
         grid = (num_programs, block_m // group * group)
-        combine_splits[grid](rows.tiles, rows.split_keys, *results, **constants, SPLITS=MAX_NUM_SPLITS, num_warps=4)
+        combine_splits[grid](
+            *(rows.tiles, rows.split_keys, *results),
+            **constants,
+            SPLITS=MAX_NUM_SPLITS,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=True,
+        )
 
 
 @jit

@@ -24,6 +24,7 @@ from srtrl.model.triton_attention import attend_tree
 from srtrl.model.triton_jit import jit
 
 _HEADS_AT_ONCE = 16  # heads of a row that one program of `rope_and_store` takes
+_PATHS_AT_ONCE = 32  # paths whose KV is moved at the same time in each layer
 
 
 @torch.inference_mode()
@@ -118,6 +119,53 @@ def add_rms_norm_rows(
     factor = tl.rsqrt(tl.sum(stream * stream, axis=0) / WIDTH + eps)
     weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + start + columns, rounded(stream * factor, dtype) * weights, mask=inside)
+
+
+def move_kv(cache: KVCache, num_moves: Tensor, moves: Tensor) -> None:
+    """Move single KV positions in all layers, path by path; the moves of a path one after the other.
+
+    Args:
+        cache: Token-major.
+        num_moves: [1] int32; at most as many as `moves` has room for.
+        moves: [room, 3] int32, see `srtrl.engine.verify.plan_moves`.
+    """
+    keys, values = cache.key_pages.permute(0, 1, 4, 2, 3), cache.value_pages.transpose(2, 3)
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
+    num_layers, num_pages, page_size, num_kv_heads, head_dim = keys.shape
+    width = num_kv_heads * head_dim
+    move_kv_paths[(_PATHS_AT_ONCE, num_layers)](
+        *(num_moves, moves, keys, values, num_pages * page_size * width),
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        PATHS_AT_ONCE=_PATHS_AT_ONCE,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+
+
+@jit
+def move_kv_paths(
+    num_moves: tl.tensor,
+    moves: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    layer_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PATHS_AT_ONCE: tl.constexpr,
+) -> None:
+    """Grid (programs, layers). A thread reads and writes the same numbers of each position, so it needs no barrier."""
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    layer = tl.program_id(1).to(tl.int64) * layer_stride
+    for first in range(tl.program_id(0), tl.load(num_moves), PATHS_AT_ONCE):
+        for move in range(first, first + tl.load(moves + 3 * first + 2)):  # none where a path is under way
+            source = layer + tl.load(moves + 3 * move).to(tl.int64) * WIDTH + columns
+            target = layer + tl.load(moves + 3 * move + 1).to(tl.int64) * WIDTH + columns
+            key, value = tl.load(keys + source, mask=inside), tl.load(values + source, mask=inside)
+            tl.store(keys + target, key, mask=inside)
+            tl.store(values + target, value, mask=inside)
 
 
 @jit
