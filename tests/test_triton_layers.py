@@ -5,18 +5,20 @@ Inputs of the norms are small whole numbers, whose squares any order sums exactl
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from attention_cases import TreeStep, make_cache, make_step
 from kernel_cases import KERNEL_DEVICE
 from model_cases import CASES, ModelCase, load_ours, make_hf_model
 from torch import Tensor
+from torch.nn import functional
 
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.paged_attention import KVCache, ReferencePlan
 from srtrl.model.transformer import RopeConfig, RotaryTable, Transformer, rms_norm, rotate
 from srtrl.model.tree_attention import AttentionScratch
-from srtrl.model.triton_layers import add_rms_norm, fused_forward, rope_and_store
+from srtrl.model.triton_layers import add_rms_norm, fused_forward, gated_silu, move_kv, rope_and_store
 from srtrl.model.weights import init_model
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -85,6 +87,41 @@ def test_rotation_and_store_round_as_the_eager_model(
     assert_same(rope_and_store(qkv, table, positions, indices, keys, values, weights, EPS), rotate(q, cosines, sines))
     assert_same(keys, expected_keys)
     assert torch.equal(values, expected_values)
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [1, 100, 1500])
+def test_gated_activation_rounds_as_the_eager_model(width: int, dtype: torch.dtype) -> None:
+    gate_up = 8 * normal(3, 2 * width, dtype=dtype)
+    gate_up[0, 0], gate_up[1, 0] = 80, -80
+    gate, up = gate_up.chunk(2, dim=-1)
+    found, expected = gated_silu(gate_up), functional.silu(gate) * up
+    # The exponentials of both are good to a few units in the last place of float32.
+    torch.testing.assert_close(found, expected, rtol=2 * ULP[dtype], atol=1e-30)
+    if dtype == torch.bfloat16:
+        assert float((found == expected).float().mean()) > 0.99
+
+
+def test_moves_go_path_by_path_in_their_order() -> None:
+    """More paths than are moved at a time, of up to four moves, each onto the place that the move before has left."""
+    num_layers, page_size, shape = 2, 4, (2, 6)
+    random = np.random.default_rng(0)
+    lengths = random.integers(0, 5, 80)
+    cache = make_cache(5 * len(lengths), page_size, *shape, torch.float32, num_layers=num_layers)
+    moves, expected = [], [cache.key_pages.clone(), cache.value_pages.clone()]
+    for path, length in enumerate(lengths.tolist()):
+        nodes = np.sort(random.choice(np.arange(1, 20), length, replace=False))
+        for level, node in enumerate(nodes.tolist()):
+            moves.append([20 * path + node, 20 * path + level, 0 if level else length])
+            (page, offset), (to_page, to_offset) = divmod(20 * path + node, page_size), divmod(moves[-1][1], page_size)
+            expected[0][:, to_page, :, :, to_offset] = cache.key_pages[:, page, :, :, offset]
+            expected[1][:, to_page, :, to_offset] = cache.value_pages[:, page, :, offset]
+    assert len(moves) > 2 * 32
+    room = torch.full((len(moves) + 3, 3), 10**6, dtype=torch.int32, device=KERNEL_DEVICE)  # what is not read
+    room[: len(moves)] = torch.tensor(moves, dtype=torch.int32)
+    move_kv(cache, torch.tensor([len(moves)], dtype=torch.int32, device=KERNEL_DEVICE), room)
+    assert torch.equal(cache.key_pages, expected[0])
+    assert torch.equal(cache.value_pages, expected[1])
 
 
 def step_of() -> TreeStep:

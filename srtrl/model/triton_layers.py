@@ -1,8 +1,8 @@
 """The decoder's forward pass on a CUDA device: `Transformer.forward` with fused kernels between the matrix products.
 
-Ten launches per layer: four matrix products, two residual adds with their norms, rotation and store, attention, and two
-for the gated activation. All that is read lies at fixed addresses and nothing here asks the device anything, so a CUDA
-graph can hold it.
+Nine launches per layer: four matrix products, two residual adds with their norms, rotation and store, attention, and
+the gated activation; one more where keys are split. All that is read lies at fixed addresses and nothing here asks the
+device anything, so a CUDA graph can hold it.
 
 Each kernel rounds where `transformer.py` rounds: half types are computed in float32 and rounded after every operation
 that the eager model does alone. So the elementwise parts have its bits; sums over a row differ in their order. Every
@@ -24,6 +24,7 @@ from srtrl.model.triton_attention import attend_tree
 from srtrl.model.triton_jit import jit
 
 _HEADS_AT_ONCE = 16  # heads of a row that one program of `rope_and_store` takes
+_NUMBERS_AT_ONCE = 1024  # of a row that one program of `gated_silu` takes
 _PATHS_AT_ONCE = 32  # paths whose KV is moved at the same time in each layer
 
 
@@ -67,8 +68,7 @@ def fused_forward(
         attend_tree(q, keys, values, rows, attended, scratch=scratch, block_m=block_m, num_splits=num_splits)
         update = layer.o_proj(attended.flatten(1))
         normed = add_rms_norm(hidden, update, layer.mlp_norm, eps)
-        gate, up = layer.gate_up_proj(normed).chunk(2, dim=-1)
-        update = layer.down_proj(functional.silu(gate) * up)
+        update = layer.down_proj(gated_silu(layer.gate_up_proj(normed)))
     add_rms_norm(hidden, update, model.final_norm, eps, out=out)
 
 
@@ -119,6 +119,30 @@ def add_rms_norm_rows(
     factor = tl.rsqrt(tl.sum(stream * stream, axis=0) / WIDTH + eps)
     weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + start + columns, rounded(stream * factor, dtype) * weights, mask=inside)
+
+
+def gated_silu(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up`, [N, I], of the fused projection's rows `gate_up` [N, 2 I]."""
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.is_contiguous()
+    out = gate_up.new_empty(num_rows, width)
+    block = min(_NUMBERS_AT_ONCE, triton.next_power_of_2(width))
+    gated_silu_rows[(num_rows, triton.cdiv(width, block))](
+        *(gate_up, out), WIDTH=width, BLOCK=block, num_warps=4, enable_fp_fusion=False
+    )
+    return out
+
+
+@jit
+def gated_silu_rows(gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """One program per row and block."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    gate = tl.load(gate_up + row * 2 * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    activated = rounded(tl.div_rn(gate, 1.0 + tl.exp(-gate)), out.dtype.element_ty)
+    tl.store(out + row * WIDTH + columns, activated * up, mask=inside)
 
 
 def move_kv(cache: KVCache, num_moves: Tensor, moves: Tensor) -> None:
