@@ -131,6 +131,6 @@ def test_positions_are_copied_as_if_all_sources_were_read_first(
     for pages in expected:
         heads = pages.flatten(1, 2)  # a view
         heads[:, targets] = heads[:, sources]
-    runner.move_kv(sources, targets)
+    cache.move_indices(sources, targets)
     for pages, wanted in zip(by_page, expected, strict=True):
         assert torch.equal(pages, wanted)

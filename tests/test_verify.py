@@ -30,7 +30,11 @@ class Step:
     sampled: SampledRows
 
     def verify(self) -> Verified:
-        return verify(self.batch, self.slots, self.trees, self.sampled, StopFinder(Letters(), 200))
+        finder = StopFinder(Letters(), 200)
+        for sample in self.batch.samples:
+            if sample is not None:
+                finder.add(sample.request.sampling.stop_strings)
+        return verify(self.batch, self.slots, self.trees, self.sampled, finder)
 
 
 def random_step(seed: int, num_samples: int, vocab_size: int, max_nodes: int, *, share_broken: float = 0.0) -> Step:

@@ -1,18 +1,18 @@
 """`srtrl bench host`: the host's work per decode step, with a device whose steps cost nothing.
 
-The real engine, all stages; the device's step takes no time and the recorded tokens are taken in place of sampled ones.
-What a CUDA runner itself takes to queue copies and to launch a graph is not in it. Half of each prompt's samples are
-decoded, two for each slot where there are as many; the drafter has seen the other half. Medians of alternating runs,
-after one to warm up. The stages are milliseconds of the host per decode step in which all slots decode. `times as fast`
-is about whole rollouts on a device whose steps take the time of `H200_CURVE` (by which drafts are budgeted): of the
-device alone, and with the host's time.
+The real engine with its CUDA runner, all stages; the device's step takes no time and the recorded tokens are taken in
+place of sampled ones. What the driver itself takes to queue copies and to launch a graph is not in it. Half of each
+prompt's samples are decoded, two for each slot where there are as many; the drafter has seen the other half. Medians of
+alternating runs, after one to warm up. The stages are milliseconds of the host per decode step in which all slots
+decode. `times as fast` is about whole rollouts on a device whose steps take the time of `H200_CURVE` (by which drafts
+are budgeted): of the device alone, and with the host's time.
 """
 
 import time
 from functools import partial
+from importlib.util import find_spec
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import typer
 
@@ -21,11 +21,9 @@ from srtrl.bench.alternate import alternate, median_of
 from srtrl.bench.shapes import SHAPES
 from srtrl.bench.tables import JSON_MARK, Row, publish, read_environment
 from srtrl.bench.workload import Trace, check_completions, load_workload, make_engine, prepare
-from srtrl.engine.cuda_shapes import H200_MULTIPROCESSORS, ShapePlanner, row_edges
 from srtrl.engine.draft_budget import StepCost
-from srtrl.engine.engine import Engine, EngineOptions
-from srtrl.engine.rows import Int32Array, StepInputs, StepShape, StepSize
-from srtrl.engine.runner import RowFilters, Runner, SampledRows
+from srtrl.engine.engine import Engine
+from srtrl.engine.runner import EngineOptions
 from srtrl.engine.stats import STAGES
 from srtrl.metrics import check_output
 from srtrl.model.cpu_threads import set_cpu_threads
@@ -40,52 +38,6 @@ per row). The fixed 1.2 ms are launches, attention and sampling; reading 3.1 GB 
 2 x 1.54e9 operations per row at half of the peak of 989 TFLOP/s take 6.2 us, which is more from 129 rows on."""
 SHAPE = "qwen2.5-1.5b"
 """Its vocabulary, context length and head counts; weights are not made."""
-
-
-class HostRunner(Runner):
-    """`Runner` that does what a CUDA runner does on the host, but for calling CUDA.
-
-    It finds the shape of a step by the same planner, keeps its views, and copies what comes back and what is moved.
-    `launch` does nothing and all sampled tokens are 0: `TraceRunner` replaces them.
-    """
-
-    is_asynchronous = True
-
-    def __init__(self, policy: Transformer, engine_options: EngineOptions, max_sequence_tokens: int) -> None:
-        """`policy` may be on the device `meta`, as its pages then are: its weights are not read."""
-        super().__init__(policy, engine_options)
-        self._planner = ShapePlanner(policy.config, engine_options, max_sequence_tokens, H200_MULTIPROCESSORS)
-        self._buffer: Int32Array = np.zeros(self._planner.largest().num_elements, np.int32)
-        self._inputs: dict[StepShape, StepInputs] = {}
-        self.row_counts: list[int] = []
-        """Rows of each step so far."""
-
-    def row_edges(self, max_rows: int) -> list[int]:
-        """See `Runner`."""
-        return row_edges(max_rows)
-
-    def inputs_for(self, size: StepSize) -> StepInputs:
-        """See `Runner`."""
-        self.row_counts.append(size.num_rows)
-        shape = self._planner.shape(size)
-        if shape not in self._inputs:
-            self._inputs[shape] = StepInputs.of(self._buffer, shape)
-        return self._inputs[shape]
-
-    def launch(self, inputs: StepInputs, filters: RowFilters | None) -> None:
-        """See `Runner`."""
-
-    def wait(self, num_sampled: int) -> SampledRows:
-        """See `Runner`."""
-        return SampledRows(token_ids=np.zeros(num_sampled, np.int32), logprobs=np.zeros(num_sampled, np.float32))
-
-    def move_kv(self, sources: Int32Array, targets: Int32Array) -> None:
-        """See `Runner`; copies the indices."""
-        np.concatenate([sources, targets])
-
-    def time_step(self, num_rows: int, context_tokens: int, num_sequences: int) -> float:
-        """See `Runner`."""
-        return 0.0
 
 
 def command(
@@ -105,10 +57,16 @@ def command(
     The drafter has already seen half of each prompt's samples. Without --trace the samples are generated.
     """
     check_output("--json", json_file, JSON_MARK, force=force)
+    if find_spec("triton") is None:
+        raise ValueError(
+            "srtrl bench host runs the CUDA decoder's side of the host, which needs Triton: pip install triton"
+        )
+    from srtrl.bench.host_runner import HostRunner
+
     counts, names = options.parse_counts("--slots", slots), options.parse_drafters(drafters)
     set_cpu_threads(threads)
     environment = read_environment(torch.device("cpu"))
-    policy = Transformer(config_from_hf(SHAPES[SHAPE], SHAPE), torch.float32, torch.device("meta"))
+    policy = Transformer(config_from_hf(SHAPES[SHAPE], SHAPE), torch.bfloat16, torch.device("meta"))
     whole = load_workload(trace, policy.config, tokenizer=tokenizer, max_tokens=max_tokens, history=0.5)
     if len(whole.requests) < max(counts):
         raise ValueError(f"--slots: {max(counts)}, but there are {len(whole.requests)} samples to decode")
@@ -118,9 +76,10 @@ def command(
         workload = whole.first_samples(2 * num_slots)
         candidates = {}
         for name in names:
-            runner = HostRunner(policy, EngineOptions(slots=num_slots), workload.max_sequence_tokens)
+            row_counts: list[int] = []
+            runner = HostRunner(policy, EngineOptions(slots=num_slots), workload.max_sequence_tokens, row_counts)
             engine = make_engine(policy, num_slots, workload.max_sequence_tokens, runner=runner, cost=cost)
-            candidates[name] = partial(decode, engine, runner, name, workload)
+            candidates[name] = partial(decode, engine, row_counts, name, workload)
         with freeze_gc():
             runs = alternate(candidates, repeats)
         medians = {name: median_of(of_one) for name, of_one in runs.items()}
@@ -134,14 +93,14 @@ def command(
     publish(title, {"rows": rows}, __doc__, environment, json_file)
 
 
-def decode(engine: Engine, runner: HostRunner, drafter: str, workload: Trace) -> dict[str, Any]:
+def decode(engine: Engine, row_counts: list[int], drafter: str, workload: Trace) -> dict[str, Any]:
     """One rollout of the whole workload: what its full steps took of the host, and the seconds of all its steps.
 
     The stage `other` is what no stage has: queueing samples, the loop. The device's seconds are stated, not measured.
     """
     prepare(engine, drafter, workload)
     completions = []
-    runner.row_counts.clear()
+    row_counts.clear()
     started = time.perf_counter()
     with engine.rollout("train"):
         for request in workload.requests:
@@ -154,7 +113,7 @@ def decode(engine: Engine, runner: HostRunner, drafter: str, workload: Trace) ->
         while engine.has_work:
             completions += engine.step()
     host = time.perf_counter() - started
-    device = sum(map(engine.control.cost.seconds, runner.row_counts))
+    device = sum(map(engine.control.cost.seconds, row_counts))
     check_completions(completions, workload)
     return {
         "host_ms_per_step": ms_per_step,

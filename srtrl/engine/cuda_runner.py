@@ -41,7 +41,7 @@ FILTERED_AT_ONCE = 64
 """Rows that are sorted at the same time for top-k and top-p: in float32, with indices, they take 0.4 GB."""
 
 
-class _PinnedCopy:
+class PinnedCopy:
     """An int32 array on the host, pinned where the device is a CUDA device, and its twin there."""
 
     def __init__(self, length: int, device: torch.device) -> None:
@@ -125,8 +125,8 @@ class CudaRunner(Runner):
         """The least recently used first."""
         # Steps run one after the other, so that all of them share what follows. It never moves: graphs hold addresses.
         largest = self.planner.largest()
-        self._staging = _PinnedCopy(largest.num_elements, device)
-        self._results = _PinnedCopy(2 * aligned(largest.num_sampled), device)
+        self._staging = PinnedCopy(largest.num_elements, device)
+        self._results = PinnedCopy(2 * aligned(largest.num_sampled), device)
         self._hidden = torch.zeros(largest.num_rows, config.hidden_size, dtype=self.model.dtype, device=device)
         # A table of its own: the model's is made anew when the update needs a longer one.
         self._rotary = policy.rotary.build(self.planner.max_positions, self.model.dtype, device)

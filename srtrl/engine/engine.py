@@ -135,6 +135,7 @@ class Engine:
             ValueError: See `check_request`; the other requests are left alone.
         """
         self.check_request(request)
+        self.stop_finder.add(request.sampling.stop_strings)
         expected_tokens = None
         if not request.is_run_ahead:
             expected_tokens = self.drafter.expected_tokens(request)

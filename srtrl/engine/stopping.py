@@ -23,12 +23,18 @@ class StopFinder:
         self.vocab_size = vocab_size
         self._last_tokens: dict[tuple[str, ...], npt.NDArray[np.bool_]] = {}
         """Of each set of stop strings: which tokens may be the last of one, [vocab_size]."""
+        self.may_end = np.zeros(vocab_size, np.bool_)
+        """[vocab_size], tokens that may be the last of any stop string so far (`add`)."""
+
+    def add(self, stop_strings: tuple[str, ...]) -> None:
+        """Prepare for requests with these stop strings."""
+        if stop_strings and stop_strings not in self._last_tokens:
+            self._last_tokens[stop_strings] = self._find_last_tokens(stop_strings)
+            self.may_end |= self._last_tokens[stop_strings]
 
     def ends(self, stop_strings: tuple[str, ...], token_ids: npt.NDArray[np.int32]) -> bool:
         """Whether the last token of a response completes a stop string; no shorter prefix of the response does."""
         assert self.tokenizer is not None
-        if stop_strings not in self._last_tokens:
-            self._last_tokens[stop_strings] = self._find_last_tokens(stop_strings)
         if not self._last_tokens[stop_strings][token_ids[-1]]:  # most tokens: no text is made
             return False
         text = self.tokenizer.decode(token_ids[-num_tail_tokens(stop_strings) :].tolist())

@@ -148,9 +148,13 @@ def _child(node: int, token: int, node_tokens: Array, parents: Array, begin: int
 
 def _cut_at_stop_strings(batch: Batch, verified: Verified, stop_finder: StopFinder) -> Verified:
     """Take back what sequences got after the token that completed a stop string, and let them end there."""
+    owners = np.repeat(np.arange(len(verified.slots)), verified.num_new)
+    may_end = stop_finder.may_end[verified.token_ids] & batch.has_stop_strings[verified.slots][owners]
+    if not may_end.any():
+        return verified
     keep = np.ones(len(verified.token_ids), np.bool_)
     finish = verified.finish
-    for b in np.flatnonzero(batch.has_stop_strings[verified.slots]).tolist():
+    for b in np.unique(owners[may_end]).tolist():
         slot, begin, end = int(verified.slots[b]), int(verified.offsets[b]), int(verified.offsets[b + 1])
         sample = batch.samples[slot]
         assert sample is not None
