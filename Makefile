@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup quickstart train test test-slow check bench bench-gpu clean
+.PHONY: help setup quickstart train test test-slow check check-gpu-static bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -48,12 +48,12 @@ check: $(STAMP) ## Lint, formatting and types
 bench: $(STAMP) ## Measure the decoder
 	$(BIN)/srtrl bench rollout $(ARGS)
 
-bench-gpu: $(STAMP) ## Check and measure the CUDA path on one GPU
-	@mkdir -p runs
-	$(BIN)/python -m pytest -m "gpu and not slow"
-	$(BIN)/srtrl bench rollout --model-shape qwen2.5-1.5b --dtype bfloat16 --slots 64,256,640 --history 0.5 \
-	  --prompts-used 80 --max-tokens 512 --repeats 3 --json runs/bench-gpu.json \
-	  $(if $(TRACE),--trace $(TRACE) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))) $(ARGS)
+check-gpu-static: $(STAMP) ## What can be checked of the CUDA path without a GPU; writes the table of its kernels
+	$(BIN)/python -m pytest tests/test_triton_compile.py
+	$(BIN)/python tests/test_triton_compile.py --write-docs docs/performance.md
+
+bench-gpu: $(STAMP) ## Check and measure the CUDA path on one GPU, in nine minutes; writes docs/benchmarks.md
+	TRACE=$(TRACE) TOKENIZER=$(TOKENIZER) $(BIN)/python tests/gpu_stages.py --write-docs docs/benchmarks.md $(ARGS)
 
 clean: ## Remove caches and build output (not runs)
 	rm -rf $(STAMP) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
