@@ -1,15 +1,25 @@
 """The progress of a run on the console: a line for each step and, on a terminal, the stage that runs."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from numba.core import event
 from numba.core.registry import CPUDispatcher
 from rich.console import Console
 
+from srtrl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 COMPILE_MESSAGE = "compiling CPU kernels: once for this installation, half a minute to two minutes"
+
+SHOWN_CHARACTERS = 500
+"""Of the first prompt, at the start of a run."""
 
 
 class RunProgress:
@@ -79,3 +89,16 @@ class _CompileListener(event.Listener):
 
     def on_end(self, event: event.Event) -> None:
         """Nothing to do."""
+
+
+def describe_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The prompt as the policy reads it, with special tokens and line ends, without the middle of a long one.
+
+    Each line begins with `| `, so that a line end at the very end is visible.
+    """
+    text = str(tokenizer.decode(list(prompt.token_ids), clean_up_tokenization_spaces=False))
+    if (num_left_out := len(text) - SHOWN_CHARACTERS) > 0:
+        half = SHOWN_CHARACTERS // 2
+        text = f"{text[:half]} [... {num_left_out:,} characters left out ...] {text[-half:]}"
+    heading = f"first training prompt, {prompt.prompt_id} ({len(prompt.token_ids):,} tokens):"
+    return "\n| ".join([heading, *text.split("\n")])

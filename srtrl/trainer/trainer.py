@@ -25,15 +25,10 @@ from srtrl.run.checkpoint import (
     checkpoint_to_resume,
     digest_model,
     digest_prompts,
-    list_checkpoints,
-    numbered,
     read_state,
     save_checkpoint,
-    step_of,
 )
 from srtrl.run.folder import (
-    OBSERVATIONS,
-    OBSERVATIONS_SUFFIX,
     RunFolder,
     StartFlags,
     check_run_folder,
@@ -44,7 +39,7 @@ from srtrl.run.folder import (
 )
 from srtrl.run.interrupt import Interrupt, UpdateMemoryError, explain_out_of_memory, freeze_gc, how_to_resume
 from srtrl.run.metrics import describe_held_out, describe_step, memory_metrics, time_metrics, update_flops
-from srtrl.run.progress import RunProgress, reporting_compilation
+from srtrl.run.progress import RunProgress, describe_prompt, reporting_compilation
 from srtrl.run.trackers import check_trackers, log_samples, start_trackers
 from srtrl.tasks.base import load_task
 from srtrl.tasks.grading import Grader
@@ -57,14 +52,9 @@ from srtrl.trainer.optimizer import gradient_bytes, load_state, state_tensors
 from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.sampling import RolloutContext, StepRollouts, StepSampler
 from srtrl.trainer.update import update_policy, with_logprobs
-from srtrl.types import Prompt
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerBase
-
-SHOWN_CHARACTERS = 500
-"""Of the first prompt, at the start of a run."""
 
 
 class TrainingStoppedError(RuntimeError):
@@ -407,16 +397,12 @@ class Trainer:
                 ranks=self.ranks,
             )
         if self.ranks.is_main:
-            oldest = step_of(list_checkpoints(self.run.checkpoints)[0])
-            for path in numbered(self.run.path / OBSERVATIONS, OBSERVATIONS_SUFFIX):
-                if step_of(path) <= oldest:  # no step that can be repeated
-                    path.unlink()
+            self.run.drop_observations()
 
     def _record_observations(self, step: int) -> None:
         """Write the observations of environments into the file of this step, or read them where it is there."""
         if self.conversations is not None:
-            path = self.run.path / OBSERVATIONS / f"step_{step:06d}.jsonl"
-            self.conversations.use_record(path, self.ranks.index)
+            self.conversations.use_record(self.run.observations(step), self.ranks.index)
 
     def _should_stop(self) -> bool:
         """Whether a rank was interrupted."""
@@ -433,19 +419,6 @@ class Trainer:
         self.progress.stage(name)
         with self.timer.stage(name), explain_out_of_memory(f"step {self.step + 1}, {name}"):
             yield
-
-
-def describe_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The prompt as the policy reads it, with special tokens and line ends, without the middle of a long one.
-
-    Each line begins with `| `, so that a line end at the very end is visible.
-    """
-    text = str(tokenizer.decode(list(prompt.token_ids), clean_up_tokenization_spaces=False))
-    if (num_left_out := len(text) - SHOWN_CHARACTERS) > 0:
-        half = SHOWN_CHARACTERS // 2
-        text = f"{text[:half]} [... {num_left_out:,} characters left out ...] {text[-half:]}"
-    heading = f"first training prompt, {prompt.prompt_id} ({len(prompt.token_ids):,} tokens):"
-    return "\n| ".join([heading, *text.split("\n")])
 
 
 def seed_generators(seed: int, step: int) -> None:
