@@ -5,7 +5,7 @@ test: `{token}` is in the secrets, and in the names of the files that the attack
 """
 
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from srtrl.environments.python_worker import ALLOWED_CALLS, ALLOWED_VALUES
 
@@ -26,13 +26,20 @@ class Attack:
 
 COLUMN = 1 + (platform.machine() == "aarch64")
 CALLS = """
-clone 56 220, clone3 435 435, fork 57 -, vfork 58 -, unshare 272 97, mount 165 40, io_uring_setup 425 425, bpf 321 280,
-keyctl 250 219, perf_event_open 298 241, userfaultfd 323 282, memfd_create 319 279, shmget 29 194, kill 62 129,
-open_by_handle_at 304 265, tgkill 234 131, rt_sigqueueinfo 129 138, ptrace 101 117, process_vm_readv 310 270,
-process_vm_writev 311 271, pidfd_getfd 438 438, mq_unlink 241 181, inotify_init1 294 26, inotify_add_watch 254 27,
-statmount 457 457, listmount 458 458, file_getattr 468 468, getxattrat 464 464, listxattrat 465 465, prctl 157 167
+clone 56 220 (17, 0, 0, 0, 0); clone 56 220 (0x10F00, 0, 0, 0, 0); clone3 435 435 (bytes(88), 88); fork 57 - (0,);
+vfork 58 - (0,); unshare 272 97 (0x10000000,); mount 165 40 (b'none', b'/tmp', b'tmpfs', 0, 0); bpf 321 280 (0, 0, 72);
+io_uring_setup 425 425 (1, bytes(120)); keyctl 250 219 (0, -3, 0); perf_event_open 298 241 (bytes(112), 0, -1, -1, 0);
+userfaultfd 323 282 (0,); memfd_create 319 279 (b'x', 0); shmget 29 194 (0, 4096, 0o1666); mq_unlink 241 181 (b'x',);
+open_by_handle_at 304 265 (-100, bytes(128), 0); inotify_init1 294 26 (0,); inotify_add_watch 254 27 (0, b'/tmp', 9);
+getxattrat 464 464 (-100, {secret!r}.encode(), 0, b'user.x', 0, 16); statmount 457 457 (bytes(32), bytes(800), 800, 0);
+listxattrat 465 465 (-100, {secret!r}.encode(), 0, 0, 0); listmount 458 458 (bytes(32), bytes(800), 100, 0);
+file_getattr 468 468 (-100, {secret!r}.encode(), bytes(64), 64, 0); kill 62 129 (os.getppid(), 9);
+tgkill 234 131 (os.getppid(), os.getppid(), 9); rt_sigqueueinfo 129 138 (os.getppid(), 9, bytes(128));
+ptrace 101 117 (16, os.getppid(), 0, 0); process_vm_readv 310 270 (os.getppid(), 0, 0, 0, 0, 0); prctl 157 167 (1, 0);
+process_vm_writev 311 271 (os.getppid(), 0, 0, 0, 0, 0); pidfd_getfd 438 438 (3, 4, 0)
 """
-NUMBERS = {row.split()[0]: row.split()[COLUMN] for row in CALLS.split(",")}
+"""Name, numbers on x86_64 and aarch64, arguments."""
+BY_NUMBER = [row.split(maxsplit=3) for row in CALLS.split(";") if row.split()[COLUMN] != "-"]
 OTHER_NUMBERS = set(range(600)) - {
     int(row.split()[COLUMN].replace("-", "-1")) for row in (ALLOWED_CALLS + "," + ALLOWED_VALUES).split(",")
 }
@@ -59,16 +66,12 @@ seen = set()
 
 def attempt(expression: str, *, is_harmless_in_bubblewrap: bool = False) -> Attack:
     """An expression that must raise an OSError."""
-    return Attack(
-        code=f"{PRELUDE}attempt(lambda: {expression})\n",
-        output="refused",
-        is_harmless_in_bubblewrap=is_harmless_in_bubblewrap,
-    )
+    return replace(attempts(f"attempt(lambda: {expression})\n"), is_harmless_in_bubblewrap=is_harmless_in_bubblewrap)
 
 
-def raw(name: str, arguments: str) -> Attack:
-    """A system call that must be refused."""
-    return Attack(code=f"{PRELUDE}system_call({NUMBERS[name]}, {arguments})\n", output="ENOSYS")
+def attempts(code: str) -> Attack:
+    """Code in which each `attempt` must raise an OSError."""
+    return Attack(code=PRELUDE + code, output="refused")
 
 
 FILES = {
@@ -100,10 +103,9 @@ FILES = {
     "make a device": attempt("os.mknod('/tmp/{token}', 0o20600, os.makedev(1, 1))"),
     "change the interpreter": attempt("open(os.__file__, 'a')"),
     "change the worker's program": attempt("open({worker_file!r}, 'a')"),
-    "fill the disk": Attack(
-        code=PRELUDE + "for folder in ('/tmp', '/var/tmp', '/dev/shm', '.', {home!r}):\n"
-        "    attempt(lambda: open(folder + '/{token}', 'wb').write(bytes(10**8)))\n",
-        output="refused",
+    "fill the disk": attempts(
+        "for folder in ('/tmp', '/var/tmp', '/dev/shm', '.', {home!r}):\n"
+        "    attempt(lambda: open(folder + '/{token}', 'wb').write(bytes(10**8)))\n"
     ),
     "load a library of one's own": attempt("ctypes.CDLL('/tmp/{token}.so')"),
 }
@@ -114,18 +116,15 @@ PROCESS_FILES = {
     "read the trainer's memory": attempt("open('/proc/{trainer}/mem', 'rb')"),
     "write the worker's memory": attempt("open(f'/proc/{{os.getppid()}}/mem', 'r+b')"),
     "list the worker's files": attempt("os.listdir(f'/proc/{{os.getppid()}}/fd')"),
-    "write to the worker's pipes": Attack(
-        code=PRELUDE + "for pid in (os.getppid(), {trainer}, {host}):\n    for number in range(50):\n"
+    "write to the worker's pipes": attempts(
+        "for pid in (os.getppid(), {trainer}, {host}):\n    for number in range(50):\n"
         "        attempt(lambda: open(f'/proc/{{pid}}/fd/{{number}}', 'wb', buffering=0).write(b'forged'))\n"
-        "        attempt(lambda: open(f'/proc/{{pid}}/fd/{{number}}', 'rb', buffering=0))\n",
-        output="refused",
+        "        attempt(lambda: open(f'/proc/{{pid}}/fd/{{number}}', 'rb', buffering=0))\n"
     ),
     "read through its own root": attempt("open('/proc/self/root' + {secret!r}).read()"),
-    "see which files the trainer has": Attack(
-        code=PRELUDE
-        + "for pid in (os.getppid(), {trainer}, {host}):\n    for name in ('exe', 'cwd', 'fd/0', 'fd/4'):\n"
-        "        attempt(lambda: os.readlink(f'/proc/{{pid}}/{{name}}'))\n",
-        output="refused",
+    "see which files the trainer has": attempts(
+        "for pid in (os.getppid(), {trainer}, {host}):\n    for name in ('exe', 'cwd', 'fd/0', 'fd/4'):\n"
+        "        attempt(lambda: os.readlink(f'/proc/{{pid}}/{{name}}'))\n"
     ),
     "environment variables": Attack(code="import os\nprint(dict(os.environ))", output="PYTHONHASHSEED"),
 }
@@ -148,12 +147,16 @@ NETWORK = {
 
 PROCESSES = {
     "fork": attempt("os.fork()"),
-    "fork bomb": Attack(code=PRELUDE + "for _ in range(1000):\n    attempt(os.fork)\n", output="refused"),
+    "fork bomb": attempts("for _ in range(1000):\n    attempt(os.fork)\n"),
     "double fork and setsid": Attack(
         code=PRELUDE
         + "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        while True: signal.pause()\n",
         status="error",
         output="OSError",
+    ),
+    "calls by number": Attack(
+        code=PRELUDE + "".join(f"system_call({row[COLUMN]}, *{row[3]})\n" for row in BY_NUMBER),
+        output="ENOSYS\n" * len(BY_NUMBER),
     ),
     "every call that is not allowed": Attack(
         code=PRELUDE
@@ -161,9 +164,6 @@ PROCESSES = {
         + "    if libc.syscall(number, 0, 0, 0, 0, 0, 0) != -1 or ctypes.get_errno() != errno.ENOSYS:\n"
         + "        print('BREACH', number)\n",
     ),
-    "raw clone": raw("clone", "17, 0, 0, 0, 0"),
-    "raw clone of a thread": raw("clone", "0x10F00, 0, 0, 0, 0"),
-    "raw clone3": raw("clone3", "bytes(88), 88"),
     "start a program": attempt("__import__('subprocess').run(['/bin/sh', '-c', 'echo BREACH'])"),
     "os.system": Attack(code="import os\nos.system('echo BREACH') != 0", output="True"),
     "become another program": attempt("os.execv('/bin/sh', ['sh', '-c', 'echo BREACH'])"),
@@ -175,69 +175,37 @@ PROCESSES = {
     ),
     "leave the session": attempt("os.setsid()"),
     "leave the process group": attempt("os.setpgid(0, 0)"),
-    "unshare": raw("unshare", "0x10000000"),
-    "mount": raw("mount", "b'none', b'/tmp', b'tmpfs', 0, 0"),
-    "io_uring": raw("io_uring_setup", "1, bytes(120)"),
-    "keyctl": raw("keyctl", "0, -3, 0"),
-    "bpf": raw("bpf", "0, bytes(72), 72"),
-    "perf_event_open": raw("perf_event_open", "bytes(112), 0, -1, -1, 0"),
-    "userfaultfd": raw("userfaultfd", "0"),
-    "anonymous file": raw("memfd_create", "b'x', 0"),
-    "System V shared memory": raw("shmget", "0, 4096, 0o1666"),
-    "delete a message queue": raw("mq_unlink", "b'{token}'"),
-    "watch files": raw("inotify_init1", "0"),
-    "watch a folder": raw("inotify_add_watch", "0, b'/tmp', 0xfff"),
     "watch a folder by its file descriptor": attempt("__import__('fcntl').fcntl(os.open(os.__file__, 0), 1026, 0xfff)"),
     "labels of a secret": attempt("os.getxattr({secret!r}, 'user.x')"),
     "names of labels of a secret": attempt("os.listxattr({secret!r})"),
-    "labels by a folder": raw("getxattrat", "-100, {secret!r}.encode(), 0, b'user.x', 0, 16"),
-    "names of labels by a folder": raw("listxattrat", "-100, {secret!r}.encode(), 0, 0, 0"),
-    "mounts": raw("listmount", "bytes(32), bytes(800), 100, 0"),
-    "a mount": raw("statmount", "bytes(32), bytes(800), 800, 0"),
-    "flags of a secret": raw("file_getattr", "-100, {secret!r}.encode(), bytes(64), 64, 0"),
     "which processes exist": attempt("os.getpgid({trainer})"),
     "where processes may run": attempt("os.sched_getaffinity({trainer})"),
     "lock a library's file": attempt("__import__('fcntl').flock(os.open(os.__file__, 0), 2)"),
-    "file handles": raw("open_by_handle_at", "-100, bytes(128), 0"),
 }
 if platform.machine() == "x86_64":
     PROCESSES |= {
-        "raw fork": raw("fork", "0"),
-        "raw vfork": raw("vfork", "0"),
         "second table of numbers": Attack(code=PRELUDE + "system_call(0x40000000 + 57)", status="killed|ok"),
     }
 
 OTHERS = "for pid in (os.getppid(), {trainer}, {host}, 1, -1, 0, -os.getppid()):\n"
 SIGNALS = {
-    "kill": Attack(code=PRELUDE + OTHERS + "    attempt(lambda: os.kill(pid, 9))\n", output="refused"),
-    "stop": Attack(code=PRELUDE + OTHERS + "    attempt(lambda: os.kill(pid, signal.SIGSTOP))\n", output="refused"),
-    "kill by raw call": raw("kill", "os.getppid(), 9"),
-    "kill a thread": raw("tgkill", "os.getppid(), os.getppid(), 9"),
-    "queue a signal": raw("rt_sigqueueinfo", "os.getppid(), 9, bytes(128)"),
+    "kill": attempts(OTHERS + "    attempt(lambda: os.kill(pid, 9))\n"),
+    "stop": attempts(OTHERS + "    attempt(lambda: os.kill(pid, signal.SIGSTOP))\n"),
     "kill through a file descriptor": attempt("signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 9)"),
-    "signal by the owner of a pipe": Attack(
-        code=PRELUDE + "import fcntl\nr, w = os.pipe()\nattempt(lambda: fcntl.fcntl(r, fcntl.F_SETSIG, 9))\n"
+    "signal by the owner of a pipe": attempts(
+        "import fcntl\nr, w = os.pipe()\nattempt(lambda: fcntl.fcntl(r, fcntl.F_SETSIG, 9))\n"
         "attempt(lambda: fcntl.fcntl(r, fcntl.F_SETOWN, os.getppid()))\n"
-        "fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC)\nos.write(w, b'x')\n",
-        output="refused",
+        "fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC)\nos.write(w, b'x')\n"
     ),
-    "signal by the owner of a socket": Attack(
-        code=PRELUDE + "import fcntl, socket, struct\npair = socket.socketpair()\n"
-        "attempt(lambda: fcntl.ioctl(pair[0], 0x8901, struct.pack('i', os.getppid())))\n",
-        output="refused",
+    "signal by the owner of a socket": attempts(
+        "import fcntl, socket, struct\npair = socket.socketpair()\n"
+        "attempt(lambda: fcntl.ioctl(pair[0], 0x8901, struct.pack('i', os.getppid())))\n"
     ),
-    "trace": raw("ptrace", "16, os.getppid(), 0, 0"),
-    "read another's memory": raw("process_vm_readv", "os.getppid(), 0, 0, 0, 0, 0"),
-    "write another's memory": raw("process_vm_writev", "os.getppid(), 0, 0, 0, 0, 0"),
-    "limit the worker": Attack(
-        code=PRELUDE + "import resource\n"
-        "attempt(lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1)))\n",
-        output="refused",
+    "limit the worker": attempts(
+        "import resource\nattempt(lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1)))\n"
     ),
     "slow the worker down": attempt("os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)"),
     "move the worker": attempt("os.sched_setaffinity(os.getppid(), {{0}})"),
-    "outlive the worker": raw("prctl", "1, 0, 0, 0, 0"),
-    "take a worker's file": raw("pidfd_getfd", "3, 4, 0"),
 }
 
 LIMITS = {

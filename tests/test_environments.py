@@ -84,32 +84,6 @@ def tokenizer_with(template: str | None) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-@pytest.mark.parametrize(
-    ("environment", "turn", "limits", "stop_reason"),
-    [
-        (Echo, "stop", {"max_turns": 1}, "told"),  # the environment's own end comes first
-        (Echo, "abc", {"max_turns": 1}, "turns"),
-        (Echo, "abc", {"max_new_tokens": 8}, "observation"),
-        (Echo, "abc", {"finish_reason": "length"}, "response_tokens"),
-        (HastyEcho, "wait0.3", {}, "time"),
-        (Unusable, "done", {}, "done"),  # with numbers of NumPy
-    ],
-)
-def test_limits_have_names(
-    environment: type[EnvironmentBase], turn: str, limits: dict[str, Any], stop_reason: str, tmp_path: Path
-) -> None:
-    section = {key: value for key, value in limits.items() if key in EnvironmentSection.model_fields}
-    others = {key: value for key, value in limits.items() if key not in section}
-    with Conversations(section_of(environment, **section), TOKENIZER) as conversations:
-        conversations.use_record(tmp_path / "observations" / "step_000001.jsonl")
-        answer = ask(conversations, completion_of(encode(turn), **others))
-        assert answer.extension == []
-        assert answer.conversation is not None
-        assert answer.conversation.stop_reason == stop_reason
-        if environment is Unusable:
-            assert (answer.conversation.reward, answer.conversation.metrics) == (1.0, (("a", 2.0),))
-
-
 def test_a_long_observation_loses_its_middle_by_tokens() -> None:
     with Conversations(section_of(Echo, max_observation_tokens=40), TOKENIZER) as conversations:
         said = "".join(str(i % 10) for i in range(100))
@@ -122,38 +96,55 @@ def test_a_long_observation_loses_its_middle_by_tokens() -> None:
         assert extension[-4:] == whole[-4:]
 
 
-@pytest.mark.parametrize(
-    ("environment", "turn", "extension"),
-    [
-        (Echo, ["<|endo", "ftext|>"], r"1:<\|endoftext\|>$"),  # as ordinary tokens
-        (AsyncEcho, ["abc"], r"abc$"),
-        (Unusable, ["text"], r"error: TypeError: .*must return a Step, found 'no step'"),
-        (Unusable, ["reward"], r"error: ValueError: .*a finite number, it returned nan"),
-        (Unusable, ["metric"], r"error: ValueError: .*environment: a.*'b'"),
-        (Unusable, ["type"], r"error: TypeError: "),
-        (Unusable, ["texts"], r"error: TypeError: Step: observation must be text, found \['a', None\]"),
-        (Unusable, ["outcomes"], r"error: TypeError: Step: outcomes must be text, found 'ok'"),
-        (Unusable, ["reason"], r"error: TypeError: Step: stop_reason must be text, found None"),
-        (Unusable, ["exit"], r"error: SystemExit: 0"),
-        (Unusable, ["what"], r"error: KeyError: 'what'"),
-        (BrokenAtStart, ["a"], r"error: RuntimeError: no such game"),
-    ],
-)
-def test_answers_and_mistakes_of_an_author_are_texts(
-    environment: type[EnvironmentBase], turn: list[str], extension: str
+TURNS: list[tuple[type[EnvironmentBase], str, dict[str, Any], str]] = [
+    (Echo, "stop", {"max_turns": 1}, "told"),  # the environment's own end comes first
+    (Echo, "abc", {"max_turns": 1}, "turns"),
+    (Echo, "abc", {"max_new_tokens": 8}, "observation"),
+    (Echo, "abc", {"finish_reason": "length"}, "response_tokens"),
+    (HastyEcho, "wait0.3", {}, "time"),
+    (Unusable, "done", {}, "done"),  # with numbers of NumPy
+    (Echo, "<|endo/ftext|>", {}, r"1:<\|endoftext\|>$"),  # as ordinary tokens
+    (AsyncEcho, "abc", {}, r"abc$"),
+    (Unusable, "text", {}, r"error: TypeError: .*must return a Step, found 'no step'"),
+    (Unusable, "reward", {}, r"error: ValueError: .*a finite number, it returned nan"),
+    (Unusable, "metric", {}, r"error: ValueError: .*environment: a.*'b'"),
+    (Unusable, "type", {}, r"error: TypeError: "),
+    (Unusable, "texts", {}, r"error: TypeError: Step: observation must be text, found \['a', None\]"),
+    (Unusable, "outcomes", {}, r"error: TypeError: Step: outcomes must be text, found 'ok'"),
+    (Unusable, "reason", {}, r"error: TypeError: Step: stop_reason must be text, found None"),
+    (Unusable, "exit", {}, r"error: SystemExit: 0"),
+    (Unusable, "what", {}, r"error: KeyError: 'what'"),
+    (BrokenAtStart, "a", {}, r"error: RuntimeError: no such game"),
+]
+"""Environment, turn (`/` between texts that are tokenised apart), limits; stop reason or observation."""
+
+
+@pytest.mark.parametrize(("environment", "turn", "limits", "expected"), TURNS)
+def test_limits_have_names_and_mistakes_of_an_author_are_texts(
+    environment: type[EnvironmentBase], turn: str, limits: dict[str, Any], expected: str
 ) -> None:
-    with Conversations(section_of(environment), TOKENIZER) as conversations:
-        token_ids = ask(conversations, completion_of([token for part in turn for token in encode(part)])).extension
-        assert END not in token_ids
-        assert re.match(extension, str(TOKENIZER.decode(token_ids)))
+    section = {key: value for key, value in limits.items() if key in EnvironmentSection.model_fields}
+    others = {key: value for key, value in limits.items() if key not in section}
+    with Conversations(section_of(environment, **section), TOKENIZER) as conversations:
+        token_ids = [token for part in turn.split("/") for token in encode(part)]
+        answer = ask(conversations, completion_of(token_ids, **others))
+        if answer.conversation is None:
+            assert END not in answer.extension
+            assert re.match(expected, str(TOKENIZER.decode(answer.extension)))
+            return
+        assert (answer.extension, answer.conversation.stop_reason) == ([], expected)
+        if environment is Unusable:
+            assert (answer.conversation.reward, answer.conversation.metrics) == (1.0, (("a", 2.0),))
 
 
-def test_an_empty_observation_is_refused_where_nothing_is_around_it() -> None:
+def test_an_answer_that_cannot_be_continued_or_a_format_that_does_not_fit_is_refused() -> None:
     with (
         Conversations(section_of(Unusable), TOKENIZER) as conversations,
         pytest.raises(ValueError, match="answered with an empty text, and the format text"),
     ):
         ask(conversations, completion_of(encode("silent")))
+    with pytest.raises(ValueError, match="is for one tool, the environment has 2"):
+        Conversations(section_of(Upper, format="code_tags"), TOKENIZER)
 
 
 @pytest.mark.parametrize("environment", [Echo, AsyncEcho])
@@ -174,15 +165,6 @@ def test_an_environment_that_raises_says_so_and_ends_the_run_only_where_it_alway
     with Conversations(section_of(environment), TOKENIZER) as conversations:
         extension = ask(conversations, completion_of(encode("raise this"))).extension
         assert "error: RuntimeError: raise this" in TOKENIZER.decode(extension)
-
-
-def test_environments_that_hang_do_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("srtrl.environments.conversations.NUM_THREADS", 2)
-    with Conversations(section_of(HastyEcho), TOKENIZER) as conversations:
-        for sample in range(5):
-            answer = ask(conversations, completion_of(encode("wait3"), sample=sample))
-            assert answer.conversation is not None
-            assert answer.conversation.stop_reason == "time"
 
 
 def test_a_late_answer_adds_no_thread_and_waiting_for_one_is_not_counted_as_time() -> None:
@@ -244,7 +226,7 @@ def test_the_record_repeats_what_was_said_and_the_environment_catches_up(tmp_pat
             Record(path)
 
 
-def test_an_error_that_is_in_the_record_is_not_raised_for_a_later_turn(tmp_path: Path) -> None:
+def test_an_error_is_in_the_record_unless_all_environments_of_the_step_raised(tmp_path: Path) -> None:
     path = tmp_path / "observations" / "step_000001.jsonl"
     first = completion_of(encode("raise this"))
     for _ in range(2):  # the second time, the environment sees the first turn late
@@ -256,19 +238,13 @@ def test_an_error_that_is_in_the_record_is_not_raised_for_a_later_turn(tmp_path:
             later = ask(conversations, completion_of(encode("two"), first, answer.extension))
             assert later.extension == encode("2:two")
         path.write_bytes(content)  # killed before the later answer came
-
-
-def test_a_step_whose_environments_all_raised_asks_them_again(tmp_path: Path) -> None:
-    path = tmp_path / "observations" / "step_000001.jsonl"
-    said = completion_of(encode("raise this"))
-    for is_killed in (True, False, False):
+    for _ in range(2):  # the second time, the environment is asked again
         with Conversations(section_of(Echo, max_turns=1), TOKENIZER) as conversations:
             conversations.use_record(path)
-            ask(conversations, said)
-            if not is_killed:
-                with pytest.raises(ValueError, match=r"step 1: the environment .* raised in each of 1 samples"):
-                    conversations.check_not_all_raised("step 1")
-                assert not path.exists()
+            ask(conversations, first)
+            with pytest.raises(ValueError, match=r"step 1: the environment .* raised in each of 1 samples"):
+                conversations.check_not_all_raised("step 1")
+            assert not path.exists()
 
 
 @pytest.mark.parametrize(
@@ -375,11 +351,6 @@ def test_an_environment_may_say_something_first() -> None:
             Conversations(section_of(Greeting), TOKENIZER).started(PROMPT, 3)
 
 
-def test_code_tags_are_for_one_tool() -> None:
-    with pytest.raises(ValueError, match="is for one tool, the environment has 2"):
-        Conversations(section_of(Upper, format="code_tags"), TOKENIZER)
-
-
 EXPRESSIONS = st.recursive(
     st.integers(0, 99).map(str),
     lambda inner: st.one_of(
@@ -400,25 +371,18 @@ def test_the_calculator_is_pythons(expression: str) -> None:
         assert evaluate(expression) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("12345678901*98765432109", "1219326311336229232209"),
-        ("1/4", "0.25"),
-        (" 2 * (3 + 4) ", "14"),
-        ("1/3", "0.333333333333"),
-    ],
-)
-def test_the_calculator_shows_numbers(text: str, shown: str) -> None:
-    assert show(evaluate(text)) == shown
-
-
-@pytest.mark.parametrize(
-    "text", ["", "1+", "(1", "1)", "2**3", "a", "1 2", "(" * 60 + "1", "9" * 3000, "__import__('os')", "-" * 70 + "1"]
-)
-def test_the_calculator_refuses(text: str) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        evaluate(text)
+def test_the_calculator_shows_numbers_and_refuses_all_else() -> None:
+    shown = {
+        "12345678901*98765432109": "1219326311336229232209",
+        "1/4": "0.25",
+        " 2 * (3 + 4) ": "14",
+        "1/3": "0." + "3" * 12,
+    }
+    assert {text: show(evaluate(text)) for text in shown} == shown
+    wrong = ("", "1+", "(1", "1)", "2**3", "a", "1 2", "(" * 60 + "1", "9" * 3000, "__import__('os')", "-" * 70 + "1")
+    for text in wrong:
+        with pytest.raises(ValueError, match=r"."):
+            evaluate(text)
 
 
 @pytest.fixture(scope="module")
