@@ -4,10 +4,8 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from math import inf
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from tiny_run import assert_same_run, learned_rows, make_policy, make_recipe, train
@@ -16,14 +14,12 @@ from typer.testing import CliRunner, Result
 from srtrl.cli import app
 from srtrl.recipe.file import load_recipe
 from srtrl.run import checkpoint
-from srtrl.run.checkpoint import FORMAT
+from srtrl.run.checkpoint import FORMAT, delete
 from srtrl.tasks.base import load_task
 from srtrl.trainer import trainer
 
 LAST = "checkpoints/step_000004"
-MANIFEST = f"{LAST}/manifest.json"
 OPTIMIZER = "optimizer/shard-00001-model-00001-of-00001.safetensors"
-Damage = Callable[[Path], object]
 
 
 @pytest.fixture(scope="module")
@@ -42,160 +38,134 @@ def call(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def edit(name: str, change: Callable[[bytes], bytes]) -> Damage:
-    return lambda run: (run / name).write_bytes(change((run / name).read_bytes()))
+def without(prefix: str) -> Callable[[bytes], bytes]:
+    """A manifest that does not list some files."""
+
+    def change(data: bytes) -> bytes:
+        entries = json.loads(data)
+        kept = {name: entry for name, entry in entries["files"].items() if not name.startswith(prefix)}
+        return json.dumps(entries | {"files": kept}).encode()
+
+    return change
 
 
-def edit_json(name: str, change: Callable[[Any], object]) -> Damage:
-    def changed(data: bytes) -> bytes:
-        value = json.loads(data)
-        change(value)
-        return json.dumps(value).encode()
+WAYS: dict[str, Callable[[bytes], bytes]] = {
+    "flipped": lambda data: data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :],
+    "cut": lambda data: data[: len(data) // 2],
+    "empty": lambda _: b"",
+    "other": lambda _: b"\xff{ no such content\n",
+    "{}": lambda _: b"{}",
+    "fileless": without(""),
+    "weightless": without("model"),
+    "stateless": without("state"),
+    "momentless": without("optimizer"),
+    "infinite": lambda data: re.sub(rb'"size": \d+', b'"size": Infinity', data, count=1),  # of the rows
+    "format-2": lambda _: b'{"format": 2}',
+    "unknown-key": lambda data: data.replace(b'"step"', b'"x": 1, "step"'),
+    "half-row": lambda _: b'{"step": 1, "lo\n{"step": 2}\n',
+    "other-row": lambda data: data.replace(b'"step": 1,', b'"step": 3,'),
+    "other-digit": lambda data: data.replace(b"learning_rate: 0.01", b"learning_rate: 0.03"),
+    "half-list": lambda data: data[: data.index(b"trackers: [") + len(b"trackers: [")],
+}
+DAMAGES = """
+flipped LAST/model.safetensors: train POLICY
+cut LAST/model.safetensors: train POLICY
+lost LAST/model.safetensors: train POLICY
+flipped LAST/OPTIMIZER: train
+lost LAST/OPTIMIZER: train
+format-2 LAST/state.json: train
+lost LAST/state.json: train POLICY
+lost LAST/manifest.json: train POLICY
+cut LAST/manifest.json: train POLICY
+{} LAST/manifest.json: train POLICY
+fileless LAST/manifest.json: train POLICY
+weightless LAST/manifest.json: train POLICY
+stateless LAST/manifest.json: train POLICY
+momentless LAST/manifest.json: train POLICY
+infinite LAST/manifest.json: train POLICY
+lost LAST/manifest.json + lost LAST/state.json: train
+lost LAST/manifest.json + unknown-key LAST/state.json: train
+linked LAST: train
+other checkpoints/step_000003: train
+lost checkpoints => no checkpoint: train POLICY
+other LAST/tokenizer.json => LAST: train trie POLICY
+other LAST/config.json: train trie POLICY
+half-row metrics.jsonl: train READERS
+other-row metrics.jsonl: train
+empty metrics.jsonl: train READERS
+lost metrics.jsonl: train READERS
+other rollouts/step_000004.parquet: report trie rollouts
+other rollouts/step_x.parquet: report trie rollouts
+flipped rollouts/step_000004.parquet: trie rollouts
+other-digit recipe.yaml: train
+other recipe.yaml: train READERS eval
+half-list recipe.yaml: train READERS eval
+"""
+"""How a file is damaged (and another one) => what each of the commands names, by default that file: the commands."""
+NAMES = {
+    "LAST": LAST,
+    "OPTIMIZER": OPTIMIZER,
+    "POLICY": "eval generate export",
+    "READERS": "report trie rollouts compare",
+}
 
-    return edit(name, changed)
+
+def damage(run: Path, way: str, name: str) -> None:
+    """Damage a file of a run, or a folder."""
+    path = run / name
+    if way == "linked":
+        path.rename(run.parent / "elsewhere")
+        path.symlink_to(run.parent / "elsewhere")
+    elif way == "lost":
+        delete(path)
+    else:
+        path.write_bytes(WAYS[way](path.read_bytes() if path.is_file() else b""))
 
 
-def unlist(prefix: str) -> Damage:
-    """Take files out of the last manifest."""
-
-    def change(entries: Any) -> None:
-        entries["files"] = {name: entry for name, entry in entries["files"].items() if not name.startswith(prefix)}
-
-    return edit_json(MANIFEST, change)
-
-
-def flip(name: str) -> Damage:
-    """Invert one bit in the middle of a file."""
-    return edit(
-        name, lambda data: data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
-    )
-
-
-def cut(name: str) -> Damage:
-    """Keep the first half of a file."""
-    return edit(name, lambda data: data[: len(data) // 2])
-
-
-def cut_after(name: str, text: bytes) -> Damage:
-    """Keep a file up to the end of a text."""
-    return edit(name, lambda data: data[: data.index(text) + len(text)])
-
-
-def write(name: str, content: bytes = b"\xff{ no such content\n") -> Damage:
-    return lambda run: (run / name).write_bytes(content)
-
-
-def remove(name: str) -> Damage:
-    return lambda run: (run / name).unlink()
-
-
-def all_of(*damages: Damage) -> Damage:
-    return lambda run: [damage(run) for damage in damages]
-
-
-def as_of_an_earlier_version(run: Path) -> None:
-    """Of the layout before this one, and without manifests."""
+def make_old(run: Path) -> None:
+    """Make the checkpoints those of an earlier version: of the layout before this one, and without manifests."""
     for folder in (run / "checkpoints").iterdir():
         (folder / "manifest.json").unlink()
         state = json.loads((folder / "state.json").read_text())
         (folder / "state.json").write_text(json.dumps(state | {"format": 2}))
 
 
-def link_last(run: Path) -> None:
-    (run / LAST).rename(run.parent / "elsewhere")
-    (run / LAST).symlink_to(run.parent / "elsewhere")
-
-
-TRAIN, REPORT, TRIE, ROLLOUTS, COMPARE, EVAL = "train", "report", "trie", "rollouts", "compare", "eval"
-GENERATE, EXPORT = "generate", "export"
-POLICY = (EVAL, GENERATE, EXPORT)
-READERS = (REPORT, TRIE, ROLLOUTS, COMPARE)
-DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
-    "flipped weights": (flip(f"{LAST}/model.safetensors"), "model.safetensors", (TRAIN, *POLICY)),
-    "cut weights": (cut(f"{LAST}/model.safetensors"), "model.safetensors", (TRAIN, *POLICY)),
-    "lost weights": (remove(f"{LAST}/model.safetensors"), "model.safetensors", (TRAIN, *POLICY)),
-    "flipped optimizer": (flip(f"{LAST}/{OPTIMIZER}"), OPTIMIZER, (TRAIN,)),
-    "other state": (write(f"{LAST}/state.json", b'{"format": 2}'), "state.json", (TRAIN,)),
-    "no state": (remove(f"{LAST}/state.json"), "state.json", (TRAIN, *POLICY)),
-    "no manifest": (remove(f"{LAST}/manifest.json"), "manifest.json", (TRAIN, *POLICY)),
-    "cut manifest": (cut(f"{LAST}/manifest.json"), "manifest.json", (TRAIN, *POLICY)),
-    "empty manifest": (write(f"{LAST}/manifest.json", b"{}"), "manifest.json", (TRAIN, *POLICY)),
-    "manifest without files": (
-        edit_json(MANIFEST, lambda entries: entries["files"].clear()),
-        MANIFEST,
-        (TRAIN, *POLICY),
-    ),
-    "manifest without weights": (unlist("model"), MANIFEST, (TRAIN, *POLICY)),
-    "manifest without optimizer": (unlist("optimizer"), MANIFEST, (TRAIN, *POLICY)),
-    "manifest without state": (unlist("state"), MANIFEST, (TRAIN, *POLICY)),
-    "infinite size": (edit_json(MANIFEST, lambda entries: entries["log"].update(size=inf)), MANIFEST, (TRAIN, *POLICY)),
-    "unknown key in state": (
-        all_of(remove(MANIFEST), edit_json(f"{LAST}/state.json", lambda state: state.update(x=1))),
-        "state.json",
-        (TRAIN,),
-    ),
-    "old, no state": (all_of(as_of_an_earlier_version, remove(f"{LAST}/state.json")), "state.json", (TRAIN,)),
-    "lost optimizer": (remove(f"{LAST}/{OPTIMIZER}"), OPTIMIZER, (TRAIN,)),
-    "linked checkpoint": (link_last, LAST, (TRAIN,)),
-    "file for a checkpoint": (write("checkpoints/step_000003"), "checkpoints/step_000003", (TRAIN,)),
-    "tokenizer": (write(f"{LAST}/tokenizer.json"), LAST, (TRAIN, TRIE, *POLICY)),
-    "model config": (write(f"{LAST}/config.json"), "config.json", (TRAIN, TRIE, *POLICY)),
-    "row cut": (write("metrics.jsonl", b'{"step": 1, "lo\n{"step": 2}\n'), "metrics.jsonl", (TRAIN, *READERS)),
-    "other row": (
-        edit("metrics.jsonl", lambda rows: rows.replace(b'"step": 1,', b'"step": 3,')),
-        "metrics.jsonl",
-        (TRAIN,),
-    ),
-    "no rows": (write("metrics.jsonl", b""), "metrics.jsonl", (TRAIN, *READERS)),
-    "no log": (remove("metrics.jsonl"), "metrics.jsonl", (TRAIN, *READERS)),
-    "rollouts": (write("rollouts/step_000004.parquet"), "step_000004.parquet", (REPORT, TRIE, ROLLOUTS)),
-    "other rollouts": (write("rollouts/step_x.parquet"), "step_x.parquet", (REPORT, TRIE, ROLLOUTS)),
-    "flipped rollouts": (flip("rollouts/step_000004.parquet"), "step_000004.parquet", (TRIE, ROLLOUTS)),
-    "no checkpoints": (lambda run: shutil.rmtree(run / "checkpoints"), "no checkpoint", (TRAIN, *POLICY)),
-    "another digit in recipe": (
-        edit("recipe.yaml", lambda text: text.replace(b"learning_rate: 0.01", b"learning_rate: 0.03")),
-        "recipe.yaml",
-        (TRAIN,),
-    ),
-    "recipe": (write("recipe.yaml"), "recipe.yaml", (TRAIN, *READERS, EVAL)),
-    "cut recipe": (cut_after("recipe.yaml", b"trackers: ["), "recipe.yaml", (TRAIN, *READERS, EVAL)),
-}
-
-
 COMMANDS: dict[str, list[object]] = {
-    TRAIN: ["--resume"],
-    EVAL: ["eval.num_problems=1"],
-    REPORT: [],
-    TRIE: [],
-    ROLLOUTS: [],
-    COMPARE: [],
-    GENERATE: ["--prompt", "1+1=", "rollout.max_new_tokens=2"],
-    EXPORT: ["exported"],
+    "train": ["--resume"],
+    "eval": ["eval.num_problems=1"],
+    "generate": ["--prompt", "1+1=", "rollout.max_new_tokens=2"],
+    "export": ["exported"],
+    **{name: [] for name in NAMES["READERS"].split()},
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_run_gives_one_clear_line(damage: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, file, refusing = DAMAGES[damage]
-    make(run)
+@pytest.mark.parametrize("row", DAMAGES.strip().splitlines())
+def test_a_damaged_run_gives_one_clear_line(row: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, meaning in NAMES.items():
+        row = row.replace(name, meaning)
+    damages, _, commands = row.partition(": ")
+    damages, _, named = damages.partition(" => ")
+    for way, name in (one.split() for one in damages.split(" + ")):
+        damage(run, way, name)
+        expected = named or Path(name).name
     monkeypatch.chdir(run.parent)
     before = sorted(run.parent.rglob("*"))
-    for command in refusing:
+    for command in commands.split():
         result = call(command, run, *COMMANDS[command])
         assert sorted(run.parent.rglob("*")) == before, command
         assert result.exit_code == 2, (command, result.exception, result.stdout)
         assert result.stderr.startswith("error: ")
-        assert file in result.stderr, command
+        assert expected in result.stderr, command
         assert result.stderr.count("\n") == 1, command
 
 
 def test_a_run_of_an_earlier_version_is_read_but_not_resumed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run.parent)
-    as_of_an_earlier_version(run)
+    make_old(run)
     (run / ".lock").write_bytes(b"")
     for command, options in COMMANDS.items():
         result = call(command, run, *options)
-        if command == TRAIN:
+        if command == "train":
             advice = f"begin a new run from its weights with name=OTHER model.path={run / LAST}"
             assert f"format 2, but this version of srtrl reads {FORMAT}; {advice}" in result.stderr
         else:
@@ -203,7 +173,7 @@ def test_a_run_of_an_earlier_version_is_read_but_not_resumed(run: Path, monkeypa
 
 
 def test_a_damaged_checkpoint_names_the_intact_one_and_the_run_goes_on_from_there(run: Path, finished: Path) -> None:
-    flip(f"{LAST}/{OPTIMIZER}")(run)
+    damage(run, "flipped", f"{LAST}/{OPTIMIZER}")
     refused = call("train", run, "--resume")
     assert f"{LAST}/{OPTIMIZER} is missing or not as manifest.json lists it" in refused.stderr
     assert f"{run}/checkpoints/step_000002 before it is intact: --resume --checkpoint 2 continues" in refused.stderr
@@ -229,10 +199,8 @@ def test_changed_prompts_and_start_models_are_not_resumed(
 
 
 def test_damaged_rollouts_are_named_once_and_do_not_stop_a_resume(run: Path, finished: Path) -> None:
-    rollouts = run / "rollouts"
-    (rollouts / "step_000001.parquet").unlink()
-    cut("rollouts/step_000002.parquet")(run)
-    write("rollouts/step_000003.parquet", b"")(run)
+    for way, step in (("lost", 1), ("cut", 2), ("empty", 3)):
+        damage(run, way, f"rollouts/step_{step:06d}.parquet")
     assert call("train", run, "--resume", "--checkpoint", 2).exit_code == 0  # 3 and 4 are written again
     result = call("train", run, "--resume")
     assert (result.exit_code, result.stderr) == (0, "")

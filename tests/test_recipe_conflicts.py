@@ -124,62 +124,43 @@ def test_a_combination_is_refused_and_its_repair_accepted(recipe_file: Path, cas
     assert load_recipe(recipe_file, [*refused, *repair])
 
 
-ACCEPTED = [
-    ["algorithm.advantage=leave_one_out", "algorithm.loss=policy_gradient"],
-    ["algorithm.advantage=reinforce_plus_plus", "algorithm.gamma=0.99", "rollout.num_samples=1"],
-    ["algorithm.advantage=gae", "critic={value_loss: squared_error, value_clip: 0.5}"],
-    ["algorithm.loss=dual_clip", "algorithm.loss_options={ratio_cap: 5}"],
-    ["algorithm.loss=gspo", "algorithm.clip_low=3e-4", "algorithm.clip_high=4e-4"],
-    ["algorithm.advantage='own:tokens'", "algorithm.gamma=0.9"],
-    ["algorithm.advantage='own:with_critic'", "critic={}"],
-    ["algorithm.loss='own:loss'", "algorithm.loss_options={power: 3, floor: 1.5}"],
-    ["algorithm.loss='own:open_loss'", "algorithm.loss_options={anything: 3}"],
-    ["algorithm.loss='own:needy_loss'", "algorithm.loss_options={tau: 0.5}"],
-]
+FUNCTIONS = """
+algorithm.advantage=leave_one_out algorithm.loss=policy_gradient
+algorithm.advantage=reinforce_plus_plus algorithm.gamma=0.99 rollout.num_samples=1
+algorithm.advantage=gae 'critic={value_loss: squared_error, value_clip: 0.5}'
+algorithm.loss=dual_clip 'OPTIONS={ratio_cap: 5}'
+algorithm.loss=gspo algorithm.clip_low=3e-4 algorithm.clip_high=4e-4
+algorithm.advantage=own:tokens algorithm.gamma=0.9
+algorithm.advantage=own:with_critic critic={}
+algorithm.loss=own:loss 'OPTIONS={power: 3, floor: 1.5}'
+algorithm.loss=own:open_loss 'OPTIONS={anything: 3}'
+algorithm.loss=own:needy_loss 'OPTIONS={tau: 0.5}'
+algorithm.advantage=gae => algorithm.advantage: gae needs a critic: add a section `critic: {}`
+critic={} => critic: algorithm.advantage group_relative uses no critic
+algorithm.advantage=own:wrong_tokens => algorithm.advantage: `own:wrong_tokens` cannot be ... own:wrong_tokens(rewards)
+algorithm.advantage=own:unmarked_tokens => algorithm.advantage: `own: ... missing a required argument: 'values'
+algorithm.advantage=own:tokens algorithm.loss=gspo => algorithm.loss: gspo needs one advantage ... expected gspo_token
+algorithm.advantage=gae 'critic={value_loss: "own:value_loss"}' => critic.value_loss: `own:value_loss` cannot be
+algorithm.advantage=plain => algorithm.advantage: `plain` is not in srtrl/algorithms/advantages.py; known: group
+algorithm.loss=own:needy_loss => algorithm.loss: `own:needy_loss` cannot ... missing a required argument: 'tau'
+algorithm.loss=dual_clip 'OPTIONS={ratio_kap: 3}' => algorithm.loss_options: `dual_clip` ... 'ratio_kap'; it is
+algorithm.loss=dual_clip 'OPTIONS={clip_low: 0.1}' => algorithm.loss_options.clip_low: set algorithm.clip_low
+algorithm.loss=dual_clip 'OPTIONS={ratio_cap: 0.5}' => algorithm.loss_options.ratio_cap: expected a number above
+algorithm.loss=own:loss 'OPTIONS={power: 0}' => algorithm.loss_options.power: expected at least 1, found 0
+algorithm.loss=dual_clip 'OPTIONS={ratio_cap: high}' => algorithm.loss_options: `dual_clip` with ... TypeError
+algorithm.loss=own:short_loss => algorithm.loss: `own:short_loss` cannot be called with (4 ... too many positional
+algorithm.filters='["own:old_filter"]' => algorithm.filters.0: `own:old_filter` cannot be called with (2 argu
+"""
+"""Overrides => the beginning of the problem ... a part of the rest; without one they fit together."""
 
 
-@pytest.mark.parametrize("overrides", ACCEPTED)
-def test_what_fits_together_is_accepted(recipe_file: Path, overrides: list[str]) -> None:
-    assert problems_of(recipe_file, *overrides) == []
-
-
-MISFITS = [
-    # advantage; further overrides; beginning of the problem ... another part of it
-    ("gae", [], "algorithm.advantage: gae needs a critic: add a section `critic: {}`"),
-    ("group_relative", ["critic={}"], "critic: algorithm.advantage group_relative uses no critic "),
-    ("own:wrong_tokens", [], "algorithm.advantage: `own:wrong_tokens` cannot be ... own:wrong_tokens(rewards)"),
-    ("own:unmarked_tokens", [], "algorithm.advantage: `own:unmarked_tokens` ... missing a required argument: 'values'"),
-    (
-        "own:tokens",
-        ["algorithm.loss=gspo"],
-        "algorithm.loss: gspo needs one advantage per response ... expected gspo_token",
-    ),
-    ("gae", ["critic={value_loss: 'own:value_loss'}"], "critic.value_loss: `own:value_loss` cannot be called with (4 "),
-    ("plain", [], "algorithm.advantage: `plain` is not in srtrl/algorithms/advantages.py; known: group_relative"),
-]
-OPTIONS = [
-    # loss; its options; beginning of the problem ... another part of it
-    ("own:needy_loss", "{}", "algorithm.loss: `own:needy_loss` cannot ... missing a required argument: 'tau'"),
-    ("dual_clip", "{ratio_kap: 3}", "algorithm.loss_options: `dual_clip` ... 'ratio_kap'; it is dual_clip(logprobs, "),
-    ("dual_clip", "{clip_low: 0.1}", "algorithm.loss_options.clip_low: set algorithm.clip_low instead"),
-    ("dual_clip", "{ratio_cap: 0.5}", "algorithm.loss_options.ratio_cap: expected a number above 1, found 0.5"),
-    ("own:loss", "{power: 0}", "algorithm.loss_options.power: expected at least 1, found 0"),
-    ("dual_clip", "{ratio_cap: high}", "algorithm.loss_options: `dual_clip` with {'ratio_cap': 'high'}, ... TypeError"),
-    ("own:short_loss", "{}", "algorithm.loss: `own:short_loss` cannot be called with (4 ... too many positional"),
-]
-REFUSED = [
-    *(([f"algorithm.advantage='{name}'", *overrides], problem) for name, overrides, problem in MISFITS),
-    *(([f"algorithm.loss='{name}'", f"algorithm.loss_options={given}"], problem) for name, given, problem in OPTIONS),
-    (["algorithm.filters=['own:old_filter']"], "algorithm.filters.0: `own:old_filter` cannot be called with (2 argu"),
-]
-
-
-@pytest.mark.parametrize(("overrides", "problem"), REFUSED)
-def test_what_does_not_fit_is_named_at_its_key(recipe_file: Path, overrides: list[str], problem: str) -> None:
-    (found,) = problems_of(recipe_file, *overrides)
+@pytest.mark.parametrize("case", FUNCTIONS.strip("\n").splitlines())
+def test_functions_that_do_not_fit_are_named_at_their_key(recipe_file: Path, case: str) -> None:
+    overrides, _, problem = case.partition(" => ")
+    found = problems_of(recipe_file, *shlex.split(overrides.replace("OPTIONS", "algorithm.loss_options")))
     beginning, _, part = problem.partition(" ... ")
-    assert found.startswith(beginning)
-    assert part in found
+    assert len(found) == bool(problem)
+    assert all(line.startswith(beginning) and part in line for line in found)
 
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "algorithms"

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import test_warm_start
 import tiny_run
@@ -227,8 +229,7 @@ def test_a_share_of_the_problems_calls_the_calculator() -> None:
     assert 0.2 < called / 300 < 0.4
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_the_cold_start_of_retool_on_rows_of_its_form(tmp_path: Path, suffix: str) -> None:
+def test_the_cold_start_of_retool_on_rows_of_its_form(tmp_path: Path) -> None:
     policy = tiny_run.make_policy(tmp_path / "policy")
     tokenizer = load_tokenizer(str(policy))
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -236,14 +237,8 @@ def test_the_cold_start_of_retool_on_rows_of_its_form(tmp_path: Path, suffix: st
     rows = [conversation(number) for number in range(8)]
     rows.append({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "no box"}]})
     rows.append(conversation(9, tag="</code>\nno output\n"))
-    file = tmp_path / f"retool{suffix}"
-    if suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-    else:
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = tmp_path / "retool.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     recipe = load_recipe(
         RECIPES / "warm_start_retool.yaml",
         [
