@@ -7,7 +7,6 @@ call can neither write to that pipe nor reach the process that does.
 import json
 import logging
 import os
-import queue
 import shutil
 import signal
 import subprocess
@@ -15,7 +14,6 @@ import sys
 import sysconfig
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +22,7 @@ from typing import Literal, Self
 from pydantic import Field
 
 from srtrl.recipe.schema import Section
+from srtrl.tasks.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class ToolResult:
     """Whether it printed more than `output_bytes`; the rest is lost."""
 
 
-class PythonSandbox:
+class PythonSandbox(WorkerPool):
     """Runs Python code in sandboxed interpreters. Use it as a context manager: leaving it ends all of them.
 
     Args:
@@ -96,12 +95,9 @@ class PythonSandbox:
                 "your files and, for example, your credentials. Only its CPU time, memory and output are limited"
             )
         command, environment = _command(self.kind, limits)
-        self._workers = [_Worker(command, environment, limits) for _ in range(num_workers)]
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="srtrl-python")
+        super().__init__([_Worker(command, environment, limits) for _ in range(num_workers)], "srtrl-python")
         try:
-            for worker, _ in zip(self._workers, self._threads.map(_Worker.launch, self._workers), strict=True):
-                self._idle.put(worker)
+            list(self._threads.map(_Worker.launch, self._workers))
         except RuntimeError:
             self.close()
             raise
@@ -112,36 +108,18 @@ class PythonSandbox:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def submit(self, code: str) -> "Future[ToolResult]":
-        """Run `code` as soon as an interpreter is free; returns at once.
-
-        The result raises RuntimeError if an interpreter had ended and another does not start.
-        """
-        return self._threads.submit(self._run, code)
-
     def run(self, code: str) -> ToolResult:
-        """Run `code` and wait for its end."""
-        return self.submit(code).result()
+        """Run `code` and wait for its end; `submit` returns at once.
 
-    def close(self) -> None:
-        """End all interpreters now; calls that wait are dropped, calls that run end as `killed`."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in self._workers:
-            worker.stop()
-        self._threads.shutdown(wait=True)
-        for worker in self._workers:
-            worker.reap()
-
-    def _run(self, code: str) -> ToolResult:
-        worker = self._idle.get()  # never waits: there are as many workers as threads
-        try:
-            return worker.run_call(code)
-        finally:
-            self._idle.put(worker)
+        Raises:
+            RuntimeError: an interpreter had ended, and another does not start.
+        """
+        result: ToolResult = self.submit(code).result()
+        return result
 
 
 class _Worker:
-    """One interpreter, replaced when it ends; used by one thread at a time, but for `stop`."""
+    """One interpreter, replaced when it ends; used by one thread at a time, but for `close`."""
 
     def __init__(self, command: list[str], environment: dict[str, str], limits: SandboxLimits) -> None:
         self._command = command
@@ -149,7 +127,7 @@ class _Worker:
         self._wall_seconds = limits.wall_seconds
         self._max_reply_bytes = 12 * limits.output_bytes + 10_000  # a byte is at most six characters of JSON
         self._lock = threading.Lock()
-        self._is_stopped = False
+        self._is_closed = False
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
@@ -160,7 +138,7 @@ class _Worker:
         """
         pipe = subprocess.PIPE
         with self._lock:
-            if self._is_stopped:
+            if self._is_closed:
                 raise RuntimeError("the Python sandbox is closed")
             self._process = subprocess.Popen(
                 self._command,
@@ -174,7 +152,7 @@ class _Worker:
         if not self._exchange(self._process, b"", START_SECONDS):
             raise RuntimeError(f"a sandboxed interpreter did not start: {self.reap()}")
 
-    def run_call(self, code: str) -> ToolResult:
+    def run(self, code: str) -> ToolResult:
         """Run one call.
 
         Raises:
@@ -191,15 +169,15 @@ class _Worker:
         if reply:
             return ToolResult(**json.loads(reply))
         message = self.reap()
-        if not self._is_stopped:
+        if not self._is_closed:
             logger.warning("a sandboxed interpreter ended during a call, starting another: %s", message)
         seconds = time.monotonic() - begun
         return ToolResult(status="killed", stdout="", stderr="", exit_code=-signal.SIGKILL, seconds=seconds)
 
-    def stop(self) -> None:
-        """Kill the interpreter and the call that it runs, from any thread; `run_call` then returns."""
+    def close(self) -> None:
+        """Kill the interpreter and the call that it runs, from any thread; `run` then returns."""
         with self._lock:
-            self._is_stopped = True
+            self._is_closed = True
             if self._process is not None:
                 self._process.kill()
 

@@ -21,7 +21,7 @@ from srtrl.tasks.base import Task
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.reward_terms import Reward, check_importable, is_isolated, resolve_rewards
 from srtrl.tasks.worker import Failure, Graded, IsolatedFunctions, check_reward
-from srtrl.tasks.worker_pool import WorkerPool
+from srtrl.tasks.worker_pool import Worker, WorkerPool
 from srtrl.types import (
     UNVERIFIED_OUTCOMES,
     VERIFIED_OUTCOMES,
@@ -83,7 +83,9 @@ class Grader:
 
     def __enter__(self) -> Self:
         if self._isolated.modules:
-            self._pool = WorkerPool(self._isolated, self._grading.num_workers, self._grading.timeout_seconds)
+            limits = self._grading
+            workers = [Worker(self._isolated, limits.timeout_seconds) for _ in range(limits.num_workers)]
+            self._pool = WorkerPool(workers, "srtrl-grading")
         return self
 
     def __exit__(self, *exception: object) -> None:

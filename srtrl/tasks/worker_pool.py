@@ -17,6 +17,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -57,7 +58,7 @@ class Worker:
         self._process: SpawnProcess | None = None
         """None where it has ended and is reaped: another process may have its number by now."""
 
-    def grade(self, sample: RewardInput) -> Graded | Failure:
+    def run(self, sample: RewardInput) -> Graded | Failure:
         """Grade one sample; where that ends the process, once more in one that has graded nothing else.
 
         Raises:
@@ -71,7 +72,7 @@ class Worker:
         return reply
 
     def close(self) -> None:
-        """Kill the process, from any thread; one that waits in `grade` then returns."""
+        """Kill the process, from any thread; `run` then returns."""
         with _process_lock:
             self._is_closed = True
             if self._process is not None:
@@ -194,18 +195,23 @@ def _kill_group(process: SpawnProcess) -> None:
 
 
 class WorkerPool:
-    """A thread for each worker: it sends a sample and waits for the answer."""
+    """A thread for each worker: it hands over one job at a time.
 
-    def __init__(self, functions: IsolatedFunctions, num_workers: int, cpu_seconds: float) -> None:
-        self._workers = [Worker(functions, cpu_seconds) for _ in range(num_workers)]
-        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        for worker in self._workers:
+    Args:
+        workers: Each has `run(job)`, `close()`, which ends a job that runs, from any thread, and `reap()`.
+        name: Of the threads.
+    """
+
+    def __init__(self, workers: Sequence[Any], name: str) -> None:
+        self._workers = workers
+        self._idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        for worker in workers:
             self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="srtrl-grading")
+        self._threads = ThreadPoolExecutor(len(workers), thread_name_prefix=name)
 
-    def submit(self, sample: RewardInput) -> "Future[Graded | Failure]":
-        """Grade one sample as soon as a worker is free."""
-        return self._threads.submit(self._run, sample)
+    def submit(self, job: Any) -> "Future[Any]":
+        """Run a job as soon as a worker is free; returns at once."""
+        return self._threads.submit(self._run, job)
 
     def close(self) -> None:
         """End all workers now; jobs that wait are dropped."""
@@ -216,9 +222,9 @@ class WorkerPool:
         for worker in self._workers:
             worker.reap()
 
-    def _run(self, sample: RewardInput) -> Graded | Failure:
+    def _run(self, job: Any) -> Any:
         worker = self._idle.get()  # never waits: there are as many workers as threads
         try:
-            return worker.grade(sample)
+            return worker.run(job)
         finally:
             self._idle.put(worker)
