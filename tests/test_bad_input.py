@@ -67,6 +67,9 @@ eval run --step 7 => run has no checkpoint of step 7; there: step_000001
 eval run rewards=1 => rewards: should be a valid list, found 1
 report nowhere => nowhere: no such folder; expected the folder of a run, such as
 report policy => policy is not the folder of a run: it has no recipe.yaml and
+report silent => silent/metrics.jsonl has no complete row yet: there is nothing to show
+trie quiet => quiet/rollouts has no step_*.parquet: no step of the run has ended yet
+rollouts run --prompt arithmetic-train-0-99 => has no rollouts of `arithmetic-train-0-99`, did you mean `arithmetic
 rollouts run --step 9 => --step 9: run has rollouts of the steps 1
 rollouts run --prompt x => --prompt: run has no rollouts of `x`; it has those of
 rollouts run --sort x => Invalid value for '--sort': Value error, 'x' is not one of
@@ -90,6 +93,8 @@ generate chat --prompt 1 --chat => the tokenizer's chat template refuses: Range 
 generate policy --prompt 1 "rollout.stop_strings=['']" => rollout.stop_strings.0: should have at least 1 character
 compare run --out curve.png => --out: expected a file name that ends in .svg, found
 export run garbage => garbage exists and is not an empty folder: delete it, or
+export run folder => folder exists and is not an empty folder: delete it, or
+export folder new => folder is not the folder of a run: it has no recipe.yaml and
 export run new --step 9 => run has no checkpoint of step 9; there: step_000001
 bench rolout => `rolout` is not in srtrl/bench/, did you mean `rollout`?
 bench ../cli => `../cli` is not in srtrl/bench/
@@ -218,8 +223,10 @@ def place(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     merges["model"] |= {"vocab": {}, "merges": [["a", "b"]]}
     (shutil.copytree(policy, folder / "merges") / "tokenizer.json").write_text(json.dumps(merges))
     (folder / "foreign.svg").write_text("<svg>years of work</svg>")
-    for name in ("foreign", "holes"):
+    for name in ("foreign", "holes", "quiet", "silent"):
         shutil.copytree(folder / "run", folder / name)
+    (folder / "silent" / "metrics.jsonl").write_text("")
+    shutil.rmtree(folder / "quiet" / "rollouts")
     (folder / "foreign" / "report.html").write_text("<title>mine</title>")
     (folder / "holes" / "rollouts" / "step_000001.parquet").unlink()
     (folder / "holes" / "rollouts" / "step_000001.parquet").mkdir()

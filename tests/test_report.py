@@ -147,17 +147,6 @@ def test_an_interrupted_run_says_so_and_leaves_out_what_is_missing(tmp_path: Pat
     assert "<script" not in page
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no such folder"):
-        write_report(tmp_path / "none")
-    with pytest.raises(ValueError, match=r"it has no recipe.yaml and no metrics.jsonl"):
-        write_report(tmp_path)
-    (tmp_path / "recipe.yaml").write_text(recipe_text())
-    (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(ValueError, match="no complete row yet"):
-        write_report(tmp_path)
-
-
 # --- srtrl rollouts ---------------------------------------------------------------------------------------------------
 
 
@@ -179,9 +168,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def rollouts(*arguments: object, exit_code: int = 0) -> str:
+def rollouts(*arguments: object) -> str:
     result = bench_cases.run("rollouts", *arguments)
-    assert result.exit_code == exit_code, result.output
+    assert result.exit_code == 0, result.output
     return result.output
 
 
@@ -215,14 +204,3 @@ def test_rollouts_as_json(told: Path, arguments: tuple[object, ...], expected: l
     assert {(row["step"], row["answer"], row["advantage"]) for row in rows} == {expected_row}
     assert all(len(row["text"]) == 2500 for row in rows if row["length"] == 9), "whole"
     assert not rows[0].keys() & {"token_ids", "rollout_logprobs"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--prompt", "p1"), r"has no rollouts of `p1`, did you mean `p-1`\?; it has those of train-0, train-1"),
-        (("--prompt", "p-1", "--step", 1), r"--step 1: .*told has rollouts of prompt p-1 of the steps 2"),
-    ],
-)
-def test_rollouts_that_are_not_there(told: Path, arguments: tuple[object, ...], message: str) -> None:
-    assert re.search(message, rollouts(told, *arguments, exit_code=2))

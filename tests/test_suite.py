@@ -165,9 +165,6 @@ def test_the_suite_end_to_end(policy: Path, data: Path, tmp_path: Path) -> None:
         assert one["eval/accuracy"] == pytest.approx(sum(row["correct"] for row in own) / len(own))
         assert one["eval/accuracy"] == one["estimates"]["accuracy"]["value"]
         assert one["eval/tokens"] == sum(row["num_tokens"] for row in own)
-    again = run("eval", policy, "--suite", "math", "--only", "gsm8k", "--data-dir", data, "--output", output)
-    assert again.exit_code == 2
-    assert "rows.jsonl exists, and is kept: rename it, name" in again.stderr
     # One benchmark alone gives the same samples as among others, and the table has the same figures.
     fewer = tmp_path / "fewer.jsonl"
     table = " ".join(short(policy, data, "--only", "gsm8k,math500", "--output", fewer).stdout.split())

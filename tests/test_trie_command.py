@@ -76,13 +76,6 @@ def test_a_step_may_be_named_and_the_first_has_its_samples_in_turn(run: Path) ->
     assert (history.earlier_steps, history.later_name) == ([1], "step 1, sample 1")
 
 
-def test_a_run_without_rollouts_is_named(run: Path, tmp_path: Path) -> None:
-    for name in ("recipe.yaml", "metrics.jsonl"):
-        (tmp_path / name).write_bytes((run / name).read_bytes())
-    result = bench_cases.run("trie", tmp_path)
-    assert (result.exit_code, "no step of the run has ended yet" in result.output) == (2, True), result.output
-
-
 # --- The branches -----------------------------------------------------------------------------------------------------
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=12)

@@ -124,8 +124,7 @@ class LiveSample:
     tokens: Tokens
     extensions: Extensions
     """Read between two turns: neither drafted nor decoded."""
-    slot: int = -1
-    """While it decodes."""
+    slot: int
     num_committed: int = 0
 
     @property
@@ -178,6 +177,7 @@ class Replay:
                 make_request(prompt.prompt_token_ids, draw, index, longest, prompt_id=prompt.prompt_id),
                 prompt.samples[index],
                 prompt.extensions.get(index, ()),
+                slot=index - first,
             )
             for index in range(first, len(prompt.samples))
         ]
@@ -187,8 +187,6 @@ class Replay:
         if not samples:
             return
         self.counts.steps_without_drafts += max(sample.num_decoded for sample in samples)
-        for slot, sample in enumerate(samples):
-            sample.slot = slot
         self._begin_turns(samples, [1] * len(samples))  # given: it comes from the prompt's forward pass
         live = self._finish_done(samples)
         while live:

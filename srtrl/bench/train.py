@@ -78,24 +78,22 @@ def train_in_turns(recipes: Mapping[str, Recipe], *, is_same: bool) -> dict[str,
         ValueError: Two runs learned different things where they must not (`is_same`).
     """
     num_steps = next(iter(recipes.values())).train.num_steps
-    learned: dict[int, MetricRow] | None = {} if is_same else None
+    learned: dict[int, MetricRow] = {}
+
+    def take_step(drafter: str, trainer: Trainer) -> MetricRow:
+        trainer.train_step(trainer.step + 1)
+        row = read_metrics(trainer.run.path / "metrics.jsonl")[-1]
+        if is_same:
+            check_same(drafter, row, learned)
+        return row
+
     with ExitStack() as stack:
-        quiet = Console(quiet=True)
         steps = {
-            drafter: partial(take_step, stack.enter_context(Trainer(recipe, console=quiet)), drafter, learned)
+            drafter: partial(take_step, drafter, stack.enter_context(Trainer(recipe, console=Console(quiet=True))))
             for drafter, recipe in recipes.items()
         }
         stack.enter_context(freeze_gc())
         return alternate(steps, num_steps - 1)
-
-
-def take_step(trainer: Trainer, drafter: str, learned: dict[int, MetricRow] | None) -> MetricRow:
-    """The next step; returns its metrics, which must be those of `learned` where that is given (see `check_same`)."""
-    trainer.train_step(trainer.step + 1)
-    row = read_metrics(trainer.run.path / "metrics.jsonl")[-1]
-    if learned is not None:
-        check_same(drafter, row, learned)
-    return row
 
 
 def check_same(drafter: str, row: MetricRow, learned: dict[int, MetricRow]) -> None:
