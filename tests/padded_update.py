@@ -6,19 +6,19 @@ environment said is a hole in it.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from update_cases import TEMPERATURE, naive_logprobs
 
 from srtrl.model.attention import PackedPlan
 from srtrl.model.transformer import Transformer
-from srtrl.recipe.schema import Recipe
+from srtrl.recipe.schema import Recipe, UpdatePlan
 from srtrl.types import TrainSequence
 
 LOSSES = ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "policy_gradient")
@@ -138,9 +138,26 @@ def kl_estimate(name: str, p: Padded) -> Tensor:
     return {"k1": log_ratio, "k2": log_ratio**2 / 2, "k3": (-log_ratio).exp() - 1 + log_ratio}[name]
 
 
-def gradient_of(policy: Transformer, loss: Tensor) -> list[Tensor]:
-    """Gradient of the loss, in the order of the parameters."""
-    return list(torch.autograd.grad(loss, list(policy.parameters())))
+def naive_batches(
+    sequences: Sequence[TrainSequence], plan: UpdatePlan, seed: int, step: int
+) -> Iterator[list[TrainSequence]]:
+    """Mini-batches of whole draws: the first epoch in order, a later one in an order of its own."""
+    draws = sorted({sequence.draw_index for sequence in sequences})
+    for epoch in range(plan.num_epochs):
+        shuffled = np.random.default_rng((seed, step, epoch)).permutation(len(draws))
+        order = shuffled if epoch else np.arange(len(draws))
+        for start in range(0, len(draws), plan.mini_batch_prompts):
+            chosen = order[start : start + plan.mini_batch_prompts]
+            yield [sequence for sequence in sequences if draws.index(sequence.draw_index) in chosen]
+
+
+@torch.no_grad()
+def descend(model: nn.Module, loss: Tensor, rate: float) -> list[Tensor]:
+    """One step of gradient descent; returns the gradient, in the order of the parameters."""
+    gradient = list(torch.autograd.grad(loss, list(model.parameters())))
+    for parameter, slope in zip(model.parameters(), gradient, strict=True):
+        parameter.sub_(slope, alpha=rate)
+    return gradient
 
 
 def clipped(name: str, p: Padded, low: float, high: float) -> dict[str, Tensor]:
@@ -180,25 +197,16 @@ def padded_step(
     difference = np.concatenate([s.rollout_logprobs - old for s, old in zip(sequences, olds, strict=True)])
     if recipe.algorithm.old_logprobs == "recompute":
         sequences = [replace(sequence, old_logprobs=old) for sequence, old in zip(sequences, olds, strict=True)]
-    draws = sorted({sequence.draw_index for sequence in sequences})
-    size, num_compared = recipe.policy_updates.mini_batch_prompts, None
-    losses, gradients, per_token = [], [], defaultdict[str, list[float]](list)
-    for epoch in range(recipe.train.num_epochs):
-        shuffled = np.random.default_rng((recipe.seed, step, epoch)).permutation(len(draws))
-        order = shuffled if epoch else np.arange(len(draws))
-        for chosen in (order[start : start + size] for start in range(0, len(draws), size)):
-            batch = [sequence for sequence in sequences if draws.index(sequence.draw_index) in chosen]
-            loss, metrics = padded_loss(pad_all(policy, batch), recipe)
-            for name, values in metrics.items():
-                per_token[name] += values
-            gradients.append(gradient_of(policy, loss))
-            losses.append(loss.item())
-            with torch.no_grad():
-                for parameter, slope in zip(policy.parameters(), gradients[-1], strict=True):
-                    parameter.sub_(slope, alpha=recipe.train.learning_rate)
-            num_compared = num_compared or sum(len(one.advantages) for one in batch)
-    if recipe.algorithm.old_logprobs == "rollout":  # the weights of later mini-batches have moved
-        difference = difference[:num_compared]
+    losses: list[float] = []
+    gradients, per_token = [], defaultdict[str, list[float]](list)
+    for batch in naive_batches(sequences, recipe.policy_updates, recipe.seed, step):
+        loss, metrics = padded_loss(pad_all(policy, batch), recipe)
+        if not losses and recipe.algorithm.old_logprobs == "rollout":  # the weights of later mini-batches have moved
+            difference = difference[: len(metrics["entropy"])]
+        for name, values in metrics.items():
+            per_token[name] += values
+        gradients.append(descend(policy, loss, recipe.train.learning_rate))
+        losses.append(loss.item())
     means = {
         "loss": float(np.mean(losses)),
         "logprob_difference/mean": float(np.abs(difference).mean()),

@@ -63,17 +63,13 @@ def make_policy(
     )
 
 
-def naive_distributions(policy: Transformer, sequence: TrainSequence, temperature: float = TEMPERATURE) -> Tensor:
-    """Log-probs of the whole vocabulary before each sampled token, one sequence alone: [R, V]."""
+@torch.no_grad()
+def naive_logprobs(policy: Transformer, sequence: TrainSequence) -> list[float]:
+    """Of the sampled tokens, one sequence alone."""
     token_ids = torch.from_numpy(sequence.token_ids)
     hidden = policy(token_ids, PackedPlan([len(token_ids)], "cpu"))
     logits = policy.logits(hidden)[torch.from_numpy(sequence.targets) - 1]
-    return torch.log_softmax(logits.double() / temperature, dim=-1)
-
-
-def naive_logprobs(policy: Transformer, sequence: TrainSequence) -> list[float]:
-    with torch.no_grad():
-        rows = naive_distributions(policy, sequence)
+    rows = torch.log_softmax(logits.double() / TEMPERATURE, dim=-1)  # [R, V]
     return [float(row[token]) for row, token in zip(rows, sequence.token_ids[sequence.targets], strict=True)]
 
 
