@@ -31,6 +31,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "small": _shape("llama", 6400, 512, 1408, 8, 8, 2, rms_norm_eps=1e-5),
     "qwen2.5-0.5b": _shape("qwen2", 151936, 896, 4864, 24, 14, 2),
     "qwen2.5-1.5b": _shape("qwen2", 151936, 1536, 8960, 28, 12, 2, max_position_embeddings=131072),
+    "qwen2.5-3b": _shape("qwen2", 151936, 2048, 11008, 36, 16, 2),
+    "qwen2.5-7b": _shape("qwen2", 152064, 3584, 18944, 28, 28, 4, tie_word_embeddings=False),
+    "qwen2.5-14b": _shape("qwen2", 152064, 5120, 13824, 48, 40, 8, tie_word_embeddings=False),
     "qwen3-4b": _shape("qwen3", 151936, 2560, 9728, 36, 32, 8, **_QWEN_3),
     "qwen3-8b": _shape("qwen3", 151936, 4096, 12288, 36, 32, 8, tie_word_embeddings=False, **_QWEN_3),
 }
