@@ -57,7 +57,7 @@ def test_rows_of_trees_and_chunks_are_sampled_as_the_model_says(
     samples = Samples(make_runner(policy), policy)
     samples.check_step([0], chunks=[samples.chunk(1, 0, 5), samples.chunk(2, 0, 5)])
     samples.check_step([0], random_trees(random, [4]), [samples.chunk(1, 5, 8)])
-    for sizes in ([2, 0, 7], [0, MAX_NODES, 5], [6, 3, 1]):
+    for sizes in ([2, 0, 7], [0, MAX_NODES, 1]):
         trees = random_trees(random, sizes)
         samples.check_step([0, 1, 2], trees)
         samples.accept([0, 1, 2], trees, [branch(tree, tree.num_nodes - 1) for tree in trees])
