@@ -1,11 +1,14 @@
 """What ranks exchange: gathered values, sums of tensors, counters, errors; one rank does nothing."""
 
 import time
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from rank_cases import free_port, run_ranks
+from torch.distributed import HashStore, distributed_c10d
 
 from srtrl.ranks.processes import (
     FIRST_REPORTER,
@@ -100,6 +103,23 @@ def test_a_rank_that_waits_for_the_first_one_in_vain_says_so(monkeypatch: pytest
     with pytest.raises(RankError, match=r"rank 1 of 2 waited for the others \(start\)") as caught, open_ranks():
         pass
     assert should_report(caught.value)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_connections_are_aborted_after_an_error(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """With NCCL `destroy_process_group` would wait for ranks that wait for this one in a collective."""
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    calls = {name: Mock() for name in ("init_process_group", "is_initialized", "destroy_process_group")}
+    abort = Mock()
+    for name, mock in calls.items():
+        monkeypatch.setattr(torch.distributed, name, mock)
+    monkeypatch.setattr(distributed_c10d, "_abort_process_group", abort)
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", HashStore)
+    with pytest.raises(ValueError, match="ours") if fails else nullcontext(), open_ranks():
+        if fails:
+            raise ValueError("ours")
+    assert (abort.call_count, calls["destroy_process_group"].call_count) == ((1, 0) if fails else (0, 1))
 
 
 def fail(ranks: Ranks) -> None:
