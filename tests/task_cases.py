@@ -6,6 +6,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from srtrl.tasks.base import Verifier
+from srtrl.tasks.reward_input import RewardInput
 from srtrl.types import Prompt
 
 
@@ -18,6 +19,15 @@ def byte_tokenizer(template: str = "<s> $A") -> PreTrainedTokenizerBase:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<s>", 0), ("</s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")  # type: ignore[no-untyped-call]
+
+
+def prompt_of(answer: str, number: int = 0) -> Prompt:
+    return Prompt(prompt_id=f"p{number}", text="?", token_ids=(1,), answer=answer)
+
+
+def sample_of(text: str, num_tokens: int = 1, max_new_tokens: int = 1) -> RewardInput:
+    counts = {"num_tokens": num_tokens, "max_new_tokens": max_new_tokens}
+    return RewardInput(prompt=prompt_of("1"), text=text, correct=None, finish_reason="stop", **counts)
 
 
 class Rows:

@@ -35,25 +35,25 @@ def policy() -> Transformer:
     return tiny_policy(vocab_size=290, scale=5.0)
 
 
+def grader_of() -> Grader:
+    return Grader(PlainTask(), [RewardSection(name="environment")], GradingSection(), 100)  # type: ignore[arg-type]
+
+
+def collector_of(grader: Grader, conversations: Conversations, num_samples: int) -> Collector:
+    sampling = SamplingParams(max_new_tokens=100, end_token_ids=END_TOKENS)
+    options: dict[str, Any] = {"seed": 3, "purpose": "train", "conversations": conversations}
+    return Collector(grader, TOKENIZER, num_samples=num_samples, sampling=sampling, **options)
+
+
 def rollouts_of(
     policy: Transformer, *, is_dynamic: bool = False, drafter: DrafterBase | None = None, **changes: Any
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
     """Twice the same draws (the second time drafters know them), with tools of random latency."""
     engine = Engine(policy, options(**({"max_sequence_tokens": 128} | changes)), tokenizer=TOKENIZER, drafter=drafter)
     prompts = [Prompt(prompt_id=str(i), text="", token_ids=(i + 1, 2 * i + 3), answer="") for i in range(5)]
-    section = section_of(Digits, max_turns=4)
-    grader = Grader(PlainTask(), [RewardSection(name="environment")], GradingSection(), 100)  # type: ignore[arg-type]
-    with Conversations(section, TOKENIZER) as conversations, grader:
+    with Conversations(section_of(Digits, max_turns=4), TOKENIZER) as conversations, grader_of() as grader:
         for _ in range(2):
-            collector = Collector(
-                grader,
-                TOKENIZER,
-                num_samples=4,
-                sampling=SamplingParams(max_new_tokens=100, end_token_ids=END_TOKENS),
-                seed=3,
-                purpose="train",
-                conversations=conversations,
-            )
+            collector = collector_of(grader, conversations, num_samples=4)
             draws: Draws = FixedDraws(list(enumerate(prompts)))
             if is_dynamic:
                 draws = DrawsUntilFull(
@@ -123,17 +123,8 @@ def test_only_what_was_sampled_is_learned_from(truth: list[RolloutGroup]) -> Non
 
 def test_a_sample_given_up_in_the_middle_leaves_nothing(policy: Transformer) -> None:
     engine = Engine(policy, options(max_sequence_tokens=128), tokenizer=TOKENIZER)
-    grader = Grader(PlainTask(), [RewardSection(name="environment")], GradingSection(), 100)  # type: ignore[arg-type]
-    with Conversations(section_of(Digits), TOKENIZER) as conversations, grader:
-        collector = Collector(
-            grader,
-            TOKENIZER,
-            num_samples=8,
-            sampling=SamplingParams(max_new_tokens=100, end_token_ids=END_TOKENS),
-            seed=3,
-            purpose="train",
-            conversations=conversations,
-        )
+    with Conversations(section_of(Digits), TOKENIZER) as conversations, grader_of() as grader:
+        collector = collector_of(grader, conversations, num_samples=8)
         requests = collector.open(0, Prompt(prompt_id="0", text="", token_ids=(1, 2), answer=""))
         for number, completion in enumerate(engine.generate(requests)):
             collector.receive(completion)

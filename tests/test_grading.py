@@ -15,17 +15,16 @@ from typing import Any
 
 import pytest
 import rollout_cases
-from task_cases import Rows
+from task_cases import Rows, prompt_of, sample_of
 
 from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.resolve import resolve_function
 from srtrl.tasks import rewards
 from srtrl.tasks.base import Verifier
 from srtrl.tasks.grading import Grader, check_not_all_failed
-from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.reward_terms import resolve_rewards
 from srtrl.tasks.rewards import overlong_penalty
-from srtrl.types import FinishReason, Grade, Prompt
+from srtrl.types import FinishReason, Grade
 
 CPU_SECONDS = 0.3
 
@@ -168,10 +167,6 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(folder_before)
     sys.path[:] = path_before
     sys.modules.pop("own_rewards", None)
-
-
-def prompt_of(answer: str, number: int = 0) -> Prompt:
-    return Prompt(prompt_id=f"p{number}", text="?", token_ids=(1,), answer=answer)
 
 
 def make_grader(*names: str, num_workers: int = 2, verifier: Verifier = equal_texts) -> Grader:
@@ -367,70 +362,51 @@ def test_interrupts_do_not_reach_workers_and_leaving_ends_them_at_once() -> None
         os.kill(int(grade.reward), 0)
 
 
-FINITE = ".*must return a finite number, it returned "
+IN_PROCESS: list[tuple[str, dict[str, Any], tuple[str, float, str] | None, str]] = [
+    ("length", {}, ("correct", 0.2, "$"), r"reward `length`: ZeroDivisionError: in process \(own_rewards.py:"),
+    ("rank", {}, ("correct", 0.0, "$"), "verifier: RuntimeError: cannot read this"),
+    ("breaks", {}, None, "reward `breaks`: OSError: no reward server"),
+    ("leaves", {}, None, r"reward `leaves`: SystemExit: 0 \(own_rewards.py:"),
+    ("text", {}, None, ".*reward `text` must return a finite number, it returned '1.0'"),
+    ("too_few", {}, None, "reward `too_few`: ValueError: it returned 1 values for 2 samples"),
+    ("named", {}, None, ".*a batched reward must return a list of numbers, it returned {'ok': 1.0"),
+    ("overlong_penalty", {"cache_tokens": 10}, None, r".* 1 to rollout.max_new_tokens - 1 \(9\), found 10"),
+]
+"""Reward and options; outcome, reward and detail of the sample "ok", or None: as that of "raise"; detail of "raise"."""
 
 
-@pytest.mark.parametrize(
-    ("names", "verifier", "expected"),
-    [  # of the samples "ok", "raise", "no": outcome, reward, detail
-        (
-            ["correct", "own_rewards:rank"],
-            "own_rewards:verify",
-            [("correct", 1.0, "$"), ("error", 0.0, "verifier: RuntimeError: cannot read this"), ("wrong", 2.0, "$")],
-        ),
-        (
-            ["correct", "own_rewards:length"],
-            None,
-            [
-                ("correct", 1.2, "$"),
-                ("error", 0.0, r"reward `length`: ZeroDivisionError: in process \(own_rewards.py:"),
-                ("wrong", 0.2, "$"),
-            ],
-        ),
-        (["correct", "own_rewards:breaks"], None, [("error", 0.0, ".*OSError: no reward server")] * 3),
-        (["own_rewards:leaves"], None, [("error", 0.0, r".*SystemExit: 0 \(own_rewards.py:")] * 3),
-        (["own_rewards:text"], None, [("error", 0.0, FINITE + "'1.0'")] * 3),
-        (["own_rewards:too_few"], None, [("error", 0.0, ".*it returned 1 values for 3 samples")] * 3),
-        (["own_rewards:named"], None, [("error", 0.0, ".*must return a list of numbers, it returned {'ok': 1")] * 3),
-        (
-            [{"name": "overlong_penalty", "options": {"cache_tokens": 10}}],
-            None,
-            [("error", 0.0, r".*cache_tokens: expected .* from 1 to rollout.max_new_tokens - 1 \(9\), found 10")] * 3,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "graded", "detail"), IN_PROCESS)
 def test_errors_in_the_training_process_are_outcomes(
-    names: list[Any], verifier: str | None, expected: list[tuple[str, float, str]]
+    name: str, options: dict[str, Any], graded: tuple[str, float, str] | None, detail: str
 ) -> None:
-    function = resolve_function("srtrl.tasks.rewards", verifier) if verifier else equal_texts
-    sections = [RewardSection(**(name if isinstance(name, dict) else {"name": name})) for name in names]
-    with Grader(Rows(function), sections, GradingSection(), max_new_tokens=10) as grader:
-        grades = grade_all(grader, ["ok", "raise", "no"])
-    for grade, (outcome, reward, detail) in zip(grades, expected, strict=True):
-        assert (grade.outcome, grade.reward) == (outcome, reward)
-        assert re.match(detail, grade.detail), grade.detail
+    verifier = resolve_function("srtrl.tasks.rewards", "own_rewards:verify") if name == "rank" else equal_texts
+    reward = RewardSection(name=name if options else f"own_rewards:{name}", options=options)
+    with Grader(Rows(verifier), [reward], GradingSection(), max_new_tokens=10) as grader:
+        grades = grade_all(grader, ["ok", "raise"])
+    failed = ("error", 0.0, detail)
+    for grade, (outcome, value, reason) in zip(grades, (graded or failed, failed), strict=True):
+        assert (grade.outcome, grade.reward) == (outcome, value)
+        assert re.match(reason, grade.detail), grade.detail
 
 
-REFUSED: list[tuple[list[dict[str, Any]], str]] = [
-    ([{"name": "corect"}], "rewards.0: `corect` is not in srtrl/tasks/rewards.py, did you mean `correct`?"),
-    ([{"name": "isolated"}], "known: correct, environment, format, overlong_penalty;"),
-    ([{"name": "own_rewards:both"}], "rewards.0: `own_rewards:both` is isolated and batched"),
-    ([{"name": "statistics:mean"}], "rewards.0: `statistics:mean` cannot be logged as reward/mean"),
-    ([{"name": "correct"}, {"name": "correct", "weight": 0.5}], "rewards.1: two are named `correct`"),
-    ([{"name": "correct", "options": {"cache": 1}}], "keyword argument 'cache'; it is correct(sample, incorrect"),
-    ([{"name": "correct", "options": {"sample": 1}}], "multiple values for argument 'sample'"),
-    ([{"name": "overlong_penalty"}], "argument: 'cache_tokens'; it is overlong_penalty(sample, "),
-    ([{"name": "own_rewards:scaled", "options": {"factor": lambda: 3}}], "own_rewards:scaled is isolated"),
+REFUSED: list[tuple[list[tuple[str, dict[str, Any]]], str]] = [
+    ([("corect", {})], "rewards.0: `corect` is not in srtrl/tasks/rewards.py, did you mean `correct`?"),
+    ([("isolated", {})], "known: correct, environment, format, overlong_penalty;"),
+    ([("own_rewards:both", {})], "rewards.0: `own_rewards:both` is isolated and batched"),
+    ([("statistics:mean", {})], "rewards.0: `statistics:mean` cannot be logged as reward/mean"),
+    ([("correct", {}), ("correct", {})], "rewards.1: two are named `correct`"),
+    ([("correct", {"cache": 1})], "keyword argument 'cache'; it is correct(sample, incorrect"),
+    ([("correct", {"sample": 1})], "multiple values for argument 'sample'"),
+    ([("overlong_penalty", {})], "argument: 'cache_tokens'; it is overlong_penalty(sample, "),
+    ([("own_rewards:scaled", {"factor": lambda: 3})], "own_rewards:scaled is isolated"),
 ]
 
 
-@pytest.mark.parametrize(("sections", "message"), REFUSED)
-def test_rewards_and_their_options_are_refused_by_name(sections: list[dict[str, Any]], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        resolve_rewards([RewardSection.model_validate(section) for section in sections])
+def test_rewards_options_and_verifiers_are_refused_by_name() -> None:
+    for sections, message in REFUSED:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            resolve_rewards([RewardSection(name=name, options=options) for name, options in sections])
 
-
-def test_an_isolated_verifier_must_be_importable() -> None:
     def local(text: str, answer: str, /) -> bool:
         return text == answer
 
@@ -457,11 +433,6 @@ def test_weights_and_options_reach_rewards_wherever_they_run() -> None:
         ("correct", 2.0 - 0.25 + 6.5),
         ("wrong", -0.4 + 34.0),
     ]
-
-
-def sample_of(text: str, num_tokens: int = 1, max_new_tokens: int = 1) -> RewardInput:
-    counts = {"num_tokens": num_tokens, "max_new_tokens": max_new_tokens}
-    return RewardInput(prompt=prompt_of("1"), text=text, correct=None, finish_reason="stop", **counts)
 
 
 @pytest.mark.parametrize(("max_new_tokens", "cache_tokens"), [(20480, 4096), (96, 32), (10, 9), (7, 1)])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from task_cases import byte_tokenizer
+from task_cases import byte_tokenizer, sample_of
 from transformers import AutoTokenizer
 
 from srtrl.recipe.schema import GradingSection, RewardSection
@@ -18,9 +18,7 @@ from srtrl.tasks.final_answer import extract_answer
 from srtrl.tasks.grading import Grader
 from srtrl.tasks.math import MathOptions, Task
 from srtrl.tasks.math_verifier import is_correct
-from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.rows import RowSource, read_rows
-from srtrl.types import Prompt
 
 GSM8K: dict[str, Any] = {"problem_field": "question", "answer_pattern": "#### (.+)", "solution_field": "answer"}
 ROW = {"problem": "What is 1+1?", "answer": "2", "solution": "1+1=2"}
@@ -200,15 +198,6 @@ def test_overlong_prompts_are_dropped_and_counted(tmp_path: Path, caplog: pytest
         make_task(file, max_prompt_tokens=5)
 
 
-def test_template_keeps_other_braces(tmp_path: Path) -> None:
-    row = {**ROW, "problem": " Is {problem} a set? "}
-    task = make_task(write_rows(tmp_path / "rows.jsonl", [row]), prompt_template="{problem} Use \\boxed{}.")
-    prompt = task.train_prompts[0]
-    assert prompt.text == "Is {problem} a set? Use \\boxed{}."
-    assert byte_tokenizer().decode(list(prompt.token_ids)) == "<s>" + prompt.text
-    assert dict(prompt.metadata) == row
-
-
 def test_fields_inside_fields_numbers_and_ids(tmp_path: Path) -> None:
     rows = [
         {"prompt": "a", "reward_model": {"ground_truth": 204, "style": "rule"}, "index": 7},
@@ -279,12 +268,4 @@ def test_reading_an_answer_takes_linear_time(text: str) -> None:
     num = 100_000
     crafted = "answer" + text * num + " " * num + "x"
     extract_answer(crafted)
-    sample = RewardInput(
-        prompt=Prompt(prompt_id="1", text="?", token_ids=(1,), answer="1"),
-        text=crafted,
-        correct=None,
-        finish_reason="stop",
-        num_tokens=1,
-        max_new_tokens=1,
-    )
-    assert rewards.format(sample) in (0.0, 1.0)
+    assert rewards.format(sample_of(crafted)) in (0.0, 1.0)

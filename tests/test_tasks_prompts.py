@@ -107,8 +107,6 @@ WRONG_ROWS: list[tuple[Any, str]] = [
     ([{"role": "user"}], "field `prompt.0.content` must be a text or a number, it is NoneType"),
     ([{"role": "user", "content": [{"type": "image"}]}], "field `prompt.0.content` must be a text or a number"),
     (TURNS[:2], "the last message of `prompt` must be the user's, it is of the role assistant"),
-    ("", "field `prompt` is empty"),
-    ({}, "field `prompt` must be a text or a number, it is dict"),
 ]
 
 
