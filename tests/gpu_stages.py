@@ -38,10 +38,10 @@ def build(device: str, *, num_layers: int, slots: int, cuda_graphs: bool = True)
     """A CUDA runner of Qwen2.5-1.5B with random weights, or of a tiny model on a CPU."""
     import torch
 
-    from srtrl.bench.shapes import SHAPES
     from srtrl.engine.cuda_runner import CudaRunner
     from srtrl.engine.runner import EngineOptions
     from srtrl.model.hf_config import config_from_hf
+    from srtrl.model.shapes import SHAPES
     from srtrl.model.weights import init_model
 
     shape = SHAPES["qwen2.5-1.5b"] | {"num_hidden_layers": num_layers}
@@ -194,7 +194,7 @@ def transformers(device: str) -> list[Row]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from srtrl.bench.shapes import SHAPES
+    from srtrl.model.shapes import SHAPES
 
     shape = dict(SHAPES["qwen2.5-1.5b"])
     if device == "cpu":

@@ -13,10 +13,10 @@ from tiny_run import make_policy, make_recipe
 
 from srtrl.bench.alternate import alternate, median_of, paired_ratio
 from srtrl.bench.recorded import RecordedPrompt
-from srtrl.bench.shapes import SHAPES
 from srtrl.bench.train import check_same
 from srtrl.bench.workload import check_completions, make_engine, prepare, share_out
 from srtrl.model.hf_config import config_from_hf
+from srtrl.model.shapes import SHAPES
 from srtrl.model.transformer import Transformer
 from srtrl.model.weights import load_model
 from srtrl.recipe.file import dump_yaml

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from kernel_cases import KERNEL_DEVICE
 from runner_cases import Samples, cuda_runner, random_trees, runner_policy, use_reference
 
-from srtrl.bench.shapes import SHAPES
 from srtrl.engine import cuda_runner as cuda_runner_module
 from srtrl.engine import engine as engine_module
 from srtrl.engine.cuda_runner import CudaRunner
@@ -20,6 +19,7 @@ from srtrl.engine.engine import make_runner
 from srtrl.engine.rows import StepSize
 from srtrl.engine.runner import EngineOptions, RowFilters
 from srtrl.model.hf_config import config_from_hf
+from srtrl.model.shapes import SHAPES
 from srtrl.model.transformer import Transformer
 from srtrl.model.tree_attention import H200
 

@@ -14,9 +14,9 @@ import torch
 from test_recipe_memory import GPU_BYTES, MAX_SHARE, ROOT, SHAPE_OF
 from tiny_run import train
 
-from srtrl.bench.shapes import SHAPES
 from srtrl.metrics import read_metrics
 from srtrl.model.hf_config import config_from_hf
+from srtrl.model.shapes import SHAPES
 from srtrl.model.weights import init_model, load_tokenizer
 from srtrl.recipe.file import load_recipe
 from srtrl.run.checkpoint import save_policy

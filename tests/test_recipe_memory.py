@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from srtrl.bench.shapes import SHAPES
 from srtrl.engine.cuda_runner import CudaRunner
 from srtrl.engine.kv_memory import choose_num_pages, kv_bytes
 from srtrl.engine.runner import EngineOptions, page_bytes_of
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.logprobs import token_logprobs
+from srtrl.model.shapes import SHAPES
 from srtrl.model.transformer import Transformer
 from srtrl.model.value_model import ValueModel
 from srtrl.recipe.file import load_recipe

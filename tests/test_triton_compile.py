@@ -74,11 +74,11 @@ def main() -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from srtrl.bench.shapes import SHAPES
     from srtrl.engine.cuda_runner import CudaRunner
     from srtrl.engine.runner import EngineOptions
     from srtrl.model import tree_attention
     from srtrl.model.hf_config import config_from_hf
+    from srtrl.model.shapes import SHAPES
     from srtrl.model.transformer import Transformer
 
     found: dict[tuple[str, str, int, int], dict[str, Any]] = {}

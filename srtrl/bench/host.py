@@ -18,7 +18,6 @@ import typer
 
 from srtrl.bench import options
 from srtrl.bench.alternate import alternate, median_of
-from srtrl.bench.shapes import SHAPES
 from srtrl.bench.tables import JSON_MARK, Row, publish, read_environment
 from srtrl.bench.workload import Trace, check_completions, load_workload, make_engine, prepare
 from srtrl.engine.draft_budget import StepCost
@@ -28,6 +27,7 @@ from srtrl.engine.stats import STAGES
 from srtrl.metrics import check_output
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
+from srtrl.model.shapes import SHAPES
 from srtrl.model.transformer import Transformer
 from srtrl.run.interrupt import freeze_gc
 

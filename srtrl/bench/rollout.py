@@ -17,13 +17,13 @@ import typer
 
 from srtrl.bench import options
 from srtrl.bench.alternate import alternate, paired_ratio
-from srtrl.bench.shapes import SHAPES
 from srtrl.bench.tables import JSON_MARK, Row, publish, read_environment
 from srtrl.bench.workload import Trace, check_completions, load_workload, make_engine, prepare
 from srtrl.engine.engine import Engine
 from srtrl.metrics import check_output
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
+from srtrl.model.shapes import SHAPES
 from srtrl.model.weights import init_model
 from srtrl.resolve import suggestion
 from srtrl.trainer.build import PREFILL_TOKENS

@@ -1,4 +1,4 @@
-"""Model shapes to measure at, with random weights: time does not depend on the values of the weights."""
+"""Shapes of models whose weights are not at hand: to measure with random ones, and to compute what memory they need."""
 
 from typing import Any
 
@@ -38,3 +38,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _shape("qwen3", 151936, 4096, 12288, 36, 32, 8, tie_word_embeddings=False, **_QWEN_3),
 }
 """By name; the fields of published models are from their `config.json`."""
+
+
+def published_shape(path: str) -> dict[str, Any] | None:
+    """The config of a model by its name on the Hugging Face hub (`Qwen/Qwen2.5-7B-Instruct`), if it is known here."""
+    owner, _, name = path.partition("/")
+    return SHAPES.get(name.lower().removesuffix("-instruct").removesuffix("-base")) if owner == "Qwen" else None
