@@ -49,7 +49,7 @@ def command(
 
     if out is not None and out.suffix != ".svg":
         raise ValueError(f"--out: expected a file name that ends in .svg, found {out}")
-    check_output("--out", out, CREATOR, force=force)
+    check_output("--out", out, f"<dc:title>{CREATOR}</dc:title>", force=force)
     read = [read_run(folder) for folder in runs]
     names = {name for run in read for row in run.rows for name in row}
     if metric is None:  # a task without verifier has no accuracy
