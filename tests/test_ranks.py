@@ -8,7 +8,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from rank_cases import free_port, run_ranks
-from torch.distributed import HashStore, distributed_c10d
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d
 
 from srtrl.ranks.processes import (
     FIRST_REPORTER,

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from test_update_errors import CALLS, flawed
 from tiny_run import learned_rows, make_recipe, open_run, train
-from torch import Tensor
 
 import srtrl
 from srtrl.drafters.srt import Drafter
@@ -246,36 +246,18 @@ def test_second_interrupt_stops_at_once(
     assert learned(tmp_path / "run") == []
 
 
-LOSS_CALLS: list[int] = []
-
-
-def loss_with_a_flaw(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, index: Tensor, **_: float
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy gradient, except that the third call returns NaN."""
-    LOSS_CALLS.append(len(index))
-    return -(logprobs - old).exp() * advantages * (float("nan") if len(LOSS_CALLS) == 3 else 1.0), {}
-
-
-def loss_without_memory(*tensors: Tensor, **_: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same, except that the third call runs out of memory."""
-    if len(LOSS_CALLS) == 2:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    return loss_with_a_flaw(*tensors)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"algorithm__loss": "test_trainer:loss_with_a_flaw"}, "step 3, epoch 1, mini-batch 1: the loss is nan"),
-        ({"algorithm__loss": "test_trainer:loss_without_memory"}, "step 3, update: the device's memory is too small"),
+        ({"algorithm": flawed("nan", at_call=3)}, "step 3, epoch 1, mini-batch 1: the loss is nan"),
+        ({"algorithm": flawed("no memory", at_call=3)}, "step 3, update: the device's memory is too small"),
         ({"train__max_logprob_difference": 1e-12}, "There is no checkpoint yet"),
     ],
 )
 def test_an_error_in_a_step_stops_with_the_last_checkpoint(
     policy: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    LOSS_CALLS.clear()
+    CALLS.clear()
     once = {"train__num_epochs": 1, "train__mini_batch_prompts": 4, "train__micro_batch_tokens": 4000}
     recipe = make_recipe(policy, tmp_path, train__checkpoint_every=1, **once, **changes)
     with pytest.raises(TrainingStoppedError, match=message) as caught:
@@ -287,15 +269,11 @@ def test_an_error_in_a_step_stops_with_the_last_checkpoint(
         build.build_policy(recipe, str(checkpoint), torch.device("cpu"))
 
 
-def drop_all(rewards: Tensor, correct: Tensor) -> Tensor:
-    return torch.zeros(len(rewards), dtype=torch.bool)
-
-
 @pytest.mark.parametrize(
     ("changes", "num_kept"),
     [
-        ({"algorithm__filters": ["test_trainer:drop_all"]}, 0),
-        ({"algorithm__filters": ["test_trainer:drop_all"], "algorithm__advantage": "gae", "critic": {}}, 0),
+        ({"algorithm__filters": ["test_credit:drop_all"]}, 0),
+        ({"algorithm__filters": ["test_credit:drop_all"], "algorithm__advantage": "gae", "critic": {}}, 0),
         ({"rollout__max_new_tokens": 1, "algorithm__overlong_filtering": True}, 4),
     ],
 )
