@@ -138,8 +138,7 @@ def test_larger_steps_than_graphs_are_for_are_never_captured() -> None:
 
 def test_views_of_the_steps_used_most_recently_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_runner_module, "MAX_STEPS", 2)
-    runner = cuda_runner(runner_policy())
-    samples = Samples(runner, runner.model)
+    runner, samples = graphed_samples()
     for num_rows in (1, 8, 1, 16):
         assert runner.time_step(num_rows, 9, 1) > 0
     assert [shape.num_rows for shape in runner._steps] == [1, 16]
