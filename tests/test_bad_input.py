@@ -162,7 +162,6 @@ train recipe.yaml 'rewards=[]' => rewards: should have at least 1 item after val
 train recipe.yaml 'rewards=[{name: x}]' => rewards.0: `x` is not in srtrl/tasks/rewards.py
 train recipe.yaml 'rewards=[{name: "os:nothing"}]' => rewards.0: `os:nothing`: os has no `nothing`
 train recipe.yaml 'rewards=[{name: "exits:reward"}]' => rewards.0: `exits:reward`: cannot import exits: SystemExit
-train recipe.yaml 'rewards=[{name: "stops:reward"}]' => not here (stops.py:1, <module>)
 train recipe.yaml 'rewards=[{name: "leaves:reward"}]' => cannot import leaves: GeneratorExit (leaves.py:1, <module>)
 train recipe.yaml 'rewards=[{name: "mute:reward"}]' => cannot import mute: mute.Mute: <exception str() failed>
 train recipe.yaml 'rewards=[{name: "hides:reward"}]' => hides raised RuntimeError: no reward (hides.py:2, __getattr__)
@@ -214,7 +213,6 @@ def place(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     (folder / "rows.jsonl").write_text('{"prompt": "1"}\n{"text": "2"}\n')
     train(make_recipe(policy, folder, train__num_steps=1, eval__before_and_after=False, eval__every_steps=None))
     (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
-    (folder / "stops.py").write_text("raise AssertionError('not here')\n")
     (folder / "leaves.py").write_text("raise GeneratorExit\n")
     (folder / "mute.py").write_text("class Mute(BaseException):\n    def __str__(self): raise ValueError\nraise Mute\n")
     (folder / "hides.py").write_text("def __getattr__(name):\n    raise RuntimeError('no reward')\n")

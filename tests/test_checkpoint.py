@@ -258,9 +258,6 @@ TASK = {"num_train": 11, "num_eval": 6, "max_operations": 2}
     ("changes", "line"),
     [
         ({"log__trackers": ["tensorboard"]}, "log.trackers: the run has [], now ['tensorboard']"),
-        ({"train__learning_rate": 0.5}, "train.learning_rate: the run has 0.01, now 0.5"),
-        ({"train__num_steps": 3}, "train.num_steps: the run has 4, now 3"),
-        ({"train__micro_batch_tokens": 100}, "train.micro_batch_tokens: the run has 200, now 100"),
         ({"algorithm__kl": {"coefficient": 0.0}}, "algorithm.kl.coefficient: the run has 0.01, now 0.0"),
         (
             {"task__options": TASK | {"note": 300 * "x"}},

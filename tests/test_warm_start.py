@@ -233,15 +233,6 @@ def test_a_device_that_is_too_small_is_explained(tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "out").exists()
 
 
-def test_mistakes_are_named(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path / "out", max_new_tokens=3)
-    with pytest.raises(ValueError, match=r"no rollout could produce any .* tokens; rollout\.max_new_tokens is 3"):
-        run(recipe)
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match="no `warm_start` section"):
-        run(recipe.model_copy(update={"warm_start": None}))
-
-
 def test_a_tokenizer_is_trained_on_prompts_with_their_solutions(policy: Path, tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path / "out", num_steps=1)
     task = load_task(recipe, load_tokenizer(str(policy)))
@@ -254,8 +245,6 @@ def test_overwrite_renames_what_is_in_the_way(tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()
     (output / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match="use --overwrite or another folder"):
-        run(make_recipe(output))
     for number in (1, 2):
         run(make_recipe(output, num_steps=1, max_new_tokens=20), overwrite=True)
         assert (tmp_path / f"out.{number}").is_dir()
