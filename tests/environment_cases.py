@@ -184,14 +184,6 @@ class OneTool(Upper):
     tools = Upper.tools[:1]
 
 
-class Slow(OneTool):
-    """Answers after a random time."""
-
-    def call(self, call: ToolCall) -> tuple[str, str]:
-        time.sleep(random.random() / 50)  # no seed: any order
-        return super().call(call)
-
-
 class Digits(EnvironmentBase):
     """Answers any turn by digits that depend on it, after a random time; ends some samples."""
 

@@ -369,12 +369,11 @@ class Conversations:
             reward=sample.reward,
             metrics=tuple(sample.metrics),
             tool_seconds=tuple(sample.seconds),
-            texts=tuple(self._texts(completion.token_ids, sample.segments)),
+            texts=tuple(
+                str(self.tokenizer.decode(completion.token_ids[part], skip_special_tokens=kind == "model"))
+                for kind, part in segment_slices(sample.segments)
+            ),
         )
-
-    def _texts(self, token_ids: list[int], segments: Sequence[tuple[SegmentKind, int]]) -> Iterator[str]:
-        for kind, part in segment_slices(segments):
-            yield str(self.tokenizer.decode(token_ids[part], skip_special_tokens=kind == "model"))
 
     def tokenise_solution(self, text: str) -> Segments:
         """The segments of a worked solution, without an end token, as in a rollout whose policy sampled them.

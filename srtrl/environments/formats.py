@@ -7,6 +7,7 @@ text is tokenised; sampled tokens stay as they were sampled.
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from srtrl.environments.base import Messages, Tool, ToolCall, resolve_environment
@@ -227,13 +228,7 @@ FORMATS: Mapping[str, type[Format]] = {"text": Format, "chat": Chat, "code_tags"
 
 def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """The tools as chat templates read them."""
-    return [
-        {
-            "type": "function",
-            "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)},
-        }
-        for tool in tools
-    ]
+    return [{"type": "function", "function": asdict(tool)} for tool in tools]
 
 
 def check_call(tools: Sequence[Tool], call: ToolCall) -> tuple[str, str] | None:

@@ -198,7 +198,7 @@ def _make_prompts(
     prompts = [
         Prompt(
             prompt_id=f"arithmetic-{split}-{options.seed}-{index}",
-            text=_prompt_text(expression),
+            text=f"Compute {expression.text}.\n",
             token_ids=(),
             answer=str(expression.value),
             metadata={"problem": expression.text, "solution": _solution_text(expression, options.tool_share)},
@@ -215,16 +215,8 @@ def _make_prompts(
     return prompts
 
 
-def _prompt_text(expression: Expression) -> str:
-    return f"Compute {expression.text}.\n"
-
-
 def _solution_text(expression: Expression, tool_share: float) -> str:
+    lines = expression.steps
     if _hash(f"tool {expression.text}") % 1000 < 1000 * tool_share:
-        lines: tuple[str, ...] = (
-            f"<code>{expression.text}</code>",
-            f"<interpreter>\n{expression.value}\n</interpreter>",
-        )
-    else:
-        lines = expression.steps
+        lines = (f"<code>{expression.text}</code>", f"<interpreter>\n{expression.value}\n</interpreter>")
     return "\n".join((*lines, f"{ANSWER_MARK} {expression.value}"))
