@@ -8,7 +8,7 @@ from pathlib import Path
 
 from srtrl.recipe.file import Problem, RecipeError, RecipeSource, build_recipe
 from srtrl.recipe.schema import Recipe
-from srtrl.resolve import Caught, check_call, describe_error, import_user_defined, resolve_part
+from srtrl.resolve import PARTS, Caught, check_call, describe_error, import_user_defined, resolve_part
 
 Call = tuple[int, tuple[str, ...]]
 """A call by the trainer: the number of positional arguments, and the names of the keyword arguments."""
@@ -34,18 +34,13 @@ def build_checked(source: RecipeSource, *, warm_start: bool = False) -> Recipe:
 
 def _import_names(recipe: Recipe, source: RecipeSource) -> None:
     """Import the user-defined modules that a foreign recipe names, and print which; not from the current folder."""
-    algorithm, environment = recipe.algorithm, recipe.rollout.environment
+    from srtrl.run.folder import flatten
+
+    values = dict(flatten(recipe.model_dump()))
+    keys = ("task.name", "rollout.drafter", "rollout.environment.name", "rollout.environment.format", *PARTS)
     names = [
-        ("task.name", recipe.task.name),
-        ("rollout.drafter", recipe.rollout.drafter),
-        ("rollout.environment.name", environment.name if environment else ""),
-        ("rollout.environment.format", environment.format if environment else ""),
-        ("algorithm.advantage", algorithm.advantage),
-        ("algorithm.loss", algorithm.loss),
-        ("algorithm.reduction", algorithm.reduction),
-        ("algorithm.kl.estimator", algorithm.kl.estimator),
-        ("critic.value_loss", recipe.critic.value_loss if recipe.critic else ""),
-        *((f"algorithm.filters.{index}", name) for index, name in enumerate(algorithm.filters)),
+        *((key, name) for key in keys if isinstance(name := values.get(key), str)),
+        *((f"algorithm.filters.{index}", name) for index, name in enumerate(recipe.algorithm.filters)),
         *((f"rewards.{index}.name", reward.name) for index, reward in enumerate(recipe.rewards)),
     ]
     for key, name in names:

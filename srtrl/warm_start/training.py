@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -26,7 +27,7 @@ from srtrl.ranks.sharding import end_sharding
 from srtrl.recipe.schema import Recipe, UpdatePlan, WarmStartSection
 from srtrl.rollout.packing import PackedBatch
 from srtrl.run.checkpoint import save_policy
-from srtrl.run.folder import is_empty, move_aside
+from srtrl.run.folder import move_aside
 from srtrl.run.interrupt import explain_out_of_memory
 from srtrl.run.progress import RunProgress
 from srtrl.tasks.base import Task, load_task
@@ -107,7 +108,7 @@ def _run(
     end_ids = () if section.architecture is not None else build.response_end_ids(recipe.model.path, tokenizer)
 
     def save() -> None:
-        if not is_empty(output):  # or has come into it while the policy learned
+        if not _is_free(output):  # or has come into it while the policy learned
             progress.say(f"the folder that was {output} is now {move_aside(output)}")
         with new_folder(output) as temporary:
             save_policy(
@@ -143,7 +144,7 @@ def _run(
 
 def _check_output(output: Path, *, overwrite: bool) -> None:
     """Refuse a folder that could not be written after all optimizer steps."""
-    if not is_empty(output) and not overwrite:
+    if not _is_free(output) and not overwrite:
         raise ValueError(f"warm_start.output: {output} exists and is not empty; use --overwrite or another folder")
     temporary = temporary_beside(output)
     try:
@@ -151,6 +152,11 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
         temporary.rmdir()
     except OSError as error:
         raise ValueError(f"warm_start.output: {output} cannot be written ({error.strerror})") from error
+
+
+def _is_free(output: Path) -> bool:
+    """Whether a new folder can take this name: there is nothing, or an empty folder."""
+    return not os.path.lexists(output) or (output.is_dir() and not output.is_symlink() and not any(output.iterdir()))
 
 
 def _tokenizer(recipe: Recipe, section: WarmStartSection) -> PreTrainedTokenizerBase:
