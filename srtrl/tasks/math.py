@@ -34,6 +34,7 @@ class MathOptions(RowOptions):
     """The rows of the problems, their fields, and the template of a prompt."""
 
     placeholder: ClassVar[str] = "{problem}"
+    text_option: ClassVar[str] = "problem_field"
 
     problem_field: str = "problem"
     """Field of the problem's text, or of a list of messages `{role: ..., content: ...}`; `a.b` is the field `b` inside
@@ -62,16 +63,6 @@ class MathOptions(RowOptions):
         if self.answer_pattern is not None:
             _check_pattern(self.answer_pattern)
         return self
-
-    @property
-    def verifier(self) -> "Verifier":
-        """The judge of answers: math-verify, or a comparison of letters for multiple choice."""
-        return is_correct if self.choices_field is None else is_chosen
-
-    @property
-    def text_field(self) -> str:
-        """Field of the problem."""
-        return self.problem_field
 
     def text_and_answer(self, fields: Mapping[str, Any], text: str) -> tuple[str, str]:
         """The problem with its choices, and the reference answer; `RowError` without one."""
@@ -109,8 +100,8 @@ class Task(RowTask[MathOptions]):
 
     @property
     def verifier(self) -> "Verifier":
-        """The judge of all completions."""
-        return self._options.verifier
+        """The judge of all completions: math-verify, or a comparison of letters for multiple choice."""
+        return is_correct if self._options.choices_field is None else is_chosen
 
 
 def _check_pattern(pattern: str) -> None:

@@ -23,6 +23,7 @@ class PromptsOptions(RowOptions):
     """The rows of the prompts and their fields; rewards find all fields of a row in `Prompt.metadata`."""
 
     placeholder: ClassVar[str] = "{prompt}"
+    text_option: ClassVar[str] = "prompt_field"
 
     prompt_field: str = "prompt"
     """Field of the text, or of a list of messages `{role: ..., content: ...}`; `a.b` is the field `b` inside `a`."""
@@ -31,11 +32,6 @@ class PromptsOptions(RowOptions):
     prompt_template: str = "{prompt}"
     """Text of the prompt; `{prompt}` is replaced by the row's text (of messages: the text of the last one), and other
     braces stay as they are."""
-
-    @property
-    def text_field(self) -> str:
-        """Field of the prompt."""
-        return self.prompt_field
 
     def text_and_answer(self, fields: Mapping[str, Any], text: str) -> tuple[str, str]:
         """The text as it is, and the content of `answer_field`."""

@@ -32,6 +32,8 @@ class RowOptions(Section):
 
     placeholder: ClassVar[str]
     """The part of `prompt_template` that is replaced by the text of the row."""
+    text_option: ClassVar[str]
+    """Option that names the field of the text, or of the messages."""
 
     train: RowSource | None = None
     """Rows to train on."""
@@ -60,11 +62,6 @@ class RowOptions(Section):
             if getattr(self, name) and not self.chat_template:
                 raise ValueError(f"{name} needs chat_template: true")
         return self
-
-    @property
-    def text_field(self) -> str:
-        """Field of the text, or of the messages."""
-        raise NotImplementedError
 
     def text_and_answer(self, fields: Mapping[str, Any], text: str) -> tuple[str, str]:
         """The replacement of the placeholder for the row's `text`, and the reference answer; `RowError` without one."""
@@ -179,7 +176,7 @@ def _prompt_of(options: RowOptions, row: Row) -> tuple[Prompt, list[Message] | N
     """The prompt that a row holds, and its messages if it has any; `RowError` if it holds none."""
     if isinstance(row.fields, RowError):
         raise row.fields
-    name = options.text_field
+    name = getattr(options, options.text_option)
     value = get_field(row.fields, name)
     messages = _check_messages(value, name) if isinstance(value, list) else None
     text, answer = options.text_and_answer(
