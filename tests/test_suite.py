@@ -8,8 +8,7 @@ from unittest.mock import Mock
 import pytest
 from bench_cases import run, write_rows
 
-from srtrl.evaluation.settings import bare_source, suite_recipe
-from srtrl.evaluation.suite import open_suite
+from srtrl.evaluation.suite import bare_source, open_suite, suite_recipe
 from srtrl.recipe.file import RecipeSource
 from srtrl.recipe.schema import Recipe
 from srtrl.tasks.rows import MissingDataError

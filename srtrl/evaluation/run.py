@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from srtrl.checks import build_checked
-from srtrl.evaluation import grader_check, settings, tables
+from srtrl.evaluation import grader_check, tables
 from srtrl.evaluation.policy import EvalOutcome, resolve_eval_source, run_evals
-from srtrl.evaluation.suite import Suite
+from srtrl.evaluation.suite import Suite, bare_source, suite_recipe
 from srtrl.ranks.processes import Ranks, is_main_process
 from srtrl.recipe.file import read_source
 from srtrl.recipe.schema import Recipe
@@ -54,9 +54,9 @@ def find_recipes(
         if model_or_run is not None:
             source.put(("model", "path"), model, "MODEL_OR_RUN")
     elif task is not None:
-        source = settings.bare_source(model)
+        source = bare_source(model)
     if suite is not None:
-        recipes = {one.name: settings.suite_recipe(suite, one, model, source, overrides) for one in suite.benchmarks}
+        recipes = {one.name: suite_recipe(suite, one, model, source, overrides) for one in suite.benchmarks}
         return model, recipes
     if source is None:
         raise ValueError(

@@ -1,24 +1,31 @@
-"""Suites: benchmarks that are evaluated in one go, each with its data, its fields and its options.
+"""Suites: benchmarks that are evaluated in one go, each with its data, its fields, its options, and its recipe.
 
-A suite is a YAML file in `srtrl/evaluation/suites/`, named without its ending, or one of the user's own.
+A suite is a YAML file in `srtrl/evaluation/suites/`, named without its ending, or one of the user's own. Of the values
+in a recipe, what is more specific comes first: the command line, then the recipe of a run on the task `math`, then the
+suite. So a policy is prompted as it was trained unless the user chooses otherwise. The settings are in the table and in
+the JSON.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from srtrl.recipe.file import RecipeError, read_source, validate_section
-from srtrl.recipe.schema import Section
+from srtrl.checks import build_checked
+from srtrl.recipe.file import RecipeError, RecipeSource, build_recipe, read_source, validate_section
+from srtrl.recipe.schema import Recipe, Section
 from srtrl.resolve import suggestion
 from srtrl.tasks.rows import MissingDataError, RowError, RowSource, check_source, get_field, read_rows
 
 FOLDER = Path(__file__).parent / "suites"
 FILE_ENDINGS = ("{name}.jsonl", "{name}.parquet", "{name}_test.jsonl", "{name}_test.parquet")
 """What `--data-dir` looks for, in this order."""
+PROMPT_OPTIONS = ("prompt_template", "chat_template", "chat_template_options", "system_prompt")
+"""Options of the task `math` for the text of the prompt."""
 FIELDS = ("problem_field", "answer_field", "choices_field", "solution_field", "id_field")
 """Fields of the rows, as in the options of the task `math`."""
 
@@ -171,3 +178,68 @@ def _has(fields: Mapping[str, Any], name: str) -> bool:
         return get_field(fields, name) is not None
     except RowError:
         return False
+
+
+# --- Recipes ----------------------------------------------------------------------------------------------------------
+
+
+def bare_source(model: str, max_prompt_tokens: int = 1024, max_new_tokens: int = 1024) -> RecipeSource:
+    """The smallest recipe that an evaluation needs, with values for training that no length conflicts with.
+
+    Prompts and responses have up to these numbers of tokens, or half of the model's positions where that is less.
+    """
+    rollout = {"num_prompts": 1, "num_samples": 2, **_lengths(model, max_prompt_tokens, max_new_tokens)}
+    train = {"num_steps": 1, "micro_batch_tokens": 1 << 30}
+    data = {"name": "eval", "model": {"path": model}, "rollout": rollout, "train": train}
+    return RecipeSource(Path("--task"), data)
+
+
+def suite_recipe(
+    suite: Suite, benchmark: Benchmark, model: str, run: RecipeSource | None, overrides: Sequence[str]
+) -> Recipe:
+    """The evaluation of one benchmark of a suite.
+
+    Args:
+        suite: Its values hold where neither the command line nor `run` has any.
+        benchmark: One of its benchmarks, located.
+        model: The policy, as a folder or a name.
+        run: The recipe of the run; None for a model.
+        overrides: Of the command line.
+
+    Raises:
+        RecipeError: a value cannot be used.
+    """
+    where = f"benchmark {benchmark.name}"
+    lengths = (suite.max_prompt_tokens, benchmark.max_new_tokens or suite.max_new_tokens)
+    prompting: dict[str, Any] = {"prompt_template": benchmark.prompt_template or suite.prompt_template}
+    if suite.system_prompt is not None:
+        prompting["system_prompt"] = suite.system_prompt
+    if run is None:
+        source = bare_source(model, *lengths)
+        source.put(("eval",), {"temperature": suite.temperature, "top_p": suite.top_p}, where)
+    else:
+        source = copy.deepcopy(run)
+        source.put(("train", "micro_batch_tokens"), 1 << 30, where)  # only training reads it
+        trained = build_recipe(run)
+        if trained.task.name == "math":  # only then its prompts and lengths fit the suite's problems
+            prompting = {name: value for name, value in trained.task.options.items() if name in PROMPT_OPTIONS}
+        else:
+            for name, value in _lengths(model, *lengths).items():
+                source.put(("rollout", name), value, where)
+    source.put(("task",), {"name": "math", "options": {**benchmark.options, **prompting}}, where)
+    source.put(("rewards",), [{"name": "correct"}], where)
+    changed = copy.deepcopy(source)
+    changed.override(overrides)
+    is_greedy = changed.data["eval"].get("temperature") == 0  # then all samples are the same
+    source.put(("eval", "num_samples"), 1 if is_greedy else benchmark.num_samples or suite.num_samples, where)
+    source.put(("eval", "num_problems"), None, where)
+    source.override(overrides)
+    return build_checked(source)
+
+
+def _lengths(model: str, max_prompt_tokens: int, max_new_tokens: int) -> dict[str, int]:
+    """These numbers of tokens, or half of the model's positions where that is less."""
+    from srtrl.model.weights import read_config
+
+    half = read_config(model).max_position_embeddings // 2
+    return {"max_prompt_tokens": min(half, max_prompt_tokens), "max_new_tokens": min(half, max_new_tokens)}

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from srtrl.evaluation.policy import EvalOutcome, majority_scores
-from srtrl.evaluation.settings import PROMPT_OPTIONS
+from srtrl.evaluation.suite import PROMPT_OPTIONS
 from srtrl.run.metrics import turn_metrics
 from srtrl.statistics import Estimate, estimate, macro_average, pass_at_k, pass_at_ks
 from srtrl.tasks.final_answer import extractor
