@@ -146,8 +146,8 @@ def test_a_killed_rank_ends_all_and_the_run_resumes_with_any_number(
     assert exit_codes[killed] == -signal.SIGKILL
     assert exit_codes[1 - killed] not in (0, None)
     *unfinished, last = sorted((tmp_path / "several" / "run" / "checkpoints").iterdir())
-    assert (len(unfinished), last.name) == (int(kill is die_in_checkpoint), "step_000002")
-    assert all(map(is_temporary, unfinished))
+    assert last.name == "step_000002"
+    assert all(map(is_temporary, unfinished))  # of the last one
     count = 3 if killed == 0 else 1
     recipe = make_recipe(policy, tmp_path / "several", **changes, train__sharding="fsdp2" if killed == 0 else "ddp")
     assert [process.exitcode for process in train(recipe, count, resume=True)] == [0] * count
