@@ -11,7 +11,7 @@ import torch
 from bench_cases import REPEATER, Repeater, run, write_trace
 from tiny_run import make_policy, make_recipe
 
-from srtrl.bench.alternate import alternate, median_of, paired_ratio
+from srtrl.bench.measure import alternate, median_of, paired_ratio
 from srtrl.bench.recorded import RecordedPrompt
 from srtrl.bench.train import check_same
 from srtrl.bench.workload import check_completions, make_engine, prepare, share_out

@@ -16,15 +16,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from srtrl.bench import options
-from srtrl.bench.alternate import alternate, median_of
-from srtrl.bench.tables import JSON_MARK, Row, publish, read_environment
+from srtrl.bench import measure
+from srtrl.bench.measure import Row, alternate, median_of, publish, read_environment
 from srtrl.bench.workload import Trace, check_completions, load_workload, make_engine, prepare
 from srtrl.engine.draft_budget import StepCost
 from srtrl.engine.engine import Engine
 from srtrl.engine.runner import EngineOptions
 from srtrl.engine.stats import STAGES
-from srtrl.metrics import check_output
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.shapes import SHAPES
@@ -42,30 +40,29 @@ SHAPE = "qwen2.5-1.5b"
 
 def command(
     *,
-    slots: options.Slots = "64,256",
-    drafters: options.Drafters = "none,srt",
+    slots: measure.Slots = "64,256",
+    drafters: measure.Drafters = "none,srt",
     threads: Annotated[int, typer.Option(min=1, max=1024, help="CPU threads.")] = 1,
-    trace: options.TraceFile = None,
-    tokenizer: options.TokenizerFolder = None,
+    trace: measure.TraceFile = None,
+    tokenizer: measure.TokenizerFolder = None,
     max_tokens: Annotated[int, typer.Option(min=8, help="Maximum number of tokens of each sample.")] = 512,
-    repeats: options.Repeats = 5,
-    json_file: options.JsonFile = None,
-    force: options.Force = False,
+    repeats: measure.Repeats = 5,
+    json_file: measure.JsonFile = None,
+    force: measure.Force = False,
 ) -> None:
     """Measure the host's work per decode step: the real engine, recorded tokens, and a device whose steps take no time.
 
     The drafter has already seen half of each prompt's samples. Without --trace the samples are generated.
     """
-    check_output("--json", json_file, JSON_MARK, force=force)
     if find_spec("triton") is None:
         raise ValueError(
             "srtrl bench host runs the CUDA decoder's side of the host, which needs Triton: pip install triton"
         )
     from srtrl.bench.host_runner import HostRunner
 
-    counts, names = options.parse_counts("--slots", slots), options.parse_drafters(drafters)
+    counts, names = measure.parse_counts("--slots", slots), measure.parse_drafters(drafters)
     set_cpu_threads(threads)
-    environment = read_environment(torch.device("cpu"))
+    environment = read_environment(torch.device("cpu"), json_file, force=force)
     policy = Transformer(config_from_hf(SHAPES[SHAPE], SHAPE), torch.bfloat16, torch.device("meta"))
     whole = load_workload(trace, policy.config, tokenizer=tokenizer, max_tokens=max_tokens, history=0.5)
     if len(whole.requests) < max(counts):

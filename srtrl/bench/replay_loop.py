@@ -18,6 +18,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from srtrl.bench.measure import format_table
 from srtrl.bench.recorded import (
     Extensions,
     RecordedPrompt,
@@ -28,7 +29,6 @@ from srtrl.bench.recorded import (
     read_recorded,
     recorded_completion,
 )
-from srtrl.bench.tables import format_table
 from srtrl.drafters.base import DrafterBase, resolve_drafter
 from srtrl.drafters.draft_tree import ROOT, check_trees
 from srtrl.engine.engine import compile_kernels

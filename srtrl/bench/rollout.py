@@ -15,12 +15,10 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
-from srtrl.bench import options
-from srtrl.bench.alternate import alternate, paired_ratio
-from srtrl.bench.tables import JSON_MARK, Row, publish, read_environment
+from srtrl.bench import measure
+from srtrl.bench.measure import Row, alternate, paired_ratio, publish, read_environment
 from srtrl.bench.workload import Trace, check_completions, load_workload, make_engine, prepare
 from srtrl.engine.engine import Engine
-from srtrl.metrics import check_output
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.model.hf_config import config_from_hf
 from srtrl.model.shapes import SHAPES
@@ -33,9 +31,9 @@ COUNTED = ("engine/decode_steps", "engine/tokens_per_decode_step", "engine/verif
 
 def command(
     *,
-    trace: options.TraceFile = None,
-    tokenizer: options.TokenizerFolder = None,
-    drafters: options.Drafters = "none,srt",
+    trace: measure.TraceFile = None,
+    tokenizer: measure.TokenizerFolder = None,
+    drafters: measure.Drafters = "none,srt",
     history: Annotated[
         float, typer.Option(min=0, max=1, help="Share of each prompt's samples that the drafter has seen before.")
     ] = 0.0,
@@ -45,27 +43,26 @@ def command(
     max_tokens: Annotated[
         int | None, typer.Option(min=8, help="Truncate samples to this many tokens. [default with no trace: 128]")
     ] = None,
-    slots: options.Slots = "",
+    slots: measure.Slots = "",
     model_shape: Annotated[str, typer.Option(help=f"Random weights of this shape: {', '.join(SHAPES)}.")] = "small",
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights.")] = "float32",
-    threads: options.Threads = None,
-    repeats: options.Repeats = 5,
-    json_file: options.JsonFile = None,
-    force: options.Force = False,
+    threads: measure.Threads = None,
+    repeats: measure.Repeats = 5,
+    json_file: measure.JsonFile = None,
+    force: measure.Force = False,
 ) -> None:
     """Measure the speed of whole rollouts: prefill, decoding and sampling of all sequences.
 
     With --trace: recorded rollouts; without: generated ones. The default of --slots is the number of samples.
     """
-    check_output("--json", json_file, JSON_MARK, force=force)
-    names = options.parse_drafters(drafters)
+    names = measure.parse_drafters(drafters)
     if model_shape not in SHAPES:
         near = suggestion(model_shape, SHAPES) or ";"
         raise ValueError(f"--model-shape: no shape {model_shape!r}{near} known: {', '.join(SHAPES)}")
-    counts = options.parse_counts("--slots", slots) if slots else ()
+    counts = measure.parse_counts("--slots", slots) if slots else ()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     set_cpu_threads(threads)
-    environment = read_environment(device)
+    environment = read_environment(device, json_file, force=force)
     policy = init_model(config_from_hf(SHAPES[model_shape], model_shape), 0, getattr(torch, dtype), device)
     max_tokens = max_tokens or (sys.maxsize if trace else 128)
     workload = load_workload(trace, policy.config, tokenizer=tokenizer, max_tokens=max_tokens, history=history)

@@ -18,10 +18,9 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from srtrl.bench import options
-from srtrl.bench.alternate import alternate, paired_ratio
-from srtrl.bench.tables import JSON_MARK, Row, publish, read_environment
-from srtrl.metrics import MetricRow, check_output, read_metrics
+from srtrl.bench import measure
+from srtrl.bench.measure import Row, alternate, paired_ratio, publish, read_environment
+from srtrl.metrics import MetricRow, read_metrics
 from srtrl.model.cpu_threads import set_cpu_threads
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import Recipe
@@ -41,21 +40,20 @@ def command(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Changes to the recipe.")
     ] = None,
-    drafters: options.Drafters = "none,srt",
-    json_file: options.JsonFile = None,
-    force: options.Force = False,
+    drafters: measure.Drafters = "none,srt",
+    json_file: measure.JsonFile = None,
+    force: measure.Force = False,
 ) -> None:
     """Train the recipe once with each drafter, in alternating steps, and compare the times.
 
     All runs must learn the same; on a CPU this is checked after every step. Their files are deleted, and nothing is
     evaluated. Each epoch has a row, because a drafter learns from the epochs before.
     """
-    check_output("--json", json_file, JSON_MARK, force=force)
-    names, overrides = options.parse_drafters(drafters), overrides or []
+    names, overrides = measure.parse_drafters(drafters), overrides or []
     plain = load_recipe(recipe, overrides)
     set_cpu_threads(plain.num_threads)
     device = choose_device(plain)
-    environment = read_environment(device)
+    environment = read_environment(device, json_file, force=force)
     with tempfile.TemporaryDirectory() as folder:
         recipes = {name: _recipe_of(recipe, overrides, name, f"{folder}/{index}") for index, name in enumerate(names)}
         runs = train_in_turns(recipes, is_same=device.type == "cpu")
