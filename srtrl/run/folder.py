@@ -30,6 +30,8 @@ ROLLOUT_SUFFIX = r"\.parquet"
 OBSERVATIONS = "observations"
 """Folder of what environments said in the steps since the oldest checkpoint: a step that is repeated reads it."""
 OBSERVATIONS_SUFFIX = r"(\.rank\d+)?\.jsonl"
+CHECKSUM = "# SHA-256 of the lines below: "
+"""First line of `recipe.yaml`."""
 
 
 class StartFlags(TypedDict, total=False):
@@ -174,7 +176,8 @@ def _check_resume(folder: Path, recipe: Recipe) -> list[str]:
     if not (file := folder / "recipe.yaml").is_file():
         raise ValueError(f"--resume: {folder} holds no recipe.yaml, so it is not a run; take another name")
     source, log = read_source(file), folder / "metrics.jsonl"
-    if (text := file.read_text(encoding="utf-8")) != _with_checksum(text.partition("\n")[2]):
+    heading, _, text = file.read_text(encoding="utf-8").partition("\n")
+    if heading.startswith(CHECKSUM) and f"{heading}\n{text}" != _with_checksum(text):  # earlier versions have none
         raise ValueError(
             f"--resume: {file} is not as it was written: restore it, and change options by "
             f"`srtrl train {folder} --resume SECTION.KEY=VALUE`"
@@ -192,7 +195,7 @@ def _check_resume(folder: Path, recipe: Recipe) -> list[str]:
 
 def _with_checksum(recipe: str) -> str:
     """The text of a recipe below a comment with its SHA-256, by which a resume sees that the file has changed."""
-    return f"# SHA-256 of the lines below: {hashlib.sha256(recipe.encode()).hexdigest()}\n{recipe}"
+    return f"{CHECKSUM}{hashlib.sha256(recipe.encode()).hexdigest()}\n{recipe}"
 
 
 def _damaged_rollouts(folder: Path) -> list[str]:
