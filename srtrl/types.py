@@ -89,6 +89,9 @@ class Request:
     `Engine.end` decides how it continues."""
     turn: int = 0
     """Number of the turn that is decoded, from 0; the engine counts."""
+    text_start: int = 0
+    """Index in the response of the first token that drafts may continue: none leads from a turn into the next. From
+    the engine, as `turn`."""
 
     def admission_key(self, expected_tokens: float) -> tuple[float, float, int]:
         """Samples are admitted by this key: breadth-first, and in such a wave those that are expected to be long first.

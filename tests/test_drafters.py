@@ -247,6 +247,7 @@ def test_idle_tries_are_freed_where_memory_is_short_and_rebuilt_when_needed() ->
 @pytest.mark.parametrize("make", [SrtDrafter, HistoryDrafter])
 def test_a_trie_is_built_from_the_newest_texts(make: type[SrtDrafter]) -> None:
     drafter = make(SrtOptions(max_rollouts=5, other_prompts=False))
+    drafter.knows_noise = False
     rng = np.random.default_rng(3)
     texts = [rng.integers(0, 50, 100).tolist() for _ in range(12)]
     for text in texts:
@@ -274,6 +275,7 @@ def test_srt_metrics() -> None:
 def with_run_ahead(text: list[int], *, prompt: tuple[int, ...] = (1, 2)) -> SrtDrafter:
     """A drafter after a step in which `text` was decoded early on RNG key 4."""
     drafter = SrtDrafter(SrtOptions(other_prompts=False))
+    drafter.knows_noise = False
     run(drafter, request(prompt, rng_key=4, is_run_ahead=True), text)
     drafter.end_step()
     return drafter

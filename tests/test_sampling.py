@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -21,12 +22,31 @@ from srtrl.engine.sampling import (
     uniform_noise,
 )
 from srtrl.model.attention import PackedPlan
+from srtrl.model.noise import hash_row, uniform_of
 from srtrl.model.weights import load_model
 from srtrl.types import Purpose
 
 
 def to_signed(rng_keys: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(rng_keys.view(np.int64))
+
+
+@numba.njit
+def noise_of_tokens(rng_keys: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    found = np.empty(len(tokens))
+    for n in range(len(tokens)):
+        found[n] = uniform_of(hash_row(rng_keys[n], positions[n]), tokens[n])
+    return found
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32))
+def test_a_drafter_computes_the_noise_of_one_token_as_the_definition_does(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    rng_keys = random.integers(0, 2**64, 9, dtype=np.uint64)
+    positions, tokens = random.integers(0, 2**31, 9), random.integers(0, 5000, 9).astype(np.int32)
+    expected = uniform_noise(to_signed(rng_keys), torch.from_numpy(positions), 5000)[np.arange(9), tokens.tolist()]
+    assert noise_of_tokens(rng_keys, positions, tokens).tolist() == expected.tolist()
 
 
 @settings(deadline=None, max_examples=60)

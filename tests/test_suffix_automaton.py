@@ -1,19 +1,23 @@
 """The token trie against its twin in plain Python: counts, matches, drafts, with samples inserted interleaved."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trie_reference import ReferenceTrie, continuations
+from trie_reference import ReferenceTrie, Row, continuations, plain_row
 
 from srtrl.drafters.base import end_to_end
 from srtrl.drafters.draft_tree import DraftTree
 from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_ngrams, make_table
 from srtrl.drafters.suffix_automaton import MATCH, MAX_COUNTED, START_TOKEN
 from srtrl.drafters.token_trie import TokenTrie, TrieCursors
-from srtrl.drafters.trie_draft import BLEND, Rule, draft_trees
+from srtrl.drafters.trie_draft import BLEND, Noise, Rule, draft_trees
+from srtrl.drafters.trust import MAX_POWER, NOISE, NUM_CELLS, POWER, make_trust
+from srtrl.engine.sampling import uniform_noise
 
 VOCAB = 5
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=8)
@@ -42,9 +46,14 @@ class Player:
         self.cursors.extend(np.array(list(tokens), np.int64), *end_to_end(list(tokens.values())))
 
     def propose(
-        self, max_nodes: Sequence[int], rule: Rule = BLEND, min_score: float = 0.01, shared: Table = NO_TABLE
+        self,
+        max_nodes: Sequence[int],
+        rule: Rule = BLEND,
+        min_score: float = 0.01,
+        shared: Table = NO_TABLE,
+        *beside: Any,
     ) -> list[DraftTree]:
-        return list(draft_trees(self.cursors.arrays, self.slots, np.array(max_nodes), rule, min_score, shared))
+        return list(draft_trees(self.cursors.arrays, self.slots, np.array(max_nodes), rule, min_score, shared, *beside))
 
 
 def table_of(rollouts: Sequence[Sequence[int]]) -> Table:
@@ -101,6 +110,40 @@ def test_counts_matches_and_drafts_are_those_of_the_twin(
             assert continuations(trie, one) == twin.continuations(one)
     assert trie.num_tokens == sum(len(text) - 1 for text in twin.texts)
     assert trie.num_states <= 2 * (trie.num_tokens + 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=STEPS,
+    max_nodes=st.sampled_from([1, 8, 40]),
+    min_score=st.sampled_from([0.02, 0.1]),
+    rollouts=st.lists(TOKENS.filter(bool), max_size=4),
+    seed=st.integers(0, 2**32),
+)
+def test_known_noise_and_learned_trust_weigh_as_in_the_twin(
+    steps: list[tuple[int, list[int]]], max_nodes: int, min_score: float, rollouts: list[list[int]], seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    trie, twin = TokenTrie(), ReferenceTrie()
+    player = Player([trie] * 4, inserts=[True] * 4)
+    for _ in range(4):
+        twin.start(inserts=True)
+    twin.rollouts, shared = rollouts, table_of(rollouts)
+    for moved, tokens in steps:
+        player.extend({moved: tokens})
+        twin.extend(moved, tokens)
+    trust = make_trust()
+    trust[:NOISE] = random.random((NUM_CELLS, 2)) * (20, 40)
+    trust[NOISE, POWER] = random.uniform(0, MAX_POWER)
+    noise = Noise(random.integers(0, 2**63, 4).astype(np.uint64), random.integers(0, 99, 4), np.arange(4) < 3)
+    for cursor, tree in enumerate(player.propose([max_nodes] * 4, BLEND, min_score, shared, trust, noise)):
+        keys, positions = torch.tensor([int(noise.rng_keys[cursor])] * 40), torch.arange(40) + noise.positions[cursor]
+        rows = [Row(uniforms, trust) for uniforms in uniform_noise(keys, positions, VOCAB).tolist()]
+        row = rows.__getitem__ if noise.is_known[cursor] else plain_row
+        expected = twin.propose(cursor, max_nodes, BLEND, min_score, row)
+        assert tree.token_ids.tolist() == expected.token_ids.tolist()
+        assert tree.parents.tolist() == expected.parents.tolist()
+        np.testing.assert_allclose(tree.scores, expected.scores, rtol=1e-5)
 
 
 @pytest.mark.parametrize("threads", [2], indirect=True)

@@ -1,7 +1,8 @@
 """The slow twin of the token trie in plain Python: no automaton, every string is looked for in every text."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -9,10 +10,33 @@ from srtrl.bench.suffix import MAX_MATCH, MAX_TREE, NODES_PER_MATCH, SUFFIX
 from srtrl.drafters.draft_tree import DraftTree
 from srtrl.drafters.suffix_automaton import BLOCK, EDGE, NONE, ROOT, TARGET, edges_end, find_edge
 from srtrl.drafters.token_trie import TokenTrie
-from srtrl.drafters.trie_draft import NEGLIGIBLE, SMALLEST_SCORE, Rule
+from srtrl.drafters.trie_draft import NEGLIGIBLE, NEGLIGIBLE_WITH_NOISE, SMALLEST_SCORE, Rule
+from srtrl.drafters.trust import DECIDED, FORMULA_WEIGHT, NOISE, NUM_CELLS, POWER, REACHED, Trust
 
 START = -1
 Text = tuple[int, ...]
+
+
+@dataclass
+class Row:
+    """What decides the next token beside the contexts; without `trust` the noise is unknown."""
+
+    uniforms: Sequence[float] = ()
+    """By token."""
+    trust: Trust | None = None
+
+    def noise(self, token: int) -> float:
+        return 1.0 if self.trust is None else float((-np.log(self.uniforms[token])) ** -self.trust[NOISE, POWER])
+
+    def blend(self, formula: float, cell: int) -> float:
+        if self.trust is None:
+            return formula
+        decided, reached = self.trust[cell, DECIDED], self.trust[cell, REACHED]
+        return float((FORMULA_WEIGHT * formula + decided) / (FORMULA_WEIGHT + reached))
+
+
+def plain_row(depth: int) -> Row:
+    return Row()
 
 
 def continuations(trie: TokenTrie, token_ids: Sequence[int]) -> dict[int, int]:
@@ -89,8 +113,10 @@ class ReferenceTrie:
                     counts[text[i]] = counts.get(text[i], 0) + 1
         return counts
 
-    def propose(self, cursor: int, max_nodes: int, rule: Rule, min_score: float) -> DraftTree:
-        return self.grow(tuple(self.cursors[cursor][0]), self.last[cursor], max_nodes, rule, min_score)
+    def propose(
+        self, cursor: int, max_nodes: int, rule: Rule, min_score: float, row: Callable[[int], Row] = plain_row
+    ) -> DraftTree:
+        return self.grow(tuple(self.cursors[cursor][0]), self.last[cursor], max_nodes, rule, min_score, row)
 
     def propose_for_suffixes(self, cursor: int, max_nodes: int, min_score: float) -> Iterator[DraftTree]:
         """A tree for each suffix of the match, as SuffixDecoding wants it."""
@@ -98,15 +124,27 @@ class ReferenceTrie:
             room = min(max_nodes, MAX_TREE, NODES_PER_MATCH * len(string))
             yield self.grow(string, self.last[cursor], room, SUFFIX, min_score)
 
-    def grow(self, context: Text, last: Text, max_nodes: int, rule: Rule, min_score: float) -> DraftTree:
+    def grow(
+        self,
+        context: Text,
+        last: Text,
+        max_nodes: int,
+        rule: Rule,
+        min_score: float,
+        row: Callable[[int], Row] = plain_row,
+    ) -> DraftTree:
+        """`row`: depth of a node -> what decides its children beside the contexts."""
         min_score = max(min_score, SMALLEST_SCORE)
         behind: dict[int, tuple[Text, Text]] = {-1: (context, last)}
+        depths = {-1: 0}
         nodes: list[tuple[int, int, float]] = []
         frontier: list[tuple[float, int, int, Text]] = []
         score = 1.0
         while len(nodes) < max_nodes:
             parent = len(nodes) - 1
-            for token, (weight, string) in self.children(*behind[parent], score, rule, min_score).items():
+            below = row(depths[parent])
+            negligible = (NEGLIGIBLE if below.trust is None else NEGLIGIBLE_WITH_NOISE) * min_score / score
+            for token, (weight, string) in self.children(*behind[parent], rule, negligible, below).items():
                 if score * min(weight, 1.0) >= min_score:
                     frontier.append((-score * min(weight, 1.0), token, parent, string))
             if not frontier:
@@ -115,6 +153,7 @@ class ReferenceTrie:
             frontier.remove(best)
             score, token, parent, string = -best[0], *best[1:]
             behind[len(nodes)] = (string, (behind[parent][1][1], token))
+            depths[len(nodes)] = depths[parent] + 1
             nodes.append((token, parent, score))
         tokens, parents, scores = zip(*nodes, strict=True) if nodes else ((), (), ())
         return DraftTree(
@@ -124,51 +163,53 @@ class ReferenceTrie:
         )
 
     def children(
-        self, string: Text, last: Text, score: float, rule: Rule, min_score: float
+        self, string: Text, last: Text, rule: Rule, negligible: float, row: Row
     ) -> dict[int, tuple[float, Text]]:
         """Probability of each token, and the context after it."""
-        negligible = NEGLIGIBLE * min_score / score
-        levels, mass = self.levels(string, rule, negligible)
         weights: dict[int, float] = {}
-        counts: dict[int, int] = {}
         behind: dict[int, Text] = {}
-        for factor, context in levels:
-            for token, count in self.continuations(context).items():
-                if token in weights:
-                    weights[token] += factor * (count - counts[token])
-                elif factor * count >= negligible:
-                    weights[token], behind[token] = factor * count, (*context, token)
-                counts[token] = count
+
+        def spread(part: float, counts: dict[int, int], total: int, ends: dict[int, Text]) -> None:
+            """Share a context's part of the mass by count and noise; a new token is listed if it is not negligible."""
+            listed = {
+                token: count
+                for token, count in counts.items()
+                if token in weights or (count and not part * count < negligible * total)
+            }
+            shares = {token: count * row.noise(token) for token, count in listed.items()}
+            for token in listed:
+                weights.setdefault(token, 0.0)
+                behind.setdefault(token, ends[token])
+                if any(listed.values()):
+                    factor = part * sum(listed.values()) / total / sum(shares.values())
+                    weights[token] += shares[token] * factor
+
+        mass, before = 1.0, dict[int, int]()
+        for context in itertools.islice(self.contexts(string), rule.max_contexts):
+            if mass < negligible:
+                break
+            following, match = self.continuations(context), len(context)
+            more = sum(following.values()) - sum(before.values())
+            if more > 0:
+                trust = more / (more + rule.distinct_weight * len(following))
+                trust *= match / (match + rule.match_weight)
+                part = mass * row.blend(trust, min(int(np.log2(more)), 3) * 5 + min(int(np.log2(match)), 4))
+                counts = {
+                    token: count - before.get(token, 0) * (token in weights) for token, count in following.items()
+                }
+                spread(part, counts, more, {token: (*context, token) for token in following})
+                mass -= part
+                before = following
         if self.rollouts and mass >= negligible:
             for length in (2, 1):
                 following = self.shared(last[2 - length :])
                 total = sum(following.values())
                 if not total:
                     continue
-                trust = total / (total + rule.distinct_weight * len(following))
-                trust *= length / (length + rule.match_weight)
-                for token, count in following.items():
-                    share = mass * trust * count / total
-                    if token in weights:
-                        weights[token] += share
-                    elif share >= negligible:
-                        weights[token], behind[token] = share, (token,) * (self.count((token,)) > 0)
-                mass *= 1.0 - trust
+                trust = (
+                    total / (total + rule.distinct_weight * len(following)) * (length / (length + rule.match_weight))
+                )
+                part = mass * row.blend(trust, NUM_CELLS - length)
+                spread(part, following, total, {token: (token,) * (self.count((token,)) > 0) for token in following})
+                mass -= part
         return {token: (weight, behind[token]) for token, weight in weights.items()}
-
-    def levels(self, string: Text, rule: Rule, negligible: float) -> tuple[list[tuple[float, Text]], float]:
-        """The contexts that are blended, with what an occurrence is worth, the longest first; and what mass is left."""
-        levels: list[tuple[float, Text]] = []
-        before, mass = 0, 1.0
-        for context in itertools.islice(self.contexts(string), rule.max_contexts):
-            if mass < negligible:
-                break
-            following = self.continuations(context)
-            total, match = sum(following.values()), len(context)
-            if total > before:
-                more = total - before
-                trust = more / (more + rule.distinct_weight * len(following)) * (match / (match + rule.match_weight))
-                levels.append((mass * trust / more, context))
-                mass *= 1.0 - trust
-                before = total
-        return levels, mass

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from srtrl.drafters.base import DrafterBase
 from srtrl.engine.sampling import make_rng_key
 from srtrl.model.weights import load_tokenizer
-from srtrl.recipe.file import RecipeError, validate_section
+from srtrl.recipe.file import RecipeError, read_source, validate_section
 from srtrl.recipe.schema import Section
 from srtrl.tasks.rows import RowError, RowSource, read_rows
 from srtrl.types import Completion, Request, SamplingParams, SegmentKind
@@ -42,6 +42,8 @@ class RecordedPrompt:
     """Response tokens of each sample, none of them empty, in the order of the file."""
     extensions: dict[int, Extensions] = field(default_factory=dict)
     """Index in `samples` -> where the tokens of an environment are, for samples of several turns."""
+    rng_keys: list[int] = field(default_factory=list)
+    """Of each sample; empty where the rollouts are not those of a run of ours."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -54,6 +56,11 @@ class Recording:
     """Whether tokens were made from text: nearly, but not always, the tokens that were sampled."""
     num_cut: int
     """Samples that were longer than `max_tokens` and were truncated."""
+
+    @property
+    def has_rng_keys(self) -> bool:
+        """Whether all samples are those of a run of ours, so that their noise is known."""
+        return all(prompt.rng_keys for prompts in self.steps for prompt in prompts)
 
     def prompts(self) -> list[RecordedPrompt]:
         """All prompts, each once, with its samples of all steps, the earliest first."""
@@ -121,8 +128,11 @@ def read_recorded(path: Path, *, tokenizer: str | None, max_tokens: int) -> Reco
     rows = [_read(file) for file in files]
     if not any(rows):
         raise ValueError(f"{path}: no rows; expected rollouts as .jsonl or .parquet, or the folder of a run")
+    recipe = next((one for one in (path, *path.parents[:2]) if (one / "recipe.yaml").is_file()), None)
+    seed = None if recipe is None or path.suffix == ".jsonl" else read_source(recipe / "recipe.yaml").data.get("seed")
     steps = [
-        _merge(_prompt_of(place, row, index, encoder) for index, (place, row) in enumerate(of_step)) for of_step in rows
+        _merge(_prompt_of(place, row, index, encoder, seed) for index, (place, row) in enumerate(of_step))
+        for of_step in rows
     ]
     num_cut = sum(_truncate(prompt, max_tokens) for prompt in chain.from_iterable(steps))
     texts = (
@@ -165,6 +175,7 @@ def _merge(prompts: Iterable[RecordedPrompt]) -> list[RecordedPrompt]:
         )
         known.extensions.update({len(known.samples) + index: parts for index, parts in prompt.extensions.items()})
         known.samples.extend(prompt.samples)
+        known.rng_keys.extend(prompt.rng_keys)
     return list(merged.values())
 
 
@@ -186,7 +197,7 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=np.iinfo(np.int32).max)]
 
 
 class _Sample(Section, extra="ignore"):
-    text: Text | None = None
+    text: str | None = None
     token_ids: TokenIds | None = None
     segment_kinds: list[SegmentKind] | None = None
     """In a run's files, as `segment_lengths`: samples of several turns."""
@@ -225,7 +236,9 @@ def _read(path: Path) -> list[tuple[str, _Row]]:
     return rows
 
 
-def _prompt_of(place: str, row: _Row, index: int, tokenizer: PreTrainedTokenizerBase | None) -> RecordedPrompt:
+def _prompt_of(
+    place: str, row: _Row, index: int, tokenizer: PreTrainedTokenizerBase | None, seed: int | None
+) -> RecordedPrompt:
     prompt = row.prompt_token_ids or _encode(f"{place}: prompt", row.prompt, tokenizer)
     samples, extensions = [], {}
     for number, sample in enumerate(row.all_samples):
@@ -238,6 +251,7 @@ def _prompt_of(place: str, row: _Row, index: int, tokenizer: PreTrainedTokenizer
         prompt_token_ids=tuple(prompt),
         samples=samples,
         extensions=extensions,
+        rng_keys=[] if seed is None else [make_rng_key(seed, "train", row.draw_index, row.sample_index)],
     )
 
 
@@ -245,7 +259,7 @@ def _encode(
     place: str, text: str | None, tokenizer: PreTrainedTokenizerBase | None, *, is_sample: bool = False
 ) -> list[int]:
     """The tokens of a text; those of a sample end with the end token, once."""
-    if text is None:
+    if not text:
         raise ValueError(f"{place}: expected a text (`prompt`, `text`) or token ids (`prompt_token_ids`, `token_ids`)")
     if tokenizer is None:
         raise ValueError(f"{place} is a text; give --tokenizer DIR, the tokenizer to encode it with")

@@ -29,6 +29,9 @@ def replay(
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Maximum number of tokens of a sample; the rest is dropped.")
     ] = 4000,
+    noise: Annotated[
+        bool, typer.Option(help="Draft with the noise of the samples, which is known where FILE is of a run of ours.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Count the decode steps that drafts would save.
@@ -49,5 +52,6 @@ def replay(
         history=history,
         tokenizer=tokenizer,
         max_tokens=max_tokens,
+        noise=noise,
     )
     replay_files(files, settings, as_json=as_json)

@@ -60,6 +60,8 @@ class ReplaySettings:
     """Folder or hub name, for recordings of texts."""
     max_tokens: int = 4000
     """Samples are truncated to this many tokens."""
+    noise: bool = True
+    """Whether drafts use the noise of the samples, where it is known."""
 
 
 @dataclass(kw_only=True)
@@ -154,6 +156,7 @@ class Replay:
         Prompts of a step follow each other in the order of the file; the samples of a prompt decode in lockstep.
         """
         self.counts.num_cut = recording.num_cut
+        self._drafter.knows_noise = self._settings.noise and recording.has_rng_keys
         for prompts in recording.steps:
             num_known = [num_history_samples_of(len(prompt.samples), self._settings.history) for prompt in prompts]
             pairs = list(zip(prompts, num_known, strict=True))
@@ -172,15 +175,14 @@ class Replay:
     def _samples_of(self, prompt: RecordedPrompt, first: int) -> list[LiveSample]:
         """The samples of a prompt from number `first` on."""
         longest, draw = max(len(sample) for sample in prompt.samples), next(self._draws)
-        return [
-            LiveSample(
-                make_request(prompt.prompt_token_ids, draw, index, longest, prompt_id=prompt.prompt_id),
-                prompt.samples[index],
-                prompt.extensions.get(index, ()),
-                slot=index - first,
-            )
-            for index in range(first, len(prompt.samples))
-        ]
+        live = []
+        for index in range(first, len(prompt.samples)):
+            request = make_request(prompt.prompt_token_ids, draw, index, longest, prompt_id=prompt.prompt_id)
+            if prompt.rng_keys:
+                request = replace(request, rng_key=prompt.rng_keys[index])
+            extensions = prompt.extensions.get(index, ())
+            live.append(LiveSample(request, prompt.samples[index], extensions, slot=index - first))
+        return live
 
     def _decode(self, samples: Sequence[LiveSample]) -> None:
         """Decode the samples of a prompt side by side."""
@@ -237,7 +239,8 @@ class Replay:
                 self._drafter.finish([sample.slot for sample in ended], [None] * len(ended))
             sizes = [stop - start for start, stop in (one.extensions[one.request.turn] for one in ended)]
             for sample in ended:
-                sample.request = replace(sample.request, turn=sample.request.turn + 1)
+                start, _ = sample.extensions[sample.request.turn]
+                sample.request = replace(sample.request, turn=sample.request.turn + 1, text_start=start)
             self._begin_turns(ended, sizes)
 
     def _finish_done(self, samples: Sequence[LiveSample]) -> list[LiveSample]:

@@ -180,6 +180,7 @@ def make_engine(
 def prepare(engine: Engine, drafter_name: str, trace: Trace) -> None:
     """Let the engine sample the trace, with a new drafter that has seen the history and nothing else."""
     engine.drafter = resolve_drafter("--drafters", drafter_name)()
+    engine.drafter.knows_noise = False
     feed_drafter(engine.drafter, trace.history)
     inner = engine.runner.runner if isinstance(engine.runner, TraceRunner) else engine.runner
     engine.runner = cast(Runner, TraceRunner(inner, trace.responses))

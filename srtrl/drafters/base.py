@@ -27,8 +27,8 @@ class DrafterBase:
     A subclass named `Drafter` in `srtrl/drafters/<name>.py` is the drafter `<name>`. Its `Options` document and check
     `rollout.drafter_options`. `propose` must be written; the rest does nothing unless it is. A decoding sample is known
     by its slot, a small integer that another sample has after `finish`. A sample that was preempted starts again, and
-    all of its tokens are observed again. So does a sample of several turns at each turn: then `request.turn` is above
-    0, and what is observed is what was put in after the turn before, and what has followed that.
+    all of its tokens are observed again. So does a sample of several turns at each turn: what is observed
+    begins at `request.text_start` with what was put in after the turn before.
     """
 
     Options: type[Section] = Section
@@ -36,6 +36,8 @@ class DrafterBase:
     """Whether it drafts from what run-aheads have decoded; where it does not, training decodes none."""
     summed_metrics: frozenset[str] = frozenset()
     """Metrics of its own of which the values of several ranks are added up."""
+    knows_noise: bool = True
+    """Whether the tokens are those that the noise of their samples decides; not where recorded ones replace them."""
     min_score: float = 0.0
     """Nodes with a lower score are not worth a row of the coming step: the engine sets it before it calls `propose`,
     which need not make them."""

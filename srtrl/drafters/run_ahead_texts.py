@@ -60,7 +60,7 @@ class RunAheadTexts:
     def start(self, slot: int, key: PromptKey, request: Request) -> None:
         """A sample follows the run-ahead on its RNG key, if there is one."""
         texts = [made[key][request.rng_key] for made in self._texts if request.rng_key in made.get(key, {})]
-        is_first_turn = request.turn == 0  # where a run-ahead has ended
+        is_first_turn = request.text_start == 0  # where a run-ahead has ended
         text = texts[0] if texts and is_first_turn and not request.is_run_ahead else np.zeros(0, np.int32)
         self._resize(slot, len(text))
         self._slot_texts[slot, : len(text)] = text

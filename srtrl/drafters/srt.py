@@ -14,9 +14,12 @@ from srtrl.drafters.run_ahead_texts import RunAheadTexts
 from srtrl.drafters.shared_ngrams import NO_TABLE, Table, learn_ngrams, make_table
 from srtrl.drafters.suffix_automaton import INSERTS, START_TOKEN
 from srtrl.drafters.token_trie import TokenTrie, TrieCursors
-from srtrl.drafters.trie_draft import BLEND, draft_trees
+from srtrl.drafters.trie_draft import BLEND, Noise, draft_trees, learn_rows
+from srtrl.drafters.trust import Trust, load_trust, make_trust, save_trust
 from srtrl.recipe.schema import Section
 from srtrl.types import Completion, Request
+
+TRUST_FILE = "draft_trust.json"
 
 
 class SrtOptions(Section):
@@ -58,6 +61,11 @@ class Drafter(DrafterBase):
         self._run_aheads = RunAheadTexts()
         self._ngrams: dict[str, Table] = {}
         """For each purpose, from texts of all prompts."""
+        self._trust: dict[str, Trust] = {}
+        """For each purpose, what was learned about contexts and the noise."""
+        self._noise = Noise(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
+        self._is_drafted = np.zeros(0, np.bool_)
+        """[slots], whether what is observed next follows a draft, and so teaches trust."""
         self._purpose = ""
         """Of the samples that started last, and so of all live ones."""
 
@@ -90,6 +98,15 @@ class Drafter(DrafterBase):
         self.cursors.start(slots, tries, inserts=True)
         self.cursors.extend(slots, *end_to_end(texts))
         self.cursors.arrays.rows[slots, INSERTS] = self.inserts
+        more = len(self.cursors.tries) - len(self._noise.rng_keys)
+        if more > 0:
+            keys, positions, is_known = self._noise
+            self._noise = Noise(np.pad(keys, (0, more)), np.pad(positions, (0, more)), np.pad(is_known, (0, more)))
+            self._is_drafted = np.pad(self._is_drafted, (0, more))
+        self._noise.rng_keys[slots] = [request.rng_key for request in requests]
+        self._noise.positions[slots] = [request.text_start for request in requests]
+        self._noise.is_known[slots] = [self.knows_noise and request.sampling.temperature > 0 for request in requests]
+        self._is_drafted[slots] = False
         self._free_idle(self._max_bytes)
 
     def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
@@ -101,14 +118,22 @@ class Drafter(DrafterBase):
             room = max_nodes.copy()
             room[followers] = 0
         ngrams = self._ngrams.get(self._purpose, NO_TABLE)
-        trees = draft_trees(self.cursors.arrays, slots, room, BLEND, min_score, ngrams)
+        trust = self._trust.setdefault(self._purpose, make_trust())
+        trees = draft_trees(self.cursors.arrays, slots, room, BLEND, min_score, ngrams, trust, self._noise)
+        self._is_drafted[slots] = True
         if not len(followers):
             return trees
         return trees.replace(followers, self._run_aheads.chains(slots[followers], max_nodes[followers], min_score))
 
     def observe(self, slots: Int64Array, token_ids: Int32Array, offsets: Int64Array) -> None:
-        """Insert (or follow) the committed tokens."""
+        """Learn from what followed the drafts, and insert (or follow) the committed tokens."""
+        teaches = self._is_drafted[slots] & self._noise.is_known[slots]
+        if teaches.any():
+            trust, ngrams = self._trust[self._purpose], self._ngrams.get(self._purpose, NO_TABLE)
+            learn_rows(self.cursors.arrays, slots, teaches, token_ids, offsets, BLEND, trust, self._noise, ngrams)
+        self._is_drafted[slots] = False
         self.cursors.extend(slots, token_ids, offsets)
+        self._noise.positions[slots] += offsets[1:] - offsets[:-1]
         self._run_aheads.observe(slots, token_ids, offsets)
 
     def finish(self, slots: Sequence[int], completions: Sequence[Completion | None]) -> None:
@@ -156,14 +181,16 @@ class Drafter(DrafterBase):
         return metrics | self._run_aheads.take_metrics()
 
     def save(self, folder: Path) -> None:
-        """Write the completed rollouts: a file for each purpose."""
+        """Write the completed rollouts: a file for each purpose; and what was learned."""
+        save_trust(folder / TRUST_FILE, self._trust)
         for purpose, cache in self.caches.items():
             cache.save(folder / f"rollouts_{purpose}.safetensors")
 
     def load(self, folder: Path) -> None:
-        """Read the completed rollouts; raises ValueError naming a damaged file."""
+        """Read the completed rollouts, and what was learned; raises ValueError naming a damaged file."""
         assert not any(self.cursors.tries), "no sample may be live"
         self._tries, self.caches, self._ngrams = {}, {}, {}
+        self._trust = load_trust(folder / TRUST_FILE)
         for path in sorted(folder.glob("rollouts_*.safetensors")):
             purpose = path.stem.removeprefix("rollouts_")
             cache = self.cache(purpose)

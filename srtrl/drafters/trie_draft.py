@@ -7,6 +7,7 @@ context's. What the last two tokens, then the last one, are followed by in texts
 counts as contexts of length 2 and 1. What can change no score by `NEGLIGIBLE` times `min_score` is left out.
 """
 
+import math
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -40,16 +41,36 @@ from srtrl.drafters.suffix_automaton import (
     open_memory,
 )
 from srtrl.drafters.suffix_automaton import TOTAL as STATE_TOTAL
+from srtrl.drafters.trust import (
+    NOISE,
+    NUM_CELLS,
+    POWER,
+    Trust,
+    blend_trust,
+    cell_of,
+    learn_noise,
+    learn_trust,
+    make_trust,
+)
 from srtrl.model.cpu_threads import use_kernel_threads
+from srtrl.model.noise import hash_row, uniform_of
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
 NEGLIGIBLE = 0.25
 """Share of `min_score`: in replays the nodes that a smaller one brought cost as much as they gave."""
+NEGLIGIBLE_WITH_NOISE = 0.05
+"""The same where the noise is known: a rare token with large noise is sampled."""
 SMALLEST_SCORE = 1e-6
 MAX_CHILDREN = 64
 """Children of a node that are considered."""
+MAX_CONTEXTS = 6
+"""Contexts that give them: of a rule, and two of other prompts."""
+LEARNED_MASS = 0.002
+"""Children with less are not listed where trust is learned."""
+LEARN_EVERY = 4
+"""One draft in this many teaches trust: each costs about as much as growing the accepted nodes."""
 WORK_PER_ROW = 5_000
 """Cost of a row's draft, in the unit of `use_kernel_threads`: about 3 microseconds."""
 
@@ -65,11 +86,38 @@ class Rule(NamedTuple):
     """Length of a match that is trusted by half."""
 
 
+NO_TRUST = make_trust()
+"""Where no noise is known."""
 BLEND = Rule(max_contexts=4, distinct_weight=0.5, match_weight=2.0)
 
 
+class Noise(NamedTuple):
+    """What decides the next tokens beside the policy, and is known before it has run: see `srtrl.model.noise`."""
+
+    rng_keys: npt.NDArray[np.uint64]
+    """[slots]."""
+    positions: Int64Array
+    """[slots], index of the next token in the response."""
+    is_known: npt.NDArray[np.bool_]
+    """[slots]; where it is not, counts and the formula alone decide."""
+
+
+NO_NOISE = Noise(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
+"""Of no slot."""
+
+
+class Row(NamedTuple):
+    """What decides the next token after a node, beside its contexts."""
+
+    key: np.uint64
+    """Of its noise."""
+    is_known: bool
+    power: float
+    """Exponent of the noise."""
+
+
 class Children(NamedTuple):
-    """The tokens that may follow a node, at most `MAX_CHILDREN`."""
+    """The tokens that may follow a node, at most `MAX_CHILDREN`, and the contexts that say so."""
 
     token_ids: Int32Array
     counts: Int32Array
@@ -77,8 +125,31 @@ class Children(NamedTuple):
     states: Int32Array
     """State and match of the context that ends with the token."""
     matches: Int32Array
+    noise: Float64Array
+    """Factor of its counts."""
     weights: Float64Array
-    """Probability."""
+    """Probability: the sum of its shares."""
+    shares: Float64Array
+    """[MAX_CONTEXTS, MAX_CHILDREN], of each context; of children that it knows."""
+    cells: Int64Array
+    """[MAX_CONTEXTS], see `cell_of`."""
+    ends: Int64Array
+    """[MAX_CONTEXTS], number of children with the context's own."""
+
+
+@numba.njit(cache=True, nogil=True, forceinline=True)
+def _make_children() -> Children:
+    return Children(
+        np.empty(MAX_CHILDREN, np.int32),
+        np.empty(MAX_CHILDREN, np.int32),
+        np.empty(MAX_CHILDREN, np.int32),
+        np.empty(MAX_CHILDREN, np.int32),
+        np.empty(MAX_CHILDREN, np.float64),
+        np.empty(MAX_CHILDREN, np.float64),
+        np.empty((MAX_CONTEXTS, MAX_CHILDREN), np.float64),
+        np.empty(MAX_CONTEXTS, np.int64),
+        np.empty(MAX_CONTEXTS, np.int64),
+    )
 
 
 @numba.njit(cache=True, nogil=True, forceinline=True)
@@ -91,42 +162,88 @@ def _find_child(children: Children, num: int, token: int) -> int:
 
 
 @numba.njit(cache=True, nogil=True, forceinline=True)
+def _log_exponential(row: Row, token: int) -> float:
+    """Log of the exponential variable -log(u) of a token: its Gumbel noise with the opposite sign."""
+    return math.log(-math.log(uniform_of(row.key, token)))
+
+
+@numba.njit(cache=True, nogil=True, forceinline=True)
+def _noise_factor(row: Row, token: int) -> float:
+    """What a count of the token is multiplied by."""
+    return math.exp(-row.power * _log_exponential(row, token)) if row.is_known else 1.0
+
+
+@numba.njit(cache=True, nogil=True, forceinline=True)
+def _add_child(children: Children, num: int, row: Row, token: int, state: int, match: int) -> None:
+    """Write a child without weight."""
+    children.token_ids[num], children.counts[num], children.weights[num] = token, 0, 0.0
+    children.states[num], children.matches[num] = state, match
+    children.noise[num] = _noise_factor(row, token)
+
+
+@numba.njit(cache=True, nogil=True, forceinline=True)
+def _share_out(children: Children, context: int, num: int, cell: int, mass: float) -> None:
+    """Divide the mass of a context among the children in proportion to their shares so far."""
+    shares, total = children.shares[context], 0.0
+    for i in range(num):
+        total += shares[i]
+    for i in range(num):
+        shares[i] *= mass / total
+        children.weights[i] += shares[i]
+    children.cells[context], children.ends[context] = cell, num
+
+
+@numba.njit(cache=True, nogil=True, forceinline=True)
 def _blend_contexts(
-    memory: Int32Array, state: int, match: int, rule: Rule, negligible: float, children: Children
-) -> tuple[int, float]:
-    """Share the probability mass among contexts and their children; returns the number of children and the mass left.
+    memory: Int32Array,
+    state: int,
+    match: int,
+    rule: Rule,
+    trust: Trust,
+    row: Row,
+    negligible: float,
+    children: Children,
+) -> tuple[int, int, float]:
+    """Share the probability mass among contexts and their children; returns their numbers and the mass left.
 
     What follows a context also follows its suffixes, where its occurrences are not to count again. A token that is new
     in a suffix is listed if it is not negligible by itself.
     """
-    num, before, mass = 0, 0, 1.0
+    num, num_contexts, before, mass = 0, 0, 0, 1.0
     for _ in range(rule.max_contexts):
         if state == ROOT or mass < negligible:
             break
         more, distinct = memory[state + STATE_TOTAL] - before, num_edges(memory, state)
         if more > 0:
-            trust = more / (more + rule.distinct_weight * distinct) * (match / (match + rule.match_weight))
-            factor = mass * trust / more
+            cell = cell_of(more, match)
+            part = more / (more + rule.distinct_weight * distinct) * (match / (match + rule.match_weight))
+            part = mass * (blend_trust(trust, cell, part) if row.is_known else part)
+            shares, listed = children.shares[num_contexts], 0
             for i in range(num):
                 count = memory[find_edge(memory, state, children.token_ids[i]) + COUNT]
-                children.weights[i] += factor * (count - children.counts[i])
+                shares[i] = (count - children.counts[i]) * children.noise[i]
+                listed += count - children.counts[i]
                 children.counts[i] = count
             num_known = num
             if distinct > num_known:
                 for edge in range(memory[state + BLOCK], edges_end(memory, state), EDGE):
                     token, count = memory[edge], memory[edge + COUNT]
-                    if token == EMPTY or factor * count < negligible or num == MAX_CHILDREN:
+                    if token == EMPTY or part * count < negligible * more or num == MAX_CHILDREN:
                         continue
                     if _find_child(children, num_known, token) == num_known:
-                        children.token_ids[num], children.counts[num] = token, count
-                        children.states[num], children.matches[num] = memory[edge + TARGET], match + 1
-                        children.weights[num] = factor * count
+                        _add_child(children, num, row, token, memory[edge + TARGET], match + 1)
+                        shares[num] = count * children.noise[num]
+                        children.counts[num] = count
+                        listed += count
                         num += 1
-            mass *= 1.0 - trust
+            if listed:
+                _share_out(children, num_contexts, num, cell, part * listed / more)
+                num_contexts += 1
+            mass -= part
             before += more
         state = memory[state + LINK]
         match = memory[state + LENGTH]
-    return num, mass
+    return num, num_contexts, mass
 
 
 @numba.njit(cache=True, nogil=True, forceinline=True)
@@ -136,38 +253,52 @@ def _add_shared(
     before_last: int,
     last: int,
     rule: Rule,
+    trust: Trust,
+    row: Row,
     mass: float,
     negligible: float,
     children: Children,
     num: int,
-) -> int:
+    num_contexts: int,
+) -> tuple[int, int]:
     """Spread `mass` over what the last two tokens, then the last one, were followed by in all prompts' texts."""
     for length in (2, 1):
-        row = find_context(shared, before_last if length == 2 else NO_TOKEN, last)
-        if row == NONE:
+        entries = find_context(shared, before_last if length == 2 else NO_TOKEN, last)
+        if entries == NONE:
             continue
-        total = shared[row, TOTAL]
+        total = shared[entries, TOTAL]
         distinct = 0
         for way in range(WAYS):
-            distinct += shared[row, ENTRIES + 2 * way + 1] > 0
-        trust = total / (total + rule.distinct_weight * distinct) * (length / (length + rule.match_weight))
+            distinct += shared[entries, ENTRIES + 2 * way + 1] > 0
+        cell = NUM_CELLS - length
+        part = total / (total + rule.distinct_weight * distinct) * (length / (length + rule.match_weight))
+        part = mass * (blend_trust(trust, cell, part) if row.is_known else part)
+        shares, listed = children.shares[num_contexts], 0
+        shares[:num] = 0.0
         for way in range(WAYS):
-            token, count = shared[row, ENTRIES + 2 * way], shared[row, ENTRIES + 2 * way + 1]
-            share = mass * trust * count / total
-            if count == 0:
-                continue
+            token, count = shared[entries, ENTRIES + 2 * way], shared[entries, ENTRIES + 2 * way + 1]
             i = _find_child(children, num, token)
-            if i < num:
-                children.weights[i] += share
-            elif share >= negligible and num < MAX_CHILDREN:
+            if count == 0 or (i == num and (part * count < negligible * total or num == MAX_CHILDREN)):
+                continue
+            if i == num:
                 edge = find_edge(memory, ROOT, token)
-                children.weights[num] = share
-                children.token_ids[num] = token
-                children.states[num] = ROOT if edge == NONE else memory[edge + TARGET]
-                children.matches[num] = edge != NONE
+                _add_child(children, num, row, token, ROOT if edge == NONE else memory[edge + TARGET], edge != NONE)
                 num += 1
-        mass *= 1.0 - trust
-    return num
+            shares[i] = count * children.noise[i]
+            listed += count
+        if listed:
+            _share_out(children, num_contexts, num, cell, part * listed / total)
+            num_contexts += 1
+        mass -= part
+    return num, num_contexts
+
+
+@numba.njit(cache=True, nogil=True, forceinline=True)
+def _row_at(noise: Noise, trust: Trust, slot: int, depth: int) -> Row:
+    """The row of a slot's sample this many tokens after its next one."""
+    if slot < len(noise.is_known) and noise.is_known[slot]:
+        return Row(hash_row(noise.rng_keys[slot], noise.positions[slot] + depth), True, trust[NOISE, POWER])
+    return Row(np.uint64(0), False, 0.0)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -175,6 +306,9 @@ def _grow(
     memory: Int32Array,
     cursor: Int32Array,
     rule: Rule,
+    trust: Trust,
+    noise: Noise,
+    slot: int,
     min_score: float,
     shared: Table,
     token_ids: Int32Array,
@@ -182,24 +316,22 @@ def _grow(
     scores: Float32Array,
 ) -> int:
     """Fill a tree with what may follow a cursor's match, best first; returns its number of nodes."""
-    children = Children(
-        np.empty(MAX_CHILDREN, np.int32),
-        np.empty(MAX_CHILDREN, np.int32),
-        np.empty(MAX_CHILDREN, np.int32),
-        np.empty(MAX_CHILDREN, np.int32),
-        np.empty(MAX_CHILDREN, np.float64),
-    )
+    children = _make_children()
+    depths = np.empty(len(token_ids), np.int32)
     match = cursor[MATCH]
     state = locate(memory, cursor[STATE], match)
     before_last, last = cursor[BEFORE_LAST], cursor[LAST]
-    score = 1.0
+    score, depth = 1.0, 0
     frontier = [(-score, last, NONE, state, match)]  # Numba wants to know the type
     frontier.clear()
     for node in range(len(token_ids)):
-        negligible = NEGLIGIBLE * min_score / score  # of the node's own mass
-        num, mass = _blend_contexts(memory, state, match, rule, negligible, children)
+        row = _row_at(noise, trust, slot, depth)
+        negligible = (NEGLIGIBLE_WITH_NOISE if row.is_known else NEGLIGIBLE) * min_score / score  # of the node's mass
+        num, num_contexts, mass = _blend_contexts(memory, state, match, rule, trust, row, negligible, children)
         if len(shared) > 0 and mass >= negligible:
-            num = _add_shared(memory, shared, before_last, last, rule, mass, negligible, children, num)
+            num, num_contexts = _add_shared(
+                memory, shared, before_last, last, rule, trust, row, mass, negligible, children, num, num_contexts
+            )
         for i in range(num):
             child_score = score * min(children.weights[i], 1.0)
             if child_score >= min_score:
@@ -211,13 +343,21 @@ def _grow(
         negative_score, last, parent, state, match = heappop(frontier)
         score = -negative_score
         before_last = cursor[LAST] if parent == NONE else token_ids[parent]
-        token_ids[node], parents[node], scores[node] = last, parent, score
+        depth = 1 if parent == NONE else depths[parent] + 1
+        token_ids[node], parents[node], scores[node], depths[node] = last, parent, score, depth
     return len(token_ids)
 
 
 @numba.njit(parallel=True, cache=True, nogil=True)
 def _draft_rows(
-    cursors: Cursors, slots: Int64Array, max_nodes: Int64Array, rule: Rule, min_score: float, shared: Table
+    cursors: Cursors,
+    slots: Int64Array,
+    max_nodes: Int64Array,
+    rule: Rule,
+    trust: Trust,
+    noise: Noise,
+    min_score: float,
+    shared: Table,
 ) -> tuple[Int32Array, Int32Array, Float32Array, Int64Array]:
     """Draft for the cursors of some slots, in parallel; returns the fields of `DraftTrees`."""
     rooms = np.zeros(len(slots) + 1, np.int64)
@@ -227,11 +367,10 @@ def _draft_rows(
     scores = np.empty(rooms[-1], np.float32)
     offsets = np.zeros(len(slots) + 1, np.int64)
     for row in numba.prange(len(slots)):
-        memory = open_memory(cursors.addresses[slots[row]], cursors.sizes[slots[row]])
-        room = slice(rooms[row], rooms[row + 1])
-        offsets[row + 1] = _grow(
-            memory, cursors.rows[slots[row]], rule, min_score, shared, token_ids[room], parents[room], scores[room]
-        )
+        slot, room = slots[row], slice(rooms[row], rooms[row + 1])
+        memory = open_memory(cursors.addresses[slot], cursors.sizes[slot])
+        tree = token_ids[room], parents[room], scores[room]
+        offsets[row + 1] = _grow(memory, cursors.rows[slot], rule, trust, noise, slot, min_score, shared, *tree)
     for row in range(len(slots)):  # each tree follows the one before
         begin, end, size = rooms[row], offsets[row], offsets[row + 1]
         for node in range(size):
@@ -250,6 +389,8 @@ def draft_trees(
     rule: Rule,
     min_score: float,
     shared: Table = NO_TABLE,
+    trust: Trust = NO_TRUST,
+    noise: Noise = NO_NOISE,
 ) -> DraftTrees:
     """Draft what follows the matches of some cursors.
 
@@ -260,11 +401,76 @@ def draft_trees(
         rule: Such as `BLEND`.
         min_score: Smallest score of a node.
         shared: See `shared_ngrams`; without rows where nothing is known.
+        trust: See `srtrl.drafters.trust`; for slots whose noise is known.
+        noise: Of all slots.
     """
     if not len(slots):
         return DraftTrees.empty(0)
     use_kernel_threads(len(slots) * WORK_PER_ROW)
     token_ids, parents, scores, offsets = _draft_rows(
-        cursors, slots, max_nodes, rule, max(min_score, SMALLEST_SCORE), shared
+        cursors, slots, max_nodes, rule, trust, noise, max(min_score, SMALLEST_SCORE), shared
     )
     return DraftTrees(token_ids=token_ids, parents=parents, scores=scores, offsets=offsets)
+
+
+@numba.njit(cache=True, nogil=True)
+def _learn_token(trust: Trust, row: Row, children: Children, num_contexts: int, child: int) -> None:
+    """Learn from the child that was sampled; one that is not among them was decided by none of the contexts."""
+    left = 1.0
+    for context in range(num_contexts):
+        shares, end = children.shares[context], children.ends[context]
+        decided = shares[child] / children.weights[child] if child < end else 0.0
+        learn_trust(trust, children.cells[context], left, decided)
+        left -= decided
+        if decided > 0 and end > 1:
+            total, mean, square = 0.0, 0.0, 0.0
+            for i in range(end):
+                exponential = _log_exponential(row, children.token_ids[i])
+                total += shares[i]
+                mean += shares[i] * exponential
+                square += shares[i] * exponential * exponential
+            mean /= total
+            gradient = mean - _log_exponential(row, children.token_ids[child])
+            learn_noise(trust, decided * gradient, decided * (square / total - mean * mean))
+
+
+@numba.njit(cache=True, nogil=True)
+def learn_rows(
+    cursors: Cursors,
+    slots: Int64Array,
+    teaches: npt.NDArray[np.bool_],
+    token_ids: Int32Array,
+    offsets: Int64Array,
+    rule: Rule,
+    trust: Trust,
+    noise: Noise,
+    shared: Table,
+) -> None:
+    """Learn trust from sampled tokens that the cursors have not passed yet: those of row b follow `slots[b]`.
+
+    It follows the path that a draft would have had to take, in one row in `LEARN_EVERY` of those that are to teach: the
+    noise of all of them is known.
+    """
+    children = _make_children()
+    for b in range(len(slots)):
+        slot = slots[b]
+        chosen = (noise.rng_keys[slot] + np.uint64(noise.positions[slot])) % np.uint64(LEARN_EVERY) == 0
+        if not teaches[b] or not chosen:
+            continue
+        memory, cursor = open_memory(cursors.addresses[slot], cursors.sizes[slot]), cursors.rows[slot]
+        match = cursor[MATCH]
+        state = locate(memory, cursor[STATE], match)
+        before_last, last = cursor[BEFORE_LAST], cursor[LAST]
+        for i in range(offsets[b], offsets[b + 1]):
+            row = _row_at(noise, trust, slot, i - offsets[b])
+            num, num_contexts, mass = _blend_contexts(memory, state, match, rule, trust, row, LEARNED_MASS, children)
+            if len(shared) > 0:
+                num, num_contexts = _add_shared(
+                    memory, shared, before_last, last, rule, trust, row, mass, LEARNED_MASS, children, num, num_contexts
+                )
+            child = _find_child(children, num, token_ids[i])
+            _learn_token(trust, row, children, num_contexts, child)
+            if child == num:
+                break
+            state, match = children.states[child], children.matches[child]
+            before_last, last = last, token_ids[i]

@@ -61,11 +61,6 @@ class Sample:
         """Index in the response of the first sampled token of the present turn."""
         return self.extensions[-1][1] if self.extensions else 0
 
-    @property
-    def text_start(self) -> int:
-        """Index in the response of the first token that drafts may continue: none leads from a turn into the next."""
-        return self.extensions[-1][0] if self.extensions else 0
-
 
 @dataclass(slots=True)
 class ScheduledStep:

@@ -1,10 +1,9 @@
 """Draft control: what a decode step costs, which draft nodes it verifies, and whether drafts pay at all.
 
 Three small parts. `StepCost` is the measured time of a step by its number of rows. `choose_nodes` takes, of all draft
-nodes of all sequences, the best ones up to the number at which expected tokens per second are highest; two running
-ratios of accepted to expected nodes correct the drafter's scores. `DraftGate` compares wall-clock tokens per second
-with and without drafts. Ratios and gates are kept apart by class: purpose (training never mixes with evaluation),
-whether the prompts have history, and the power of two of the number of sequences.
+nodes of all sequences, the best ones up to the number at which expected tokens per second are highest. `DraftGate`
+compares wall-clock tokens per second with and without drafts. Gates are kept apart by class: purpose (training never
+mixes with evaluation), whether the prompts have history, and the power of two of the number of sequences.
 
 None of this changes a token, only the time it takes.
 """
@@ -17,7 +16,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from srtrl.drafters.draft_tree import ROOT, DraftTrees, ranges
+from srtrl.drafters.draft_tree import DraftTrees, ranges
 from srtrl.engine.rows import Int64Array
 from srtrl.types import Purpose
 
@@ -128,17 +127,16 @@ class StepCost:
 
 
 def choose_nodes(
-    trees: DraftTrees, ratios: Float64Array, table: Float64Array, *, num_other_rows: int, draft_seconds: float
+    trees: DraftTrees, table: Float64Array, *, num_other_rows: int, draft_seconds: float
 ) -> tuple[Int64Array, float]:
     """Choose the best nodes of all trees, as many as give the most expected tokens per second.
 
-    Of all nodes, by falling calibrated chance, as many as maximise
+    Of all nodes, by falling score, as many as maximise
 
         (B + expected accepted tokens) / (T(B + other rows + n) + seconds spent on drafting).
 
     Args:
         trees: One for each of B sequences, nodes in order of falling score.
-        ratios: [2], factors of the scores at depth 1 and deeper.
         table: T, see `StepCost.table`.
         num_other_rows: Rows of the step that are neither roots of these trees nor their nodes.
         draft_seconds: What drafting takes of such a step.
@@ -152,25 +150,20 @@ def choose_nodes(
     if max_nodes <= 0:
         return sizes, 1.0
     costs = table[num_rows : num_rows + max_nodes + 1] + draft_seconds
-    return sizes, _choose(trees.scores, trees.parents, trees.offsets, ratios, costs, sizes)
+    return sizes, _choose(trees.scores, trees.offsets, costs, sizes)
 
 
 @numba.njit(cache=True, nogil=True)
-def _choose(scores: Array, parents: Array, offsets: Array, ratios: Array, costs: Array, sizes: Array) -> float:
+def _choose(scores: Array, offsets: Array, costs: Array, sizes: Array) -> float:
     """Fill `sizes`, see `choose_nodes`; returns the lowest score of the chosen nodes."""
-    chances = np.empty(len(scores))
     owners = np.empty(len(scores), np.int64)
     for b in range(len(sizes)):
-        chance = 1.0  # chances fall within a tree, so that the best nodes are its first ones
-        for node in range(offsets[b], offsets[b + 1]):
-            chance = min(chance, scores[node] * ratios[0 if parents[node] == ROOT else 1])
-            chances[node] = -chance
-            owners[node] = b
-    order = np.argsort(chances, kind="mergesort")
+        owners[offsets[b] : offsets[b + 1]] = b
+    order = np.argsort(-scores, kind="mergesort")  # scores fall within a tree, so that the best nodes are its first
     tokens = float(len(sizes))
     best, best_rate = 0, tokens / costs[0]
     for number in range(1, len(costs)):
-        tokens -= chances[order[number - 1]]
+        tokens += scores[order[number - 1]]
         if tokens / costs[number] > best_rate:
             best, best_rate = number, tokens / costs[number]
     lowest = 1.0
@@ -245,10 +238,6 @@ class _Learned:
     """What was learned from the steps of one class; old steps fade."""
 
     gate: DraftGate = field(default_factory=DraftGate)
-    accepted: Float64Array = field(default_factory=lambda: np.full(2, 10.0))
-    """[2], accepted nodes at depth 1 and deeper."""
-    expected: Float64Array = field(default_factory=lambda: np.full(2, 10.0))
-    """[2], the same by the drafter's scores."""
     score_floor: float = 0.0
     """Nodes of a lower score were too far from being verified in the last step."""
 
@@ -305,7 +294,6 @@ class DraftControl:
         learned = self._of_class(num_sequences)
         sizes, lowest = choose_nodes(
             trees,
-            learned.accepted / learned.expected,
             self.cost.table,
             num_other_rows=num_other_rows,
             draft_seconds=self._draft_seconds * num_sequences,
@@ -345,11 +333,6 @@ class DraftControl:
         learned, num_accepted = self._of_class(num_sequences), num_accepted[:num_sequences]
         if drafted:
             self._draft_seconds += 0.1 * (draft_seconds / num_sequences - self._draft_seconds)
-        if trees.num_nodes:
-            at_first = float(trees.scores[trees.parents == ROOT].sum())
-            first = int((num_accepted > 0).sum())
-            learned.accepted = 0.98 * learned.accepted + (first, int(num_accepted.sum()) - first)
-            learned.expected = 0.98 * learned.expected + (at_first, float(trees.scores.sum()) - at_first)
         num_tokens = num_sequences + int(num_accepted.sum())
         learned.gate.record(drafted=drafted, num_tokens=num_tokens, seconds=seconds)
 

@@ -267,7 +267,7 @@ class Engine:
         if step.started:
             slots = np.array([sample.slot for sample in step.started])
             self.drafter.start(slots, [sample.request for sample in step.started])
-            resumed = [self.batch.generated(sample.slot)[sample.text_start :] for sample in step.started]
+            resumed = [self.batch.generated(sample.slot)[sample.request.text_start :] for sample in step.started]
             offsets = np.cumsum([0, *map(len, resumed)])
             if offsets[-1]:  # preempted and extended samples: the drafter forgot them
                 self.drafter.observe(slots, np.concatenate(resumed), offsets)

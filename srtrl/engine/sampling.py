@@ -21,19 +21,12 @@ import torch
 from torch import Tensor
 
 from srtrl.model.cpu_threads import use_kernel_threads
+from srtrl.model.noise import GOLDEN, MIX_1, MIX_2, hash_row, uniform_of
 from srtrl.model.vector_exp import exp_parts
 from srtrl.types import Purpose
 
 Array = npt.NDArray[Any]
 
-GOLDEN = 0x9E3779B97F4A7C15
-"""Increment of the SplitMix64 sequence (Steele, Lea and Flood 2014)."""
-MIX_1 = 0xBF58476D1CE4E5B9
-MIX_2 = 0x94D049BB133111EB
-"""Multipliers of the SplitMix64 finaliser."""
-_GOLDEN = np.uint64(GOLDEN)
-_MIX_1 = np.uint64(MIX_1)
-_MIX_2 = np.uint64(MIX_2)
 NUM_LANES = 16
 """The softmax denominator is summed in this many lanes, by token modulo this."""
 MAX_GUMBEL = 37.5
@@ -156,23 +149,14 @@ def sample_rows_on_cpu(
 
 
 @numba.njit(inline="always")
-def _mix_bits(bits: np.uint64) -> np.uint64:
-    bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
-    bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
-    return bits ^ (bits >> np.uint64(31))
-
-
-@numba.njit(inline="always")
 def _race(scaled: Array, weights: Array, best: int, row_key: np.uint64) -> int:
     """Index of the largest scaled[v] + Gumbel(v); `weights` are e**(scaled - max), `best` where scaled is largest."""
     winner = best
-    bits = _mix_bits(row_key + np.uint64(best + 1) * _GOLDEN)
-    exponential = -np.log((np.float64(bits >> np.uint64(12)) + 0.5) * 2.0**-52)
+    exponential = -np.log(uniform_of(row_key, best))
     highest = np.float64(scaled[best]) - np.log(exponential)
     bound = MARGIN * exponential  # a token with weight w must have -log(u) < bound * w
     for v in range(len(scaled)):
-        bits = _mix_bits(row_key + np.uint64(v + 1) * _GOLDEN)
-        uniform = (np.float64(bits >> np.uint64(12)) + 0.5) * 2.0**-52
+        uniform = uniform_of(row_key, v)
         if weights[v] < TINY:
             if scaled[v] + MAX_GUMBEL < highest:
                 continue
@@ -220,8 +204,7 @@ def _sample_row(
             lanes[j] += weights[start + j]
     token = best
     if temperature > 0:
-        row_key = _mix_bits(_mix_bits(np.uint64(position) + _GOLDEN) ^ rng_key)
-        token = _race(scaled[:vocab_size], weights[:vocab_size], best, row_key)
+        token = _race(scaled[:vocab_size], weights[:vocab_size], best, hash_row(rng_key, position))
     return token, np.float32(np.float64(scaled[token]) - np.float64(highest) - np.log(lanes.sum()))
 
 

@@ -163,7 +163,7 @@ class Scheduler:
         sample.extensions.append((start, start + len(token_ids)))
         sample.token_ids = np.concatenate([sample.token_ids, token_ids])
         sample.logprobs = np.concatenate([sample.logprobs, np.zeros(len(token_ids), np.float32)])
-        sample.request = replace(sample.request, turn=sample.request.turn + 1)
+        sample.request = replace(sample.request, turn=sample.request.turn + 1, text_start=start)
         self._queue(sample, (-1, sample.admission, 0))
 
     def end(self, rng_key: int) -> None:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from srtrl.engine.sampling import GOLDEN, MIX_1, MIX_2
+from srtrl.model.noise import GOLDEN, MIX_1, MIX_2
 from srtrl.model.triton_jit import jit
 
 _GOLDEN = tl.constexpr(GOLDEN)

@@ -84,6 +84,7 @@ def read_history(run: Run, prompt_id: str | None = None, step: int | None = None
         later=replace(
             whole,
             samples=[whole.samples[num_earlier]],
+            rng_keys=whole.rng_keys[num_earlier : num_earlier + 1],
             extensions={0: whole.extensions.get(num_earlier, ())},
         ),
         later_name=f"step {step}, sample {0 if len(steps) > 1 else num_earlier}",

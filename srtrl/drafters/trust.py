@@ -1,0 +1,96 @@
+"""How far drafts trust a context and the noise: learned from the tokens that followed, for each purpose.
+
+A context's *trust* is the chance that it decides the next token and its suffixes do not. It begins as a formula and
+becomes the share of the tokens that the context has decided among those that it could have. Which context has decided a
+token is not seen; each gets its share of the token's probability (the E step of expectation maximisation). Contexts are
+taken together by their number of occurrences and their length. The *noise* of a token counts with an exponent between 0
+(counts alone decide) and `MAX_POWER`, which moves up the gradient of the log-likelihood (Newton's step).
+
+Drafts depend on what was learned here, tokens never do.
+"""
+
+import json
+from pathlib import Path
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from srtrl.metrics import write_atomic
+
+Float64Array = npt.NDArray[np.float64]
+
+Trust = Float64Array
+"""[NUM_CELLS + 1, 2]: of each kind of context the tokens that it has decided and those that it could have; in the last
+row the exponent of the noise and the information (inverse variance) about it."""
+
+DECIDED, REACHED = 0, 1
+POWER, INFORMATION = 0, 1
+NOISE = -1
+"""The last row."""
+NUM_CELLS = 22
+"""4 of occurrences x 5 of lengths, then one each for `shared_ngrams` of length 1 and 2."""
+FORMULA_WEIGHT = 8.0
+"""The formula counts as this many tokens."""
+MAX_REACHED, MAX_INFORMATION = 2000.0, 400.0
+"""With more, old tokens lose half of their weight: the policy moves."""
+MAX_POWER = 1.2
+FIRST_POWER, FIRST_INFORMATION = 0.6, 8.0
+
+
+def make_trust() -> Trust:
+    """Nothing is learned yet."""
+    trust = np.zeros((NUM_CELLS + 1, 2))
+    trust[NOISE] = FIRST_POWER, FIRST_INFORMATION
+    return trust
+
+
+@numba.njit(cache=True, nogil=True, forceinline=True)
+def cell_of(occurrences: int, length: int) -> int:
+    """Row of a context in a trie: 1, 2, 4 or 8 and more occurrences; lengths of 1, 2, 4, 8 or 16 and more tokens."""
+    row = (occurrences >= 2) + (occurrences >= 4) + (occurrences >= 8)
+    column = (length >= 2) + (length >= 4) + (length >= 8) + (length >= 16)
+    return int(5 * row + column)
+
+
+@numba.njit(cache=True, nogil=True, forceinline=True)
+def blend_trust(trust: Trust, cell: int, formula: float) -> float:
+    """The chance that a context decides the next token."""
+    return float((FORMULA_WEIGHT * formula + trust[cell, DECIDED]) / (FORMULA_WEIGHT + trust[cell, REACHED]))
+
+
+@numba.njit(cache=True, nogil=True)
+def learn_trust(trust: Trust, cell: int, reached: float, decided: float) -> None:
+    """A context was reached with this weight, and has decided the token with that one."""
+    trust[cell, REACHED] += reached
+    trust[cell, DECIDED] += decided
+    if trust[cell, REACHED] > MAX_REACHED:
+        trust[cell] /= 2
+
+
+@numba.njit(cache=True, nogil=True)
+def learn_noise(trust: Trust, gradient: float, information: float) -> None:
+    """Gradient of a token's log-likelihood by the exponent of the noise, and the information in it."""
+    trust[NOISE, INFORMATION] += information
+    power = trust[NOISE, POWER] + gradient / trust[NOISE, INFORMATION]
+    trust[NOISE, POWER] = min(max(power, 0.0), MAX_POWER)
+    if trust[NOISE, INFORMATION] > MAX_INFORMATION:
+        trust[NOISE, INFORMATION] /= 2
+
+
+def save_trust(path: Path, trust: dict[str, Trust]) -> None:
+    """Write what was learned for each purpose; floats keep their bits."""
+    write_atomic(path, json.dumps({purpose: rows.tolist() for purpose, rows in trust.items()}).encode())
+
+
+def load_trust(path: Path) -> dict[str, Trust]:
+    """Read a file of `save_trust`; raises ValueError naming it if it is damaged. Without a file nothing is learned."""
+    if not path.exists():  # of another drafter
+        return {}
+    try:
+        trust = {purpose: np.array(rows, np.float64) for purpose, rows in json.loads(path.read_text()).items()}
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: damaged ({error})") from error
+    if any(rows.shape != (NUM_CELLS + 1, 2) or not (rows >= 0).all() for rows in trust.values()):
+        raise ValueError(f"{path}: damaged: expected {NUM_CELLS + 1} pairs of numbers for each purpose")
+    return trust

@@ -1,0 +1,37 @@
+"""The noise by which tokens are sampled, on the CPU: a hash of (rng_key, position, vocabulary index).
+
+`srtrl.engine.sampling` defines it in plain PyTorch. Here it is for one entry of the vocabulary, so that a drafter can
+compute the noise of the tokens that it considers.
+"""
+
+import numba
+import numpy as np
+
+GOLDEN = 0x9E3779B97F4A7C15
+"""Increment of the SplitMix64 sequence (Steele, Lea and Flood 2014)."""
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+"""Multipliers of the SplitMix64 finaliser."""
+_GOLDEN = np.uint64(GOLDEN)
+_MIX_1 = np.uint64(MIX_1)
+_MIX_2 = np.uint64(MIX_2)
+
+
+@numba.njit(inline="always")
+def _mix(bits: np.uint64) -> np.uint64:
+    bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
+    bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
+    return bits ^ (bits >> np.uint64(31))
+
+
+@numba.njit(inline="always")
+def hash_row(rng_key: np.uint64, position: int) -> np.uint64:
+    """The row key of a position of a sample's response."""
+    return _mix(_mix(np.uint64(position) + _GOLDEN) ^ rng_key)
+
+
+@numba.njit(inline="always")
+def uniform_of(row_key: np.uint64, token: int) -> float:
+    """The uniform number of a token, strictly between 0 and 1."""
+    bits = _mix(row_key + np.uint64(token + 1) * _GOLDEN)
+    return (np.float64(bits >> np.uint64(12)) + 0.5) * 2.0**-52
