@@ -195,7 +195,10 @@ def test_changed_prompts_and_start_models_are_not_resumed(
     monkeypatch.setattr(checkpoint, "locate", lambda _: other)  # where model.path leads now
     refused = call("train", run, "--resume")
     assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
-    assert f"model.path has changed: config and weights of the reference, {other}, are not those" in refused.stderr
+    assert (
+        f"model.path has changed: config and weights that the run started from, {other}, are not those"
+        in refused.stderr
+    )
     assert call("train", run, "--resume", "algorithm.kl.coefficient=0").exit_code == 0  # without a reference
 
 

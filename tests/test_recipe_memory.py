@@ -26,7 +26,7 @@ from srtrl.model.value_model import ValueModel
 from srtrl.recipe.file import load_recipe
 from srtrl.recipe.schema import Recipe
 from srtrl.trainer.build import PREFILL_TOKENS, number_of_slots
-from srtrl.trainer.optimizer import MasterWeightAdamW, _allocate_state, gradient_bytes
+from srtrl.trainer.optimizer import MasterWeightAdamW, allocate_state, gradient_bytes
 
 ROOT = Path(__file__).parents[1]
 GPU_BYTES = 80e9
@@ -124,7 +124,7 @@ def make_policy(shape: str) -> Transformer:
 
 def trainable(model: torch.nn.Module) -> MasterWeightAdamW:
     optimizer = MasterWeightAdamW([{"params": list(model.named_parameters())}], lr=1e-6, fused=False)
-    _allocate_state(optimizer)
+    allocate_state(optimizer)
     return optimizer
 
 

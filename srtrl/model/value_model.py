@@ -70,7 +70,7 @@ def load_value_model(path: str | Path, *, dtype: torch.dtype, device: torch.devi
         ValueError: as `weights.load_model`, or a value head that is not readable or of another width.
     """
     folder = locate(path)
-    model = ValueModel(load_model(folder, dtype=dtype, device=device))
+    model = ValueModel(load_model(path, dtype=dtype, device=device))
     file = folder / HEAD_FILE
     if not file.is_file():
         return model

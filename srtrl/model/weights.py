@@ -1,16 +1,17 @@
-"""Models and tokenizers in and out, in the Hugging Face layout; `transformers` loads what `save_model` writes."""
+"""Models, adapters and tokenizers in and out, in the Hugging Face layout; `transformers` and `peft` load them."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import huggingface_hub
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from srtrl.model.hf_config import config_from_hf
@@ -23,13 +24,63 @@ _SINGLE_FILE = "model.safetensors"
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _INIT_STD = 0.02
 
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_PEFT_NAME = "base_model.model.{}.weight"
+_PLAIN_LORA: dict[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "use_dora": False,
+    "use_rslora": False,
+    "lora_bias": False,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}
+"""Values of an adapter's config that decide what it computes: the only ones that are supported."""
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class Adapter:
+    """LoRA: to matrices W [out, in] of a base model, (alpha / rank) B A is added (Hu et al. 2021, arXiv 2106.09685)."""
+
+    base: str
+    """The base model: a path as in `locate`."""
+    rank: int
+    alpha: float
+    tensors: dict[str, Tensor]
+    """A [rank, in] as `model.layers.0.self_attn.q_proj.lora_A`, and B [out, rank] as `... .lora_B`."""
+
 
 def locate(path: str | Path) -> Path:
     """Folder of a model or tokenizer: `bundled:NAME`, a local folder, or a hub name (downloaded to the hub's cache).
 
+    That of an adapter is the folder of its base model.
+
     Raises:
         ValueError: There is no such bundled model, local folder or hub repository, or the hub cannot be reached.
     """
+    adapter = find_adapter(path)
+    return _find_folder(path) if adapter is None else locate(_adapter_config(adapter)["base_model_name_or_path"])
+
+
+def find_adapter(path: str | Path) -> Path | None:
+    """The folder at `path`, found as by `locate`, where it holds an adapter and no model; else None."""
+    folder = _find_folder(path)
+    return folder if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file() else None
+
+
+def base_name(path: str | Path) -> str:
+    """The name of the model at `path` in an adapter's config: that of the hub, or the absolute path of a folder."""
+    if (adapter := find_adapter(path)) is not None:
+        return base_name(_adapter_config(adapter)["base_model_name_or_path"])
+    is_local = str(path).startswith("bundled:") or Path(path).expanduser().is_dir()
+    return str(locate(path).resolve()) if is_local else str(path)
+
+
+def _find_folder(path: str | Path) -> Path:
+    """See `locate`."""
     name = str(path)
     if name.startswith("bundled:"):
         folder = BUNDLED_FOLDER / name.removeprefix("bundled:")
@@ -132,7 +183,7 @@ def init_model(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch
 
 
 def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | str) -> Transformer:
-    """The model at `path` (see `locate`), its weights rounded to `dtype`.
+    """The model at `path` (see `locate`), its weights rounded to `dtype`; an adapter is merged into its base model.
 
     Tensors are copied one at a time into their place, so that the weights are in memory once.
 
@@ -172,6 +223,8 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | s
                 f"{file}: tensor lm_head.weight differs from model.embed_tokens.weight, but the config has "
                 "tie_word_embeddings true; set it to false if the head was trained apart"
             )
+    if adapter_folder := find_adapter(path):
+        merge_adapter(model, read_adapter(adapter_folder), adapter_folder)
     return model
 
 
@@ -182,24 +235,109 @@ def named_tensors(model: Transformer) -> dict[str, Tensor]:
         tensors["lm_head.weight"] = model.head
     for index, module in enumerate(model.layers):
         layer = cast(Layer, module)
-        q_width, kv_width = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-        mlp_width = model.config.intermediate_size
         prefix = f"model.layers.{index}"
         tensors[f"{prefix}.input_layernorm.weight"] = layer.attention_norm
         tensors[f"{prefix}.post_attention_layernorm.weight"] = layer.mlp_norm
         if layer.q_norm is not None and layer.k_norm is not None:
             tensors[f"{prefix}.self_attn.q_norm.weight"] = layer.q_norm
             tensors[f"{prefix}.self_attn.k_norm.weight"] = layer.k_norm
-        for linear, parts in (
-            (layer.qkv_proj, {"self_attn.q_proj": q_width, "self_attn.k_proj": kv_width, "self_attn.v_proj": kv_width}),
-            (layer.o_proj, {"self_attn.o_proj": model.config.hidden_size}),
-            (layer.gate_up_proj, {"mlp.gate_proj": mlp_width, "mlp.up_proj": mlp_width}),
-            (layer.down_proj, {"mlp.down_proj": model.config.hidden_size}),
-        ):
+        for linear, parts in fused_projections(layer, prefix):
             for kind, fused in linear.named_parameters():  # weight [out, in], and bias [out] where there is one
                 views = fused.detach().split_with_sizes(list(parts.values()))
-                tensors |= {f"{prefix}.{part}.{kind}": view for part, view in zip(parts, views, strict=True)}
+                tensors |= {f"{part}.{kind}": view for part, view in zip(parts, views, strict=True)}
     return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def fused_projections(layer: Layer, prefix: str) -> list[tuple[nn.Linear, dict[str, int]]]:
+    """The matrices of a layer, each with the Hugging Face modules whose rows it holds and their numbers of rows."""
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    q_width, kv_width = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    width, mlp_width = layer.o_proj.out_features, layer.down_proj.in_features
+    return [
+        (
+            layer.qkv_proj,
+            {f"{attention}.q_proj": q_width, f"{attention}.k_proj": kv_width, f"{attention}.v_proj": kv_width},
+        ),
+        (layer.o_proj, {f"{attention}.o_proj": width}),
+        (layer.gate_up_proj, {f"{mlp}.gate_proj": mlp_width, f"{mlp}.up_proj": mlp_width}),
+        (layer.down_proj, {f"{mlp}.down_proj": width}),
+    ]
+
+
+def write_merged(weight: Tensor, base: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> None:
+    """Write base + scale B A into `weight` [out, in], in place: computed in the type of A and B, then rounded."""
+    weight.copy_((lora_b @ lora_a).mul_(scale).add_(base))
+
+
+@torch.no_grad()
+def merge_adapter(model: Transformer, adapter: Adapter, folder: Path) -> None:
+    """Add an adapter to the weights of its base model; `folder` names it in errors.
+
+    Raises:
+        ValueError: it has a tensor that fits no matrix of the layers, or one without the other.
+    """
+    places, tensors = named_tensors(model), dict(adapter.tensors)
+    for name in [name.removesuffix(".lora_A") for name in tensors if name.endswith("_proj.lora_A")]:
+        weight, lora_a, lora_b = (
+            places.get(f"{name}.weight"),
+            tensors.pop(f"{name}.lora_A"),
+            tensors.get(f"{name}.lora_B"),
+        )
+        if weight is None or lora_b is None or (lora_b.shape[0], lora_a.shape[1]) != weight.shape:
+            raise ValueError(f"{folder}: its {name}.lora_A and lora_B fit no matrix of {adapter.base}")
+        del tensors[f"{name}.lora_B"]
+        lora_a, lora_b = (one.to(weight.device) for one in (lora_a, lora_b))
+        write_merged(weight, weight.clone(), lora_a, lora_b, adapter.alpha / adapter.rank)
+    if tensors:
+        raise ValueError(f"{folder}: unexpected tensors {', '.join(list(tensors)[:5])}; supported: LoRA of the layers")
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """The adapter in a folder that PEFT or `save_adapter` has written, its tensors in float32.
+
+    Raises:
+        ValueError: it is not readable, or no plain LoRA (DoRA, biases, ranks that differ between matrices, ...).
+    """
+    config = _adapter_config(folder)
+    before, after = _PEFT_NAME.split("{}")
+    tensors = {
+        name.removeprefix(before).removesuffix(after): tensor.float()
+        for name, tensor in read_tensors(folder / ADAPTER_WEIGHTS)
+    }
+    return Adapter(
+        base=config["base_model_name_or_path"], rank=config["r"], alpha=config["lora_alpha"], tensors=tensors
+    )
+
+
+def _adapter_config(folder: Path) -> dict[str, Any]:
+    """The config of the adapter in a folder; ValueError where it is not supported."""
+    config = _read_json(file := folder / ADAPTER_CONFIG)
+    for key, value in _PLAIN_LORA.items():
+        if (found := config.get(key) or value) != value:
+            raise ValueError(f"{file}: {key} is {found!r}, supported: {value!r}")
+    for key, kinds in (("base_model_name_or_path", str), ("r", int), ("lora_alpha", int | float)):
+        if not isinstance(config.get(key), kinds):
+            raise ValueError(f"{file}: {key} is {config.get(key)!r}")
+    return config
+
+
+def save_adapter(adapter: Adapter, folder: Path) -> None:
+    """Write an adapter as PEFT does: `adapter_config.json` and `adapter_model.safetensors`."""
+    folder.mkdir(parents=True)
+    tensors = {_PEFT_NAME.format(name): tensor.detach().cpu() for name, tensor in adapter.tensors.items()}
+    with full_disk_as_os_error(file := folder / ADAPTER_WEIGHTS):
+        save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(0o644)  # safetensors makes it readable for its owner only
+    fields = _PLAIN_LORA | {
+        "base_model_name_or_path": adapter.base,
+        "task_type": "CAUSAL_LM",
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({name.split(".")[-2] for name in adapter.tensors}),
+        "inference_mode": True,
+    }
+    _write_json(folder / ADAPTER_CONFIG, fields)
 
 
 def save_model(

@@ -49,6 +49,11 @@ RULES: tuple[Rule, ...] = (
         "rollout.max_prompt_tokens + rollout.max_new_tokens",
     ),
     (
+        "train.sharding",
+        lambda r: r.model.lora and r.train.sharding == "fsdp2",
+        "with model.lora each rank keeps whole weights: expected ddp",
+    ),
+    (
         "train.mini_batch_prompts",
         lambda r: not _is_divisible(r.rollout.num_prompts, r.train.mini_batch_prompts),
         "expected a divisor of rollout.num_prompts ({rollout.num_prompts})",

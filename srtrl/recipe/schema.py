@@ -25,6 +25,22 @@ Schedule = Literal["constant", "linear", "cosine"]
 """A learning rate after its warm-up."""
 
 
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class LoraSection(Section):
+    """LoRA: the policy learns two narrow matrices A and B for each target instead of its weights (docs/lora.md)."""
+
+    rank: int = Field(default=32, ge=1)
+    """Rows of A and columns of B."""
+    alpha: float = Field(default=32, gt=0)
+    """A target's weights are W0 + (alpha / rank) B A."""
+    targets: Literal["all_linear"] | list[LoraTarget] = "all_linear"
+    """The matrices: all seven of a layer, or some by their names in PEFT. All else is frozen."""
+    base: Literal["device", "host"] = "device"
+    """Place of the weights W0. `host` leaves the GPU the memory of another policy, and copies W0 there in each step."""
+
+
 class ModelSection(Section):
     """The policy, and the type of its weights."""
 
@@ -41,6 +57,8 @@ class ModelSection(Section):
     """
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, about a third more time."""
+    lora: LoraSection | None = None
+    """LoRA of the policy; by default all its weights learn. (The critic's, and those of a warm start, always do.)"""
 
 
 class TaskSection(Section):

@@ -18,6 +18,9 @@ def command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write; must be new or empty.")],
     *,
     step: Annotated[int | None, typer.Option(min=1, help="The checkpoint's step. [default: the last]")] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Of a run with LoRA: the adapter, as PEFT loads it.")
+    ] = False,
 ) -> None:
     """Write a checkpoint's policy as a model folder.
 
@@ -29,7 +32,7 @@ def command(
     from srtrl.metrics import new_folder
     from srtrl.model.weights import load_tokenizer
     from srtrl.report.runs import read_run
-    from srtrl.run.checkpoint import step_of
+    from srtrl.run.checkpoint import ADAPTER_FOLDER, step_of
 
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise ValueError(f"{folder} exists and is not an empty folder: delete it, or export to another one")
@@ -37,15 +40,18 @@ def command(
         raise ValueError(f"{str(folder)!r}: expected a name of printable characters")
     read = read_run(run)
     checkpoint = Path(resolve_eval_source(str(run), step=step)[0])
+    if adapter and not (checkpoint / ADAPTER_FOLDER).is_dir():
+        raise ValueError(f"--adapter: {run} has none, for its recipe has no model.lora: leave the option out")
+    patterns, library = ((f"{ADAPTER_FOLDER}/*",), "peft") if adapter else (MODEL_FILES, "transformers")
     with new_folder(folder.resolve()) as written:
-        for path in (path for pattern in MODEL_FILES for path in checkpoint.glob(pattern)):
+        for path in (path for pattern in patterns for path in checkpoint.glob(pattern)):
             shutil.copy(path, written)
         load_tokenizer(str(checkpoint)).save_pretrained(written)
-        (written / "README.md").write_text(model_card(read, step_of(checkpoint)), encoding="utf-8")
+        (written / "README.md").write_text(model_card(read, step_of(checkpoint), library), encoding="utf-8")
     print(f"the model is in {folder}; to upload it: hf upload USER/MODEL {folder}")
 
 
-def model_card(run: "Run", step: int) -> str:
+def model_card(run: "Run", step: int, library: str) -> str:
     """Markdown for a model's page: its origin, the held-out figures up to `step`, and the recipe."""
     from srtrl import __version__
     from srtrl.recipe.file import dump_recipe
@@ -57,7 +63,7 @@ def model_card(run: "Run", step: int) -> str:
     figures = "\n".join(f"- step {row['step']}: {describe_held_out(row)}" for row in rows)
     shown = dump_recipe(recipe.model_copy(update={"output_dir": "runs", "log": LogSection()}))
     return (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [reinforcement-learning]\n---\n\n"
+        f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags: [reinforcement-learning]\n---\n\n"
         f"# {recipe.name}\n\n`{recipe.model.path}` after {step} of {recipe.train.num_steps} steps of reinforcement "
         f"learning on the task `{recipe.task.name}` (advantage `{recipe.algorithm.advantage}`, loss "
         f"`{recipe.algorithm.loss}`), trained with srtrl {__version__}.\n\n## Held-out problems\n\n{figures}\n\n"

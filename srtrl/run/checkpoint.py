@@ -31,7 +31,7 @@ from torch import Tensor
 
 from srtrl.metrics import named_in_errors, new_folder, temporary_beside, write_atomic
 from srtrl.model.value_model import save_value_model
-from srtrl.model.weights import locate, save_model, weight_files
+from srtrl.model.weights import Adapter, find_adapter, locate, save_adapter, save_model, weight_files
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.ranks.sharding import reshard, unshard
 from srtrl.types import Prompt
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 FORMAT = 5
 """Version of the layout; a resume refuses another one."""
 OPTIMIZER = "optimizer"
-"""Moments and, for a bfloat16 model, its float32 master weights: the model's own files are for decoding."""
+"""Moments, and masters or adapters that learn (of a bfloat16 model, and of LoRA): the other files are for decoding."""
+ADAPTER_FOLDER = "adapter"
 CRITIC_FOLDER = "critic"
 CRITIC_OPTIMIZER = "critic_optimizer"
 STATE = "state.json"
@@ -207,9 +208,9 @@ def digest_prompts(prompts: Iterable[Prompt], checkpoint: Path | None) -> str:
 
 
 def digest_model(path: str, checkpoint: Path | None, *, is_used: bool) -> str:
-    """SHA-256 of the config and the weights of the model at `path`, which a run starts from.
+    """SHA-256 of the config and the weights of the model (and the adapter) at `path`, which a run starts from.
 
-    A resume uses them only as the reference: where it has none, this is what the checkpoint has.
+    A resume uses them as the reference, and as what LoRA adapts; otherwise, this is what the checkpoint has.
 
     Raises:
         ValueError: it is not the checkpoint's.
@@ -218,10 +219,12 @@ def digest_model(path: str, checkpoint: Path | None, *, is_used: bool) -> str:
     if known is not None and not is_used:
         return known
     folder, digest = locate(path), hashlib.sha256()
-    for file in (folder / "config.json", *weight_files(folder)):
+    adapter = find_adapter(path)
+    adapter_files = sorted(adapter.glob("adapter_*")) if adapter else []
+    for file in (folder / "config.json", *weight_files(folder), *adapter_files):
         digest.update(_entry(file)["sha256"].encode())
     if known is not None and known != digest.hexdigest():
-        what = f"model.path has changed: config and weights of the reference, {folder},"
+        what = f"model.path has changed: config and weights that the run started from, {folder},"
         raise ValueError(CHANGED.format(what=what, checkpoint=checkpoint))
     return digest.hexdigest()
 
@@ -242,6 +245,7 @@ def save_checkpoint(
     drafter: DrafterBase,
     keep: int,
     critic: ValueModel | None = None,
+    adapter: Adapter | None = None,
     ranks: Ranks = ONE_RANK,
 ) -> Path:
     """Write the checkpoint of `state.step` into `folder`, then delete all but the newest `keep`.
@@ -259,6 +263,7 @@ def save_checkpoint(
         drafter: It saves its rollouts.
         keep: Number of checkpoints that stay.
         critic: The value model, if the run has one.
+        adapter: With LoRA, A and B.
         ranks: The processes of the run.
 
     Raises:
@@ -276,6 +281,8 @@ def save_checkpoint(
             save_policy(temporary, model=model, tokenizer=tokenizer, end_ids=end_ids)
             if critic is not None:
                 save_value_model(critic, temporary / CRITIC_FOLDER)
+            if adapter is not None:
+                save_adapter(adapter, temporary / ADAPTER_FOLDER)
             drafter.save(temporary)
             write_atomic(temporary / STATE, json.dumps(asdict(state), indent=2) + "\n")
             _write_manifest(temporary, folder.parent / "metrics.jsonl", entries)

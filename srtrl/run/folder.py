@@ -22,7 +22,9 @@ from srtrl.run.checkpoint import delete, latest_checkpoint, list_checkpoints, nu
 from srtrl.types import RolloutGroup
 
 LOCKED_KEYS: tuple[str, ...] = (
-    *("seed", "model.path", "model.tokenizer", "model.dtype", "critic", "task.*", "rewards", "rollout.environment*"),
+    *("seed", "model.path", "model.tokenizer", "model.dtype", "model.lora"),
+    *("model.lora.rank", "model.lora.alpha", "model.lora.targets*"),
+    *("critic", "task.*", "rewards", "rollout.environment*"),
 )
 """Options, as patterns, that cannot change within a run: what it starts from, what it learns from, and its order."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,13 +16,14 @@ from srtrl.environments.conversations import Conversations
 from srtrl.environments.formats import resolve_format
 from srtrl.model.attention import check_packed_attention
 from srtrl.model.value_model import ValueModel, load_value_model
-from srtrl.model.weights import end_token_ids, load_model, load_tokenizer
+from srtrl.model.weights import end_token_ids, find_adapter, load_model, load_tokenizer, read_adapter
 from srtrl.ranks.processes import Ranks
 from srtrl.ranks.sharding import shard
 from srtrl.recipe.file import validate_section
-from srtrl.recipe.schema import Recipe
+from srtrl.recipe.schema import LoraSection, Recipe
 from srtrl.run.checkpoint import CRITIC_FOLDER
 from srtrl.trainer.critic import Critic, ValueObjective
+from srtrl.trainer.lora import LoraAdamW, build_lora_optimizer
 from srtrl.trainer.optimizer import build_optimizer
 from srtrl.types import SamplingParams
 
@@ -94,22 +95,54 @@ def shard_model(model: Transformer | ValueModel, recipe: Recipe, ranks: Ranks) -
 
 
 def make_optimizer(
-    model: Transformer | ValueModel, recipe: Recipe, *, learning_rate: float, weight_decay: float
+    model: Transformer | ValueModel,
+    recipe: Recipe,
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    lora: LoraSection | None = None,
 ) -> torch.optim.AdamW:
-    """AdamW with this learning rate and weight decay; the rest is `train`'s for all models.
+    """AdamW with this learning rate and weight decay, for all weights or for `lora`; the rest is `train`'s.
 
     Raises:
         ValueError: the update's attention cannot run on the model's device in its type.
     """
     body = model.body if isinstance(model, ValueModel) else model
     check_packed_attention(body.device, DTYPES[recipe.model.dtype], body.config.head_dim)
-    return build_optimizer(model, learning_rate=learning_rate, weight_decay=weight_decay, betas=recipe.train.betas)
+    options: dict[str, Any] = {
+        "learning_rate": learning_rate,
+        "weight_decay": weight_decay,
+        "betas": recipe.train.betas,
+    }
+    if lora is None:
+        return build_optimizer(model, **options)
+    return build_lora_optimizer(body, lora, seed=recipe.seed, **options)
 
 
-def build_reference(recipe: Recipe, device: torch.device, ranks: Ranks) -> Transformer | None:
-    """The frozen reference policy (a second set of weights in memory), or None where the KL coefficient is 0."""
+def make_policy_optimizer(policy: Transformer, recipe: Recipe) -> torch.optim.AdamW:
+    """The policy's optimizer; with `model.lora` that of A and B, which start from the adapter at `model.path`, if any.
+
+    Raises:
+        ValueError: as `make_optimizer`, or that adapter is not what `model.lora` says.
+    """
+    train, adapter_folder = recipe.train, find_adapter(recipe.model.path)
+    optimizer = make_optimizer(
+        policy, recipe, learning_rate=train.learning_rate, weight_decay=train.weight_decay, lora=recipe.model.lora
+    )
+    if isinstance(optimizer, LoraAdamW) and adapter_folder is not None:
+        optimizer.start_from(read_adapter(adapter_folder))
+    return optimizer
+
+
+def build_reference(recipe: Recipe, policy: Transformer, device: torch.device, ranks: Ranks) -> Transformer | None:
+    """The frozen reference policy, or None where the KL coefficient is 0.
+
+    It is a second set of weights in memory; with LoRA it is the policy itself, inside `lora.base_weights`.
+    """
     if recipe.algorithm.kl.coefficient == 0:
         return None
+    if recipe.model.lora is not None:
+        return policy
     # Its log-probs are compared with the policy's: the same rounding.
     reference = build_policy(recipe, recipe.model.path, device).requires_grad_(False)
     shard_model(reference, recipe, ranks)

@@ -39,17 +39,16 @@ def build_optimizer(
     is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())
     kind = MasterWeightAdamW if is_half else torch.optim.AdamW
     optimizer = kind(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
-    _allocate_state(optimizer)
+    allocate_state(optimizer)
     return optimizer
 
 
 def gradient_holders(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The tensors whose `.grad` the optimizer will use, in the order of `model.parameters()`: what is clipped."""
-    master_of = optimizer.master_of if isinstance(optimizer, MasterWeightAdamW) else {}
-    return [master_of.get(parameter, parameter) for parameter in model.parameters()]
+    """The tensors whose `.grad` the optimizer will use, in a fixed order: what is clipped and summed over the ranks."""
+    return optimizer.holders(model) if isinstance(optimizer, MasterWeightAdamW) else list(model.parameters())
 
 
-def _allocate_state(optimizer: torch.optim.AdamW) -> None:
+def allocate_state(optimizer: torch.optim.AdamW) -> None:
     """Make the state that fused AdamW makes in its first step: step count (float32, on the device) and both moments."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -63,14 +62,15 @@ def _allocate_state(optimizer: torch.optim.AdamW) -> None:
 def state_tensors(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[str, Tensor]:
     """The state of an optimizer of `build_optimizer` by name: its own memory, to be read and written.
 
-    Where the model's `dtype` is a half type, the values that the groups hold are included: the model's own files do not
-    have them. The names and shapes do not depend on sharding.
+    Where the groups hold other values than the model (masters of a model whose `dtype` is a half type, or adapters),
+    these are included: the model's own files do not have them. The names and shapes do not depend on sharding.
     """
+    has_own = dtype in HALF_DTYPES or isinstance(optimizer, MasterWeightAdamW)
     tensors: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             tensors |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
-            if dtype in HALF_DTYPES:
+            if has_own:
                 tensors[f"{name}.master"] = parameter.detach()
     return {name: tensor if tensor.ndim else tensor.view(1) for name, tensor in tensors.items()}
 
@@ -79,7 +79,7 @@ def load_state(optimizer: torch.optim.Optimizer, dtype: torch.dtype, checkpoint:
     """Read the state of an optimizer from the folder `name` of a checkpoint; see `load_tensors`."""
     load_tensors(checkpoint, name, state_tensors(optimizer, dtype))
     if isinstance(optimizer, MasterWeightAdamW):
-        optimizer.round_masters()
+        optimizer.write_weights()
 
 
 def gradient_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -138,6 +138,10 @@ class MasterWeightAdamW(torch.optim.AdamW):
         ]
         super().__init__(masters, **options)
 
+    def holders(self, model: nn.Module) -> list[Tensor]:
+        """See `gradient_holders`: the masters in the order of `model.parameters()`."""
+        return [self.master_of.get(parameter, parameter) for parameter in model.parameters()]
+
     def hand_over_masters(self) -> None:
         """Make the masters the model's own tensors, as when training is over and what is not rounded is to be saved."""
         for parameter, master in self.master_of.items():
@@ -145,7 +149,7 @@ class MasterWeightAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Move the masters by their gradients, which are used up, and round them into the model's tensors, in place."""
+        """Move what the groups hold by its gradients, which are used up, and write the model's tensors, in place."""
         assert closure is None, "the gradients are there already"
         for parameter, master in self.master_of.items():
             _hand_over(master, parameter)
@@ -154,7 +158,7 @@ class MasterWeightAdamW(torch.optim.AdamW):
         )
         super().step()
         self.zero_grad()
-        self.round_masters()
+        self.write_weights()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of masters and model."""
@@ -163,7 +167,7 @@ class MasterWeightAdamW(torch.optim.AdamW):
             parameter.grad = None
 
     @torch.no_grad()
-    def round_masters(self) -> None:
+    def write_weights(self) -> None:
         """Make the model's tensors the masters, rounded."""
         torch._foreach_copy_(list(self.master_of), list(self.master_of.values()))
 

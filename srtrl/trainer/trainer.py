@@ -15,6 +15,7 @@ from rich.console import Console
 
 from srtrl.metrics import MetricLog, StageTimer
 from srtrl.model.cpu_threads import set_cpu_threads
+from srtrl.model.weights import base_name, locate
 from srtrl.ranks.processes import ONE_RANK, Ranks, open_ranks
 from srtrl.ranks.sharding import resharded, unshard
 from srtrl.recipe.schema import Recipe
@@ -47,6 +48,7 @@ from srtrl.trainer import build
 from srtrl.trainer.credit import Credit, assign_credit, train_sequences
 from srtrl.trainer.critic import update_critic, with_values
 from srtrl.trainer.evaluate import evaluate, held_out_prompts
+from srtrl.trainer.lora import LoraAdamW, base_weights
 from srtrl.trainer.objective import LogprobDifferenceError, NonFiniteError, PolicyObjective
 from srtrl.trainer.optimizer import gradient_bytes, load_state, state_tensors
 from srtrl.trainer.passes import UpdateContext
@@ -194,15 +196,17 @@ class Trainer:
 
     def _load_models(self) -> None:
         """Policy, reference and critic, with the optimizers of those that learn."""
-        recipe, device, train = self.recipe, build.choose_device(self.recipe), self.recipe.train
-        self.policy = build.build_policy(recipe, str(self.checkpoint or recipe.model.path), device)
+        recipe, device = self.recipe, build.choose_device(self.recipe)
+        has_lora = (
+            recipe.model.lora is not None
+        )  # then the state of its optimizer makes a checkpoint's weights of these
+        start = locate(recipe.model.path) if has_lora else self.checkpoint or recipe.model.path
+        self.policy = build.build_policy(recipe, str(start), device)
         build.shard_model(self.policy, recipe, self.ranks)
         self.objective = PolicyObjective(self.policy, recipe)
-        self.optimizer = build.make_optimizer(
-            self.policy, recipe, learning_rate=train.learning_rate, weight_decay=train.weight_decay
-        )
-        self.reference = build.build_reference(recipe, device, self.ranks)
-        is_used = self.reference is not None
+        self.optimizer = build.make_policy_optimizer(self.policy, recipe)
+        self.reference = build.build_reference(recipe, self.policy, device, self.ranks)
+        is_used = has_lora or self.reference is not None
         self.model_sha256 = digest_model(recipe.model.path, self.checkpoint, is_used=is_used)
         self.critic = build.build_critic(recipe, self.checkpoint, device, self.ranks)
         self.optimizers: dict[str, torch.optim.Optimizer] = {OPTIMIZER: self.optimizer}
@@ -315,6 +319,7 @@ class Trainer:
         if is_updated:
             with self._stage("update"), resharded(self.policy):
                 metrics |= update_policy(self.objective, self.optimizer, credit.sequences, context)
+                metrics |= self.optimizer.metrics() if isinstance(self.optimizer, LoraAdamW) else {}
         self.engine.end_step(has_new_weights=is_updated)
         self.save_rollouts(step, rollouts, credit)
         metrics |= self.evaluate_if_due(step)
@@ -330,7 +335,7 @@ class Trainer:
             return Credit(sequences=[], advantages={}, metrics={})
         sequences = train_sequences(rollouts.kept)
         if self.reference is not None:
-            with self._stage("reference"):
+            with self._stage("reference"), base_weights(self.optimizer):
                 sequences = with_logprobs("ref_logprobs", self.reference, sequences, context)
         if self.recipe.algorithm.old_logprobs == "recompute":
             with self._stage("old_logprobs"):
@@ -381,6 +386,9 @@ class Trainer:
         if not is_last and self.step % train.checkpoint_every != 0:
             return
         self.progress.stage("checkpoint")
+        adapter = None
+        if isinstance(self.optimizer, LoraAdamW):
+            adapter = self.optimizer.adapter(base_name(self.recipe.model.path))
         with self.timer.stage("checkpoint"):  # counted in the next row: this step's row precedes its checkpoint
             save_checkpoint(
                 self.run.checkpoints,
@@ -390,6 +398,7 @@ class Trainer:
                     name: state_tensors(optimizer, self.policy.dtype) for name, optimizer in self.optimizers.items()
                 },
                 critic=None if self.critic is None else self.critic.model,
+                adapter=adapter,
                 tokenizer=self.tokenizer,
                 end_ids=self.end_ids,
                 drafter=self.engine.drafter,

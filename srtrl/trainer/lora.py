@@ -1,0 +1,205 @@
+"""LoRA without adapters in any forward pass: the model keeps merged weights W = W0 + (alpha / rank) B A, rounded.
+
+Decoder and update read W alone, so that they cannot differ by the adapter. The gradient dW is projected onto A and B:
+with s = alpha / rank, dA = s B' dW and dB = s dW A', the chain rule. AdamW moves A and B; then W is written anew from
+W0, so that no rounding adds up. Hu et al., "LoRA" (2021), arXiv 2106.09685; A and B start as in PEFT.
+"""
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from srtrl.model.transformer import Layer, Transformer
+from srtrl.model.weights import Adapter, fused_projections, write_merged
+from srtrl.recipe.schema import LoraSection
+from srtrl.trainer.optimizer import MasterWeightAdamW, allocate_state
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class AdaptedMatrix:
+    """A matrix [out, in] of a Hugging Face module, which may be a part of one of the model's."""
+
+    name: str
+    """`model.layers.0.self_attn.q_proj`."""
+    weight: Tensor
+    """W: the rows of the model's own tensor."""
+    rows: slice
+    """Their place in it."""
+    base: Tensor
+    """W0, in the type of W; on the host where the recipe says so."""
+    lora_a: nn.Parameter
+    """[rank, in], float32 (float64 for a float64 model)."""
+    lora_b: nn.Parameter
+    """[out, rank], in the same type."""
+
+
+class LoraAdamW(MasterWeightAdamW):
+    """Fused AdamW over A and B of the targeted matrices; after each step these are W0 + (alpha / rank) B A, rounded.
+
+    Everything else in the model is frozen. A micro-batch's gradient of a matrix is projected as soon as `backward` has
+    it, and freed; those of A and B add up in their type. One optimizer for a model, as for masters.
+    """
+
+    def __init__(self, model: Transformer, section: LoraSection, *, seed: int, **options: Any) -> None:
+        """Freeze the model and copy W0.
+
+        Args:
+            model: The base model; it must not be sharded.
+            section: Rank, alpha, targets, and where W0 is.
+            seed: Of A, which is uniform as in PEFT, +-1 / sqrt(in). B is 0, so that the model does not change yet.
+            options: Of `torch.optim.AdamW`.
+        """
+        self.section = section
+        self.scale = section.alpha / section.rank
+        self.matrices: list[AdaptedMatrix] = []
+        self._num_changed = torch.zeros((), dtype=torch.int64, device=model.device)
+        generator = torch.Generator().manual_seed(seed)
+        model.requires_grad_(False)
+        hooked: list[tuple[Tensor, list[AdaptedMatrix]]] = []
+        for index, layer in enumerate(model.layers):
+            for linear, modules in fused_projections(cast(Layer, layer), f"model.layers.{index}"):
+                parts = list(self._adapt(linear.weight, modules, generator))
+                self.matrices += parts
+                if parts:
+                    hooked.append((linear.weight.requires_grad_(), parts))
+        named = [
+            pair
+            for one in self.matrices
+            for pair in ((f"{one.name}.lora_A", one.lora_a), (f"{one.name}.lora_B", one.lora_b))
+        ]
+        super().__init__([{"params": named}], **options)
+        for weight, parts in hooked:  # the hook holds no optimizer, as that of masters
+            handle = weight.register_post_accumulate_grad_hook(partial(_project, parts, self.scale))  # type: ignore[no-untyped-call]
+            weakref.finalize(self, handle.remove).atexit = False
+
+    def holders(self, model: nn.Module) -> list[Tensor]:
+        """A and B of each matrix."""
+        return [tensor for one in self.matrices for tensor in (one.lora_a, one.lora_b)]
+
+    @torch.no_grad()
+    def write_weights(self) -> None:
+        """Write the merged weights, matrix by matrix."""
+        self._num_changed.zero_()
+        for one in self.matrices:
+            base = one.base.to(one.weight.device, non_blocking=True)
+            write_merged(one.weight, base, one.lora_a, one.lora_b, self.scale)
+            self._num_changed += (one.weight != base).sum()
+
+    @contextmanager
+    def base_weights(self) -> Iterator[None]:
+        """Inside the `with` block the model has the weights W0; after it, the same bits as before."""
+        for one in self.matrices:
+            one.weight.copy_(one.base, non_blocking=True)
+        try:
+            yield
+        finally:
+            self.write_weights()
+
+    @torch.no_grad()
+    def metrics(self) -> dict[str, float]:
+        """`lora/norm`, of (alpha / rank) B A over all matrices; `lora/changed_share`, of their weights with W != W0."""
+        # |B A|^2 is the sum of (B' B) * (A A'), which are [rank, rank].
+        squares = [((one.lora_b.T @ one.lora_b).double() * (one.lora_a @ one.lora_a.T)).sum() for one in self.matrices]
+        return {
+            "lora/norm": self.scale * math.sqrt(max(0.0, float(torch.stack(squares).sum()))),
+            "lora/changed_share": int(self._num_changed) / sum(one.weight.numel() for one in self.matrices),
+        }
+
+    def adapter(self, base: str) -> Adapter:
+        """A and B as they are; `base` names the model whose weights are W0."""
+        tensors = {
+            name: tensor
+            for group in self.param_groups
+            for name, tensor in zip(group["param_names"], group["params"], strict=True)
+        }
+        return Adapter(base=base, rank=self.section.rank, alpha=self.section.alpha, tensors=tensors)
+
+    @torch.no_grad()
+    def start_from(self, adapter: Adapter) -> None:
+        """Take the values of A and B from an adapter.
+
+        Raises:
+            ValueError: its rank, its alpha or its matrices are not those of the recipe.
+        """
+        mine = self.adapter(adapter.base)
+        shapes, found = ({name: tensor.shape for name, tensor in one.tensors.items()} for one in (mine, adapter))
+        if (mine.rank, mine.alpha, shapes) != (adapter.rank, adapter.alpha, found):
+            raise ValueError(
+                f"model.lora: rank {mine.rank}, alpha {mine.alpha:g} and {len(shapes)} tensors of its targets; "
+                f"the adapter at model.path has rank {adapter.rank}, alpha {adapter.alpha:g} and {len(found)}"
+            )
+        for name, tensor in mine.tensors.items():
+            tensor.copy_(adapter.tensors[name])
+        self.write_weights()
+
+    def _adapt(self, fused: Tensor, modules: dict[str, int], generator: torch.Generator) -> Iterator[AdaptedMatrix]:
+        """The targeted parts of a matrix of the model."""
+        start = 0
+        for name, num_rows in modules.items():
+            rows = slice(start, start := start + num_rows)
+            if self.section.targets != "all_linear" and name.rpartition(".")[2] not in self.section.targets:
+                continue
+            weight = fused.detach()[rows]
+            width = weight.shape[1]
+            lora_a = torch.empty(self.section.rank, width)  # on the CPU: the same on any device
+            lora_a.uniform_(-1 / math.sqrt(width), 1 / math.sqrt(width), generator=generator)
+            kind: dict[str, Any] = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
+            yield AdaptedMatrix(
+                name=name,
+                weight=weight,
+                rows=rows,
+                base=_copy_base(weight, self.section.base),
+                lora_a=nn.Parameter(lora_a.to(**kind)),
+                lora_b=nn.Parameter(torch.zeros(num_rows, self.section.rank, **kind)),
+            )
+
+
+def _copy_base(weight: Tensor, place: str) -> Tensor:
+    """A copy of a matrix, in pinned memory of the host where that is its place and the model's is a GPU."""
+    if place == "host" and weight.device.type == "cuda":
+        return torch.empty_like(weight, device="cpu", pin_memory=True).copy_(weight)
+    return weight.clone()
+
+
+@torch.no_grad()
+def _project(parts: Sequence[AdaptedMatrix], scale: float, parameter: Tensor) -> None:
+    """Move the gradient of a tensor of the model to A and B of its parts, adding in their type."""
+    if parameter.grad is None:
+        return
+    for part in parts:
+        gradient = parameter.grad[part.rows].to(part.lora_a.dtype)  # [out, in]
+        for holder, added in (
+            (part.lora_a, part.lora_b.T @ gradient),
+            (part.lora_b, gradient @ part.lora_a.T),
+        ):
+            added.mul_(scale)
+            holder.grad = added if holder.grad is None else holder.grad.add_(added)
+    parameter.grad = None
+
+
+def build_lora_optimizer(
+    model: Transformer,
+    section: LoraSection,
+    *,
+    seed: int,
+    learning_rate: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+) -> LoraAdamW:
+    """As `build_optimizer`, for A and B of the targeted matrices of `model`; both have the weight decay."""
+    options = {"lr": learning_rate, "weight_decay": weight_decay, "betas": betas, "fused": True}
+    optimizer = LoraAdamW(model, section, seed=seed, **options)
+    allocate_state(optimizer)
+    return optimizer
+
+
+def base_weights(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    """Around a pass of the reference policy: with LoRA the policy has its base weights inside the `with` block."""
+    return optimizer.base_weights() if isinstance(optimizer, LoraAdamW) else nullcontext()

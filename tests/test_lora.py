@@ -1,0 +1,176 @@
+"""LoRA: gradients, steps and files are PEFT's; merged weights, reference and resume are exact."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_cases import CASES, ModelCase, load_ours, make_hf_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from test_master_weights import AnyObjective
+from test_resume import finish, kill_at, start
+from tiny_run import assert_same_run, learned_rows, make_recipe, train
+from torch import nn
+from transformers import AutoModelForCausalLM
+from update_cases import make_policy, make_sequences
+from update_cases import make_recipe as make_update_recipe
+
+from srtrl.model.transformer import Transformer
+from srtrl.model.weights import load_model, named_tensors
+from srtrl.recipe.schema import LoraSection
+from srtrl.trainer.lora import LoraAdamW, base_weights, build_lora_optimizer
+from srtrl.trainer.passes import UpdateContext
+from srtrl.trainer.trainer import Trainer
+from srtrl.trainer.update import run_optimizer_steps
+from srtrl.types import TrainSequence
+
+RATE, MAX_NORM, TEMPERATURE = 1e-3, 0.05, 0.8
+LORA: dict[str, Any] = {"model__lora": {"rank": 4, "alpha": 12}, "train__learning_rate": 0.02}
+
+
+def make_optimizer(model: Transformer, seed: int = 0, **fields: Any) -> LoraAdamW:
+    section = LoraSection.model_validate({"rank": 3, "alpha": 20, **fields})
+    return build_lora_optimizer(model, section, seed=seed, learning_rate=RATE, weight_decay=0.1, betas=(0.9, 0.99))
+
+
+def spread(optimizer: LoraAdamW) -> None:
+    """Give B values, without which A has no gradient."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for one in optimizer.matrices:
+            one.lora_b.normal_(0, 0.05, generator=generator)
+    optimizer.write_weights()
+
+
+def peft_model(base: nn.Module, optimizer: LoraAdamW) -> tuple[Any, list[nn.Parameter]]:
+    """PEFT's model with the same A and B, and these in our order."""
+    targets = sorted({one.name.rpartition(".")[2] for one in optimizer.matrices})
+    section = optimizer.section
+    config = LoraConfig(r=section.rank, lora_alpha=section.alpha, target_modules=targets)  # type: ignore[arg-type]
+    model: Any = get_peft_model(base, config)  # type: ignore[arg-type]
+    learned = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    parameters = []
+    for one in optimizer.matrices:
+        for kind, tensor in (("A", one.lora_a), ("B", one.lora_b)):
+            parameters.append(learned.pop(f"base_model.model.{one.name}.lora_{kind}.default.weight"))
+            parameters[-1].data.copy_(tensor.detach())
+    assert not learned, "PEFT adapts the same matrices"
+    return model, parameters
+
+
+def peft_steps(model: Any, parameters: Sequence[nn.Parameter], sequences: Sequence[TrainSequence]) -> list[float]:
+    """Two steps of torch's AdamW, each sequence alone, end to end; returns the norms."""
+    optimizer = torch.optim.AdamW(parameters, lr=RATE, betas=(0.9, 0.99), weight_decay=0.1)
+    norms = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        for sequence in sequences:
+            token_ids, targets = torch.from_numpy(sequence.token_ids), torch.from_numpy(sequence.targets)
+            logits = model(token_ids[None]).logits[0, targets - 1]
+            logprobs = torch.log_softmax(logits / TEMPERATURE, dim=-1).gather(1, token_ids[targets, None])[:, 0]
+            (-(logprobs * torch.from_numpy(sequence.advantages)).sum() / 30).backward()  # type: ignore[no-untyped-call]
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)))
+        optimizer.step()
+    return norms
+
+
+@pytest.mark.parametrize("case", [CASES[2], CASES[7], CASES[13]], ids=lambda case: case.name)
+@pytest.mark.parametrize("targets", ["all_linear", ["v_proj", "up_proj", "o_proj"]], ids=["all", "some"])
+def test_gradients_and_steps_are_pefts(case: ModelCase, targets: Any, tmp_path: Path) -> None:
+    """Packed, in several micro-batches, with clipping and weight decay; float64."""
+    hf_model = make_hf_model(case, torch.float64)
+    ours = load_ours(hf_model, tmp_path, torch.float64)
+    optimizer = make_optimizer(ours, targets=targets)
+    spread(optimizer)
+    theirs, parameters = peft_model(hf_model, optimizer)
+    sequences = make_sequences(make_policy())
+    expected = peft_steps(theirs, parameters, sequences)
+    recipe = make_update_recipe(
+        train__num_epochs=2, train__micro_batch_tokens=24, train__learning_rate=RATE, train__max_grad_norm=MAX_NORM
+    )
+    one_draw = [replace(sequence, draw_index=0) for sequence in sequences]
+    context = UpdateContext(recipe=recipe, step=1)
+    metrics = run_optimizer_steps(AnyObjective(ours), optimizer, one_draw, context, recipe.policy_updates)
+    assert metrics["grad_norm"] == pytest.approx(sum(expected) / 2, rel=1e-10)
+    assert min(expected) > MAX_NORM
+    for mine, other in zip(optimizer.holders(ours), parameters, strict=True):
+        assert mine.dtype == other.dtype == torch.float64
+        torch.testing.assert_close(mine.detach(), other.detach(), rtol=0, atol=1e-10)
+    merged = named_tensors(ours)
+    for name, tensor in theirs.merge_and_unload().state_dict().items():
+        if name in merged:
+            torch.testing.assert_close(merged[name], tensor, rtol=0, atol=1e-10)
+
+
+def test_merged_weights_are_those_of_a_and_b_to_the_bit_after_a_thousand_steps() -> None:
+    """Where adding and subtracting the update would drift; all else stays, and the reference is what was loaded."""
+    policy, loaded = (make_policy(dtype=torch.bfloat16, scale=8) for _ in range(2))
+    optimizer = make_optimizer(policy, targets=["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"])
+    addresses = [tensor.data_ptr() for tensor in policy.parameters()]
+    assert all(map(torch.equal, policy.parameters(), loaded.parameters())), "B is 0"
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(1000):
+        for holder in optimizer.holders(policy):
+            holder.grad = torch.randn(holder.shape, generator=generator)
+        optimizer.step()
+    mine, before, num_changed = named_tensors(policy), named_tensors(loaded), 0
+    updates = {}
+    for one in optimizer.matrices:
+        updates[f"{one.name}.weight"] = (one.lora_b @ one.lora_a).detach() * (20 / 3)
+    for name, tensor in before.items():
+        update = updates.get(name, torch.zeros(()))
+        assert torch.equal(mine[name], (tensor.float() + update).bfloat16()), name
+        num_changed += int((mine[name] != tensor).sum())
+    norm = float(torch.cat([update.flatten() for update in updates.values()]).norm())
+    num_weights = sum(update.numel() for update in updates.values())
+    expected = {"lora/norm": norm, "lora/changed_share": num_changed / num_weights}
+    assert optimizer.metrics() == pytest.approx(expected, rel=1e-5)
+    assert norm > 1
+    merged = [tensor.clone() for tensor in policy.parameters()]
+    with base_weights(optimizer):
+        assert all(map(torch.equal, policy.parameters(), loaded.parameters()))
+    assert all(map(torch.equal, policy.parameters(), merged))
+    assert [tensor.data_ptr() for tensor in policy.parameters()] == addresses, "the decoder reads these"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_is_resumed_exported_and_started_from_its_adapter(dtype: str, policy: Path, tmp_path: Path) -> None:
+    changes = {**LORA, "model__dtype": dtype}
+    run = train(make_recipe(policy, tmp_path / "whole", **changes)).folder
+    rows = learned_rows(run)[1:]
+    limits = {"float32": 1e-5, "bfloat16": 0.3}
+    assert all(row["logprob_difference/max"] < limits[dtype] for row in rows)
+    assert rows[-1]["kl/ref"] > 1e-4
+    assert rows[-1]["lora/norm"] > rows[0]["lora/norm"] > 0
+    assert 0.1 < rows[0]["lora/changed_share"] <= rows[-1]["lora/changed_share"] <= 1
+    if dtype == "float32":
+        killed = make_recipe(policy, tmp_path / "killed", **changes)
+        assert finish(start(killed, prepare=partial(kill_at, "between row and checkpoint"))) != 0
+        assert finish(start(killed, resume=True)) == 0
+        assert_same_run(tmp_path / "killed" / "run", run)
+    checkpoint = run / "checkpoints" / "step_000004"
+    check_with_peft(policy, checkpoint, getattr(torch, dtype))
+    again = make_recipe(checkpoint / "adapter", tmp_path / "again", **changes)
+    trainer = Trainer(again)
+    saved = load_model(checkpoint, dtype=trainer.policy.dtype, device="cpu")
+    assert all(map(torch.equal, trainer.policy.parameters(), saved.parameters()))
+    merged = load_model(checkpoint / "adapter", dtype=trainer.policy.dtype, device="cpu")
+    assert all(map(torch.equal, merged.parameters(), saved.parameters()))
+    with pytest.raises(ValueError, match=r"model.lora: rank 2, .* the adapter at model.path has rank 4, alpha 12"):
+        Trainer(again.model_copy(update={"model": again.model.model_copy(update={"lora": LoraSection(rank=2)})}))
+
+
+def check_with_peft(policy: Path, checkpoint: Path, dtype: torch.dtype) -> None:
+    """PEFT loads the adapter; merged into the base model, it gives the checkpoint's weights and logits."""
+    base = AutoModelForCausalLM.from_pretrained(policy, dtype=dtype).float()  # type: ignore[no-untyped-call]
+    adapted = PeftModel.from_pretrained(base, checkpoint / "adapter")
+    saved = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    token_ids = torch.arange(40)[None]
+    tolerance = 1e-4 if dtype == torch.float32 else 0.2
+    torch.testing.assert_close(adapted(token_ids).logits, saved(token_ids).logits, rtol=0, atol=tolerance)
+    merged = adapted.merge_and_unload().state_dict()
+    for name, tensor in saved.state_dict().items():
+        assert torch.equal(merged[name].to(dtype).float(), tensor), name
