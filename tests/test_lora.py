@@ -50,7 +50,7 @@ def peft_model(base: nn.Module, optimizer: LoraAdamW) -> tuple[Any, list[nn.Para
     targets = sorted({one.name.rpartition(".")[2] for one in optimizer.matrices})
     section = optimizer.section
     config = LoraConfig(r=section.rank, lora_alpha=section.alpha, target_modules=targets)  # type: ignore[arg-type]
-    model: Any = get_peft_model(base, config)  # type: ignore[arg-type]
+    model: Any = get_peft_model(base, config)
     learned = {name: one for name, one in model.named_parameters() if one.requires_grad}
     parameters = []
     for one in optimizer.matrices:

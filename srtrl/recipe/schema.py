@@ -45,8 +45,8 @@ class ModelSection(Section):
     """The policy, and the type of its weights."""
 
     path: str
-    """Policy to start from: a Hugging Face folder, a hub name, or one of those that ship with srtrl, `bundled:tiny` and
-    `bundled:tools` (it knows a calculator)."""
+    """Policy to start from: a Hugging Face folder (or that of a PEFT adapter, which names its base model), a hub name,
+    or one of those that ship with srtrl, `bundled:tiny` and `bundled:tools` (it knows a calculator)."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; by default the one of `path`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
