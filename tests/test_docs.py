@@ -61,6 +61,7 @@ def logged(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         "task": {"name": "prompts", "options": {"train": rows, "eval": rows}},
         "rewards": [{"name": "tiny_run:digits"}],
         "train__num_steps": 1,
+        "model__lora": {},
     }
     turns = {
         "rollout__environment": HOSTILE | {"name": "environment_cases:SlowHostile"},  # for `time/tools`
