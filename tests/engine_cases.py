@@ -24,6 +24,29 @@ Outputs = dict[tuple[int, int], tuple[list[int], list[float], str]]
 """Tokens, log-probs and finish reason by (draw, sample)."""
 
 
+def init_policy(seed: int = 0, dtype: torch.dtype = torch.float32, *, scale: float = 8, **config: Any) -> Transformer:
+    """A random policy of 2 layers; `scale` multiplies its matrices, so that the distributions are far from uniform."""
+    fields = {
+        "model_type": "llama",
+        "vocab_size": 257,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+    }
+    model = init_model(config_from_hf(fields | config), seed, dtype, "cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(scale)
+    return model
+
+
 def tiny_policy(
     dtype: torch.dtype = torch.float32,
     *,
@@ -37,29 +60,10 @@ def tiny_policy(
 
     `sizes` are further fields of its config, in place of those below.
     """
-    config = {
-        "model_type": model_type,
-        "architectures": [f"{model_type.capitalize()}ForCausalLM"],
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size + 5,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "head_dim": 10,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        **sizes,
-    }
-    model = init_model(config_from_hf(config), seed=1, dtype=torch.float32, device="cpu")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(scale)
-    return model.to(dtype)
+    config = {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size + 5, "model_type": model_type}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "tie_word_embeddings": False}
+    length = {"vocab_size": vocab_size, "max_position_embeddings": 256}
+    return init_policy(1, torch.float32, scale=scale, **(config | heads | length | sizes)).to(dtype)
 
 
 class Letters:

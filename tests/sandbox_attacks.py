@@ -5,23 +5,26 @@ test: `{token}` is in the secrets, and in the names of the files that the attack
 """
 
 import platform
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 
 from srtrl.environments.python_worker import ALLOWED_CALLS, ALLOWED_VALUES
 
 
-@dataclass(kw_only=True, frozen=True)
+@dataclass(frozen=True)
 class Attack:
-    """What is run, and how it must end."""
+    """A program, and how it must end."""
 
     code: str
     status: str = "ok"
     output: str = ""
-    """What stdout or stderr must contain."""
+    """Text that stdout or stderr must contain."""
+    _: KW_ONLY
     slow: bool = False
-    is_harmless_in_bubblewrap: bool = False
-    """Whether it succeeds there, but finds only the empty folders on the way to those that can be read."""
     is_truncated: bool = False
+
+
+HARMLESS_IN_BUBBLEWRAP = {"list the project", "list the home folder", "list the root", "read by an open directory"}
+"""They succeed there, but find only the empty folders on the way to those that can be read."""
 
 
 COLUMN = 1 + (platform.machine() == "aarch64")
@@ -64,24 +67,24 @@ seen = set()
 """
 
 
-def attempt(expression: str, *, is_harmless_in_bubblewrap: bool = False) -> Attack:
+def attempt(expression: str) -> Attack:
     """An expression that must raise an OSError."""
-    return replace(attempts(f"attempt(lambda: {expression})\n"), is_harmless_in_bubblewrap=is_harmless_in_bubblewrap)
+    return attempts(f"attempt(lambda: {expression})\n")
 
 
 def attempts(code: str) -> Attack:
     """Code in which each `attempt` must raise an OSError."""
-    return Attack(code=PRELUDE + code, output="refused")
+    return Attack(PRELUDE + code, output="refused")
 
 
 FILES = {
     "read the project": attempt("open({project!r}).read()"),
-    "list the project": attempt("os.listdir(os.path.dirname({project!r}))", is_harmless_in_bubblewrap=True),
+    "list the project": attempt("os.listdir(os.path.dirname({project!r}))"),
     "read the home folder": attempt("open({home_secret!r}).read()"),
-    "list the home folder": attempt("os.listdir({home!r})", is_harmless_in_bubblewrap=True),
+    "list the home folder": attempt("os.listdir({home!r})"),
     "read the password file": attempt("open('/etc/passwd').read()"),
-    "list the root": attempt("os.listdir('/')", is_harmless_in_bubblewrap=True),
-    "read by an open directory": attempt("os.open('..', os.O_DIRECTORY)", is_harmless_in_bubblewrap=True),
+    "list the root": attempt("os.listdir('/')"),
+    "read by an open directory": attempt("os.open('..', os.O_DIRECTORY)"),
     "read a secret with O_PATH": attempt("os.read(os.open({secret!r}, os.O_PATH), 100)"),
     "write into the project": attempt("open(os.path.dirname({project!r}) + '/{token}', 'w')"),
     "write into the home folder": attempt("open({home!r} + '/{token}', 'w')"),
@@ -126,7 +129,7 @@ PROCESS_FILES = {
         "for pid in (os.getppid(), {trainer}, {host}):\n    for name in ('exe', 'cwd', 'fd/0', 'fd/4'):\n"
         "        attempt(lambda: os.readlink(f'/proc/{{pid}}/{{name}}'))\n"
     ),
-    "environment variables": Attack(code="import os\nprint(dict(os.environ))", output="PYTHONHASHSEED"),
+    "environment variables": Attack("import os\nprint(dict(os.environ))", output="PYTHONHASHSEED"),
 }
 
 NETWORK = {
@@ -149,29 +152,28 @@ PROCESSES = {
     "fork": attempt("os.fork()"),
     "fork bomb": attempts("for _ in range(1000):\n    attempt(os.fork)\n"),
     "double fork and setsid": Attack(
-        code=PRELUDE
-        + "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        while True: signal.pause()\n",
-        status="error",
-        output="OSError",
+        PRELUDE + "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        while True: signal.pause()\n",
+        "error",
+        "OSError",
     ),
     "calls by number": Attack(
-        code=PRELUDE + "".join(f"system_call({row[COLUMN]}, *{row[3]})\n" for row in BY_NUMBER),
+        PRELUDE + "".join(f"system_call({row[COLUMN]}, *{row[3]})\n" for row in BY_NUMBER),
         output="ENOSYS\n" * len(BY_NUMBER),
     ),
     "every call that is not allowed": Attack(
-        code=PRELUDE
+        PRELUDE
         + f"for number in {sorted(OTHER_NUMBERS)}:\n"
         + "    if libc.syscall(number, 0, 0, 0, 0, 0, 0) != -1 or ctypes.get_errno() != errno.ENOSYS:\n"
-        + "        print('BREACH', number)\n",
+        + "        print('BREACH', number)\n"
     ),
     "start a program": attempt("__import__('subprocess').run(['/bin/sh', '-c', 'echo BREACH'])"),
-    "os.system": Attack(code="import os\nos.system('echo BREACH') != 0", output="True"),
+    "os.system": Attack("import os\nos.system('echo BREACH') != 0", output="True"),
     "become another program": attempt("os.execv('/bin/sh', ['sh', '-c', 'echo BREACH'])"),
     "multiprocessing": attempt("__import__('multiprocessing').Process(target=print).start()"),
     "thread bomb": Attack(
-        code="import threading\nfor _ in range(1000):\n    threading.Thread(target=print, args=('BREACH',)).start()",
-        status="error",
-        output="can't start new thread",
+        "import threading\nfor _ in range(1000):\n    threading.Thread(target=print, args=('BREACH',)).start()",
+        "error",
+        "can't start new thread",
     ),
     "leave the session": attempt("os.setsid()"),
     "leave the process group": attempt("os.setpgid(0, 0)"),
@@ -184,7 +186,7 @@ PROCESSES = {
 }
 if platform.machine() == "x86_64":
     PROCESSES |= {
-        "second table of numbers": Attack(code=PRELUDE + "system_call(0x40000000 + 57)", status="killed|ok"),
+        "second table of numbers": Attack(PRELUDE + "system_call(0x40000000 + 57)", "killed|ok"),
     }
 
 OTHERS = "for pid in (os.getppid(), {trainer}, {host}, 1, -1, 0, -os.getppid()):\n"
@@ -209,161 +211,142 @@ SIGNALS = {
 }
 
 LIMITS = {
-    "endless loop": Attack(code="while True:\n    pass", status="timeout"),
-    "endless loop in C": Attack(code="import re\nre.match('(a+)+$', 'a' * 40 + 'b')", status="timeout"),
+    "endless loop": Attack("while True:\n    pass", "timeout"),
+    "endless loop in C": Attack("import re\nre.match('(a+)+$', 'a' * 40 + 'b')", "timeout"),
     "ignored signals": Attack(
-        code="import signal\nfor number in range(1, 65):\n    try: signal.signal(number, signal.SIG_IGN)\n"
+        "import signal\nfor number in range(1, 65):\n    try: signal.signal(number, signal.SIG_IGN)\n"
         "    except (OSError, ValueError): pass\nwhile True: pass",
-        status="timeout",
+        "timeout",
     ),
     "blocked signals": Attack(
-        code="import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass",
-        status="timeout",
-        slow=True,
+        "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass", "timeout", slow=True
     ),
-    "sleep": Attack(code="import time\ntime.sleep(1000)", status="timeout"),
+    "sleep": Attack("import time\ntime.sleep(1000)", "timeout"),
     "sleep without signals": Attack(
-        code="import signal, time\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\ntime.sleep(1000)",
-        status="timeout",
+        "import signal, time\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\ntime.sleep(1000)",
+        "timeout",
         slow=True,
     ),
     "raise the limits": Attack(
-        code="import resource\nfor kind in range(16):\n    for value in ((-1, -1), (10**12, 10**12)):\n"
+        "import resource\nfor kind in range(16):\n    for value in ((-1, -1), (10**12, 10**12)):\n"
         "        try: resource.setrlimit(kind, value)\n        except (OSError, ValueError): pass\n"
         "print([resource.getrlimit(kind)[1] for kind in (resource.RLIMIT_CPU, resource.RLIMIT_FSIZE)])\n"
         "while True: pass",
-        status="timeout",
-        output="[1, 0]",
+        "timeout",
+        "[1, 0]",
     ),
-    "memory in one piece": Attack(code="x = bytearray(10**10)", status="memory", output="MemoryError"),
-    "memory in pieces": Attack(code="x = []\nwhile True:\n    x.append(bytes(10**6))", status="memory"),
-    "memory of numpy": Attack(code="import numpy\nx = numpy.ones((1 << 16, 1 << 16))", status="memory"),
-    "shared memory": Attack(code="import mmap\nx = [mmap.mmap(-1, 1 << 26) for _ in range(100)]", status="error"),
-    "a large number": Attack(code="x = 1 << (1 << 40)", status="memory"),
-    "file descriptors": Attack(
-        code="import os\nx = [os.pipe() for _ in range(1000)]", status="error", output="Too many open files"
-    ),
-    "endless output": Attack(code="while True:\n    print('x' * 1000)", status="killed", is_truncated=True),
-    "endless errors": Attack(
-        code="import sys\nwhile True:\n    sys.stderr.write('x' * 1000)", status="killed", is_truncated=True
-    ),
-    "one large output": Attack(code="print('x' * 10**8)", status="killed", is_truncated=True, slow=True),
-    "a large value": Attack(code="'x' * 10**7", status="killed", is_truncated=True),
-    "raw output": Attack(
-        code="import os\nwhile True:\n    os.write(1, b'x' * 65536)", status="killed", is_truncated=True
-    ),
+    "memory in one piece": Attack("x = bytearray(10**10)", "memory", "MemoryError"),
+    "memory in pieces": Attack("x = []\nwhile True:\n    x.append(bytes(10**6))", "memory"),
+    "memory of numpy": Attack("import numpy\nx = numpy.ones((1 << 16, 1 << 16))", "memory"),
+    "shared memory": Attack("import mmap\nx = [mmap.mmap(-1, 1 << 26) for _ in range(100)]", "error"),
+    "a large number": Attack("x = 1 << (1 << 40)", "memory"),
+    "file descriptors": Attack("import os\nx = [os.pipe() for _ in range(1000)]", "error", "Too many open files"),
+    "endless output": Attack("while True:\n    print('x' * 1000)", "killed", is_truncated=True),
+    "endless errors": Attack("import sys\nwhile True:\n    sys.stderr.write('x' * 1000)", "killed", is_truncated=True),
+    "one large output": Attack("print('x' * 10**8)", "killed", is_truncated=True, slow=True),
+    "a large value": Attack("'x' * 10**7", "killed", is_truncated=True),
+    "raw output": Attack("import os\nwhile True:\n    os.write(1, b'x' * 65536)", "killed", is_truncated=True),
     "output after closing Python's": Attack(
-        code="import os, sys\nos.dup2(1, 9)\nsys.stdout.close()\nwhile True:\n    os.write(9, b'x' * 65536)",
-        status="killed",
+        "import os, sys\nos.dup2(1, 9)\nsys.stdout.close()\nwhile True:\n    os.write(9, b'x' * 65536)",
+        "killed",
         is_truncated=True,
     ),
     "an endless traceback": Attack(
-        code="class Loud(Exception):\n    def __str__(self): return 'x' * 10**7\nraise Loud",
-        status="killed",
-        is_truncated=True,
+        "class Loud(Exception):\n    def __str__(self): return 'x' * 10**7\nraise Loud", "killed", is_truncated=True
     ),
-    "a timer": Attack(code="import signal\nsignal.alarm(1)\nsignal.pause()", status="killed"),
+    "a timer": Attack("import signal\nsignal.alarm(1)\nsignal.pause()", "killed"),
     "an endless repr": Attack(
-        code="class Slow:\n    def __repr__(self):\n        while True: pass\nSlow()",
-        status="timeout",
-        slow=True,
+        "class Slow:\n    def __repr__(self):\n        while True: pass\nSlow()", "timeout", slow=True
     ),
     "an endless __str__ of an error": Attack(
-        code="class Slow(Exception):\n    def __str__(self):\n        while True: pass\nraise Slow",
-        status="timeout",
-        slow=True,
+        "class Slow(Exception):\n    def __str__(self):\n        while True: pass\nraise Slow", "timeout", slow=True
     ),
     "an endless flush at exit": Attack(
-        code="import sys\nclass Slow:\n    def flush(self):\n        while True: pass\nsys.stdout = Slow()",
-        status="timeout",
+        "import sys\nclass Slow:\n    def flush(self):\n        while True: pass\nsys.stdout = Slow()", "timeout"
     ),
 }
 
 CRASHES = {
-    "segmentation fault": Attack(code="import ctypes\nctypes.string_at(1)", status="killed"),
-    "abort": Attack(code="import os\nos.abort()", status="killed"),
+    "segmentation fault": Attack("import ctypes\nctypes.string_at(1)", "killed"),
+    "abort": Attack("import os\nos.abort()", "killed"),
     "deep recursion": Attack(
-        code="import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return sorted([x], key=f)\nf(1)",
-        status="killed|error",  # from Python 3.12 on a RecursionError: its limit for C calls cannot be raised
+        "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return sorted([x], key=f)\nf(1)",
+        "killed|error",  # from Python 3.12 on a RecursionError: its limit for C calls cannot be raised
     ),
-    "recursion": Attack(code="def f(): return f()\nf()", status="error", output="RecursionError"),
-    "deep brackets": Attack(code="x = (\n" + "(" * 1_000 + ")" * 1_001, status="error", output="SyntaxError"),
-    "a deep tree": Attack(code="x = " + "-" * 100_000 + "1", status="memory"),
-    "a long sum": Attack(code="x = " + "+".join(["1"] * 20_000), status="error", output="RecursionError"),
-    "too much source": Attack(code="x = 1\n" * 1_000_000, status="error", output="SyntaxError"),
-    "a NUL in the source": Attack(code="print('a\0b')", status="error", output="null bytes"),
-    "a surrogate in the source": Attack(code="print('\udcff')", status="error", output="UnicodeEncodeError"),
+    "recursion": Attack("def f(): return f()\nf()", "error", "RecursionError"),
+    "deep brackets": Attack("x = (\n" + "(" * 1_000 + ")" * 1_001, "error", "SyntaxError"),
+    "a deep tree": Attack("x = " + "-" * 100_000 + "1", "memory"),
+    "a long sum": Attack("x = " + "+".join(["1"] * 20_000), "error", "RecursionError"),
+    "too much source": Attack("x = 1\n" * 1_000_000, "error", "SyntaxError"),
+    "a NUL in the source": Attack("print('a\0b')", "error", "null bytes"),
+    "a surrogate in the source": Attack("print('\udcff')", "error", "UnicodeEncodeError"),
     "warnings as errors": Attack(
-        code="import warnings\nwarnings.simplefilter('error')\nwarnings.warn('BAD')", status="error", output="BAD"
+        "import warnings\nwarnings.simplefilter('error')\nwarnings.warn('BAD')", "error", "BAD"
     ),
-    "invalid bytes in the output": Attack(code="import os\nos.write(1, b'\\xff\\x00\\xfe')", output="\ufffd\0\ufffd"),
-    "surrogates in the output": Attack(code="print('\\udcff', '\\0')", output="\\udcff \0"),
-    "no file descriptors": Attack(code="import os\nos.closerange(0, 100)\nprint('x')", status="error"),
+    "invalid bytes in the output": Attack("import os\nos.write(1, b'\\xff\\x00\\xfe')", output="\ufffd\0\ufffd"),
+    "surrogates in the output": Attack("print('\\udcff', '\\0')", output="\\udcff \0"),
+    "no file descriptors": Attack("import os\nos.closerange(0, 100)\nprint('x')", "error"),
     "no file descriptors, and no end": Attack(
-        code="import os, time\nos.closerange(0, 100)\ntime.sleep(1000)",
-        status="timeout",
-        slow=True,
+        "import os, time\nos.closerange(0, 100)\ntime.sleep(1000)", "timeout", slow=True
     ),
-    "read standard input": Attack(code="import sys\nprint(repr(sys.stdin.read()))", output="''"),
+    "read standard input": Attack("import sys\nprint(repr(sys.stdin.read()))", output="''"),
     "free an object twice": Attack(
-        code="import ctypes\nx = object()\nfor _ in range(100): ctypes.pythonapi.Py_DecRef(ctypes.py_object(x))\n"
+        "import ctypes\nx = object()\nfor _ in range(100): ctypes.pythonapi.Py_DecRef(ctypes.py_object(x))\n"
         "import gc\ngc.collect()\nctypes.string_at(1)",
-        status="killed",
+        "killed",
     ),
     "collect the whole heap": Attack(
-        code="import gc, sys\nsys.modules.clear()\nfor x in gc.get_objects():\n    if isinstance(x, dict): x.clear()",
-        status="error|killed|ok",
+        "import gc, sys\nsys.modules.clear()\nfor x in gc.get_objects():\n    if isinstance(x, dict): x.clear()",
+        "error|killed|ok",
     ),
-    "sys.exit": Attack(code="import sys\nsys.exit(0)"),
-    "sys.exit with a text": Attack(code="import sys\nsys.exit('text')", status="error", output="text"),
-    "os._exit": Attack(code="import os\nos._exit(9)", status="error"),
-    "KeyboardInterrupt": Attack(code="raise KeyboardInterrupt", status="error", output="KeyboardInterrupt"),
-    "a base exception": Attack(code="class E(BaseException): pass\nraise E('x')", status="error", output="E: x"),
+    "sys.exit": Attack("import sys\nsys.exit(0)"),
+    "sys.exit with a text": Attack("import sys\nsys.exit('text')", "error", "text"),
+    "os._exit": Attack("import os\nos._exit(9)", "error"),
+    "KeyboardInterrupt": Attack("raise KeyboardInterrupt", "error", "KeyboardInterrupt"),
+    "a base exception": Attack("class E(BaseException): pass\nraise E('x')", "error", "E: x"),
 }
 
 FORGERIES = {
     "write results to all file descriptors": Attack(
-        code="import json, os\nforged = json.dumps(dict(status='ok', stdout='forged', stderr='', exit_code=0,"
+        "import json, os\nforged = json.dumps(dict(status='ok', stdout='forged', stderr='', exit_code=0,"
         " seconds=0.0, is_truncated=False)) + '\\n'\nfor number in range(3, 1000):\n"
         "    try: os.write(number, forged.encode())\n    except OSError: pass\n1/0",
-        status="error",
-        output="ZeroDivisionError",
+        "error",
+        "ZeroDivisionError",
     ),
-    "print a result": Attack(code='print(\'{{"status": "timeout", "stdout": "forged"}}\')', output="forged"),
+    "print a result": Attack('print(\'{{"status": "timeout", "stdout": "forged"}}\')', output="forged"),
     "use the worker's own objects": Attack(
-        code="import gc, os\nfor x in gc.get_objects() + [o for m in list(__import__('sys').modules.values())"
+        "import gc, os\nfor x in gc.get_objects() + [o for m in list(__import__('sys').modules.values())"
         " for o in vars(m).values()]:\n    if hasattr(x, 'fileno') and not isinstance(x, type):\n"
         "        try: number = x.fileno()\n        except (OSError, ValueError, TypeError, AttributeError): continue\n"
         "        if number > 2:\n            try: print('BREACH', os.fstat(number))\n            except OSError: pass\n"
         "1/0",
-        status="error",
+        "error",
     ),
     "answer in the worker's name": Attack(
-        code="import sys\nframe = sys._getframe()\nwhile frame.f_back: frame = frame.f_back\n"
+        "import sys\nframe = sys._getframe()\nwhile frame.f_back: frame = frame.f_back\n"
         "names = [name for name in frame.f_globals]\n1/0",
-        status="error",
+        "error",
     ),
     "return into the worker's loop": Attack(
-        code="import sys\nmain = sys._getframe(1).f_globals['Calls']\n"
+        "import sys\nmain = sys._getframe(1).f_globals['Calls']\n"
         "sys._getframe(1).f_globals['finish'] = lambda *a: True\n1/0",
-        status="error",
+        "error",
     ),
-    "exit code of memory": Attack(code="raise MemoryError", status="memory"),
+    "exit code of memory": Attack("raise MemoryError", "memory"),
     "patch the interpreter": Attack(
-        code="import builtins, json, os, random, sys, numpy, sympy\n"
+        "import builtins, json, os, random, sys, numpy, sympy\n"
         "builtins.print = lambda *a: None\njson.dumps = json.loads = os.write = None\nrandom.random = lambda: 4\n"
-        "numpy.sum = sympy.factor = None\nsys.modules.clear()\nbuiltins.repr = lambda x: 'forged'\n",
+        "numpy.sum = sympy.factor = None\nsys.modules.clear()\nbuiltins.repr = lambda x: 'forged'\n"
     ),
-    "stay in the worker's loop": Attack(
-        code="import os\nos._exit = lambda code: None\nprint('forged')", status="error", output="forged"
-    ),
+    "stay in the worker's loop": Attack("import os\nos._exit = lambda code: None\nprint('forged')", "error", "forged"),
     "handlers at exit": Attack(
-        code="import atexit, sys, threading\natexit.register(lambda: print('BREACH'))\nsys.excepthook = print\n"
+        "import atexit, sys, threading\natexit.register(lambda: print('BREACH'))\nsys.excepthook = print\n"
         "threading.excepthook = print\n1/0",
-        status="error",
+        "error",
     ),
     "threads that stay": Attack(
-        code="import _thread\n_thread.start_new_thread(print, ('BREACH',))", status="error", output="RuntimeError"
+        "import _thread\n_thread.start_new_thread(print, ('BREACH',))", "error", "RuntimeError"
     ),
 }
 

@@ -10,12 +10,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import torch
+from engine_cases import init_policy
 from safetensors.torch import load_file
 
 from srtrl.metrics import read_metrics
-from srtrl.model.hf_config import config_from_hf
-from srtrl.model.transformer import Transformer
-from srtrl.model.weights import init_model
 from srtrl.recipe.schema import Recipe
 from srtrl.run.checkpoint import checkpoint_name, latest_checkpoint, save_policy
 from srtrl.run.folder import RunFolder, open_run_folder
@@ -30,29 +28,6 @@ def digits(sample: RewardInput) -> float:
     """Share of digits in the response, and a little of the global random state: what a user's reward may do."""
     share = sum(character.isdigit() for character in sample.text) / max(1, len(sample.text))
     return share + 0.01 * random.random()
-
-
-def init_policy(seed: int = 0, dtype: torch.dtype = torch.float32, *, scale: float = 8, **config: Any) -> Transformer:
-    """A random policy of 2 layers; `scale` multiplies its matrices, so that the distributions are far from uniform."""
-    fields = {
-        "model_type": "llama",
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-    }
-    model = init_model(config_from_hf(fields | config), seed, dtype, "cpu")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(scale)
-    return model
 
 
 def make_policy(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any) -> Path:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tiny_run
 import torch
+from engine_cases import init_policy
 from torch import Tensor
 
 from srtrl.model.attention import PackedPlan
@@ -50,7 +51,7 @@ def make_policy(
     seed: int = 0, dtype: torch.dtype = torch.float64, tied: bool = False, scale: float = 20, hidden_size: int = 8
 ) -> Transformer:
     """A policy with 19 tokens."""
-    return tiny_run.init_policy(
+    return init_policy(
         seed,
         dtype,
         scale=scale,
