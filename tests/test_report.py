@@ -23,7 +23,7 @@ REWARDS = "rewards: [{name: correct}, {name: format, weight: 0.1}]\n"
 PLAIN_CHARTS = [
     *("Reward", "Accuracy", "Response length", "Truncated responses", "Groups", "Samples without advantage"),
     *("Loss", "KL to the reference", "Entropy", "Clipped tokens", "Gradient norm", "Learning rate"),
-    *("Decoder against trainer", "Speed of the decoder", "Time by stage"),
+    *("Decoder against trainer", "Speed of the decoder", "Time by stage", "Tokens per decode step"),
 ]
 """Those of a run without critic or drafts."""
 SVG = "{http://www.w3.org/2000/svg}"
@@ -64,6 +64,7 @@ def step_metrics(step: int, noise: random.Random) -> dict[str, float]:
         **{"time/rollout": 1.2, "time/update": 0.8, "time/step": 2.1, "tokens/prompt": 200, "tokens/response": 700},
         **({"time/compile": 100.0, "time/step": 102.1} if step == 1 else {}),
         **{"groups/kept": 8, "groups/zero_advantage_share": 0.25, "grading/timeout": float(step == 2)},
+        **{"engine/tokens": 700, "engine/decode_steps": 30, "engine/tokens_per_decode_step": 2.5, "data/epoch": 0.5},
         "time/tokens_per_second": 900.0 + noise.gauss(0, 30),
     }
 
@@ -71,7 +72,7 @@ def step_metrics(step: int, noise: random.Random) -> dict[str, float]:
 def engine_metrics() -> dict[str, float]:
     depths = {f"engine/acceptance_depth_{depth}": 0.4 + 0.05 * depth for depth in range(1, 9)}
     run_ahead = {"engine/run_ahead_tokens_made": 40, "engine/run_ahead_tokens_used": 0}
-    return depths | run_ahead | {"engine/tokens_per_decode_step": 2.5, "engine/verified_per_decode_step": 4}
+    return depths | run_ahead | {"engine/verified_per_decode_step": 4}
 
 
 def rollout_table(step: int, noise: random.Random) -> pa.Table:
@@ -108,7 +109,15 @@ def test_a_finished_run_has_all_charts_and_figures(tmp_path: Path, num_steps: in
     assert {"reward/mean", "reward/correct", "reward/format"} <= texts_of(charts["Reward"])
     assert "groups/zero_advantage_share" not in texts_of(charts["Groups"]), "a share is no number of groups"
     assert "100" not in texts_of(charts["Time by stage"]), "compilation would dwarf the other seconds"
-    for figure in ("31.0%", "71.0%", "+40.0 points", "training reward", "time: rollout", "reward_format 1"):
+    for figure in (
+        "31.0%",
+        "71.0%",
+        "+40.0 points",
+        "training reward",
+        "time of all stages",
+        "2.50 and 2.50",
+        "reward_format 1",
+    ):
         assert figure in page
     steps = sorted({1, 7, 13, 18, 24, 30} & set(range(num_steps + 1)))
     assert [int(step) for step in re.findall(r"Samples of step (\d+): 6 of 32", page)] == steps

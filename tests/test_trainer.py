@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -114,11 +115,18 @@ def test_the_figures_of_a_run_are_those_of_its_rows(run: TrainingResult) -> None
         shown = "{eval/accuracy:.1%} (95%: {eval/accuracy_low:.1%} to {eval/accuracy_high:.1%})"
         assert figures[f"held-out accuracy {when}"] == shown.format_map(row)
     assert figures["gain"] == f"{100 * (steps[-1]['eval/accuracy'] - before['eval/accuracy']):+.1f} points"
-    assert figures["response tokens"] == f"{sum(row['tokens/response'] for row in steps):,}"
+    num_tokens, num_decode_steps = (
+        sum(row[name] for row in steps) for name in ("tokens/response", "engine/decode_steps")
+    )
+    assert figures["response tokens"] == f"{num_tokens:,} in {num_decode_steps:,} decode steps of the whole batch"
+    per_decode = figures["tokens per decode, first and last epoch"].split(" and ")
+    assert [float(figure) for figure in per_decode] == pytest.approx(
+        [row["engine/tokens_per_decode_step"] for row in steps], abs=0.01
+    )
     assert {"time/update_tokens_per_second", "time/update_tflops", "time/checkpoint"} <= steps[1].keys()
     total = before["time/eval"] + sum(row["time/step"] for row in steps)
-    assert figures["time: all stages"] == f"{total:.1f} s"
-    assert {"time: rollout", "time: update"} <= figures.keys()
+    assert figures["time of all stages"].startswith(f"{total:.1f} s (")
+    assert {"rollout", "update"} <= set(re.findall(r"(\w+) \d+%", figures["time of all stages"]))
     assert list((run.folder / "tensorboard").rglob("events.out.tfevents.*"))
 
 
@@ -349,14 +357,18 @@ def test_a_run_from_python_has_the_commands_checks_and_a_callback_for_each_step(
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_progress_is_a_line_for_each_step_and_on_a_terminal_the_stage(is_terminal: bool) -> None:
+def test_progress_is_a_line_for_each_step_and_on_a_terminal_the_stage(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = iter([100.0, 190.0, 200.0])
+    monkeypatch.setattr("srtrl.run.progress.monotonic", lambda: next(ends))
     output = io.StringIO()
     with RunProgress(3, console=Console(file=output, force_terminal=is_terminal, width=100)) as progress:
         for step in range(1, 4):
             progress.stage("rollout", 5, 10)
             progress.step(step, f"reward {step}")
         progress.say("done [not markup]")
-    lines = [*(f"step {step}/3  reward {step}" for step in range(1, 4)), "done [not markup]"]
+    lines = ["step 1/3  reward 1", "step 2/3  reward 2  0:01:30 left", "step 3/3  reward 3", "done [not markup]"]
     if is_terminal:
         assert all(line in output.getvalue() for line in lines)
         assert "rollout 5/10" in output.getvalue()
@@ -391,7 +403,7 @@ def test_data_order_depends_on_seed_and_epoch() -> None:
 def test_the_line_of_a_step_says_how_much_of_its_time_was_compilation() -> None:
     metrics = {"reward/mean": 0.5, "length/mean": 9.0, "time/tokens_per_second": 100.0, "time/step": 28.7}
     metrics |= {f"grading/{outcome}": 0.0 for outcome in ("timeout", "crash", "error")}
-    metrics |= {"groups/dropped": 0.0, "groups/short": 0.0, "grad_norm": 1.0}
+    metrics |= {"engine/tokens_per_decode_step": 2.5, "groups/dropped": 0.0, "groups/short": 0.0, "grad_norm": 1.0}
     assert describe_step({**metrics, "time/compile": 25.9}).endswith("28.7 s (25.9 s compiling)")
     assert describe_step({**metrics, "time/compile": 0.2}).endswith("28.7 s")
     assert describe_step(metrics).endswith("28.7 s")

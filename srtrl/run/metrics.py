@@ -170,11 +170,13 @@ def time_metrics(
 
 
 def describe_step(metrics: Mapping[str, float]) -> str:
-    """One line about a training step."""
-    parts = [
-        f"reward {metrics['reward/mean']:.3f}",
-        *([f"accuracy {metrics['accuracy']:.1%}"] if "accuracy" in metrics else []),
+    """One line about a training step; the accuracy only where it is not the reward."""
+    parts = [f"reward {metrics['reward/mean']:.3f}"]
+    if abs(metrics.get("accuracy", metrics["reward/mean"]) - metrics["reward/mean"]) > 1e-9:
+        parts.append(f"accuracy {metrics['accuracy']:.1%}")
+    parts += [
         f"length {metrics['length/mean']:.0f}",
+        f"{metrics['engine/tokens_per_decode_step']:.1f} tokens per decode",
         f"{metrics['time/tokens_per_second']:,.0f} tokens/s",
         f"{metrics['time/step']:.1f} s",
     ]
@@ -199,7 +201,8 @@ def describe_step(metrics: Mapping[str, float]) -> str:
 def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
     """The figures of a whole run by their names, for people, from the rows of `metrics.jsonl`.
 
-    The first and the last evaluation with their 95% intervals, the training rewards, tokens, and seconds by stage.
+    The first and the last evaluation with their 95% intervals, the training rewards, tokens and decode steps, and the
+    seconds by stage.
     """
     steps = [row for row in rows if row["step"] > 0]
     evals = [held_out_figures(row) for row in rows if "eval/accuracy" in row or "eval/reward" in row]
@@ -218,13 +221,34 @@ def run_figures(rows: Sequence[MetricRow]) -> dict[str, str]:
         figures["training reward, first to last step"] = f"{first:.3f} to {last:.3f}"
     if num_skipped := sum("grad_norm" not in row and "critic/grad_norm" not in row for row in steps):
         figures["steps with nothing to learn from"] = str(num_skipped)
-    figures["response tokens"] = f"{sum(int(row['tokens/response']) for row in steps):,}"
+    num_tokens, num_decode_steps = (
+        sum(int(row[name]) for row in steps) for name in ("tokens/response", "engine/decode_steps")
+    )
+    figures["response tokens"] = f"{num_tokens:,} in {num_decode_steps:,} decode steps of the whole batch"
+    if steps:
+        first, last = (
+            _tokens_per_decode([row for row in steps if _same_epoch(row, end)]) for end in (steps[0], steps[-1])
+        )
+        figures["tokens per decode, first and last epoch"] = f"{first:.2f} and {last:.2f}"
     seconds = {stage: sum(row.get(f"time/{stage}", 0.0) for row in rows) for stage in sorted(timed_stages(rows))}
     total = sum(seconds.values())
-    for stage in sorted(seconds, key=lambda stage: -seconds[stage]):
-        figures[f"time: {stage}"] = f"{seconds[stage]:.1f} s ({seconds[stage] / max(total, 1e-9):.0%})"
-    figures["time: all stages"] = f"{total:.1f} s"
+    longest = sorted(seconds, key=lambda stage: -seconds[stage])
+    shares = ", ".join(
+        f"{stage} {seconds[stage] / max(total, 1e-9):.0%}" for stage in longest if 200 * seconds[stage] > total
+    )
+    figures["time of all stages"] = f"{total:.1f} s ({shares})"
     return figures
+
+
+def _same_epoch(row: MetricRow, other: MetricRow) -> bool:
+    return int(row["data/epoch"]) == int(other["data/epoch"])
+
+
+def _tokens_per_decode(rows: Sequence[MetricRow]) -> float:
+    """New tokens of a sample in a decode step, on average over all of these rows."""
+    tokens = [row["engine/tokens"] for row in rows]
+    decodes = [row["engine/tokens"] / max(row["engine/tokens_per_decode_step"], 1e-9) for row in rows]
+    return sum(tokens) / max(sum(decodes), 1)
 
 
 def held_out_figures(row: Mapping[str, float]) -> MetricRow:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import timedelta
+from time import monotonic
 from typing import TYPE_CHECKING, Self
 
 from numba.core import event
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
 
 COMPILE_MESSAGE = "compiling CPU kernels: once for this installation, half a minute to two minutes"
 
+STEPS_FOR_TIME_LEFT = 10
+"""Last steps whose mean time the remaining ones are expected to take."""
+
 SHOWN_CHARACTERS = 500
 """Of the first prompt, at the start of a run."""
 
@@ -30,6 +36,8 @@ class RunProgress:
         self.console = console if console is not None else Console()
         self._num_steps = num_steps
         self._num_done = 0
+        self._ends: deque[float] = deque(maxlen=STEPS_FOR_TIME_LEFT + 1)
+        """When the last steps ended."""
         self._status = self.console.status("")
 
     def __enter__(self) -> Self:
@@ -41,8 +49,13 @@ class RunProgress:
         self._status.stop()
 
     def step(self, step: int, text: str) -> None:
-        """Print a line about step `step` (1-based), which is done."""
+        """Print a line about step `step` (1-based), which is done, with the time that the others will take."""
         self._num_done = step
+        self._ends.append(monotonic())
+        num_left = self._num_steps - step
+        if num_left and len(self._ends) > 1:
+            seconds = round(num_left * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1))
+            text += f"  {timedelta(seconds=seconds)} left"
         self.say(f"step {step}/{self._num_steps}  {text}")
 
     def stage(self, name: str, num_done: int = 0, num_total: int = 0) -> None:

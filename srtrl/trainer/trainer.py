@@ -296,7 +296,8 @@ class Trainer:
                     self.engine.warm_up()
                 if self.step == 0 and self.recipe.eval.before_and_after:
                     self._record_observations(0)
-                    self._write_row(self.evaluate("before training"))
+                    self._write_row(metrics := self.evaluate())
+                    self.progress.say(f"before training: {describe_held_out(metrics)}")
                 self.is_stopping = self._should_stop()
                 while self.step < self.recipe.train.num_steps and not self.is_stopping:
                     self.train_step(self.step + 1)
@@ -351,13 +352,12 @@ class Trainer:
         is_last = section.before_and_after and step == self.recipe.train.num_steps
         if not is_last and (section.every_steps is None or step % section.every_steps != 0):
             return {}
-        return self.evaluate(f"after step {step}")
+        return self.evaluate()
 
-    def evaluate(self, when: str) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """`eval/...` metrics of the policy as it is: held-out accuracy (without a verifier: reward)."""
         on_progress = partial(self.progress.stage, "evaluation")
         _, metrics = evaluate(self.rollout_context, self.eval_prompts, on_progress=on_progress)
-        self.progress.say(f"{when}: {describe_held_out(metrics)}")
         return metrics
 
     def save_rollouts(self, step: int, rollouts: StepRollouts, credit: Credit) -> None:
@@ -375,6 +375,8 @@ class Trainer:
         row = {**metrics, **timed, **memory_metrics(self.policy.device)}
         self._write_row(row)
         self.progress.step(self.step, describe_step(row))
+        if "eval/reward" in row or "eval/accuracy" in row:
+            self.progress.say(f"after step {self.step}: {describe_held_out(row)}")
         if self.ranks.is_main:
             self.on_step(self.step, row)
             log_samples(self.accelerator, self.step, rollouts.groups, credit.advantages)
