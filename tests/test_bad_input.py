@@ -11,11 +11,13 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 from recipe_cases import recipe_text
 from tiny_run import make_recipe, train
 from typer.testing import CliRunner
 
 from srtrl.cli import app
+from srtrl.model.weights import Adapter, save_adapter
 
 COMMANDS = """
 generate policy --prompts garbage => garbage:1: not JSON: 'utf-16-le'
@@ -45,6 +47,11 @@ generate LONG --prompt 1 => [Errno 36] File name too long
 generate merges --prompt 1 => merges: transformers reads no tokenizer from this folder: Token `a` out of vocabulary
 generate text --prompt 1 => text/config.json: transformers cannot read this config
 generate end --prompt 1 => end/config.json: eos_token_id is 1000000000000; expected an
+generate dora --prompt 1 => dora/adapter_config.json: use_dora is True, supported: False
+generate other --prompt 1 => other: its model.layers.0.self_attn.k_proj.lora_A and lora_B fit no matrix of ./policy
+generate head --prompt 1 => head: unexpected tensors lm_head.lora_A, lm_head.lora_B; supported: LoRA of the layers
+generate ranks --prompt 1 => ranks/adapter_config.json: r is 'x'
+generate orphan --prompt 1 => ./nowhere: no local folder
 generate code --prompt 1 => code/config.json: auto_map is {'AutoModelForCausalLM'
 eval => MODEL_OR_RUN is missing: name a model or the folder of a run
 eval policy => policy is not a run folder: name what to evaluate, with
@@ -93,6 +100,7 @@ generate chat --prompt 1 --chat => the tokenizer's chat template refuses: Range 
 generate policy --prompt 1 "rollout.stop_strings=['']" => rollout.stop_strings.0: should have at least 1 character
 compare run --out curve.png => --out: expected a file name that ends in .svg, found
 export run garbage => garbage exists and is not an empty folder: delete it, or
+export run new --adapter => --adapter: run has none, for its recipe has no model.lora: leave the option out
 export run folder => folder exists and is not an empty folder: delete it, or
 export folder new => folder is not the folder of a run: it has no recipe.yaml and
 export run new --step 9 => run has no checkpoint of step 9; there: step_000001
@@ -130,6 +138,9 @@ train recipe.yaml seed=-1 => seed: should be greater than or equal to 0, found -
 train recipe.yaml device=tpu => device: should be 'auto', 'cpu' or 'cuda', found "tpu"
 train recipe.yaml model.path=./nowhere => ./nowhere: no local folder
 train recipe.yaml model.path=garbage => model.path: garbage: a file; expected a folder in Hugging Face
+train recipe.yaml model.lora.targets=[x] => model.lora.targets: should be 'all_linear' or should be 'q_proj',
+train recipe.yaml 'model.lora={targets: []}' => model.lora.targets: should be 'all_linear' or should have
+train recipe.yaml critic.lora={} => critic.lora: unknown key, did you mean `model.lora`?
 train recipe.yaml model.tokenizer=./folder => model.tokenizer: ./folder holds no tokenizer (tokenizer.json
 train recipe.yaml task.name=arithmetics => task.name: `arithmetics` is not in srtrl/tasks/, did you mean
 train recipe.yaml task.name=os:system => task.name: `os:system` is no task; expected a class with
@@ -190,6 +201,14 @@ MODELS: dict[str, dict[str, object]] = {
     "code": {"auto_map": {"AutoModelForCausalLM": "os.system"}},
 }
 """Folders of models with such values in their config."""
+ADAPTERS: dict[str, tuple[str, str, dict[str, object]]] = {
+    "dora": ("./policy", "model.layers.0.self_attn.q_proj", {"use_dora": True}),
+    "other": ("./policy", "model.layers.0.self_attn.k_proj", {}),
+    "head": ("./policy", "lm_head", {}),
+    "orphan": ("./nowhere", "model.layers.0.self_attn.q_proj", {}),
+    "ranks": ("./policy", "model.layers.0.self_attn.q_proj", {"r": "x"}),
+}
+"""Folders of adapters: base model, module, and values in the config."""
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +253,11 @@ def place(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     for name, values in MODELS.items():
         config = json.loads((policy / "config.json").read_text())
         (shutil.copytree(policy, folder / name) / "config.json").write_text(json.dumps(config | values))
+    for name, (base, module, values) in ADAPTERS.items():
+        tensors = {f"{module}.lora_{kind}": torch.zeros(32, 32) for kind in "AB"}
+        save_adapter(Adapter(base=base, rank=32, alpha=1, tensors=tensors), folder / name)
+        config = json.loads((folder / name / "adapter_config.json").read_text())
+        (folder / name / "adapter_config.json").write_text(json.dumps(config | values))
     before, paths = Path.cwd(), list(sys.path)
     os.chdir(folder)
     yield folder

@@ -93,6 +93,8 @@ def test_logits_have_the_type_of_the_weights_and_the_rest_is_float32(dtype: torc
     assert torch.equal(logprobs, expected[torch.arange(R), target_ids])
     grad_hidden, grad_weight = torch.autograd.grad(logprobs.sum(), (hidden, weight))
     assert grad_hidden.dtype == grad_weight.dtype == dtype
+    frozen, _ = token_logprobs(hidden, weight.detach(), target_ids, temperature=0.8)
+    assert torch.equal(torch.autograd.grad(frozen.sum(), hidden)[0], grad_hidden), "a frozen head changes nothing else"
     exact = token_logprobs_reference(hidden.double(), weight.double(), target_ids, temperature=0.8)[0]
     exact_gradients = torch.autograd.grad(exact.sum(), (hidden, weight))
     tolerance = 1e-5 if dtype == torch.float32 else 5e-2

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bench_cases
 import pytest
 import torch
 from model_cases import CASES, ModelCase, load_ours, make_hf_model
@@ -153,11 +154,15 @@ def test_a_run_is_resumed_exported_and_started_from_its_adapter(dtype: str, poli
         assert_same_run(tmp_path / "killed" / "run", run)
     checkpoint = run / "checkpoints" / "step_000004"
     check_with_peft(policy, checkpoint, getattr(torch, dtype))
-    again = make_recipe(checkpoint / "adapter", tmp_path / "again", **changes)
+    exported = bench_cases.run("export", run, tmp_path / "exported", "--adapter")
+    assert exported.exit_code == 0, exported.output
+    files = {"adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in (tmp_path / "exported").iterdir()} == files
+    again = make_recipe(tmp_path / "exported", tmp_path / "again", **changes)
     trainer = Trainer(again)
     saved = load_model(checkpoint, dtype=trainer.policy.dtype, device="cpu")
     assert all(map(torch.equal, trainer.policy.parameters(), saved.parameters()))
-    merged = load_model(checkpoint / "adapter", dtype=trainer.policy.dtype, device="cpu")
+    merged = load_model(tmp_path / "exported", dtype=trainer.policy.dtype, device="cpu")
     assert all(map(torch.equal, merged.parameters(), saved.parameters()))
     with pytest.raises(ValueError, match=r"model.lora: rank 2, .* the adapter at model.path has rank 4, alpha 12"):
         Trainer(again.model_copy(update={"model": again.model.model_copy(update={"lora": LoraSection(rank=2)})}))

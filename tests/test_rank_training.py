@@ -116,6 +116,7 @@ SHARDED: dict[str, Any] = {"train__sharding": "fsdp2", "train__checkpoint_every"
         pytest.param({}, True, id="grpo"),
         pytest.param({**PPO, **SHARDED}, False, id="sharded ppo"),
         pytest.param(DAPO, False, id="dapo", marks=pytest.mark.slow),
+        pytest.param({"model__lora": {"rank": 4}}, False, id="lora", marks=pytest.mark.slow),
         pytest.param({**PPO, **SHARDED, "model__dtype": "bfloat16"}, False, id="bfloat16", marks=pytest.mark.slow),
     ],
 )

@@ -22,10 +22,13 @@ from torch.distributed.tensor import DTensor
 from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences, update
 
 from srtrl.engine.engine import Engine
+from srtrl.model.transformer import Transformer
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.ranks.sharding import reshard, shard, unshard
+from srtrl.recipe.schema import LoraSection
 from srtrl.rollout.packing import pack
 from srtrl.trainer.critic import Critic, ValueObjective, update_critic, with_values
+from srtrl.trainer.lora import build_lora_optimizer
 from srtrl.trainer.optimizer import build_optimizer, gradient_holders
 from srtrl.trainer.passes import UpdateContext
 from srtrl.trainer.update import with_logprobs
@@ -97,11 +100,19 @@ def learn_values(ranks: Ranks, sharding: str, dtype: torch.dtype = torch.float32
     return metrics, arrays_of("critic", holders["critic"]) | arrays_of("policy", holders["policy"])
 
 
+def lora_of(model: nn.Module) -> torch.optim.Optimizer:
+    """LoRA of a policy; it cannot be sharded."""
+    assert isinstance(model, Transformer)
+    section = LoraSection(rank=4)
+    return build_lora_optimizer(model, section, seed=0, learning_rate=1e-3, weight_decay=0.1, betas=(0.9, 0.99))
+
+
 CASES: dict[str, Callable[[Ranks, str], Found]] = {
     "mini-batches and epochs": partial(learn, train__mini_batch_prompts=1, train__num_epochs=2),
     "gradients, old log-probs computed": partial(learn, optimizer_of=RecordingSGD, algorithm__old_logprobs="recompute"),
     "more ranks than micro-batches": partial(learn, num_groups=1, train__micro_batch_tokens=1000),
     "bfloat16, master weights": partial(learn, dtype=torch.bfloat16, train__num_epochs=2),
+    "LoRA": lambda ranks, _: learn(ranks, "ddp", lora_of, torch.bfloat16, train__num_epochs=2),
     "critic": learn_values,
     "bfloat16 critic": partial(learn_values, dtype=torch.bfloat16),
 }

@@ -81,6 +81,8 @@ def problems_of(path: Path, *overrides: str) -> list[str]:
 CONFLICTS = """
 train.micro_batch_tokens=127 => train.micro_batch_tokens=128
     train.micro_batch_tokens: expected at least 64
+model.lora={} train.sharding=fsdp2 => train.sharding=ddp
+    train.sharding: with model.lora each rank keeps whole weights
 train.mini_batch_prompts=3 => train.mini_batch_prompts=4
     train.mini_batch_prompts: expected a divisor
 algorithm.advantage=gae critic={} critic.mini_batch_prompts=3 => critic={}

@@ -35,7 +35,7 @@ class LoraSection(Section):
     """Rows of A and columns of B."""
     alpha: float = Field(default=32, gt=0)
     """A target's weights are W0 + (alpha / rank) B A."""
-    targets: Literal["all_linear"] | list[LoraTarget] = "all_linear"
+    targets: Literal["all_linear"] | Annotated[list[LoraTarget], Field(min_length=1)] = "all_linear"
     """The matrices: all seven of a layer, or some by their names in PEFT. All else is frozen."""
     base: Literal["device", "host"] = "device"
     """Place of the weights W0. `host` leaves the GPU the memory of another policy, and copies W0 there in each step."""
