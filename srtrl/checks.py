@@ -182,15 +182,15 @@ def _check_loss(recipe: Recipe) -> None:
 
 def _check_model(recipe: Recipe, *, warm_start: bool) -> None:
     """Check that a local model, or the architecture of a warm start, is supported and has room for the lengths."""
-    from srtrl.model.weights import has_tokenizer, read_config
+    from srtrl.model.weights import has_tokenizer, is_local, read_config
 
     model, tokenizer = recipe.model.path, recipe.model.tokenizer
     architecture = recipe.warm_start.architecture if warm_start and recipe.warm_start else None
-    if tokenizer is not None and _is_local(tokenizer) and not has_tokenizer(tokenizer):
+    if tokenizer is not None and is_local(tokenizer) and not has_tokenizer(tokenizer):
         raise RecipeError(Problem("model.tokenizer", f"{tokenizer} holds no tokenizer (tokenizer.json or the like)"))
     if architecture is not None:
         model, num_positions = "warm_start.architecture", architecture.max_position_embeddings
-    elif _is_local(model):
+    elif is_local(model):
         num_positions = read_config(model).max_position_embeddings
     else:
         return
@@ -214,8 +214,3 @@ def _check_output(folder: str) -> None:
     _check_folder(folder)
     if Path.cwd().is_relative_to(Path(folder).resolve()):
         raise ValueError(f"{folder} holds the current folder, expected another one")
-
-
-def _is_local(path: str) -> bool:
-    """Whether a path of a model is a folder, existing or not; else it is a name on the hub, which is not checked."""
-    return path.startswith(("bundled:", ".", "/", "~")) or Path(path).exists()

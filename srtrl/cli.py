@@ -219,22 +219,36 @@ def show_config(
     overrides: Overrides = None,
     as_json: Json = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Also check names, paths and options, as `train` does.")
+        bool,
+        typer.Option("--check", help="Also check names, paths and options, as `train` does, and compute the memory."),
     ] = False,
+    gpu: Annotated[
+        float | None,
+        typer.Option(min=1, metavar="GIB", help="With --check: memory of the GPU; by default this machine's, else 80."),
+    ] = None,
     help_fields: Annotated[bool, typer.Option("--help-fields", help="Print every field and its meaning.")] = False,
 ) -> None:
     """Print a recipe with all values filled in.
 
-    These are its own, defaults and overrides. With --help-fields: print every field and its meaning.
+    These are its own, defaults and overrides. With --check a table follows, as comments: the memory of a training step
+    on one GPU, whether it fits, and what to change if not. With --help-fields: print every field and its meaning.
     """
     if help_fields:
         print_fields()
         return
     if recipe is None:
         raise ValueError("show-config needs a RECIPE, or --help-fields")
+    if gpu is not None and not check:
+        raise ValueError("--gpu needs --check")
     source = read_source(recipe, overrides or ())
     resolved = build_checked(source) if check else build_recipe(source)
+    memory = []
+    if check:
+        from srtrl.trainer.memory import describe_memory
+
+        memory = [f"# {line}" for line in describe_memory(resolved, gpu)]
     print(resolved.model_dump_json(indent=2) if as_json else dump_recipe(resolved), end="\n" if as_json else "")
+    print(*memory, sep="\n", file=sys.stderr if as_json else sys.stdout)
 
 
 def print_fields() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_recipe_memory import GPU_BYTES, MAX_SHARE, ROOT, SHAPE_OF
+from test_recipe_memory import ROOT
 from tiny_run import train
 
 from srtrl.metrics import read_metrics
@@ -20,6 +20,7 @@ from srtrl.model.shapes import SHAPES
 from srtrl.model.weights import init_model, load_tokenizer
 from srtrl.recipe.file import load_recipe
 from srtrl.run.checkpoint import save_policy
+from srtrl.trainer.memory import DEFAULT_GPU_GIB, MAX_SHARE, find_config
 
 COLUMNS = [
     "tokens/response",
@@ -40,9 +41,9 @@ def two_steps(
 ) -> list[dict[str, float]]:
     """The metrics of two steps, printed; of a model of the recipe's own shape, or of another one."""
     file = ROOT / "recipes" / f"{recipe_name}.yaml"
-    shape = shape or SHAPE_OF[load_recipe(file).model.path]
+    path = load_recipe(file).model.path
     tokenizer = load_tokenizer("bundled:tiny")
-    config = config_from_hf(SHAPES[shape], shape)
+    config = config_from_hf(SHAPES[shape]) if shape else find_config(path)[0]
     ends = torch.arange(0, config.vocab_size, mean_tokens).tolist()  # one token in `mean_tokens` ends a response
     save_policy(folder / "model", model=init_model(config, 0, torch.bfloat16, "cpu"), tokenizer=tokenizer, end_ids=ends)
     rows = [json.dumps({"prompt": f"{number} + {number * number} = " * 6}) for number in range(1000)]
@@ -63,7 +64,7 @@ def two_steps(
     )
     train(recipe)
     steps = read_metrics(folder / recipe_name / "metrics.jsonl")[-2:]
-    print(f"\n{recipe_name}, {shape}, {torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}")
+    print(f"\n{recipe_name}, {shape or path}, {torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}")
     for name in COLUMNS:
         print(f"{name:32}", *(f"{step[name]:12.5g}" for step in steps if name in step))
     return steps
@@ -76,7 +77,7 @@ def test_two_steps_of_a_recipe_fit_and_agree_with_the_decoder(tmp_path: Path, na
     for step in two_steps(tmp_path, name, mean_tokens):
         assert step["logprob_difference/mean"] <= 0.01
         assert step["logprob_difference/kl"] <= 1e-3
-        assert step["memory/peak_gib"] < MAX_SHARE * GPU_BYTES / 2**30
+        assert step["memory/peak_gib"] < MAX_SHARE * DEFAULT_GPU_GIB
 
 
 def test_the_same_steps_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

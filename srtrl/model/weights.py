@@ -107,6 +107,11 @@ def _find_folder(path: str | Path) -> Path:
     return Path(snapshot)
 
 
+def is_local(path: str) -> bool:
+    """Whether a path of a model is a folder, existing or not; else it is a name on the hub."""
+    return path.startswith(("bundled:", ".", "/", "~")) or Path(path).exists()
+
+
 def read_config(path: str | Path) -> ModelConfig:
     """Shape of the model at `path` (see `locate`), without loading weights.
 

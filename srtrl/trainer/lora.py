@@ -194,7 +194,8 @@ def build_lora_optimizer(
     betas: tuple[float, float],
 ) -> LoraAdamW:
     """As `build_optimizer`, for A and B of the targeted matrices of `model`; both have the weight decay."""
-    options = {"lr": learning_rate, "weight_decay": weight_decay, "betas": betas, "fused": True}
+    is_computed = model.device.type != "meta"  # see `build_optimizer`
+    options = {"lr": learning_rate, "weight_decay": weight_decay, "betas": betas, "fused": is_computed}
     optimizer = LoraAdamW(model, section, seed=seed, **options)
     allocate_state(optimizer)
     return optimizer

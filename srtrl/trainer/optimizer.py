@@ -38,7 +38,8 @@ def build_optimizer(
     ]
     is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())
     kind = MasterWeightAdamW if is_half else torch.optim.AdamW
-    optimizer = kind(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
+    is_computed = next(model.parameters()).device.type != "meta"  # where only sizes count, there are no fused kernels
+    optimizer = kind(groups, lr=learning_rate, betas=betas, eps=eps, fused=is_computed)
     allocate_state(optimizer)
     return optimizer
 

@@ -1,0 +1,371 @@
+"""Memory of a training step on one GPU, computed on no device: `srtrl show-config --check`, docs/performance.md.
+
+Tensors on PyTorch's device `meta` have sizes and no content, so the parts that a run builds, and the update's own code,
+say what they would allocate. The peak of a step is in the update, while the decoder keeps what it has.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from srtrl.engine.kv_memory import GIB, choose_num_pages, kv_bytes
+from srtrl.engine.runner import EngineOptions, page_bytes_of
+from srtrl.model.hf_config import config_from_hf
+from srtrl.model.logprobs import token_logprobs
+from srtrl.model.shapes import published_shape
+from srtrl.model.transformer import ModelConfig, Transformer
+from srtrl.model.value_model import ValueModel
+from srtrl.model.weights import is_local, read_config
+from srtrl.recipe.file import RecipeError, RecipeSource, build_recipe
+from srtrl.recipe.schema import ModelSection, Recipe
+from srtrl.trainer.build import DTYPES, PREFILL_TOKENS, number_of_slots
+from srtrl.trainer.lora import LoraAdamW, build_lora_optimizer
+from srtrl.trainer.optimizer import build_optimizer, gradient_bytes
+
+DEFAULT_GPU_GIB = 80.0
+"""Where there is no GPU. One that is sold as 80 GB has about 79 GiB."""
+MAX_SHARE = 0.9
+"""Of a GPU's memory. The rest is for what is not counted: the CUDA context, libraries' workspaces, CUDA graphs,
+fragmentation."""
+DECODER_BYTES = 4 * 10**8
+"""Of the decoder's buffers where Triton is not installed, which they need: about as much for all models up to 14B."""
+KV_CACHE = "KV cache"
+KV_CHANGE = "rollout.kv_memory_gib={kv_gib}"
+CHANGES = (
+    ("model.gradient_checkpointing=true", "train.micro_batch_tokens={longest}", "model.dtype=bfloat16", KV_CHANGE),
+    (
+        *("model.lora.rank=32", "model.dtype=bfloat16", "model.gradient_checkpointing=true", KV_CHANGE),
+        *("model.lora.base=host", "train.micro_batch_tokens={longest}", "algorithm.kl.coefficient=0", KV_CHANGE),
+    ),
+)
+"""Overrides that lower the memory of a step: those that leave all weights learning, and others."""
+USEFUL_SEQUENCES = 4
+"""Of the maximum length, in the smallest KV cache that is advised."""
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class MemoryPlan:
+    """The peak of a training step on a GPU of a given size."""
+
+    gpu_bytes: int
+    parts: dict[str, int]
+    """Bytes by name."""
+    smallest_kv: int
+    """Bytes of the KV cache of one sequence of the maximum length."""
+    slots: int
+    """Sequences decoded at a time."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+    @property
+    def without_kv(self) -> int:
+        """Bytes of all parts but the KV cache."""
+        return self.total - self.parts[KV_CACHE]
+
+    @property
+    def limit(self) -> int:
+        """Bytes that the parts may have."""
+        return int(MAX_SHARE * self.gpu_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step runs on this GPU."""
+        return self.total <= self.limit and self.parts[KV_CACHE] >= self.smallest_kv
+
+
+def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int) -> MemoryPlan:
+    """Memory of a training step, without sharding.
+
+    Attention counts as FlashAttention, and every token's logits are computed, as though there were no prompts.
+
+    Args:
+        recipe: Where `rollout.slots` or `rollout.kv_memory_gib` is auto, it is chosen for this GPU.
+        config: The shape of the recipe's model.
+        gpu_bytes: Memory of a GPU with nothing else on it.
+
+    Raises:
+        ValueError: `rollout.kv_memory_gib` is given, and does not hold a sequence of the maximum length.
+    """
+    policy = _make_policy(config, recipe.model)
+    parts, gradients = _learner_bytes(policy, recipe.model)
+    if recipe.algorithm.kl.coefficient > 0 and recipe.model.lora is None:
+        parts["reference"] = parts["weights"]
+    parts["critic"] = 0
+    if recipe.critic is not None:
+        critic, critic_gradients = _learner_bytes(ValueModel(_make_policy(config, recipe.model)), recipe.model)
+        parts["critic"] = sum(critic.values())
+        gradients = max(gradients, critic_gradients)  # one model after the other learns
+    rollout, free = recipe.rollout, max(0, gpu_bytes - sum(parts.values()))
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    slots = number_of_slots(recipe, policy, free, reserved_bytes=gradients)
+    options = EngineOptions(slots=slots, prefill_chunk_tokens=PREFILL_TOKENS["cuda"])
+    parts["decoder's buffers"] = _decoder_bytes(policy, options, longest)
+    page_bytes = page_bytes_of(policy, options.page_size)
+    smallest_kv = -(-longest // options.page_size) * page_bytes
+    kv = kv_bytes(rollout.kv_memory_gib, free - parts["decoder's buffers"], reserved_bytes=gradients)
+    if kv >= smallest_kv or rollout.kv_memory_gib != "auto":
+        kv = page_bytes * choose_num_pages(
+            kv, page_bytes=page_bytes, page_size=options.page_size, slots=slots, max_sequence_tokens=longest
+        )
+    parts[KV_CACHE] = kv
+    parts["gradients"] = gradients
+    section = recipe.model.model_dump_json()
+    parts["activations"] = _activation_bytes(config, section, recipe.train.micro_batch_tokens)
+    return MemoryPlan(gpu_bytes=gpu_bytes, parts=parts, smallest_kv=smallest_kv, slots=slots)
+
+
+def advise(recipe: Recipe, config: ModelConfig, plan: MemoryPlan) -> list[tuple[str, int, MemoryPlan]]:
+    """The first of `CHANGES` with which the step fits, up to there; else the last of them.
+
+    Each change is made on top of those before it, those that save nothing are left out.
+
+    Returns:
+        Overrides (`section.key=value`), the bytes that each saves (a part of which an automatic KV cache takes), and
+        the plan with it.
+    """
+    for changes in CHANGES:
+        steps = list(_change(recipe, config, plan, changes))
+        if steps and steps[-1][-1].fits:
+            break
+    return steps
+
+
+def _change(
+    recipe: Recipe, config: ModelConfig, plan: MemoryPlan, changes: Iterable[str]
+) -> Iterator[tuple[str, int, MemoryPlan]]:
+    longest = recipe.rollout.max_prompt_tokens + recipe.rollout.max_new_tokens
+    for change in changes:
+        if plan.fits:
+            return
+        kv_gib = (plan.limit - plan.without_kv) * 10 // GIB / 10  # rounded down
+        if change == KV_CHANGE and kv_gib * GIB < USEFUL_SEQUENCES * plan.smallest_kv:
+            continue
+        override = change.format(longest=longest, kv_gib=kv_gib)
+        source = RecipeSource(Path(), recipe.model_dump())
+        source.override([override])
+        try:
+            changed = build_recipe(source)
+        except RecipeError:  # it does not go with another option
+            continue
+        changed_plan = plan_memory(changed, config, plan.gpu_bytes)
+        kept = "total" if change == KV_CHANGE else "without_kv"
+        saved = getattr(plan, kept) - getattr(changed_plan, kept)
+        if saved > 0:
+            recipe, plan = changed, changed_plan
+            yield override, saved, plan
+
+
+def describe_memory(recipe: Recipe, gpu_gib: float | None) -> Iterator[str]:
+    """The lines of `srtrl show-config --check`: table, verdict, and what to change where the step does not fit.
+
+    Args:
+        recipe: Only `config.json` of its model is read.
+        gpu_gib: Memory of the GPU; None: this machine's, or `DEFAULT_GPU_GIB` where it has none.
+
+    Raises:
+        ValueError: see `find_config` and `plan_memory`.
+    """
+    origin = "--gpu"
+    if gpu_gib is None and recipe.device == "cpu":
+        yield "memory: not computed for device: cpu; --gpu GIB computes it for a GPU"
+        return
+    if gpu_gib is None and torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(0)
+        gpu_gib, origin = device.total_memory / GIB, device.name
+    elif gpu_gib is None:
+        gpu_gib, origin = DEFAULT_GPU_GIB, "there is none here; --gpu GIB for another size"
+    config, source = find_config(recipe.model.path)
+    plan = plan_memory(recipe, config, int(gpu_gib * GIB))
+    if recipe.train.sharding != "ddp":
+        origin += "; sharding is not counted"
+    notes = {"weights": f"{recipe.model.path}{source}", KV_CACHE: f"for {plan.slots} slots"}
+    if recipe.model.lora is not None:
+        notes |= {"masters": "A and B of LoRA", "reference": "the base weights, of which LoRA needs a copy"}
+    yield f"memory of a training step on one GPU of {gpu_gib:.4g} GiB ({origin}), computed:"
+    for name, num_bytes in plan.parts.items():
+        if num_bytes or name == KV_CACHE:
+            yield f"  {name:<18}{num_bytes / GIB:7.1f} GiB  {notes.get(name, '')}".rstrip()
+    yield f"  {'sum':<18}{plan.total / GIB:7.1f} GiB  {_verdict(plan)}"
+    if plan.fits:
+        return
+    yield "what would lower it, each line on top of those before it:"
+    for override, saved, changed in advise(recipe, config, plan):
+        end = f": fits, with {changed.slots} slots" if changed.fits else ""
+        yield f"  {override:<37} saves {saved / GIB:5.1f} GiB, sum {changed.total / GIB:.1f}{end}"
+        plan = changed
+    if not plan.fits:
+        least = (plan.without_kv + USEFUL_SEQUENCES * plan.smallest_kv) / MAX_SHARE / GIB
+        yield f"  then a GPU of {least:.0f} GiB is needed, several with train.sharding=fsdp2, or a smaller model"
+
+
+def find_config(path: str) -> tuple[ModelConfig, str]:
+    """The shape of a model, without its weights, and what to say of where it is from.
+
+    The shapes of `srtrl.model.shapes` need no network; of another model on the hub only `config.json` is downloaded.
+
+    Raises:
+        ValueError: there is no such model, or it is not supported.
+    """
+    if is_local(path):
+        return read_config(path), ""
+    if known := published_shape(path):
+        return config_from_hf(known, path), ", by srtrl's record of its shape"
+    try:
+        file = huggingface_hub.hf_hub_download(path, "config.json")
+    except (OSError, ValueError) as error:  # every error of the hub and of the network is one of the two
+        raise ValueError(
+            f"model.path: {path}: the Hugging Face hub does not give its config.json ({type(error).__name__}), which "
+            "says what memory it needs; without network give a local folder, or Qwen2.5 up to 14B, Qwen3-4B or Qwen3-8B"
+        ) from error
+    return read_config(Path(file).parent), ""
+
+
+def _verdict(plan: MemoryPlan) -> str:
+    limit = f"{plan.limit / GIB:.1f} GiB, {MAX_SHARE:.0%} of the GPU"
+    if plan.fits:
+        return f"fits: at most {limit}"
+    if plan.total > plan.limit:
+        return f"does not fit: more than {limit}"
+    return f"does not fit: one sequence needs {plan.smallest_kv / GIB:.1f} GiB of KV cache"
+
+
+def _make_policy(config: ModelConfig, section: ModelSection) -> Transformer:
+    policy = Transformer(config, DTYPES[section.dtype], "meta")
+    policy.gradient_checkpointing = section.gradient_checkpointing
+    return policy
+
+
+def _make_optimizer(
+    model: Transformer | ValueModel, section: ModelSection
+) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+    """The optimizer of a model that learns, and the tensors that it moves in the place of the model's own."""
+    options: dict[str, Any] = {"learning_rate": 1.0, "weight_decay": 0.0, "betas": (0.9, 0.999)}
+    if section.lora is not None and isinstance(model, Transformer):
+        optimizer: torch.optim.AdamW = build_lora_optimizer(model, section.lora, seed=0, **options)
+    else:
+        optimizer = build_optimizer(model, **options)
+    own = {id(parameter) for parameter in model.parameters()}
+    held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    return optimizer, [tensor for tensor in held if id(tensor) not in own]
+
+
+def _learner_bytes(model: Transformer | ValueModel, section: ModelSection) -> tuple[dict[str, int], int]:
+    """Bytes by name of all that a model that learns keeps on the GPU, and of its gradients."""
+    optimizer, masters = _make_optimizer(model, section)
+    kept = {
+        "weights": _num_bytes(model.parameters()),
+        "masters": _num_bytes(masters),
+        "moments": sum(_num_bytes(state.values()) for state in optimizer.state.values()),
+        "reference": 0,
+    }
+    if isinstance(optimizer, LoraAdamW) and optimizer.section.base == "device":
+        kept["reference"] = _num_bytes(matrix.base for matrix in optimizer.matrices)
+    return kept, gradient_bytes(optimizer)
+
+
+def _decoder_bytes(policy: Transformer, options: EngineOptions, max_sequence_tokens: int) -> int:
+    """The decoder's buffers beside the KV cache."""
+    if find_spec("triton") is None:
+        return DECODER_BYTES
+    from srtrl.engine.cuda_runner import CudaRunner
+
+    tracker = _MemoryTracker([])
+    with tracker:
+        CudaRunner(policy, options, max_sequence_tokens)
+    return tracker.peak
+
+
+@cache  # of the same recipe on other GPUs, and with other changes
+def _activation_bytes(config: ModelConfig, section: str, num_tokens: int) -> int:
+    """Peak of an update, beside weights, masters and gradients; layers are alike, so that two and three say it."""
+    model = ModelSection.model_validate_json(section)
+    two, three = (_peak_bytes(replace(config, num_hidden_layers=number), model, num_tokens) for number in (2, 3))
+    return two + (config.num_hidden_layers - 2) * (three - two)
+
+
+def _peak_bytes(config: ModelConfig, section: ModelSection, num_tokens: int) -> int:
+    """Peak of an update's second micro-batch, run on no device."""
+    policy = _make_policy(config, section)
+    optimizer, masters = _make_optimizer(policy, section)
+    tracker = _MemoryTracker([*policy.parameters(), *masters])
+    with tracker:
+        for _ in range(2):  # gradients of the first one are there while the second one is computed
+            tokens = torch.zeros(num_tokens, dtype=torch.int64, device="meta")
+            hidden = policy(tokens, _Plan(num_tokens))[tokens]
+            logprobs, entropy = token_logprobs(hidden, policy.head_weight, tokens, temperature=1.0)
+            (logprobs + entropy).sum().backward()  # type: ignore[no-untyped-call]
+            del hidden, logprobs, entropy
+    return tracker.peak - _num_bytes([*policy.parameters(), *masters]) - gradient_bytes(optimizer)
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+class _MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of all tensors that live; `peak` is the largest number of them."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        """Start with tensors that exist already."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: set[int] = set()
+        self._num_bytes = self.peak = 0
+        for tensor in known:
+            self._add(tensor)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.device.type == "meta":
+                self._add(tensor)
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known:
+            self._known.add(storage._cdata)
+            self._num_bytes += storage.nbytes()
+            self.peak = max(self.peak, self._num_bytes)
+            weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes())
+
+    def _remove(self, key: int, num_bytes: int) -> None:
+        self._known.remove(key)
+        self._num_bytes -= num_bytes
+
+
+class _Attention(torch.autograd.Function):
+    """Allocates what FlashAttention does: it keeps its inputs, its output and one float32 for each row and head."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:2], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(one) for one in ctx.saved_tensors[:3])
+
+
+class _Plan:
+    """The plan of one sequence in an update, without attention's arithmetic."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.positions = torch.zeros(num_tokens, dtype=torch.int64, device="meta")
+        self.num_positions = num_tokens
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _Attention.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]
