@@ -4,6 +4,7 @@ import pytest
 import torch
 from engine_cases import options, tiny_policy
 
+from srtrl.engine import kv_memory
 from srtrl.engine.cpu_runner import CpuRunner
 from srtrl.engine.engine import Engine
 from srtrl.engine.kv_memory import GIB, choose_num_pages, free_bytes, kv_bytes
@@ -27,8 +28,14 @@ def test_pages_are_as_many_as_are_of_use_or_as_fit() -> None:
     assert pages(GIB) == 4 * 8  # 7 pages a sequence and one more
     assert pages(20 * PAGE + 1) == 20
     assert pages(7 * PAGE) == 7
-    with pytest.raises(ValueError, match=r"hold 6 pages, but one sequence of 100 tokens needs 7: .* 0.109 GiB"):
+    with pytest.raises(ValueError, match=r"hold 6 pages, but one sequence of 100 tokens needs 7, 0.109 GiB: allow it"):
         pages(7 * PAGE - 1)
+
+
+def test_a_full_device_says_what_would_lower_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_memory, "free_bytes", lambda _: 5 * GIB)
+    with pytest.raises(ValueError, match=r"0 GiB hold 0 .*5.0 GiB of the device are free, .* 6.0\. `srtrl show-config"):
+        Engine(tiny_policy(), options(num_pages=None, kv_memory_gib="auto", kv_reserved_bytes=6 * GIB))
 
 
 def test_a_device_without_the_memory_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:

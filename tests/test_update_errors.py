@@ -5,9 +5,11 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import tiny_run
 import torch
 from torch import Tensor
 from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences, naive_logprobs, update
@@ -15,8 +17,10 @@ from update_cases import RecordingSGD, make_policy, make_recipe, make_sequences,
 from srtrl.recipe.schema import Recipe
 from srtrl.rollout.packing import pack
 from srtrl.run.interrupt import UpdateMemoryError, explain_out_of_memory, how_to_resume
+from srtrl.trainer import build
 from srtrl.trainer.objective import LogprobDifferenceError, NonFiniteError, logprob_difference
 from srtrl.trainer.optimizer import build_optimizer
+from srtrl.trainer.trainer import Trainer
 from srtrl.types import TrainSequence
 
 
@@ -204,6 +208,14 @@ def test_the_message_names_the_stage_and_options_that_help() -> None:
     assert "70.00 GiB is allocated by PyTorch." in text
     assert "PYTORCH_CUDA_ALLOC_CONF" not in text
     assert "train.micro_batch_tokens (the same gradient), model.gradient_checkpointing=true" in text
+
+
+def test_models_that_the_device_does_not_hold_are_a_message(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "make_policy_optimizer", Mock(side_effect=torch.OutOfMemoryError(TORCHS_WORDS)))
+    with pytest.raises(UpdateMemoryError, match=r"(?s)^loading the models: the device's memory is too small.*--check"):
+        Trainer(tiny_run.make_recipe(policy, tmp_path))
 
 
 def test_without_a_checkpoint_the_advice_is_to_start_again(tmp_path: Path) -> None:

@@ -21,6 +21,9 @@ MAX_AUTO_SLOTS = 1024
 KV_SHARE = 0.5
 """`kv_memory_gib: auto` on CUDA: share of the free memory for pages; the rest is for the update's activations."""
 
+GIVE_MORE = "allow it more, or lower rollout.max_new_tokens"
+"""Advice where the option's own memory is too little."""
+
 
 def allocate_pages(runner: Runner, options: EngineOptions, max_sequence_tokens: int) -> int:
     """Give the runner its pages; returns their number.
@@ -35,13 +38,15 @@ def allocate_pages(runner: Runner, options: EngineOptions, max_sequence_tokens: 
     """
     num_pages, page_bytes = options.num_pages, page_bytes_of(runner.model, options.page_size)
     if num_pages is None:
-        free = free_bytes(runner.model.device)
+        free, reserved = free_bytes(runner.model.device), options.kv_reserved_bytes
+        is_share = options.kv_memory_gib == "auto" and free is not None
         num_pages = choose_num_pages(
-            kv_bytes(options.kv_memory_gib, free, reserved_bytes=options.kv_reserved_bytes),
+            kv_bytes(options.kv_memory_gib, free, reserved_bytes=reserved),
             page_bytes=page_bytes,
             page_size=options.page_size,
             slots=options.slots,
             max_sequence_tokens=max_sequence_tokens,
+            advice=_what_is_left(free or 0, reserved) if is_share else GIVE_MORE,
         )
     try:
         runner.allocate_pages(num_pages)
@@ -74,19 +79,37 @@ def kv_bytes(kv_memory_gib: float | Literal["auto"], free: int | None, *, reserv
     return int(CPU_GIB * GIB) if free is None else int(KV_SHARE * max(free - reserved_bytes, 0))
 
 
-def choose_num_pages(num_bytes: int, *, page_bytes: int, page_size: int, slots: int, max_sequence_tokens: int) -> int:
+def _what_is_left(free: int, reserved: int) -> str:
+    """Advice where a share of what is left on the device is too little."""
+    taken = f", and the update's gradients will take {reserved / GIB:.1f}" if reserved else ""
+    return (
+        f"{free / GIB:.1f} GiB of the device are free{taken}. `srtrl show-config RECIPE --check` shows what takes its "
+        "memory, and what would lower it: model.lora (optimizer and gradients), model.lora.base=host or "
+        "algorithm.kl.coefficient=0 (the reference), model.gradient_checkpointing=true and a lower "
+        "train.micro_batch_tokens (activations)"
+    )
+
+
+def choose_num_pages(
+    num_bytes: int,
+    *,
+    page_bytes: int,
+    page_size: int,
+    slots: int,
+    max_sequence_tokens: int,
+    advice: str = GIVE_MORE,
+) -> int:
     """Pages for all slots at full length (and one more each, for prompts), as far as `num_bytes` go.
 
     Raises:
-        ValueError: That memory does not hold one sequence.
+        ValueError: That memory does not hold one sequence; the message ends with `advice`.
     """
     max_pages = -(-max_sequence_tokens // page_size)
     affordable = num_bytes // page_bytes
     if affordable < max_pages:
         raise ValueError(
             f"rollout.kv_memory_gib: {num_bytes / GIB:.3g} GiB hold {affordable} pages, but one sequence of "
-            f"{max_sequence_tokens} tokens needs {max_pages}: set at least {max_pages * page_bytes / GIB:.3g} GiB, or "
-            "lower rollout.max_new_tokens"
+            f"{max_sequence_tokens} tokens needs {max_pages}, {max_pages * page_bytes / GIB:.3g} GiB: {advice}"
         )
     return min(affordable, slots * (max_pages + 1))
 

@@ -208,7 +208,8 @@ def describe_memory(recipe: Recipe, gpu_gib: float | None) -> Iterator[str]:
         plan = changed
     if not plan.fits:
         least = (plan.without_kv + USEFUL_SEQUENCES * plan.smallest_kv) / MAX_SHARE / GIB
-        yield f"  then a GPU of {least:.0f} GiB is needed, several with train.sharding=fsdp2, or a smaller model"
+        yield f"  then a GPU of {least:.0f} GiB is needed, or a smaller model; several GPUs share all weights with"
+        yield "  train.sharding=fsdp2 (not with model.lora)"
 
 
 def find_config(path: str) -> tuple[ModelConfig, str]:

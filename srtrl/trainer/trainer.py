@@ -152,11 +152,12 @@ class Trainer:
         self.accelerator = build.build_accelerator(recipe, run_path(recipe))
         set_cpu_threads(recipe.num_threads)  # after accelerate, which divides the cores among several ranks
         seed_generators(recipe.seed, 0)
-        with ranks.synchronized("loading the task and the models"):
+        with ranks.synchronized("loading the task and the models"), explain_out_of_memory("loading the models"):
             self._load_task()
             self._load_models()
         unshard(self.policy)  # needs all ranks; an error within `synchronized` would leave the others waiting
-        with ranks.synchronized("loading the decoder and the state of the run"):
+        decoder = "loading the decoder and the state of the run"
+        with ranks.synchronized(decoder), explain_out_of_memory(decoder):
             # After everything that takes memory for good: on CUDA the engine takes its share of the rest.
             reserved_bytes = max(map(gradient_bytes, self.optimizers.values()))  # one model after the other learns
             self.engine = build.build_engine(recipe, self.policy, self.tokenizer, reserved_bytes=reserved_bytes)
