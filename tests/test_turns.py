@@ -14,6 +14,7 @@ from trie_reference import continuations
 
 from srtrl.bench.suffix import Drafter as SuffixDrafter
 from srtrl.drafters.base import DrafterBase, Int64Array
+from srtrl.drafters.draft_tree import DraftTrees
 from srtrl.drafters.srt import Drafter as SrtDrafter
 from srtrl.drafters.suffix_automaton import START_TOKEN
 from srtrl.drafters.token_trie import TokenTrie
@@ -160,10 +161,23 @@ class TurnDrafter(FakeDrafter):
                 self.committed[slot] = known.token_ids[: known.extensions[request.turn - 1][0]]
 
 
+class NoiseDrafter(SrtDrafter):
+    """Checks that it knows the noise of the tokens that come next, in every turn."""
+
+    engine: Engine
+
+    def propose(self, slots: Int64Array, max_nodes: Int64Array) -> DraftTrees:
+        batch = self.engine.batch
+        assert (self._noise.rng_keys[slots] == batch.rng_keys[slots]).all()
+        assert (self._noise.positions[slots] == batch.num_tokens[slots] - batch.num_prompt_tokens[slots]).all()
+        return super().propose(slots, max_nodes)
+
+
 def test_srt_drafts_within_turns_and_never_across_one(cases: list[tuple[Transformer, Completions]]) -> None:
     policy, truth = cases[0]
-    drafter = SrtDrafter()
-    engine = Engine(policy, turn_options(), tokenizer=Letters(), drafter=drafter)
+    drafter = NoiseDrafter()
+    engine = Engine(policy, turn_options(num_pages=30), tokenizer=Letters(), drafter=drafter)
+    drafter.engine = engine
     steps = []
     for _ in range(2):
         converse(engine, turn_requests())

@@ -65,6 +65,7 @@ NEGLIGIBLE_WITH_NOISE = 0.05
 SMALLEST_SCORE = 1e-6
 MAX_CHILDREN = 64
 """Children of a node that are considered."""
+NOT_YET = -1.0
 MAX_CONTEXTS = 6
 """Contexts that give them: of a rule, and two of other prompts."""
 LEARNED_MASS = 0.002
@@ -126,29 +127,22 @@ class Children(NamedTuple):
     """State and match of the context that ends with the token."""
     matches: Int32Array
     noise: Float64Array
-    """Factor of its counts."""
+    """Factor of its counts; `NOT_YET` where no context has needed it."""
     weights: Float64Array
     """Probability: the sum of its shares."""
     shares: Float64Array
     """[MAX_CONTEXTS, MAX_CHILDREN], of each context; of children that it knows."""
-    cells: Int64Array
-    """[MAX_CONTEXTS], see `cell_of`."""
-    ends: Int64Array
-    """[MAX_CONTEXTS], number of children with the context's own."""
+    cells: Int32Array
+    """By context, see `cell_of`."""
+    ends: Int32Array
+    """By context, number of children with the context's own."""
 
 
 @numba.njit(cache=True, nogil=True, forceinline=True)
 def _make_children() -> Children:
+    numbers, floats = np.empty((6, MAX_CHILDREN), np.int32), np.empty((2 + MAX_CONTEXTS, MAX_CHILDREN), np.float64)
     return Children(
-        np.empty(MAX_CHILDREN, np.int32),
-        np.empty(MAX_CHILDREN, np.int32),
-        np.empty(MAX_CHILDREN, np.int32),
-        np.empty(MAX_CHILDREN, np.int32),
-        np.empty(MAX_CHILDREN, np.float64),
-        np.empty(MAX_CHILDREN, np.float64),
-        np.empty((MAX_CONTEXTS, MAX_CHILDREN), np.float64),
-        np.empty(MAX_CONTEXTS, np.int64),
-        np.empty(MAX_CONTEXTS, np.int64),
+        numbers[0], numbers[1], numbers[2], numbers[3], floats[0], floats[1], floats[2:], numbers[4], numbers[5]
     )
 
 
@@ -168,27 +162,27 @@ def _log_exponential(row: Row, token: int) -> float:
 
 
 @numba.njit(cache=True, nogil=True, forceinline=True)
-def _noise_factor(row: Row, token: int) -> float:
-    """What a count of the token is multiplied by."""
-    return math.exp(-row.power * _log_exponential(row, token)) if row.is_known else 1.0
-
-
-@numba.njit(cache=True, nogil=True, forceinline=True)
-def _add_child(children: Children, num: int, row: Row, token: int, state: int, match: int) -> None:
+def _add_child(children: Children, num: int, token: int, state: int, match: int) -> None:
     """Write a child without weight."""
     children.token_ids[num], children.counts[num], children.weights[num] = token, 0, 0.0
-    children.states[num], children.matches[num] = state, match
-    children.noise[num] = _noise_factor(row, token)
+    children.states[num], children.matches[num], children.noise[num] = state, match, NOT_YET
 
 
 @numba.njit(cache=True, nogil=True, forceinline=True)
-def _share_out(children: Children, context: int, num: int, cell: int, mass: float) -> None:
-    """Divide the mass of a context among the children in proportion to their shares so far."""
-    shares, total = children.shares[context], 0.0
+def _share_out(children: Children, context: int, num: int, row: Row, listed: int, cell: int, mass: float) -> None:
+    """Divide the mass of a context among its children; their shares are counts so far, `listed` in total."""
+    shares, total = children.shares[context], float(listed)
+    if row.is_known:
+        total = 0.0
+        for i in range(num):
+            if 0 < shares[i] < listed:  # of a single one the noise does not matter
+                if children.noise[i] == NOT_YET:
+                    children.noise[i] = math.exp(-row.power * _log_exponential(row, children.token_ids[i]))
+                shares[i] *= children.noise[i]
+            total += shares[i]
+    factor = mass / total
     for i in range(num):
-        total += shares[i]
-    for i in range(num):
-        shares[i] *= mass / total
+        shares[i] *= factor
         children.weights[i] += shares[i]
     children.cells[context], children.ends[context] = cell, num
 
@@ -221,7 +215,7 @@ def _blend_contexts(
             shares, listed = children.shares[num_contexts], 0
             for i in range(num):
                 count = memory[find_edge(memory, state, children.token_ids[i]) + COUNT]
-                shares[i] = (count - children.counts[i]) * children.noise[i]
+                shares[i] = count - children.counts[i]
                 listed += count - children.counts[i]
                 children.counts[i] = count
             num_known = num
@@ -231,13 +225,13 @@ def _blend_contexts(
                     if token == EMPTY or part * count < negligible * more or num == MAX_CHILDREN:
                         continue
                     if _find_child(children, num_known, token) == num_known:
-                        _add_child(children, num, row, token, memory[edge + TARGET], match + 1)
-                        shares[num] = count * children.noise[num]
+                        _add_child(children, num, token, memory[edge + TARGET], match + 1)
+                        shares[num] = count
                         children.counts[num] = count
                         listed += count
                         num += 1
             if listed:
-                _share_out(children, num_contexts, num, cell, part * listed / more)
+                _share_out(children, num_contexts, num, row, listed, cell, part * listed / more)
                 num_contexts += 1
             mass -= part
             before += more
@@ -282,12 +276,12 @@ def _add_shared(
                 continue
             if i == num:
                 edge = find_edge(memory, ROOT, token)
-                _add_child(children, num, row, token, ROOT if edge == NONE else memory[edge + TARGET], edge != NONE)
+                _add_child(children, num, token, ROOT if edge == NONE else memory[edge + TARGET], edge != NONE)
                 num += 1
-            shares[i] = count * children.noise[i]
+            shares[i] = count
             listed += count
         if listed:
-            _share_out(children, num_contexts, num, cell, part * listed / total)
+            _share_out(children, num_contexts, num, row, listed, cell, part * listed / total)
             num_contexts += 1
         mass -= part
     return num, num_contexts

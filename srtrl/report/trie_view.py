@@ -1,16 +1,21 @@
 """One prompt's rollouts as a tree of branches, and the decode steps of a later rollout with drafts from them."""
 
+import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from srtrl.bench.recorded import RecordedPrompt, Recording, feed_drafter, read_recorded
+from srtrl.bench.recorded import RecordedPrompt, Recording, feed_drafter, make_request, read_recorded
 from srtrl.bench.replay_loop import LiveSample, Replay, ReplayCounts, ReplaySettings
+from srtrl.drafters.draft_tree import ROOT
 from srtrl.drafters.srt import Drafter
+from srtrl.model.noise import hash_row, uniform_of
 from srtrl.model.weights import load_tokenizer
 from srtrl.report.runs import Run, find_rollouts, steps_by_prompt
 from srtrl.run.checkpoint import latest_checkpoint
@@ -158,6 +163,38 @@ def replay_later(history: PromptHistory) -> tuple[list[list[int]], ReplayCounts]
     return replay.steps, replay.counts
 
 
+def draft_at_fork(history: PromptHistory) -> tuple[int, list[tuple[int, int, float, float]]]:
+    """The draft where the most even fork of earlier rollouts is on the later one's path.
+
+    Returns:
+        The number of tokens before the fork, and of each proposed next token: the token, the number of earlier rollouts
+        that continued with it, the later rollout's noise of it, and its score. Nothing without a fork or a known noise.
+    """
+    later = history.later.samples[0].tolist()
+    forks = []
+    for start in range(1, len(later)):
+        same = (one for one in history.earlier.samples if one[:start].tolist() == later[:start] and len(one) > start)
+        counts = Counter(int(one[start]) for one in same)
+        if len(counts) > 1:
+            forks.append((counts.most_common(2)[1][1], -start, counts))
+    if not forks or not history.later.rng_keys:
+        return 0, []
+    _, before, counts = max(forks, key=lambda fork: fork[:2])
+    start, [key] = -before, history.later.rng_keys
+    drafter, slot = Drafter(), np.zeros(1, np.int64)
+    feed_drafter(drafter, [history.earlier])
+    request = replace(make_request(history.later.prompt_token_ids, 0, 0, len(later)), rng_key=key)
+    drafter.start(slot, [request])
+    drafter.observe(slot, history.later.samples[0][:start], np.array([0, start]))
+    [tree] = drafter.propose(slot, slot + 16)
+    row_key = hash_row(np.uint64(key), start)
+    return start, [
+        (token, counts[token], -math.log(-math.log(uniform_of(row_key, token))), score)
+        for token, parent, score in zip(tree.token_ids.tolist(), tree.parents, tree.scores.tolist(), strict=True)
+        if parent == ROOT
+    ]
+
+
 # --- Text -------------------------------------------------------------------------------------------------------------
 
 
@@ -195,6 +232,14 @@ def print_history(history: PromptHistory, decode: Decode, num_branches: int) -> 
     )
     console.print(f"Each branch with its number of rollouts; * is the path of {history.later_name}.")
     console.print(_tree(grow_branches(history, num_branches), decode))
+    start, children = draft_at_fork(history)
+    if children:
+        console.print(f"\nnext token after {start} tokens of {history.later_name}, as drafted", style="bold")
+        console.print("rollouts   noise   score")
+    for token, count, noise, score in children:
+        text = on_one_line(decode([token]))
+        taken = "bold green" if token == later[start] else ""
+        console.print(Text(f"{count:8}  {noise:+6.2f}  {score:6.3f}  {text}", taken))
     decoded, counts = replay_later(history)
     console.print(
         f"\n{history.later_name}, decoded with drafts from this trie; each step gave these tokens", style="bold"

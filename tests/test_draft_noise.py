@@ -1,0 +1,76 @@
+"""Drafts that know the noise: more is accepted, trust is learned from such samples alone, and a resume continues it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from drafter_cases import propose, request, run, start
+
+from srtrl.drafters.srt import TRUST_FILE, Drafter, SrtOptions
+from srtrl.drafters.trust import FIRST_POWER, NOISE, POWER, REACHED
+from srtrl.engine.sampling import make_rng_key, uniform_noise
+
+OPTIONS = SrtOptions(other_prompts=False)
+VOCAB, LENGTH, NUM_SAMPLES = 20, 60, 24
+KEYS = [make_rng_key(0, "train", 0, index) for index in range(NUM_SAMPLES)]
+
+
+def sampled_texts() -> list[list[int]]:
+    """Samples of a known policy, a chain of first order with an entropy of about 1 nat, by their keys' noise."""
+    chances = np.random.default_rng(0).dirichlet(np.full(VOCAB, 0.12), VOCAB + 1)
+    signed = np.array(KEYS, np.uint64).view(np.int64)
+    texts = []
+    for key in signed.tolist():
+        noise = uniform_noise(torch.full((LENGTH,), key), torch.arange(LENGTH), VOCAB).numpy()
+        text, last = [], VOCAB
+        for position in range(LENGTH):
+            last = int(np.argmax(np.log(chances[last]) - np.log(-np.log(noise[position]))))
+            text.append(last)
+        texts.append(text)
+    return texts
+
+
+def taught(*, knows_noise: bool, temperature: float = 1.0) -> tuple[Drafter, list[int]]:
+    """A drafter after all samples, and the accepted tokens of each."""
+    drafter = Drafter(OPTIONS)
+    drafter.knows_noise = knows_noise
+    accepted = []
+    for key, text in zip(KEYS, sampled_texts(), strict=True):
+        one = request(rng_key=key)
+        accepted.append(run(drafter, replace(one, sampling=replace(one.sampling, temperature=temperature)), text))
+        drafter.end_step()
+    return drafter, accepted
+
+
+def test_more_is_accepted_where_the_noise_is_known() -> None:
+    (_, noisy), (_, plain) = taught(knows_noise=True), taught(knows_noise=False)
+    assert sum(noisy[8:]) > 1.2 * sum(plain[8:]), "8 nodes a draft, from 8 rollouts of history on"
+
+
+@pytest.mark.parametrize(("knows_noise", "temperature"), [(False, 1.0), (True, 0.0)])
+def test_nothing_is_learned_where_tokens_do_not_follow_the_noise(knows_noise: bool, temperature: float) -> None:
+    drafter, _ = taught(knows_noise=knows_noise, temperature=temperature)
+    assert not drafter._trust["train"][:NOISE].any()
+    assert drafter._trust["train"][NOISE, POWER] == FIRST_POWER
+
+
+def test_what_was_learned_is_saved_and_goes_on_equally(tmp_path: Path) -> None:
+    drafter, _ = taught(knows_noise=True)
+    assert drafter._trust["train"][:NOISE, REACHED].sum() > 100
+    assert drafter._trust["train"][NOISE, POWER] != FIRST_POWER
+    drafter.save(tmp_path)
+    resumed = Drafter(OPTIONS)
+    resumed.load(tmp_path)
+    trees = []
+    for one in (drafter, resumed):
+        run(one, request(rng_key=7), sampled_texts()[3])
+        start(one, {0: request(rng_key=9)})
+        trees += propose(one, [0])
+    assert (drafter._trust["train"] == resumed._trust["train"]).all()
+    assert trees[0].token_ids.tolist() == trees[1].token_ids.tolist()
+    assert trees[0].scores.tolist() == trees[1].scores.tolist()
+    (tmp_path / TRUST_FILE).write_text('{"train": [[1, 2]]}')
+    with pytest.raises(ValueError, match=r"draft_trust.json: damaged: expected 23 pairs"):
+        Drafter().load(tmp_path)
