@@ -14,12 +14,15 @@ from rich.tree import Tree
 from srtrl.bench.recorded import RecordedPrompt, Recording, feed_drafter, make_request, read_recorded
 from srtrl.bench.replay_loop import LiveSample, Replay, ReplayCounts, ReplaySettings
 from srtrl.drafters.draft_tree import ROOT
-from srtrl.drafters.srt import Drafter
+from srtrl.drafters.srt import Drafter, SrtOptions
 from srtrl.model.noise import hash_row, uniform_of
 from srtrl.model.weights import load_tokenizer
+from srtrl.recipe.schema import MAX_WIDTH
 from srtrl.report.runs import Run, find_rollouts, steps_by_prompt
 from srtrl.run.checkpoint import latest_checkpoint
 
+MAX_FORK = 6
+"""Tokens shown of a draft's first ones."""
 LABEL_CHARACTERS = 72
 """Longest text of a branch; of a longer one the middle is left out."""
 END_SIGN = "∎"
@@ -181,12 +184,12 @@ def draft_at_fork(history: PromptHistory) -> tuple[int, list[tuple[int, int, flo
         return 0, []
     _, before, counts = max(forks, key=lambda fork: fork[:2])
     start, [key] = -before, history.later.rng_keys
-    drafter, slot = Drafter(), np.zeros(1, np.int64)
+    drafter, slot = Drafter(SrtOptions(min_score=0)), np.zeros(1, np.int64)
     feed_drafter(drafter, [history.earlier])
     request = replace(make_request(history.later.prompt_token_ids, 0, 0, len(later)), rng_key=key)
     drafter.start(slot, [request])
     drafter.observe(slot, history.later.samples[0][:start], np.array([0, start]))
-    [tree] = drafter.propose(slot, slot + 16)
+    [tree] = drafter.propose(slot, slot + MAX_WIDTH)
     row_key = hash_row(np.uint64(key), start)
     return start, [
         (token, counts[token], -math.log(-math.log(uniform_of(row_key, token))), score)
@@ -236,7 +239,7 @@ def print_history(history: PromptHistory, decode: Decode, num_branches: int) -> 
     if children:
         console.print(f"\nnext token after {start} tokens of {history.later_name}, as drafted", style="bold")
         console.print("rollouts   noise   score")
-    for token, count, noise, score in children:
+    for token, count, noise, score in children[:MAX_FORK]:
         text = on_one_line(decode([token]))
         taken = "bold green" if token == later[start] else ""
         console.print(Text(f"{count:8}  {noise:+6.2f}  {score:6.3f}  {text}", taken))
