@@ -99,16 +99,15 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int) -> MemoryPl
     Raises:
         ValueError: `rollout.kv_memory_gib` is given, and does not hold a sequence of the maximum length.
     """
-    policy = _make_policy(config, recipe.model)
-    parts, gradients = _learner_bytes(policy, recipe.model)
-    if recipe.algorithm.kl.coefficient > 0 and recipe.model.lora is None:
-        parts["reference"] = parts["weights"]
-    parts["critic"] = 0
+    section, lora = recipe.model.model_dump_json(exclude={"lora": {"base"}}), recipe.model.lora
+    kept, gradients, base = _learner_bytes(config, section)
+    has_reference = recipe.algorithm.kl.coefficient > 0 if lora is None else lora.base == "device"
+    parts = {**kept, "reference": base if has_reference else 0, "critic": 0}
     if recipe.critic is not None:
-        critic, critic_gradients = _learner_bytes(ValueModel(_make_policy(config, recipe.model)), recipe.model)
+        critic, critic_gradients, _ = _learner_bytes(config, section, is_critic=True)
         parts["critic"] = sum(critic.values())
         gradients = max(gradients, critic_gradients)  # one model after the other learns
-    rollout, free = recipe.rollout, max(0, gpu_bytes - sum(parts.values()))
+    policy, rollout, free = _make_policy(config, recipe.model), recipe.rollout, max(0, gpu_bytes - sum(parts.values()))
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     slots = number_of_slots(recipe, policy, free, reserved_bytes=gradients)
     options = EngineOptions(slots=slots, prefill_chunk_tokens=PREFILL_TOKENS["cuda"])
@@ -122,7 +121,6 @@ def plan_memory(recipe: Recipe, config: ModelConfig, gpu_bytes: int) -> MemoryPl
         )
     parts[KV_CACHE] = kv
     parts["gradients"] = gradients
-    section = recipe.model.model_dump_json()
     parts["activations"] = _activation_bytes(config, section, recipe.train.micro_batch_tokens)
     return MemoryPlan(gpu_bytes=gpu_bytes, parts=parts, smallest_kv=smallest_kv, slots=slots)
 
@@ -263,18 +261,22 @@ def _make_optimizer(
     return optimizer, [tensor for tensor in held if id(tensor) not in own]
 
 
-def _learner_bytes(model: Transformer | ValueModel, section: ModelSection) -> tuple[dict[str, int], int]:
-    """Bytes by name of all that a model that learns keeps on the GPU, and of its gradients."""
-    optimizer, masters = _make_optimizer(model, section)
+@cache  # for other GPUs, and other changes; sections hold lists, so that their JSON stands for them
+def _learner_bytes(config: ModelConfig, section: str, *, is_critic: bool = False) -> tuple[dict[str, int], int, int]:
+    """Bytes by name of what a model that learns keeps, of its gradients, and of its weights at the start of the run."""
+    settings = ModelSection.model_validate_json(section)
+    policy = _make_policy(config, settings)
+    model = ValueModel(policy) if is_critic else policy
+    optimizer, masters = _make_optimizer(model, settings)
+    weights = _num_bytes(model.parameters())
     kept = {
-        "weights": _num_bytes(model.parameters()),
+        "weights": weights,
         "masters": _num_bytes(masters),
         "moments": sum(_num_bytes(state.values()) for state in optimizer.state.values()),
-        "reference": 0,
     }
-    if isinstance(optimizer, LoraAdamW) and optimizer.section.base == "device":
-        kept["reference"] = _num_bytes(matrix.base for matrix in optimizer.matrices)
-    return kept, gradient_bytes(optimizer)
+    if isinstance(optimizer, LoraAdamW):
+        return kept, gradient_bytes(optimizer), _num_bytes(matrix.base for matrix in optimizer.matrices)
+    return kept, gradient_bytes(optimizer), weights
 
 
 def _decoder_bytes(policy: Transformer, options: EngineOptions, max_sequence_tokens: int) -> int:
@@ -289,11 +291,11 @@ def _decoder_bytes(policy: Transformer, options: EngineOptions, max_sequence_tok
     return tracker.peak
 
 
-@cache  # of the same recipe on other GPUs, and with other changes
+@cache
 def _activation_bytes(config: ModelConfig, section: str, num_tokens: int) -> int:
     """Peak of an update, beside weights, masters and gradients; layers are alike, so that two and three say it."""
-    model = ModelSection.model_validate_json(section)
-    two, three = (_peak_bytes(replace(config, num_hidden_layers=number), model, num_tokens) for number in (2, 3))
+    settings = ModelSection.model_validate_json(section)
+    two, three = (_peak_bytes(replace(config, num_hidden_layers=number), settings, num_tokens) for number in (2, 3))
     return two + (config.num_hidden_layers - 2) * (three - two)
 
 
