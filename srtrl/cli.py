@@ -224,7 +224,9 @@ def show_config(
     ] = False,
     gpu: Annotated[
         float | None,
-        typer.Option(min=1, metavar="GIB", help="With --check: memory of the GPU; by default this machine's, else 80."),
+        typer.Option(
+            min=1, max=1e5, metavar="GIB", help="With --check: memory of the GPU; by default this machine's, else 80."
+        ),
     ] = None,
     help_fields: Annotated[bool, typer.Option("--help-fields", help="Print every field and its meaning.")] = False,
 ) -> None:
@@ -242,12 +244,14 @@ def show_config(
         raise ValueError("--gpu needs --check")
     source = read_source(recipe, overrides or ())
     resolved = build_checked(source) if check else build_recipe(source)
-    memory = []
-    if check:
-        from srtrl.trainer.memory import describe_memory
+    text = resolved.model_dump_json(indent=2) if as_json else dump_recipe(resolved).rstrip()
+    if not check:
+        print(text)
+        return
+    from srtrl.trainer.memory import describe_memory
 
-        memory = [f"# {line}" for line in describe_memory(resolved, gpu)]
-    print(resolved.model_dump_json(indent=2) if as_json else dump_recipe(resolved), end="\n" if as_json else "")
+    memory = [f"# {line}" for line in describe_memory(resolved, gpu)]
+    print(text)
     print(*memory, sep="\n", file=sys.stderr if as_json else sys.stdout)
 
 

@@ -86,15 +86,20 @@ SHOWN = {
     f"{MATH} --gpu 24": ["model.lora.rank=32                    saves  23.4 GiB, sum 18.6: fits, with 294 slots"],
     f"{MATH} --gpu 24 model.path=Qwen/Qwen2.5-3B train.sharding=fsdp2": ["sharding is not counted", "then a GPU of 61"],
     f"{MATH} --gpu 40 model.path=Qwen/Qwen2.5-7B": ["model.lora.base=host", "fits, with 200 slots"],
-    "show-config {recipes}/lora_gsm8k_3b.yaml --check --gpu 24": ["of which LoRA needs a copy", "fits: at most 21.6"],
+    "show-config {recipes}/lora_gsm8k_3b.yaml --check --gpu 24": ["base: device", "fits: at most 21.6 GiB"],
     "show-config {recipes}/grpo_gsm8k.yaml --check --gpu 24": [
         "model.gradient_checkpointing=true     saves  20.9 GiB, sum 18.9: fits, with 512 slots"
+    ],
+    "show-config {recipes}/lora_math_7b.yaml --check --gpu 24": [
+        "model.lora.base=host                  saves  12.2 GiB, sum 27.7\n",
+        "rollout.kv_memory_gib=3.9             saves   0.2 GiB, sum 21.6: fits, with 81 slots",
     ],
     "show-config {recipes}/quickstart.yaml --check": ["memory: not computed for device: cpu"],
     "show-config {recipes}/quickstart.yaml --check --gpu 1 --json": ["fits: at most 0.9 GiB"],
     f"{MATH} --gpu 80 rollout.kv_memory_gib=0.01": ["error: rollout.kv_memory_gib: 0.01 GiB hold 23 pages"],
     f"{MATH} model.path=acme/model-9b": ["error: model.path: acme/model-9b: the Hugging Face hub does not give"],
     f"{MATH} --gpu 0.5": ["Invalid value for '--gpu'"],
+    f"{MATH} --gpu inf": ["Invalid value for '--gpu'"],
     "show-config {recipes}/grpo_math.yaml --gpu 24": ["error: --gpu needs --check"],
 }
 """Command -> parts of its output."""

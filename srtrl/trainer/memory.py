@@ -190,13 +190,17 @@ def describe_memory(recipe: Recipe, gpu_gib: float | None) -> Iterator[str]:
     if recipe.train.sharding != "ddp":
         origin += "; sharding is not counted"
     notes = {"weights": f"{recipe.model.path}{source}", KV_CACHE: f"for {plan.slots} slots"}
-    if recipe.model.lora is not None:
-        notes |= {"masters": "A and B of LoRA", "reference": "the base weights, of which LoRA needs a copy"}
+    if plan.parts[KV_CACHE] < plan.smallest_kv:
+        notes[KV_CACHE] = f"and one sequence needs {plan.smallest_kv / GIB:.1f}"
+    if (lora := recipe.model.lora) is not None:
+        notes |= {"masters": "A and B of LoRA", "reference": f"LoRA's copy of the base weights, base: {lora.base}"}
     yield f"memory of a training step on one GPU of {gpu_gib:.4g} GiB ({origin}), computed:"
     for name, num_bytes in plan.parts.items():
-        if num_bytes or name == KV_CACHE:
+        if num_bytes or name in notes:
             yield f"  {name:<18}{num_bytes / GIB:7.1f} GiB  {notes.get(name, '')}".rstrip()
-    yield f"  {'sum':<18}{plan.total / GIB:7.1f} GiB  {_verdict(plan)}"
+    verdict = "fits" if plan.fits else "does not fit"
+    limit = f"{'at most' if plan.total <= plan.limit else 'more than'} {plan.limit / GIB:.1f} GiB"
+    yield f"  {'sum':<18}{plan.total / GIB:7.1f} GiB  {verdict}: {limit}, {MAX_SHARE:.0%} of the GPU"
     if plan.fits:
         return
     yield "what would lower it, each line on top of those before it:"
@@ -230,15 +234,6 @@ def find_config(path: str) -> tuple[ModelConfig, str]:
             "says what memory it needs; without network give a local folder, or Qwen2.5 up to 14B, Qwen3-4B or Qwen3-8B"
         ) from error
     return read_config(Path(file).parent), ""
-
-
-def _verdict(plan: MemoryPlan) -> str:
-    limit = f"{plan.limit / GIB:.1f} GiB, {MAX_SHARE:.0%} of the GPU"
-    if plan.fits:
-        return f"fits: at most {limit}"
-    if plan.total > plan.limit:
-        return f"does not fit: more than {limit}"
-    return f"does not fit: one sequence needs {plan.smallest_kv / GIB:.1f} GiB of KV cache"
 
 
 def _make_policy(config: ModelConfig, section: ModelSection) -> Transformer:
