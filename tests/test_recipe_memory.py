@@ -1,7 +1,9 @@
 """Memory of a training step, computed: the recipes for one GPU fit, the docs say how, and what does not fit is told."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -12,7 +14,8 @@ from srtrl.cli import app
 from srtrl.engine.kv_memory import GIB
 from srtrl.model.transformer import Transformer
 from srtrl.recipe.file import load_recipe
-from srtrl.recipe.schema import Recipe
+from srtrl.recipe.schema import ModelSection, Recipe
+from srtrl.trainer import memory
 from srtrl.trainer.build import number_of_slots
 from srtrl.trainer.memory import KV_CACHE, MemoryPlan, find_config, plan_memory
 
@@ -118,6 +121,13 @@ def test_show_config_says_whether_a_step_fits_and_what_would_help(
     assert result.exit_code == (2 if "error" in SHOWN[command][0] or "Invalid" in SHOWN[command][0] else 0)
     for part in SHOWN[command]:
         assert part in result.output
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"lora": {"rank": 8}, "dtype": "float32"}])
+def test_two_and_three_layers_tell_the_activations_of_all(options: dict[str, Any]) -> None:
+    config = replace(find_config("Qwen/Qwen2.5-0.5B")[0], num_hidden_layers=7)
+    section = ModelSection(**{"path": "x", "dtype": "bfloat16", **options})
+    assert memory._activation_bytes(config, section.model_dump_json(), 500) == memory._peak_bytes(config, section, 500)
 
 
 def test_slots_are_as_given_or_what_the_kv_cache_holds() -> None:
