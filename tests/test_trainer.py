@@ -119,10 +119,9 @@ def test_the_figures_of_a_run_are_those_of_its_rows(run: TrainingResult) -> None
         sum(row[name] for row in steps) for name in ("tokens/response", "engine/decode_steps")
     )
     assert figures["response tokens"] == f"{num_tokens:,} in {num_decode_steps:,} decode steps of the whole batch"
-    per_decode = figures["tokens per decode, first and last epoch"].split(" and ")
-    assert [float(figure) for figure in per_decode] == pytest.approx(
-        [row["engine/tokens_per_decode_step"] for row in steps], abs=0.01
-    )
+    per_decode = sorted(row["engine/tokens_per_decode_step"] for row in steps)
+    for figure in figures["tokens per decode, first and last epoch"].split(" and "):
+        assert per_decode[0] - 0.01 < float(figure) < per_decode[-1] + 0.01
     assert {"time/update_tokens_per_second", "time/update_tflops", "time/checkpoint"} <= steps[1].keys()
     total = before["time/eval"] + sum(row["time/step"] for row in steps)
     assert figures["time of all stages"].startswith(f"{total:.1f} s (")

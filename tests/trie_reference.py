@@ -10,7 +10,7 @@ from srtrl.bench.suffix import MAX_MATCH, MAX_TREE, NODES_PER_MATCH, SUFFIX
 from srtrl.drafters.draft_tree import DraftTree
 from srtrl.drafters.suffix_automaton import BLOCK, EDGE, NONE, ROOT, TARGET, edges_end, find_edge
 from srtrl.drafters.token_trie import TokenTrie
-from srtrl.drafters.trie_draft import NEGLIGIBLE, NEGLIGIBLE_WITH_NOISE, SMALLEST_SCORE, Rule
+from srtrl.drafters.trie_draft import NEGLIGIBLE, SMALLEST_SCORE, Rule
 from srtrl.drafters.trust import DECIDED, FORMULA_WEIGHT, NOISE, NUM_CELLS, POWER, REACHED, Trust
 
 START = -1
@@ -143,7 +143,7 @@ class ReferenceTrie:
         while len(nodes) < max_nodes:
             parent = len(nodes) - 1
             below = row(depths[parent])
-            negligible = (NEGLIGIBLE if below.trust is None else NEGLIGIBLE_WITH_NOISE) * min_score / score
+            negligible = NEGLIGIBLE * min_score / score
             for token, (weight, string) in self.children(*behind[parent], rule, negligible, below).items():
                 if score * min(weight, 1.0) >= min_score:
                     frontier.append((-score * min(weight, 1.0), token, parent, string))

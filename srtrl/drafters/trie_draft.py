@@ -60,8 +60,6 @@ Float64Array = npt.NDArray[np.float64]
 
 NEGLIGIBLE = 0.25
 """Share of `min_score`: in replays the nodes that a smaller one brought cost as much as they gave."""
-NEGLIGIBLE_WITH_NOISE = 0.05
-"""The same where the noise is known: a rare token with large noise is sampled."""
 SMALLEST_SCORE = 1e-6
 MAX_CHILDREN = 64
 """Children of a node that are considered."""
@@ -320,7 +318,7 @@ def _grow(
     frontier.clear()
     for node in range(len(token_ids)):
         row = _row_at(noise, trust, slot, depth)
-        negligible = (NEGLIGIBLE_WITH_NOISE if row.is_known else NEGLIGIBLE) * min_score / score  # of the node's mass
+        negligible = NEGLIGIBLE * min_score / score  # of the node's own mass
         num, num_contexts, mass = _blend_contexts(memory, state, match, rule, trust, row, negligible, children)
         if len(shared) > 0 and mass >= negligible:
             num, num_contexts = _add_shared(

@@ -7,8 +7,9 @@ torch's `fully_shard` does this, layer by layer. The parts are float32: for a bf
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -16,6 +17,10 @@ from torch import nn
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
+
+
+_pools: WeakKeyDictionary[nn.Module, torch.cuda.MemPool] = WeakKeyDictionary()
+"""Memory for the gathered weights of a model, see `unshard`."""
 
 
 def shard(model: nn.Module) -> None:
@@ -52,16 +57,35 @@ def is_sharded(model: nn.Module) -> bool:
     return bool(_sharded_modules(model))
 
 
-def unshard(model: nn.Module) -> None:
+def unshard(model: nn.Module, *, in_place: bool = False) -> None:
     """Gather all weights, until `reshard`: for the decoder and checkpoints, which read them as those of a plain model.
 
     In between a pass takes no collective, so that ranks may take different numbers of decode steps; the weights must
     not be changed. Costs the memory of a whole model in the type of its passes. All ranks call this, and then
-    `Engine.end_step`: the tensors may lie elsewhere than before. Does nothing where the model is not sharded.
+    `Engine.end_step`. Does nothing where the model is not sharded.
+
+    Args:
+        model: Sharded.
+        in_place: Gather on CUDA into memory that nothing else uses, so that the weights lie where they lay last time
+            and the decoder's graphs stay valid; it remains allocated between the calls. (Where they lie elsewhere all
+            the same, the decoder drops its graphs.)
     """
-    for module in _sharded_modules(model):
-        module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()
+    with _own_memory(model) if in_place else nullcontext():
+        for module in _sharded_modules(model):
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+
+
+@contextmanager
+def _own_memory(model: nn.Module) -> Iterator[None]:
+    """Let tensors of a sharded model on CUDA be allocated from a pool that it keeps."""
+    if not is_sharded(model) or next(model.parameters()).device.type != "cuda":
+        yield
+        return
+    if model not in _pools:
+        _pools[model] = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(_pools[model]):
+        yield
 
 
 def reshard(model: nn.Module) -> None:
@@ -76,7 +100,7 @@ def resharded(model: nn.Module) -> Iterator[None]:
     """Around the update: a model that was unsharded for the rollouts is sharded inside the `with` block."""
     reshard(model)
     yield
-    unshard(model)
+    unshard(model, in_place=True)
 
 
 @torch.no_grad()

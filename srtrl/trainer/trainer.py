@@ -155,7 +155,9 @@ class Trainer:
         with ranks.synchronized("loading the task and the models"), explain_out_of_memory("loading the models"):
             self._load_task()
             self._load_models()
-        unshard(self.policy)  # needs all ranks; an error within `synchronized` would leave the others waiting
+        unshard(
+            self.policy, in_place=True
+        )  # needs all ranks; an error within `synchronized` would leave the others waiting
         decoder = "loading the decoder and the state of the run"
         with ranks.synchronized(decoder), explain_out_of_memory(decoder):
             # After everything that takes memory for good: on CUDA the engine takes its share of the rest.
