@@ -147,7 +147,7 @@ def rollouts(ranks: Ranks, case: Case) -> Found:
             collector = collector_of(grader, ranks, 100 if case.has_turns else 30, **options_of_case)
             collector.on_progress = lambda *counts: found.progress.append(counts)
             if case.steps_of_rank_0:
-                make_rank_1_slow(ranks, engine, collector.counters, case.steps_of_rank_0)
+                make_rank_1_slow(ranks, engine, collector.counters, case)
             if case.is_dynamic:
                 until_full = DrawsUntilFull(
                     PROMPTS.__getitem__,
@@ -174,8 +174,11 @@ def rollouts(ranks: Ranks, case: Case) -> Found:
     return found
 
 
-def make_rank_1_slow(ranks: Ranks, engine: SlowEngine, counters: SharedCounters, steps: int) -> None:
-    """Before each decode step rank 1 waits until rank 0 has made `steps` of them, or has waited as often."""
+def make_rank_1_slow(ranks: Ranks, engine: SlowEngine, counters: SharedCounters, case: Case) -> None:
+    """Before each decode step rank 1 waits for `steps_of_rank_0` steps of rank 0, or as many waits of it.
+
+    It waits no longer where all samples are done: rank 0 makes no further step then.
+    """
     name = ranks.new_scope("steps of rank 0")
     wait_for_others = counters.wait_for_others
 
@@ -184,8 +187,9 @@ def make_rank_1_slow(ranks: Ranks, engine: SlowEngine, counters: SharedCounters,
         wait_for_others(sleeps=sleeps)
 
     def before_step() -> None:
-        end = ranks.add(name, int(ranks.is_main)) + steps
-        while not ranks.is_main and ranks.add(name, 0) < end:
+        end = ranks.add(name, int(ranks.is_main)) + case.steps_of_rank_0
+        num_samples = case.num_draws * case.num_samples
+        while not ranks.is_main and ranks.add(name, 0) < end and counters.read("finished") < num_samples:
             time.sleep(0.001)
 
     engine.before_step = before_step
