@@ -136,10 +136,11 @@ def test_metrics_in_the_prose_of_all_pages_exist(logged: set[str]) -> None:
 
 
 def problems_of(page: Path) -> Iterator[str]:
-    """Links to files, headings and names that are not there.
+    """Links to files, headings and names that are not there, and marks of a merge that was not finished.
 
     [`Trainer.train_step`](.../trainer.py) promises that `train_step` is defined there, inside `Trainer`'s file.
     """
+    yield from re.findall(r"^(?:<<<<<<<|=======|>>>>>>>).*$", page.read_text(encoding="utf-8"), re.MULTILINE)
     for text, target, path in links(page):
         _, mark, anchor = target.partition("#")
         destination = page if target[0] == "#" else path
@@ -158,7 +159,7 @@ def problems_of(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_links_lead_to_files_headings_and_names(page: Path) -> None:
+def test_links_lead_to_files_headings_and_names_and_no_merge_is_unfinished(page: Path) -> None:
     assert list(problems_of(page)) == []
 
 
