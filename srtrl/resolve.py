@@ -22,6 +22,8 @@ MAX_CHARACTERS = 200
 """Of a value in a message."""
 MAX_LINES = 10
 """Of a list in a message."""
+FROM_PYTHON = "from_python"
+"""Module of the functions that no file has by their name: those of a notebook, and those made by other functions."""
 
 PARTS = {
     "algorithm.advantage": ("srtrl.algorithms.advantages", ("rewards", "token_rewards")),
@@ -186,6 +188,8 @@ def import_user_defined(name: str, *, from_here: bool) -> ModuleType:
         top, here = module_name.partition(".")[0], {path.name.partition(".")[0] for path in Path.cwd().iterdir()}
         if not from_here and top in here:
             reason = f"it is only imported from the current folder, {folder}, with --import-from-here"
+        if module_name == FROM_PYTHON:
+            reason = "it was given to srtrl.train: continue from Python, or write it into a file and begin a new run"
         raise ValueError(f"`{name}`: cannot import {module_name}: {reason}") from caught.error
     return sys.modules[module_name]
 

@@ -10,13 +10,12 @@ import asyncio
 import inspect
 import logging
 import queue
-import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -27,6 +26,7 @@ from srtrl.environments.record import Record, key_of
 from srtrl.ranks.processes import ONE_RANK, Ranks
 from srtrl.recipe.schema import EnvironmentSection
 from srtrl.resolve import Caught, describe_error
+from srtrl.tasks.event_loop import event_loop, start_thread
 from srtrl.tasks.final_answer import states_answer
 from srtrl.tasks.rendering import tokenise
 from srtrl.types import Completion, Conversation, Prompt, SegmentKind, segment_slices
@@ -117,10 +117,10 @@ class Conversations:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             self._shared = stack.enter_context(self.environment_class.open(self.options))
-            self._loop = stack.enter_context(_event_loop())
+            self._loop = stack.enter_context(event_loop())
             limit = self.environment_class.max_parallel(self.options)
             for _ in range(NUM_THREADS if limit is None else min(NUM_THREADS, limit)):
-                _start_thread(self._answer_turns)
+                start_thread(self._answer_turns)
                 stack.callback(self._queue.put, None)
             self._stack = stack.pop_all()
         return self
@@ -347,7 +347,7 @@ class Conversations:
     def _result(self, pending: _Pending) -> Step:
         """The environment's answer; errors and the time limit become answers, too."""
         if pending.answer.cancel():
-            _start_thread(self._answer_turns)  # in place of the one that hangs
+            start_thread(self._answer_turns)  # in place of the one that hangs
             return Step(is_done=True, stop_reason="time", outcomes=["time"])
         error = pending.answer.exception()
         if error is None:
@@ -411,22 +411,3 @@ class Conversations:
         head = (limit - len(middle) + 1) // 2
         tail = limit - len(middle) - head
         return [*token_ids[:head], *middle, *token_ids[len(token_ids) - tail :]]
-
-
-def _start_thread(target: Callable[[], None]) -> None:
-    """A thread that ends with the process, even while it waits."""
-    threading.Thread(target=target, name="environment", daemon=True).start()
-
-
-@contextmanager
-def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop that runs in a thread of its own."""
-    loop = asyncio.new_event_loop()
-
-    def run() -> None:
-        with closing(loop):
-            loop.run_forever()
-
-    _start_thread(run)
-    yield loop
-    loop.call_soon_threadsafe(loop.stop)

@@ -17,6 +17,10 @@ class Section(BaseModel):
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse: a recipe is checked as a whole, when it is made."""
+        raise ValueError(f'`{name}` cannot be set: load_recipe(recipe, {{"section.key": VALUE}}) makes another recipe')
+
     @field_validator("*")
     @classmethod
     def check_size(cls, value: object, info: ValidationInfo) -> object:

@@ -1,14 +1,17 @@
 """Grading while the decoder runs: the verifier and the rewards of each completion.
 
-`submit` returns at once: `isolated` functions (math-verify, say) start in a worker process while the decoder continues
-with other samples. `collect` waits for the workers and runs the rest in the training process. A sample that hangs or
+`submit` returns at once: `isolated` functions (math-verify, say) start in a worker process, and coroutines (of judges,
+say) in an event loop, while the decoder continues with other samples. `collect` waits for them and runs the rest in the
+training process. A sample that hangs or
 crashes is retried once in a process that has graded nothing else; a second failure costs that sample only: reward 0,
 its outcome, and a line in the log.
 """
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import itemgetter
@@ -18,10 +21,11 @@ from srtrl.ranks.processes import Ranks
 from srtrl.recipe.schema import GradingSection, RewardSection
 from srtrl.resolve import Caught, describe_error
 from srtrl.tasks.base import Task
+from srtrl.tasks.event_loop import event_loop
 from srtrl.tasks.reward_input import RewardInput
 from srtrl.tasks.reward_terms import Reward, check_importable, is_isolated, resolve_rewards
 from srtrl.tasks.worker import Failure, Graded, IsolatedFunctions, check_reward
-from srtrl.tasks.worker_pool import Worker, WorkerPool
+from srtrl.tasks.worker_pool import WALL_SECONDS_PER_CPU_SECOND, Worker, WorkerPool
 from srtrl.types import (
     UNVERIFIED_OUTCOMES,
     VERIFIED_OUTCOMES,
@@ -34,6 +38,9 @@ from srtrl.types import (
 
 logger = logging.getLogger(__name__)
 
+MAX_AWAITED = 64
+"""Maximum number of coroutine rewards at the same time."""
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GradeTicket:
@@ -42,14 +49,15 @@ class GradeTicket:
     sample: RewardInput
     """Its `correct` is None as long as an isolated verifier runs."""
     verdict: "Future[Graded | Failure]"
-    """Verdict and isolated rewards; done at once where nothing is isolated."""
+    """Verdict, isolated and awaited rewards; done at once where there is nothing to wait for."""
 
 
 class Grader:
     """Grades completions with a task's verifier and the recipe's rewards.
 
     Use it as a context manager: worker processes start for the first samples, and leaving it ends them, also in the
-    middle of a job. There are none if neither the verifier nor a reward is `isolated`.
+    middle of a job. There are none if neither the verifier nor a reward is `isolated`. Coroutine rewards run in an
+    event loop, `MAX_AWAITED` at a time.
 
     Args:
         task: Whose verifier decides what is correct; without one, nothing is correct or wrong.
@@ -80,17 +88,27 @@ class Grader:
         )
         self._grading = grading
         self._pool: WorkerPool | None = None
+        self._awaited = [reward for reward in self._rewards if reward.awaited]
+        self._stack = ExitStack()
+        self.serial_rewards = [
+            section.name
+            for section, reward in zip(rewards, self._rewards, strict=True)
+            if ":" in section.name and not (reward.isolated or reward.batched or reward.awaited)
+        ]
+        """Rewards of the user that are called for one sample after the other."""
 
     def __enter__(self) -> Self:
         if self._isolated.modules:
             limits = self._grading
             workers = [Worker(self._isolated, limits.timeout_seconds) for _ in range(limits.num_workers)]
             self._pool = WorkerPool(workers, "srtrl-grading")
+            self._stack.callback(self._pool.close)
+        if self._awaited:
+            self._loop, self._limit = self._stack.enter_context(event_loop()), asyncio.Semaphore(MAX_AWAITED)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._pool is not None:
-            self._pool.close()
+        self._stack.close()
 
     def submit(
         self,
@@ -129,9 +147,39 @@ class Grader:
                 failure = Failure(outcome="error", detail=f"verifier: {describe_error(caught.error)}")
                 return GradeTicket(sample=sample, verdict=_done(failure))
         if self._pool is not None:
-            return GradeTicket(sample=sample, verdict=self._pool.submit(sample))
-        assert not self._isolated.modules, "the grader is used outside of its context"
-        return GradeTicket(sample=sample, verdict=_done(Graded(correct=sample.correct)))
+            verdict = self._pool.submit(sample)
+        else:
+            assert not self._isolated.modules, "the grader is used outside of its context"
+            verdict = _done(Graded(correct=sample.correct))
+        if self._awaited:
+            verdict = asyncio.run_coroutine_threadsafe(self._await_rewards(sample, verdict), self._loop)
+        return GradeTicket(sample=sample, verdict=verdict)
+
+    async def _await_rewards(self, sample: RewardInput, verdict: "Future[Graded | Failure]") -> Graded | Failure:
+        """The verdict with the awaited rewards, all at once."""
+        graded = await asyncio.wrap_future(verdict)
+        if isinstance(graded, Failure):
+            return graded
+        sample = replace(sample, correct=graded.correct)
+        values = await asyncio.gather(*(self._await_reward(reward, sample) for reward in self._awaited))
+        parts = dict(graded.parts)
+        for reward, value in zip(self._awaited, values, strict=True):
+            if isinstance(value, Failure):
+                return value
+            parts[reward.name] = value
+        return replace(graded, parts=parts)
+
+    async def _await_reward(self, reward: Reward, sample: RewardInput) -> float | Failure:
+        seconds = WALL_SECONDS_PER_CPU_SECOND * self._grading.timeout_seconds
+        async with self._limit:
+            with Caught() as caught:
+                async with asyncio.timeout(seconds) as limit:
+                    return check_reward(reward.name, await reward.function(sample))
+        assert caught.error is not None
+        if limit.expired():
+            detail = f"reward `{reward.name}`: no answer within {seconds:g} seconds of wall-clock time"
+            return Failure(outcome="timeout", detail=detail)
+        return Failure(outcome="error", detail=f"reward `{reward.name}`: {describe_error(caught.error)}")
 
     def is_done(self, ticket: GradeTicket) -> bool:
         """Whether `collect` would return this grade without waiting."""
@@ -158,7 +206,7 @@ class Grader:
             for ticket, verdict in zip(tickets, verdicts, strict=True)
         ]
         for reward in self._rewards:
-            if not reward.isolated:
+            if not (reward.isolated or reward.awaited):
                 _apply(reward, samples, verdicts)
         grades = [self._grade(verdict) for verdict in verdicts]
         for ticket, grade in zip(tickets, grades, strict=True):

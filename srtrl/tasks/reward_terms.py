@@ -1,6 +1,7 @@
 """The recipe's `rewards`, resolved: each a function with its options, and where it runs."""
 
 import functools
+import inspect
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from srtrl.resolve import check_call, resolve_function
 
 RESERVED_NAMES = frozenset({"mean", "kl_penalty"})
 """`reward/...` metrics of the trainer."""
+OTHER_FORMS = frozenset({"completions", "completion_ids", "solution_str", "solution_strs"})
+"""Parameters of rewards in the form of TRL and of verl."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -24,6 +27,8 @@ class Reward:
     """Takes a `RewardInput`, or all of them if it is batched; the recipe's options are bound to it."""
     isolated: bool
     batched: bool
+    awaited: bool
+    """Whether it is a coroutine function."""
 
 
 def resolve_rewards(sections: Sequence[RewardSection]) -> list[Reward]:
@@ -31,8 +36,8 @@ def resolve_rewards(sections: Sequence[RewardSection]) -> list[Reward]:
 
     Raises:
         ValueError: an unknown name, two of one name, an option that the function does not take, lacks or refuses, a
-            function that is both `isolated` and `batched`, or that is isolated and that workers could not import. The
-            message begins with the key: `rewards.0.name: `.
+            function that has two of the forms `isolated`, `batched` and coroutine, or that is isolated and that
+            workers could not import. The message begins with the key: `rewards.0.name: `.
     """
     rewards: list[Reward] = []
     for index, section in enumerate(sections):
@@ -48,6 +53,13 @@ def resolve_rewards(sections: Sequence[RewardSection]) -> list[Reward]:
 
 def _resolve(section: RewardSection) -> Reward:
     function = resolve_function("srtrl.tasks.rewards", section.name)
+    if foreign := OTHER_FORMS.intersection(inspect.signature(function).parameters):
+        name = section.name.rpartition(":")[2]
+        raise ValueError(
+            f"`{section.name}` takes `{min(foreign)}`, as a reward of another trainer; here it takes one sample, and "
+            f"returns one number: `def {name}(sample)`, with sample.text, sample.prompt.text and, of a field of the "
+            'row, sample.prompt.metadata["field"] (docs/from_trl.md)'
+        )
     check_call(section.name, function, 1, tuple(section.options))
     reward = Reward(
         name=section.name.rpartition(":")[2],
@@ -55,11 +67,14 @@ def _resolve(section: RewardSection) -> Reward:
         function=functools.partial(function, **section.options) if section.options else function,
         isolated=is_isolated(function),
         batched=bool(getattr(function, "batched", False)),
+        awaited=any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None)))),  # noqa: B004
     )
     if reward.name in RESERVED_NAMES:
         raise ValueError(f"`{section.name}` cannot be logged as reward/{reward.name}, which is srtrl's own")
     if reward.isolated and reward.batched:
         raise ValueError(f"`{section.name}` is isolated and batched; a hang would then cost every sample")
+    if reward.awaited and (reward.isolated or reward.batched):
+        raise ValueError(f"`{section.name}` is a coroutine function, of which all samples are awaited at once: no mark")
     if reward.isolated:
         check_importable(section.name, reward.function)
     return reward

@@ -67,10 +67,13 @@ class Failure:
 
 def check_reward(name: str, value: object) -> float:
     """The value of a reward as a float; ValueError where it is no finite number."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # of NumPy or torch
+        value = value.item()
     with suppress(OverflowError):  # of an integer beyond the range of floats
         if isinstance(value, Real) and isfinite(number := float(value)):
             return number
-    raise ValueError(f"reward `{name}` must return a finite number, it returned {value!r:.100}")
+    hint = " (0.0 where it does not apply)" if value is None else ""
+    raise ValueError(f"reward `{name}` must return a finite number{hint}, it returned {value!r:.100}")
 
 
 def serve(connection: socket.socket, functions: IsolatedFunctions, cpu_seconds: float) -> None:

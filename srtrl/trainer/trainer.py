@@ -146,6 +146,7 @@ class Trainer:
         self.timer = StageTimer()
         self.step = 0
         """Training steps done."""
+        self._has_said_slow = False
         self.is_stopping = False
         """Whether a rank was interrupted: the run ends after the present step."""
         self.changes, self.checkpoint = ranks.on_main(self._check_start, "checks of rank 0")
@@ -380,9 +381,21 @@ class Trainer:
         self.progress.step(self.step, describe_step(row))
         if "eval/reward" in row or "eval/accuracy" in row:
             self.progress.say(f"after step {self.step}: {describe_held_out(row)}")
+        self._say_slow_rewards(row)
         if self.ranks.is_main:
             self.on_step(self.step, row)
             log_samples(self.accelerator, self.step, rollouts.groups, credit.advantages)
+
+    def _say_slow_rewards(self, row: Mapping[str, float]) -> None:
+        """Once: a notice where rewards that are called for one sample after the other take most of a step."""
+        seconds, names = row.get("time/grading", 0.0), self.grader.serial_rewards
+        if names and not self._has_said_slow and seconds > max(1.0, row["time/step"] / 2):
+            self._has_said_slow = True
+            self.progress.say(
+                f"rewards took {seconds:.1f} of {row['time/step']:.1f} s: {', '.join(names)} is called for one sample "
+                "after the other. Faster: `async def` where it waits for a server or a judge, `@batched` where it can take "
+                "many samples at once, `@isolated` where it computes (docs/extending.md#a-reward)"
+            )
 
     def checkpoint_if_due(self) -> None:
         """Write a checkpoint where the recipe wants one, after the last step, and when the run is to end."""
